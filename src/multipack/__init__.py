@@ -1,0 +1,66 @@
+"""multipack: padding-free training of language models.
+
+The names below are loaded when they are first used: importing multipack imports neither torch nor numba.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "pack": "multipack.planning.packing",
+    "Packs": "multipack.planning.packing",
+    "plan": "multipack.planning.plan",
+    "Plan": "multipack.planning.plan",
+    "PlanReport": "multipack.planning.measure",
+    "CostModel": "multipack.planning.cost",
+    "ModelShape": "multipack.shapes",
+    "SHAPES": "multipack.shapes",
+    "TokenStore": "multipack.data.store",
+    "Document": "multipack.data.documents",
+    "Documents": "multipack.data.documents",
+    "PackedBatch": "multipack.data.batch",
+    "PackedBatchSampler": "multipack.data.sampler",
+    "PackedCollator": "multipack.data.collate",
+    "PackedLoader": "multipack.data.loader",
+    "attention": "multipack.models.attention",
+    "Decoder": "multipack.models.decoder",
+    "linear_cross_entropy": "multipack.models.loss",
+    "generate": "multipack.models.generate",
+}
+
+__all__ = ["__version__", *_PUBLIC]
+
+if TYPE_CHECKING:
+    from multipack.data.batch import PackedBatch as PackedBatch
+    from multipack.data.collate import PackedCollator as PackedCollator
+    from multipack.data.documents import Document as Document
+    from multipack.data.documents import Documents as Documents
+    from multipack.data.loader import PackedLoader as PackedLoader
+    from multipack.data.sampler import PackedBatchSampler as PackedBatchSampler
+    from multipack.data.store import TokenStore as TokenStore
+    from multipack.models.attention import attention as attention
+    from multipack.models.decoder import Decoder as Decoder
+    from multipack.models.generate import generate as generate
+    from multipack.models.loss import linear_cross_entropy as linear_cross_entropy
+    from multipack.planning.cost import CostModel as CostModel
+    from multipack.planning.measure import PlanReport as PlanReport
+    from multipack.planning.packing import Packs as Packs
+    from multipack.planning.packing import pack as pack
+    from multipack.planning.plan import Plan as Plan
+    from multipack.planning.plan import plan as plan
+    from multipack.shapes import SHAPES as SHAPES
+    from multipack.shapes import ModelShape as ModelShape
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'multipack' has no attribute {name!r}")
+    return getattr(import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
