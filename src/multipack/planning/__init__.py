@@ -1,0 +1,1 @@
+"""Which documents go together, when, and where: numpy and numba only, no torch."""

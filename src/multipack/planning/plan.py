@@ -1,0 +1,407 @@
+"""The plan of an epoch: which documents train together in which global step, and how ranks share a step.
+
+    lengths ── seeded order ──▶ steps (sets of documents) ── deal(step, world) ──▶ packs for ranks
+                                 same for every world          arranged afresh for each
+
+A plan is a pure function of lengths, targets, options, seed and epoch (and of the documents carried in). A
+run can therefore stop at any step and go on with other hardware: nothing is lost and nothing repeated.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, get_args
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from multipack.planning import deal as dealing
+from multipack.planning import measure
+from multipack.planning.cost import CostModel, weigh
+from multipack.planning.deal import Sync
+from multipack.planning.epoch import Cut, Rules, cut
+from multipack.planning.options import (
+    Balance,
+    Options,
+    Order,
+    PlanConfig,
+    Tail,
+    balance_weights,
+    check_carried,
+    check_fingerprint,
+    check_seed,
+    check_targets,
+    cost_model_of,
+    fingerprint_of,
+    most_documents_of,
+    short,
+)
+from multipack.planning.packing import Packs, check_integer, check_lengths, pack
+from multipack.planning.permutation import permutation
+from multipack.shapes import ModelShape
+
+if TYPE_CHECKING:
+    from multipack.planning.measure import PlanReport
+
+__all__ = ["Balance", "Order", "Plan", "PlanConfig", "Sync", "Tail", "plan"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Plan:
+    """The steps of one epoch. Made by `plan`.
+
+    Attributes:
+        lengths: (all documents,) int64 tokens of every document, planned or not.
+        target_counts: (all documents,) int64 target tokens, or None for length − 1.
+        capacity: most tokens of a pack.
+        packs_per_step: most packs of a step.
+        max_documents: most documents of a pack, or None.
+        tail: what happens to documents that do not fill a step.
+        seed, epoch: of the order.
+        cost_model: what a document costs.
+        weights: (linear, quadratic): the balanced cost is linear·l + quadratic·l(l+1).
+        order: (documents,) int64 document numbers, pack after pack, step after step.
+        pack_offsets: (packs + 1,) where packs begin in `order`.
+        step_offsets: (steps + 1,) where steps begin among packs.
+        dropped: document numbers that `tail="drop"` left out, in their order.
+        carried: document numbers that `tail="carry"` leaves for the next epoch, in their order.
+        carried_in: document numbers carried over from the epoch before.
+        fingerprint: of lengths, targets and options; not of world, sync, seed or epoch.
+        most_documents: documents that no pack can exceed, in any epoch, step, world or arrangement.
+        seconds: time that planning took.
+    """
+
+    lengths: NDArray[np.int64]
+    target_counts: NDArray[np.int64] | None
+    capacity: int
+    packs_per_step: int
+    max_documents: int | None
+    tail: Tail
+    shuffled: bool
+    seed: int
+    epoch: int
+    cost_model: CostModel
+    weights: tuple[int, int]
+    order: NDArray[np.int64]
+    pack_offsets: NDArray[np.int64]
+    step_offsets: NDArray[np.int64]
+    dropped: NDArray[np.int64]
+    carried: NDArray[np.int64]
+    carried_in: NDArray[np.int64]
+    fingerprint: str
+    most_documents: int
+    seconds: float
+
+    @property
+    def num_steps(self) -> int:
+        """Global steps of the epoch."""
+        return len(self.step_offsets) - 1
+
+    @property
+    def num_documents(self) -> int:
+        """Documents in the epoch's steps (those carried in count, those dropped or carried on do not)."""
+        return len(self.order)
+
+    @property
+    def num_packs(self) -> int:
+        """Packs of the epoch as planned, none of them empty."""
+        return len(self.pack_offsets) - 1
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document, planned or not: a constant for kernels."""
+        return int(self.lengths.max())
+
+    def __repr__(self) -> str:
+        return (
+            f"Plan({self.num_steps:,} steps, {self.num_packs:,} packs of at most {self.capacity:,} tokens,"
+            f" {self.num_documents:,} documents, seed {self.seed}, epoch {self.epoch})"
+        )
+
+    def documents(self, step: int) -> NDArray[np.int64]:
+        """The document numbers of a step: the same whatever the number of ranks."""
+        first, last = self._packs_of(step)
+        return self.order[self.pack_offsets[first] : self.pack_offsets[last]]
+
+    def packs(self, step: int) -> Packs:
+        """One packing of a step that fits: at most `packs_per_step` packs, none of them empty."""
+        first, last = self._packs_of(step)
+        return Packs(self.documents(step), self.pack_offsets[first : last + 1] - self.pack_offsets[first])
+
+    def tokens(self, step: int) -> int:
+        """Tokens of a step's documents."""
+        return int(self.lengths[self.documents(step)].sum())
+
+    def targets(self, step: int) -> int:
+        """Target tokens of a step: what its summed loss is divided by."""
+        documents = self.documents(step)
+        if self.target_counts is None:
+            return int(self.lengths[documents].sum()) - len(documents)
+        return int(self.target_counts[documents].sum())
+
+    def micro_batches(self, data_parallel_size: int) -> int:
+        """Packs that each of so many ranks runs in a step: ⌈packs_per_step / ranks⌉.
+
+        Raises:
+            ValueError: more ranks than packs in a step.
+        """
+        world = check_integer("data_parallel_size", data_parallel_size)
+        if world > self.packs_per_step:
+            raise ValueError(
+                f"{world} ranks cannot share steps of packs_per_step={self.packs_per_step} packs: each rank"
+                f" needs one; set packs_per_step to at least {world}, or use at most"
+                f" {self.packs_per_step} ranks"
+            )
+        return -(-self.packs_per_step // world)
+
+    def deal(self, step: int, data_parallel_size: int, sync: Sync = "micro") -> Packs:
+        """A step's documents arranged for ranks: micro_batches × ranks packs, balanced where ranks meet.
+
+        Args:
+            step: global step of the epoch.
+            data_parallel_size: ranks that share the step, at most `packs_per_step`.
+            sync: where ranks wait for each other: `micro` at each micro-batch (FSDP), `step` once a
+                step (DDP, ZeRO-1/2), `pipeline` like micro.
+
+        Returns:
+            `Packs` in micro-batch-major order: pack m · ranks + r is rank r's micro-batch m. None is empty
+            while there are enough documents.
+        """
+        micro_batches = self.micro_batches(data_parallel_size)
+        if sync not in get_args(Sync):
+            raise ValueError(f"sync={sync!r} is unknown; choose one of {', '.join(get_args(Sync))}")
+        packs = self.packs(step)
+        documents = packs.order
+        lengths = self.lengths[documents]
+        dealt = dealing.deal(
+            lengths,
+            weigh(lengths, *self.weights),
+            np.repeat(np.arange(len(packs)), packs.sizes()),
+            world=data_parallel_size,
+            micro_batches=micro_batches,
+            capacity=self.capacity,
+            max_documents=self.max_documents or len(documents),
+            sync=sync,
+        )
+        return Packs(documents[dealt.order], dealt.offsets)
+
+    def report(self, data_parallel_size: int = 1, sync: Sync = "micro") -> PlanReport:
+        """How good the plan is for so many ranks, measured over all steps."""
+        return measure.report(self, data_parallel_size, sync)
+
+    def state(self, step: int) -> dict[str, Any]:
+        """What a checkpoint needs to go on before `step`: plain values; `plan` makes the rest again."""
+        if not 0 <= step <= self.num_steps:
+            raise ValueError(f"step {step} is not among the plan's {self.num_steps} steps")
+        return {
+            "fingerprint": self.fingerprint,
+            "seed": self.seed,
+            "epoch": self.epoch,
+            "step": int(step),
+            "carried": self.carried_in.tolist(),
+        }
+
+    def check_state(self, state: dict[str, Any]) -> int:
+        """The step at which a saved state goes on with this very plan.
+
+        Raises:
+            ValueError: the state belongs to other documents, options, seed, epoch or carried documents.
+        """
+        missing = [key for key in ("fingerprint", "seed", "epoch", "step", "carried") if key not in state]
+        if missing:
+            raise ValueError(f"the saved plan state lacks {', '.join(missing)}")
+        check_fingerprint(state["fingerprint"], self.fingerprint)
+        for key, mine in (("seed", self.seed), ("epoch", self.epoch), ("carried", self.carried_in.tolist())):
+            if state[key] != mine:
+                raise ValueError(
+                    f"the saved plan state has another {key}: {short(state[key])}, not {short(mine)}"
+                )
+        step = check_integer("the saved plan state's step", state["step"], 0)
+        if step > self.num_steps:
+            raise ValueError(
+                f"the saved plan state is at step {step}, but the plan has {self.num_steps} steps"
+            )
+        return step
+
+    def _packs_of(self, step: int) -> tuple[int, int]:
+        number = step + self.num_steps if step < 0 else step
+        if not 0 <= number < self.num_steps:
+            raise IndexError(f"step {step} of {self.num_steps}")
+        return int(self.step_offsets[number]), int(self.step_offsets[number + 1])
+
+
+def plan(
+    lengths: ArrayLike,
+    *,
+    capacity: int,
+    packs_per_step: int,
+    targets: ArrayLike | None = None,
+    budget: int | None = None,
+    seed: int = 0,
+    epoch: int = 0,
+    window: int = 4,
+    order: Order = "shuffled",
+    tail: Tail = "keep",
+    carried: ArrayLike | None = None,
+    balance: Balance = "cost",
+    cost: CostModel | ModelShape | None = None,
+    max_documents: int | None = None,
+    steps: int | None = None,
+) -> Plan:
+    """Plan an epoch: every document into a global step and a pack, or named as dropped or carried.
+
+    Args:
+        lengths: (documents,) tokens of each document, 1 … capacity.
+        capacity: most tokens of a pack.
+        packs_per_step: most packs of a global step, over all ranks and micro-batches.
+        targets: (documents,) target tokens of each document; None = its length − 1.
+        budget: mean tokens of a pack to aim at, at most the capacity; None = the capacity.
+        seed: any integer.
+        epoch: from 0; each epoch has its own order.
+        window: steps planned together. More fill and balance better; fewer stay closer to the order.
+        order: `shuffled`, or the documents' own order (`given`), kept to within a window.
+        tail: `keep` every document; `drop` those that do not fill a step; `carry` those into the next epoch.
+        carried: documents carried over from the epoch before; they come first.
+        balance: what packs shall agree in: `cost`; `joint`, tokens and squares alike (the cost whose L* is
+            Σl² / Σl, so that both parts weigh the same); or `tokens`.
+        cost: a cost model or a shape; None = Llama 3 8B.
+        max_documents: most documents of a pack; None = no limit.
+        steps: make exactly so many steps. With `keep` that is possible from ⌈best-fit packs / packs_per_step⌉
+            steps on; with `drop` and `carry` what does not fit is left, and steps are partly filled
+            when there are too few documents.
+
+    Raises:
+        ValueError: lengths or options that no plan can have; the message names what to change.
+    """
+    started = time.perf_counter()
+    checked = check_lengths(lengths, capacity)
+    options = Options.checked(
+        capacity,
+        packs_per_step,
+        budget,
+        window,
+        order,
+        tail,
+        balance,
+        max_documents,
+        steps,
+        cost_model_of(cost),
+    )
+    counts = None if targets is None else check_targets(targets, checked)
+    opening = check_carried(carried, len(checked))
+    check_seed(seed)
+    check_integer("epoch", epoch, 0)
+    if order == "given":
+        own = np.arange(len(checked), dtype=np.int64)
+    else:
+        own = permutation(seed, epoch, len(checked))
+    sequence = np.concatenate([opening, own]) if len(opening) else own
+    ends = np.zeros(len(sequence) + 1, dtype=np.int64)
+    np.cumsum(checked[sequence], out=ends[1:])
+    weights = balance_weights(options, checked)
+    rules = Rules(
+        capacity=capacity,
+        packs_per_step=packs_per_step,
+        step_tokens=packs_per_step * (capacity if tail == "keep" else options.budget),
+        max_documents=max_documents or len(sequence),
+        linear=weights[0],
+        quadratic=weights[1],
+        shuffled=order == "shuffled",
+        seed=seed,
+        epoch=epoch,
+    )
+    made = _steps(ends, _repeats(sequence, len(opening)), rules, options)
+    left = sequence[made.left]
+    nothing = np.empty(0, dtype=np.int64)
+    return Plan(
+        lengths=checked,
+        target_counts=counts,
+        capacity=capacity,
+        packs_per_step=packs_per_step,
+        max_documents=max_documents,
+        tail=tail,
+        shuffled=order == "shuffled",
+        seed=seed,
+        epoch=epoch,
+        cost_model=options.cost_model,
+        weights=weights,
+        order=sequence[made.entries],
+        pack_offsets=_offsets(made.pack_sizes),
+        step_offsets=_offsets(made.step_sizes),
+        dropped=left if tail == "drop" else nothing,
+        carried=left if tail == "carry" else nothing,
+        carried_in=opening,
+        fingerprint=fingerprint_of(checked, counts, options),
+        most_documents=most_documents_of(checked, options, 2 if tail == "carry" or len(opening) else 1),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _steps(ends: NDArray[np.int64], repeats: NDArray[np.int64] | None, rules: Rules, options: Options) -> Cut:
+    """Cut the sequence into steps as the tail's policy asks."""
+    entries, tokens = len(ends) - 1, int(ends[-1])
+    if options.steps is not None:
+        return _exactly(ends, repeats, rules, options)
+    if options.tail != "keep":
+        steps = min(options.full_steps(tokens, entries), entries)
+        if steps == 0:
+            raise ValueError(
+                f"tail={options.tail!r} makes full steps only, and {entries:,} documents of {tokens:,} tokens"
+                f" do not fill one of {options.packs_per_step} × {options.budget:,}; use tail='keep', or"
+                " lower packs_per_step or capacity"
+            )
+        return cut(ends, repeats, rules, steps, options.window, options.full_steps, settle=False)
+    steps = min(options.needed_steps(tokens, entries), entries)
+    made = cut(ends, repeats, rules, steps, options.window, options.needed_steps, settle=True)
+    if len(made.step_sizes) > steps:  # documents did not fit: spread them evenly over the steps they took
+        again = cut(
+            ends, repeats, rules, len(made.step_sizes), options.window, options.needed_steps, settle=True
+        )
+        made = again if len(again.step_sizes) <= len(made.step_sizes) else made
+    return made
+
+
+def _exactly(
+    ends: NDArray[np.int64], repeats: NDArray[np.int64] | None, rules: Rules, options: Options
+) -> Cut:
+    """Cut the sequence into a given number of steps, widening the window where documents must all fit."""
+    steps, entries = options.steps or 0, len(ends) - 1
+    if steps > entries:
+        raise ValueError(
+            f"steps={steps:,} are more than there are documents ({entries:,}): every step needs one"
+        )
+    window = min(options.window, steps)
+    while True:
+        made = cut(ends, repeats, rules, steps, window, lambda tokens, left: 0, settle=False)
+        if options.tail != "keep" or not len(made.left):
+            return made
+        if window == steps:
+            break
+        window = min(4 * window, steps)
+    packs = len(pack(np.diff(ends), options.capacity, "best_fit", options.max_documents))
+    raise ValueError(
+        f"steps={steps:,} are too few for every document: best fit needs {packs:,} packs, which is"
+        f" {-(-packs // options.packs_per_step):,} steps of packs_per_step={options.packs_per_step}"
+    )
+
+
+def _repeats(sequence: NDArray[np.int64], opening: int) -> NDArray[np.int64] | None:
+    """For each position, where its document occurred two times before, or −1; None if none occurs thrice.
+
+    A queue of carried documents can grow beyond an epoch. Blocks stop before a document's third occurrence,
+    so that no pack holds one more than twice, which `most_documents` relies on.
+    """
+    if opening == 0 or len(np.unique(sequence[:opening])) == opening:
+        return None
+    order = np.argsort(sequence, kind="stable")
+    same = sequence[order[2:]] == sequence[order[:-2]]
+    repeats = np.full(len(sequence), -1, dtype=np.int64)
+    repeats[order[2:][same]] = order[:-2][same]
+    return repeats
+
+
+def _offsets(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    offsets = np.zeros(len(sizes) + 1, dtype=np.int64)
+    np.cumsum(sizes, out=offsets[1:])
+    return offsets

@@ -1,0 +1,300 @@
+"""Plans: every document once or named, the limits held, the same steps for every world, exact step counts."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from multipack.planning.cost import CostModel
+from multipack.planning.measure import minimum_steps
+from multipack.planning.packing import pack
+from multipack.planning.plan import Plan, PlanConfig, plan
+from multipack.shapes import SHAPES
+
+DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "lengths"
+
+CASES = settings(deadline=None, max_examples=80)
+
+
+@st.composite
+def problems(draw):
+    """Lengths and options, from ones to documents that fill a pack."""
+    capacity = draw(st.integers(1, 300))
+    shortest = draw(st.sampled_from([1, 1, max(1, capacity // 3), capacity // 2 + 1]))
+    lengths = draw(st.lists(st.integers(min(shortest, capacity), capacity), min_size=1, max_size=90))
+    options = {
+        "capacity": capacity,
+        "packs_per_step": draw(st.integers(1, 6)),
+        "window": draw(st.integers(1, 5)),
+        "order": draw(st.sampled_from(["shuffled", "given"])),
+        "balance": draw(st.sampled_from(["cost", "joint", "tokens"])),
+        "seed": draw(st.integers(0, 3)),
+        "budget": draw(st.one_of(st.none(), st.integers(1, capacity))),
+        "max_documents": draw(st.one_of(st.none(), st.integers(1, 4))),
+    }
+    return np.array(lengths), options
+
+
+def check(made: Plan, lengths, options):
+    """What holds for every plan."""
+    assert made.num_steps >= 1
+    everything = np.concatenate([made.order, made.dropped, made.carried])
+    expected = np.concatenate([np.arange(len(lengths)), made.carried_in])
+    assert sorted(everything.tolist()) == sorted(expected.tolist())
+    for step in range(made.num_steps):
+        packs = made.packs(step)
+        assert packs.order.tolist() == made.documents(step).tolist()
+        assert 1 <= len(packs) <= options["packs_per_step"]
+        assert packs.sizes().min() >= 1
+        if len(packs.order) >= options["packs_per_step"]:
+            assert len(packs) == options["packs_per_step"] or packs.sizes().max() == 1
+        assert packs.totals(lengths).max() <= options["capacity"]
+        assert packs.sizes().max() <= made.most_documents
+        assert packs.sizes().max() <= (options["max_documents"] or len(lengths) * 2)
+    assert sum(made.targets(step) for step in range(made.num_steps)) == (lengths[made.order] - 1).sum()
+    planned = lengths[made.order]
+    bound = minimum_steps(planned, options["capacity"], options["packs_per_step"], options["max_documents"])
+    assert bound <= made.num_steps
+
+
+@CASES
+@given(problems())
+def test_keep_loses_nothing(problem):
+    lengths, options = problem
+    made = plan(lengths, **options)
+    check(made, lengths, options)
+    assert made.num_documents == len(lengths)
+    again = plan(lengths, **options)
+    assert made.order.tolist() == again.order.tolist()
+    assert made.pack_offsets.tolist() == again.pack_offsets.tolist()
+    assert made.step_offsets.tolist() == again.step_offsets.tolist()
+
+
+@CASES
+@given(problems(), st.sampled_from(["drop", "carry"]))
+def test_full_steps_name_the_rest(problem, tail):
+    lengths, options = problem
+    slots = options["packs_per_step"] * (options["budget"] or options["capacity"])
+    limit = options["packs_per_step"] * (options["max_documents"] or 10**9)
+    if lengths.sum() < slots and len(lengths) < limit:
+        with pytest.raises(ValueError, match="full steps only"):
+            plan(lengths, **options, tail=tail)
+        return
+    made = plan(lengths, **options, tail=tail)
+    check(made, lengths, options)
+    left = made.dropped if tail == "drop" else made.carried
+    assert lengths[left].sum() < slots
+    assert len(left) < limit
+    assert len(made.dropped if tail == "carry" else made.carried) == 0
+
+
+@CASES
+@given(problems(), st.integers(0, 3), st.integers(0, 4))
+def test_steps_are_exact_and_enough(problem, more, epoch):
+    lengths, options = problem
+    packs = len(pack(lengths, options["capacity"], "best_fit", options["max_documents"]))
+    steps = min(-(-packs // options["packs_per_step"]) + more, len(lengths))
+    made = plan(lengths, **options, epoch=epoch, steps=steps)
+    check(made, lengths, options)
+    assert made.num_steps == steps
+    assert made.num_documents == len(lengths)
+
+
+@settings(deadline=None, max_examples=40)
+@given(problems(), st.integers(1, 6))
+def test_carry_is_one_queue(problem, steps):
+    lengths, options = problem
+    steps = min(steps, len(lengths))
+    carried, trained, most = None, np.zeros(len(lengths), dtype=int), set()
+    for epoch in range(6):
+        made = plan(lengths, **options, epoch=epoch, tail="carry", carried=carried, steps=steps)
+        check(made, lengths, options)
+        assert made.num_steps == steps
+        carried = made.carried
+        trained += np.bincount(made.order, minlength=len(lengths))
+        waiting = np.bincount(carried, minlength=len(lengths))
+        assert (trained + waiting == epoch + 1).all()
+        most.add(made.most_documents)
+    assert len(most) == 1
+
+
+def test_carried_documents_come_first():
+    lengths = np.full(40, 10)
+    made = plan(lengths, capacity=50, packs_per_step=2, window=1, tail="carry", carried=[7, 3])
+    assert {3, 7} <= set(made.documents(0).tolist())
+    assert made.carried_in.tolist() == [7, 3]
+    assert len(made.order) + len(made.carried) == 42
+
+
+def test_golden_plan():
+    lengths = 1 + np.arange(5000) * 7919 % 997
+    made = plan(lengths, capacity=2048, packs_per_step=8, seed=1, epoch=2)
+    arrays = (made.order, made.pack_offsets, made.step_offsets)
+    digest = hashlib.sha256(b"".join(a.astype("<i8").tobytes() for a in arrays)).hexdigest()[:16]
+    assert (made.num_steps, digest, made.fingerprint) == (
+        154,
+        "80f22e91c1c1f84a",
+        "1-fdbd6c56e34e15b5-e3b0c44298fc1c14-c223401a64487fdc",
+    )
+
+
+def test_given_order_is_kept_to_within_a_window():
+    lengths = np.random.default_rng(0).integers(5, 60, 600)
+    made = plan(lengths, capacity=256, packs_per_step=2, window=2, order="given", epoch=3)
+    for step in range(made.num_steps - 4):
+        assert made.documents(step).max() <= made.documents(step + 4).min() + 40
+    assert (
+        made.order.tolist()
+        == plan(lengths, capacity=256, packs_per_step=2, window=2, order="given", seed=5).order.tolist()
+    )
+
+
+def test_seed_and_epoch_change_the_order_but_not_the_fingerprint():
+    lengths = np.random.default_rng(0).integers(5, 60, 300)
+    plans = [
+        plan(lengths, capacity=256, packs_per_step=2, seed=s, epoch=e) for s, e in ((0, 0), (1, 0), (0, 1))
+    ]
+    assert len({tuple(p.order.tolist()) for p in plans}) == 3
+    assert len({p.fingerprint for p in plans}) == 1
+
+
+def test_fingerprint_sees_every_option_and_no_world():
+    lengths = np.arange(1, 100)
+    base = {"capacity": 256, "packs_per_step": 4}
+    changes = [
+        {"capacity": 257}, {"packs_per_step": 5}, {"budget": 200}, {"window": 5}, {"order": "given"},
+        {"tail": "drop"}, {"balance": "joint"}, {"max_documents": 9}, {"steps": 8},
+        {"cost": SHAPES["gpt2"]}, {"targets": np.zeros(99, dtype=int)},
+    ]  # fmt: skip
+    prints = [plan(lengths, **(base | change)).fingerprint for change in [{}, *changes]]
+    assert len(set(prints)) == len(prints)
+    assert plan(np.arange(1, 101), **base).fingerprint not in prints
+    assert plan(lengths, **base, cost=CostModel.from_shape()).fingerprint == prints[0]
+    assert plan(lengths.tolist(), **base, budget=256).fingerprint == prints[0]
+
+
+def test_state_goes_through_json_and_is_checked():
+    lengths = np.arange(1, 200)
+    made = plan(lengths, capacity=256, packs_per_step=4, seed=3, epoch=1)
+    state = json.loads(json.dumps(made.state(2)))
+    assert made.check_state(state) == 2
+    refusals = {
+        "seed": ({"seed": 4}, "another seed"),
+        "epoch": ({"epoch": 2}, "another epoch"),
+        "carried": ({"carried": [1]}, "another carried"),
+        "outside": ({"step": 10_000}, "at step 10000"),
+        "negative": ({"step": -1}, "at least 0"),
+    }
+    for change, message in refusals.values():
+        with pytest.raises(ValueError, match=message):
+            made.check_state(state | change)
+    with pytest.raises(ValueError, match="lacks step"):
+        made.check_state({k: v for k, v in state.items() if k != "step"})
+    for other, message in (
+        (plan(lengths + 1, capacity=256, packs_per_step=4, seed=3, epoch=1), "lengths changed"),
+        (plan(lengths, capacity=260, packs_per_step=4, seed=3, epoch=1), "options changed"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            other.check_state(state)
+    with pytest.raises(ValueError, match="step 999"):
+        made.state(999)
+
+
+def test_targets_are_summed():
+    lengths = np.array([10, 20, 30, 5])
+    made = plan(lengths, capacity=40, packs_per_step=1, targets=[3, 0, 29, 4])
+    assert sum(made.targets(step) for step in range(made.num_steps)) == 36
+    assert sum(made.tokens(step) for step in range(made.num_steps)) == 65
+
+
+def test_most_documents_is_what_the_shortest_allow():
+    lengths = np.array([50, 1, 2, 3, 4, 50])
+    options = {"capacity": 50, "packs_per_step": 1}
+    assert plan(lengths, **options).most_documents == 4
+    assert plan(lengths, **options, max_documents=3).most_documents == 3
+    assert plan([30, 30, 20], **options).most_documents == 2
+    assert plan([10, 50, 50], **options, tail="carry").most_documents == 2  # it may occur twice
+    assert plan(lengths, **options).longest == 50
+
+
+def test_budget_spreads_tokens():
+    lengths = np.array([100] * 4 + [10] * 400)
+    tight = plan(lengths, capacity=150, packs_per_step=8)
+    mean = plan(lengths, capacity=150, packs_per_step=8, budget=110)
+    assert mean.num_steps == 5 > tight.num_steps
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"capacity": 5}, "document 2 has 9 tokens, but a pack holds capacity=5"),
+        ({"capacity": 0}, "capacity must be a whole number"),
+        ({"packs_per_step": 0}, "packs_per_step must be a whole number of at least 1, got 0"),
+        ({"packs_per_step": 2.0}, "packs_per_step"),
+        ({"window": 0}, "window"),
+        ({"budget": 11}, "cannot exceed its limit, capacity=10"),
+        ({"budget": 0}, "budget"),
+        ({"order": "random"}, "choose one of shuffled, given"),
+        ({"tail": "keeps"}, "choose one of keep, drop, carry"),
+        ({"balance": "time"}, "choose one of cost, joint, tokens"),
+        ({"max_documents": -1}, "max_documents"),
+        ({"steps": 4}, "more than there are documents"),
+        ({"steps": 1, "packs_per_step": 1}, "best fit needs 2 packs, which is 2 steps"),
+        ({"epoch": -1}, "epoch"),
+        ({"seed": 0.5}, "seed"),
+        ({"cost": 3}, "CostModel"),
+        ({"targets": [1, 1]}, "one a document"),
+        ({"targets": [1, 1, 9]}, "document 2 has 9 of 9"),
+        ({"targets": [0.0, 1.0, 2.0]}, "integers"),
+        ({"carried": [3]}, "outside 0 … 2"),
+        ({"carried": [0.5]}, "document numbers"),
+        ({"tail": "drop", "packs_per_step": 3}, "use tail='keep'"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        plan([3, 4, 9], **({"capacity": 10, "packs_per_step": 2} | options))
+
+
+def test_steps_outside():
+    made = plan([3, 4, 9], capacity=10, packs_per_step=1)
+    assert made.documents(-1).tolist() == made.documents(made.num_steps - 1).tolist()
+    with pytest.raises(IndexError, match="of 2"):
+        made.documents(2)
+
+
+def test_one_document():
+    made = plan([5], capacity=10, packs_per_step=4)
+    assert (made.num_steps, made.num_packs, made.documents(0).tolist()) == (1, 1, [0])
+
+
+def test_no_nearly_empty_last_step():
+    lengths = np.random.default_rng(3).integers(1, 8192, 2000)
+    made = plan(lengths, capacity=8192, packs_per_step=8)
+    tokens = np.array([made.tokens(step) for step in range(made.num_steps)])
+    assert tokens.min() > 0.5 * tokens.mean()
+
+
+def test_config_gives_keywords():
+    config = PlanConfig(capacity=100, micro_batches=3, window=2)
+    made = plan([10] * 50, **config.keywords(world_size=2))
+    assert (made.packs_per_step, made.capacity, made.max_documents) == (6, 100, None)
+    assert PlanConfig(packs_per_step=5).keywords(2)["packs_per_step"] == 5
+
+
+@pytest.mark.skipif(not DATA.exists(), reason="../shared/data is not there")
+@pytest.mark.parametrize("name", ["gsm8k_train", "stdlib311_doc2src", "instructlab_sdg_24k", "openchat_v1"])
+def test_real_lengths_need_the_fewest_steps(name):
+    lengths = np.load(DATA / f"{name}.npy")
+    for capacity in (8192, 32768):
+        made = plan(lengths, capacity=capacity, packs_per_step=8)
+        assert made.num_steps <= minimum_steps(lengths, capacity, 8) + (
+            name == "openchat_v1" and capacity == 8192
+        )
+        assert plan(lengths, capacity=capacity, packs_per_step=8, window=16).num_steps == minimum_steps(
+            lengths, capacity, 8
+        )
