@@ -1,0 +1,1 @@
+"""Documents → tokens → `PackedBatch`: sources, tokenizers, the token store, views, samplers and collators."""

@@ -1,0 +1,71 @@
+"""`PackedBatch`: one pack of documents as flat tensors, and the one place that says where documents begin.
+
+    documents      A A A A A   B B   C C C                      a pack of 10 tokens, padded to 12
+    input_ids      a a a a a   b b   c c c   0 0                (T,) int64
+    position_ids   0 1 2 3 4   0 1   0 1 2   0 1                (T,) restart at every document
+    targets        a a a a −   b −   c c −   − −                (T,) already shifted; − is −100
+    cu_seqlens     0 5 7 10 12 12 …                             (most documents + 2,) int32, the tail repeats T
+
+Padding is one last document that attends to itself and is never a target.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IGNORE = -100
+"""The target that no loss counts."""
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """A pack as the model takes it. T is the number of slots, padding included.
+
+    Attributes:
+        input_ids: (T,) int64 tokens.
+        targets: (T,) int64, shifted: the token that follows, or −100 at each document's last position,
+            on prompts and on padding.
+        position_ids: (T,) int64, counted from 0 in every document.
+        cu_seqlens: (D + 2,) int32 starts of documents, where D is the plan's most documents in a pack;
+            the tail repeats T, so that its shape is the same for every pack of a plan.
+        max_seqlen: tokens of the longest document that any pack of the plan may hold (a constant).
+        num_documents: real documents in this pack.
+        num_tokens: real tokens: padding never counts.
+        num_target_tokens: targets that are not −100.
+        lengths: the same boundaries on the host: tokens of each document, padding's last, summing to T.
+    """
+
+    input_ids: Tensor
+    targets: Tensor
+    position_ids: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+    num_documents: int
+    num_tokens: int
+    num_target_tokens: int
+    lengths: tuple[int, ...]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
+        """The same batch with its tensors on `device`."""
+        moved: dict[str, Any] = {
+            name: getattr(self, name).to(device, non_blocking=non_blocking) for name in TENSORS
+        }
+        return replace(self, **moved)
+
+    def pin_memory(self) -> PackedBatch:
+        """The same batch in page-locked memory (torch's loader calls this)."""
+        moved: dict[str, Any] = {name: getattr(self, name).pin_memory() for name in TENSORS}
+        return replace(self, **moved)
+
+    @property
+    def num_slots(self) -> int:
+        """T: tokens and padding."""
+        return int(self.input_ids.numel())
+
+
+TENSORS = ("input_ids", "targets", "position_ids", "cu_seqlens")
+"""The fields of a `PackedBatch` that live on a device."""

@@ -1,0 +1,163 @@
+"""The files of a source: found, hashed, read with a watch on whether they change meanwhile, and divided."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, TextIO, cast
+
+CHUNK = 1 << 20
+"""Characters read at once."""
+
+
+class FileSet:
+    """A file, or all files of a folder and its folders with one of `suffixes` (and `.gz`), sorted by name.
+
+    Hidden files and folders are left out.
+
+    Attributes:
+        names: what people call each file: its path relative to the folder.
+        paths: where each is.
+        ignored: files of the folder with another suffix.
+        total_bytes: size of all, as stored.
+
+    Raises:
+        ValueError: nothing is there.
+    """
+
+    def __init__(self, path: str, suffixes: tuple[str, ...]) -> None:
+        root = Path(path).expanduser()
+        self.root = root
+        self.ignored = 0
+        if root.is_file():
+            self.names = [root.name]
+            self.paths = [root]
+        elif root.is_dir():
+            self.names = self._names(root, suffixes)
+            self.paths = [root / name for name in self.names]
+        else:
+            raise ValueError(f"data.path={path}: there is no such file or folder")
+        self._seen = [self._state(path) for path in self.paths]
+        self.total_bytes = sum(size for size, _ in self._seen)
+        self._finished_bytes = 0
+        self._raw: BinaryIO | None = None
+
+    def _names(self, root: Path, suffixes: tuple[str, ...]) -> list[str]:
+        names = []
+        for parent, folders, files in os.walk(root):
+            folders[:] = [folder for folder in folders if not folder.startswith(".")]
+            for file in files:
+                if file.startswith("."):
+                    continue
+                if file.lower().removesuffix(".gz").endswith(suffixes):
+                    names.append((Path(parent) / file).relative_to(root).as_posix())
+                else:
+                    self.ignored += 1
+        if not names:
+            raise ValueError(
+                f"data.path={root}: no {', '.join(suffixes)} file (or .gz of one) in this folder "
+                f"({self.ignored:,} files of other kinds); a single file may have any name"
+            )
+        return sorted(names)
+
+    @staticmethod
+    def _state(path: Path) -> tuple[int, int]:
+        state = path.stat()
+        return state.st_size, state.st_mtime_ns
+
+    def digest(self) -> bytes:
+        """Sha256 of names and contents (as stored, so that a gzipped file differs from itself unpacked)."""
+        digest = hashlib.sha256()
+        for name, path in zip(self.names, self.paths, strict=True):
+            with open(path, "rb") as file:
+                content = hashlib.file_digest(file, "sha256").digest()
+            digest.update(name.encode("utf-8", "surrogateescape") + b"\0" + content)
+        return digest.digest()
+
+    @property
+    def bytes_read(self) -> int:
+        """Of `total_bytes`, since the last `restart`."""
+        return self._finished_bytes + (self._raw.tell() if self._raw is not None else 0)
+
+    def restart(self) -> None:
+        """Count `bytes_read` from the start."""
+        self._finished_bytes = 0
+
+    @contextmanager
+    def open(self, index: int) -> Iterator[BinaryIO]:
+        """File `index`, unpacked.
+
+        Raises:
+            ValueError: it has changed since this set was made, or its gzip is broken.
+        """
+        path = self.paths[index]
+        if self._state(path) != self._seen[index]:
+            raise ValueError(f"{path} has changed since its hash was taken; start again when it is complete")
+        with open(path, "rb") as raw:
+            self._raw = raw
+            try:
+                if path.name.lower().endswith(".gz"):
+                    with gzip.open(raw) as unpacked:
+                        yield cast(BinaryIO, unpacked)
+                else:
+                    yield raw
+            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+                raise ValueError(f"{path}: broken gzip file: {error}") from error
+            finally:
+                self._finished_bytes += raw.tell()
+                self._raw = None
+
+
+def paragraphs(text: TextIO) -> Iterator[tuple[int, str]]:
+    """Runs of lines that are not blank, with the number of the first; without their last line end."""
+    start, lines = 0, list[str]()
+    for number, line in enumerate(text, 1):
+        if line.strip():
+            start = start if lines else number
+            lines.append(line)
+        elif lines:
+            yield start, "".join(lines).rstrip("\r\n")
+            lines = []
+    if lines:
+        yield start, "".join(lines).rstrip("\r\n")
+
+
+def separated(text: TextIO, separator: str) -> Iterator[str]:
+    """What stands between separators, without them."""
+    rest = ""
+    while chunk := text.read(CHUNK):
+        *whole, rest = (rest + chunk).split(separator)
+        yield from whole
+    yield rest
+
+
+def stretches(text: TextIO) -> Iterator[tuple[str, bool]]:
+    """Stretches of about `CHUNK` characters, each with whether it is the last.
+
+    They are cut between a letter or digit and white space, where the pre-tokenizers of GPT-2, Llama 3 and
+    their kin cut anyway: the tokens are those of the whole text. (Text with no such place in 16 chunks is
+    cut somewhere; a tokenizer without a pre-tokenizer may see the cut.)
+    """
+    rest = ""
+    while chunk := text.read(CHUNK):
+        rest += chunk
+        cut = _word_end(rest)
+        if cut == 0 and len(rest) >= 16 * CHUNK:
+            cut = len(rest) - 1
+        if cut:
+            yield rest[:cut], False
+            rest = rest[cut:]
+    if rest:
+        yield rest, True
+
+
+def _word_end(text: str) -> int:
+    for position in range(len(text) - 1, max(len(text) - 65_536, 0), -1):
+        if text[position].isspace() and text[position - 1].isalnum():
+            return position
+    return 0

@@ -1,0 +1,246 @@
+"""`PackedBatchSampler`: a plan as a torch batch sampler, one rank's micro-batches as flat lists of documents.
+
+    plan     step 0                     step 1
+    rank 0   [4, 9, 2] [7, 1]           [3] [11, 0]          DataLoader(documents, batch_sampler=…)
+    rank 1   [5, 8]    [6, 10, 12]      …                    the collator concatenates each list
+
+Every rank plans alone and reaches the same plan; none of them communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from torch.utils.data import Sampler
+
+from multipack.planning.cost import CostModel
+from multipack.planning.deal import Sync
+from multipack.planning.options import check_fingerprint
+from multipack.planning.packing import Packs, check_integer, pack
+from multipack.planning.plan import Balance, Order, Plan, Tail, plan
+from multipack.shapes import ModelShape
+
+
+class PackedBatchSampler(Sampler[list[int]]):
+    """The micro-batches of one rank, epoch after epoch.
+
+    Iterating yields one list of document numbers a micro-batch: `steps_per_epoch · micro_batches` of them,
+    as many on every rank and in every epoch. A list can be empty where a step has fewer documents than
+    packs; its collated batch is a weightless padding document. Use it as `DataLoader(documents,
+    batch_sampler=sampler, collate_fn=PackedCollator(sampler.most_documents, sampler.longest))`.
+
+    The number of steps is fixed at the start: that of epoch 0, and with `tail="keep"` at least as many as
+    best fit needs, which suffices in every order. With `tail="drop"` and `"carry"` later epochs are cut to
+    it, or their steps are filled evenly; a queue of carried documents may grow from epoch to epoch, and
+    none is lost.
+
+    Calling `set_epoch` with the current epoch changes nothing. `load_state_dict` sets the position at which
+    the next iterator starts; iterators after that one start at the epoch's beginning.
+
+    Args:
+        lengths: (documents,) tokens of each document.
+        capacity: most tokens of a pack.
+        packs_per_step: most packs of a global step, over all ranks and micro-batches.
+        targets: (documents,) target tokens of each document; None = its length − 1.
+        rank: of this process among the data-parallel ranks.
+        world_size: data-parallel ranks.
+        seed: of the order.
+        sync: where ranks wait for each other: `micro`, `step` or `pipeline`.
+        window, order, tail, budget, balance, cost, max_documents: as in `multipack.plan`.
+
+    Raises:
+        ValueError: what `multipack.plan` refuses; a rank outside the world; more ranks than packs of a step.
+    """
+
+    def __init__(
+        self,
+        lengths: ArrayLike,
+        *,
+        capacity: int,
+        packs_per_step: int,
+        targets: ArrayLike | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        sync: Sync = "micro",
+        window: int = 4,
+        order: Order = "shuffled",
+        tail: Tail = "keep",
+        budget: int | None = None,
+        balance: Balance = "cost",
+        cost: CostModel | ModelShape | None = None,
+        max_documents: int | None = None,
+    ) -> None:
+        self._options: dict[str, Any] = {
+            "capacity": capacity,
+            "packs_per_step": packs_per_step,
+            "targets": targets,
+            "seed": seed,
+            "window": window,
+            "order": order,
+            "tail": tail,
+            "budget": budget,
+            "balance": balance,
+            "cost": cost,
+            "max_documents": max_documents,
+        }
+        first = plan(lengths, **self._options)
+        self.world_size = check_integer("world_size", world_size)
+        self.rank = check_integer("rank", rank, 0)
+        if self.rank >= self.world_size:
+            raise ValueError(f"rank={rank} is outside world_size={world_size}: ranks count from 0")
+        self.sync: Sync = sync
+        self.micro_batches = first.micro_batches(self.world_size)
+        first.deal(0, self.world_size, sync)
+        self.steps_per_epoch = first.num_steps
+        if tail == "keep":
+            packs = len(pack(first.lengths, capacity, "best_fit", max_documents))
+            self.steps_per_epoch = max(first.num_steps, -(-packs // packs_per_step))
+        self.most_documents = first.most_documents
+        self.longest = first.longest
+        self._lengths = first.lengths
+        self._epoch = 0
+        self._carried: dict[int, NDArray[np.int64]] = {0: np.empty(0, dtype=np.int64)}
+        self._plan: Plan | None = None
+        self._dealt: tuple[int, Packs] | None = None
+        self._position = 0  # micro-batches of this epoch that were yielded
+        self._resume = 0  # where the next iterator starts
+
+    @property
+    def epoch(self) -> int:
+        """The current epoch."""
+        return self._epoch
+
+    @property
+    def plan(self) -> Plan:
+        """The current epoch's plan."""
+        if self._plan is None or self._plan.epoch != self._epoch:
+            self._plan = self._plan_of(self._epoch)
+        return self._plan
+
+    @property
+    def sampler(self) -> PackedBatchSampler:
+        """This sampler: Lightning and accelerate call `batch_sampler.sampler.set_epoch`."""
+        return self
+
+    @sampler.setter
+    def sampler(self, value: Any) -> None:
+        """Hosts assign here when they wrap a sampler; there is nothing to replace."""
+
+    def __len__(self) -> int:
+        """Micro-batches of an epoch: the same on all ranks and in all epochs."""
+        return self.steps_per_epoch * self.micro_batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        start, self._resume = self._resume, 0
+        epoch = self._epoch
+        for position in range(start, len(self)):
+            step, micro_batch = divmod(position, self.micro_batches)
+            documents = self.deal_of(step)[micro_batch * self.world_size + self.rank]
+            self._position = position + 1
+            yield documents.tolist()
+            if self._epoch != epoch:
+                return
+
+    def deal_of(self, step: int) -> Packs:
+        """A step's packs for all ranks: pack m · world_size + r is rank r's micro-batch m."""
+        plan, dealt = self.plan, self._dealt
+        if dealt is None or dealt[0] != step:
+            # A prefetching thread asks for later steps meanwhile: return what was asked for, not what is kept.
+            dealt = self._dealt = (step, plan.deal(step, self.world_size, self.sync))
+        return dealt[1]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of an epoch; the current epoch keeps its position."""
+        epoch = check_integer("epoch", epoch, 0)
+        if epoch != self._epoch:
+            self._epoch, self._position, self._resume, self._dealt = epoch, 0, 0, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where iteration stands: after the last list that was yielded.
+
+        A loader that prefetches is ahead of what was trained on; `state_at` gives the state of any step.
+        """
+        return self.state_at(*divmod(self._position, self.micro_batches))
+
+    def state_at(self, step: int, micro_batch: int = 0) -> dict[str, Any]:
+        """The state before a micro-batch of the current epoch, as plain values."""
+        return self.plan.state(step) | {
+            "micro_batch": int(micro_batch),
+            "world_size": self.world_size,
+            "sync": self.sync,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken, in the next iterator.
+
+        At the beginning of a step the world size may differ: the remaining steps hold the same documents.
+
+        Raises:
+            ValueError: the state belongs to other documents, options or another seed, is outside
+                the epoch, or is inside a step that another world size or sync had arranged.
+        """
+        needed = ("fingerprint", "seed", "epoch", "step", "micro_batch", "carried")
+        missing = [key for key in needed if key not in state]
+        if missing:
+            raise ValueError(f"the saved sampler state lacks {', '.join(missing)}")
+        check_fingerprint(state["fingerprint"], self.plan.fingerprint)
+        if state["seed"] != self._options["seed"]:
+            raise ValueError(
+                f"the saved sampler state has seed {state['seed']!r}, but this sampler has seed"
+                f" {self._options['seed']!r}; use the saved seed to go on"
+            )
+        epoch, step, micro_batch = (
+            check_integer(f"the saved sampler state's {key}", state[key], 0)
+            for key in ("epoch", "step", "micro_batch")
+        )
+        if micro_batch and (state.get("world_size"), state.get("sync")) != (self.world_size, self.sync):
+            raise ValueError(
+                f"the saved position is inside step {step}, after {micro_batch} micro-batches that"
+                f" world_size={state.get('world_size')}, sync={state.get('sync')!r} had arranged (now"
+                f" {self.world_size}, {self.sync!r}); go on with those, or from the beginning of a step"
+            )
+        position = step * self.micro_batches + micro_batch
+        if micro_batch >= self.micro_batches or position > len(self):
+            raise ValueError(
+                f"the saved position, step {step}, micro-batch {micro_batch}, is outside an epoch of"
+                f" {self.steps_per_epoch} steps of {self.micro_batches} micro-batches"
+            )
+        self._carried[epoch] = self._check_carried(state["carried"], epoch)
+        self._epoch, self._position, self._resume = epoch, position, position
+        self._plan, self._dealt = None, None
+
+    def _check_carried(self, carried: Any, epoch: int) -> NDArray[np.int64]:
+        """The documents that a saved state carries into its epoch."""
+        numbers = np.asarray(carried)
+        if numbers.size == 0:
+            return np.empty(0, dtype=np.int64)
+        if self._options["tail"] != "carry" or epoch == 0:
+            raise ValueError(
+                f"the saved sampler state carries {numbers.size} documents, but nothing is carried here"
+            )
+        legal = numbers.ndim == 1 and numbers.dtype.kind in "iu"
+        if not legal or numbers.min() < 0 or numbers.max() >= len(self._lengths):
+            raise ValueError(
+                f"the saved sampler state carries what is not among {len(self._lengths)} documents"
+            )
+        return numbers.astype(np.int64)
+
+    def _plan_of(self, epoch: int) -> Plan:
+        """Plan an epoch; with `tail="carry"`, the epochs before it too, as far as they are not known."""
+        made: Plan | None = None
+        known = epoch
+        if self._options["tail"] == "carry":
+            known = max(number for number in self._carried if number <= epoch)
+        for number in range(known, epoch + 1):
+            carried = self._carried.get(number)
+            made = plan(
+                self._lengths, **self._options, epoch=number, carried=carried, steps=self.steps_per_epoch
+            )
+            if self._options["tail"] == "carry":
+                self._carried[number + 1] = made.carried
+        assert made is not None
+        return made

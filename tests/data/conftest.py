@@ -1,0 +1,58 @@
+"""What the tests of data/ share: small stores and configurations whose cache is the test's own."""
+
+import pytest
+
+from multipack.data.documents import Documents
+from multipack.data.sources import DataConfig
+from multipack.data.store import StoreWriter, TokenStore
+from multipack.data.tokenizer import byte_tokenizer
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Makes a DataConfig with a cache in the test's folder."""
+
+    def make(**fields):
+        return DataConfig(**{"cache": str(tmp_path / "cache"), **fields})
+
+    return make
+
+
+@pytest.fixture
+def write_store(tmp_path):
+    """Writes a store of bytes: documents are lists of (length, is_target) parts, tokens count up from 0."""
+
+    def write(documents, name="small.store", **options):
+        path = tmp_path / name
+        token = 0
+        with StoreWriter(path, byte_tokenizer(), source_hash="s", **options) as writer:
+            for number, parts in enumerate(documents):
+                made = []
+                for length, is_target in parts:
+                    made.append(([(token + i) % 256 for i in range(length)], is_target))
+                    token += length
+                writer.add(f"doc{number}", made)
+        return TokenStore(path)
+
+    return write
+
+
+@pytest.fixture
+def small(write_store):
+    """Three documents: 12 tokens after a prompt of 3, 4 tokens, 8 tokens with two ranges of targets."""
+    return Documents.whole(
+        write_store([[(3, False), (9, True)], [(4, True)], [(1, False), (2, True), (1, False), (4, True)]])
+    )
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    """Writes a text file and returns its path as configurations take it."""
+
+    def write(text, name="text.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return str(path)
+
+    return write

@@ -1,0 +1,194 @@
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from multipack.data.batch import IGNORE
+from multipack.data.documents import Document, Documents
+
+
+def counted(documents):
+    """Targets of each document, counted one by one."""
+    return [int((document.shifted_targets() != IGNORE).sum()) for document in documents]
+
+
+def tokens_of(documents):
+    return [document.tokens.tolist() for document in documents]
+
+
+def test_documents_are_zero_copy_slices(small):
+    assert len(small) == 3
+    assert tokens_of(small) == [list(range(12)), [12, 13, 14, 15], list(range(16, 24))]
+    assert [document.spans.tolist() for document in small] == [[[3, 12]], [[0, 4]], [[1, 3], [4, 8]]]
+    assert all(np.shares_memory(document.tokens, small.store.tokens) for document in small)
+    assert small[-1].tokens.tolist() == small[2].tokens.tolist()
+    assert small[np.int64(1)].tokens.tolist() == [12, 13, 14, 15]
+    for outside in (3, -4):
+        with pytest.raises(IndexError, match=f"document {outside} of 3"):
+            small[outside]
+
+
+def test_targets_follow_spans_and_never_the_first_token(small):
+    assert small[2].shifted_targets().tolist() == [17, 18, IGNORE, 20, 21, 22, 23, IGNORE]
+    assert small[1].shifted_targets().tolist() == [13, 14, 15, IGNORE]
+    assert small.target_counts.tolist() == counted(small) == [9, 3, 6]
+    whole = Documents.whole(small.store, train_on_prompt=True)
+    assert whole.target_counts.tolist() == counted(whole) == [11, 3, 7]
+
+
+def test_a_document_of_prompt_only_has_no_targets(write_store):
+    documents = Documents.whole(write_store([[(3, False)], [(1, True)], [(2, True)]]))
+    assert documents.target_counts.tolist() == counted(documents) == [0, 0, 1]
+
+
+def test_lengths_cannot_be_written(small):
+    with pytest.raises(ValueError, match="read-only"):
+        small.lengths[0] = 1
+
+
+def test_arrays_of_the_caller_stay_writable(small):
+    length = np.array([4])
+    Documents(small.store, np.array([0]), np.array([0]), length)
+    length[0] = 5
+
+
+def test_names_tell_pieces(small):
+    pieces = small.cut(8)
+    assert [pieces.names(index) for index in range(4)] == [
+        "doc0 [tokens 0 to 8 of 12]",
+        "doc0 [tokens 8 to 12 of 12]",
+        "doc1",
+        "doc2",
+    ]
+
+
+def test_cut_gives_blocks(small):
+    pieces = small.cut(5)
+    assert pieces.lengths.tolist() == [5, 5, 2, 4, 5, 3]
+    assert np.concatenate(tokens_of(pieces)).tolist() == list(range(24))
+    assert pieces.target_counts.tolist() == counted(pieces) == [2, 4, 1, 3, 3, 2]
+    with pytest.raises(ValueError, match="blocks of 0"):
+        small.cut(0)
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_view_counts_its_targets_right(tmp_path_factory, data):
+    from multipack.data.store import StoreWriter, TokenStore
+    from multipack.data.tokenizer import byte_tokenizer
+
+    part = st.tuples(st.integers(0, 6), st.booleans())
+    shapes = data.draw(st.lists(st.lists(part, min_size=1, max_size=4), min_size=1, max_size=6))
+    path = tmp_path_factory.mktemp("view") / "s"
+    with StoreWriter(path, byte_tokenizer(), source_hash="s") as writer:
+        for number, parts in enumerate(shapes):
+            writer.add(str(number), [([7], False), *(([number] * length, on) for length, on in parts)])
+    documents = Documents.whole(TokenStore(path), data.draw(st.booleans()))
+    for view in (documents, documents.cut(data.draw(st.integers(1, 9)))):
+        assert view.target_counts.tolist() == counted(view)
+        assert view.num_tokens == sum(len(document.tokens) for document in view) == documents.num_tokens
+        limit = data.draw(st.integers(1, 9))
+        for policy in ("truncate", "split"):
+            fitted, report = view.fit(limit, policy)
+            assert fitted.lengths.max() <= limit
+            assert fitted.target_counts.tolist() == counted(fitted)
+            assert fitted.num_tokens + report.truncated_tokens == view.num_tokens
+            assert report.without_targets == counted(fitted).count(0)
+
+
+def test_take_keeps_the_order_given(small):
+    assert tokens_of(small.take([2, 0])) == [tokens_of(small)[2], tokens_of(small)[0]]
+    assert len(small.take([])) == 0
+    assert small.take([]).target_counts.tolist() == []
+    with pytest.raises(IndexError):
+        small.take([3])
+
+
+@pytest.mark.parametrize(
+    "piece", [([3], [0], [1]), ([-1], [0], [1]), ([0], [4], [9]), ([0], [-1], [3]), ([0], [0], [0])]
+)
+def test_pieces_outside_their_document_are_refused(small, piece):
+    with pytest.raises(ValueError, match=r"outside|piece 0"):
+        Documents(small.store, *piece)
+
+
+def test_split_is_by_document_seeded_and_exact(write_store):
+    documents = Documents.whole(write_store([[(number % 7 + 1, True)] for number in range(103)]))
+    train, validation = documents.split(0.1, seed=3)
+    assert (len(train), len(validation)) == (93, 10)
+    names = [view.names(index) for view in (train, validation) for index in range(len(view))]
+    assert sorted(names) == sorted(f"doc{number}" for number in range(103))
+    kept = [int(train.names(index)[3:]) for index in range(len(train))]
+    assert kept == sorted(kept)
+    assert tokens_of(documents.split(0.1, seed=3)[1]) == tokens_of(validation)
+    assert tokens_of(documents.split(0.1, seed=4)[1]) != tokens_of(validation)
+    assert len(documents.split(0.0)[1]) == 0
+    assert len(documents.split(0.001)[1]) == 1
+    assert len(documents.split(0.999)[0]) == 1
+
+
+def test_split_keeps_pieces_of_a_document_together(write_store):
+    pieces = Documents.whole(write_store([[(9, True)] for _ in range(10)])).cut(4)
+    train, validation = pieces.split(0.3)
+    owners = [{view.names(index).split()[0] for index in range(len(view))} for view in (train, validation)]
+    assert not owners[0] & owners[1]
+    assert (len(owners[0]), len(owners[1]), len(train) + len(validation)) == (7, 3, 30)
+
+
+def test_split_by_position_cuts_where_it_must(small):
+    train, validation = small.split_by_position(0.5)
+    assert (train.num_tokens, validation.num_tokens) == (12, 12)
+    train, validation = small.split_by_position(0.4)  # 24 · 0.6 = 14.4
+    assert tokens_of(train) == [list(range(12)), [12, 13]]
+    assert tokens_of(validation) == [[14, 15], list(range(16, 24))]
+    assert validation.target_counts.tolist() == counted(validation) == [1, 6]
+    assert len(small.split_by_position(0.0)[1]) == 0
+
+
+def test_impossible_splits_are_refused(small):
+    for split in (small.split, small.split_by_position):
+        for fraction in (1.0, -0.1, float("nan")):
+            with pytest.raises(ValueError, match="at least 0 and less than 1"):
+                split(fraction)
+    with pytest.raises(ValueError, match="1 document cannot be split"):
+        small.take([0]).split(0.5)
+    with pytest.raises(ValueError, match="1 tokens cannot be split"):
+        small.cut(1).take([0]).split_by_position(0.5)
+
+
+def test_the_fingerprint_knows_what_is_trained_on(small, write_store):
+    same = Documents.whole(small.store)
+    assert small.fingerprint == same.fingerprint == small.take([0, 1, 2]).fingerprint
+    others = [
+        small.take([1, 0, 2]),
+        small.cut(8),
+        Documents.whole(small.store, train_on_prompt=True),
+        Documents.whole(write_store([[(12, True)], [(4, True)], [(8, True)]], "other.store")),
+    ]
+    assert len({small.fingerprint, *(other.fingerprint for other in others)}) == 5
+
+
+def test_prompts_are_measured(small):
+    assert [small.prompt_length(index) for index in range(3)] == [3, 0, 1]
+    assert [small.cut(2).prompt_length(index) for index in range(3)] == [2, 0, 0]
+
+
+def test_a_token_outside_the_vocabulary_is_named(small):
+    path = small.store.path / "tokens.bin"
+    tokens = np.fromfile(path, "<u2")
+    tokens[13] = 9999
+    path.write_bytes(tokens.tobytes())
+    with pytest.raises(ValueError, match=r"document 1 of .* token 9,999, .* vocabulary has 257"):
+        small[1]
+    assert small[0].tokens.tolist() == list(range(12))
+
+
+def test_views_travel_to_other_processes(small):
+    assert tokens_of(pickle.loads(pickle.dumps(small.cut(5)))) == tokens_of(small.cut(5))
+
+
+def test_a_document_stands_alone():
+    document = Document(np.array([5, 6, 7], np.uint16), np.zeros((0, 2), np.int64))
+    assert document.shifted_targets().tolist() == [IGNORE] * 3

@@ -1,0 +1,249 @@
+"""The sampler: equal counts, the plan's documents, positions that survive, and torch's own loader."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DataLoader, Sampler
+
+from multipack.data.sampler import PackedBatchSampler
+
+LENGTHS = np.random.default_rng(7).lognormal(3.0, 0.9, 500).clip(1, 200).astype(int)
+OPTIONS = {"capacity": 256, "packs_per_step": 6, "seed": 3}
+
+
+def sampler(rank=0, world_size=1, lengths=LENGTHS, **options):
+    return PackedBatchSampler(lengths, rank=rank, world_size=world_size, **(OPTIONS | options))
+
+
+def epochs(made, numbers):
+    out = []
+    for epoch in numbers:
+        made.set_epoch(epoch)
+        out += list(made)
+    return out
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_every_document_once_and_equal_counts(data):
+    capacity = data.draw(st.integers(1, 120))
+    lengths = data.draw(st.lists(st.integers(1, capacity), min_size=1, max_size=60))
+    packs = data.draw(st.integers(1, 6))
+    world = data.draw(st.integers(1, packs))
+    options = {
+        "capacity": capacity,
+        "packs_per_step": packs,
+        "sync": data.draw(st.sampled_from(["micro", "step", "pipeline"])),
+        "window": data.draw(st.integers(1, 3)),
+        "max_documents": data.draw(st.one_of(st.none(), st.integers(1, 3))),
+    }
+    ranks = [PackedBatchSampler(lengths, rank=r, world_size=world, **options) for r in range(world)]
+    assert len({len(rank) for rank in ranks}) == 1
+    for epoch in range(3):
+        seen = []
+        for rank in ranks:
+            rank.set_epoch(epoch)
+            batches = list(rank)
+            assert len(batches) == len(rank) == rank.steps_per_epoch * rank.micro_batches
+            assert all(sum(lengths[i] for i in batch) <= capacity for batch in batches)
+            assert max(map(len, batches)) <= rank.most_documents
+            seen += [i for batch in batches for i in batch]
+        assert sorted(seen) == list(range(len(lengths)))
+
+
+def test_epochs_differ_and_repeat():
+    made = sampler()
+    first, second = epochs(made, [0]), epochs(made, [1])
+    assert first != second
+    assert epochs(made, [0]) == first == epochs(sampler(), [0])
+
+
+@pytest.mark.parametrize("tail", ["keep", "drop", "carry"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_resume_is_exact_at_every_position(tail, world):
+    rank = world - 1
+    whole = epochs(sampler(rank, world, tail=tail), range(3))
+    for stop in (0, 1, 2, 5, len(whole) // 3, len(whole) // 3 + 1, len(whole) - 1, len(whole)):
+        made, got = sampler(rank, world, tail=tail), []
+        state = made.state_dict()
+        while len(got) < stop:
+            made.set_epoch(len(got) // len(made))
+            for batch in made:
+                got.append(batch)
+                state = made.state_dict()
+                if len(got) == stop:
+                    break
+        resumed = sampler(rank, world, tail=tail)
+        resumed.load_state_dict(json.loads(json.dumps(state)))
+        resumed.set_epoch(state["epoch"])  # hosts do this, once or twice
+        resumed.set_epoch(state["epoch"])
+        got += list(resumed)
+        got += epochs(resumed, range(state["epoch"] + 1, 3))
+        assert got == whole
+
+
+def test_state_survives_set_epoch_in_the_middle():
+    made = sampler()
+    iterator = iter(made)
+    head = [next(iterator) for _ in range(4)]
+    made.set_epoch(0)
+    assert made.state_dict()["step"] * made.micro_batches + made.state_dict()["micro_batch"] == 4
+    assert head + list(iterator) == list(made)
+
+
+def test_a_loaded_position_is_used_once():
+    made = sampler()
+    whole = list(made)
+    made.load_state_dict(made.state_at(2))
+    assert list(made) == whole[2 * made.micro_batches :]
+    assert list(made) == whole
+
+
+def test_another_epoch_ends_a_running_iterator():
+    made = sampler()
+    iterator = iter(made)
+    next(iterator)
+    made.set_epoch(1)
+    assert list(iterator) == []
+    assert made.state_dict()["step"] == 0
+
+
+@pytest.mark.parametrize("tail", ["keep", "carry"])
+def test_another_world_goes_on_with_the_same_documents(tail):
+    def documents(world, state=None):
+        ranks = [sampler(r, world, tail=tail) for r in range(world)]
+        steps = []
+        for rank in ranks:
+            if state is None:
+                rank.set_epoch(1)
+            else:
+                rank.load_state_dict(state)
+            batches = list(rank)
+            count = rank.micro_batches
+            steps.append(
+                [
+                    [d for batch in batches[i : i + count] for d in batch]
+                    for i in range(0, len(batches), count)
+                ]
+            )
+        return [sorted(d for part in parts for d in part) for parts in zip(*steps, strict=True)]
+
+    whole = documents(1)
+    before = sampler(0, 6, tail=tail)
+    before.set_epoch(1)
+    state = before.state_at(4)
+    for world in (6, 4, 3, 2, 1):
+        assert documents(world) == whole
+        assert documents(world, state) == whole[4:]
+
+
+def test_states_of_others_are_refused():
+    made = sampler(0, 2)
+    state = made.state_at(1)
+    inside = made.state_at(1, 1)
+    cases = [
+        (sampler(0, 2, lengths=LENGTHS + 1), state, "lengths changed"),
+        (sampler(0, 2, capacity=300), state, "options changed"),
+        (sampler(0, 2, targets=LENGTHS // 2), state, "target counts changed"),
+        (sampler(0, 2, seed=4), state, "has seed 3, but this sampler has seed 4"),
+        (sampler(0, 3), inside, "inside step 1, after 1 micro-batches"),
+        (sampler(0, 2, sync="step"), inside, "inside step 1"),
+        (made, state | {"step": 10**6}, "outside an epoch"),
+        (made, state | {"micro_batch": 3}, "outside an epoch"),
+        (made, state | {"step": -1}, "at least 0"),
+        (made, state | {"step": "1"}, "whole number"),
+        (made, state | {"carried": [1]}, "nothing is carried"),
+        (made, {}, "lacks fingerprint"),
+    ]
+    for target, given_state, message in cases:
+        with pytest.raises(ValueError, match=message):
+            target.load_state_dict(given_state)
+    carrying = sampler(tail="carry")
+    state = carrying.state_dict() | {"epoch": 1, "carried": [len(LENGTHS)]}
+    with pytest.raises(ValueError, match="not among 500 documents"):
+        carrying.load_state_dict(state)
+    sampler(0, 2).load_state_dict(inside)
+    sampler(0, 3, sync="step").load_state_dict(made.state_at(1))
+
+
+def test_a_refused_state_changes_nothing():
+    made = sampler()
+    whole = list(made)
+    with pytest.raises(ValueError, match="outside"):
+        made.load_state_dict(made.state_at(1) | {"step": 10**6})
+    assert list(made) == whole
+
+
+def test_carry_chain_is_computed_when_epochs_are_skipped():
+    one, jump = sampler(tail="carry"), sampler(tail="carry")
+    walked = [epochs(one, [epoch]) for epoch in range(4)]
+    assert epochs(jump, [3]) == walked[3]
+    assert len(jump.plan.carried_in) > 0
+    assert epochs(jump, [1]) == walked[1]
+    trained = np.bincount(
+        np.concatenate([np.concatenate(epoch) for epoch in walked]).astype(int), minlength=500
+    )
+    one.set_epoch(3)
+    assert (trained + np.bincount(one.plan.carried, minlength=500) == 4).all()
+
+
+def test_interface_of_hosts():
+    made = sampler()
+    assert isinstance(made, Sampler)
+    assert not isinstance(made, BatchSampler)
+    assert made.sampler is made
+    made.sampler = None
+    assert made.sampler is made
+    assert made.longest == LENGTHS.max()
+    assert len(made.deal_of(0)) == made.micro_batches
+    assert made.epoch == 0
+
+
+def test_bad_worlds():
+    with pytest.raises(ValueError, match="7 ranks cannot share steps of packs_per_step=6"):
+        sampler(0, 7)
+    with pytest.raises(ValueError, match="outside world_size=2"):
+        sampler(2, 2)
+    with pytest.raises(ValueError, match="rank must be"):
+        sampler(-1, 2)
+    with pytest.raises(ValueError, match="choose one of micro"):
+        sampler(sync="never")
+    with pytest.raises(ValueError, match="epoch"):
+        sampler().set_epoch(-1)
+
+
+class Numbers:
+    """A map-style data set whose documents are their own numbers."""
+
+    def __len__(self):
+        return len(LENGTHS)
+
+    def __getitem__(self, index):
+        return int(index)
+
+
+def as_is(items):
+    return items
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_torch_data_loader(workers):
+    made = sampler(1, 2)
+    loader = DataLoader(Numbers(), batch_sampler=made, collate_fn=as_is, num_workers=workers)
+    assert len(loader) == len(made)
+    assert list(loader) == list(made)
+    made.set_epoch(1)
+    assert list(loader) == list(made)
+    made.load_state_dict(made.state_at(2))
+    assert list(loader) == list(made)[2 * made.micro_batches :]
+
+
+def test_fewer_documents_than_ranks():
+    batches = [
+        list(PackedBatchSampler([5, 6], capacity=9, packs_per_step=4, rank=r, world_size=4)) for r in range(4)
+    ]
+    assert sorted(map(len, batches)) == [1, 1, 1, 1]
+    assert sorted(document for b in batches for document in b[0]) == [0, 1]

@@ -1,0 +1,231 @@
+import json
+import pickle
+import shutil
+import time
+
+import numpy as np
+import pytest
+
+from multipack.data import store as room
+from multipack.data.header import HEADER, StoreHeader
+from multipack.data.store import StoreWriter, TokenStore
+from multipack.data.tokenizer import Tokenizer, byte_tokenizer, train_bpe
+
+
+@pytest.fixture
+def path(write_store):
+    """A store of two documents."""
+    return write_store([[(2, False), (3, True)], [(4, True)]], description="two", split_by="document").path
+
+
+def edit_header(path, **fields):
+    """A header with other fields and a checksum that fits them, as a malicious writer would make it."""
+    content = json.loads((path / HEADER).read_text()) | fields
+    checksum = content.pop("checksum")
+    for name in ("format", "version"):
+        content.pop(name)
+    checksum = StoreHeader(**content).checksum if isinstance(content["files"], dict) else checksum
+    kept = json.loads((path / HEADER).read_text())
+    (path / HEADER).write_text(json.dumps({**kept, **fields, "checksum": checksum}))
+
+
+def test_what_was_written_is_read(write_store):
+    store = write_store([[(2, False), (3, True)], [(4, True)], [(1, False)]], description="three")
+    assert (store.num_documents, store.num_tokens, store.vocabulary_size) == (3, 10, 257)
+    np.testing.assert_array_equal(store.tokens, np.arange(10))
+    np.testing.assert_array_equal(store.lengths, [5, 4, 1])
+    assert [store.spans_of(i).tolist() for i in range(3)] == [[[2, 5]], [[0, 4]], []]
+    assert [store.name(i) for i in range(3)] == ["doc0", "doc1", "doc2"]
+    assert store.header.description == "three"
+    assert store.tokenizer.hash == byte_tokenizer().hash
+    assert store.tokenizer.name == "byte"
+    assert store.tokens.dtype == np.uint16
+    store.verify()
+
+
+def test_neighboring_targets_are_one_range(write_store):
+    store = write_store([[(2, True), (1, True), (1, False), (0, True), (2, True)]])
+    assert store.spans_of(0).tolist() == [[0, 3], [4, 6]]
+
+
+def test_a_stream_is_one_document(tmp_path):
+    with StoreWriter(tmp_path / "s", byte_tokenizer(), source_hash="s", split_by="position") as writer:
+        for piece in ([1, 2], [3], [4, 5]):
+            writer.add("piece", [(piece, True)], continues=True)
+        writer.end_document("stream")
+    store = TokenStore(tmp_path / "s")
+    assert (store.num_documents, store.name(0), store.spans_of(0).tolist()) == (1, "stream", [[0, 5]])
+
+
+def test_large_vocabularies_take_four_bytes(tmp_path):
+    fields = json.loads(train_bpe(iter(["ab"]), 257).to_json())
+    fields["added_tokens"].append({**fields["added_tokens"][0], "id": 257, "content": "<extra>"})
+    tokenizer = Tokenizer(json.dumps(fields))
+    tokenizer.vocabulary_size = 70_000
+    with StoreWriter(tmp_path / "s", tokenizer, source_hash="s") as writer:
+        writer.add("a", [([1, 69_999], True)])
+    store = TokenStore(tmp_path / "s")
+    assert store.tokens.dtype == np.uint32
+    assert store.tokens.tolist() == [1, 69_999]
+
+
+def test_writing_in_many_flushes_changes_nothing(write_store, monkeypatch):
+    documents = [[(number % 5 + 1, number % 2 == 0), (3, True)] for number in range(40)]
+    at_once = write_store(documents, "a.store")
+    monkeypatch.setattr(room, "FLUSH", 7)
+    in_parts = write_store(documents, "b.store")
+    assert in_parts.checksum == at_once.checksum
+    np.testing.assert_array_equal(in_parts.lengths, at_once.lengths)
+    assert (in_parts.path / HEADER).read_bytes() == (at_once.path / HEADER).read_bytes()
+
+
+def test_documents_are_slices_of_the_map(path):
+    store = TokenStore(path)
+    assert isinstance(store.tokens.base, np.memmap)
+    assert not store.tokens.flags.writeable
+
+
+def test_opening_reads_no_tokens(tmp_path):
+    with StoreWriter(tmp_path / "s", byte_tokenizer(), source_hash="s") as writer:
+        for number in range(2000):
+            writer.add(str(number), [([1] * 2000, True)])
+    began = time.perf_counter()
+    TokenStore(tmp_path / "s")
+    assert time.perf_counter() - began < 0.05
+
+
+def test_a_store_travels_to_other_processes_by_its_path(path):
+    data = pickle.dumps(TokenStore(path))
+    assert len(data) < 1000
+    assert pickle.loads(data).num_tokens == 9
+
+
+def test_unicode_names_come_back(tmp_path):
+    with StoreWriter(tmp_path / "s", byte_tokenizer(), source_hash="s") as writer:
+        for name in ("é/日本.txt:1", "half \ud800"):
+            writer.add(name, [([1], True)])
+    store = TokenStore(tmp_path / "s")
+    assert [store.name(0), store.name(1)] == ["é/日本.txt:1", "half ?"]
+
+
+@pytest.mark.parametrize("tokens", [[257], [-1, 3]])
+def test_tokens_outside_the_vocabulary_are_not_written(tmp_path, tokens):
+    writer = StoreWriter(tmp_path / "s", byte_tokenizer(), source_hash="s")
+    with pytest.raises(ValueError, match="vocabulary of 257"), writer:
+        writer.add("a", [(tokens, True)])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_documents_without_tokens_and_unended_ones_are_not_written(tmp_path):
+    with pytest.raises(ValueError, match=r"document 0 \(a\) has no tokens"):  # noqa: SIM117
+        with StoreWriter(tmp_path / "s", byte_tokenizer(), source_hash="s") as writer:
+            writer.add("a", [([], True)])
+    with pytest.raises(ValueError, match="call end_document"):  # noqa: SIM117
+        with StoreWriter(tmp_path / "s", byte_tokenizer(), source_hash="s") as writer:
+            writer.add("a", [([1], True)], continues=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- damaged and foreign stores -------------------------------------------------------------------------
+
+
+def test_a_foreign_folder(tmp_path, path):
+    with pytest.raises(ValueError, match=r"not a token store \(it has no header\.json\).*multipack prepare"):
+        TokenStore(tmp_path)
+    (tmp_path / HEADER).write_text('{"format": "something"}')
+    with pytest.raises(ValueError, match="of another format"):
+        TokenStore(tmp_path)
+    (tmp_path / HEADER).write_text('{"form')
+    with pytest.raises(ValueError, match="not JSON"):
+        TokenStore(tmp_path)
+    with pytest.raises(ValueError, match="not a token store"):
+        TokenStore(path / "tokens.bin")
+
+
+def test_a_newer_version(path):
+    content = json.loads((path / HEADER).read_text())
+    (path / HEADER).write_text(json.dumps({**content, "version": 2}))
+    with pytest.raises(ValueError, match=r"version 2 .* reads version 1: update multipack"):
+        TokenStore(path)
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "offsets.bin", "spans.bin", "names.bin", "tokenizer.json"])
+def test_truncated_longer_and_missing_files(path, name):
+    original = (path / name).read_bytes()
+    for content in (original[:-1], original + b"\0", b""):
+        (path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=rf"{name} has .* bytes instead of .* truncated or damaged"):
+            TokenStore(path)
+    (path / name).unlink()
+    with pytest.raises(ValueError, match=f"{name} is missing"):
+        TokenStore(path)
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "spans.bin", "names.bin", "tokenizer.json"])
+def test_edited_files_do_not_verify(path, name):
+    content = bytearray((path / name).read_bytes())
+    content[0] ^= 1
+    (path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"{name} was edited"):
+        TokenStore(path).verify()
+
+
+def test_an_edited_header(path):
+    content = json.loads((path / HEADER).read_text())
+    (path / HEADER).write_text(json.dumps({**content, "documents": 1}))
+    with pytest.raises(ValueError, match="was edited"):
+        TokenStore(path)
+    del content["tokens"]
+    (path / HEADER).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="lacks 'tokens'"):
+        TokenStore(path)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"documents": 1},
+        {"tokens": 10**15},
+        {"tokens": -9},
+        {"tokens": 9.0},
+        {"dtype": "uint32"},
+        {"dtype": "object"},
+        {"split_by": "chance"},
+        {"overlong": "guess"},
+        {"files": {"../../elsewhere": {"bytes": 1, "sha256": ""}}},
+        {"files": []},
+    ],
+)
+def test_a_header_that_lies_with_a_right_checksum(path, fields):
+    edit_header(path, **fields)
+    with pytest.raises(ValueError, match="prepare the store again"):
+        TokenStore(path)
+
+
+def test_offsets_that_do_not_increase(write_store):
+    store = write_store([[(2, True)], [(2, True)], [(2, True)]])
+    for content, found in (
+        ([0, 4, 2, 6], "does not increase at document 1"),
+        ([0, 2, 2, 6], "at document 1"),
+        ([0, 2, 4, 5], "runs from 0 to 5, not from 0 to 6"),
+        ([1, 2, 4, 6], "runs from 1"),
+    ):
+        (store.path / "offsets.bin").write_bytes(np.array(content, "<i8").tobytes())
+        with pytest.raises(ValueError, match=found):
+            _ = TokenStore(store.path).lengths
+
+
+def test_an_exchanged_tokenizer(path):
+    text = (path / "tokenizer.json").read_text()
+    other = text.replace('"add_prefix_space": false', '"add_prefix_space": true ', 1)
+    assert len(other) == len(text)
+    assert other != text
+    (path / "tokenizer.json").write_text(other)
+    with pytest.raises(ValueError, match=r"tokenizer\.json was exchanged"):
+        _ = TokenStore(path).tokenizer
+
+
+def test_a_store_that_is_moved_is_the_same_store(path, tmp_path):
+    before = TokenStore(path)
+    shutil.move(path, tmp_path / "elsewhere")
+    assert TokenStore(tmp_path / "elsewhere").checksum == before.checksum

@@ -1,0 +1,221 @@
+import json
+import multiprocessing
+import time
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from multipack.data import tokenizer as room
+from multipack.data.sources import DataConfig, open_source
+from multipack.data.tokenizer import (
+    Tokenizer,
+    TokenizerConfig,
+    build_tokenizer,
+    byte_tokenizer,
+    character_tokenizer,
+    train_bpe,
+)
+
+CORPUS = [
+    "def f(x):\n    return x + 1\n",
+    "for i in range(10):\n    print(i, i * i)\n",
+    "naïve café ☕\n",
+] * 20
+BYTE = byte_tokenizer()
+BPE = train_bpe(iter(CORPUS), 300)
+ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=80)
+AWKWARD = [
+    "",
+    " ",
+    "  a  b ",
+    "\r\n\t\0",
+    "don't",
+    "<|endoftext|>",
+    "a<|endoftext|>b",
+    "日本 👩‍👩‍👧",
+    "\ufeff",
+]
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE, BPE], ids=["byte", "bpe"])
+@settings(deadline=None, max_examples=100)
+@given(text=ANY_TEXT)
+def test_every_text_comes_back(tokenizer, text):
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("text", AWKWARD)
+def test_awkward_text_comes_back_and_never_ends_a_document(text):
+    for tokenizer in (BYTE, BPE):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.end_id not in ids
+        assert tokenizer.encode_batch([text, "x"]) == [ids, tokenizer.encode("x")]
+
+
+@settings(deadline=None, max_examples=50)
+@given(ANY_TEXT)
+def test_byte_tokens_are_the_bytes(text):
+    assert BYTE.encode(text) == list(text.encode())
+    assert (BYTE.vocabulary_size, BYTE.end_id) == (257, 256)
+
+
+def test_characters_are_sorted_and_nothing_else():
+    tokenizer = character_tokenizer(iter(["ba\n", " é"]))
+    assert tokenizer.encode("\n abé") == [0, 1, 2, 3, 4]
+    assert tokenizer.decode([3, 4, 0]) == "bé\n"
+    assert (tokenizer.vocabulary_size, tokenizer.end_id) == (5, None)
+
+
+def test_unknown_characters_are_named():
+    tokenizer = character_tokenizer(iter(["abc"]))
+    with pytest.raises(ValueError, match=r"'X' \(U\+0058\), 'é' \(U\+00E9\): its 3 characters.*kind=byte"):
+        tokenizer.encode("aXbé")
+    with pytest.raises(ValueError, match=r"U\+0058"):
+        tokenizer.encode_batch(["a", "X"])
+    with pytest.raises(ValueError, match="no text"):
+        character_tokenizer(iter([]))
+
+
+def test_tinyshakespeare_has_65_characters(shared_data):
+    text = (shared_data / "text" / "tinyshakespeare.txt").read_text()
+    tokenizer = character_tokenizer(iter([text]))
+    assert tokenizer.vocabulary_size == 65
+    ids = tokenizer.encode(text[:50_000])
+    assert len(ids) == 50_000
+    assert tokenizer.decode(ids) == text[:50_000]
+
+
+def test_training_is_deterministic_and_compresses():
+    again = train_bpe(iter(CORPUS), 300)
+    assert again.to_json() == BPE.to_json()
+    assert again.hash == BPE.hash != train_bpe(iter(CORPUS), 290).hash
+    assert BPE.vocabulary_size == 300
+    text = "".join(CORPUS)
+    assert len(BPE.encode(text)) < 0.6 * len(BYTE.encode(text))
+    assert BPE.encode("\n")[0] != BPE.end_id is not None
+
+
+def test_text_has_no_prefix_space():
+    assert BPE.decode(BPE.encode("return")) == "return"
+    assert BPE.encode("return") != BPE.encode(" return")
+
+
+def test_saving_and_loading_keeps_everything(tmp_path):
+    for tokenizer in (BYTE, BPE, character_tokenizer(iter(["abc"]))):
+        tokenizer.save(tmp_path / "tokenizer.json")
+        for path in (tmp_path, tmp_path / "tokenizer.json"):
+            loaded = Tokenizer.load(path, tokenizer.name)
+            assert (loaded.hash, loaded.end_id, loaded.name) == (
+                tokenizer.hash,
+                tokenizer.end_id,
+                tokenizer.name,
+            )
+        library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+        assert library.encode("abcabc").ids == tokenizer.encode("abcabc")
+
+
+def test_the_hash_does_not_depend_on_the_order_of_keys_nor_on_truncation(tmp_path):
+    fields = json.loads(BPE.to_json())
+    fields["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    shuffled = Tokenizer(json.dumps(dict(reversed(fields.items())), indent=2))
+    assert shuffled.hash == BPE.hash
+    assert shuffled.encode("return x + 1") == BPE.encode("return x + 1")
+
+
+@pytest.mark.parametrize("end", ["</s>", "<|end_of_text|>", "[EOS]"])
+def test_the_end_token_of_a_foreign_tokenizer_is_found(end):
+    library = tokenizers.Tokenizer.from_str(train_bpe(iter(CORPUS), 260).to_json().replace(room.END, end))
+    assert Tokenizer(library.to_str()).end_id == library.token_to_id(end)
+
+
+def test_ids_outside_the_vocabulary_are_refused():
+    for outside in (257, -1):
+        with pytest.raises(ValueError, match=rf"token {outside} is outside the vocabulary of 257"):
+            BYTE.decode([65, outside])
+
+
+def test_what_is_no_tokenizer_is_named(tmp_path):
+    (tmp_path / "no.json").write_text('{"a": 1}')
+    with pytest.raises(ValueError, match=r"no\.json: not a tokenizer\.json"):
+        Tokenizer.load(tmp_path / "no.json")
+    with pytest.raises(ValueError, match=r"there is no tokenizer\.json"):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"kind": "bytes"}, "nearest: byte"),
+        ({"kind": "file"}, "goes with tokenizer.kind=file"),
+        ({"kind": "char", "path": "x"}, "goes with tokenizer.kind=file"),
+        ({"vocabulary_size": 256}, "at least 257"),
+    ],
+)
+def test_impossible_configurations_are_refused(fields, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        TokenizerConfig(**fields).check()
+
+
+@pytest.fixture
+def source(text_file):
+    def make(text="one two three " * 50):
+        return open_source(DataConfig(source="text", path=text_file(text)))
+
+    return make
+
+
+def test_trained_tokenizers_are_kept_by_corpus_and_settings(source, tmp_path, monkeypatch):
+    trained = []
+    train = room.train_bpe
+    monkeypatch.setattr(room, "train_bpe", lambda *given: trained.append(given[1]) or train(*given))
+    config = TokenizerConfig(vocabulary_size=260)
+    first = build_tokenizer(config, source(), tmp_path / "cache")
+    assert build_tokenizer(config, source(), tmp_path / "cache").hash == first.hash
+    assert trained == [260]
+    build_tokenizer(TokenizerConfig(vocabulary_size=261), source(), tmp_path / "cache")
+    build_tokenizer(config, source("other text " * 9), tmp_path / "cache")
+    assert trained == [260, 261, 260]
+    assert first.name == "bpe 260"
+
+
+def test_each_kind_is_built(source, tmp_path):
+    told = []
+    assert build_tokenizer(TokenizerConfig("byte"), source(), tmp_path).hash == BYTE.hash
+    character = build_tokenizer(
+        TokenizerConfig("char"), source(), tmp_path, lambda *told_: told.append(told_)
+    )
+    assert character.vocabulary_size == len(set("one two three"))
+    assert told[-1] == (700, 700, "bytes read for the tokenizer")
+    BPE.save(tmp_path / "mine.json")
+    mine = build_tokenizer(TokenizerConfig("file", str(tmp_path / "mine.json")), source(), tmp_path)
+    assert (mine.hash, mine.name) == (BPE.hash, "file mine.json")
+
+
+def _build(path, cache, marks):
+    train = room.train_bpe
+
+    def slow(texts, size):
+        (Path(marks) / f"{time.monotonic_ns()}").touch()
+        time.sleep(0.5)
+        return train(texts, size)
+
+    room.train_bpe = slow
+    build_tokenizer(TokenizerConfig(), open_source(DataConfig(source="text", path=path)), Path(cache))
+
+
+def test_one_process_trains_while_others_wait(text_file, tmp_path):
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    spawn = multiprocessing.get_context("spawn")
+    given = (text_file("one two three " * 50), str(tmp_path / "cache"), str(marks))
+    processes = [spawn.Process(target=_build, args=given) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert len(list(marks.iterdir())) == 1
