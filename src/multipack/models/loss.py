@@ -1,0 +1,165 @@
+"""The last projection and the cross-entropy in one, chunk by chunk, so that logits never dominate memory.
+
+Logits of T tokens over V words are the largest tensor of a small model's step: T = 8,192 and V = 128,256
+are 4.2 GB in float32, and their gradient as much again. Here a chunk's logits become its loss and its
+gradients at once and are gone before the next chunk's exist:
+
+    rows with a target     logits             loss and gradients (all in the forward pass)
+    ┌──────────┐
+    │ chunk 0  │ · Wᵀ → (chunk, V) float32 → Σ (lse − logit[target]);  g = softmax − one-hot
+    ├──────────┤                             hidden.grad[chunk] = g · W;  W.grad += gᵀ · chunk
+    │ chunk 1  │ · Wᵀ → …
+    └──────────┘
+
+Nothing is computed twice: since the loss is a sum, its gradient only has to be multiplied by the number that
+comes back from above.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from multipack.data.batch import IGNORE
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk_tokens: int = 1024,
+    num_targets: int | None = None,
+) -> Tensor:
+    """Σ cross-entropy of `hidden @ weight.T` over the targets that are not −100.
+
+    Equals `F.cross_entropy(F.linear(hidden, weight).float(), targets, reduction="sum")`; rows without a
+    target are never projected. Matrix products run in the dtype of the inputs, or in autocast's where it is
+    on; softmax, loss and the sum of the weight's gradient are float32 (float64 for float64 inputs).
+
+    Args:
+        hidden: (T, d) what the last norm gives.
+        weight: (V, d) output embedding.
+        targets: (T,) int64, already shifted.
+        chunk_tokens: most rows whose logits exist at a time: chunk_tokens × V × 4 bytes, three times over.
+        num_targets: how many targets are not −100, when the caller knows (a batch does): spares a GPU a sync.
+
+    Returns:
+        The 0-d sum; 0, still connected to `hidden` and `weight`, when there is no target.
+
+    Raises:
+        ValueError: shapes or dtypes that do not go together; a chunk below 1; on the CPU also a target
+            outside the vocabulary or a wrong `num_targets` (elsewhere looking would stall the device).
+    """
+    _check(hidden, weight, targets, chunk_tokens, num_targets)
+    rows = _rows_with_targets(targets, num_targets)
+    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, rows, chunk_tokens)  # type: ignore[no-untyped-call]
+    return loss
+
+
+def _rows_with_targets(targets: Tensor, num_targets: int | None) -> Tensor:
+    counted = targets != IGNORE
+    if num_targets is None or targets.device.type == "cpu":
+        return counted.nonzero().flatten()
+    return torch.nonzero_static(counted, size=num_targets).flatten()
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor, chunk_tokens: int
+    ) -> Tensor:
+        device = hidden.device.type
+        autocast = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
+        dtype = torch.get_autocast_dtype(device) if autocast else weight.dtype
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        with torch.autocast(device, enabled=False):
+            loss, hidden_grad, weight_grad = _chunks(
+                hidden.index_select(0, rows).to(dtype),
+                weight.detach().to(dtype),
+                targets.index_select(0, rows),
+                chunk_tokens,
+                wants_hidden,
+                wants_weight,
+            )
+        ctx.save_for_backward(rows, hidden_grad, weight_grad)
+        ctx.hidden_like = (hidden.shape, hidden.dtype)
+        ctx.weight_dtype = weight.dtype
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        rows, hidden_grad, weight_grad = ctx.saved_tensors
+        if hidden_grad is not None:
+            shape, dtype = ctx.hidden_like
+            scattered = torch.zeros(shape, dtype=dtype, device=hidden_grad.device)
+            hidden_grad = scattered.index_copy_(0, rows, (hidden_grad * upstream).to(dtype))
+        if weight_grad is not None:
+            weight_grad = (weight_grad * upstream).to(ctx.weight_dtype)
+        return hidden_grad, weight_grad, None, None, None
+
+
+def _chunks(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk_tokens: int,
+    wants_hidden: bool,
+    wants_weight: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Loss and gradients of (N, d) rows that all have a target."""
+    exact = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    loss = torch.zeros((), dtype=exact, device=hidden.device)
+    hidden_grad = torch.empty_like(hidden) if wants_hidden else None
+    weight_grad = torch.zeros_like(weight, dtype=exact) if wants_weight else None
+    for start in range(0, hidden.shape[0], chunk_tokens):
+        rows = slice(start, start + chunk_tokens)
+        chunk, target = hidden[rows], targets[rows, None]
+        log_probabilities = F.log_softmax(F.linear(chunk, weight), dim=-1, dtype=exact)
+        loss -= log_probabilities.gather(1, target).sum()
+        if hidden_grad is None and weight_grad is None:
+            continue
+        gradient = log_probabilities.exp_()
+        gradient.scatter_add_(1, target, gradient.new_full((), -1.0).expand_as(target))
+        gradient = gradient.to(weight.dtype)
+        if hidden_grad is not None:
+            torch.mm(gradient, weight, out=hidden_grad[rows])
+        if weight_grad is not None:
+            if weight.dtype == exact:
+                weight_grad.addmm_(gradient.t(), chunk)
+            else:  # the product is rounded once per chunk; the sum over chunks stays exact
+                weight_grad += gradient.t() @ chunk
+    return loss, hidden_grad, weight_grad
+
+
+def _check(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int, num_targets: int | None
+) -> None:
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(
+            "linear_cross_entropy takes hidden (T, d) and weight (V, d),"
+            f" got {tuple(hidden.shape)} and {tuple(weight.shape)}"
+        )
+    if targets.shape != hidden.shape[:1]:
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)} needs targets ({hidden.shape[0]},), got {tuple(targets.shape)}"
+        )
+    if hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
+        raise ValueError(f"hidden is {hidden.dtype} but weight is {weight.dtype}: use one, or autocast")
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
+    if targets.device.type != "cpu" or not targets.numel():
+        return
+    wrong = ((targets >= weight.shape[0]) | (targets < 0)) & (targets != IGNORE)
+    if wrong.any():
+        worst = int(targets[wrong][0])
+        raise ValueError(
+            f"target {worst} is outside the vocabulary of {weight.shape[0]:,} (and is not {IGNORE})"
+        )
+    counted = int((targets != IGNORE).sum())
+    if num_targets is not None and num_targets != counted:
+        raise ValueError(f"num_targets={num_targets}, but {counted} targets are not {IGNORE}")

@@ -1,0 +1,326 @@
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from multipack.models.decoder import Decoder, rotary_tables, rotate
+from multipack.shapes import SHAPES, ModelShape
+
+STARTS = (0, 7, 8, 20, 23, 32)
+
+
+def on_meta(shape: ModelShape) -> Decoder:
+    with torch.device("meta"):
+        return Decoder(shape)
+
+
+def alone(model, documents, pack):
+    """Σ loss with every document in a pack of its own."""
+    return sum(model(pack([document])) for document in documents)
+
+
+# --- what it computes ---------------------------------------------------------------------------------
+
+
+def test_logits_equal_an_independent_reference(model, documents, pack, reference_logits):
+    logits = model.double().logits(pack(documents))
+    expected = torch.cat([reference_logits(model, document.tokens) for document in documents])
+    torch.testing.assert_close(logits, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_loss_equals_an_independent_reference(model, documents, pack, reference_logits):
+    expected, counted = 0.0, 0
+    for document in documents:
+        log_probabilities = reference_logits(model, document.tokens).log_softmax(-1)
+        for position in range(max(1, int(document.spans[0, 0])), len(document.tokens)):
+            expected -= log_probabilities[position - 1, int(document.tokens[position])].item()
+            counted += 1
+    batch = pack(documents)
+    assert batch.num_target_tokens == counted
+    loss = model(batch)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+    assert model.double()(batch).item() == pytest.approx(expected, rel=1e-13)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-13)])
+def test_packed_equals_each_document_alone(model, documents, pack, gradients, distance, dtype, tolerance):
+    model = model.to(dtype)
+    apart = copy.deepcopy(model)
+    packed_loss, apart_loss = model(pack(documents)), alone(apart, documents, pack)
+    assert abs(packed_loss - apart_loss).item() <= tolerance * apart_loss.item()
+    packed_loss.backward()
+    apart_loss.backward()
+    assert distance(gradients(model), gradients(apart)) < tolerance
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-13)])
+def test_weights_after_sgd_steps_are_the_same(model, documents, pack, distance, dtype, tolerance):
+    packed, apart = model.to(dtype), copy.deepcopy(model.to(dtype))
+    before = torch.nn.utils.parameters_to_vector(packed.parameters()).detach()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (packed, apart)]
+    for _ in range(4):
+        batch = pack(documents)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        (packed(batch) / batch.num_target_tokens).backward()
+        (alone(apart, documents, pack) / batch.num_target_tokens).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    for ours, theirs in zip(packed.parameters(), apart.parameters(), strict=True):
+        assert distance(ours, theirs) < tolerance
+    assert distance(torch.nn.utils.parameters_to_vector(packed.parameters()), before) > 1e-3
+
+
+def test_fixed_shape_equals_free_shape(model, documents, pack, gradients, distance):
+    padded = copy.deepcopy(model)
+    free, fixed = pack(documents), pack(documents, pad_to=60)  # the padding is longer than the context
+    losses = model(free), padded(fixed)
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-6)
+    for loss in losses:
+        loss.backward()
+    assert distance(gradients(padded), gradients(model)) < 1e-6
+    torch.testing.assert_close(model.logits(fixed)[:32], model.logits(free), rtol=1e-6, atol=1e-6)
+
+
+def test_padded_rows_give_the_loss_of_the_pack(model, documents, pack, pad, gradients, distance):
+    padded = copy.deepcopy(model)
+    losses = model(pack(documents)), padded(pad(documents))
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-6)
+    for loss in losses:
+        loss.backward()
+    assert distance(gradients(padded), gradients(model)) < 1e-6
+
+
+def test_pack_without_documents_weighs_nothing_and_stays_connected(model, pack):
+    loss = model(pack([], pad_to=20))
+    loss.backward()
+    assert loss.item() == 0.0
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("perturbed", range(5))
+def test_perturbing_a_document_changes_no_logit_of_another(model, documents, document, pack, perturbed):
+    inside = slice(STARTS[perturbed], STARTS[perturbed + 1])
+    before = model.logits(pack(documents))
+    documents[perturbed] = document(len(documents[perturbed].tokens), seed=99)
+    after = model.logits(pack(documents))
+    assert torch.equal(before[: inside.start], after[: inside.start])
+    assert torch.equal(before[inside.stop :], after[inside.stop :])
+    assert not torch.equal(before[inside], after[inside])
+
+
+def test_no_token_sees_what_follows_it(model, document, pack):
+    whole = document(12)
+    start = dataclasses.replace(whole, tokens=whole.tokens[:5], spans=whole.spans[:0])
+    torch.testing.assert_close(
+        model.logits(pack([whole]))[:5], model.logits(pack([start])), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_dense_oracle_gives_the_same_gradients(shape, documents, pack, gradients, distance):
+    loop = Decoder(shape, attention="loop")
+    dense = Decoder(shape, attention="dense")
+    dense.load_state_dict(loop.state_dict())
+    for model in (loop, dense):
+        model(pack(documents)).backward()
+    assert distance(gradients(loop), gradients(dense)) < 1e-6
+
+
+def test_bfloat16_autocast_is_close(model, documents, pack, gradients, distance):
+    low = copy.deepcopy(model)
+    exact = model(pack(documents))
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = low(pack(documents))
+    assert rounded.dtype == torch.float32
+    assert rounded.item() == pytest.approx(exact.item(), rel=2e-2)
+    exact.backward()
+    rounded.backward()
+    assert all(parameter.grad.dtype == torch.float32 for parameter in low.parameters())
+    assert distance(gradients(low), gradients(model)) < 5e-2
+
+
+def test_whole_model_in_bfloat16_is_close(model, documents, pack):
+    exact = model(pack(documents)).item()
+    assert model.bfloat16()(pack(documents)).item() == pytest.approx(exact, rel=3e-2)
+
+
+def test_dropout_is_seeded_and_off_in_eval(shape, documents, pack):
+    model = Decoder(dataclasses.replace(shape, dropout=0.3))
+    batch, losses = pack(documents), []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        losses.append(model(batch).item())
+    assert losses[0] == losses[1] != losses[2]
+    plain = Decoder(shape)
+    plain.load_state_dict(model.state_dict())
+    assert model.eval()(batch).item() == plain(batch).item()
+
+
+# --- rotary positions ---------------------------------------------------------------------------------
+
+
+def test_rotation_restarts_with_every_document(documents, pack):
+    model = Decoder(ModelShape(vocabulary_size=50))
+    cosine, sine = model.rotation(pack(documents))
+    longest = slice(8, 20)
+    assert not torch.equal(cosine[8], cosine[9])
+    for start, stop in itertools.pairwise(STARTS):
+        assert torch.equal(cosine[start:stop], cosine[longest][: stop - start])
+        assert torch.equal(sine[start:stop], sine[longest][: stop - start])
+        assert not sine[start].any()
+
+
+def test_scores_depend_on_distances_only():
+    q, k = torch.randn(2, 1, 1, 16, dtype=torch.float64).expand(-1, 100, -1, -1)
+    tables = rotary_tables(torch.arange(100), 16, 10_000.0, torch.float64)
+    scores = rotate(q, *tables)[:, 0] @ rotate(k, *tables)[:, 0].T
+    for offset in (-60, -1, 0, 7):
+        diagonal = scores.diagonal(offset)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-10, atol=1e-10)
+    assert (scores.diagonal(0)[0] - scores.diagonal(7)[0]).abs() > 1e-3
+
+
+def test_rotation_keeps_lengths_and_its_gradient_is_right():
+    tables = rotary_tables(torch.tensor([0, 1, 5, 0, 9]), 6, 100.0, torch.float64)
+    x = torch.randn(5, 2, 6, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(rotate(x, *tables).norm(dim=-1), x.norm(dim=-1))
+    assert torch.autograd.gradcheck(lambda y: rotate(y, *tables), (x,))
+
+
+def test_angles_stay_exact_under_autocast_and_in_bfloat16_models(documents, pack):
+    model = Decoder(ModelShape(vocabulary_size=50))
+    expected = model.rotation(pack(documents))
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = model.rotation(pack(documents))
+    low = model.bfloat16().rotation(pack(documents))
+    for tables in (mixed, low):
+        assert torch.equal(tables[0], expected[0])
+        assert torch.equal(tables[1], expected[1])
+    exact = rotary_tables(torch.arange(8192), 48, 10_000.0, torch.float64)
+    single = rotary_tables(torch.arange(8192), 48, 10_000.0, torch.float32)
+    assert (single[0] - exact[0]).abs().max() < 2e-3  # bfloat16 angles would be off by up to 2
+
+
+# --- parameters ---------------------------------------------------------------------------------------
+
+
+def test_nanogpt_size_with_characters():
+    shape = dataclasses.replace(SHAPES["gpt2"], bias=False).with_vocabulary(65)
+    model = on_meta(shape)
+    assert model.parameter_count(positions=False) == 85_003_776
+    assert sum(p.numel() for p in model.parameters() if p.dim() >= 2) == 85_771_008
+    assert sum(p.numel() for p in model.parameters() if p.dim() < 2) == 19_200
+    assert model.parameter_count() == 85_771_008 + 19_200
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("gpt2", 124_439_808),
+        ("gpt2-medium", 354_823_168),
+        ("gpt2-large", 774_030_080),
+        ("gpt2-xl", 1_557_611_200),
+        ("llama-1b", 1_235_814_400),
+        ("llama-3b", 3_212_749_824),
+        ("llama-8b", 8_030_261_248),
+        ("llama-70b", 70_553_706_496),
+    ],
+)
+def test_published_sizes(name, parameters):
+    assert on_meta(SHAPES[name]).parameter_count() == parameters
+
+
+def test_names_are_those_of_the_module_docstring(shape):
+    names = set(Decoder(shape).state_dict())
+    learned, layernorm = shape.positions == "learned", shape.norm == "layernorm"
+    expected = {"embedding.weight", "norm.weight"} | ({"positions.weight"} if learned else set())
+    expected |= set() if shape.tied else {"head.weight"}
+    linears = ["attention.query", "attention.key", "attention.value", "attention.output"]
+    linears += ["feed_forward.up", "feed_forward.down"] + (["feed_forward.gate"] if shape.gated else [])
+    norms = ["attention_norm", "feed_forward_norm"]
+    for block in ("blocks.0.", "blocks.1."):
+        expected |= {f"{block}{part}.weight" for part in linears + norms}
+        expected |= {f"{block}{part}.bias" for part in linears + (norms if layernorm else []) if shape.bias}
+    expected |= {"norm.bias"} if layernorm and shape.bias else set()
+    assert names == expected
+
+
+def test_initial_weights_have_the_stated_spread_and_follow_the_seed():
+    shape = ModelShape(layers=8, d_model=128, d_ff=512, vocabulary_size=500, bias=True, norm="layernorm")
+    models = []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        models.append(Decoder(shape))
+    for name, parameter in models[0].named_parameters():
+        if name.endswith(".bias"):
+            assert not parameter.any()
+        elif "norm" in name:
+            assert (parameter == 1).all()
+        else:
+            residual = name.endswith(("attention.output.weight", "feed_forward.down.weight"))
+            assert parameter.std().item() == pytest.approx(0.02 / 4 if residual else 0.02, rel=0.03)
+    first, same, other = (torch.cat([p.flatten() for p in model.parameters()]) for model in models)
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)
+
+
+def test_meta_model_can_be_filled(shape, documents, pack):
+    models = [Decoder(shape), on_meta(shape).to_empty(device="cpu")]
+    for model in models:
+        torch.manual_seed(5)
+        model.reset_parameters()
+    eager, filled = (model.state_dict() for model in models)
+    assert all(torch.equal(filled[name], eager[name]) for name in eager)
+    assert torch.equal(models[0](pack(documents)), models[1](pack(documents)))
+
+
+def test_loss_function_can_be_replaced(shape, documents, pack):
+    seen = {}
+
+    def counting(hidden, weight, targets, num_targets):
+        seen.update(hidden=hidden.shape, weight=weight.shape, targets=targets.shape, num_targets=num_targets)
+        return hidden.sum()
+
+    batch = pack(documents)
+    Decoder(shape, loss_function=counting)(batch)
+    assert seen == {
+        "hidden": (32, 32),
+        "weight": (50, 32),
+        "targets": (32,),
+        "num_targets": batch.num_target_tokens,
+    }
+
+
+# --- bad input ----------------------------------------------------------------------------------------
+
+
+def test_shape_without_vocabulary_is_refused():
+    with pytest.raises(ValueError, match=r"model\.vocabulary_size=0.*with_vocabulary"):
+        Decoder(ModelShape())
+
+
+def test_unknown_attention_is_refused_when_the_model_is_made(shape):
+    with pytest.raises(ValueError, match="attention=dens is unknown; did you mean 'dense'"):
+        Decoder(shape, attention="dens")
+
+
+def test_document_beyond_learned_positions_is_named(shape, document, pack):
+    batch = pack([document(5), document(17)])
+    if shape.positions == "learned":
+        with pytest.raises(ValueError, match=r"17 tokens is longer than .* model\.context=16"):
+            Decoder(shape)(batch)
+    else:
+        assert Decoder(shape)(batch).isfinite()
+
+
+@pytest.mark.parametrize("token", [50, -1])
+def test_token_outside_the_vocabulary_is_named(shape, documents, pack, token):
+    batch = pack(documents)
+    batch.input_ids[4] = token
+    with pytest.raises(ValueError, match=f"token {token} is outside the vocabulary of 50"):
+        Decoder(shape)(batch)
