@@ -1,0 +1,1 @@
+"""torch.distributed: strategies applied to a model that knows nothing of them."""

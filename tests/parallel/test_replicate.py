@@ -1,0 +1,114 @@
+"""One process. Several are in tests/distributed."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from multipack.parallel.engine import ParallelConfig, build_engine
+from multipack.parallel.replicate import ReplicatedEngine, state_hash
+from multipack.parallel.world import World
+from multipack.training.optimizer import OptimizerConfig, build_optimizer
+
+
+class SumOfSquares(nn.Module):
+    """A model in miniature: takes a batch, returns a summed loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.scale = nn.Parameter(torch.ones(2))
+
+    def forward(self, batch):
+        return (self.linear(batch) * self.scale).square().sum()
+
+
+@pytest.fixture
+def engine():
+    torch.manual_seed(0)
+    model = SumOfSquares()
+    ticks = itertools.count()
+    return ReplicatedEngine(
+        model, build_optimizer(model, OptimizerConfig()), World(), clock=lambda: float(next(ticks))
+    )
+
+
+def test_micro_batches_accumulate_the_gradient_of_the_whole(engine):
+    rows = torch.randn(6, 3)
+    result = engine.forward_backward([rows[:1], rows[1:4], rows[4:]], denominator=5)
+    gradients = [p.grad.clone() for p in engine.model.parameters()]
+    assert len(result.losses) == 3
+    engine.model.zero_grad()
+    loss = engine.model(rows)
+    (loss / 5).backward()
+    assert sum(result.losses) == pytest.approx(float(loss.detach()), rel=1e-6)
+    for found, parameter in zip(gradients, engine.model.parameters(), strict=True):
+        torch.testing.assert_close(found, parameter.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_times_are_the_clocks(engine):
+    result = engine.forward_backward([torch.randn(2, 3)] * 3, denominator=1)
+    assert (result.forward_seconds, result.backward_seconds) == (3.0, 3.0)
+
+
+def test_clip_returns_the_norm_before_and_zero_never_clips(engine):
+    rows = torch.randn(4, 3)
+    engine.forward_backward([rows], 1)
+    norm = torch.cat([p.grad.reshape(-1) for p in engine.model.parameters()]).norm()
+    assert engine.clip(0.0) == pytest.approx(float(norm), rel=1e-6)
+    assert engine.clip(0.5) == pytest.approx(float(norm), rel=1e-6)
+    clipped = torch.cat([p.grad.reshape(-1) for p in engine.model.parameters()]).norm()
+    assert float(clipped) == pytest.approx(0.5, rel=1e-4)
+
+
+def test_state_round_trips_and_training_continues_alike(engine):
+    batches = [torch.randn(4, 3) for _ in range(4)]
+    for rows in batches[:2]:
+        engine.forward_backward([rows], 4)
+        engine.step(0.01)
+    saved = {part: {k: v.clone() for k, v in group.items()} for part, group in engine.state().items()}
+    other_model = SumOfSquares()
+    other = ReplicatedEngine(other_model, build_optimizer(other_model, OptimizerConfig()), World())
+    other.load_state(saved)
+    assert state_hash(other.state()) == state_hash(engine.state())
+    for rows in batches[2:]:
+        for each in (engine, other):
+            each.forward_backward([rows], 4)
+            each.step(0.01)
+    assert state_hash(other.state()) == state_hash(engine.state())
+
+
+def test_the_hash_sees_a_single_bit(engine):
+    before = engine.check_replicas()
+    with torch.no_grad():
+        engine.model.scale[0] += 1e-7
+    assert engine.check_replicas() != before
+
+
+def test_a_checkpoint_of_another_model_is_refused(engine):
+    state = engine.state()
+    with pytest.raises(ValueError, match="lacks scale"):
+        engine.load_state(
+            {"model": {k: v for k, v in state["model"].items() if k != "scale"}, "optimizer": {}}
+        )
+    with pytest.raises(ValueError, match=r"scale \(3,\) instead of \(2,\)"):
+        engine.load_state({"model": {**state["model"], "scale": torch.ones(3)}, "optimizer": {}})
+
+
+def test_evaluation_changes_neither_mode_nor_gradients(engine):
+    engine.model.train()
+    with engine.evaluating() as model:
+        assert not model.training
+        assert not model(torch.randn(2, 3)).requires_grad
+    assert engine.model.training
+
+
+def test_bf16_runs_matrix_products_in_bfloat16():
+    model = SumOfSquares()
+    engine = build_engine(
+        model, build_optimizer(model, OptimizerConfig()), World(), ParallelConfig(), torch.bfloat16
+    )
+    with engine.autocast():
+        assert model.linear(torch.randn(2, 3)).dtype == torch.bfloat16
+    assert all(p.dtype == torch.float32 for p in model.parameters())
