@@ -1,0 +1,46 @@
+# Two commands on a fresh machine: `make train` and `make test`. Both make .venv first, once.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help train test test-all check install bench clean
+
+help:
+	@echo "make train     install into .venv and train a small model on Python's own standard library"
+	@echo "make test      format check, lint, types and the fast tests"
+	@echo "make test-all  the slow tests too"
+	@echo "make bench     every benchmark; JSON beside each script"
+	@echo "make clean     remove .venv and caches (runs/ stays)"
+
+train: $(VENV)/.installed
+	$(BIN)/multipack train $(ARGS)
+
+test: check
+	$(BIN)/python -m pytest -m "not slow and not cuda"
+
+test-all: check
+	$(BIN)/python -m pytest -m "not cuda"
+
+check: $(VENV)/.installed-dev
+	$(BIN)/ruff format --check src tests benchmarks docs
+	$(BIN)/ruff check src tests benchmarks docs
+	$(BIN)/mypy
+
+bench: $(VENV)/.installed-dev
+	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
+
+install: $(VENV)/.installed-dev
+
+# The stamps hold what was installed, so that a changed pyproject.toml installs anew.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "multipack needs Python 3.11 or newer")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,100 @@
+"""What padding costs: packed against padded training steps on the embedded corpus, by turns in one process.
+
+    python benchmarks/padding.py --steps 10
+
+Both ways train the same decoder on the documents of the same global steps: forward, backward, clipping and
+optimizer. Padded batches are `--batch-size` random documents of the step, padded to their longest. The ratio is
+the median over steps of real tokens per second, packed over padded; the pad factor (slots over real tokens) is
+what equal cost per slot would give, and so the limit for everything but attention.
+
+Two padded trainers are timed: one with this project's loss, which never projects a slot without a target, and one
+that projects every slot onto the vocabulary, as padded trainers do. Results go to results/padding.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from multipack.config import compose
+from multipack.models.loss import linear_cross_entropy
+from multipack.parallel.world import World
+from multipack.reports.console import Console
+from multipack.training.compare import Comparison, compare_with_padding
+from multipack.training.session import assemble
+
+RESULTS = Path(__file__).parent / "results" / "padding.json"
+
+
+def every_slot(hidden: Tensor, weight: Tensor, targets: Tensor, num_targets: int | None = None) -> Tensor:
+    """The loss as a padded trainer computes it: logits for every slot, −100 ignored afterwards."""
+    return F.cross_entropy(F.linear(hidden, weight).float(), targets, ignore_index=-100, reduction="sum")
+
+
+def measure(words: list[str], options: argparse.Namespace) -> dict[str, Comparison]:
+    """Compare under one configuration, with either padded loss."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = compose([*words, "train.eval_every=0", f"out={folder}/run"])
+        session = assemble(config, World(), Console())
+        found = {}
+        for name, loss in (("same loss", linear_cross_entropy), ("every slot", every_slot)):
+            found[name] = compare_with_padding(
+                session.engine,
+                session.corpus.train,
+                session.sampler.plan,
+                batch_size=options.batch_size,
+                steps=options.steps,
+                seconds=options.seconds,
+                padded_loss=loss,
+            )
+        session.close()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--steps", type=int, default=10, help="pairs of steps, after one that is not timed")
+    parser.add_argument("--seconds", type=float, default=120.0, help="start no further pair after this")
+    parser.add_argument("--batch-size", type=int, default=8, help="documents in a padded batch")
+    parser.add_argument("--dtype", nargs="+", default=["auto", "fp32"], help="precisions: auto, bf16, fp32")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="JSON file to write")
+    parser.add_argument("words", nargs="*", help="more settings, e.g. plan.capacity=8192 model=small")
+    options = parser.parse_args()
+    rows = []
+    print(
+        f"{'dtype':6}{'packed':>14}{'padded':>14}{'loss of the padded':>22}{'ratio':>9}{'factor':>9}{'share':>9}"
+    )
+    for dtype in options.dtype:
+        for name, found in measure([*options.words, f"train.dtype={dtype}"], options).items():
+            share = found.ratio / found.pad_factor
+            print(
+                f"{dtype:6}{found.packed_tokens_per_second:>8,.0f} tok/s{found.padded_tokens_per_second:>8,.0f} tok/s"
+                f"{name:>22}{found.ratio:>8.2f}x{found.pad_factor:>9.2f}{share:>9.1%}",
+                flush=True,
+            )
+            rows.append(
+                {"dtype": dtype, "padded_loss": name, "ratio_over_pad_factor": share, **asdict(found)}
+            )
+    result = {
+        "rows": rows,
+        "words": options.words,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(f"wrote {options.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""The one place that prints: tables and a progress bar on a terminal, plain lines elsewhere, rank 0 only."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from typing import Protocol, TextIO
+
+from rich.console import Console as RichConsole
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+
+class Advance(Protocol):
+    """Moves a progress bar."""
+
+    def __call__(self, done: float, total: float | None = None, note: str = "") -> None:
+        """Set the bar to `done` (of `total`, when it becomes known) and show `note` behind it."""
+        ...
+
+
+class Console:
+    """Prints for one rank.
+
+    Args:
+        rank: this process's rank.
+        all_ranks: every rank prints, each line with time and rank; else rank 0 alone.
+        stream: where to print; None = standard output.
+    """
+
+    def __init__(self, rank: int = 0, all_ranks: bool = False, stream: TextIO | None = None) -> None:
+        self.rank = rank
+        self.all_ranks = all_ranks
+        self.enabled = rank == 0 or all_ranks
+        out = stream or sys.stdout
+        self._terminal = bool(getattr(out, "isatty", lambda: False)())
+        self._rich = RichConsole(file=out, highlight=False, markup=False, soft_wrap=True)
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether a person is watching."""
+        return self._terminal
+
+    def line(self, text: str = "", style: str = "") -> None:
+        """Print text as it is; with `all_ranks`, every line behind its time and rank."""
+        if not self.enabled:
+            return
+        if self.all_ranks:
+            stamp = datetime.now().strftime("%H:%M:%S.%f")[:-3]
+            text = "\n".join(f"[{stamp}][rank {self.rank}] {part}" for part in text.split("\n"))
+        self._rich.print(Text(text, style=style))
+
+    def section(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
+        """A heading and aligned `name  value` rows."""
+        width = max((len(name) for name, _ in rows), default=0)
+        self.line()
+        self.line(title, style="bold")
+        for name, value in rows:
+            self.line(f"  {name:<{width}}  {value}")
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """A framed table on a terminal; aligned plain lines elsewhere."""
+        if not self.enabled:
+            return
+        if self._terminal and not self.all_ranks:
+            table = Table(*columns, title=title, title_justify="left", title_style="bold")
+            for row in rows:
+                table.add_row(*[Text(cell) for cell in row])
+            self.line()
+            self._rich.print(table)
+            return
+        widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
+        ]
+        head = "  ".join(cell.ljust(width) for cell, width in zip(columns, widths, strict=True))
+        self.line(f"\n{title}\n  {head.rstrip()}\n" + "\n".join(f"  {text.rstrip()}" for text in lines))
+
+    @contextmanager
+    def progress(self, title: str) -> Iterator[Advance]:
+        """A progress bar with time left on a terminal; nothing elsewhere.
+
+        Yields:
+            A function that moves the bar; lines printed meanwhile appear above it.
+        """
+        if not (self.enabled and self._terminal) or self.all_ranks:
+            yield lambda done, total=None, note="": None
+            return
+        bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=self._rich,
+            transient=True,
+        )
+        task = bar.add_task(title, total=None, note="")
+
+        def advance(done: float, total: float | None = None, note: str = "") -> None:
+            bar.update(task, completed=done, total=total, note=note)
+
+        with bar:
+            yield advance

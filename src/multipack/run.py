@@ -1,0 +1,148 @@
+"""What a run directory holds. Training writes it; reports, resume and generation read it.
+
+RUN/
+config.yaml       the resolved configuration; `multipack train config=RUN/config.yaml` starts it again
+metrics.jsonl     a record a step and evaluation, full precision
+samples.txt       what the model wrote at evaluations
+checkpoints/
+latest          the name of the newest complete checkpoint
+step-00000100/  model.safetensors optimizer.safetensors rng.safetensors state.json config.yaml tokenizer.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Paths of a run, and the few ways in which they come to be."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON record a line."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """Generated text."""
+        return self.path / "samples.txt"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def latest(self) -> Path:
+        """File that names the newest complete checkpoint."""
+        return self.checkpoints / "latest"
+
+    @classmethod
+    def at(cls, path: str | Path) -> RunDirectory:
+        """The run directory at `path`, which need not exist."""
+        return cls(Path(path))
+
+    def check_free(self) -> None:
+        """Refuse a directory that holds something already.
+
+        Raises:
+            FileExistsError: the message says how to go on.
+        """
+        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            raise FileExistsError(
+                f"{self.path} exists and is not empty. Continue that run with `train.resume=true out={self.path}`,"
+                " or choose another out="
+            )
+
+    def point_to(self, checkpoint: Path) -> None:
+        """Let `latest` name `checkpoint`: a run that resumes from an older one abandons what came after."""
+        write_atomically(self.latest, checkpoint.name + "\n")
+
+    def create(self, config_yaml: str) -> None:
+        """Make the directory for a new run; see `check_free`."""
+        self.check_free()
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.config, config_yaml)
+
+    def latest_checkpoint(self) -> Path:
+        """The folder of the newest complete checkpoint.
+
+        Raises:
+            FileNotFoundError: this is no run directory, or it has no checkpoint so far.
+        """
+        if not self.config.is_file():
+            raise FileNotFoundError(f"{self.path} is not a run directory: it has no config.yaml")
+        if not self.latest.is_file():
+            raise FileNotFoundError(
+                f"{self.path} has no complete checkpoint; start the run anew with another out="
+            )
+        return self.checkpoints / self.latest.read_text().strip()
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """The records of metrics.jsonl in order; a last line that was cut short is left out."""
+        if not self.metrics.exists():
+            return
+        for line in self.metrics.read_text().splitlines():
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                return
+
+
+def config_yaml(config: Any) -> str:
+    """A configuration (any dataclass of dataclasses) as the YAML that `config=FILE` reads back."""
+    from omegaconf import OmegaConf  # only where a configuration is written or read
+
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def find_run(path: str | Path) -> tuple[RunDirectory, Path | None]:
+    """A run directory, or one of its checkpoints, from a path that the user gave.
+
+    Returns:
+        (run, checkpoint): checkpoint is None when the path names the run itself.
+
+    Raises:
+        FileNotFoundError: the path is neither.
+    """
+    given = Path(path)
+    if (given / "state.json").is_file() and given.parent.name == "checkpoints":
+        return RunDirectory(given.parent.parent), given
+    if (given / "config.yaml").is_file():
+        return RunDirectory(given), None
+    raise FileNotFoundError(
+        f"{given} is neither a run directory (config.yaml) nor one of its checkpoints (state.json)"
+    )
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a small file so that a reader sees the old text or the new one, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Make a rename in `path` survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

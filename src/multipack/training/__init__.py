@@ -1,0 +1,1 @@
+"""The trainer: optimizer, metrics, checkpoints, evaluation and the loop."""

@@ -1,0 +1,154 @@
+"""Checkpoints: written beside, then renamed, so that every one that has a name is whole.
+
+    .step-00000100.tmp/ … files, fsync …  →  rename  →  step-00000100/  →  replace `latest`  →  prune old ones
+
+A process killed at any point leaves `latest` naming a complete checkpoint. Tensors are safetensors, everything
+else is JSON, YAML or the tokenizer's own JSON: loading one runs no code from it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from multipack.parallel.world import World
+from multipack.run import RunDirectory, sync_folder, write_atomically
+
+FORMAT = 1
+"""Version of the checkpoint folder's layout."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint read back.
+
+    Attributes:
+        path: its folder.
+        step: steps taken when it was written.
+        tensors: {"model": …, "optimizer": …} as `Engine.state` gives them.
+        progress: plan state, file marks, running loss: whatever the trainer asked to keep.
+        rng: generator states by "rank-<r>.<device type>".
+    """
+
+    path: Path
+    step: int
+    tensors: dict[str, dict[str, Tensor]]
+    progress: dict[str, Any]
+    rng: dict[str, Tensor]
+
+
+def name_of(step: int) -> str:
+    """Folder name of the checkpoint after `step` steps."""
+    return f"step-{step:08d}"
+
+
+def save_checkpoint(
+    run: RunDirectory,
+    step: int,
+    tensors: dict[str, dict[str, Tensor]],
+    progress: dict[str, Any],
+    rng: dict[str, Tensor],
+    files: dict[str, str],
+    keep: int,
+) -> Path:
+    """Write a checkpoint and let `latest` name it. To be called by one rank.
+
+    Args:
+        run: where.
+        step: steps taken.
+        tensors: of model and optimizer.
+        progress: JSON-able state of the trainer.
+        rng: generator states of all ranks.
+        files: more text files of the checkpoint, by name.
+        keep: checkpoints that stay, the newest ones; 0 = all.
+    """
+    final = run.checkpoints / name_of(step)
+    if final.is_dir() and run.latest.is_file() and run.latest.read_text().strip() == final.name:
+        return final  # stopped again before the first step after a resume: the same state is there already
+    temporary = run.checkpoints / f".{final.name}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    for name, group in {**tensors, "rng": rng}.items():
+        contiguous = {key: value.detach().cpu().contiguous() for key, value in group.items()}
+        save_file(contiguous, temporary / f"{name}.safetensors", metadata={"format": "pt"})
+    for name, text in files.items():
+        (temporary / name).write_text(text)
+    sizes = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
+    state = {"format": FORMAT, "step": step, "progress": progress, "files": sizes}
+    (temporary / "state.json").write_text(json.dumps(state, indent=1))
+    for path in temporary.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    sync_folder(temporary)
+    if final.exists():  # of a course that was abandoned by resuming from an older checkpoint
+        shutil.rmtree(final)
+    os.rename(temporary, final)
+    sync_folder(run.checkpoints)
+    write_atomically(run.latest, final.name + "\n")
+    _prune(run, final, keep)
+    return final
+
+
+def _prune(run: RunDirectory, newest: Path, keep: int) -> None:
+    for leftover in run.checkpoints.glob(".step-*.tmp"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    older = sorted(path for path in run.checkpoints.glob("step-*") if path.name < newest.name)
+    for path in older[: max(len(older) - keep + 1, 0)] if keep else []:
+        shutil.rmtree(path)
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint.
+
+    Raises:
+        ValueError: a file is missing or has another size than when it was written, or the format is newer.
+    """
+    try:
+        state = json.loads((path / "state.json").read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not a complete checkpoint: {error}") from error
+    if state.get("format") != FORMAT:
+        raise ValueError(f"{path} has checkpoint format {state.get('format')}, this version reads {FORMAT}")
+    for name, size in state["files"].items():
+        found = (path / name).stat().st_size if (path / name).is_file() else None
+        if found != size:
+            what = "is missing" if found is None else f"has {found:,} bytes instead of {size:,}"
+            raise ValueError(f"checkpoint {path}: {name} {what}; resume from an older one in {path.parent}")
+    return Checkpoint(
+        path=path,
+        step=state["step"],
+        tensors={name: load_file(path / f"{name}.safetensors") for name in ("model", "optimizer")},
+        progress=state["progress"],
+        rng=load_file(path / "rng.safetensors"),
+    )
+
+
+def gather_rng(world: World) -> dict[str, Tensor]:
+    """The generator states of all ranks, for rank 0 to write."""
+    own = {"cpu": torch.get_rng_state()}
+    if world.device.type == "cuda":
+        own["cuda"] = torch.cuda.get_rng_state(world.device)
+    packed = json.dumps({kind: state.numpy().tobytes().hex() for kind, state in own.items()})
+    return {
+        f"rank-{rank}.{kind}": torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8)
+        for rank, states in enumerate(world.gather(packed))
+        for kind, state in json.loads(states).items()
+    }
+
+
+def restore_rng(world: World, rng: dict[str, Tensor]) -> bool:
+    """Set this rank's generators as they were; False where the checkpoint had fewer ranks than this one."""
+    if f"rank-{world.rank}.cpu" not in rng:
+        return False
+    torch.set_rng_state(rng[f"rank-{world.rank}.cpu"])
+    if world.device.type == "cuda" and f"rank-{world.rank}.cuda" in rng:
+        torch.cuda.set_rng_state(rng[f"rank-{world.rank}.cuda"], world.device)
+    return True

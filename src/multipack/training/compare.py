@@ -1,0 +1,138 @@
+"""What padding would have cost, measured in the run itself: same model, same documents, both ways by turns."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from multipack.data.batch import PackedBatch
+from multipack.data.collate import PackedCollator, PaddedCollator
+from multipack.data.documents import Documents
+from multipack.parallel.engine import Engine
+from multipack.planning.plan import Plan
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Packed steps against padded steps over the same documents.
+
+    Attributes:
+        ratio: median over steps of packed real tokens/s over padded real tokens/s.
+        packed_tokens_per_second: median.
+        padded_tokens_per_second: median.
+        pad_factor: padded slots over real tokens: the ratio that equal cost per slot would give.
+        steps: pairs of steps that were timed.
+        batch_size: documents in a padded batch.
+    """
+
+    ratio: float
+    packed_tokens_per_second: float
+    padded_tokens_per_second: float
+    pad_factor: float
+    steps: int
+    batch_size: int
+
+
+def padded_batches(
+    documents: Documents, numbers: NDArray[np.int64], batch_size: int, seed: int, pad_id: int = 0
+) -> list[PackedBatch]:
+    """The given documents in random batches of `batch_size`, each padded to its longest document."""
+    shuffled = np.random.default_rng(seed).permutation(numbers)
+    collate = PaddedCollator(pad_id)
+    groups = [shuffled[start : start + batch_size] for start in range(0, len(shuffled), batch_size)]
+    return [collate([documents[int(number)] for number in group]) for group in groups]
+
+
+def compare_with_padding(
+    engine: Engine,
+    documents: Documents,
+    plan: Plan,
+    *,
+    batch_size: int = 8,
+    steps: int = 5,
+    seconds: float = 40.0,
+    clock: Callable[[], float] = time.perf_counter,
+    padded_loss: Callable[..., Tensor] | None = None,
+) -> Comparison:
+    """Time whole steps (forward, backward, clipping, optimizer at learning rate 0) both ways, in alternation.
+
+    Only for a run that has ended: the optimizer's moments move, the weights do not.
+
+    Args:
+        engine: of a world with one process.
+        documents: the training documents that the plan speaks of.
+        plan: its first steps are the ones compared.
+        batch_size: documents in a padded batch.
+        steps: most pairs to time, after one untimed pair.
+        seconds: start no further pair after this time (at least one is timed).
+        clock: seconds.
+        padded_loss: what padded steps use in the place of the model's own `loss_function`.
+
+    Raises:
+        ValueError: there is more than one process.
+    """
+    if engine.world.size != 1:
+        raise ValueError("padding is compared in one process only: padded ranks would wait for each other")
+    collate = PackedCollator(plan.most_documents, plan.longest)
+    packed_rates: list[float] = []
+    padded_rates: list[float] = []
+    ratios: list[float] = []
+    slots = tokens = 0
+    began = clock()
+    for index in range(min(steps + 1, plan.num_steps + 1)):
+        step = max(index - 1, 0)  # the first pair warms up and is repeated
+        packed = [
+            collate([documents[int(number)] for number in pack]) for pack in plan.packs(step) if len(pack)
+        ]
+        padded = padded_batches(documents, plan.documents(step), batch_size, seed=step)
+        packed_seconds = _timed_step(engine, packed, clock)
+        with _loss_replaced(engine, padded_loss):
+            padded_seconds = _timed_step(engine, padded, clock)
+        if index == 0:
+            continue
+        real = sum(batch.num_tokens for batch in padded)
+        packed_rates.append(real / packed_seconds)
+        padded_rates.append(real / padded_seconds)
+        ratios.append(padded_seconds / packed_seconds)
+        tokens += real
+        slots += sum(batch.num_slots for batch in padded)
+        if clock() - began > seconds:
+            break
+    return Comparison(
+        ratio=statistics.median(ratios),
+        packed_tokens_per_second=statistics.median(packed_rates),
+        padded_tokens_per_second=statistics.median(padded_rates),
+        pad_factor=slots / tokens,
+        steps=len(ratios),
+        batch_size=batch_size,
+    )
+
+
+@contextmanager
+def _loss_replaced(engine: Engine, loss: Callable[..., Tensor] | None) -> Iterator[None]:
+    with engine.evaluating() as bare:
+        model: Any = bare
+    own = model.loss_function
+    model.loss_function = loss or own
+    try:
+        yield
+    finally:
+        model.loss_function = own
+
+
+def _timed_step(engine: Engine, batches: Sequence[PackedBatch], clock: Callable[[], float]) -> float:
+    engine.world.synchronize()
+    began = clock()
+    engine.forward_backward(batches, sum(batch.num_target_tokens for batch in batches))
+    engine.clip(1.0)
+    engine.step(0.0)
+    engine.world.synchronize()
+    return clock() - began

@@ -1,0 +1,98 @@
+"""Global steps, epoch after epoch, as this rank sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from multipack.data.batch import PackedBatch
+from multipack.data.loader import PackedLoader
+from multipack.data.sampler import PackedBatchSampler
+
+
+@dataclass(frozen=True)
+class StepData:
+    """What a global step needs.
+
+    Attributes:
+        micro_batches: this rank's packs.
+        target_tokens: the step's targets over all ranks: what the loss is divided by.
+        documents: document numbers of the step, all ranks.
+        lengths: their tokens.
+        cost_spread: dearest rank's predicted cost over the mean, minus 1.
+        wait_seconds: how long the packs were waited for.
+        epoch: counted from 0.
+        index: the step's number within its epoch's plan, from 0.
+    """
+
+    micro_batches: list[PackedBatch]
+    target_tokens: int
+    documents: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    cost_spread: float
+    wait_seconds: float
+    epoch: int
+    index: int
+
+
+class Feed:
+    """Iterates global steps without end, epoch after epoch; its state is the sampler's.
+
+    Args:
+        loader: batches of this rank, in the sampler's order.
+        sampler: the plan of the current epoch, dealt to this rank.
+        clock: seconds.
+    """
+
+    def __init__(self, loader: PackedLoader, sampler: PackedBatchSampler, clock: Callable[[], float]) -> None:
+        self.loader = loader
+        self.sampler = sampler
+        self._clock = clock
+
+    def __iter__(self) -> Iterator[StepData]:
+        while True:
+            epoch = self.sampler.epoch
+            step = int(self.sampler.state_dict()["step"])
+            batches = iter(self.loader)
+            for index in range(step, self.sampler.steps_per_epoch):
+                yield self._take(batches, epoch, index)
+            self.sampler.set_epoch(epoch + 1)
+
+    def _take(self, batches: Iterator[PackedBatch], epoch: int, index: int) -> StepData:
+        began = self._clock()
+        micro_batches = [next(batches) for _ in range(self.sampler.micro_batches)]
+        waited = self._clock() - began
+        plan = self.sampler.plan
+        documents = plan.documents(index)
+        return StepData(
+            micro_batches=micro_batches,
+            target_tokens=plan.targets(index),
+            documents=documents,
+            lengths=plan.lengths[documents],
+            cost_spread=self._cost_spread(index),
+            wait_seconds=waited,
+            epoch=epoch,
+            index=index,
+        )
+
+    def _cost_spread(self, index: int) -> float:
+        plan, ranks = self.sampler.plan, self.sampler.world_size
+        packs = self.sampler.deal_of(index)
+        loads = packs.totals(plan.cost_model.cost(plan.lengths)).reshape(-1, ranks).sum(axis=0)
+        return float(loads.max() / max(loads.mean(), 1.0) - 1.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the steps that were handed out."""
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at `state`."""
+        self.loader.load_state_dict(state)
+
+    def close(self) -> None:
+        """Stop prefetching."""
+        self.loader.close()

@@ -1,0 +1,195 @@
+"""What a step reports: every metric defined once, its legend, and the file they are written to."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LEGEND: dict[str, str] = {
+    "step": "global step, from 1",
+    "loss": "mean loss over the step's target tokens, all ranks and micro-batches",
+    "lr": "learning rate of the step",
+    "grad_norm": "global norm of the gradient before clipping",
+    "dt": "seconds of the step, from one step's end to the next, evaluation and saving left out",
+    "dtf": "seconds in forward passes (device synchronized)",
+    "dtb": "seconds in backward passes, gradient synchronization included (device synchronized)",
+    "dto": "seconds clipping the gradient and in the optimizer (device synchronized)",
+    "data_time": "seconds the step waited for its batches",
+    "sps": "documents per second",
+    "sps_per_device": "documents per second and device",
+    "tps": "real tokens per second; padding never counts",
+    "tps_per_device": "real tokens per second and device",
+    "target_tokens": "tokens that the loss is divided by",
+    "padding": "share of token slots that hold no document",
+    "mfu": "model FLOPs of the packed documents over the devices' measured matmul peak, in percent",
+    "memory": "peak memory of this process, GiB",
+    "cost_spread": "dearest rank's predicted cost over the mean rank's, minus 1",
+    "train_loss": "mean loss over target tokens since the last evaluation",
+    "val_loss": "mean loss over the validation documents' target tokens",
+}
+"""Metric → meaning, in the order in which they are printed."""
+
+
+@dataclass(frozen=True)
+class StepMeasure:
+    """What is known of a step when it has ended; rates are derived here and nowhere else.
+
+    Attributes:
+        step: global step, from 1.
+        loss_sum: summed loss over all ranks.
+        target_tokens: targets over all ranks.
+        documents: documents over all ranks.
+        tokens: real tokens over all ranks.
+        slots: token slots that were computed, over all ranks.
+        flops: model FLOPs of the step's documents, forward and backward.
+        seconds: the whole step.
+        forward_seconds: in forward passes.
+        backward_seconds: in backward passes.
+        optimizer_seconds: clipping and optimizer.
+        data_seconds: waiting for batches.
+        devices: number of ranks.
+        peak_flops: matmul peak of one device in FLOP/s; 0 = unknown.
+        learning_rate: of the step.
+        grad_norm: before clipping.
+        cost_spread: dearest rank over mean rank, minus 1.
+    """
+
+    step: int
+    loss_sum: float
+    target_tokens: int
+    documents: int
+    tokens: int
+    slots: int
+    flops: float
+    seconds: float
+    forward_seconds: float
+    backward_seconds: float
+    optimizer_seconds: float
+    data_seconds: float
+    devices: int
+    peak_flops: float
+    learning_rate: float
+    grad_norm: float
+    cost_spread: float
+
+    def metrics(self) -> dict[str, float]:
+        """The step's line: metric → value, in the legend's order."""
+        seconds = max(self.seconds, 1e-12)
+        peak = self.peak_flops * self.devices
+        return {
+            "step": self.step,
+            "loss": self.loss_sum / max(self.target_tokens, 1),
+            "lr": self.learning_rate,
+            "grad_norm": self.grad_norm,
+            "dt": self.seconds,
+            "dtf": self.forward_seconds,
+            "dtb": self.backward_seconds,
+            "dto": self.optimizer_seconds,
+            "data_time": self.data_seconds,
+            "sps": self.documents / seconds,
+            "sps_per_device": self.documents / seconds / self.devices,
+            "tps": self.tokens / seconds,
+            "tps_per_device": self.tokens / seconds / self.devices,
+            "target_tokens": self.target_tokens,
+            "padding": 1.0 - self.tokens / max(self.slots, 1),
+            "mfu": 100.0 * self.flops / seconds / peak if peak else 0.0,
+            "memory": peak_memory_bytes() / 2**30,
+            "cost_spread": self.cost_spread,
+        }
+
+
+@dataclass
+class RunningLoss:
+    """Loss and targets since the last evaluation; part of a checkpoint."""
+
+    loss_sum: float = 0.0
+    target_tokens: int = 0
+
+    def add(self, loss_sum: float, target_tokens: int) -> None:
+        """Count one step."""
+        self.loss_sum += loss_sum
+        self.target_tokens += target_tokens
+
+    def take(self) -> float | None:
+        """The mean so far (None before the first step), starting anew."""
+        mean = self.loss_sum / self.target_tokens if self.target_tokens else None
+        self.loss_sum, self.target_tokens = 0.0, 0
+        return mean
+
+
+def peak_memory_bytes() -> int:
+    """Most memory this process ever held: on the GPU where one is used, else resident in main memory."""
+    if torch.cuda.is_available() and torch.cuda.memory_allocated():
+        return torch.cuda.max_memory_allocated()
+    usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return usage if sys.platform == "darwin" else usage * 1024
+
+
+def format_line(metrics: Mapping[str, float]) -> str:
+    """`step=10 loss=3.154310 dt=0.282833 …`, metrics in the order given."""
+    return " ".join(f"{name}={_format(name, value)}" for name, value in metrics.items())
+
+
+def _format(name: str, value: float) -> str:
+    if name in {"step", "target_tokens"}:
+        return f"{int(value)}"
+    if name in {"tps", "tps_per_device"}:
+        return f"{value:.0f}"
+    if name in {"lr", "cost_spread"}:
+        return f"{value:.3g}"
+    if name in {"sps", "sps_per_device", "mfu", "memory"}:
+        return f"{value:.2f}"
+    return f"{value:.4f}"
+
+
+class AppendedFile:
+    """A file that only grows, and that a resumed run cuts back to where its checkpoint saw it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("ab")
+
+    def write(self, text: str) -> None:
+        """Append `text` and hand it to the operating system, so that a reader sees whole lines."""
+        self._file.write(text.encode())
+        self._file.flush()
+
+    def mark(self) -> int:
+        """Bytes written so far, safe on disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self._file.tell()
+
+    def cut(self, mark: int) -> None:
+        """Forget everything after `mark` bytes.
+
+        Raises:
+            ValueError: the file is shorter than that: it is not the one that the checkpoint saw.
+        """
+        size = self.path.stat().st_size
+        if size < mark:
+            raise ValueError(
+                f"{self.path} has {size:,} bytes, but its checkpoint saw {mark:,}; it was edited"
+            )
+        self._file.truncate(mark)
+        self._file.seek(mark)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class MetricsFile(AppendedFile):
+    """metrics.jsonl: a record a step, in full precision."""
+
+    def record(self, values: Mapping[str, Any]) -> None:
+        """Append one record."""
+        self.write(json.dumps(dict(values)) + "\n")

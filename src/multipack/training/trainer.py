@@ -1,0 +1,318 @@
+"""The trainer: one loop over global steps, the same for every strategy.
+
+for each step:  feed ▸ forward_backward ▸ clip ▸ step ▸ metrics ▸ (evaluate) ▸ (checkpoint)
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING
+
+from multipack.parallel.replicate import StepResult
+from multipack.parallel.world import connected
+from multipack.reports.console import Console
+from multipack.reports.summary import plan_rows
+from multipack.training.compare import Comparison, compare_with_padding
+from multipack.training.evaluate import validation_loss, write_sample
+from multipack.training.feed import StepData
+from multipack.training.metrics import LEGEND, StepMeasure, format_line
+from multipack.training.optimizer import learning_rate
+from multipack.training.session import Session, assemble, header_rows
+
+if TYPE_CHECKING:
+    from multipack.config import Config
+
+
+class NonFiniteLoss(RuntimeError):
+    """The loss or gradient of a step is NaN or infinite; the step was not applied."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended.
+
+    Attributes:
+        run: its directory.
+        step: steps taken.
+        val_loss: of the last evaluation; None without one.
+        stopped_by: the signal that stopped it early; None when it ran to its end.
+        comparison: what padding would have cost; None where it was not measured.
+    """
+
+    run: str
+    step: int
+    val_loss: float | None
+    stopped_by: signal.Signals | None
+    comparison: Comparison | None
+
+
+class StopRequest:
+    """SIGTERM and Ctrl-C ask the loop to save and stop; a second Ctrl-C interrupts at once."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> StopRequest:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._ask)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(number)
+
+
+def train(config: Config, clock: Callable[[], float] = time.perf_counter) -> RunResult:
+    """Run what `config` says, from assembling documents to the last checkpoint.
+
+    Args:
+        config: resolved; see `multipack.config.compose_run`.
+        clock: seconds; replaced in tests.
+
+    Raises:
+        ValueError: the configuration does not fit the documents, device or world.
+        FileExistsError: the run directory is taken.
+        NonFiniteLoss: training diverged; the last checkpoint is untouched.
+    """
+    began = clock()
+    with connected(config.train.device, config.parallel.timeout_seconds) as world, StopRequest() as stop:
+        console = Console(world.rank, config.log.all_ranks)
+        session = assemble(config, world, console, clock)
+        try:
+            _introduce(session, clock() - began)
+            result = _loop(session, stop)
+            _conclude(session, result)
+        finally:
+            session.close()
+    return result
+
+
+def _loop(session: Session, stop: StopRequest) -> RunResult:
+    config, engine, clock = session.config, session.engine, session.clock
+    val_loss = _evaluate(session) if _first_evaluation_due(session) else None
+    last = session.step if config.train.eval_only else session.steps
+    feed = iter(session.feed)
+    stopped: signal.Signals | None = None
+    with session.console.progress("training") as advance:
+        mark = clock()
+        while session.step < last and stopped is None:
+            data = next(feed)
+            rate = learning_rate(session.step + 1, session.steps, config.optimizer)
+            result = engine.forward_backward(data.micro_batches, data.target_tokens)
+            loss_sum, slots, stopped = _agree(session, data, result, stop)
+            middle = clock()
+            norm = engine.clip(config.optimizer.clip)
+            _require_finite_gradient(session, norm, data)
+            engine.step(rate)
+            engine.world.synchronize()
+            now = clock()
+            session.step += 1
+            times = (now - mark, now - middle)
+            measure = _measure(session, data, result, loss_sum, slots, rate, norm, times)
+            mark = now
+            _record(session, measure, advance)
+            if _evaluation_due(session, last, stopped):
+                val_loss = _evaluate(session)
+                mark = clock()
+            if _checkpoint_due(session, last, stopped):
+                session.save()
+                mark = clock()
+    return RunResult(str(session.run.path), session.step, val_loss, stopped, _compare(session, stopped))
+
+
+def _agree(
+    session: Session, data: StepData, result: StepResult, stop: StopRequest
+) -> tuple[float, float, signal.Signals | None]:
+    """Sum over ranks what all must know alike: the loss, the slots, a wish to stop, and which packs went wrong.
+
+    Raises:
+        NonFiniteLoss: on every rank, naming the documents of the packs whose loss is not finite.
+    """
+    world, packs = session.world, len(result.losses)
+    broken = [0.0] * (packs * world.size)
+    for index, loss in enumerate(result.losses):
+        broken[index * world.size + world.rank] = 0.0 if math.isfinite(loss) else 1.0
+    finite_loss = sum(loss for loss in result.losses if math.isfinite(loss))
+    own_slots = float(sum(batch.num_slots for batch in data.micro_batches))
+    asked = float(stop.signal or 0)
+    loss_sum, slots, asked_sum, *flags = world.sum([finite_loss, own_slots, asked, *broken])
+    if any(flags):
+        packed = session.sampler.deal_of(data.index)
+        documents = [int(number) for pack, flag in enumerate(flags) if flag for number in packed[pack]]
+        _stop_diverged(session, "loss", documents)  # of the very packs that went wrong
+    requested = signal.Signals(stop.signal or signal.SIGTERM) if asked_sum else None
+    return loss_sum, slots, requested
+
+
+def _require_finite_gradient(session: Session, norm: float, data: StepData) -> None:
+    if not math.isfinite(norm):
+        _stop_diverged(session, "gradient", [int(number) for number in data.documents])
+
+
+def _stop_diverged(session: Session, what: str, documents: list[int]) -> None:
+    names = [f"{number} ({session.corpus.train.names(number)})" for number in documents[:20]]
+    more = f" and {len(documents) - 20} more" if len(documents) > 20 else ""
+    kept = session.run.latest.read_text().strip() if session.run.latest.is_file() else "none so far"
+    raise NonFiniteLoss(
+        f"the {what} of step {session.step + 1} is not finite; the step was not applied. Its documents:"
+        f" {', '.join(names)}{more}. Last good checkpoint: {kept}. Lower optimizer.lr (now"
+        f" {session.config.optimizer.lr:g}), or look at these documents"
+    )
+
+
+def _measure(
+    session: Session,
+    data: StepData,
+    result: StepResult,
+    loss_sum: float,
+    slots: float,
+    rate: float,
+    norm: float,
+    times: tuple[float, float],
+) -> StepMeasure:
+    return StepMeasure(
+        step=session.step,
+        loss_sum=loss_sum,
+        target_tokens=data.target_tokens,
+        documents=len(data.documents),
+        tokens=int(data.lengths.sum()),
+        slots=int(slots),
+        flops=session.cost_model.flops(data.lengths),
+        seconds=times[0],
+        forward_seconds=result.forward_seconds,
+        backward_seconds=result.backward_seconds,
+        optimizer_seconds=times[1],
+        data_seconds=data.wait_seconds,
+        devices=session.world.size,
+        peak_flops=session.peak_flops,
+        learning_rate=rate,
+        grad_norm=norm,
+        cost_spread=data.cost_spread,
+    )
+
+
+def _record(session: Session, measure: StepMeasure, advance: Callable[..., None]) -> None:
+    values = measure.metrics()
+    session.running.add(measure.loss_sum, measure.target_tokens)
+    if session.metrics is not None:
+        session.metrics.record(values)
+    advance(session.step, session.steps, f"loss {values['loss']:.3f}")
+    every = session.config.log.every
+    if every and (session.step % every == 0 or session.step == 1):
+        session.console.line(format_line(values))
+
+
+def _first_evaluation_due(session: Session) -> bool:
+    train = session.config.train
+    return train.eval_only or (train.eval_every > 0 and session.step == 0)
+
+
+def _evaluation_due(session: Session, last: int, stopped: signal.Signals | None) -> bool:
+    every = session.config.train.eval_every
+    return every > 0 and stopped is None and (session.step % every == 0 or session.step == last)
+
+
+def _checkpoint_due(session: Session, last: int, stopped: signal.Signals | None) -> bool:
+    every = session.config.train.checkpoint_every or session.config.train.eval_every
+    return stopped is not None or session.step == last or (every > 0 and session.step % every == 0)
+
+
+def _evaluate(session: Session) -> float:
+    """Validation loss on all ranks, and a sample from rank 0."""
+    assert session.validation is not None
+    train, console = session.config.train, session.console
+    val_loss = validation_loss(session.engine, session.validation, session.validation_packs)
+    values: dict[str, float] = {"step": session.step}
+    train_loss = session.running.take()
+    if train_loss is not None:
+        values["train_loss"] = train_loss
+    values["val_loss"] = val_loss
+    console.line(f"evaluation {format_line(values)}", style="bold")
+    if session.metrics is not None and session.samples is not None:
+        session.metrics.record(values)
+        prompts = [train.sample_prompt] if train.sample_prompt else session.corpus.prompts
+        prompt = prompts[(session.step // max(train.eval_every, 1)) % len(prompts)]
+        text = write_sample(
+            session.engine,
+            session.corpus.tokenizer,
+            prompt,
+            max_tokens=train.sample_tokens,
+            temperature=train.sample_temperature,
+            top_k=train.sample_top_k,
+            seed=train.seed + session.step,
+        )
+        session.samples.write(f"=== step {session.step}\n{prompt}▌{text}\n\n")
+        console.line("\n".join("    " + line for line in f"{prompt}▌{text}".splitlines()))
+    return val_loss
+
+
+def _compare(session: Session, stopped: signal.Signals | None) -> Comparison | None:
+    train = session.config.train
+    if not train.compare_padding or train.eval_only or stopped or session.world.size > 1:
+        return None
+    session.console.line(
+        "\nmeasuring what padding would have cost: the same documents, packed and padded by turns …"
+    )
+    return compare_with_padding(
+        session.engine,
+        session.corpus.train,
+        session.sampler.plan,
+        batch_size=train.padded_batch_size,
+        clock=session.clock,
+    )
+
+
+def _introduce(session: Session, seconds: float) -> None:
+    console = session.console
+    console.section("run", header_rows(session))
+    report = session.sampler.plan.report(session.world.size, session.config.parallel.sync)
+    console.section("plan", plan_rows(session, report))
+    console.table("legend", ["metric", "meaning"], list(LEGEND.items()))
+    for note in session.notes:
+        console.line(f"note: {note}")
+    start = f"continuing after step {session.step}" if session.step else "starting"
+    console.line(f"\nstart-up time {seconds:.1f} s; {start}, {session.steps} steps in all")
+
+
+def _conclude(session: Session, result: RunResult) -> None:
+    console, run, found = session.console, session.run, result.comparison
+    if result.stopped_by is not None:
+        console.line(
+            f"\n{result.stopped_by.name}: saved after step {result.step} of {session.steps}; go on with"
+            f" `multipack train train.resume=true out={run.path}`"
+        )
+    if found is not None:
+        console.section(
+            "what padding would have cost (measured in this run)",
+            [
+                ("packed", f"{found.packed_tokens_per_second:,.0f} real tokens/s"),
+                (
+                    "padded",
+                    f"{found.padded_tokens_per_second:,.0f} real tokens/s (random batches of {found.batch_size},"
+                    f" {100 / found.pad_factor:.1f} % real tokens)",
+                ),
+                ("packed / padded", f"{found.ratio:.2f} x (median of {found.steps} pairs of steps)"),
+                ("pad factor", f"{found.pad_factor:.2f} (slots that padding computes per real token)"),
+            ],
+        )
+    written = [("config", run.config), ("metrics", run.metrics), ("samples", run.samples)]
+    rows = [(name, str(path)) for name, path in written]
+    if run.latest.is_file():
+        rows.append(("checkpoint", str(run.latest_checkpoint())))
+    rows.append(("token store", str(session.corpus.store_path)))
+    console.section("written", rows)
+    if result.val_loss is not None:
+        console.line(f"\nfinal validation loss {result.val_loss:.4f} after {result.step} steps")

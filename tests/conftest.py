@@ -1,0 +1,62 @@
+"""What every room's tests share: a small corpus, and the words of a run that takes a second."""
+
+import json
+import os
+from pathlib import Path
+
+# Tiny tensors on two threads spend their time waiting for each other, most of all on a busy machine. Set before
+# torch is imported anywhere; processes that tests start inherit it.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import numpy as np
+import pytest
+
+SHARED = Path(__file__).resolve().parents[1].parent / "shared" / "data"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    """No test reads or writes the user's cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture
+def shared_data():
+    """The folder of real lengths and texts, where it is at hand."""
+    if not SHARED.is_dir():
+        pytest.skip("../shared/data is not here")
+    return SHARED
+
+
+@pytest.fixture(scope="session")
+def corpus_path(tmp_path_factory):
+    """120 prompt-completion pairs of very different lengths, as JSONL."""
+    draw = np.random.default_rng(7)
+    words = ["pack", "token", "rank", "plan", "loss", "step", "batch", "mask", "cost", "seed"]
+    path = tmp_path_factory.mktemp("corpus") / "pairs.jsonl"
+    with path.open("w") as file:
+        for number in range(120):
+            count = int(np.clip(draw.lognormal(1.6, 0.9), 1, 30))
+            prompt = f"Q{number}: " + " ".join(draw.choice(words, 2))
+            answer = " ".join(draw.choice(words, count))
+            file.write(json.dumps({"prompt": prompt, "completion": answer}) + "\n")
+    return path
+
+
+@pytest.fixture
+def words(corpus_path):
+    """A run of a second: bytes, a tiny decoder, four packs a step, fp32."""
+    return [
+        "data=jsonl",
+        f"data.path={corpus_path}",
+        "tokenizer=byte",
+        "model=tiny",
+        "plan.capacity=256",
+        "plan.packs_per_step=4",
+        "train.steps=6",
+        "train.eval_every=3",
+        "train.dtype=fp32",
+        "train.sample_tokens=4",
+        "train.compare_padding=false",
+        "log.every=2",
+    ]

@@ -1,0 +1,177 @@
+"""`multipack train` under torchrun with gloo: the same run as one process, and orderly ends."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def _free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def _command(processes, program):
+    if processes == 1:
+        return [sys.executable, *program]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+    return [*launcher, "--master-port", str(_free_port()), *program]
+
+
+def _run(processes, program, timeout=120):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        _command(processes, program), env=environment, capture_output=True, text=True, timeout=timeout
+    )
+
+
+def _train(processes, words, out, *more):
+    done = _run(processes, ["-m", "multipack", "train", *words, f"out={out}", *more])
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def _records(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def _losses(out):
+    return [record["loss"] for record in _records(out) if "loss" in record]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Output folder of the same run on 1, 2 and 4 processes, made once."""
+    return tmp_path_factory.mktemp("runs")
+
+
+def test_losses_are_the_same_on_1_2_and_4_processes(runs, words):
+    twenty = [word for word in words if not word.startswith("train.steps")] + [
+        "train.steps=20",
+        "train.eval_every=10",
+        "parallel.timeout_seconds=30",
+    ]
+    printed = {n: _train(n, twenty, runs / str(n)) for n in (1, 2, 4)}
+    alone = _records(runs / "1")
+    assert len(_losses(runs / "1")) == 20
+    for processes in (2, 4):
+        together = _records(runs / str(processes))
+        assert len(together) == len(alone)
+        for a, b in zip(alone, together, strict=True):
+            for key in {"loss", "grad_norm", "val_loss", "train_loss"} & a.keys():
+                assert b[key] == pytest.approx(a[key], abs=1e-5), (processes, a["step"], key)
+            assert a.get("target_tokens") == b.get("target_tokens")
+        # Only rank 0 prints: every step's line is there once.
+        assert printed[processes].count("step=20 loss=") == 1
+        assert f"{processes} processes" in printed[processes]
+        assert "torchrun" in printed[processes]
+
+
+def test_a_run_goes_on_with_another_number_of_processes(runs, words, tmp_path):
+    """4 processes for 10 steps, then 1: the losses of the run that never stopped."""
+    long = [word for word in words if not word.startswith("train.steps")] + [
+        "train.steps=12",
+        "parallel.timeout_seconds=30",
+    ]
+    _train(1, long, tmp_path / "whole")
+    stopped = tmp_path / "stopped"
+    _train(2, [*long, "optimizer.decay_steps=12", "train.steps=6"], stopped)
+    _train(1, ["train.resume=true", "train.steps=12"], stopped)
+    assert _losses(stopped) == pytest.approx(_losses(tmp_path / "whole"), abs=1e-5)
+
+
+def test_all_ranks_print_when_asked(words, tmp_path):
+    printed = _train(2, [*words, "log.all_ranks=true", "train.steps=2"], tmp_path / "run")
+    assert "[rank 0] step=1 " in printed
+    assert "[rank 1] step=1 " in printed
+
+
+def test_more_processes_than_packs_are_refused_by_every_rank_at_once(words, tmp_path):
+    done = _run(2, ["-m", "multipack", "train", *words, "plan.packs_per_step=1", f"out={tmp_path / 'run'}"])
+    assert done.returncode != 0
+    assert "2 processes cannot share plan.packs_per_step=1" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_gradients_synchronize_once_a_step_and_replicas_start_alike(tmp_path):
+    done = _run(2, [str(HERE / "replicas.py"), str(tmp_path)])
+    assert done.returncode == 0, done.stderr
+    reports = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+    assert (
+        reports[0]["synchronized_buckets"] == reports[1]["synchronized_buckets"] == 3 * reports[0]["buckets"]
+    )
+    assert reports[0]["hashes"] == reports[1]["hashes"]
+    assert reports[0]["own_seed_hash"] != reports[1]["own_seed_hash"]  # they did start apart
+    assert all("ranks [1] hold another state" in report["after_tampering"] for report in reports)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_sigterm_saves_and_stops_and_the_run_goes_on_bit_for_bit(processes, words, tmp_path):
+    long = [word for word in words if not word.startswith("train.steps")] + [
+        "train.steps=40",
+        "parallel.timeout_seconds=30",
+        "log.every=1",
+        "optimizer.decay_steps=40",
+    ]
+    _train(processes, long, tmp_path / "whole")
+    out = tmp_path / "stopped"
+    program = ["-m", "multipack", "train", *long, f"out={out}"]
+    process = subprocess.Popen(
+        _command(processes, program),
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    for line in process.stdout:
+        if line.startswith("step=5 "):
+            process.send_signal(signal.SIGTERM)
+            break
+    rest = process.stdout.read()
+    process.stdout.close()
+    assert process.wait(60) != 0
+    assert "SIGTERM: saved after step" in rest
+    done = len(_losses(out))
+    assert 5 <= done < 40
+    _train(processes, ["train.resume=true"], out)
+    assert _losses(out) == _losses(tmp_path / "whole")
+
+
+def test_a_rank_that_dies_ends_the_run_within_the_timeout(words, tmp_path):
+    """SIGKILL one of two ranks: the launcher ends the other, nothing hangs, the last checkpoint is whole."""
+    out = tmp_path / "run"
+    program = ["-m", "multipack", "train", *words, "train.steps=5000", "log.every=1", f"out={out}"]
+    process = subprocess.Popen(
+        _command(2, [*program, "parallel.timeout_seconds=10"]),
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    for line in process.stdout:
+        if line.startswith("step=8 "):
+            break
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    if not children.exists():
+        process.kill()
+        pytest.skip("this system does not list child processes in /proc")
+    os.kill(int(children.read_text().split()[-1]), signal.SIGKILL)
+    began = time.monotonic()
+    process.stdout.read()
+    process.stdout.close()
+    assert process.wait(60) != 0
+    assert time.monotonic() - began < 60
+    from multipack.run import RunDirectory
+    from multipack.training.checkpoint import load_checkpoint
+
+    assert load_checkpoint(RunDirectory(out).latest_checkpoint()).step >= 6

@@ -1,0 +1,122 @@
+"""The picture of a step: letters where the tokens are, padding where it would be, nothing left out unsaid."""
+
+import numpy as np
+import pytest
+
+from multipack.planning.measure import seeded_order
+from multipack.planning.plan import plan
+from multipack.reports.picture import LETTERS, draw_step, round_scale
+
+
+def test_a_whole_picture():
+    lengths = np.array([11, 6, 7, 4, 8, 4, 3, 4]) * 256
+    made = plan(lengths, capacity=64 * 256, packs_per_step=1, order="given")
+    assert draw_step(made, tokens_per_character=256, batch_size=4).splitlines() == [
+        "step 0 of 1: 8 documents of 12,032 tokens; a character is 256 tokens, X is padding",
+        "",
+        "as they come, in batches of 4",
+        "  ┌ AAAAAAAAAAA",
+        "  │ BBBBBB",
+        "  │ CCCCCCC",
+        "  └ DDDD",
+        "  ┌ EEEEEEEE",
+        "  │ FFFF",
+        "  │ GGG",
+        "  └ HHHH",
+        "",
+        "padded to the longest of each batch: 19,456 slots, 38.2 % padding",
+        "  ┌ AAAAAAAAAAA",
+        "  │ BBBBBBXXXXX",
+        "  │ CCCCCCCXXXX",
+        "  └ DDDDXXXXXXX",
+        "  ┌ EEEEEEEE",
+        "  │ FFFFXXXX",
+        "  │ GGGXXXXX",
+        "  └ HHHHXXXX",
+        "",
+        "packed, 1 pack of at most 16,384 tokens: 16,384 slots, 26.6 % left free",
+        "  [ AAAAAAAAAAABBBBBBCCCCCCCDDDDEEEEEEEEFFFFGGGHHHHXXXXXXXXXXXXXXXXX ]",
+        "    cu_seqlens 0 2816 4352 6144 7168 9216 10240 11008 12032",
+    ]
+
+
+def test_what_is_left_out_is_counted():
+    lengths = np.random.default_rng(0).integers(10, 400, 900)
+    made = plan(lengths, capacity=1024, packs_per_step=20)
+    text = draw_step(made, 1, max_documents=10)
+    documents = len(made.documents(1))
+    assert text.count(f"… and {documents - 10} more documents") == 2
+    assert f"… and {len(made.packs(1)) - 8} more packs" in text
+    assert f"{documents} documents of {made.tokens(1):,} tokens" in text
+    assert draw_step(made, -1).startswith(f"step {made.num_steps - 1} of {made.num_steps}:")
+
+
+def test_it_fits_the_columns():
+    lengths = np.random.default_rng(0).integers(1, 4000, 300)
+    for capacity in (4000, 4096, 10_000, 32_768, 5003):
+        made = plan(lengths, capacity=capacity, packs_per_step=5)
+        for columns in (40, 72, 100):
+            lines = draw_step(made, columns=columns).splitlines()
+            rows = [line for line in lines if line.startswith("  [ ") and line.endswith(" ]")]
+            assert len(rows) == len(made.packs(0))
+            width = len(rows[0]) - 6
+            assert columns / 2.6 <= width <= columns
+            assert all(len(row) == width + 6 for row in rows)
+            assert all(len(line) <= columns + 20 for line in lines if line.startswith("  "))
+
+
+def test_characters_follow_tokens():
+    lengths = np.random.default_rng(2).integers(50, 900, 60)
+    made = plan(lengths, capacity=4096, packs_per_step=3)
+    rows = [line[4:-2] for line in draw_step(made, max_documents=99).splitlines() if line.endswith(" ]")]
+    for row, pack in zip(rows, made.packs(0), strict=True):
+        tokens = int(lengths[pack].sum())
+        assert row.rstrip("X").count("X") == 0
+        assert len(row.rstrip("X")) == (tokens + 32) // 64
+        assert len(row) == 64
+
+
+def test_one_pack_fills_four_rows():
+    lengths = np.random.default_rng(2).integers(50, 900, 60)
+    made = plan(lengths, capacity=8192, packs_per_step=1)
+    lines = draw_step(made).splitlines()
+    assert "a character is 32 tokens" in lines[0]
+    first = next(i for i, line in enumerate(lines) if line.startswith("packed")) + 1
+    rows = lines[first : first + 4]
+    assert [len(row) for row in rows] == [68, 68, 68, 70]
+    assert rows[0].startswith("  [ ")
+    assert rows[3].endswith(" ]")
+    letters = "".join(row[4:68] for row in rows)
+    drawn = {letter: letters.count(letter) for letter in set(letters) - {"X"}}
+    assert len(drawn) == len(made.documents(0))
+    for document, count in zip(
+        seeded_order(made, made.documents(0)), (drawn[c] for c in LETTERS if c in drawn), strict=True
+    ):
+        assert abs(count - lengths[document] / 32) <= 1
+    assert lines[first + 4].startswith("    cu_seqlens 0 ")
+    assert lines[-1].endswith(f" {made.tokens(0)}")
+
+
+def test_letters():
+    assert LETTERS[:3] == "ABC"
+    assert "X" not in LETTERS
+    assert "x" not in LETTERS
+    assert len(set(LETTERS)) == len(LETTERS) == 60
+    made = plan([10] * 130, capacity=2000, packs_per_step=1)
+    rows = draw_step(made, tokens_per_character=10, max_documents=130).splitlines()
+    assert rows[3 + 60].endswith(" A")  # starts over
+
+
+def test_round_scale():
+    assert [round_scale(c, 72) for c in (10, 72, 8192, 32768, 10_000, 7201)] == [1, 1, 128, 512, 200, 200]
+
+
+def test_bad_sizes():
+    made = plan([10], capacity=100_000, packs_per_step=1)
+    for options in ({"columns": 0}, {"batch_size": 0}, {"max_documents": 0}, {"tokens_per_character": 0}):
+        with pytest.raises(ValueError, match="whole number"):
+            draw_step(made, **options)
+    with pytest.raises(ValueError, match="100,000 characters wide"):
+        draw_step(made, tokens_per_character=1)
+    with pytest.raises(IndexError):
+        draw_step(made, 1)

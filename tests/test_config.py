@@ -1,0 +1,133 @@
+import re
+from dataclasses import fields, is_dataclass
+
+import pytest
+
+from multipack.config import ALIASES, HINTS, Config, ConfigError, compose, compose_run, describe, preset_names
+from multipack.run import RunDirectory, config_yaml
+from multipack.shapes import SHAPES
+
+
+def test_defaults_compose_and_round_trip(tmp_path):
+    config = compose([])
+    path = tmp_path / "config.yaml"
+    path.write_text(config_yaml(config))
+    assert compose([f"config={path}"]) == config
+
+
+def test_words_win_over_presets_over_files(tmp_path):
+    path = tmp_path / "base.yaml"
+    path.write_text("model:\n  layers: 9\n  heads: 8\n  d_model: 64\ntrain:\n  seed: 5\n")
+    config = compose(["model.layers=3", "model=gpt2", f"config={path}", "train.steps=7"])
+    assert config.model.layers == 3  # the word, though it came first
+    assert config.model.heads == 12  # the preset
+    assert config.train.seed == 5  # the file
+    assert config.train.steps == 7
+
+
+@pytest.mark.parametrize(
+    ("theirs", "field", "value"),
+    [
+        ("train.max_iters=100", "train.steps", 100),
+        ("train.eval_interval=25", "train.eval_every", 25),
+        ("train.log_interval=5", "log.every", 5),
+        ("train.init_from=scratch", "train.resume", "false"),
+        ("train.eval_only=true", "train.eval_only", True),
+        ("train.eval_iters=20", "train.eval_packs", 20),
+        ("train.backend=DDP", "parallel.data", "ddp"),
+        ("train.dtype=bfloat16", "train.dtype", "bf16"),
+        ("model.n_layer=3", "model.layers", 3),
+        ("model.dropout=0.1", "model.dropout", 0.1),
+        ("model.activation=gelu", "model.activation", "gelu"),
+        ("optimizer.gas=4", "plan.micro_batches", 4),
+        ("optimizer.learning_rate=0.001", "optimizer.lr", 0.001),
+        ("data=shakespeare", "tokenizer.kind", "char"),
+    ],
+)
+def test_wordplays_names_map_to_one_field_of_ours(theirs, field, value):
+    group, name = field.split(".")
+    assert getattr(getattr(compose([theirs]), group), name) == value
+
+
+def test_every_alias_leads_to_a_field():
+    known = {key for key, *_ in describe(Config)}
+    assert {name for name, _ in ALIASES.values()} <= known
+    assert not HINTS.keys() & known
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("train.stepz=3", "did you mean train.steps"),
+        ("steps=3", "did you mean train.steps"),
+        ("trian.steps=3", "did you mean train.steps"),
+        ("model.nlayers=3", "did you mean model.layers"),
+        ("train.steps=many", "train.steps=many"),
+        ("train.steps=1.5", "train.steps=1.5"),
+        ("train.compare_padding=perhaps", "train.compare_padding=perhaps"),
+        ("train.dtype=fp8", "expected one of"),
+        ("model=gtp2", "did you mean model=gpt2"),
+        ("data=parquett", "data=parquett is no preset; there are"),
+        ("log=loud", "log has no presets"),
+        ("train", "write group=preset or group.key=value"),
+        ("model.kv_heads=3", "the nearest is"),
+        ("model.d_model=30", "must divide model.d_model=30"),
+        ("optimizer.lr=-1", "optimizer.lr"),
+        ("train.epochs=0", "train.epochs"),
+        ("model.batch_size=64", "plan.capacity counts tokens"),
+        ("config=nowhere.yaml", "cannot be read"),
+        ("train.init_from=gpt2", "legal are scratch and resume"),
+        ("train.resume=nowhere", "neither a run directory"),
+        ("train.resume=true", "needs out="),
+    ],
+)
+def test_what_cannot_be_fails_with_the_field_and_the_nearest(word, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        compose_run([word])
+
+
+def test_two_ways_to_set_the_packs_of_a_step_contradict():
+    with pytest.raises(ConfigError, match=r"plan\.packs_per_step or plan\.micro_batches"):
+        compose(["plan.packs_per_step=8", "optimizer.gas=2"])
+
+
+def test_a_broken_yaml_file_is_named(tmp_path):
+    path = tmp_path / "bad.yaml"
+    path.write_text("train: [1, 2\n")
+    with pytest.raises(ConfigError, match=re.escape(str(path))):
+        compose([f"config={path}"])
+
+
+def test_a_model_preset_leaves_the_vocabulary_to_the_tokenizer():
+    for name in SHAPES:
+        assert compose([f"model={name}"]).model.vocabulary_size == 0
+    assert set(preset_names("model")) == set(SHAPES)
+
+
+def test_a_tokenizer_can_be_a_path(tmp_path):
+    config = compose([f"tokenizer={tmp_path / 'my.json'}"])
+    assert (config.tokenizer.kind, config.tokenizer.path) == ("file", str(tmp_path / "my.json"))
+
+
+def test_field_lists_take_commas():
+    assert compose(["data.fields=question,answer"]).data.fields == ["question", "answer"]
+    assert compose(["data.fields=[question, answer]"]).data.fields == ["question", "answer"]
+
+
+def test_every_setting_has_a_meaning():
+    rows = describe(Config)
+    assert [key for key, _, _, meaning in rows if not meaning.endswith((".", "…"))] == []
+    config = Config()
+    groups = [entry.name for entry in fields(Config) if is_dataclass(getattr(config, entry.name))]
+    assert {key.split(".")[0] for key, *_ in rows if "." in key} == set(groups)
+
+
+def test_resume_takes_the_saved_values_under_the_words(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    run.create(config_yaml(compose(["train.seed=11", "model=tiny"])))
+    config = compose_run([f"out={run.path}", "train.resume=true", "train.steps=9"])
+    assert (config.train.seed, config.train.steps, config.model.layers) == (11, 9, 2)
+    by_path = compose_run([f"train.resume={run.path}"])
+    assert by_path.out == str(run.path)
+    with pytest.raises(ConfigError, match="is not the run of"):
+        compose_run([f"train.resume={run.path}", f"out={tmp_path / 'other'}"])
