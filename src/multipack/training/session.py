@@ -26,7 +26,7 @@ from multipack.parallel.engine import Engine, build_engine
 from multipack.parallel.world import Device, World, hosts
 from multipack.planning.cost import CostModel
 from multipack.reports.console import Console
-from multipack.run import RunDirectory, config_yaml, find_run
+from multipack.run import RunDirectory, config_yaml, find_run, write_atomically
 from multipack.shapes import ModelShape
 from multipack.training.checkpoint import (
     Checkpoint,
@@ -183,6 +183,7 @@ class Session:
             assert self.metrics is not None
             assert self.samples is not None
             self.run.point_to(checkpoint.path)
+            write_atomically(self.run.config, self._saved_config())
             self.metrics.cut(checkpoint.progress["marks"]["metrics"])
             self.samples.cut(checkpoint.progress["marks"]["samples"])
         if not restore_rng(self.world, checkpoint.rng):
@@ -216,6 +217,8 @@ def assemble(
     limit = min(plan.capacity, config.model.context) if config.model.positions == "learned" else plan.capacity
     with console.progress("reading documents") as advance:
         corpus = load_corpus(config.data, config.tokenizer, limit=limit, progress=_reading(advance))
+    if config.train.sample_prompt and not corpus.tokenizer.encode(config.train.sample_prompt):
+        raise ValueError(f"train.sample_prompt={config.train.sample_prompt!r} has no tokens")
     shape = _shape(config, corpus)
     dtype = resolve_dtype(config.train.dtype, world.device)
     config = replace(

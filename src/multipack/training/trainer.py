@@ -88,27 +88,33 @@ def train(config: Config, clock: Callable[[], float] = time.perf_counter) -> Run
         NonFiniteLoss: training diverged; the last checkpoint is untouched.
     """
     began = clock()
-    with connected(config.train.device, config.parallel.timeout_seconds) as world, StopRequest() as stop:
+    with connected(config.train.device, config.parallel.timeout_seconds) as world:
         console = Console(world.rank, config.log.all_ranks)
         session = assemble(config, world, console, clock)
+        first = session.step
         try:
             _introduce(session, clock() - began)
-            result = _loop(session, stop)
+            with StopRequest() as stop:
+                val_loss = _loop(session, stop)
+            # From here on everything is saved: a signal may end the process at once.
+            comparison = _compare(session) if stop.signal is None and session.step > first else None
+            result = RunResult(str(session.run.path), session.step, val_loss, stop.signal, comparison)
             _conclude(session, result)
         finally:
             session.close()
     return result
 
 
-def _loop(session: Session, stop: StopRequest) -> RunResult:
+def _loop(session: Session, stop: StopRequest) -> float | None:
+    """Train to the last step, or until asked to stop; returns the last validation loss."""
     config, engine, clock = session.config, session.engine, session.clock
     val_loss = _evaluate(session) if _first_evaluation_due(session) else None
     last = session.step if config.train.eval_only else session.steps
     feed = iter(session.feed)
-    stopped: signal.Signals | None = None
+    stopped = False
     with session.console.progress("training") as advance:
         mark = clock()
-        while session.step < last and stopped is None:
+        while session.step < last and not stopped:
             data = next(feed)
             rate = learning_rate(session.step + 1, session.steps, config.optimizer)
             result = engine.forward_backward(data.micro_batches, data.target_tokens)
@@ -130,12 +136,12 @@ def _loop(session: Session, stop: StopRequest) -> RunResult:
             if _checkpoint_due(session, last, stopped):
                 session.save()
                 mark = clock()
-    return RunResult(str(session.run.path), session.step, val_loss, stopped, _compare(session, stopped))
+    return val_loss
 
 
 def _agree(
     session: Session, data: StepData, result: StepResult, stop: StopRequest
-) -> tuple[float, float, signal.Signals | None]:
+) -> tuple[float, float, bool]:
     """Sum over ranks what all must know alike: the loss, the slots, a wish to stop, and which packs went wrong.
 
     Raises:
@@ -148,13 +154,14 @@ def _agree(
     finite_loss = sum(loss for loss in result.losses if math.isfinite(loss))
     own_slots = float(sum(batch.num_slots for batch in data.micro_batches))
     asked = float(stop.signal or 0)
-    loss_sum, slots, asked_sum, *flags = world.sum([finite_loss, own_slots, asked, *broken])
+    loss_sum, slots, asked, *flags = world.sum([finite_loss, own_slots, asked, *broken])
     if any(flags):
         packed = session.sampler.deal_of(data.index)
         documents = [int(number) for pack, flag in enumerate(flags) if flag for number in packed[pack]]
         _stop_diverged(session, "loss", documents)  # of the very packs that went wrong
-    requested = signal.Signals(stop.signal or signal.SIGTERM) if asked_sum else None
-    return loss_sum, slots, requested
+    if asked and stop.signal is None:
+        stop.signal = signal.SIGTERM  # another rank was asked; this one stops with it
+    return loss_sum, slots, asked > 0
 
 
 def _require_finite_gradient(session: Session, norm: float, data: StepData) -> None:
@@ -220,14 +227,14 @@ def _first_evaluation_due(session: Session) -> bool:
     return train.eval_only or (train.eval_every > 0 and session.step == 0)
 
 
-def _evaluation_due(session: Session, last: int, stopped: signal.Signals | None) -> bool:
+def _evaluation_due(session: Session, last: int, stopped: bool) -> bool:
     every = session.config.train.eval_every
-    return every > 0 and stopped is None and (session.step % every == 0 or session.step == last)
+    return every > 0 and not stopped and (session.step % every == 0 or session.step == last)
 
 
-def _checkpoint_due(session: Session, last: int, stopped: signal.Signals | None) -> bool:
+def _checkpoint_due(session: Session, last: int, stopped: bool) -> bool:
     every = session.config.train.checkpoint_every or session.config.train.eval_every
-    return stopped is not None or session.step == last or (every > 0 and session.step % every == 0)
+    return stopped or session.step == last or (every > 0 and session.step % every == 0)
 
 
 def _evaluate(session: Session) -> float:
@@ -244,6 +251,8 @@ def _evaluate(session: Session) -> float:
     if session.metrics is not None and session.samples is not None:
         session.metrics.record(values)
         prompts = [train.sample_prompt] if train.sample_prompt else session.corpus.prompts
+        if not prompts:  # no document begins with text
+            return val_loss
         prompt = prompts[(session.step // max(train.eval_every, 1)) % len(prompts)]
         text = write_sample(
             session.engine,
@@ -259,9 +268,9 @@ def _evaluate(session: Session) -> float:
     return val_loss
 
 
-def _compare(session: Session, stopped: signal.Signals | None) -> Comparison | None:
+def _compare(session: Session) -> Comparison | None:
     train = session.config.train
-    if not train.compare_padding or train.eval_only or stopped or session.world.size > 1:
+    if not train.compare_padding or session.world.size > 1:
         return None
     session.console.line(
         "\nmeasuring what padding would have cost: the same documents, packed and padded by turns …"
@@ -285,6 +294,10 @@ def _introduce(session: Session, seconds: float) -> None:
         console.line(f"note: {note}")
     start = f"continuing after step {session.step}" if session.step else "starting"
     console.line(f"\nstart-up time {seconds:.1f} s; {start}, {session.steps} steps in all")
+    if session.step >= session.steps:
+        console.line(
+            f"nothing to train: the run has taken its {session.steps} steps; raise train.steps to go on"
+        )
 
 
 def _conclude(session: Session, result: RunResult) -> None:
