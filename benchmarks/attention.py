@@ -11,8 +11,6 @@ results/attention.json beside this script.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -27,6 +25,7 @@ from multipack.data.batch import PackedBatch
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
 from multipack.models.attention import attention
+from result import write_result
 
 RESULTS = Path(__file__).parent / "results" / "attention.json"
 WAYS = ("loop", "padded", "dense")
@@ -105,14 +104,6 @@ def largest_difference(ways: dict[str, Way], inputs: dict[str, list[Tensor]], sl
     return max(float((expected - other).abs().max()) for other in (padded, dense))
 
 
-def cpu_model() -> str:
-    """The processor's name as the system gives it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--tokens", type=int, default=8192, help="T, tokens in the pack")
@@ -152,10 +143,6 @@ def main() -> None:
         "seed": options.seed,
         "largest_difference": largest_difference(ways, inputs, padded_slots(batch.lengths)),
         "clock": "CPU seconds of the process",
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-        "cpu": cpu_model(),
     }
     for title, backward in (("forward", False), ("forward_backward", True)):
         measure(ways, inputs, 1, backward)
@@ -170,9 +157,7 @@ def main() -> None:
             for name, times in seconds.items()
         }
     print_table(result)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"wrote {options.out}")
+    write_result(options.out, result)
 
 
 def print_table(result: dict) -> None:

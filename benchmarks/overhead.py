@@ -11,17 +11,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import json
-import platform
 import statistics
 import tempfile
 from pathlib import Path
 
-import torch
-
 from multipack.config import compose
 from multipack.run import RunDirectory
 from multipack.training.trainer import train
+from result import write_result
 
 RESULTS = Path(__file__).parent / "results" / "overhead.json"
 
@@ -56,16 +53,7 @@ def main() -> None:
         told = "  ".join(f"{name} {value:.2%}" for name, value in found.items() if name != "seconds")
         print(f"prefetch {prefetch}: {found['seconds']:.3f} s a step;  {told}", flush=True)
         rows.append({"prefetch": prefetch, **found})
-    result = {
-        "rows": rows,
-        "words": options.words,
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"wrote {options.out}")
+    write_result(options.out, {"rows": rows, "words": options.words})
 
 
 if __name__ == "__main__":

@@ -14,13 +14,10 @@ that projects every slot onto the vocabulary, as padded trainers do. Results go 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -30,6 +27,7 @@ from multipack.parallel.world import World
 from multipack.reports.console import Console
 from multipack.training.compare import Comparison, compare_with_padding
 from multipack.training.session import assemble
+from result import write_result
 
 RESULTS = Path(__file__).parent / "results" / "padding.json"
 
@@ -83,17 +81,7 @@ def main() -> None:
             rows.append(
                 {"dtype": dtype, "padded_loss": name, "ratio_over_pad_factor": share, **asdict(found)}
             )
-    result = {
-        "rows": rows,
-        "words": options.words,
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"wrote {options.out}")
+    write_result(options.out, {"rows": rows, "words": options.words})
 
 
 if __name__ == "__main__":

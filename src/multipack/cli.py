@@ -198,9 +198,12 @@ def generate(
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
 ) -> None:
     """Write text with a trained model."""
-    from multipack.training.inference import complete
+    from multipack.training.inference import complete, load_run
 
-    text = complete(run, prompt, max_tokens=max_tokens, temperature=temperature, top_k=top_k, seed=seed)
+    model, tokenizer = load_run(run)
+    text = complete(
+        model, tokenizer, prompt, max_tokens=max_tokens, temperature=temperature, top_k=top_k, seed=seed
+    )
     typer.echo(prompt + text)
 
 

@@ -12,11 +12,12 @@ step-00000100/  model.safetensors optimizer.safetensors rng.safetensors state.js
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from multipack.atomic import is_free, write_atomically
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class RunDirectory:
         Raises:
             FileExistsError: the message says how to go on.
         """
-        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+        if not is_free(self.path):
             raise FileExistsError(
                 f"{self.path} exists and is not empty. Continue that run with `train.resume=true out={self.path}`,"
                 " or choose another out="
@@ -69,13 +70,13 @@ class RunDirectory:
 
     def point_to(self, checkpoint: Path) -> None:
         """Let `latest` name `checkpoint`: a run that resumes from an older one abandons what came after."""
-        write_atomically(self.latest, checkpoint.name + "\n")
+        write_atomically(self.latest, f"{checkpoint.name}\n".encode())
 
     def create(self, config_yaml: str) -> None:
         """Make the directory for a new run; see `check_free`."""
         self.check_free()
         self.checkpoints.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.config, config_yaml)
+        write_atomically(self.config, config_yaml.encode())
 
     def latest_checkpoint(self) -> Path:
         """The folder of the newest complete checkpoint.
@@ -126,23 +127,3 @@ def find_run(path: str | Path) -> tuple[RunDirectory, Path | None]:
     raise FileNotFoundError(
         f"{given} is neither a run directory (config.yaml) nor one of its checkpoints (state.json)"
     )
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a small file so that a reader sees the old text or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_folder(path.parent)
-
-
-def sync_folder(path: Path) -> None:
-    """Make a rename in `path` survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from multipack.data.cache import cache_folder, is_free, locked
+from multipack.atomic import is_free
+from multipack.data.cache import cache_folder, locked
 from multipack.data.documents import Documents
 from multipack.data.fit import FitPolicy, FitReport
 from multipack.data.header import HEADER, VERSION

@@ -28,7 +28,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from multipack.data.cache import atomic_folder
+from multipack.atomic import atomic_folder
 from multipack.data.fit import FitPolicy
 from multipack.data.header import DTYPES, HEADER, StoreHeader
 from multipack.data.tokenizer import Tokenizer

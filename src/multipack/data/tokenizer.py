@@ -21,7 +21,8 @@ from typing import Any, Literal, get_args
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from multipack.data.cache import locked, write_atomically
+from multipack.atomic import write_atomically
+from multipack.data.cache import locked
 from multipack.data.sources import Source
 
 TokenizerKind = Literal["auto", "char", "byte", "bpe", "file"]

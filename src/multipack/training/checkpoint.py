@@ -1,6 +1,6 @@
 """Checkpoints: written beside, then renamed, so that every one that has a name is whole.
 
-    .step-00000100.tmp/ … files, fsync …  →  rename  →  step-00000100/  →  replace `latest`  →  prune old ones
+    .step-00000100.1f3a.partial/ … fsync …  →  rename  →  step-00000100/  →  replace `latest`  →  prune old ones
 
 A process killed at any point leaves `latest` naming a complete checkpoint. Tensors are safetensors, everything
 else is JSON, YAML or the tokenizer's own JSON: loading one runs no code from it.
@@ -19,8 +19,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from multipack.atomic import PARTIAL, atomic_folder
 from multipack.parallel.world import World
-from multipack.run import RunDirectory, sync_folder, write_atomically
+from multipack.run import RunDirectory
 
 FORMAT = 1
 """Version of the checkpoint folder's layout."""
@@ -73,32 +74,32 @@ def save_checkpoint(
     final = run.checkpoints / name_of(step)
     if final.is_dir() and run.latest.is_file() and run.latest.read_text().strip() == final.name:
         return final  # stopped again before the first step after a resume: the same state is there already
-    temporary = run.checkpoints / f".{final.name}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    for name, group in {**tensors, "rng": rng}.items():
-        contiguous = {key: value.detach().cpu().contiguous() for key, value in group.items()}
-        save_file(contiguous, temporary / f"{name}.safetensors", metadata={"format": "pt"})
-    for name, text in files.items():
-        (temporary / name).write_text(text)
-    sizes = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
-    state = {"format": FORMAT, "step": step, "progress": progress, "files": sizes}
-    (temporary / "state.json").write_text(json.dumps(state, indent=1))
-    for path in temporary.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    sync_folder(temporary)
-    if final.exists():  # of a course that was abandoned by resuming from an older checkpoint
-        shutil.rmtree(final)
-    os.rename(temporary, final)
-    sync_folder(run.checkpoints)
-    write_atomically(run.latest, final.name + "\n")
+    # A folder of that name that latest does not name was abandoned by resuming from an older one: replaced.
+    with atomic_folder(final, replace=True) as folder:
+        groups = {**tensors, "rng": rng}
+        for name, group in groups.items():
+            contiguous = {key: value.detach().cpu().contiguous() for key, value in group.items()}
+            save_file(contiguous, folder / f"{name}.safetensors", metadata={"format": "pt"})
+        for name, text in files.items():
+            (folder / name).write_text(text)
+        written = [folder / name for name in [*(f"{group}.safetensors" for group in groups), *files]]
+        state = {
+            "format": FORMAT,
+            "step": step,
+            "progress": progress,
+            "files": {path.name: path.stat().st_size for path in written},
+        }
+        (folder / "state.json").write_text(json.dumps(state, indent=1))
+        for path in [*written, folder / "state.json"]:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    run.point_to(final)
     _prune(run, final, keep)
     return final
 
 
 def _prune(run: RunDirectory, newest: Path, keep: int) -> None:
-    for leftover in run.checkpoints.glob(".step-*.tmp"):
+    for leftover in run.checkpoints.glob(f".step-*{PARTIAL}"):  # of a process that was killed
         shutil.rmtree(leftover, ignore_errors=True)
     older = sorted(path for path in run.checkpoints.glob("step-*") if path.name < newest.name)
     for path in older[: max(len(older) - keep + 1, 0)] if keep else []:

@@ -36,17 +36,24 @@ def load_run(path: Path) -> tuple[Decoder, Tokenizer]:
     return model.eval(), Tokenizer.load(checkpoint / "tokenizer.json")
 
 
-def complete(path: Path, prompt: str, *, max_tokens: int, temperature: float, top_k: int, seed: int) -> str:
-    """What the model of a run writes after `prompt`.
+def complete(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    max_tokens: int,
+    temperature: float,
+    top_k: int,
+    seed: int,
+) -> str:
+    """What a model writes after `prompt`; its random numbers are its own, so a run's stay untouched.
 
     Raises:
         ValueError: the prompt has no tokens, or characters that the tokenizer does not know.
     """
-    model, tokenizer = load_run(path)
     prompt_ids = tokenizer.encode(prompt)
     if not prompt_ids:
-        raise ValueError("the prompt is empty; give --prompt some text to go on from")
-    generator = torch.Generator().manual_seed(seed)
+        raise ValueError(f"the prompt {prompt!r} has no tokens; give some text to go on from")
     new = generate(
         model,
         prompt_ids,
@@ -54,6 +61,6 @@ def complete(path: Path, prompt: str, *, max_tokens: int, temperature: float, to
         temperature=temperature,
         top_k=top_k,
         end_id=tokenizer.end_id,
-        generator=generator,
+        generator=torch.Generator().manual_seed(seed),
     )
     return tokenizer.decode(new)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 import multipack
+from multipack.atomic import write_atomically
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Documents
 from multipack.data.loader import PackedLoader
@@ -26,7 +27,7 @@ from multipack.parallel.engine import Engine, build_engine
 from multipack.parallel.world import Device, World, hosts
 from multipack.planning.cost import CostModel
 from multipack.reports.console import Console
-from multipack.run import RunDirectory, config_yaml, find_run, write_atomically
+from multipack.run import RunDirectory, config_yaml, find_run
 from multipack.shapes import ModelShape
 from multipack.training.checkpoint import (
     Checkpoint,
@@ -183,7 +184,7 @@ class Session:
             assert self.metrics is not None
             assert self.samples is not None
             self.run.point_to(checkpoint.path)
-            write_atomically(self.run.config, self._saved_config())
+            write_atomically(self.run.config, self._saved_config().encode())
             self.metrics.cut(checkpoint.progress["marks"]["metrics"])
             self.samples.cut(checkpoint.progress["marks"]["samples"])
         if not restore_rng(self.world, checkpoint.rng):

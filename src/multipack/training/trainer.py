@@ -11,15 +11,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
+from multipack.models.decoder import Decoder
 from multipack.parallel.replicate import StepResult
 from multipack.parallel.world import connected
 from multipack.reports.console import Console
 from multipack.reports.summary import plan_rows
 from multipack.training.compare import Comparison, compare_with_padding
-from multipack.training.evaluate import validation_loss, write_sample
+from multipack.training.evaluate import validation_loss
 from multipack.training.feed import StepData
+from multipack.training.inference import complete
 from multipack.training.metrics import LEGEND, StepMeasure, format_line
 from multipack.training.optimizer import learning_rate
 from multipack.training.session import Session, assemble, header_rows
@@ -254,15 +256,16 @@ def _evaluate(session: Session) -> float:
         if not prompts:  # no document begins with text
             return val_loss
         prompt = prompts[(session.step // max(train.eval_every, 1)) % len(prompts)]
-        text = write_sample(
-            session.engine,
-            session.corpus.tokenizer,
-            prompt,
-            max_tokens=train.sample_tokens,
-            temperature=train.sample_temperature,
-            top_k=train.sample_top_k,
-            seed=train.seed + session.step,
-        )
+        with session.engine.evaluating() as model:
+            text = complete(
+                cast(Decoder, model),
+                session.corpus.tokenizer,
+                prompt,
+                max_tokens=train.sample_tokens,
+                temperature=train.sample_temperature,
+                top_k=train.sample_top_k,
+                seed=train.seed + session.step,
+            )
         session.samples.write(f"=== step {session.step}\n{prompt}▌{text}\n\n")
         console.line("\n".join("    " + line for line in f"{prompt}▌{text}".splitlines()))
     return val_loss
