@@ -60,8 +60,8 @@ def plan_rows(session: Session, report: PlanReport) -> Rows:
     batch_size = config.train.padded_batch_size
     share = padded_share(session.corpus.train.lengths, batch_size, config.train.seed)
     dealt = (
-        f"{sampler.plan.packs_per_step} packs of {config.plan.capacity:,} tokens;"
-        f" {sampler.micro_batches} micro-batches on each of {session.world.size} ranks"
+        f"{sampler.plan.packs_per_step} packs of at most {config.plan.capacity:,} tokens,"
+        f" {sampler.micro_batches} a rank, one micro-batch each"
     )
     return [
         *report_rows(report, share, batch_size, session.world.size),

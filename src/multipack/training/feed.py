@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from multipack.data.batch import PackedBatch
 from multipack.data.loader import PackedLoader
 from multipack.data.sampler import PackedBatchSampler
+from multipack.planning.packing import Packs
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,10 @@ class Feed:
 
     def _cost_spread(self, index: int) -> float:
         plan, ranks = self.sampler.plan, self.sampler.world_size
-        packs = self.sampler.deal_of(index)
-        loads = packs.totals(plan.cost_model.cost(plan.lengths)).reshape(-1, ranks).sum(axis=0)
+        dealt = self.sampler.deal_of(index)
+        costs = plan.cost_model.cost(plan.lengths[dealt.order])  # of this step's documents only
+        packs = Packs(np.arange(len(dealt.order)), dealt.offsets)
+        loads = packs.totals(costs).reshape(-1, ranks).sum(axis=0)
         return float(loads.max() / max(loads.mean(), 1.0) - 1.0)
 
     def state_dict(self) -> dict[str, Any]:

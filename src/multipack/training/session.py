@@ -296,7 +296,9 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     if device.type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        # torch has no public word for it; where the private one is missing, fp32 is right everywhere.
+        asks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+        native = any(getattr(torch.cpu, name, lambda: False)() for name in asks)
     return torch.bfloat16 if native else torch.float32
 
 
@@ -363,7 +365,9 @@ def _peak(world: World, dtype: torch.dtype) -> float:
 def header_rows(session: Session) -> list[tuple[str, str]]:
     """The run header: what anyone would ask of a log a month later."""
     world, config, shape = session.world, session.config, session.shape
-    parameters = sum(parameter.numel() for parameter in session.engine.state()["model"].values())
+    parameters = list(session.engine.state()["model"].values())
+    decayed = [parameter.numel() for parameter in parameters if parameter.dim() >= 2]
+    others = [parameter.numel() for parameter in parameters if parameter.dim() < 2]
     cpu = f"{torch.get_num_threads()} threads"
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else cpu
     family = "Llama" if shape.positions == "rope" else "GPT-2"
@@ -383,7 +387,12 @@ def header_rows(session: Session) -> list[tuple[str, str]]:
             f"{family} style, {shape.layers} layers, width {shape.d_model}, {shape.heads} heads"
             f" ({shape.kv_heads} kv), feed-forward {shape.d_ff}, vocabulary {shape.vocabulary_size:,}",
         ),
-        ("parameters", f"{parameters:,} ({config.train.dtype})"),
+        ("parameters", f"{sum(decayed) + sum(others):,} ({config.train.dtype})"),
+        (
+            "optimizer",
+            f"AdamW, lr {config.optimizer.lr:g}; decayed: {len(decayed)} tensors, {sum(decayed):,} parameters;"
+            f" not decayed: {len(others)} tensors, {sum(others):,}",
+        ),
         ("seed", str(config.train.seed)),
         ("corpus", session.corpus.description),
         ("corpus hash", session.corpus.corpus_hash[:16]),
