@@ -56,6 +56,8 @@ def words(corpus_path):
         "train.steps=6",
         "train.eval_every=3",
         "train.dtype=fp32",
+        "optimizer.lr=3e-3",
+        "optimizer.warmup_steps=2",
         "train.sample_tokens=4",
         "train.compare_padding=false",
         "log.every=2",

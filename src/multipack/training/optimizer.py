@@ -14,11 +14,11 @@ from torch import nn
 class OptimizerConfig:
     """AdamW, its schedule and gradient clipping."""
 
-    lr: float = 3e-3
+    lr: float = 2e-3
     """Peak learning rate."""
-    min_lr: float = 3e-4
+    min_lr: float = 2e-4
     """Learning rate at the end of the schedule."""
-    warmup_steps: int = 10
+    warmup_steps: int = 20
     """Steps in which the learning rate rises linearly to its peak."""
     decay_steps: int = 0
     """Step at which the schedule reaches min_lr; 0 = the last step of the run."""
