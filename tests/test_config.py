@@ -46,7 +46,8 @@ def test_words_win_over_presets_over_files(tmp_path):
 )
 def test_wordplays_names_map_to_one_field_of_ours(theirs, field, value):
     group, name = field.split(".")
-    assert getattr(getattr(compose([theirs]), group), name) == value
+    words = [theirs, "data.path=input.txt"] if theirs.startswith("data=") else [theirs]
+    assert getattr(getattr(compose(words), group), name) == value
 
 
 def test_every_alias_leads_to_a_field():
@@ -58,6 +59,11 @@ def test_every_alias_leads_to_a_field():
 @pytest.mark.parametrize(
     ("word", "message"),
     [
+        ("plan.window=0", "plan.window must be at least 1"),
+        ("plan.capacity=0", "plan.capacity must be at least 2"),
+        ("model.attention=falsh", "attention=falsh is unknown"),
+        ("data=jsonl", "data.path"),
+        ("out=${oc.env:HOME}", "cannot hold ${"),
         ("train.stepz=3", "did you mean train.steps"),
         ("steps=3", "did you mean train.steps"),
         ("trian.steps=3", "did you mean train.steps"),
@@ -110,8 +116,9 @@ def test_a_tokenizer_can_be_a_path(tmp_path):
 
 
 def test_field_lists_take_commas():
-    assert compose(["data.fields=question,answer"]).data.fields == ["question", "answer"]
-    assert compose(["data.fields=[question, answer]"]).data.fields == ["question", "answer"]
+    for written in ("question,answer", "[question, answer]"):
+        config = compose(["data=jsonl", "data.path=a.jsonl", f"data.fields={written}"])
+        assert config.data.fields == ["question", "answer"]
 
 
 def test_every_setting_has_a_meaning():
@@ -124,10 +131,36 @@ def test_every_setting_has_a_meaning():
 
 def test_resume_takes_the_saved_values_under_the_words(tmp_path):
     run = RunDirectory(tmp_path / "run")
-    run.create(config_yaml(compose(["train.seed=11", "model=tiny"])))
-    config = compose_run([f"out={run.path}", "train.resume=true", "train.steps=9"])
+    run.create(
+        config_yaml(compose(["train.seed=11", "model=tiny", "optimizer.lr=1e-5", "optimizer.min_lr=1e-6"]))
+    )
+    config = compose_run([f"out={run.path}", "train.resume=true", "train.steps=9", "optimizer.lr=2e-6"])
     assert (config.train.seed, config.train.steps, config.model.layers) == (11, 9, 2)
+    assert (config.optimizer.lr, config.optimizer.min_lr) == (2e-6, 1e-6)
     by_path = compose_run([f"train.resume={run.path}"])
     assert by_path.out == str(run.path)
     with pytest.raises(ConfigError, match="is not the run of"):
         compose_run([f"train.resume={run.path}", f"out={tmp_path / 'other'}"])
+
+
+def test_a_checkpoint_goes_on_with_its_own_settings(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    run.create(config_yaml(compose(["train.seed=11"])))
+    checkpoint = run.checkpoints / "step-00000002"
+    checkpoint.mkdir()
+    (checkpoint / "state.json").write_text("{}")
+    (checkpoint / "config.yaml").write_text(config_yaml(compose(["train.seed=22"])))
+    assert compose_run([f"train.resume={checkpoint}"]).train.seed == 22
+    assert compose_run([f"train.resume={run.path}"]).train.seed == 11  # latest names none so far
+    run.point_to(checkpoint)
+    assert compose_run([f"train.resume={run.path}"]).train.seed == 22
+
+
+def test_yaml_booleans_and_packs_from_files_mean_what_they_look_like(tmp_path):
+    path = tmp_path / "file.yaml"
+    path.write_text("train:\n  resume: false\nplan:\n  micro_batches: 2\n")
+    assert compose([f"config={path}"]).train.resume == "false"
+    assert compose([f"config={path}", "plan.packs_per_step=16"]).plan.keywords(4)["packs_per_step"] == 16
+    path.write_text("out: ${oc.env:HOME}\n")
+    with pytest.raises(ConfigError, match="cannot hold"):
+        compose([f"config={path}"])

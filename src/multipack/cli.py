@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -28,9 +29,17 @@ Words = Annotated[
 
 def main() -> None:
     """Run the command line; errors that the user can mend are one line and exit code 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(
+                errors="replace"
+            )  # a sample must not end a run where the locale lacks a letter
+    # Threads that spin while they wait make every step ten times as long when something else wants a core too.
+    # Read by the OpenMP runtime when torch is loaded, so before any command imports it; the user's own wins.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         app()
-    except (ValueError, FileExistsError, FileNotFoundError, ArithmeticError) as error:
+    except (ValueError, OSError) as error:
         _fail(str(error), 2)
     except KeyboardInterrupt:
         _fail("interrupted; what was saved before is whole", 130)
@@ -94,7 +103,7 @@ def train(words: Words = None, settings: Settings = False) -> None:
     `multipack train --settings` lists every setting.
     """
     from multipack.config import compose_run
-    from multipack.training.trainer import NonFiniteLoss
+    from multipack.training.session import NonFiniteLoss
     from multipack.training.trainer import train as run
 
     try:

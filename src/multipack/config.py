@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from multipack.data.sources import DataConfig
 from multipack.data.tokenizer import TokenizerConfig
+from multipack.models.attention import find_backend
 from multipack.parallel.engine import ParallelConfig
 from multipack.planning.plan import PlanConfig
 from multipack.run import find_run
@@ -56,6 +57,13 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
     out: str = ""
     """Run directory; empty = runs/<date>_<time>."""
+
+    def __post_init__(self) -> None:
+        """Refuse what each room can tell by itself, before any work is done."""
+        self.data.check()
+        self.tokenizer.check()
+        if self.model.attention != "auto":
+            find_backend(self.model.attention)
 
 
 @dataclass
@@ -141,22 +149,25 @@ def compose_run(words: Iterable[str]) -> Config:
         ConfigError: also when `train.resume` and `out` do not name one run.
     """
     given = list(words)
-    config = compose(given)
-    if config.train.resume in ("false", ""):
-        return config
-    asked = config.out if config.train.resume == "true" else config.train.resume
+    said = dict(_rename(*_split(word)) for word in given)
+    resume, out = said.get("train.resume", "false"), said.get("out", "")
+    if resume.lower() in ("false", ""):
+        return compose(given)
+    asked = out if resume.lower() == "true" else resume
     if not asked:
         raise ConfigError("train.resume=true needs out=RUN_DIR (or write train.resume=RUN_DIR)")
     try:
-        run, _ = find_run(asked)
+        run, checkpoint = find_run(asked)
+        checkpoint = checkpoint or (run.latest_checkpoint() if run.latest.is_file() else None)
     except FileNotFoundError as error:
-        raise ConfigError(f"train.resume={config.train.resume}: {error}") from error
-    if config.out and Path(config.out).resolve() != run.path.resolve():
+        raise ConfigError(f"train.resume={resume}: {error}") from error
+    if out and Path(out).resolve() != run.path.resolve():
         raise ConfigError(
-            f"out={config.out} is not the run of train.resume={config.train.resume}; a run continues in its own"
+            f"out={out} is not the run of train.resume={resume}; a run continues in its own"
             f" directory: leave out= away, or copy {run.path} first"
         )
-    config = compose(given, saved(run.config))
+    # A checkpoint goes on with the settings that it was trained with, whatever the run's file says by now.
+    config = compose(given, saved(checkpoint / "config.yaml" if checkpoint else run.config))
     config.out = str(run.path)
     return config
 
@@ -179,8 +190,10 @@ def merge(schema: type[Schema], words: Iterable[str], base: dict[str, Any] | Non
             _apply(tree, _flatten(_preset(key, value)))
     explicit = {key: value for key, value in pairs if "." in key or key in tree}
     _apply(tree, {k: v for k, v in explicit.items() if not isinstance(OmegaConf.select(tree, k), DictConfig)})
-    if "plan.micro_batches" in explicit and "plan.packs_per_step" in explicit:
-        raise ConfigError("set plan.packs_per_step or plan.micro_batches (packs of one rank), not both")
+    if "plan.packs_per_step" in explicit:
+        if "plan.micro_batches" in explicit:
+            raise ConfigError("set plan.packs_per_step or plan.micro_batches (packs of one rank), not both")
+        _apply(tree, {"plan.micro_batches": 0})  # the word wins over a file's
     unknown = [key for key, _ in pairs if key not in explicit and key != "config"]
     if unknown:
         raise ConfigError(_unknown(unknown[0], tree))
@@ -252,7 +265,14 @@ def _split(word: str) -> tuple[str, str]:
     key, equals, value = word.partition("=")
     if not equals or not key:
         raise ConfigError(f"{word!r} is not a setting; write group=preset or group.key=value")
+    _refuse_interpolation(key, value)
     return key.strip(), value
+
+
+def _refuse_interpolation(key: str, value: Any) -> None:
+    """Settings are values: `${…}` would let somebody else's file read this process's environment."""
+    if isinstance(value, str) and "${" in value:
+        raise ConfigError(f"{key}={value}: settings cannot hold ${{…}}; write the value itself")
 
 
 def _rename(key: str, value: str) -> tuple[str, str]:
@@ -282,12 +302,14 @@ def _preset(group: str, name: str) -> dict[str, Any]:
         if not names:
             raise ConfigError(f"{group}={name}: {group} has no presets; set its fields as {group}.key=value")
         raise ConfigError(f"{group}={name} is no preset; there are {', '.join(names)}{also}{hint}")
-    return _parse_yaml((resources.files("multipack") / "presets" / group / f"{name}.yaml").read_text(), name)
+    return _parse_yaml(
+        (resources.files("multipack") / "presets" / group / f"{name}.yaml").read_text("utf-8"), name
+    )
 
 
 def _read_yaml(path: str) -> dict[str, Any]:
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"config={path} cannot be read: {error.strerror}") from error
     return _parse_yaml(text, path)
@@ -295,7 +317,7 @@ def _read_yaml(path: str) -> dict[str, Any]:
 
 def _parse_yaml(text: str, name: str) -> dict[str, Any]:
     try:
-        parsed = OmegaConf.to_container(OmegaConf.create(text))
+        parsed = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     except Exception as error:
         raise ConfigError(f"{name} is not YAML: {error}") from error
     if not isinstance(parsed, dict):
@@ -315,6 +337,7 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _apply(tree: DictConfig, values: dict[str, Any]) -> None:
     for key, value in values.items():
+        _refuse_interpolation(key, value)
         try:
             current = OmegaConf.select(tree, key, throw_on_missing=False)
             if not _known(tree, key):
@@ -342,7 +365,7 @@ def _unknown(key: str, tree: DictConfig) -> str:
     by_leaf = [name for name in known if name.split(".")[-1] == key.split(".")[-1]]
     guess = by_leaf or near
     return f"there is no setting {key}" + (
-        f"; did you mean {guess[0]}?" if guess else "; see multipack train --help"
+        f"; did you mean {guess[0]}?" if guess else "; see multipack train --settings"
     )
 
 

@@ -90,13 +90,13 @@ class RunDirectory:
             raise FileNotFoundError(
                 f"{self.path} has no complete checkpoint; start the run anew with another out="
             )
-        return self.checkpoints / self.latest.read_text().strip()
+        return self.checkpoints / self.latest.read_text(encoding="utf-8").strip()
 
     def records(self) -> Iterator[dict[str, Any]]:
         """The records of metrics.jsonl in order; a last line that was cut short is left out."""
         if not self.metrics.exists():
             return
-        for line in self.metrics.read_text().splitlines():
+        for line in self.metrics.read_text(encoding="utf-8").splitlines():
             try:
                 yield json.loads(line)
             except json.JSONDecodeError:

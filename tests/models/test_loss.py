@@ -156,3 +156,22 @@ def test_shapes_and_options_that_do_not_fit_are_refused(inputs):
         linear_cross_entropy(hidden, weight.bfloat16(), targets)
     with pytest.raises(ValueError, match="num_targets=3, but"):
         linear_cross_entropy(hidden, weight, targets, num_targets=3)
+
+
+def test_no_gradient_is_computed_where_none_is_wanted(monkeypatch):
+    from multipack.models import loss as module
+
+    wanted, chunks = [], module._chunks
+
+    def watched(*arguments):
+        wanted.append(arguments[-2:])
+        return chunks(*arguments)
+
+    monkeypatch.setattr(module, "_chunks", watched)
+    hidden, weight = torch.randn(6, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+    targets = torch.tensor([1, 2, -100, 3, 8, 0])
+    with torch.no_grad():
+        without = linear_cross_entropy(hidden, weight, targets)
+    with_gradient = linear_cross_entropy(hidden, weight, targets)
+    assert wanted == [(False, False), (True, True)]
+    assert torch.equal(without, with_gradient.detach())

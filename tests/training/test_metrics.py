@@ -4,8 +4,6 @@ import pytest
 
 from multipack.training.metrics import (
     LEGEND,
-    AppendedFile,
-    MetricsFile,
     RunningLoss,
     StepMeasure,
     format_line,
@@ -87,23 +85,3 @@ def test_running_loss_is_weighted_by_targets_and_starts_anew():
     running.add(2.0, 1)
     assert running.take() == 2.0
     assert running.take() is None
-
-
-def test_a_file_is_cut_back_to_its_mark(tmp_path):
-    file = MetricsFile(tmp_path / "metrics.jsonl")
-    file.record({"step": 1, "loss": 0.1})
-    mark = file.mark()
-    file.record({"step": 2, "loss": 0.2})
-    file.close()
-    again = AppendedFile(tmp_path / "metrics.jsonl")
-    again.cut(mark)
-    again.write('{"step": 2}\n')
-    again.close()
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 0.1}\n{"step": 2}\n'
-
-
-def test_a_file_shorter_than_its_mark_is_refused(tmp_path):
-    file = AppendedFile(tmp_path / "samples.txt")
-    file.write("abc")
-    with pytest.raises(ValueError, match="has 3 bytes, but its checkpoint saw 10"):
-        file.cut(10)

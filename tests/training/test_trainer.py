@@ -15,7 +15,8 @@ from multipack.config import compose, compose_run
 from multipack.run import RunDirectory
 from multipack.training.checkpoint import load_checkpoint
 from multipack.training.metrics import LEGEND
-from multipack.training.trainer import NonFiniteLoss, StopRequest, train
+from multipack.training.session import NonFiniteLoss
+from multipack.training.trainer import StopRequest, train
 
 
 def _records(out):
@@ -24,6 +25,24 @@ def _records(out):
 
 def _steps(out):
     return [record for record in _records(out) if "loss" in record]
+
+
+def _untimed(out):
+    """Every record, evaluations too, without what a clock or the memory says."""
+    timed = {
+        "dt",
+        "dtf",
+        "dtb",
+        "dto",
+        "data_time",
+        "sps",
+        "tps",
+        "sps_per_device",
+        "tps_per_device",
+        "mfu",
+        "memory",
+    }
+    return [{key: value for key, value in record.items() if key not in timed} for record in _records(out)]
 
 
 def _losses(out):
@@ -129,11 +148,8 @@ def test_resuming_is_bit_for_bit_the_run_that_never_stopped(words, tmp_path):
     with (out / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9, "loss": 1.0}\n{"step": 10, "lo')
     train(compose_run([f"out={out}", "train.resume=true", "train.steps=12"]))
-    whole = _steps(tmp_path / "whole")
-    parts = _steps(out)
-    assert [r["step"] for r in parts] == list(range(1, 13))
-    for key in ("loss", "grad_norm", "lr", "target_tokens"):
-        assert [r[key] for r in parts] == [r[key] for r in whole]
+    assert _untimed(out) == _untimed(tmp_path / "whole")
+    assert [r["step"] for r in _steps(out)] == list(range(1, 13))
     for name, weight in _weights(tmp_path / "whole").items():
         assert torch.equal(weight, _weights(out)[name]), name
     assert (out / "samples.txt").read_text() == (tmp_path / "whole" / "samples.txt").read_text()
@@ -170,7 +186,7 @@ def test_sigkill_loses_nothing_that_a_checkpoint_saw(words, tmp_path, at_step):
     before = RunDirectory(out).latest_checkpoint()
     assert load_checkpoint(before).step >= at_step - 2
     train(compose_run([f"out={out}", "train.resume=true"]))
-    assert _losses(out) == _losses(tmp_path / "whole")
+    assert _untimed(out) == _untimed(tmp_path / "whole")
     for name, weight in _weights(tmp_path / "whole").items():
         assert torch.equal(weight, _weights(out)[name]), name
 
@@ -234,14 +250,10 @@ def test_a_resumed_run_refuses_what_would_make_it_another_run(words, tmp_path, c
         ("plan.capacity=20", "20"),
         ("data.validation=0", "validation"),
         ("model.vocabulary_size=10", "smaller than the tokenizer's"),
-        ("train.sample_prompt=", ""),
     ],
 )
 def test_bad_settings_fail_before_anything_is_written(words, tmp_path, wrong, message):
     out = tmp_path / "run"
-    if not message:
-        train(compose([*words, wrong, f"out={out}"]))  # an empty prompt means the corpus's own
-        return
     with pytest.raises(ValueError, match=message):
         train(compose([*words, wrong, f"out={out}"]))
     assert not out.exists()
@@ -293,3 +305,101 @@ def test_ctrl_c_asks_once_and_interrupts_twice():
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+
+
+def test_a_stop_at_an_evaluation_loses_no_evaluation(words, tmp_path, monkeypatch):
+    """Asked to stop in step 3, which an evaluation follows: the resumed run makes up for it."""
+    from multipack.training import trainer
+
+    train(compose([*words, f"out={tmp_path / 'whole'}"]))
+    agree = trainer._agree
+
+    def asked(session, data, result, stop):
+        if session.step == 2:
+            stop.signal = signal.SIGTERM
+        return agree(session, data, result, stop)
+
+    monkeypatch.setattr(trainer, "_agree", asked)
+    stopped = train(compose([*words, f"out={tmp_path / 'parts'}"]))
+    assert (stopped.step, stopped.stopped_by) == (3, signal.SIGTERM)
+    monkeypatch.setattr(trainer, "_agree", agree)
+    train(compose_run([f"out={tmp_path / 'parts'}", "train.resume=true"]))
+    assert _untimed(tmp_path / "parts") == _untimed(tmp_path / "whole")
+
+
+def test_evaluating_a_saved_run_changes_nothing_of_it(words, tmp_path):
+    out = tmp_path / "run"
+    train(compose([*words, f"out={out}"]))
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    found = train(
+        compose_run([f"train.resume={out / 'checkpoints' / 'step-00000003'}", "train.eval_only=true"])
+    )
+    assert found.val_loss == next(r["val_loss"] for r in _records(out) if "val_loss" in r and r["step"] == 3)
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(words, tmp_path):
+    train(compose([*words, f"out={tmp_path / 'whole'}"]))
+    out = tmp_path / "run"
+    train(compose([*words, f"out={out}"]))
+    for path in (out / "checkpoints").glob("*/*"):
+        path.unlink()
+    (out / "checkpoints" / "latest").unlink()
+    train(compose_run([f"out={out}", "train.resume=true"]))
+    assert _untimed(out) == _untimed(tmp_path / "whole")
+
+
+def test_a_checkpoint_of_another_course_is_refused_before_anything_changes(words, tmp_path):
+    out = tmp_path / "run"
+    keep = _with(words, "train.checkpoint_every=1", "train.keep_checkpoints=0")
+    train(compose([*keep, f"out={out}"]))
+    train(
+        compose_run(
+            [f"train.resume={out / 'checkpoints' / 'step-00000002'}", "optimizer.lr=1e-4", "train.steps=4"]
+        )
+    )
+    latest, metrics = (out / "checkpoints" / "latest").read_text(), (out / "metrics.jsonl").read_bytes()
+    with pytest.raises(ValueError, match="took another course"):
+        train(compose_run([f"train.resume={out / 'checkpoints' / 'step-00000006'}"]))
+    assert (out / "checkpoints" / "latest").read_text() == latest
+    assert (out / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_other_documents_of_the_same_lengths_are_refused(words, tmp_path, corpus_path):
+    other = tmp_path / "other.jsonl"
+    other.write_text(corpus_path.read_text().replace("pack", "hack"))
+    out = tmp_path / "run"
+    train(compose([*words, f"out={out}"]))
+    with pytest.raises(ValueError, match="trained on other documents"):
+        train(compose_run([f"out={out}", "train.resume=true", "train.steps=9", f"data.path={other}"]))
+
+
+def test_a_vocabulary_larger_than_the_tokenizers_samples_only_what_it_can_say(words, tmp_path):
+    train(
+        compose(_with(words, "model.vocabulary_size=2048", "train.sample_top_k=0", f"out={tmp_path / 'run'}"))
+    )
+    assert (tmp_path / "run" / "samples.txt").read_text().count("=== step") == 3
+
+
+def test_weights_that_are_not_finite_are_never_saved(words, tmp_path):
+    out = tmp_path / "run"
+    wild = _with(
+        words,
+        "optimizer.lr=1e38",
+        "optimizer.warmup_steps=0",
+        "train.checkpoint_every=1",
+        "train.eval_every=0",
+    )
+    with pytest.raises(NonFiniteLoss, match="not finite"):
+        train(compose([*wild, f"out={out}"]))
+    for path in (out / "checkpoints").glob("step-*"):
+        assert all(torch.isfinite(weight).all() for weight in load_checkpoint(path).tensors["model"].values())
+
+
+def test_evaluation_leaves_the_random_numbers_alone(words, tmp_path):
+    for name, more in (
+        ("often", ["train.eval_every=1"]),
+        ("never", ["train.eval_every=0", "train.prefetch=0"]),
+    ):
+        train(compose(_with(words, "model.dropout=0.2", *more, f"out={tmp_path / name}")))
+    assert _losses(tmp_path / "often") == _losses(tmp_path / "never")

@@ -23,6 +23,9 @@ from multipack.planning.packing import Packs, check_integer, pack
 from multipack.planning.plan import Balance, Order, Plan, Tail, plan
 from multipack.shapes import ModelShape
 
+DEALT_STEPS = 8
+"""Steps whose arrangement is remembered."""
+
 
 class PackedBatchSampler(Sampler[list[int]]):
     """The micro-batches of one rank, epoch after epoch.
@@ -105,7 +108,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         self._epoch = 0
         self._carried: dict[int, NDArray[np.int64]] = {0: np.empty(0, dtype=np.int64)}
         self._plan: Plan | None = None
-        self._dealt: tuple[int, Packs] | None = None
+        self._dealt: dict[tuple[int, int], Packs] = {}
         self._position = 0  # micro-batches of this epoch that were yielded
         self._resume = 0  # where the next iterator starts
 
@@ -147,17 +150,20 @@ class PackedBatchSampler(Sampler[list[int]]):
 
     def deal_of(self, step: int) -> Packs:
         """A step's packs for all ranks: pack m · world_size + r is rank r's micro-batch m."""
-        plan, dealt = self.plan, self._dealt
-        if dealt is None or dealt[0] != step:
-            # A prefetching thread asks for later steps meanwhile: return what was asked for, not what is kept.
-            dealt = self._dealt = (step, plan.deal(step, self.world_size, self.sync))
-        return dealt[1]
+        plan, recent = self.plan, self._dealt
+        key = (plan.epoch, step)
+        if key not in recent:
+            # A prefetching thread is some steps ahead of the trainer: what both ask for is kept. The dictionary is
+            # replaced, never changed, so that each sees a whole one.
+            kept = list(recent.items())[-(DEALT_STEPS - 1) :]
+            self._dealt = recent = {**dict(kept), key: plan.deal(step, self.world_size, self.sync)}
+        return recent[key]
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch; the current epoch keeps its position."""
         epoch = check_integer("epoch", epoch, 0)
         if epoch != self._epoch:
-            self._epoch, self._position, self._resume, self._dealt = epoch, 0, 0, None
+            self._epoch, self._position, self._resume = epoch, 0, 0
 
     def state_dict(self) -> dict[str, Any]:
         """Where iteration stands: after the last list that was yielded.
@@ -211,7 +217,7 @@ class PackedBatchSampler(Sampler[list[int]]):
             )
         self._carried[epoch] = self._check_carried(state["carried"], epoch)
         self._epoch, self._position, self._resume = epoch, position, position
-        self._plan, self._dealt = None, None
+        self._plan, self._dealt = None, {}
 
     def _check_carried(self, carried: Any, epoch: int) -> NDArray[np.int64]:
         """The documents that a saved state carries into its epoch."""

@@ -22,6 +22,7 @@ def generate(
     top_k: int = 0,
     end_id: int | None = None,
     generator: torch.Generator | None = None,
+    vocabulary_size: int | None = None,
 ) -> list[int]:
     """Continue a prompt.
 
@@ -34,6 +35,8 @@ def generate(
         end_id: stop at this token, which is not returned.
         generator: a CPU generator to draw from; None = a fresh one with torch's default seed, so that two
             calls give the same. The global generator is never touched.
+        vocabulary_size: draw among the first so many tokens only: those that the tokenizer has, where the model's
+            vocabulary is larger; None = among all.
 
     Returns:
         The new tokens, without the prompt.
@@ -55,7 +58,7 @@ def generate(
         for _ in range(max_tokens):
             batch = single_document(ids[-model.shape.context :]).to(device)
             logits = F.linear(model.hidden(batch)[-1], model.output_weight)
-            token = _draw(logits.float().cpu(), temperature, top_k, generator)
+            token = _draw(logits[:vocabulary_size].float().cpu(), temperature, top_k, generator)
             if token == end_id:
                 break
             ids.append(token)

@@ -56,6 +56,9 @@ def linear_cross_entropy(
     """
     _check(hidden, weight, targets, chunk_tokens, num_targets)
     rows = _rows_with_targets(targets, num_targets)
+    if not torch.is_grad_enabled():
+        # Inside the function gradient mode is always off: only here can it learn that none is wanted.
+        hidden, weight = hidden.detach(), weight.detach()
     loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, rows, chunk_tokens)  # type: ignore[no-untyped-call]
     return loss
 

@@ -72,7 +72,7 @@ class ReplicatedEngine:
             ids = [world.device] if world.device.type == "cuda" else None
             # DDP broadcasts rank 0's parameters and buffers here, and installs the gradient reduction.
             self._replica = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
-        self.check_replicas()
+            self.check_replicas()
 
     def check_replicas(self) -> str:
         """Compare a hash of parameters and optimizer state over ranks.
@@ -168,6 +168,7 @@ class ReplicatedEngine:
         for key, value in state["optimizer"].items():
             name, _, slot = key.rpartition(".")
             by_parameter.setdefault(name, {})[slot] = value
+        _check_slots(parameters, by_parameter)
         # torch's own loader decides where counters and moments live (it differs for fused optimizers).
         named = {id(parameter): name for name, parameter in parameters.items()}
         ordered = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
@@ -178,7 +179,8 @@ class ReplicatedEngine:
             if named[id(parameter)] in by_parameter
         }
         self.optimizer.load_state_dict(packed)
-        self.check_replicas()
+        if self.world.size > 1:
+            self.check_replicas()
 
     def _unsynchronized(self) -> AbstractContextManager[Any]:
         if isinstance(self._replica, DistributedDataParallel):
@@ -199,6 +201,24 @@ def state_hash(state: dict[str, dict[str, Tensor]]) -> str:
             digest.update(f"{part}.{name}".encode())
             digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _check_slots(parameters: dict[str, nn.Parameter], given: dict[str, dict[str, Tensor]]) -> None:
+    """Moments for all parameters, or for none (before the first step); of their shapes."""
+    if not given:
+        return
+    missing, extra = sorted(parameters.keys() - given.keys()), sorted(given.keys() - parameters.keys())
+    shapes = [
+        f"{name}.{slot}"
+        for name, slots in given.items()
+        for slot, value in slots.items()
+        if name in parameters and value.dim() and value.shape != parameters[name].shape
+    ]
+    for problem, names in (("lacks", missing), ("has unknown", extra), ("has other shapes for", shapes)):
+        if names:
+            raise ValueError(
+                f"the checkpoint's optimizer {problem} {', '.join(names[:3])} ({len(names)} in all)"
+            )
 
 
 def _check_names(parameters: dict[str, nn.Parameter], given: dict[str, Tensor]) -> None:

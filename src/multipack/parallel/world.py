@@ -7,10 +7,11 @@ single process and no process group exists.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -52,7 +53,7 @@ class World:
             dist.barrier()
 
     def sum(self, values: list[float]) -> list[float]:
-        """Element-wise sum over ranks, in float64 (float32 where the device has no float64)."""
+        """Element-wise sum over ranks, in float64."""
         if self.size == 1:
             return values
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -74,6 +75,28 @@ class World:
         box = [text]
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
+
+    def on_main(self, function: Callable[[], str | None]) -> str:
+        """Run `function` on rank 0 alone; every rank gets its result or fails with its error.
+
+        Raises:
+            ValueError: what rank 0 could not do (rank 0 itself raises the original error).
+        """
+        if self.size == 1:
+            return function() or ""
+        failure: Exception | None = None
+        outcome = {"value": "", "error": ""}
+        if self.is_main:
+            try:
+                outcome["value"] = function() or ""
+            except (ValueError, OSError) as error:
+                outcome["error"], failure = str(error), error
+        outcome = json.loads(self.from_main(json.dumps(outcome)))
+        if failure is not None:
+            raise failure
+        if outcome["error"]:
+            raise ValueError(f"rank 0: {outcome['error']}")
+        return str(outcome["value"])
 
 
 def choose_device(asked: Device, local_rank: int) -> torch.device:
@@ -140,6 +163,7 @@ def connected(device: Device = "auto", timeout_seconds: float = 600.0) -> Iterat
     """
     environment = os.environ
     size = int(environment.get("WORLD_SIZE", "1"))
+    _refuse_unknown_launchers(environment)
     launcher, command = launched_by(environment)
     if size == 1:
         yield World(device=choose_device(device, 0), launcher=launcher, command=command)
@@ -156,7 +180,7 @@ def connected(device: Device = "auto", timeout_seconds: float = 600.0) -> Iterat
         torch.cuda.set_device(target)
     backend = "nccl" if target.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_seconds)
-    _join(environment, backend, rank, size, timeout)
+    _join(environment, backend, rank, size, timeout, target if target.type == "cuda" else None)
     try:
         yield World(rank, size, local_rank, target, backend, launcher, command)
         dist.barrier()
@@ -164,14 +188,33 @@ def connected(device: Device = "auto", timeout_seconds: float = 600.0) -> Iterat
         dist.destroy_process_group()
 
 
-def _join(environment: Mapping[str, str], backend: str, rank: int, size: int, timeout: timedelta) -> None:
+def _refuse_unknown_launchers(environment: Mapping[str, str]) -> None:
+    """N independent copies of a run are never what `srun -n N` or `mpiexec -n N` meant."""
+    if "WORLD_SIZE" in environment:
+        return
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        if environment.get(name, "1") not in ("", "1"):
+            raise ValueError(
+                f"{name}={environment[name]}, but RANK and WORLD_SIZE are not set: start one torchrun per node instead"
+                " (torchrun --nproc-per-node …), or export RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+            )
+
+
+def _join(
+    environment: Mapping[str, str],
+    backend: str,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    device_id: torch.device | None,
+) -> None:
     """Initialize the process group; under torchrun in a key space of its own for each restart.
 
     A restarted worker would otherwise read the addresses that its predecessor left in the store.
     """
     restart = environment.get("TORCHELASTIC_RESTART_COUNT")
     if restart is None or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout)
+        dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout, device_id=device_id)
         return
     address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     store = TCPStore(address, port, size, is_master=False, timeout=timeout)
@@ -181,6 +224,7 @@ def _join(environment: Mapping[str, str], backend: str, rank: int, size: int, ti
         rank=rank,
         world_size=size,
         timeout=timeout,
+        device_id=device_id,
     )
 
 

@@ -243,7 +243,7 @@ def fill_empty(placed: Integers, lengths: Integers, packs: int) -> None:
     for pack in placed:
         if pack >= 0:
             sizes[pack] += 1
-    order = np.argsort(lengths)
+    order = np.argsort(lengths, kind="mergesort")  # stable: ties the same everywhere
     shortest = 0
     for empty in range(packs):
         if sizes[empty] > 0:

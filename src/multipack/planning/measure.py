@@ -64,7 +64,7 @@ class PlanReport:
     """Mean over largest cost of a rank, over all meetings."""
     cost_utilization_ceiling: float
     """No arrangement of these steps' documents has a higher cost utilization (proven)."""
-    cost_spread: float
+    cost_range: float
     """Mean over the meetings of (dearest − cheapest rank) / mean rank."""
     l2_lag_mean: float
     """√ of the mean over the meetings of max − min Σ l², in tokens."""
@@ -117,7 +117,7 @@ def report(plan: Plan, data_parallel_size: int = 1, sync: Sync = "micro") -> Pla
         utilization=utilization(tokens),
         cost_utilization=utilization(costs),
         cost_utilization_ceiling=min(1.0, int(costs.sum()) / (world * least)),
-        cost_spread=float(np.mean(spread(costs) * world / costs.sum(axis=1).clip(1))),
+        cost_range=float(np.mean(spread(costs) * world / costs.sum(axis=1).clip(1))),
         l2_lag_mean=math.sqrt(lags.mean()),
         l2_lag_max=math.sqrt(lags.max()),
         displacement_median=float(np.median(moved)),

@@ -45,6 +45,19 @@ class PlanConfig:
     max_documents: int = 0
     """Most documents of a pack; 0 = no limit."""
 
+    def __post_init__(self) -> None:
+        """Refuse what no plan can have, by the names that the settings have."""
+        for name, least in (("capacity", 2), ("packs_per_step", 1), ("window", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"plan.{name} must be at least {least}, got {getattr(self, name)}")
+        for name in ("micro_batches", "budget", "max_documents"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"plan.{name} must not be negative, got {getattr(self, name)}")
+        if self.budget > self.capacity:
+            raise ValueError(
+                f"plan.budget={self.budget} is the mean of a pack and cannot exceed plan.capacity={self.capacity}"
+            )
+
     def keywords(self, world_size: int = 1) -> dict[str, Any]:
         """These options as keyword arguments of `plan` and `PackedBatchSampler`, for a number of ranks."""
         packs = self.micro_batches * world_size if self.micro_batches else self.packs_per_step

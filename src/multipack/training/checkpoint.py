@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -72,7 +73,11 @@ def save_checkpoint(
         keep: checkpoints that stay, the newest ones; 0 = all.
     """
     final = run.checkpoints / name_of(step)
-    if final.is_dir() and run.latest.is_file() and run.latest.read_text().strip() == final.name:
+    if (
+        final.is_dir()
+        and run.latest.is_file()
+        and run.latest.read_text(encoding="utf-8").strip() == final.name
+    ):
         return final  # stopped again before the first step after a resume: the same state is there already
     # A folder of that name that latest does not name was abandoned by resuming from an older one: replaced.
     with atomic_folder(final, replace=True) as folder:
@@ -81,7 +86,7 @@ def save_checkpoint(
             contiguous = {key: value.detach().cpu().contiguous() for key, value in group.items()}
             save_file(contiguous, folder / f"{name}.safetensors", metadata={"format": "pt"})
         for name, text in files.items():
-            (folder / name).write_text(text)
+            (folder / name).write_text(text, encoding="utf-8")
         written = [folder / name for name in [*(f"{group}.safetensors" for group in groups), *files]]
         state = {
             "format": FORMAT,
@@ -89,7 +94,7 @@ def save_checkpoint(
             "progress": progress,
             "files": {path.name: path.stat().st_size for path in written},
         }
-        (folder / "state.json").write_text(json.dumps(state, indent=1))
+        (folder / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
         for path in [*written, folder / "state.json"]:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
@@ -113,23 +118,26 @@ def load_checkpoint(path: Path) -> Checkpoint:
         ValueError: a file is missing or has another size than when it was written, or the format is newer.
     """
     try:
-        state = json.loads((path / "state.json").read_text())
-    except (OSError, json.JSONDecodeError) as error:
+        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not a complete checkpoint: {error}") from error
     if state.get("format") != FORMAT:
         raise ValueError(f"{path} has checkpoint format {state.get('format')}, this version reads {FORMAT}")
-    for name, size in state["files"].items():
+    for name, size in state.get("files", {}).items():
         found = (path / name).stat().st_size if (path / name).is_file() else None
         if found != size:
             what = "is missing" if found is None else f"has {found:,} bytes instead of {size:,}"
             raise ValueError(f"checkpoint {path}: {name} {what}; resume from an older one in {path.parent}")
-    return Checkpoint(
-        path=path,
-        step=state["step"],
-        tensors={name: load_file(path / f"{name}.safetensors") for name in ("model", "optimizer")},
-        progress=state["progress"],
-        rng=load_file(path / "rng.safetensors"),
-    )
+    try:
+        return Checkpoint(
+            path=path,
+            step=state["step"],
+            tensors={name: load_file(path / f"{name}.safetensors") for name in ("model", "optimizer")},
+            progress=state["progress"],
+            rng=load_file(path / "rng.safetensors"),
+        )
+    except (SafetensorError, KeyError) as error:
+        raise ValueError(f"checkpoint {path} is damaged: {error}; resume from an older one") from error
 
 
 def gather_rng(world: World) -> dict[str, Tensor]:

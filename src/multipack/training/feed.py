@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from multipack.data.batch import PackedBatch
 from multipack.data.loader import PackedLoader
 from multipack.data.sampler import PackedBatchSampler
+from multipack.planning.deal import meetings
 from multipack.planning.packing import Packs
 
 
@@ -56,17 +57,17 @@ class Feed:
 
     def __iter__(self) -> Iterator[StepData]:
         while True:
+            began = self._clock()  # planning an epoch is part of its first step's wait
             epoch = self.sampler.epoch
             step = int(self.sampler.state_dict()["step"])
             batches = iter(self.loader)
             for index in range(step, self.sampler.steps_per_epoch):
-                yield self._take(batches, epoch, index)
+                yield self._take(batches, epoch, index, began)
+                began = self._clock()
             self.sampler.set_epoch(epoch + 1)
 
-    def _take(self, batches: Iterator[PackedBatch], epoch: int, index: int) -> StepData:
-        began = self._clock()
+    def _take(self, batches: Iterator[PackedBatch], epoch: int, index: int, began: float) -> StepData:
         micro_batches = [next(batches) for _ in range(self.sampler.micro_batches)]
-        waited = self._clock() - began
         plan = self.sampler.plan
         documents = plan.documents(index)
         return StepData(
@@ -75,7 +76,7 @@ class Feed:
             documents=documents,
             lengths=plan.lengths[documents],
             cost_spread=self._cost_spread(index),
-            wait_seconds=waited,
+            wait_seconds=self._clock() - began,
             epoch=epoch,
             index=index,
         )
@@ -85,8 +86,8 @@ class Feed:
         dealt = self.sampler.deal_of(index)
         costs = plan.cost_model.cost(plan.lengths[dealt.order])  # of this step's documents only
         packs = Packs(np.arange(len(dealt.order)), dealt.offsets)
-        loads = packs.totals(costs).reshape(-1, ranks).sum(axis=0)
-        return float(loads.max() / max(loads.mean(), 1.0) - 1.0)
+        loads = meetings(packs.totals(costs), ranks, self.sampler.sync)
+        return float(loads.max(axis=1).sum() / max(loads.mean(axis=1).sum(), 1.0) - 1.0)
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the steps that were handed out."""

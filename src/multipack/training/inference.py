@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+from omegaconf import OmegaConf
 
 from multipack.data.tokenizer import Tokenizer
 from multipack.models.decoder import Decoder
 from multipack.models.generate import generate
 from multipack.run import find_run
 from multipack.shapes import ModelShape
+from multipack.training.checkpoint import load_checkpoint
 
 
 def load_run(path: Path) -> tuple[Decoder, Tokenizer]:
@@ -22,18 +23,19 @@ def load_run(path: Path) -> tuple[Decoder, Tokenizer]:
         ValueError: the checkpoint's files do not fit together.
     """
     run, named = find_run(path)
-    checkpoint = named or run.latest_checkpoint()
-    from omegaconf import OmegaConf
-
-    model_config = dict(OmegaConf.load(checkpoint / "config.yaml").model)
-    attention = model_config.pop("attention")
-    model = Decoder(ModelShape(**model_config), attention=attention)
-    weights = load_file(checkpoint / "model.safetensors")
-    model.load_state_dict(weights, strict=False)
-    missing = {name for name, _ in model.named_parameters()} - weights.keys()
-    if missing or len(weights) != len(list(model.named_parameters())):
-        raise ValueError(f"{checkpoint} does not hold the weights of its own config.yaml")
-    return model.eval(), Tokenizer.load(checkpoint / "tokenizer.json")
+    checkpoint = load_checkpoint(named or run.latest_checkpoint())
+    config = OmegaConf.load(checkpoint.path / "config.yaml").model
+    values = {str(name): value for name, value in config.items()}
+    attention = values.pop("attention")
+    # Nothing is allocated before the weights on disk are known to have the sizes that the configuration claims.
+    with torch.device("meta"):
+        model = Decoder(ModelShape(**values), attention=attention)
+    weights = checkpoint.tensors["model"]
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    if shapes != {name: weight.shape for name, weight in weights.items()}:
+        raise ValueError(f"{checkpoint.path} does not hold the weights of its own config.yaml")
+    model.load_state_dict(weights, assign=True)
+    return model.eval(), Tokenizer.load(checkpoint.path / "tokenizer.json")
 
 
 def complete(
@@ -62,5 +64,6 @@ def complete(
         top_k=top_k,
         end_id=tokenizer.end_id,
         generator=torch.Generator().manual_seed(seed),
+        vocabulary_size=tokenizer.vocabulary_size,
     )
     return tokenizer.decode(new)

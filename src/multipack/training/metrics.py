@@ -1,15 +1,11 @@
-"""What a step reports: every metric defined once, its legend, and the file they are written to."""
+"""What a step reports: every metric defined once, and its legend."""
 
 from __future__ import annotations
 
-import json
-import os
 import resource
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -29,7 +25,7 @@ LEGEND: dict[str, str] = {
     "tps_per_device": "real tokens per second and device",
     "target_tokens": "tokens that the loss is divided by",
     "padding": "share of token slots that hold no document",
-    "mfu": "model FLOPs of the packed documents over the devices' measured matmul peak, in percent",
+    "mfu": "model FLOPs of the packed documents over the devices' matmul peak, measured on a CPU, in percent",
     "memory": "peak memory of this process, GiB",
     "cost_spread": "dearest rank's predicted cost over the mean rank's, minus 1",
     "train_loss": "mean loss over target tokens since the last evaluation",
@@ -148,48 +144,3 @@ def _format(name: str, value: float) -> str:
     if name in {"sps", "sps_per_device", "mfu", "memory"}:
         return f"{value:.2f}"
     return f"{value:.4f}"
-
-
-class AppendedFile:
-    """A file that only grows, and that a resumed run cuts back to where its checkpoint saw it."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file = path.open("ab")
-
-    def write(self, text: str) -> None:
-        """Append `text` and hand it to the operating system, so that a reader sees whole lines."""
-        self._file.write(text.encode())
-        self._file.flush()
-
-    def mark(self) -> int:
-        """Bytes written so far, safe on disk."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        return self._file.tell()
-
-    def cut(self, mark: int) -> None:
-        """Forget everything after `mark` bytes.
-
-        Raises:
-            ValueError: the file is shorter than that: it is not the one that the checkpoint saw.
-        """
-        size = self.path.stat().st_size
-        if size < mark:
-            raise ValueError(
-                f"{self.path} has {size:,} bytes, but its checkpoint saw {mark:,}; it was edited"
-            )
-        self._file.truncate(mark)
-        self._file.seek(mark)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
-class MetricsFile(AppendedFile):
-    """metrics.jsonl: a record a step, in full precision."""
-
-    def record(self, values: Mapping[str, Any]) -> None:
-        """Append one record."""
-        self.write(json.dumps(dict(values)) + "\n")

@@ -16,8 +16,8 @@ class OptimizerConfig:
 
     lr: float = 2e-3
     """Peak learning rate."""
-    min_lr: float = 2e-4
-    """Learning rate at the end of the schedule."""
+    min_lr: float = -1.0
+    """Learning rate at the end of the schedule; negative = a tenth of optimizer.lr."""
     warmup_steps: int = 20
     """Steps in which the learning rate rises linearly to its peak."""
     decay_steps: int = 0
@@ -37,10 +37,10 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         """Refuse what would not train."""
-        if self.lr <= 0 or not 0 <= self.min_lr <= self.lr:
-            raise ValueError(
-                f"optimizer.lr={self.lr} must be positive and optimizer.min_lr={self.min_lr} between 0 and it"
-            )
+        if self.lr <= 0:
+            raise ValueError(f"optimizer.lr={self.lr} must be positive")
+        if self.min_lr > self.lr:
+            raise ValueError(f"optimizer.min_lr={self.min_lr} must not exceed optimizer.lr={self.lr}")
         if self.clip < 0 or self.weight_decay < 0 or self.warmup_steps < 0 or self.decay_steps < 0:
             raise ValueError(
                 "optimizer.clip, weight_decay, warmup_steps and decay_steps must not be negative"
@@ -86,4 +86,5 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
         return config.lr
     last = config.decay_steps or steps
     progress = min(max((step - config.warmup_steps) / max(last - config.warmup_steps, 1), 0.0), 1.0)
-    return config.min_lr + 0.5 * (config.lr - config.min_lr) * (1 + math.cos(math.pi * progress))
+    floor = config.min_lr if config.min_lr >= 0 else config.lr / 10
+    return floor + 0.5 * (config.lr - floor) * (1 + math.cos(math.pi * progress))

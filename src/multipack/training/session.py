@@ -10,7 +10,7 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from multipack.data.documents import Documents
 from multipack.data.loader import PackedLoader
 from multipack.data.prepare import Corpus, load_corpus
 from multipack.data.sampler import PackedBatchSampler
+from multipack.models.attention import select
 from multipack.models.decoder import Decoder
 from multipack.parallel.engine import Engine, build_engine
 from multipack.parallel.world import Device, World, hosts
@@ -37,12 +38,17 @@ from multipack.training.checkpoint import (
     save_checkpoint,
 )
 from multipack.training.feed import Feed
-from multipack.training.metrics import AppendedFile, MetricsFile, RunningLoss
+from multipack.training.ledger import NOTHING, Ledger
+from multipack.training.metrics import RunningLoss
 from multipack.training.optimizer import build_optimizer
 from multipack.training.peak import matmul_peak
 
 if TYPE_CHECKING:
     from multipack.config import Config
+
+
+class NonFiniteLoss(RuntimeError):
+    """A loss, gradient or weight is NaN or infinite; the last checkpoint is still good."""
 
 
 @dataclass
@@ -95,6 +101,8 @@ class TrainConfig:
                 raise ValueError(f"train.{name} must not be negative, got {getattr(self, name)}")
         if self.steps == 0 and self.epochs <= 0:
             raise ValueError("set train.steps, or train.epochs above 0")
+        # YAML's booleans and an empty word mean what they look like.
+        self.resume = {"True": "true", "False": "false", "": "false"}.get(self.resume, self.resume)
         if self.padded_batch_size < 1 or self.sample_tokens < 1:
             raise ValueError("train.padded_batch_size and train.sample_tokens must be at least 1")
 
@@ -129,72 +137,119 @@ class Session:
     peak_flops: float
     clock: Callable[[], float]
     step: int = 0
+    evaluated: int = -1
     running: RunningLoss = field(default_factory=RunningLoss)
-    metrics: MetricsFile | None = None
-    samples: AppendedFile | None = None
+    ledger: Ledger | None = None
     notes: list[str] = field(default_factory=list)
 
-    def open_files(self) -> None:
-        """Create (or reopen) what rank 0 writes. Called once everything else is known to be right."""
-        if not self.world.is_main:
-            return
+    def begin(self, checkpoint: Checkpoint | None) -> None:
+        """Take the run directory and, from a checkpoint, put everything where it was.
+
+        Whatever can be wrong is found before anything is changed. Evaluating a saved run changes nothing of it.
+        """
+        train = self.config.train
+        only_looks = train.eval_only and train.resume != "false"
+        if checkpoint is not None:
+            self._check_same_documents(checkpoint)
+            self.engine.load_state(checkpoint.tensors)
+            self.feed.load_state_dict(checkpoint.progress["data"])
+            self.running = RunningLoss(*checkpoint.progress["running"])
+            self.step, self.evaluated = checkpoint.step, checkpoint.progress["evaluated"]
+            if not restore_rng(self.world, checkpoint.rng):
+                self.notes.append(
+                    "some ranks are new: their dropout starts from the seed, not from the checkpoint"
+                )
+            self._note_rounding(checkpoint.progress)
+        if not only_looks:
+            self.world.on_main(lambda: self._take_files(checkpoint))
+
+    def _take_files(self, checkpoint: Checkpoint | None) -> None:
         if self.config.train.resume == "false":
             self.run.create(self._saved_config())
-        self.metrics, self.samples = MetricsFile(self.run.metrics), AppendedFile(self.run.samples)
+        self.ledger = Ledger(self.run)
+        if self.config.train.resume == "false":
+            return
+        marks = checkpoint.progress["marks"] if checkpoint else {"metrics": NOTHING, "samples": NOTHING}
+        self.ledger.check(marks)
+        self.ledger.cut(marks)
+        write_atomically(self.run.config, self._saved_config().encode())
+        if checkpoint is not None:
+            self.run.point_to(checkpoint.path)
+
+    def _check_same_documents(self, checkpoint: Checkpoint) -> None:
+        saved, own = checkpoint.progress["corpus"], self._corpus_hashes()
+        for what, digest in own.items():
+            if saved[what] != digest:
+                raise ValueError(
+                    f"the run was trained on other {what} (hash {saved[what][:12]}, now {digest[:12]});"
+                    " go on with the same ones, or start a new run with another out="
+                )
+
+    def _corpus_hashes(self) -> dict[str, str]:
+        return {"documents": self.corpus.train.fingerprint, "tokens": self.corpus.tokenizer.hash}
+
+    def _note_rounding(self, before: dict[str, Any]) -> None:
+        if (before["world_size"], before["threads"]) != (self.world.size, torch.get_num_threads()):
+            self.notes.append(
+                f"the checkpoint was written by {before['world_size']} processes of {before['threads']} threads:"
+                " the same documents follow, but sums round differently"
+            )
 
     def close(self) -> None:
         """Stop the loader's thread and close files."""
         self.feed.close()
         if self.validation is not None:
             self.validation.close()
-        for file in (self.metrics, self.samples):
-            if file is not None:
-                file.close()
+        if self.ledger is not None:
+            self.ledger.close()
 
     def save(self) -> str:
-        """Write a checkpoint; every rank takes part. Returns its path."""
-        rng = gather_rng(self.world)
-        path = ""
-        if self.world.is_main:
-            assert self.metrics is not None
-            assert self.samples is not None
+        """Write a checkpoint; every rank takes part. Returns its path.
+
+        Raises:
+            NonFiniteLoss: the weights are not finite; nothing was written.
+        """
+        state, rng = self.engine.state(), gather_rng(self.world)
+        broken = sum(not bool(torch.isfinite(tensor).all()) for tensor in state["model"].values())
+        if self.world.sum([float(broken)])[0]:
+            self.diverged(f"after step {self.step} {broken} weight tensors are not finite", [])
+
+        def write() -> str:
+            assert self.ledger is not None
             progress = {
                 "data": self.feed.state_dict(),
                 "running": [self.running.loss_sum, self.running.target_tokens],
-                "marks": {"metrics": self.metrics.mark(), "samples": self.samples.mark()},
+                "evaluated": self.evaluated,
+                "marks": self.ledger.marks(),
+                "corpus": self._corpus_hashes(),
                 "world_size": self.world.size,
                 "threads": torch.get_num_threads(),
             }
             files = {"config.yaml": self._saved_config(), "tokenizer.json": self.corpus.tokenizer.to_json()}
             keep = self.config.train.keep_checkpoints
-            path = str(save_checkpoint(self.run, self.step, self.engine.state(), progress, rng, files, keep))
-        return self.world.from_main(path)
+            return str(save_checkpoint(self.run, self.step, state, progress, rng, files, keep))
+
+        return self.world.on_main(write)
+
+    def diverged(self, what: str, documents: list[int]) -> NoReturn:
+        """Raise NonFiniteLoss, naming documents and the checkpoint that is still good."""
+        names = [f"{number} ({self.corpus.train.names(number)})" for number in documents[:20]]
+        more = f" and {len(documents) - 20} more" if len(documents) > 20 else ""
+        of = f" Its documents: {', '.join(names)}{more}." if names else ""
+        kept = (
+            self.run.latest.read_text(encoding="utf-8").strip()
+            if self.run.latest.is_file()
+            else "none so far"
+        )
+        raise NonFiniteLoss(
+            f"{what}.{of} Last good checkpoint: {kept}. Lower optimizer.lr (now {self.config.optimizer.lr:g})"
+            + (", or look at these documents" if names else "")
+        )
 
     def _saved_config(self) -> str:
-        """The configuration that starts this run again: from the beginning, not from a checkpoint."""
-        return config_yaml(replace(self.config, train=replace(self.config.train, resume="false")))
-
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Continue where `checkpoint` was written: weights, optimizer, documents, files and random numbers."""
-        self.engine.load_state(checkpoint.tensors)
-        self.feed.load_state_dict(checkpoint.progress["data"])
-        self.running = RunningLoss(*checkpoint.progress["running"])
-        self.step = checkpoint.step
-        if self.world.is_main:
-            assert self.metrics is not None
-            assert self.samples is not None
-            self.run.point_to(checkpoint.path)
-            write_atomically(self.run.config, self._saved_config().encode())
-            self.metrics.cut(checkpoint.progress["marks"]["metrics"])
-            self.samples.cut(checkpoint.progress["marks"]["samples"])
-        if not restore_rng(self.world, checkpoint.rng):
-            self.notes.append("this rank is new: its dropout starts from the seed, not from the checkpoint")
-        before = checkpoint.progress
-        if (before["world_size"], before["threads"]) != (self.world.size, torch.get_num_threads()):
-            self.notes.append(
-                f"the checkpoint was written by {before['world_size']} processes of {before['threads']} threads:"
-                " the same documents follow, but sums round differently"
-            )
+        """The configuration that starts such a run again: anew, in a directory of its own."""
+        train = replace(self.config.train, resume="false", eval_only=False)
+        return config_yaml(replace(self.config, train=train, out=""))
 
 
 def assemble(
@@ -211,8 +266,8 @@ def assemble(
     """
     config = replace(config, out=world.from_main(config.out or f"runs/{time.strftime('%Y-%m-%d_%H-%M-%S')}"))
     run, checkpoint = _run_and_checkpoint(config)
-    if checkpoint is None and run.path.exists() and world.is_main:
-        run.check_free()
+    if config.train.resume == "false":
+        world.on_main(run.check_free)
     plan = config.plan
     packs_per_step = plan.keywords(world.size)["packs_per_step"]
     limit = min(plan.capacity, config.model.context) if config.model.positions == "learned" else plan.capacity
@@ -260,9 +315,7 @@ def assemble(
         peak_flops=_peak(world, dtype),
         clock=clock,
     )
-    session.open_files()
-    if checkpoint is not None:
-        session.restore(checkpoint)
+    session.begin(checkpoint)
     return session
 
 
@@ -270,6 +323,8 @@ def _run_and_checkpoint(config: Config) -> tuple[RunDirectory, Checkpoint | None
     if config.train.resume == "false":
         return RunDirectory.at(config.out), None
     run, path = find_run(config.out if config.train.resume == "true" else config.train.resume)
+    if path is None and not run.latest.is_file():
+        return run, None  # stopped before its first checkpoint: it begins again
     return run, load_checkpoint(path or run.latest_checkpoint())
 
 
@@ -373,7 +428,7 @@ def header_rows(session: Session) -> list[tuple[str, str]]:
     family = "Llama" if shape.positions == "rope" else "GPT-2"
     return [
         ("device", f"{world.device} ({name})"),
-        ("backend", f"{world.backend}, {config.parallel.data}, attention {config.model.attention}"),
+        ("backend", f"{world.backend}, {config.parallel.data}, attention {_attention_row(session)}"),
         ("world size", f"{world.size} process{'es' if world.size > 1 else ''}"),
         ("hosts", ", ".join(hosts(world))),
         ("launcher", f"{world.launcher}: {world.command}"),
@@ -402,3 +457,12 @@ def header_rows(session: Session) -> list[tuple[str, str]]:
         ),
         ("run directory", str(session.run.path)),
     ]
+
+
+def _attention_row(session: Session) -> str:
+    """The attention backend in effect, `auto` resolved."""
+    shape, device = session.shape, session.world.device
+    dtype = torch.bfloat16 if session.config.train.dtype == "bf16" else torch.float32
+    q = torch.empty(1, shape.heads, shape.head_width, device=device, dtype=dtype, requires_grad=True)
+    kv = torch.empty(1, shape.kv_heads, shape.head_width, device=device, dtype=dtype)
+    return select(session.config.model.attention, q, kv, kv).name

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, cast
 
+import torch
+
 from multipack.models.decoder import Decoder
 from multipack.parallel.replicate import StepResult
 from multipack.parallel.world import connected
@@ -28,10 +30,6 @@ from multipack.training.session import Session, assemble, header_rows
 
 if TYPE_CHECKING:
     from multipack.config import Config
-
-
-class NonFiniteLoss(RuntimeError):
-    """The loss or gradient of a step is NaN or infinite; the step was not applied."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +97,9 @@ def train(config: Config, clock: Callable[[], float] = time.perf_counter) -> Run
             with StopRequest() as stop:
                 val_loss = _loop(session, stop)
             # From here on everything is saved: a signal may end the process at once.
+            early = stop.signal if stop.signal is not None and session.step < session.steps else None
             comparison = _compare(session) if stop.signal is None and session.step > first else None
-            result = RunResult(str(session.run.path), session.step, val_loss, stop.signal, comparison)
+            result = RunResult(str(session.run.path), session.step, val_loss, early, comparison)
             _conclude(session, result)
         finally:
             session.close()
@@ -110,8 +109,9 @@ def train(config: Config, clock: Callable[[], float] = time.perf_counter) -> Run
 def _loop(session: Session, stop: StopRequest) -> float | None:
     """Train to the last step, or until asked to stop; returns the last validation loss."""
     config, engine, clock = session.config, session.engine, session.clock
-    val_loss = _evaluate(session) if _first_evaluation_due(session) else None
     last = session.step if config.train.eval_only else session.steps
+    # Also of a run that was stopped between a step and its evaluation.
+    val_loss = _evaluate(session) if _evaluation_due(session, last) else None
     feed = iter(session.feed)
     stopped = False
     with session.console.progress("training") as advance:
@@ -132,7 +132,7 @@ def _loop(session: Session, stop: StopRequest) -> float | None:
             measure = _measure(session, data, result, loss_sum, slots, rate, norm, times)
             mark = now
             _record(session, measure, advance)
-            if _evaluation_due(session, last, stopped):
+            if not stopped and _evaluation_due(session, last):
                 val_loss = _evaluate(session)
                 mark = clock()
             if _checkpoint_due(session, last, stopped):
@@ -160,7 +160,10 @@ def _agree(
     if any(flags):
         packed = session.sampler.deal_of(data.index)
         documents = [int(number) for pack, flag in enumerate(flags) if flag for number in packed[pack]]
-        _stop_diverged(session, "loss", documents)  # of the very packs that went wrong
+        # Of the very packs that went wrong.
+        session.diverged(
+            f"the loss of step {session.step + 1} is not finite; the step was not applied", documents
+        )
     if asked and stop.signal is None:
         stop.signal = signal.SIGTERM  # another rank was asked; this one stops with it
     return loss_sum, slots, asked > 0
@@ -168,18 +171,8 @@ def _agree(
 
 def _require_finite_gradient(session: Session, norm: float, data: StepData) -> None:
     if not math.isfinite(norm):
-        _stop_diverged(session, "gradient", [int(number) for number in data.documents])
-
-
-def _stop_diverged(session: Session, what: str, documents: list[int]) -> None:
-    names = [f"{number} ({session.corpus.train.names(number)})" for number in documents[:20]]
-    more = f" and {len(documents) - 20} more" if len(documents) > 20 else ""
-    kept = session.run.latest.read_text().strip() if session.run.latest.is_file() else "none so far"
-    raise NonFiniteLoss(
-        f"the {what} of step {session.step + 1} is not finite; the step was not applied. Its documents:"
-        f" {', '.join(names)}{more}. Last good checkpoint: {kept}. Lower optimizer.lr (now"
-        f" {session.config.optimizer.lr:g}), or look at these documents"
-    )
+        what = f"the gradient of step {session.step + 1} is not finite; the step was not applied"
+        session.diverged(what, [int(number) for number in data.documents])
 
 
 def _measure(
@@ -216,22 +209,18 @@ def _measure(
 def _record(session: Session, measure: StepMeasure, advance: Callable[..., None]) -> None:
     values = measure.metrics()
     session.running.add(measure.loss_sum, measure.target_tokens)
-    if session.metrics is not None:
-        session.metrics.record(values)
+    if session.ledger is not None:
+        session.ledger.record(values)
     advance(session.step, session.steps, f"loss {values['loss']:.3f}")
     every = session.config.log.every
     if every and (session.step % every == 0 or session.step == 1):
         session.console.line(format_line(values))
 
 
-def _first_evaluation_due(session: Session) -> bool:
-    train = session.config.train
-    return train.eval_only or (train.eval_every > 0 and session.step == 0)
-
-
-def _evaluation_due(session: Session, last: int, stopped: bool) -> bool:
-    every = session.config.train.eval_every
-    return every > 0 and not stopped and (session.step % every == 0 or session.step == last)
+def _evaluation_due(session: Session, last: int) -> bool:
+    train, step = session.config.train, session.step
+    due = train.eval_every > 0 and (step % train.eval_every == 0 or step == last)
+    return train.eval_only or (due and session.evaluated != step)
 
 
 def _checkpoint_due(session: Session, last: int, stopped: bool) -> bool:
@@ -249,9 +238,13 @@ def _evaluate(session: Session) -> float:
     if train_loss is not None:
         values["train_loss"] = train_loss
     values["val_loss"] = val_loss
+    session.evaluated = session.step
     console.line(f"evaluation {format_line(values)}", style="bold")
-    if session.metrics is not None and session.samples is not None:
-        session.metrics.record(values)
+    if not math.isfinite(val_loss):
+        session.diverged(f"the validation loss after step {session.step} is not finite", [])
+    if session.ledger is not None:
+        session.ledger.record(values)
+    if session.world.is_main:
         prompts = [train.sample_prompt] if train.sample_prompt else session.corpus.prompts
         if not prompts:  # no document begins with text
             return val_loss
@@ -266,7 +259,8 @@ def _evaluate(session: Session) -> float:
                 top_k=train.sample_top_k,
                 seed=train.seed + session.step,
             )
-        session.samples.write(f"=== step {session.step}\n{prompt}▌{text}\n\n")
+        if session.ledger is not None:
+            session.ledger.samples.write(f"=== step {session.step}\n{prompt}▌{text}\n\n")
         console.line("\n".join("    " + line for line in f"{prompt}▌{text}".splitlines()))
     return val_loss
 
@@ -278,20 +272,25 @@ def _compare(session: Session) -> Comparison | None:
     session.console.line(
         "\nmeasuring what padding would have cost: the same documents, packed and padded by turns …"
     )
-    return compare_with_padding(
-        session.engine,
-        session.corpus.train,
-        session.sampler.plan,
-        batch_size=train.padded_batch_size,
-        clock=session.clock,
-    )
+    try:
+        return compare_with_padding(
+            session.engine,
+            session.corpus.train,
+            session.sampler.plan,
+            batch_size=train.padded_batch_size,
+            clock=session.clock,
+        )
+    except torch.OutOfMemoryError:
+        session.console.line(f"padded batches of {train.padded_batch_size} documents do not fit into memory")
+        return None
 
 
 def _introduce(session: Session, seconds: float) -> None:
     console = session.console
     console.section("run", header_rows(session))
-    report = session.sampler.plan.report(session.world.size, session.config.parallel.sync)
-    console.section("plan", plan_rows(session, report))
+    if console.enabled:
+        report = session.sampler.plan.report(session.world.size, session.config.parallel.sync)
+        console.section("plan", plan_rows(session, report))
     console.table("legend", ["metric", "meaning"], list(LEGEND.items()))
     for note in session.notes:
         console.line(f"note: {note}")
