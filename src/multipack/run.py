@@ -1,12 +1,14 @@
 """What a run directory holds. Training writes it; reports, resume and generation read it.
 
-RUN/
-config.yaml       the resolved configuration; `multipack train config=RUN/config.yaml` starts it again
-metrics.jsonl     a record a step and evaluation, full precision
-samples.txt       what the model wrote at evaluations
-checkpoints/
-latest          the name of the newest complete checkpoint
-step-00000100/  model.safetensors optimizer.safetensors rng.safetensors state.json config.yaml tokenizer.json
+    RUN/
+      config.yaml       the resolved configuration; `multipack train config=RUN/config.yaml` starts such a run anew
+      metrics.jsonl     a record a step and evaluation, full precision
+      samples.txt       what the model wrote at evaluations
+      checkpoints/
+        latest          the name of the newest complete checkpoint
+        step-00000100/  {model,optimizer,rng}.safetensors state.json config.yaml tokenizer.json
+
+Files whose names begin with a dot are being written.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """A run assembled: documents, plan, model, engine and files, ready for the loop.
 
-config ─▶ corpus ─▶ sampler (plan) ─▶ loader ─▶ feed
-└─▶ shape ─▶ decoder ─▶ optimizer ─▶ engine
+    config ─▶ corpus ─▶ sampler (plan) ─▶ loader ─▶ feed
+       └────▶ shape ──▶ decoder ─▶ optimizer ─▶ engine
+
+Nothing is written before everything is known to fit together.
 """
 
 from __future__ import annotations
