@@ -50,6 +50,12 @@ def test_wordplays_names_map_to_one_field_of_ours(theirs, field, value):
     assert getattr(getattr(compose(words), group), name) == value
 
 
+def test_one_word_changes_what_follows_from_it():
+    assert compose(["model=gpt2", "model.n_head=6"]).model.kv_heads == 6
+    assert compose(["model=tiny", "model.d_model=128"]).model.kv_heads == 1
+    assert compose(["optimizer.learning_rate=1e-5"]).optimizer.lr == 1e-5
+
+
 def test_every_alias_leads_to_a_field():
     known = {key for key, *_ in describe(Config)}
     assert {name for name, _ in ALIASES.values()} <= known
@@ -66,6 +72,9 @@ def test_every_alias_leads_to_a_field():
         ("out=${oc.env:HOME}", "cannot hold ${"),
         ("train.stepz=3", "did you mean train.steps"),
         ("steps=3", "did you mean train.steps"),
+        ("modle=tiny", "did you mean model?"),
+        ("foo=1", "--settings"),
+        ("log.every=-1", "log.every"),
         ("trian.steps=3", "did you mean train.steps"),
         ("model.nlayers=3", "did you mean model.layers"),
         ("train.steps=many", "train.steps=many"),
@@ -141,6 +150,8 @@ def test_resume_takes_the_saved_values_under_the_words(tmp_path):
     assert by_path.out == str(run.path)
     with pytest.raises(ConfigError, match="is not the run of"):
         compose_run([f"train.resume={run.path}", f"out={tmp_path / 'other'}"])
+    with pytest.raises(ConfigError, match=r"model\.layers was 2 in that run and cannot become 3"):
+        compose_run([f"train.resume={run.path}", "model.layers=3"])
 
 
 def test_a_checkpoint_goes_on_with_its_own_settings(tmp_path):

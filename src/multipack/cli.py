@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
 
+import click
 import typer
 
 app = typer.Typer(
@@ -37,12 +38,18 @@ def main() -> None:
     # Threads that spin while they wait make every step ten times as long when something else wants a core too.
     # Read by the OpenMP runtime when torch is loaded, so before any command imports it; the user's own wins.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # oneDNN keeps compiled bfloat16 products for 1,024 shapes, and packs differ in shape: gigabytes for nothing.
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     try:
-        app()
+        code = app(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
     except (ValueError, OSError) as error:
         _fail(str(error), 2)
-    except KeyboardInterrupt:
+    except (click.Abort, KeyboardInterrupt):
         _fail("interrupted; what was saved before is whole", 130)
+    sys.exit(code or 0)
 
 
 def _fail(message: str, code: int) -> NoReturn:
@@ -177,7 +184,7 @@ def plan(
     from multipack.reports.summary import report_rows
 
     wanted = merge(PlanCommand, words or [])
-    lengths, targets = read_lengths(Path(source))
+    lengths, targets = read_lengths(Path(source), wanted.plan.capacity)
     keywords = wanted.plan.keywords(wanted.world_size)
     made = make_plan(lengths, targets=targets, seed=wanted.seed, epoch=wanted.epoch, **keywords)
     report = made.report(wanted.world_size, wanted.sync)

@@ -82,6 +82,11 @@ class PlanCommand:
     padded_batch_size: int = 8
     """Documents in a batch of the padded training that the plan is compared with."""
 
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        if self.world_size < 1 or self.padded_batch_size < 1:
+            raise ValueError("world_size and padded_batch_size must be at least 1")
+
 
 class ConfigError(ValueError):
     """A configuration that cannot be; the message names the field and what is legal."""
@@ -167,9 +172,24 @@ def compose_run(words: Iterable[str]) -> Config:
             f" directory: leave out= away, or copy {run.path} first"
         )
     # A checkpoint goes on with the settings that it was trained with, whatever the run's file says by now.
-    config = compose(given, saved(checkpoint / "config.yaml" if checkpoint else run.config))
+    before = saved(checkpoint / "config.yaml" if checkpoint else run.config)
+    config = compose(given, before)
+    _refuse_another_run(before, said)
     config.out = str(run.path)
     return config
+
+
+def _refuse_another_run(before: dict[str, Any], said: dict[str, str]) -> None:
+    """Name a setting of plan or model that would make the resumed run another one."""
+    free = {"plan.packs_per_step", "plan.micro_batches", "model.attention", "model.dropout"}
+    old = _flatten(before)
+    for key, value in said.items():
+        fixed = key.startswith(("plan.", "model.")) and key not in free
+        if fixed and key in old and value not in (str(old[key]), str(old[key]).lower(), "0"):
+            raise ConfigError(
+                f"{key} was {old[key]} in that run and cannot become {value}: the saved weights and documents depend"
+                " on it; leave it away, or start a new run with another out="
+            )
 
 
 def merge(schema: type[Schema], words: Iterable[str], base: dict[str, Any] | None = None) -> Schema:
@@ -287,7 +307,10 @@ def _rename(key: str, value: str) -> tuple[str, str]:
 def _preset(group: str, name: str) -> dict[str, Any]:
     if group == "model" and name in SHAPES:
         # A run's vocabulary is its tokenizer's; the published one serves the cost model and the adviser.
-        return {"model": {**SHAPES[name].to_dict(), "vocabulary_size": 0}}
+        # Equal numbers of heads stay equal when one of them is changed.
+        shape = SHAPES[name]
+        kv_heads = 0 if shape.kv_heads == shape.heads else shape.kv_heads
+        return {"model": {**shape.to_dict(), "vocabulary_size": 0, "kv_heads": kv_heads}}
     if (
         group == "tokenizer"
         and name not in preset_names(group)
@@ -319,7 +342,7 @@ def _parse_yaml(text: str, name: str) -> dict[str, Any]:
     try:
         parsed = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     except Exception as error:
-        raise ConfigError(f"{name} is not YAML: {error}") from error
+        raise ConfigError(f"{name} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(parsed, dict):
         raise ConfigError(f"{name} must hold `group:` and `key: value` lines")
     return typing.cast(dict[str, Any], parsed)
@@ -359,13 +382,21 @@ def _known(tree: DictConfig, key: str) -> bool:
 
 
 def _unknown(key: str, tree: DictConfig) -> str:
-    known = [*_flatten(typing.cast(dict[str, Any], OmegaConf.to_container(tree))), *ALIASES]
-    same_group = [name for name in known if name.split(".")[0] == key.split(".")[0]]
-    near = difflib.get_close_matches(key, same_group, 1, 0.3) or difflib.get_close_matches(key, known, 1, 0.3)
-    by_leaf = [name for name in known if name.split(".")[-1] == key.split(".")[-1]]
-    guess = by_leaf or near
+    known = list(_flatten(typing.cast(dict[str, Any], OmegaConf.to_container(tree))))
+    known += [name for name, (ours, _) in ALIASES.items() if ours in known]
+    groups = [str(name) for name in tree if isinstance(tree[name], DictConfig)]
+    group, _, leaf = key.partition(".")
+    if leaf:
+        near = difflib.get_close_matches(
+            key, [name for name in known if name.startswith(f"{group}.")], 1, 0.7
+        )
+        near = near or [name for name in known if name.split(".")[-1] == leaf]
+        near = near or difflib.get_close_matches(key, known, 1, 0.75)
+    else:
+        near = [name for name in known if name.split(".")[-1] == key]
+        near = near or difflib.get_close_matches(key, groups, 1, 0.6)
     return f"there is no setting {key}" + (
-        f"; did you mean {guess[0]}?" if guess else "; see multipack train --settings"
+        f"; did you mean {near[0]}?" if near else "; `multipack train --settings` lists them all"
     )
 
 

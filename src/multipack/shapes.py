@@ -22,8 +22,8 @@ class ModelShape:
     """Transformer blocks."""
     heads: int = 4
     """Query heads."""
-    kv_heads: int = 4
-    """Key and value heads; fewer than `heads` is grouped-query attention."""
+    kv_heads: int = 0
+    """Key and value heads; fewer than `heads` is grouped-query attention; 0 = as many as heads."""
     d_model: int = 192
     """Width of the residual stream."""
     d_ff: int = 512
@@ -53,6 +53,8 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         """Refuse shapes that no decoder can have."""
+        if self.kv_heads == 0:
+            object.__setattr__(self, "kv_heads", self.heads)
         for name in ("layers", "heads", "kv_heads", "d_model", "d_ff", "context"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model.{name} must be at least 1, got {getattr(self, name)}")

@@ -12,7 +12,7 @@ from multipack.training.optimizer import OptimizerConfig, build_optimizer, decay
 def test_warm_up_rises_to_the_peak_and_cosine_falls_to_the_floor():
     config = OptimizerConfig(lr=1.0, min_lr=0.1, warmup_steps=4)
     rates = [learning_rate(step, 24, config) for step in range(1, 25)]
-    assert rates[:4] == pytest.approx([0.2, 0.4, 0.6, 0.8])
+    assert rates[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
     assert rates[13] == pytest.approx(0.1 + 0.9 / 2)  # half-way: the mean of peak and floor
     assert rates[-1] == pytest.approx(0.1)
     assert all(a >= b for a, b in itertools.pairwise(rates[4:]))
@@ -26,7 +26,7 @@ def test_schedule_ends_at_decay_steps_and_stays():
 
 
 def test_constant_schedule_keeps_the_peak():
-    config = OptimizerConfig(lr=0.5, min_lr=0.0, warmup_steps=1, schedule="constant")
+    config = OptimizerConfig(lr=0.5, min_lr=0.0, warmup_steps=2, schedule="constant")
     assert [learning_rate(step, 9, config) for step in (1, 2, 9)] == [0.25, 0.5, 0.5]
 
 

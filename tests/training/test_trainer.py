@@ -230,9 +230,10 @@ def test_a_taken_run_directory_is_refused_and_untouched(words, tmp_path):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ("plan.capacity=512", "fingerprint|capacity"),
-        ("model.layers=3", "checkpoint lacks"),
-        ("model.d_model=32", "other shapes"),
+        ("plan.capacity=512", r"plan\.capacity was 256"),
+        ("model.layers=3", r"model\.layers was 2"),
+        ("model=small", "checkpoint lacks|other shapes"),
+        ("plan.packs_per_step=2", "fingerprint|options"),
     ],
 )
 def test_a_resumed_run_refuses_what_would_make_it_another_run(words, tmp_path, changed, message):

@@ -111,7 +111,7 @@ def fit_pieces(
             f"document {int(document[first]):,} ({name(first)}) has {int(length[first]):,} tokens, more than "
             f"the limit of {limit:,} tokens for a document ({count:,} of {len(length):,} documents are too long, "
             f"the longest has {int(length.max()):,}): set data.overlong=truncate, split or drop, or raise "
-            "plan.capacity"
+            "plan.capacity (and model.context, where positions are learned)"
         )
     if policy == "truncate":
         report = FitReport(limit, policy, truncated_documents=count, truncated_tokens=tokens - count * limit)

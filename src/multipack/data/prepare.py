@@ -251,7 +251,7 @@ def _split(whole: Documents, data: DataConfig, limit: int) -> tuple[Documents, D
     if data.validation and len(whole) < 2:
         raise ValueError(
             f"data.validation={data.validation}: {len(whole)} document ({whole.names(0)}) cannot be split in "
-            "two; set data.validation=0, or divide the text: data.documents=blank_line, separator or stream"
+            "two; set data.validation=0 (and train.eval_every=0), add documents, or divide a text with data.documents"
         )
     return whole.split(data.validation, data.split_seed)
 

@@ -24,6 +24,11 @@ class ParallelConfig:
     timeout_seconds: float = 600.0
     """Seconds that a collective waits for a missing rank before it raises."""
 
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        if self.timeout_seconds <= 0:
+            raise ValueError(f"parallel.timeout_seconds must be positive, got {self.timeout_seconds}")
+
     @property
     def sync(self) -> Literal["step", "micro", "pipeline"]:
         """When ranks meet, which is what the planner balances for: DDP synchronizes once a step."""

@@ -126,7 +126,8 @@ def launched_by(environment: Mapping[str, str]) -> tuple[str, str]:
     Returns:
         (name, command): `("none", …)` for a process started by hand; the command is this process's own then.
     """
-    own = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    program = Path(sys.argv[0]).name
+    own = " ".join(["python -m multipack" if program == "__main__.py" else program, *sys.argv[1:]])
     if "TORCHELASTIC_RUN_ID" in environment:
         return "torchrun", _parent_command() or own
     if "RANK" in environment:

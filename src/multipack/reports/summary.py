@@ -26,17 +26,17 @@ def report_rows(report: PlanReport, share: float, batch_size: int, ranks: int) -
         batch_size: see `share`.
         ranks: data-parallel ranks.
     """
-    dealt = "" if ranks == 1 else f" over {ranks} ranks"
+    dealt = "" if ranks == 1 else f", {ranks} ranks"
     return [
         ("documents", f"{report.documents:,}"),
         ("tokens", f"{report.tokens:,}"),
         ("packs", f"{report.packs:,}"),
         ("global steps", f"{report.steps:,} (no plan could have fewer than {report.minimum_steps:,})"),
-        ("packing efficiency", f"{report.efficiency:.2%} of the slots of all packs hold tokens"),
-        ("utilization", f"{report.utilization:.2%} mean / fullest rank, tokens{dealt}"),
+        ("packing efficiency", f"{report.efficiency:.2%} of the slots of all steps hold tokens"),
+        ("utilization", f"{report.utilization:.2%} (tokens of the mean rank over the fullest{dealt})"),
         (
             "cost utilization",
-            f"{report.cost_utilization:.2%} mean / dearest rank, cost{dealt};"
+            f"{report.cost_utilization:.2%} (cost of the mean rank over the dearest{dealt});"
             f" no arrangement of these steps could exceed {report.cost_utilization_ceiling:.2%}",
         ),
         ("L² lag", f"{report.l2_lag_mean:,.0f} mean, {report.l2_lag_max:,.0f} max"),
@@ -66,7 +66,10 @@ def plan_rows(session: Session, report: PlanReport) -> Rows:
     return [
         *report_rows(report, share, batch_size, session.world.size),
         ("a step", dealt),
-        ("validation", f"{len(session.corpus.validation):,} documents"),
+        (
+            "validation",
+            f"{len(session.corpus.validation):,} documents, {session.corpus.validation.num_tokens:,} tokens",
+        ),
         *corpus_notes(session.corpus),
     ]
 
@@ -75,7 +78,7 @@ def corpus_notes(corpus: Corpus) -> Rows:
     """What happened to documents on their way from the source: cut, dropped or skipped, never in silence."""
     fits = [("training", corpus.train_fit), ("validation", corpus.validation_fit)]
     rows = [(f"too long, {which}", fit.describe()) for which, fit in fits if fit.describe()]
-    return rows + [("skipped", f"{count:,} documents: {reason}") for reason, count in corpus.skipped.items()]
+    return rows + [("skipped", f"{count:,} {reason}") for reason, count in corpus.skipped.items()]
 
 
 def store_rows(path: Path) -> Rows:
@@ -93,4 +96,5 @@ def store_rows(path: Path) -> Rows:
             f"{lengths.min():,} shortest, {int(np.median(lengths)):,} median, {lengths.max():,} longest",
         ),
         ("size", f"{size / 2**20:.1f} MiB"),
+        *[("skipped", f"{count:,} {reason}") for reason, count in store.header.skipped.items()],
     ]

@@ -81,7 +81,7 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
         config: peak, floor, warm-up and schedule.
     """
     if step <= config.warmup_steps:
-        return config.lr * step / (config.warmup_steps + 1)
+        return config.lr * step / config.warmup_steps
     if config.schedule == "constant":
         return config.lr
     last = config.decay_steps or steps

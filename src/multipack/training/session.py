@@ -98,7 +98,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot run."""
-        for name in ("steps", "eval_every", "eval_packs", "checkpoint_every", "keep_checkpoints", "prefetch"):
+        counts = ("steps", "eval_every", "eval_packs", "checkpoint_every", "keep_checkpoints", "prefetch")
+        for name in (*counts, "sample_temperature", "sample_top_k"):
             if getattr(self, name) < 0:
                 raise ValueError(f"train.{name} must not be negative, got {getattr(self, name)}")
         if self.steps == 0 and self.epochs <= 0:
@@ -117,6 +118,11 @@ class LogConfig:
     """Steps between log lines; 0 = none. metrics.jsonl has every step."""
     all_ranks: bool = False
     """Every rank prints, each line with its time and rank."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        if self.every < 0:
+            raise ValueError(f"log.every must not be negative, got {self.every}")
 
 
 @dataclass
@@ -425,7 +431,8 @@ def header_rows(session: Session) -> list[tuple[str, str]]:
     parameters = list(session.engine.state()["model"].values())
     decayed = [parameter.numel() for parameter in parameters if parameter.dim() >= 2]
     others = [parameter.numel() for parameter in parameters if parameter.dim() < 2]
-    cpu = f"{torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    cpu = f"{threads} thread{'s' if threads > 1 else ''}"
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else cpu
     family = "Llama" if shape.positions == "rope" else "GPT-2"
     return [

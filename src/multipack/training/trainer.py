@@ -296,10 +296,8 @@ def _introduce(session: Session, seconds: float) -> None:
         console.line(f"note: {note}")
     start = f"continuing after step {session.step}" if session.step else "starting"
     console.line(f"\nstart-up time {seconds:.1f} s; {start}, {session.steps} steps in all")
-    if session.step >= session.steps:
-        console.line(
-            f"nothing to train: the run has taken its {session.steps} steps; raise train.steps to go on"
-        )
+    if session.step >= session.steps and not session.config.train.eval_only:
+        console.line(f"nothing to train: the run has taken {session.step} steps; raise train.steps to go on")
 
 
 def _conclude(session: Session, result: RunResult) -> None:
@@ -329,5 +327,5 @@ def _conclude(session: Session, result: RunResult) -> None:
         rows.append(("checkpoint", str(run.latest_checkpoint())))
     rows.append(("token store", str(session.corpus.store_path)))
     console.section("written", rows)
-    if result.val_loss is not None:
+    if result.val_loss is not None and session.evaluated == result.step:
         console.line(f"\nfinal validation loss {result.val_loss:.4f} after {result.step} steps")
