@@ -35,9 +35,11 @@ def main() -> None:
             stream.reconfigure(
                 errors="replace"
             )  # a sample must not end a run where the locale lacks a letter
-    # Threads that spin while they wait make every step ten times as long when something else wants a core too.
-    # Read by the OpenMP runtime when torch is loaded, so before any command imports it; the user's own wins.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Threads that spin for long while they wait make a step many times as long when something else wants a core too;
+    # a short spin costs a quiet machine nothing. Read by the OpenMP runtime when torch is loaded, so set before any
+    # command imports it. Whoever sets one of these variables keeps what they chose.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     # oneDNN keeps compiled bfloat16 products for 1,024 shapes, and packs differ in shape: gigabytes for nothing.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     try:
