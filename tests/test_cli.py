@@ -158,3 +158,26 @@ def test_a_file_that_is_no_array_is_refused(monkeypatch, capsys, tmp_path):
 def test_python_dash_m_is_the_same_program():
     done = subprocess.run([sys.executable, "-m", "multipack", "version"], capture_output=True, text=True)
     assert done.stdout.strip() == "0.1.0"
+
+
+def test_a_stream_is_planned_as_training_would_cut_it(run, tmp_path):
+    (tmp_path / "text.txt").write_text("To be, or not to be, that is the question. " * 40)
+    store = tmp_path / "text.store"
+    words = ("data=text", f"data.path={tmp_path / 'text.txt'}", "data.documents=stream", "tokenizer=char")
+    run("prepare", *words, "--store", str(store))
+    report = json.loads(
+        run("plan", str(store), "plan.capacity=100", "plan.packs_per_step=2", "--json").output
+    )
+    assert (report["documents"], report["tokens"]) == (18, 1720)
+
+
+def test_an_interrupted_command_says_so(monkeypatch, capsys):
+    from multipack import config
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(config, "compose_run", interrupt)
+    code, error = _fails(monkeypatch, capsys, "config")
+    assert code == 130
+    assert "interrupted" in error

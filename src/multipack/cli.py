@@ -50,7 +50,9 @@ def main() -> None:
     except (ValueError, OSError) as error:
         _fail(str(error), 2)
     except (click.Abort, KeyboardInterrupt):
-        _fail("interrupted; what was saved before is whole", 130)
+        code = 130
+    if code == 130:  # what Typer makes of Ctrl-C
+        _fail("interrupted; what was saved before is whole", code)
     sys.exit(code or 0)
 
 
