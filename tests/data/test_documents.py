@@ -50,8 +50,10 @@ def test_lengths_cannot_be_written(small):
 
 def test_arrays_of_the_caller_stay_writable(small):
     length = np.array([4])
-    Documents(small.store, np.array([0]), np.array([0]), length)
+    view = Documents(small.store, np.array([0]), np.array([0]), length)
     length[0] = 5
+    assert length.tolist() == [5]
+    assert not view.lengths.flags.writeable
 
 
 def test_names_tell_pieces(small):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import lru_cache
 
 import torch
 
@@ -25,7 +24,6 @@ def published_peak(name: str, dtype: torch.dtype) -> float:
     return next((1e12 * peak for key, peak in PUBLISHED_TFLOPS.items() if key in name), 0.0)
 
 
-@lru_cache(maxsize=8)
 def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.4, size: int = 0) -> float:
     """FLOP/s of one device: as published for known GPUs, else the best of repeated square matmuls.
 

@@ -239,6 +239,7 @@ def _evaluate(session: Session) -> float:
         values["train_loss"] = train_loss
     values["val_loss"] = val_loss
     session.evaluated = session.step
+    session.look_again_at_peak()
     console.line(f"evaluation {format_line(values)}", style="bold")
     if not math.isfinite(val_loss):
         session.diverged(f"the validation loss after step {session.step} is not finite", [])
