@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from multipack.data.collate import PackedCollator
+from multipack.data.documents import Document
 from multipack.models import attention as module
 from multipack.models.attention import BACKENDS, Backend, attention, document_mask, find_backend
 
@@ -217,3 +218,20 @@ def test_mixed_dtypes_and_empty_windows_are_refused(pack, documents):
         attention(q, k.bfloat16(), v, batch)
     with pytest.raises(ValueError, match="window must be at least 1"):
         attention(q, k, v, batch, window=0)
+
+
+def test_short_bfloat16_documents_are_attended_to_in_float32_on_a_cpu():
+    """Rounded once, at the end; also under autocast, which would cast them back. Longer ones are not."""
+    from multipack.models.attention import FLOAT32_TOKENS
+
+    lengths = [5, FLOAT32_TOKENS, FLOAT32_TOKENS + 1]
+    none = np.zeros((0, 2), dtype=np.int64)
+    collate = PackedCollator(max_documents=3, max_seqlen=max(lengths))
+    batch = collate([Document(np.zeros(length, dtype=np.uint16), none) for length in lengths])
+    q, k, v = tensors(batch, 2, 2, torch.bfloat16, grad=False)
+    full = attention(q.float(), k.float(), v.float(), batch, "loop").bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        half = attention(q, k, v, batch, "loop")
+    short = 5 + FLOAT32_TOKENS
+    assert torch.equal(half[:short], full[:short])
+    assert not torch.equal(half[short:], full[short:])

@@ -55,3 +55,9 @@ def test_sections_align():
     out = io.StringIO()
     Console(stream=out).section("run", [("a", "1"), ("long name", "2")])
     assert out.getvalue() == "\nrun\n  a          1\n  long name  2\n"
+
+
+def test_control_characters_cannot_steer_the_terminal():
+    out = io.StringIO()
+    Console(stream=out).line("a\x1b[2Jb\x07cd\0\ne")
+    assert out.getvalue() == "a�[2Jb�cd�\ne\n"

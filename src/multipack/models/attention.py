@@ -35,9 +35,9 @@ from torch import Tensor
 
 from multipack.data.batch import PackedBatch
 
-FLOAT32_TOKENS = 1024
-"""On a CPU, bfloat16 documents up to this long are attended to in float32: torch's bfloat16 kernel takes up to
-1.5 × as long for their backward pass (documents around 200 tokens), and rounds more. Beyond, it is faster."""
+FLOAT32_TOKENS = 512
+"""On a CPU, bfloat16 documents up to this long are attended to in float32, where torch is faster and rounds less: by
+2.1 × at 64 tokens, 1.3 × at 200, even at 500; beyond, its bfloat16 kernel wins (benchmarks/precision.py)."""
 
 AttentionFunction = Callable[[Tensor, Tensor, Tensor, PackedBatch, int | None], Tensor]
 

@@ -20,6 +20,9 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+HARMLESS = {code: "�" for code in [*range(32), *range(127, 160)] if code not in (9, 10)}
+"""Control characters → a visible mark: what a model writes must not steer the terminal it is shown on."""
+
 
 class Advance(Protocol):
     """Moves a progress bar."""
@@ -46,15 +49,11 @@ class Console:
         self._terminal = bool(getattr(out, "isatty", lambda: False)())
         self._rich = RichConsole(file=out, highlight=False, markup=False, soft_wrap=True)
 
-    @property
-    def is_terminal(self) -> bool:
-        """Whether a person is watching."""
-        return self._terminal
-
     def line(self, text: str = "", style: str = "") -> None:
         """Print text as it is; with `all_ranks`, every line behind its time and rank."""
         if not self.enabled:
             return
+        text = text.translate(HARMLESS)
         if self.all_ranks:
             stamp = datetime.now().strftime("%H:%M:%S.%f")[:-3]
             text = "\n".join(f"[{stamp}][rank {self.rank}] {part}" for part in text.split("\n"))

@@ -1,0 +1,63 @@
+"""Why short bfloat16 documents are attended to in float32 on a CPU: both ways, by length, in one process.
+
+    python benchmarks/precision.py --repeats 9
+
+Forward and backward of equally many tokens in documents of one length: torch's bfloat16 kernel, and the same
+bfloat16 tensors attended to in float32 (casts included), by turns. Ratios are medians of bfloat16's time over
+float32's; above 1, float32 is faster. Results go to results/precision.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from result import write_result
+
+RESULTS = Path(__file__).parent / "results" / "precision.json"
+
+
+def seconds(parts: list[tuple[Tensor, Tensor, Tensor]], dtype: torch.dtype) -> float:
+    """Time to attend to all documents in `dtype` and back."""
+    began = time.perf_counter()
+    for q, k, v in parts:
+        out = F.scaled_dot_product_attention(q.to(dtype), k.to(dtype), v.to(dtype), is_causal=True)
+        torch.autograd.grad(out.to(q.dtype).sum(), (q, k, v))
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens in all")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[64, 200, 500, 1000, 2000, 4000])
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--head-width", type=int, default=48)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="JSON file to write")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    rows = []
+    for length in options.lengths:
+        size = (1, options.heads, length, options.head_width)
+        parts = [
+            tuple(torch.randn(size).bfloat16().requires_grad_() for _ in range(3))
+            for _ in range(options.tokens // length)
+        ]
+        pairs = [
+            (seconds(parts, torch.bfloat16), seconds(parts, torch.float32))
+            for _ in range(options.repeats + 1)
+        ]
+        ratio = statistics.median(half / full for half, full in pairs[1:])
+        print(f"{length:>6,} tokens a document: bfloat16 takes {ratio:.2f} × the time of float32", flush=True)
+        rows.append({"length": length, "bfloat16_over_float32": ratio})
+    write_result(options.out, {"rows": rows, "heads": options.heads, "head_width": options.head_width})
+
+
+if __name__ == "__main__":
+    main()
