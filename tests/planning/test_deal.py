@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multipack.planning import deal as dealing
-from multipack.planning import kernels
 from multipack.planning.cost import weigh
 from multipack.planning.deal import objective
+from multipack.planning.kernels import balancing
 from multipack.planning.measure import least_step_cost
 from multipack.planning.plan import plan
 
@@ -64,7 +64,7 @@ def test_never_worse_than_own_packs_nor_better_than_the_bound(made, sync):
             if len(own) == len(dealt):
                 falling = -np.sort(-own.totals(costs))
                 if sync == "step":
-                    number = kernels.assign_ranks(falling, world, made.micro_batches(world))
+                    number = balancing.assign_ranks(falling, world, made.micro_batches(world))
                     falling = falling[np.argsort(number)]
                 assert reached <= objective(falling, world, sync)
             if quadratic:
@@ -136,7 +136,7 @@ def test_fewer_documents_than_ranks():
 def test_exchange_levels_two_packs():
     lengths = np.array([9, 7, 3, 2, 2, 1])
     order, offsets = np.arange(6), np.array([0, 3, 6])  # 19 against 5
-    kernels.exchange(order, offsets, lengths, lengths.copy(), 20, 6, 2, 0, 1)
+    balancing.exchange(order, offsets, lengths, lengths.copy(), 20, 6, 2, 0, 1)
     totals = [lengths[order[offsets[p] : offsets[p + 1]]].sum() for p in range(2)]
     assert sorted(totals) == [12, 12]
     assert sorted(order.tolist()) == list(range(6))

@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from multipack.planning import kernels
+from multipack.planning.kernels import balancing, placing
 from multipack.planning.packing import Packs, packs_from
 
 Sync = Literal["micro", "step", "pipeline"]
@@ -69,13 +69,13 @@ def deal(
     packs = world * micro_batches
     placed = own.copy()
     if packs > int(own.max()) + 1:
-        kernels.fill_empty(placed, lengths, packs)
+        placing.fill_empty(placed, lengths, packs)
     if world == 1:
         return packs_from(placed, packs)
     options = [placed]
     order = np.argsort(-lengths, kind="stable")
     room = min(capacity, int(lengths.sum()))
-    spread = kernels.place(lengths[order], costs[order], packs, room, max_documents, True)
+    spread = placing.place(lengths[order], costs[order], packs, room, max_documents, True)
     if spread.min() >= 0:
         fresh = np.empty_like(spread)
         fresh[order] = spread
@@ -108,7 +108,7 @@ def _arrange(
     falling = np.argsort(-totals, kind="stable")
     number = np.empty(packs, dtype=np.int64)
     if sync == "step":
-        number[falling] = kernels.assign_ranks(totals[falling], world, micro_batches)
+        number[falling] = balancing.assign_ranks(totals[falling], world, micro_batches)
     else:
         number[falling] = np.arange(packs)  # alike in cost, so together in one micro-batch
     placed = number[placed]
@@ -117,7 +117,7 @@ def _arrange(
     np.cumsum(np.bincount(placed, minlength=packs), out=offsets[1:])
     slots = [(0, micro_batches)] if sync == "step" else [(m, m + 1) for m in range(micro_batches)]
     for first, last in slots:
-        kernels.exchange(order, offsets, lengths, costs, capacity, max_documents, world, first, last)
+        balancing.exchange(order, offsets, lengths, costs, capacity, max_documents, world, first, last)
     result = np.empty_like(placed)
     result[order] = np.repeat(np.arange(packs), np.diff(offsets))
     return result

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from multipack.planning import kernels
 from multipack.planning.cost import weigh
+from multipack.planning.kernels import placing
 from multipack.planning.permutation import STEPS, permutation
 
 Integers = NDArray[np.int64]
@@ -191,15 +191,15 @@ def _place(lengths: Integers, first: NDArray[np.bool_], rules: Rules, packs: int
     inside, costs = lengths[order], weigh(lengths[order], rules.linear, rules.quadratic)
     tokens = int(inside.sum())
     room = min(rules.capacity, tokens)
-    placed = kernels.place(inside, costs, packs, room, rules.max_documents, True)
+    placed = placing.place(inside, costs, packs, room, rules.max_documents, True)
     missed = int(inside[placed < 0].sum())
     if missed * _TOLERANCE > tokens or (last and missed):
-        tight = kernels.place(inside, costs, packs, room, rules.max_documents, False)
+        tight = placing.place(inside, costs, packs, room, rules.max_documents, False)
         missed_tight = int(inside[tight < 0].sum())
         if missed_tight * 2 <= missed or (last and missed_tight < missed):
             placed = tight
     if min(packs, int((placed >= 0).sum())) > len(np.unique(placed[placed >= 0])):
-        kernels.fill_empty(placed, inside, packs)
+        placing.fill_empty(placed, inside, packs)
     numbers = np.empty_like(placed)
     numbers[order] = placed
     return numbers

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from multipack.planning import kernels
 from multipack.planning.cost import weigh
 from multipack.planning.deal import Sync, meetings
+from multipack.planning.kernels import bounds
 from multipack.planning.packing import check_integer, check_lengths
 from multipack.planning.permutation import BATCHES, keys, permutation
 
@@ -178,15 +178,15 @@ def least_step_cost(
     """A proven lower bound on the sum over a step's meetings of the dearest rank's cost.
 
     The dearest pack (for `step`: the dearest rank, which holds micro_batches · capacity tokens) costs at
-    least `kernels.dearest_bound`. For meetings at each micro-batch: let the dearest pack cost c. Its
+    least `bounds.dearest_bound`. For meetings at each micro-batch: let the dearest pack cost c. Its
     micro-batch costs at most A = min(W · c, what the longest documents that fill W · capacity tokens
     cost), every other one's dearest pack costs its mean at least, so the sum is at least
     c + (total − A) / W, which does not fall with c.
     """
     falling = -np.sort(-lengths)
     if sync == "step":
-        return int(kernels.dearest_bound(falling, world, micro_batches * capacity, linear, 1))
-    dearest = int(kernels.dearest_bound(falling, world * micro_batches, capacity, linear, 1))
+        return int(bounds.dearest_bound(falling, world, micro_batches * capacity, linear, 1))
+    dearest = int(bounds.dearest_bound(falling, world * micro_batches, capacity, linear, 1))
     ends = np.cumsum(falling)
     filling = min(int(np.searchsorted(ends, world * capacity)) + 1, len(falling))
     tokens = min(int(ends[-1]), world * capacity)

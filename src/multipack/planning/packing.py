@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from multipack.planning import kernels
+from multipack.planning.kernels import packing as kernels
 
 Method = Literal["next_fit", "first_fit_decreasing", "best_fit_decreasing", "best_fit"]
 
