@@ -22,8 +22,10 @@ def test_without_a_cache_folder(monkeypatch):
     real, asked = numba.njit, []
 
     def njit(*arguments, **options):
-        asked.append(options.get("cache", False))
-        if options.get("cache"):
+        mine = arguments[:1] == (double,) or not arguments  # numba compiles functions of its own too
+        if mine:
+            asked.append(options.get("cache", False))
+        if mine and options.get("cache"):
             raise RuntimeError("cannot cache function 'double': no locator available for file")  # numba's own
         return real(*arguments, **options)
 
