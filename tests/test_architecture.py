@@ -14,13 +14,14 @@ ORDER = ["atomic", "shapes", "planning", "data", "models", "training", "config",
 """A room may import itself and what stands left of it."""
 BESIDE = {
     "parallel": {"parallel"},
+    "integrations": {"shapes", "planning", "data", "integrations"},
     "run": {"atomic", "run"},
     "reports": {"shapes", "planning", "data", "run", "reports"},
     "training": {*ORDER[:6], "parallel", "reports", "run"},
     "config": {*ORDER[:7], "parallel", "reports", "run"},
     "cli": {*ORDER, "parallel", "reports", "run"},
 }
-TORCH_FREE = ["planning", "shapes.py", "run.py", "atomic.py"]
+TORCH_FREE = ["planning", "shapes", "run.py", "atomic.py"]
 
 
 def _files():

@@ -9,6 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from multipack.cli import app, main
+from multipack.planning.cost import CostModel
+from multipack.shapes import SHAPES
 
 
 @pytest.fixture
@@ -35,13 +37,18 @@ def _fails(monkeypatch, capsys, *words):
 
 def test_help_names_every_command_and_settings_are_listed(run):
     shown = run("--help").output
-    for command in ("train", "prepare", "plan", "generate", "config"):
+    for command in ("train", "prepare", "plan", "pack", "generate", "config"):
         assert command in shown
     assert "multipack train data=jsonl" in run("train", "--help").output
     settings = run("train", "--settings").output
     assert "plan.packs_per_step" in settings
     assert "data=jsonl|" in settings
     assert "Peak learning rate." in settings
+    assert "multipack plan lengths.npy plan.capacity=8192" in run("plan", "--help").output
+    assert "model=tiny|" in run("plan", "--settings").output
+    assert "multipack pack lengths.npy capacity=8192" in run("pack", "--help").output
+    assert "time_budget" in run("pack", "--settings").output
+    assert "train." not in run("plan", "--settings").output
 
 
 def test_help_needs_no_torch():
@@ -72,6 +79,7 @@ def test_plan_reports_and_draws(run, lengths_file):
     ):
         assert told in shown
     assert "2 ranks" in shown
+    assert "advice" not in shown
 
 
 def test_plan_as_json_is_json_alone(run, lengths_file):
@@ -90,6 +98,117 @@ def test_plan_as_json_is_json_alone(run, lengths_file):
     assert json.loads(run(*words).output)["fingerprint"] == report["fingerprint"]
 
 
+@pytest.fixture
+def heavy_file(tmp_path):
+    path = tmp_path / "heavy.npy"
+    np.save(path, np.concatenate([np.random.default_rng(0).integers(10, 900, 3000), [16000, 15000, 14000]]))
+    return path
+
+
+def test_plan_says_what_would_lift_a_low_ceiling(run, heavy_file):
+    words = ("plan", str(heavy_file), "plan.capacity=16384", "plan.packs_per_step=16", "world_size=16")
+    shown = run(*words, "model=tiny").output
+    assert "advice" in shown
+    assert "no arrangement of these steps exceeds" in shown
+    report = json.loads(run(*words, "model=tiny", "--json").output)
+    assert report["cost_utilization"] <= report["cost_utilization_ceiling"] < 0.99
+    larger = json.loads(
+        run(*words, "model=llama-70b", "--json").output
+    )  # attention matters less in a wide model
+    assert larger["cost_utilization_ceiling"] > report["cost_utilization_ceiling"] + 0.1
+    assert report["advice"][0] in shown
+    assert report["late_share"] is not None
+
+
+def test_the_cost_of_a_plan_is_a_presets_or_a_files(run, lengths_file, tmp_path):
+    words = (
+        "plan",
+        str(lengths_file),
+        "plan.capacity=2048",
+        "plan.packs_per_step=4",
+        "world_size=4",
+        "--json",
+    )
+
+    def fingerprint(*more):
+        return json.loads(run(*words, *more).output)["fingerprint"]
+
+    assert fingerprint() == fingerprint("model=llama-8b") != fingerprint("model=llama-70b")
+    assert fingerprint("model.layers=80") != fingerprint()
+    model = CostModel.from_shape(SHAPES["llama-70b"])
+    model.save(tmp_path / "fitted.json")
+    assert fingerprint(f"cost={tmp_path / 'fitted.json'}") == fingerprint("model=llama-70b")
+    described = {
+        "model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "intermediate_size": 28672, "vocab_size": 128256,
+        "max_position_embeddings": 8192, "tie_word_embeddings": False, "hidden_act": "silu",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    assert fingerprint(f"model={tmp_path / 'config.json'}") == fingerprint("model=llama-70b")
+
+
+def test_a_sample_of_steps_is_said(run, lengths_file):
+    words = ("plan", str(lengths_file), "plan.capacity=1000", "plan.packs_per_step=2", "world_size=2")
+    assert "20 steps, evenly apart" in run(*words, "sample=20").output
+    assert "evenly apart" not in run(*words, "sample=0").output
+
+
+def test_explore_is_a_table(run, lengths_file):
+    words = (
+        "plan",
+        str(lengths_file),
+        "plan.capacity=2048",
+        "plan.packs_per_step=4",
+        "world_size=2",
+        "--explore",
+    )
+    shown = run(*words, "plan.window=8").output
+    for told in (
+        "window",
+        "filled",
+        "ceiling",
+        "spread",
+        "sync=micro",
+        "could have fewer than",
+        "Randomness",
+    ):
+        assert told in shown
+    (chosen,) = [line.split() for line in shown.splitlines() if line.strip().startswith("→ ")]
+    assert chosen[1:4] == ["8", "2048", "yes"]
+    rows = json.loads(run(*words, "plan.group=false", "--json").output)
+    assert [(row["window"], row["group"]) for row in rows if row["chosen"]] == [(4, False)]
+    assert all(row["cost_utilization"] <= row["cost_utilization_ceiling"] for row in rows)
+
+
+def test_pack_prints_packs_bound_and_gap(run, tmp_path):
+    lengths = np.array([60, 45, 60, 45, 60, 45, 10, 10])
+    np.save(tmp_path / "lengths.npy", lengths)
+    out = tmp_path / "packs.npz"
+    words = ("pack", str(tmp_path / "lengths.npy"), "capacity=100")
+    shown = run(*words, f"out={out}").output
+    assert "no packing has fewer than 5 packs: these are the fewest" in shown
+    assert "67.0000% of the slots" in shown
+    with np.load(out) as saved:
+        packs = np.split(lengths[saved["order"]], saved["offsets"][1:-1])
+        assert sorted(saved["order"]) == list(range(8))
+        assert [len(packs), saved["lower_bound"], saved["capacity"]] == [5, 5, 100]
+        assert max(pack.sum() for pack in packs) <= 100
+    told = json.loads(run(*words, "method=next_fit", "max_documents=1", "--json").output)
+    assert (told["packs"], told["lower_bound"], told["gap"], told["documents"]) == (8, 8, 0, 8)
+    assert told["method"] == "next_fit"
+    told = json.loads(run(*words, "method=next_fit", "--json").output)
+    assert (told["packs"], told["gap"], told["filled"]) == (6, 1, 335 / 600)
+
+
+def test_pack_reads_histograms(run, tmp_path):
+    counts = np.zeros(100, dtype=np.int32)
+    counts[[59, 44, 9]] = 3, 3, 2
+    np.save(tmp_path / "counts.npy", counts)
+    words = ("pack", str(tmp_path / "counts.npy"), "capacity=100", "histogram=true", "--json")
+    told = json.loads(run(*words, "method=fewest").output)
+    assert (told["documents"], told["tokens"], told["packs"], told["gap"]) == (8, 335, 5, 0)
+
+
 def test_a_store_is_prepared_planned_trained_and_asked(run, words, tmp_path):
     store, out = tmp_path / "pairs.store", tmp_path / "run"
     data = [word for word in words if word.startswith("data")]
@@ -98,6 +217,7 @@ def test_a_store_is_prepared_planned_trained_and_asked(run, words, tmp_path):
     assert (
         "packing efficiency" in run("plan", str(store), "plan.capacity=256", "plan.packs_per_step=2").output
     )
+    assert "proven bound" in run("pack", str(store), "capacity=256").output
     rest = [word for word in words if not word.startswith(("data", "tokenizer"))]
     trained = run("train", "data=store", f"data.path={store}", *rest, f"out={out}")
     assert trained.exit_code == 0
@@ -118,10 +238,27 @@ def test_a_store_is_prepared_planned_trained_and_asked(run, words, tmp_path):
         (["plan", "nowhere.npy"], "nowhere.npy does not exist"),
         (["generate", "nowhere", "--prompt", "x"], "neither a run directory"),
         (["prepare", "data=jsonl"], "data.path"),
+        (["plan", "LENGTHS", "world_size=9"], "set plan.packs_per_step to 9 or more"),
+        (["plan", "LENGTHS", "sample=-1"], "sample must be at least 0"),
+        (["plan", "LENGTHS", "cost=nowhere.json"], "cost=nowhere.json is no file"),
+        (["plan", "LENGTHS", "cost=a.json", "model=tiny"], "set only one of them"),
+        (["plan", "LENGTHS", "plan.cost=measured"], "give cost=FILE"),
+        (["plan", "LENGTHS", "model=llama-9b"], "did you mean model=llama-8b"),
+        (["plan", "LENGTHS", "plan.widnow=3"], "did you mean plan.window"),
+        (["plan", "LENGTHS", "plan.capacity=100", "--explore"], "a pack holds capacity=100"),
+        (["pack", "nowhere.npy"], "nowhere.npy does not exist"),
+        (["pack", "LENGTHS", "capacity=100"], "a pack holds capacity=100"),
+        (["pack", "LENGTHS", "method=best"], "method"),
+        (["pack", "LENGTHS", "max_documents=-1"], "max_documents must not be negative"),
+        (["pack", "LENGTHS", "out=packs.json"], "must end with .npz"),
+        (["pack", "LENGTHS", "out=LENGTHS.npz"], "exists already"),
+        (["pack", "LENGTHS", "capactiy=9"], "did you mean capacity"),
+        (["pack", ".", "histogram=true"], "is a folder"),
     ],
 )
-def test_mistakes_are_one_line_and_exit_code_2(monkeypatch, capsys, words, told):
-    code, error = _fails(monkeypatch, capsys, *words)
+def test_mistakes_are_one_line_and_exit_code_2(monkeypatch, capsys, lengths_file, words, told):
+    lengths_file.with_suffix(".npy.npz").touch()
+    code, error = _fails(monkeypatch, capsys, *(word.replace("LENGTHS", str(lengths_file)) for word in words))
     assert code == 2
     assert error.startswith("error: ")
     assert told in error
@@ -146,6 +283,23 @@ def test_other_ranks_say_who_they_are(monkeypatch, capsys):
 def test_lengths_that_cannot_be_are_refused(monkeypatch, capsys, tmp_path, array, told):
     np.save(tmp_path / "bad.npy", array)
     code, error = _fails(monkeypatch, capsys, "plan", str(tmp_path / "bad.npy"), "plan.capacity=4096")
+    assert code == 2
+    assert told in error
+
+
+@pytest.mark.parametrize(
+    ("array", "told"),
+    [
+        (np.array([[1, 2]]), "shape (1, 2)"),
+        (np.array([1.0, 2.0]), "float64"),
+        (np.array([3, -2]), "-2 documents of 2 tokens"),
+        (np.array([0, 0]), "counts 0 documents"),
+        (np.array([2**40]), "can be packed"),
+    ],
+)
+def test_histograms_that_cannot_be_are_refused(monkeypatch, capsys, tmp_path, array, told):
+    np.save(tmp_path / "bad.npy", array)
+    code, error = _fails(monkeypatch, capsys, "pack", str(tmp_path / "bad.npy"), "histogram=true")
     assert code == 2
     assert told in error
 

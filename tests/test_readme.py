@@ -15,7 +15,7 @@ COMMANDS = re.findall(
 
 
 def test_there_is_something_to_test():
-    assert len(BLOCKS) == 2
+    assert len(BLOCKS) == 3
     assert len(COMMANDS) >= 9
     assert "@@" not in README
 
@@ -28,14 +28,15 @@ def test_library_examples_run(block, tmp_path):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_settings_in_commands_are_legal(command):
     """Every `group.key=value` of every command composes (paths need not exist for that)."""
-    from multipack.config import Config, PlanCommand, compose, merge
+    from multipack.config import Config, PackCommand, PlanCommand, compose, merge
 
     name, *words = command.split()
     settings = [
         word for word in words if "=" in word and not word.startswith("--") and word != "train.resume=true"
     ]
-    composed = merge(PlanCommand, settings) if name == "plan" else compose(settings)
-    assert isinstance(composed, Config | PlanCommand)
+    commands = {"plan": PlanCommand, "pack": PackCommand}
+    composed = merge(commands[name], settings) if name in commands else compose(settings)
+    assert isinstance(composed, Config | PlanCommand | PackCommand)
 
 
 def test_every_module_is_on_the_map():

@@ -6,11 +6,20 @@ import io
 import json
 import os
 import sys
+import time
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import click
 import typer
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from multipack.config import PlanCommand
+    from multipack.planning.packing import Packs
 
 app = typer.Typer(
     name="multipack",
@@ -63,39 +72,40 @@ def _fail(message: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _settings_help(*groups: str) -> str:
-    """A table of settings for --help, made from the dataclasses when it is asked for."""
-    from multipack.config import Config, describe, preset_names
+def _settings_help(schema: str) -> str:
+    """A table of settings, made from the dataclasses when it is asked for."""
+    from multipack import config
 
-    rows = [row for row in describe(Config) if not groups or row[0].split(".")[0] in groups]
+    rows = config.describe(getattr(config, schema))
     width = max(len(row[0]) for row in rows)
     lines, last = [], ""
     for key, kind, default, meaning in rows:
         group = key.split(".")[0] if "." in key else ""
-        if group != last and group:
-            names = preset_names(group)
+        if group != last:
+            names = config.preset_names(group) if group else []
             lines.append(f"\n{group}" + (f"={'|'.join(names)}" if names else ""))
         last = group
         shown = f" [{default}]" if default not in ("", "[]") else ""
         lines.append(f"  {key:<{width}}  {meaning} ({kind}){shown}")
-    return "\n".join(lines)
+    return "\n".join(lines).strip("\n")
 
 
-def _show_settings(value: bool) -> None:
-    if value:
-        typer.echo(_settings_help())
-        raise typer.Exit
+def _shows(schema: str) -> Any:
+    """The option --settings of a command, which prints the fields of a dataclass of config.py."""
+
+    def show(value: bool) -> None:
+        if value:
+            typer.echo(_settings_help(schema))
+            raise typer.Exit
+
+    return typer.Option(
+        "--settings", help="Print every setting with its meaning and default.", callback=show, is_eager=True
+    )
 
 
-Settings = Annotated[
-    bool,
-    typer.Option(
-        "--settings",
-        help="Print every setting with its meaning and default.",
-        callback=_show_settings,
-        is_eager=True,
-    ),
-]
+Settings = Annotated[bool, _shows("Config")]
+PlanSettings = Annotated[bool, _shows("PlanCommand")]
+PackSettings = Annotated[bool, _shows("PackCommand")]
 
 
 @app.command()
@@ -161,49 +171,169 @@ def prepare(
     console.section("token store", store_rows(path))
 
 
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="LENGTHS", help="A .npy file of whole numbers, or a token store's folder.", show_default=False
+    ),
+]
+
+
 @app.command()
 def plan(
-    source: Annotated[
-        str, typer.Argument(help="LENGTHS.npy (whole numbers) or a token store's folder.", show_default=False)
-    ],
-    words: Words = None,
+    source: Source,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[plan.KEY=VALUE | model=PRESET | world_size=RANKS | …]…", show_default=False),
+    ] = None,
+    explore: Annotated[
+        bool, typer.Option("--explore", help="Compare windows, budgets and grouping in a table instead.")
+    ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the report as JSON, and nothing else.")
+        bool, typer.Option("--json", help="Print the report (or the table) as JSON, and nothing else.")
     ] = False,
     step: Annotated[int, typer.Option(help="The global step to draw.")] = 0,
     tokens_per_character: Annotated[int, typer.Option(help="Scale of the picture; 0 = so that it fits.")] = 0,
+    settings: PlanSettings = False,
 ) -> None:
     """Plan an epoch: report how well it packs and balances, and draw one step.
 
-    [bold]Example[/bold]
+    [bold]Examples[/bold]
 
-      multipack plan lengths.npy plan.capacity=8192 plan.packs_per_step=8 world_size=4
+      multipack plan lengths.npy plan.capacity=8192 world_size=4
+      multipack plan lengths.npy world_size=4 sync=step model=llama-70b
+      multipack plan books.store model=path/config.json --explore
+
+    Documents cost what model= makes them cost: a preset (llama-8b if nothing is said) or the path of a Hugging Face
+    config.json; or what cost=FILE says, a fit to measured times. `multipack plan --settings` lists every setting.
     """
     from multipack.config import PlanCommand, merge
     from multipack.data.lengths import read_lengths
-    from multipack.planning.measure import padded_share
+    from multipack.planning.measure import padded_share, report
     from multipack.planning.plan import plan as make_plan
     from multipack.reports.console import Console
     from multipack.reports.picture import draw_step
     from multipack.reports.summary import report_rows
 
     wanted = merge(PlanCommand, words or [])
-    lengths, targets = read_lengths(Path(source), wanted.plan.capacity)
+    lengths, targets, fit = read_lengths(Path(source), wanted.plan.capacity)
+    if explore:
+        _explore(source, lengths, wanted, as_json)
+        return
     keywords = wanted.plan.keywords(wanted.world_size)
-    made = make_plan(lengths, targets=targets, seed=wanted.seed, epoch=wanted.epoch, **keywords)
-    report = made.report(wanted.world_size, wanted.sync)
+    cost = wanted.cost_model()
+    made = make_plan(lengths, targets=targets, seed=wanted.seed, epoch=wanted.epoch, cost=cost, **keywords)
+    found = report(
+        made,
+        wanted.world_size,
+        wanted.sync,
+        sample=wanted.sample or None,
+        window=wanted.plan.window,
+        split_documents=0 if fit is None else fit.split_documents + fit.truncated_documents,
+    )
     share = padded_share(lengths, wanted.padded_batch_size, wanted.seed)
     if as_json:
-        typer.echo(
-            json.dumps({**report.to_dict(), "padded_share": share, "fingerprint": made.fingerprint}, indent=1)
-        )
+        told = {**found.to_dict(), "padded_share": share, "fingerprint": made.fingerprint}
+        typer.echo(json.dumps(told, indent=1, ensure_ascii=False))
         return
     console = Console()
-    console.section(
-        f"plan of {source}", report_rows(report, share, wanted.padded_batch_size, wanted.world_size)
-    )
+    rows = report_rows(found, share, wanted.padded_batch_size, wanted.world_size)
+    told_fit = [("too long", fit.describe())] if fit is not None and fit.describe() else []
+    console.section(f"plan of {source}", [*rows, *told_fit])
     console.line()
     console.line(draw_step(made, step, tokens_per_character=tokens_per_character or None))
+
+
+def _explore(source: str, lengths: NDArray[np.int64], wanted: PlanCommand, as_json: bool) -> None:
+    from multipack.planning.explore import explore
+    from multipack.reports.console import Console
+    from multipack.reports.summary import explore_notes, explore_table
+
+    console = Console()
+    with console.progress("exploring") as advance:
+        rows = explore(
+            lengths,
+            world_size=wanted.world_size,
+            sync=wanted.sync,
+            sample=-(-wanted.sample // 3) or None,
+            progress=(lambda *done: None) if as_json else advance,
+            seed=wanted.seed,
+            epoch=wanted.epoch,
+            cost=wanted.cost_model(),
+            **wanted.plan.keywords(wanted.world_size),
+        )
+    if as_json:
+        typer.echo(json.dumps([row.to_dict() for row in rows], indent=1))
+        return
+    ranks = f", {wanted.world_size} ranks, sync={wanted.sync}" if wanted.world_size > 1 else ""
+    console.table(f"plans of {source}{ranks}", *explore_table(rows))
+    console.line()
+    for note in explore_notes(rows):
+        console.line(note)
+
+
+@app.command()
+def pack(
+    source: Source,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[capacity=TOKENS | method=NAME | out=FILE.npz | …]…", show_default=False),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the figures as JSON, and nothing else.")
+    ] = False,
+    settings: PackSettings = False,
+) -> None:
+    """Pack documents, whatever their order, and prove how few packs there could be.
+
+    [bold]Examples[/bold]
+
+      multipack pack lengths.npy capacity=8192
+      multipack pack lengths.npy capacity=8192 method=fewest out=packs.npz
+      multipack pack counts.npy capacity=512 method=fewest histogram=true
+
+    `multipack pack --settings` lists every setting.
+    """
+    from multipack.config import PackCommand, merge
+    from multipack.data.lengths import read_lengths
+    from multipack.planning.packing import pack as make_packs
+    from multipack.reports.console import Console
+    from multipack.reports.summary import pack_rows
+
+    wanted = merge(PackCommand, words or [])
+    lengths = read_lengths(Path(source), wanted.capacity, wanted.histogram).lengths
+    limit = wanted.max_documents or None
+    started = time.perf_counter()
+    packs = make_packs(lengths, wanted.capacity, wanted.method, limit, wanted.time_budget)
+    seconds = time.perf_counter() - started
+    if wanted.out:
+        _save_packs(Path(wanted.out), packs, wanted.capacity)
+    if as_json:
+        tokens = int(lengths.sum())
+        told = {
+            **asdict(wanted),
+            "documents": len(lengths),
+            "tokens": tokens,
+            "packs": len(packs),
+            "lower_bound": packs.lower_bound,
+            "gap": packs.gap,
+            "filled": tokens / (len(packs) * wanted.capacity),
+            "seconds": seconds,
+        }
+        typer.echo(json.dumps(told, indent=1))
+        return
+    Console().section(f"packs of {source}", pack_rows(packs, lengths, wanted, seconds))
+
+
+def _save_packs(path: Path, packs: Packs, capacity: int) -> None:
+    import numpy as np
+
+    from multipack.atomic import write_atomically
+
+    buffer = io.BytesIO()
+    bound = packs.lower_bound if packs.lower_bound is not None else 0
+    np.savez(buffer, order=packs.order, offsets=packs.offsets, lower_bound=bound, capacity=capacity)
+    write_atomically(path, buffer.getvalue())
 
 
 @app.command()

@@ -26,6 +26,8 @@ from multipack.data.sources import DataConfig
 from multipack.data.tokenizer import TokenizerConfig
 from multipack.models.attention import find_backend
 from multipack.parallel.engine import ParallelConfig
+from multipack.planning.cost import CostModel
+from multipack.planning.packing import Method
 from multipack.planning.plan import PlanConfig
 from multipack.run import find_run
 from multipack.shapes import SHAPES, ModelShape
@@ -71,6 +73,9 @@ class PlanCommand:
     """What `multipack plan` depends on, beside the lengths."""
 
     plan: PlanConfig = field(default_factory=PlanConfig)
+    model: ModelShape = field(default_factory=lambda: SHAPES["llama-8b"])
+    cost: str = ""
+    """File of a cost model that was fitted to measured times (JSON, as a run saves it); empty = the model's FLOPs."""
     world_size: int = 1
     """Data-parallel ranks that the report deals to."""
     sync: Literal["micro", "step", "pipeline"] = "micro"
@@ -79,13 +84,70 @@ class PlanCommand:
     """Of the order of documents."""
     epoch: int = 0
     """The epoch that is planned, from 0."""
+    sample: int = 1000
+    """Steps that are dealt for the report at most, evenly apart (with --explore a third of it); 0 = every step."""
     padded_batch_size: int = 8
     """Documents in a batch of the padded training that the plan is compared with."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
-        if self.world_size < 1 or self.padded_batch_size < 1:
-            raise ValueError("world_size and padded_batch_size must be at least 1")
+        for name, least in (("world_size", 1), ("padded_batch_size", 1), ("epoch", 0), ("sample", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        packs = self.plan.packs_per_step
+        if not self.plan.micro_batches and self.world_size > packs:
+            raise ValueError(
+                f"world_size={self.world_size} ranks cannot share steps of plan.packs_per_step={packs} packs, because"
+                f" each needs one: set plan.packs_per_step to {self.world_size} or more (or plan.micro_batches, the"
+                f" packs of one rank), or world_size to {packs} or less"
+            )
+        if self.plan.cost == "measured" and not self.cost:
+            raise ValueError(
+                "plan.cost=measured is what a run measures when it starts; here give cost=FILE, the cost model that"
+                " a run saved, or leave plan.cost=flops"
+            )
+        if self.cost and self.model != SHAPES["llama-8b"]:
+            raise ValueError(
+                f"cost={self.cost} says what documents cost, and so does model: set only one of them"
+            )
+
+    def cost_model(self) -> CostModel:
+        """What documents cost: the model's FLOPs, or what was fitted to measured times.
+
+        Raises:
+            ValueError: the file holds no cost model.
+            FileNotFoundError: there is no such file.
+        """
+        if self.cost and not Path(self.cost).is_file():
+            raise FileNotFoundError(f"cost={self.cost} is no file; give one that holds a fitted cost model")
+        return CostModel.load(self.cost) if self.cost else CostModel.from_shape(self.model)
+
+
+@dataclass
+class PackCommand:
+    """What `multipack pack` depends on, beside the lengths."""
+
+    capacity: int = 8192
+    """Most tokens of a pack."""
+    method: Method = "best_fit"
+    """How packs are found; `fewest` searches for fewer than best fit, and for a proof that there cannot be fewer."""
+    max_documents: int = 0
+    """Most documents of a pack; 0 = no limit."""
+    time_budget: float = 10.0
+    """CPU seconds after which `fewest` returns what it has, and the bound that it has proven by then."""
+    histogram: bool = False
+    """The file counts documents by length: entry i is the number of documents of i + 1 tokens."""
+    out: str = ""
+    """File for the packs (.npz: order, offsets, lower_bound, capacity); empty = none is written."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        if self.max_documents < 0:
+            raise ValueError(f"max_documents must not be negative, got {self.max_documents}; 0 = no limit")
+        if self.out and not self.out.endswith(".npz"):
+            raise ValueError(f"out={self.out} must end with .npz, which is what is written")
+        if self.out and Path(self.out).exists():
+            raise ValueError(f"out={self.out} exists already: choose another name, or move it away")
 
 
 class ConfigError(ValueError):
@@ -207,7 +269,7 @@ def merge(schema: type[Schema], words: Iterable[str], base: dict[str, Any] | Non
             _apply(tree, _flatten(_read_yaml(value)))
     for key, value in pairs:
         if key in tree and isinstance(tree[key], DictConfig):
-            _apply(tree, _flatten(_preset(key, value)))
+            _apply(tree, _flatten(_preset(key, value, trains="tokenizer" in tree)))
     explicit = {key: value for key, value in pairs if "." in key or key in tree}
     _apply(tree, {k: v for k, v in explicit.items() if not isinstance(OmegaConf.select(tree, k), DictConfig)})
     if "plan.packs_per_step" in explicit:
@@ -304,13 +366,16 @@ def _rename(key: str, value: str) -> tuple[str, str]:
     return key, VALUE_ALIASES.get((key, value), value)
 
 
-def _preset(group: str, name: str) -> dict[str, Any]:
-    if group == "model" and name in SHAPES:
-        # A run's vocabulary is its tokenizer's; the published one serves the cost model and the adviser.
+def _preset(group: str, name: str, trains: bool) -> dict[str, Any]:
+    """The values of a preset; `trains`: for a run, whose vocabulary is its tokenizer's, not the published one."""
+    shape = SHAPES.get(name)
+    if group == "model" and shape is None and not trains and Path(name).exists():
+        shape = ModelShape.from_huggingface(name)
+    if group == "model" and shape is not None:
         # Equal numbers of heads stay equal when one of them is changed.
-        shape = SHAPES[name]
         kv_heads = 0 if shape.kv_heads == shape.heads else shape.kv_heads
-        return {"model": {**shape.to_dict(), "vocabulary_size": 0, "kv_heads": kv_heads}}
+        vocabulary = 0 if trains else shape.vocabulary_size
+        return {"model": {**shape.to_dict(), "vocabulary_size": vocabulary, "kv_heads": kv_heads}}
     if (
         group == "tokenizer"
         and name not in preset_names(group)
@@ -322,6 +387,8 @@ def _preset(group: str, name: str) -> dict[str, Any]:
         near = difflib.get_close_matches(name, names, 1)
         hint = f"; did you mean {group}={near[0]}?" if near else ""
         also = " or the path of a tokenizer.json" if group == "tokenizer" else ""
+        if group == "model" and not trains:
+            also = " or the path of a Hugging Face config.json"
         if not names:
             raise ConfigError(f"{group}={name}: {group} has no presets; set its fields as {group}.key=value")
         raise ConfigError(f"{group}={name} is no preset; there are {', '.join(names)}{also}{hint}")
@@ -394,9 +461,11 @@ def _unknown(key: str, tree: DictConfig) -> str:
         near = near or difflib.get_close_matches(key, known, 1, 0.75)
     else:
         near = [name for name in known if name.split(".")[-1] == key]
-        near = near or difflib.get_close_matches(key, groups, 1, 0.6)
-    return f"there is no setting {key}" + (
-        f"; did you mean {near[0]}?" if near else "; `multipack train --settings` lists them all"
+        alone = [name for name in known if "." not in name]
+        near = near or difflib.get_close_matches(key, [*groups, *alone], 1, 0.6)
+    command = "multipack train --settings" if "tokenizer" in tree else "--settings"
+    return f"there is no setting {key}; " + (
+        f"did you mean {near[0]}?" if near else f"`{command}` lists them all"
     )
 
 

@@ -5,6 +5,7 @@ import torch
 from multipack.data.batch import IGNORE
 from multipack.data.collate import PackedCollator, PaddedCollator
 from multipack.data.documents import Document
+from multipack.planning.plan import plan
 
 
 def document(tokens, *spans):
@@ -90,6 +91,93 @@ def test_padding_gives_rows_of_one_width():
     assert batch.targets.tolist() == [IGNORE, 7, 8, 9, IGNORE, 4, *[IGNORE] * 4]
     assert batch.cu_seqlens.tolist() == [0, 5, 10]
     assert (batch.num_tokens, batch.num_target_tokens, batch.lengths) == (7, 4, (5, 5))
+
+
+def test_every_document_weighs_alike():
+    batch = PackedCollator(max_documents=3, max_seqlen=6, pad_to=10, loss_weighting="document")([A, B, C])
+    third = np.float32(1 / 3)
+    assert batch.weights.tolist() == [0, third, third, third, 0, 1, 0, 0, 0, 0]
+    assert batch.weights.dtype == torch.float32
+    assert batch.num_target_documents == batch.denominator == 2  # C has no target
+    token = PackedCollator(max_documents=3, max_seqlen=6, pad_to=10)([A, B, C])
+    assert token.weights is None
+    assert (token.num_target_documents, token.denominator) == (2, token.num_target_tokens)
+
+
+def test_a_prompt_without_an_answer_weighs_nothing():
+    prompt_only = document([1, 2, 3], (0, 1))
+    batch = PackedCollator(max_documents=2, max_seqlen=6, loss_weighting="document")([prompt_only, B])
+    assert batch.weights.tolist() == [0, 0, 0, 1, 0]
+    assert batch.denominator == 1
+    empty = PackedCollator(max_documents=2, max_seqlen=6, loss_weighting="document")([])
+    assert empty.weights.tolist() == [0]
+    assert empty.denominator == 0
+
+
+def test_padding_changes_no_weight():
+    packed = PackedCollator(max_documents=3, max_seqlen=5, loss_weighting="document")([A, B])
+    padded = PaddedCollator(loss_weighting="document")([A, B])
+    assert padded.weights.tolist() == [*packed.weights.tolist(), 0, 0, 0]
+    assert padded.denominator == packed.denominator == 2
+
+
+def test_aligned_documents_end_in_padding_of_their_own():
+    batch = PackedCollator(max_documents=3, max_seqlen=8, pad_id=2, align=4)([A, B, C])
+    assert batch.input_ids.tolist() == [5, 6, 7, 8, 9, 2, 2, 2, 3, 4, 2, 2, 1, 2, 2, 2]
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 0, 1, 2, 3]
+    assert batch.targets.tolist() == [IGNORE, 7, 8, 9, *[IGNORE] * 4, 4, *[IGNORE] * 7]
+    assert batch.cu_seqlens.tolist() == [0, 8, 12, 16, 16]
+    assert batch.lengths == (8, 4, 4)
+    assert (batch.num_tokens, batch.num_slots, batch.longest, batch.max_seqlen) == (8, 16, 5, 8)
+    fixed = PackedCollator(max_documents=3, max_seqlen=8, pad_to=24, align=4)([A, B, C])
+    assert fixed.lengths == (8, 4, 4, 8)
+    assert fixed.num_tokens == 8
+
+
+def test_an_aligned_pack_weighs_what_the_tight_one_does():
+    tight = PackedCollator(max_documents=3, max_seqlen=8, loss_weighting="document")([A, B, C])
+    aligned = PackedCollator(max_documents=3, max_seqlen=8, align=4, loss_weighting="document")([A, B, C])
+    real = aligned.weights > 0
+    assert aligned.weights[real].tolist() == tight.weights[tight.weights > 0].tolist()
+    assert aligned.targets[real].tolist() == tight.targets[tight.targets != IGNORE].tolist()
+    assert aligned.denominator == tight.denominator
+
+
+def test_a_rank_without_documents_runs_an_aligned_one():
+    batch = PackedCollator(max_documents=2, max_seqlen=4, align=4)([])
+    assert batch.lengths == (4,)
+    assert (batch.num_tokens, batch.num_documents, batch.longest) == (0, 0, 0)
+
+
+def test_a_collator_takes_from_a_plan_what_both_must_agree_in():
+    made = plan([3, 9, 5, 1], capacity=16, packs_per_step=2, align=4, loss_weighting="document")
+    collate = PackedCollator.of(made, pad_to=16, pad_id=7)
+    assert collate == PackedCollator(made.most_documents, 12, 16, 7, 4, "document")
+
+
+def test_what_cannot_be_meant_is_refused():
+    with pytest.raises(
+        ValueError, match="loss_weighting='sequence' is unknown; choose one of token, document"
+    ):
+        PackedCollator(1, 1, loss_weighting="sequence")
+    with pytest.raises(ValueError, match="loss_weighting='mean' is unknown"):
+        PaddedCollator(loss_weighting="mean")
+    with pytest.raises(ValueError, match=r"pad_to=10 is not a multiple of align=4.*use 8"):
+        PackedCollator(1, 8, pad_to=10, align=4)
+    with pytest.raises(ValueError, match="align"):
+        PackedCollator(1, 8, align=0)
+    with pytest.raises(
+        ValueError, match="12 tokens \\(each document padded to a multiple of 4\\) does not fit"
+    ):
+        PackedCollator(3, 8, pad_to=8, align=4)([A, B])
+    with pytest.raises(ValueError, match=r"a document of 8 tokens .* exceeds max_seqlen=6"):
+        PackedCollator(3, 6, align=4)([A])
+
+
+def test_weights_move_with_the_batch():
+    batch = PackedCollator(max_documents=3, max_seqlen=6, loss_weighting="document")([A, B])
+    assert batch.to("meta").weights.device.type == "meta"
+    assert PackedCollator(max_documents=3, max_seqlen=6)([A, B]).to("meta").weights is None
 
 
 def test_to_moves_tensors_and_keeps_the_rest():

@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
+from multipack.data.collate import PackedCollator
+from multipack.data.documents import Document
 from multipack.data.sampler import PackedBatchSampler
 
 LENGTHS = np.random.default_rng(7).lognormal(3.0, 0.9, 500).clip(1, 200).astype(int)
@@ -247,3 +249,28 @@ def test_fewer_documents_than_ranks():
     ]
     assert sorted(map(len, batches)) == [1, 1, 1, 1]
     assert sorted(document for b in batches for document in b[0]) == [0, 1]
+
+
+@pytest.mark.parametrize("align", [1, 8])
+@pytest.mark.parametrize("loss_weighting", ["token", "document"])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_denominators_of_all_ranks_add_up_to_the_plans(world, loss_weighting, align):
+    """Collated packs of all ranks and micro-batches: their denominators are what the plan said without looking."""
+    documents = [
+        Document(np.arange(length, dtype=np.uint16), np.array([[length // 3, length]])) for length in LENGTHS
+    ]
+    targets = [int((each.shifted_targets() != -100).sum()) for each in documents]
+    options = {"targets": targets, "align": align, "loss_weighting": loss_weighting}
+    ranks = [iter(sampler(rank, world, **options)) for rank in range(world)]
+    made = sampler(0, world, **options)
+    collate = PackedCollator.of(made)
+    for step in range(made.steps_per_epoch):
+        batches = [
+            collate([documents[number] for number in next(rank)])
+            for _ in range(made.micro_batches)
+            for rank in ranks
+        ]
+        assert sum(batch.denominator for batch in batches) == made.plan.denominator(step)
+        assert sum(batch.num_target_tokens for batch in batches) == made.plan.targets(step)
+        assert sum(batch.num_tokens for batch in batches) == made.plan.tokens(step)
+        assert max(batch.num_slots for batch in batches) <= 256

@@ -76,6 +76,17 @@ def test_losses_are_the_same_on_1_2_and_4_processes(runs, words):
         assert "torchrun" in printed[processes]
 
 
+def test_a_mean_over_documents_is_the_same_on_1_and_2_processes(words, tmp_path):
+    more = ["train.loss_weighting=document", "model.kv_heads=1", "parallel.timeout_seconds=30"]
+    for processes in (1, 2):
+        _train(processes, [*words, *more], tmp_path / str(processes))
+    alone, together = _records(tmp_path / "1"), _records(tmp_path / "2")
+    assert len(together) == len(alone) > 6
+    for a, b in zip(alone, together, strict=True):
+        for key in {"loss", "grad_norm", "val_loss", "train_loss"} & a.keys():
+            assert b[key] == pytest.approx(a[key], abs=1e-5), (a["step"], key)
+
+
 def test_a_run_goes_on_with_another_number_of_processes(runs, words, tmp_path):
     """4 processes for 10 steps, then 1: the losses of the run that never stopped."""
     long = [word for word in words if not word.startswith("train.steps")] + [

@@ -44,6 +44,67 @@ def test_equals_cross_entropy(inputs, distance, dtype, tolerance, chunk_tokens):
         assert distance(mine, other) < tolerance
 
 
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 1024])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-14)])
+def test_weights_weigh_each_rows_loss(inputs, distance, dtype, tolerance, chunk_tokens):
+    hidden, weight, targets = inputs(dtype)
+    weights = torch.rand(TOKENS, dtype=dtype)
+    weights[::5] = 0.0
+    ours = linear_cross_entropy(hidden, weight, targets, chunk_tokens, weights=weights)
+    each = F.cross_entropy(F.linear(hidden, weight), targets, ignore_index=-100, reduction="none")
+    theirs = (each * weights).sum()
+    assert ours.dtype == dtype
+    assert abs(ours - theirs) <= tolerance * theirs
+    gradients = [torch.autograd.grad(loss * 0.37, (hidden, weight)) for loss in (ours, theirs)]
+    for mine, other in zip(*gradients, strict=True):
+        assert distance(mine, other) < tolerance
+
+
+def test_weights_of_one_change_nothing(inputs):
+    hidden, weight, targets = inputs()
+    plain = linear_cross_entropy(hidden, weight, targets, 8)
+    weighted = linear_cross_entropy(hidden, weight, targets, 8, weights=torch.ones(TOKENS))
+    assert torch.equal(plain, weighted)
+    for a, b in zip(
+        torch.autograd.grad(plain, (hidden, weight)),
+        torch.autograd.grad(weighted, (hidden, weight)),
+        strict=True,
+    ):
+        assert torch.equal(a, b)
+
+
+def test_weights_under_autocast_are_close(inputs, distance):
+    hidden, weight, targets = inputs(tokens=400)
+    weights = torch.rand(400)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(hidden, weight, targets, 64, weights=weights)
+    loss.backward()
+    each = F.cross_entropy(F.linear(hidden, weight), targets, ignore_index=-100, reduction="none")
+    expected = (each * weights).sum()
+    exact = torch.autograd.grad(expected, (hidden, weight))
+    assert loss.dtype == hidden.grad.dtype == weight.grad.dtype == torch.float32
+    assert abs(loss - expected) < 5e-3 * expected
+    assert distance(hidden.grad, exact[0]) < 2e-2
+    assert distance(weight.grad, exact[1]) < 2e-2
+
+
+def test_weights_are_constants_of_the_right_shape(inputs):
+    hidden, weight, targets = inputs()
+    for wrong in (torch.ones(TOKENS - 1), torch.ones(TOKENS, 1), torch.ones(TOKENS, dtype=torch.int64)):
+        with pytest.raises(ValueError, match="needs floating point weights \\(37,\\)"):
+            linear_cross_entropy(hidden, weight, targets, weights=wrong)
+    with pytest.raises(ValueError, match="weights get no gradient"):
+        linear_cross_entropy(hidden, weight, targets, weights=torch.ones(TOKENS, requires_grad=True))
+
+
+def test_gradcheck_with_weights(inputs):
+    hidden, weight, targets = inputs(torch.float64, tokens=9)
+    weights = torch.rand(9, dtype=torch.float64)
+    assert torch.autograd.gradcheck(
+        lambda h, w: linear_cross_entropy(h, w, targets, 4, weights=weights), (hidden, weight)
+    )
+
+
 def test_gradcheck(inputs):
     hidden, weight, targets = inputs(torch.float64, tokens=9)
     assert torch.autograd.gradcheck(lambda h, w: linear_cross_entropy(h, w, targets, 4), (hidden, weight))

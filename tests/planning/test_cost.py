@@ -1,10 +1,20 @@
-"""The cost of a document: L* of published shapes, FLOPs counted by hand, integers that cannot overflow."""
+"""The cost of a document: L* of published shapes, FLOPs counted by hand, fits, integers that cannot overflow."""
+
+import dataclasses
+import json
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from multipack.planning.cost import CostModel, weigh
+from multipack.planning.plan import plan
+from multipack.planning.timing import FINEST
 from multipack.shapes import SHAPES, ModelShape
+
+LLAMA2_7B = ModelShape(32, 32, 32, 4096, 11_008, vocabulary_size=32_000, tied=False)
+MILD = {"base": 3e-3, "token": 2.5e-6, "pair": 1e-10, "document": 2e-5}  # L* = 25,000, constant = 200,000
 
 
 def test_default_is_llama_8b():
@@ -12,9 +22,36 @@ def test_default_is_llama_8b():
     assert CostModel.from_shape(SHAPES["llama-8b"]) == CostModel.from_shape()
 
 
-@pytest.mark.parametrize(("name", "linear"), [("llama-1b", 37_712), ("llama-70b", 106_051)])
-def test_published_shapes(name, linear):
-    assert CostModel.from_shape(SHAPES[name]).linear == linear
+@pytest.mark.parametrize(
+    ("shape", "linear", "flash", "headless"),
+    [
+        (SHAPES["qwen2.5-0.5b"], 22_971, 19_689, 16_640),
+        (SHAPES["llama-1b"], 37_712, 32_325, 29_696),
+        (LLAMA2_7B, 50_408, 43_207, 49_408),
+        (SHAPES["qwen2.5-7b"], 70_455, 60_390, 65_024),
+        (SHAPES["llama-8b"], 57_256, 49_077, 53_248),
+        (SHAPES["llama-70b"], 106_051, 90_901, 104_448),
+        (SHAPES["llama-405b"], 195_578, 167_638, 194_560),
+    ],
+)
+def test_published_shapes(shape, linear, flash, headless):
+    assert CostModel.from_shape(shape).linear == linear
+    assert CostModel.from_shape(shape, recompute="flash").linear == flash
+    assert CostModel.from_shape(shape.with_vocabulary(0)).linear == headless
+
+
+def test_full_recomputation_is_eight_and_nine():
+    plain, full = CostModel.from_shape(), CostModel.from_shape(recompute="full")
+    assert full.linear == round(plain.linear * (8 / 6) / (9 / 6))
+    lengths = [100, 5000]
+    pairs = 6 * 32 * 32 * 128 * float(weigh(np.array(lengths), 0, 1).sum())
+    matrices = plain.flops(lengths) - pairs
+    assert full.executed_flops(lengths) == pytest.approx(matrices * 8 / 6 + pairs * 9 / 6, rel=1e-12)
+    flash = CostModel.from_shape(recompute="flash")
+    assert flash.executed_flops(lengths) == pytest.approx(matrices + pairs * 7 / 6, rel=1e-12)
+    assert (
+        full.flops(lengths) == flash.flops(lengths) == plain.flops(lengths) == plain.executed_flops(lengths)
+    )
 
 
 def test_cost_is_linear_and_squares():
@@ -49,3 +86,302 @@ def test_overflow_is_refused():
         weigh(np.full(1000, 1 << 27), 1 << 25, 1)
     with pytest.raises(ValueError, match="at least 1 token"):
         CostModel.from_shape().cost([0])
+    for model in (
+        CostModel.from_shape(dataclasses.replace(SHAPES["tiny"], window=1 << 20)),
+        CostModel(None, 1, constant=1 << 50),
+        CostModel(None, 1, align=1 << 20),
+    ):
+        exact = sum(int(cost) for cost in model.cost([1 << 16] * 8))
+        assert int(model.cost([1 << 16] * 8).sum()) == exact < 1 << 62
+        with pytest.raises(ValueError, match="int64"):
+            model.cost(np.full(1 << 15, 1 << 27))
+    with pytest.raises(ValueError, match="int64"):
+        CostModel(None, 1, align=1 << 40).cost([(1 << 63) - 1])
+
+
+# --- sliding windows, latent attention, mixtures, alignment ----------------------------------------------
+
+
+def _pairs(length, window):
+    """Query-key pairs of a causal document, counted one by one."""
+    return sum(1 for query in range(length) for key in range(length) if 0 <= query - key < window)
+
+
+@pytest.mark.parametrize(
+    ("window", "layers", "sliding"), [(1, 6, 6), (5, 6, 0), (5, 6, 4), (7, 5, 3), (99, 6, 5)]
+)
+def test_windows_by_counting_pairs(window, layers, sliding):
+    shape = ModelShape(layers=layers, window=window, window_layers=sliding, vocabulary_size=100)
+    slides = sliding or layers
+    model = CostModel.from_shape(shape)
+    dense = CostModel.from_shape(dataclasses.replace(shape, window=0, window_layers=0))
+    matrices = 6 * (layers * shape.layer_parameters + shape.d_model * 100)
+    for length in (1, 2, 5, 6, 30):
+        pairs = slides * _pairs(length, window) + (layers - slides) * _pairs(length, length)
+        assert model.flops([length]) == matrices * length + 12 * shape.heads * shape.head_width * pairs
+        # The integer cost: the same in units of 6·H·e·gcd(layers of each kind), the linear part rounded.
+        exact = (
+            model.flops([length])
+            / (6 * shape.heads * shape.head_width * layers)
+            * (model.quadratic + model.sliding)
+        )
+        assert int(model.cost([length])[0]) == pytest.approx(exact, abs=0.5 * length)
+    assert (model.cost([1000]) <= (model.quadratic + model.sliding) * dense.cost([1000])).all()
+
+
+def test_a_window_that_no_document_fills_changes_nothing():
+    shape = ModelShape(vocabulary_size=100, window=64)
+    lengths = np.arange(1, 65)
+    assert (
+        CostModel.from_shape(shape).cost(lengths)
+        == CostModel.from_shape(ModelShape(vocabulary_size=100)).cost(lengths)
+    ).all()
+
+
+def test_latent_attention_costs_by_its_widths():
+    shape = SHAPES["deepseek-v3"]
+    d, heads = 7168, 128
+    attention = d * 1536 + 1536 * heads * 192 + d * (512 + 64) + 512 * heads * 256 + heads * 128 * d
+    dense, expert = 3 * d * 18_432, 3 * d * 2048
+    assert shape.token_parameters == 61 * attention + 3 * dense + 58 * (9 * expert + 256 * d)
+    # 4·H·(192 + 128) / 2 FLOPs a pair forward; the backward pass twice that, and the scores anew with flash.
+    matrices = shape.token_parameters + d * 129_280
+    assert CostModel.from_shape(shape).linear == round(matrices / (61 * heads * 160))
+    assert CostModel.from_shape(shape, recompute="flash").linear == round(
+        6 * matrices / (61 * heads * (960 + 192))
+    )
+    assert CostModel.from_shape(shape).flops([100]) == 6.0 * 100 * matrices + 12 * 61 * heads * 160 * _pairs(
+        100, 100
+    )
+
+
+def test_alignment_pads_each_document():
+    plain, aligned = CostModel.from_shape(), CostModel.from_shape(align=16)
+    assert aligned.cost([1, 16, 17]).tolist() == plain.cost([16, 16, 32]).tolist()
+    assert aligned.executed_flops([1, 17]) == plain.flops([16, 32])
+    assert aligned.flops([1, 17]) == plain.flops([1, 17])  # what the model asks for has no padding
+    assert aligned != plain
+    with pytest.raises(ValueError, match=r"cost\.align must be a whole number of at least 1, got 0"):
+        CostModel.from_shape(align=0)
+
+
+models = st.builds(
+    CostModel,
+    shape=st.none(),
+    linear=st.integers(1, 1 << 20),
+    quadratic=st.integers(0, 5),
+    constant=st.integers(0, 1 << 20),
+    align=st.integers(1, 64),
+) | st.builds(
+    lambda window, slide, recompute: CostModel.from_shape(
+        ModelShape(layers=6, window=window, window_layers=slide), recompute=recompute
+    ),
+    window=st.integers(1, 300),
+    slide=st.integers(0, 6),
+    recompute=st.sampled_from(["none", "flash", "full"]),
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(model=models, lengths=st.lists(st.integers(1, 2000), min_size=1, max_size=30))
+def test_costs_are_positive_integers_that_never_fall(model, lengths):
+    rising = np.sort(lengths)
+    cost = model.cost(rising)
+    assert cost.dtype == np.int64
+    assert cost[0] > 0
+    assert (np.diff(cost) >= 0).all()
+    assert CostModel.from_dict(json.loads(json.dumps(model.to_dict()))) == model
+    assert (CostModel.from_dict(model.to_dict()).cost(rising) == cost).all()
+
+
+# --- what determines a plan ------------------------------------------------------------------------------
+
+
+def test_equality_is_that_of_costs():
+    llama = CostModel.from_shape()
+    assert llama.key() == 57_256
+    assert CostModel(None, 57_256) == llama  # another shape, or none, with the same costs
+    assert hash(CostModel(None, 57_256)) == hash(llama)
+    assert CostModel(None, 3, 2, constant=4) != CostModel(None, 3, 2)
+    assert CostModel(None, 2048, 0, constant=512) == CostModel(None, 4, 0, constant=1)  # only ratios matter
+    assert llama != CostModel.from_shape(recompute="flash")
+    assert llama != 57_256
+    different = [
+        llama,
+        CostModel.from_shape(align=2),
+        CostModel(None, 57_256, constant=1),
+        CostModel(None, 57_256, 2),
+    ]
+    assert len({json.dumps(model.key()) for model in different}) == len(set(different)) == 4
+
+
+def test_plans_tell_cost_models_apart():
+    lengths = np.random.default_rng(0).integers(1, 900, 200)
+    options = {"capacity": 1024, "packs_per_step": 4}
+    slides = dataclasses.replace(SHAPES["llama-8b"], window=16)
+    costs = [None, CostModel.from_shape(recompute="flash"), CostModel(None, 57_256, constant=10**9), slides]
+    plans = [plan(lengths, **options, cost=cost) for cost in costs]
+    assert len({made.fingerprint for made in plans}) == 4
+    assert plan(lengths, **options, cost=CostModel(None, 57_256)).fingerprint == plans[0].fingerprint
+    for made in plans:
+        assert sorted(made.order.tolist()) == list(range(200))
+        assert json.loads(json.dumps(made.cost_model.key())) == made.cost_model.key()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"linear": -1}, r"cost\.linear must be a whole number of at least 0, got -1"),
+        ({"linear": 1.5}, r"cost\.linear"),
+        ({"linear": 0, "quadratic": 0}, "needs a weight above 0"),
+        ({"linear": 1, "sliding": 1}, "belong together"),
+        ({"linear": 1, "recompute": "some"}, "recompute='some' is unknown; choose one of none, flash, full"),
+    ],
+)
+def test_impossible_models_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        CostModel(None, **fields)
+
+
+def test_an_unknown_recomputation_is_refused_by_name():
+    with pytest.raises(ValueError, match="recompute='Flash' is unknown"):
+        CostModel.from_shape(recompute="Flash")
+
+
+# --- fits ------------------------------------------------------------------------------------------------
+
+
+def _timings(base, token, pair, document, noise=0.0, seed=0):
+    """Twenty micro-batches of very different documents, and their seconds."""
+    draw = np.random.default_rng(seed)
+    made = []
+    for count in (1, 1, 2, 3, 5, 8, 20, 40, 80, 200) * 2:
+        lengths = draw.integers(1, 16_384 // count, count)
+        squares = float((lengths * (lengths + 1)).sum())
+        seconds = base + token * int(lengths.sum()) + pair * squares + document * count
+        made.append((lengths, seconds * (1 + noise * draw.standard_normal())))
+    return made
+
+
+def test_a_fit_recovers_exact_coefficients():
+    model = CostModel.fit(_timings(**MILD), shape=SHAPES["llama-8b"])
+    assert model.key() == {"linear": 25_000, "constant": 200_000}
+    assert model.timed.error < 1e-12
+    assert model.formula == "25,000·l + l(l+1) + 200,000"
+    assert model.seconds([10, 3000]) == pytest.approx(
+        3e-3 + 2.5e-6 * 3010 + 1e-10 * (110 + 3000 * 3001) + 4e-5, rel=1e-9
+    )
+    assert model.flops([10, 3000]) == CostModel.from_shape().flops([10, 3000])
+    assert model.cost([10]).tolist() == [25_000 * 10 + 110 + 200_000]
+
+
+@settings(deadline=None, max_examples=25)
+@given(seed=st.integers(0, 1000))
+def test_a_fit_of_noisy_times_is_near(seed):
+    model = CostModel.fit(_timings(**MILD, noise=0.01, seed=seed))
+    assert 0.001 < model.timed.error < 0.03
+    for lengths in ([16_000], [4000] * 4, [200] * 80):
+        exact = 3e-3 + 2.5e-6 * sum(lengths) + 1e-10 * sum(x * (x + 1) for x in lengths) + 2e-5 * len(lengths)
+        assert model.seconds(lengths) == pytest.approx(exact, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"pair": 0.0}, {"linear": FINEST // 1024, "quadratic": 0, "constant": 8}),
+        ({"pair": 0.0, "document": 0.0}, {"linear": 1, "quadratic": 0}),
+        ({"pair": 1e-16}, {"linear": 1, "quadratic": 0, "constant": 8}),  # L* of 2.5e10 tokens
+        ({"token": 0.0}, {"linear": 0, "constant": 200_000}),
+        ({"token": 0.0, "pair": 0.0}, {"linear": 0, "quadratic": 0, "constant": 1}),
+        ({"token": 0.0, "document": 0.0}, 0),
+        ({"document": 0.0, "base": 0.0}, 25_000),
+    ],
+)
+def test_coefficients_that_are_zero(changes, key):
+    model = CostModel.fit(_timings(**{**MILD, **changes}))
+    expected = key if isinstance(key, int) else {"quadratic": 1, "constant": 0, **key}
+    got = model.key() if isinstance(key, int) else {name: getattr(model, name) for name in expected}
+    assert got == expected
+    rising = model.cost(np.arange(1, 5000))
+    assert (np.diff(rising) >= 0).all()
+    assert plan([5, 900, 30, 700, 8], capacity=1024, packs_per_step=2, cost=model).num_documents == 5
+
+
+def test_a_fit_pads_to_the_alignment():
+    padded = [(-(-lengths // 32) * 32, seconds) for lengths, seconds in _timings(**MILD)]
+    exact = [
+        (raw, 3e-3 + 2.5e-6 * int(x.sum()) + 1e-10 * float((x * (x + 1)).sum()) + 2e-5 * len(x))
+        for (raw, _), (x, _) in zip(_timings(**MILD), padded, strict=True)
+    ]
+    model = CostModel.fit(exact, align=32)
+    assert (model.linear, model.constant, model.align) == (25_000, 200_000, 32)
+    assert model.seconds([1]) == model.seconds([32])
+    assert model.formula.endswith("with l a multiple of 32")
+
+
+@pytest.mark.parametrize(
+    ("timings", "message"),
+    [
+        ([], "needs at least as many timings, got 0"),
+        (_timings(**MILD)[:3], "got 3; time about 20"),
+        ([([100] * n, 0.1 * n) for n in range(1, 9)], "cannot tell a constant, tokens"),  # one length only
+        ([([n], 0.1 * n) for n in range(1, 9)], "cannot tell"),  # one document each
+        ([([5, 7], 0.1)] * 20, "cannot tell"),
+        ([*_timings(**MILD), ([5], -1.0)], "must be positive seconds, got .-1.0"),
+        ([*_timings(**MILD), ([5], float("nan"))], "must be positive seconds"),
+        ([*_timings(**MILD), ([5], float("inf"))], "must be positive seconds"),
+        ([(lengths, 1.0) for lengths, _ in _timings(**MILD)], "do not grow"),
+        ([*_timings(**MILD), ([0], 1.0)], "at least 1 token"),
+    ],
+)
+def test_bad_timings_are_refused(timings, message):
+    with pytest.raises(ValueError, match=message):
+        CostModel.fit(timings)
+
+
+def test_flops_and_seconds_are_not_made_up():
+    with pytest.raises(ValueError, match="fitted without a shape"):
+        CostModel.fit(_timings(**MILD)).flops([5])
+    with pytest.raises(ValueError, match=r"CostModel\.fit"):
+        CostModel.from_shape().seconds([5])
+
+
+# --- files -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        CostModel.from_shape(),
+        CostModel.from_shape(SHAPES["deepseek-v3"], recompute="full", align=8),
+        CostModel.from_shape(SHAPES["gpt-oss-20b"]),
+        CostModel.fit(_timings(**MILD, noise=0.01), shape=SHAPES["tiny"]),
+    ],
+)
+def test_a_saved_model_is_the_same(model, tmp_path):
+    model.save(tmp_path / "cost.json")
+    again = CostModel.load(tmp_path / "cost.json")
+    assert again == model
+    assert again.to_dict() == model.to_dict()
+    assert (again.timed, again.shape, again.recompute) == (model.timed, model.shape, model.recompute)
+
+
+def test_files_that_hold_no_model_are_refused(tmp_path):
+    good = CostModel.fit(_timings(**MILD)).to_dict()
+    bad = [
+        ("{", "not a saved cost model"),
+        ("[1]", "holds list, not an object"),
+        (json.dumps({**good, "extra": 1}), "check extra"),
+        (json.dumps({key: value for key, value in good.items() if key != "linear"}), "check linear"),
+        (json.dumps({**good, "linear": "7"}), r"cost\.linear"),
+        (json.dumps({**good, "shape": {"wheels": 4}}), "another version"),
+        (json.dumps({**good, "shape": [1]}), "another version"),
+        (json.dumps({**good, "timed": {**good["timed"], "token": -1.0}}), "token is -1.0"),
+        (json.dumps({**good, "timed": {"token": 1.0}}), "another version"),
+    ]
+    for text, message in bad:
+        (tmp_path / "cost.json").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            CostModel.load(tmp_path / "cost.json")
+    with pytest.raises(FileNotFoundError):
+        CostModel.load(tmp_path / "none.json")

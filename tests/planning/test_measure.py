@@ -11,9 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multipack.planning import measure
+from multipack.planning.cost import CostModel
 from multipack.planning.permutation import permutation
 from multipack.planning.plan import plan
+from multipack.shapes import SHAPES
 
+COSTS = [
+    CostModel.from_shape(SHAPES["tiny"]),
+    CostModel.from_shape(SHAPES["llama-8b"]),
+    CostModel(None, linear=40, constant=5000),  # a document's own cost outweighs its tokens'
+    CostModel(None, linear=90, quadratic=1, sliding=2, window=16, align=8),
+]
 OPENCHAT = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "lengths" / "openchat_v1.npy"
 
 
@@ -56,25 +64,36 @@ def test_minimum_packs_sees_documents_that_exclude_each_other():
     assert measure.minimum_steps([51] * 10, 100, 4) == 3
 
 
-def test_dearest_pack_bound_by_hand():
-    # the longest document alone: 8 tokens at least, and 12 tokens in all mean at least 6 a pack
-    bound = measure.least_step_cost(np.array([8, 2, 2]), 2, 1, 8, 0, "micro")
-    assert bound == 8 * 9
-    # full packs of 8: the pack with the 6 holds 8 tokens, and its other 2 cost least as a part of a short one
-    assert measure.least_step_cost(np.array([6, 5, 3, 2]), 2, 1, 8, 0, "micro") == 6 * 7 + 2 * 3
-
-
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_ceiling_holds_and_shares_are_shares(data):
     capacity = data.draw(st.integers(2, 200))
-    lengths = data.draw(st.lists(st.integers(1, capacity), min_size=1, max_size=60))
+    align = data.draw(st.sampled_from([1, 2, 3]))
+    longest = max(capacity // align * align, 1)
+    capacity = max(capacity, align)
+    lengths = data.draw(st.lists(st.integers(1, longest), min_size=1, max_size=60))
     packs = data.draw(st.integers(1, 6))
     world = data.draw(st.integers(1, packs))
-    made = plan(lengths, capacity=capacity, packs_per_step=packs, window=data.draw(st.integers(1, 3)))
-    for sync in ("micro", "step"):
+    made = plan(
+        lengths,
+        capacity=capacity,
+        packs_per_step=packs,
+        window=data.draw(st.integers(1, 3)),
+        align=align,
+        cost=data.draw(st.sampled_from(COSTS)),
+    )
+    for sync in ("micro", "step", "pipeline"):
         report = made.report(world, sync)
         assert 0 < report.cost_utilization <= report.cost_utilization_ceiling <= 1
+        assert report.ceiling_reached == report.cost_utilization / report.cost_utilization_ceiling <= 1
+        assert 1 <= report.imbalance_mean <= report.imbalance_max <= world
+        assert 0 <= report.padding < 1
+        assert 0 < report.efficiency_but_last <= 1
+        assert report.displacement_median <= report.displacement_p99 <= report.displacement_max
+        assert report.kappa > 0
+        assert bool(report.advice) == (report.cost_utilization_ceiling < 0.99)
+        assert report.step_gap == report.steps - report.minimum_steps
+        assert report.minimum_packs <= report.packs
         assert 0 < report.efficiency <= 1
         assert 0 < report.utilization <= 1
         assert 0 <= report.l2_lag_mean <= report.l2_lag_max
@@ -87,15 +106,93 @@ def test_ceiling_holds_and_shares_are_shares(data):
 def test_measures_by_hand():
     loads = np.array([[3, 1], [2, 2]])
     assert measure.utilization(loads) == 8 / (2 * 5)
+    assert measure.imbalance(loads).tolist() == [1.5, 1]
+    assert measure.imbalance(np.array([[0, 0, 0]])).tolist() == [1]
     assert measure.spread(loads).tolist() == [2, 0]
     assert measure.efficiency(90, 3, 2, 20) == 0.75
+    assert measure.even(10, 99).tolist() == list(range(10))
+    assert measure.even(10, 2).tolist() == [2, 7]
+    assert measure.even(7, 1).tolist() == [3]
+
+
+def test_a_report_by_hand():
+    """Two ranks, packs of 40: 30 + 10 beside 20 + 10, or 30 beside 20 + 10 + 10."""
     made = plan([30, 20, 10, 10], capacity=40, packs_per_step=2)
     report = made.report(2)
-    assert (report.steps, report.packs, report.tokens) == (1, 2, 70)
-    assert report.efficiency == 70 / 80
-    assert report.utilization == 70 / 80  # 40 and 30
-    squares = sorted(int((made.lengths[p] ** 2).sum()) for p in made.deal(0, 2))
+    assert (report.steps, report.measured_steps, report.packs, report.tokens) == (1, 1, 2, 70)
+    assert (report.minimum_steps, report.minimum_packs, report.step_gap) == (1, 2, 0)
+    assert report.efficiency == report.efficiency_but_last == 70 / 80
+    assert report.padding == pytest.approx(10 / 80)
+    dealt = made.deal(0, 2)
+    tokens, squares = (sorted(dealt.totals(values).tolist()) for values in (made.lengths, made.lengths**2))
+    costs = sorted(dealt.totals(made.cost_model.cost(made.lengths)).tolist())
+    assert report.utilization == 70 / (2 * tokens[1])
+    assert report.cost_utilization == sum(costs) / (2 * costs[1])
+    assert report.imbalance_mean == report.imbalance_max == pytest.approx(2 * costs[1] / sum(costs))
+    assert report.cost_range == pytest.approx(2 * (costs[1] - costs[0]) / sum(costs))
     assert report.l2_lag_mean == report.l2_lag_max == math.sqrt(squares[1] - squares[0])
+    assert report.mean_length_spread is None
+    assert report.kappa == pytest.approx((57_257 + 30) / (57_257 + 1500 / 70))
+    assert report.late_share == 0
+    assert measure.report(made, 2, window=4, split_documents=3).late_share == 0
+    assert measure.report(made, 2, split_documents=3).split_documents == 3
+
+
+def test_ranks_that_do_not_divide_the_packs_pad_more():
+    made = plan([10] * 12, capacity=10, packs_per_step=3)
+    assert made.num_steps == 4
+    assert made.report(3).padding == 0
+    assert made.report(2).padding == pytest.approx(1 / 4)  # four packs run for three
+    assert made.report(2).efficiency == 1
+
+
+def test_the_last_step_is_left_out_of_one_efficiency():
+    made = plan([10] * 11, capacity=10, packs_per_step=2, order="given", window=1)
+    report = made.report(1)
+    assert made.num_steps == 6
+    assert report.efficiency == 11 / 12
+    assert report.efficiency_but_last == (11 - made.tokens(5) / 10) / 10
+
+
+def test_aligned_documents_take_slots_that_hold_no_tokens():
+    made = plan([5] * 8, capacity=16, packs_per_step=2, align=8)
+    report = made.report(2)
+    assert (report.steps, report.minimum_steps, report.minimum_packs) == (2, 2, 4)
+    assert report.efficiency == 40 / 64
+    assert report.padding == 24 / 64
+    assert report.utilization == report.cost_utilization_ceiling == 1
+
+
+def test_a_sample_of_steps_is_told_and_close():
+    made = plan(np.random.default_rng(5).integers(1, 900, 6000), capacity=2048, packs_per_step=4)
+    whole, sample = measure.report(made, 4, sample=None), measure.report(made, 4, sample=50)
+    assert (whole.measured_steps, sample.measured_steps) == (made.num_steps, 50)
+    assert made.num_steps > 300
+    assert sample.cost_utilization == pytest.approx(whole.cost_utilization, abs=0.002)
+    for name in ("steps", "tokens", "efficiency", "displacement_max", "mean_length_spread", "packs"):
+        assert getattr(sample, name) == getattr(whole, name)
+    with pytest.raises(ValueError, match="sample must be a whole number of at least 1"):
+        measure.report(made, 4, sample=0)
+
+
+def test_mean_length_spread():
+    rng = np.random.default_rng(2)
+    lengths = rng.integers(1, 1000, 4000)
+    random = plan(lengths, capacity=100_000, packs_per_step=1, window=1)
+    assert measure.mean_length_spread(random) == pytest.approx(1, abs=0.25)
+    ordered = plan(np.sort(lengths), capacity=100_000, packs_per_step=1, window=1, order="given")
+    assert measure.mean_length_spread(ordered) > 5
+    mixed = plan(lengths, capacity=100_000, packs_per_step=1, window=16)
+    assert measure.mean_length_spread(mixed) < 0.7
+    # by hand: two steps of two, means 1.5 and 3.5; S² = 5 / 3, so random steps have variance 5/3 · (1/2 − 1/4)
+    by_hand = plan([1, 2, 3, 4], capacity=7, packs_per_step=1, window=1, order="given")
+    means = np.array([by_hand.lengths[by_hand.documents(step)].mean() for step in range(by_hand.num_steps)])
+    sizes = np.array([len(by_hand.documents(step)) for step in range(by_hand.num_steps)])
+    expected = 5 / 3 * (1 / sizes - 1 / 4).sum()
+    assert measure.mean_length_spread(by_hand) == pytest.approx(
+        math.sqrt(((means - 2.5) ** 2).sum() / expected)
+    )
+    assert measure.mean_length_spread(plan([5] * 9, capacity=10, packs_per_step=1)) is None
 
 
 def test_step_meetings_are_sums_over_micro_batches():
@@ -111,6 +208,17 @@ def test_displacement_of_an_exact_cut():
     assert measure.displacement(made).max() <= 0.5
     carried = plan([10] * 40, capacity=20, packs_per_step=2, window=1, tail="carry", carried=[3, 3, 5])
     assert measure.displacement(carried).max() <= 0.5
+
+
+def test_late_documents_moved_further_than_the_window():
+    made = plan([10] * 40, capacity=20, packs_per_step=2, window=1, order="given")
+    assert measure.report(made, 2, window=1).late_share == 0
+    moved = measure.displacement(made)
+    assert measure.report(made, 2, window=1).displacement_p99 == np.sort(moved)[39]
+    lengths = np.random.default_rng(3).integers(1, 100, 300)  # of which many do not fit where they belong
+    tight = plan(lengths, capacity=100, packs_per_step=2, window=1)
+    report, moved = measure.report(tight, 2, window=1), measure.displacement(tight)
+    assert report.late_share == np.mean(moved > 1) > 0
 
 
 def test_seeded_order_is_the_order_of_the_epoch():

@@ -5,55 +5,115 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multipack.planning.packing import Packs, check_lengths, pack
+from multipack.planning.lengths import LARGEST_CAPACITY, check_lengths, count, is_sparse, longest_first
+from multipack.planning.packing import Packs, pack
 
-METHODS = ["next_fit", "first_fit_decreasing", "best_fit_decreasing", "best_fit"]
+METHODS = ["next_fit", "first_fit_decreasing", "best_fit_decreasing", "best_fit", "fewest"]
 
 
 def plain_pack(lengths, capacity, method, max_documents):
-    """The textbook versions, without any structure."""
+    """The textbook versions, without any structure. Of equal rooms, best fit takes the one left alone longest."""
     order = range(len(lengths))
     if method != "next_fit":
         order = sorted(order, key=lambda i: -lengths[i])
-    packs = []
-    for i in order:
+    packs, touched = [], []
+    for now, i in enumerate(order):
         fits = [
-            p for p in packs if sum(lengths[j] for j in p) + lengths[i] <= capacity and len(p) < max_documents
+            p
+            for p, pack in enumerate(packs)
+            if sum(lengths[j] for j in pack) + lengths[i] <= capacity and len(pack) < max_documents
         ]
         if method == "next_fit":
-            fits = [p for p in fits if p is packs[-1]]
+            fits = [p for p in fits if p == len(packs) - 1]
         elif method != "first_fit_decreasing":
-            fits.sort(key=lambda p: -sum(lengths[j] for j in p))
+            fits.sort(key=lambda p: (-sum(lengths[j] for j in packs[p]), touched[p]))
         if fits:
-            fits[0].append(i)
+            packs[fits[0]].append(i)
+            touched[fits[0]] = now
         else:
             packs.append([i])
+            touched.append(now)
     return packs
 
 
-@settings(deadline=None, max_examples=60)
+def check(packs, lengths, capacity, limit=None):
+    """What holds for every packing."""
+    assert packs.order.dtype == packs.offsets.dtype == np.int64
+    assert sorted(packs.order.tolist()) == list(range(len(lengths)))
+    assert packs.totals(lengths).max() <= capacity
+    assert packs.sizes().min() >= 1
+    assert packs.sizes().max() <= (limit or len(lengths))
+    assert 1 <= packs.lower_bound <= len(packs)
+    assert packs.gap == len(packs) - packs.lower_bound
+
+
+@settings(deadline=None, max_examples=80)
 @given(st.data())
 def test_packs_like_the_textbook(data):
-    capacity = data.draw(st.integers(1, 5000), "capacity")
+    capacity = data.draw(st.one_of(st.integers(1, 60), st.integers(1, 5000)), "capacity")
     lengths = data.draw(st.lists(st.integers(1, capacity), min_size=1, max_size=60), "lengths")
     limit = data.draw(st.one_of(st.none(), st.integers(1, 5)), "max_documents")
-    for method in METHODS:
+    for method in METHODS[:-1]:
         packs = pack(lengths, capacity, method, limit)
-        assert sorted(packs.order.tolist()) == list(range(len(lengths)))
-        assert packs.totals(lengths).max() <= capacity
-        assert packs.sizes().min() >= 1
-        assert packs.sizes().max() <= (limit or len(lengths))
+        check(packs, lengths, capacity, limit)
         expected = plain_pack(lengths, capacity, method, limit or len(lengths))
-        if (
-            limit is None or method != "best_fit"
-        ):  # which of two equal rooms is taken matters to a count limit
-            assert len(packs) == len(expected)
+        assert [sorted(lengths[i] for i in p) for p in packs] == [
+            sorted(lengths[i] for i in p) for p in expected
+        ]
         if method == "next_fit":
             assert packs.order.tolist() == list(range(len(lengths)))
-        if limit is None:
-            assert sorted(packs.totals(lengths).tolist()) == sorted(
-                sum(lengths[i] for i in p) for p in expected
-            )
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_many_equal_lengths(data):
+    """Groups of packs that are alike, split in the middle: the same as one document at a time."""
+    capacity = data.draw(st.integers(1, 40))
+    drawn = data.draw(
+        st.lists(st.tuples(st.integers(1, capacity), st.integers(1, 40)), min_size=1, max_size=6)
+    )
+    lengths = np.repeat([length for length, _ in drawn], [times for _, times in drawn])
+    limit = data.draw(st.one_of(st.none(), st.integers(1, 6)))
+    packs = pack(lengths, capacity, "best_fit", limit)
+    check(packs, lengths, capacity, limit)
+    expected = plain_pack(lengths.tolist(), capacity, "best_fit", limit or len(lengths))
+    assert [lengths[p].tolist() for p in packs] == [lengths[p].tolist() for p in expected]
+
+
+def test_documents_of_a_pack_stand_longest_first():
+    lengths = np.random.default_rng(0).integers(1, 60, 500)
+    for method in ("best_fit", "best_fit_decreasing", "fewest"):
+        for documents in pack(lengths, 100, method):
+            assert documents.tolist() == sorted(documents, key=lambda i: (-lengths[i], i))
+
+
+@pytest.mark.parametrize("capacity", [LARGEST_CAPACITY, LARGEST_CAPACITY - 12_345])
+@pytest.mark.parametrize("method", METHODS)
+def test_largest_capacity(capacity, method):
+    """Tables over rooms are as long as the capacity, but only what the documents touch costs anything."""
+    rng = np.random.default_rng(1)
+    for lengths in (rng.integers(1, capacity + 1, 300), rng.integers(1, 100, 300)):
+        packs = pack(lengths, capacity, method, time_budget=1.0)
+        check(packs, lengths, capacity)
+        if method.startswith("best"):
+            expected = plain_pack(lengths.tolist(), capacity, method, 300)
+            assert [lengths[p].sum() for p in packs] == [sum(lengths[i] for i in p) for p in expected]
+
+
+def test_sorting_and_counting_agree():
+    """Few long documents are sorted, many are counted."""
+    lengths = np.random.default_rng(2).integers(1, 2_000_000, 5_000)
+    assert is_sparse(lengths)
+    assert not is_sparse(np.concatenate([lengths, np.ones(200_000, dtype=np.int64)]))
+    values, counts = np.unique(lengths, return_counts=True)
+    histogram = count(lengths)
+    assert histogram.values.tolist() == values[::-1].tolist()
+    assert histogram.counts.tolist() == counts[::-1].tolist()
+    assert (histogram.documents, histogram.tokens) == (5_000, lengths.sum())
+    for divisor in (1, 1000):
+        shorter = lengths // divisor + 1
+        assert is_sparse(shorter) == (divisor == 1)
+        assert longest_first(shorter).tolist() == np.lexsort((np.arange(5_000), -shorter)).tolist()
 
 
 @pytest.mark.parametrize(
@@ -64,9 +124,18 @@ def test_adversarial_sets(lengths, capacity, packs):
     assert len(pack(lengths, capacity)) == packs
 
 
-def test_lightbinpack_benchmark():
-    lengths = np.random.RandomState(0).randint(1000, 20000, 10_000)
-    assert len(pack(lengths, 50_000)) <= 2114
+@pytest.mark.parametrize(("documents", "packs", "tokens"), [(10_000, 2114, 2112), (100_000, 21_053, 21_038)])
+def test_lightbinpack_benchmark(documents, packs, tokens):
+    lengths = np.random.RandomState(0).randint(1000, 20000, documents)
+    made = pack(lengths, 50_000)
+    assert (len(made), made.lower_bound) == (packs, tokens)
+
+
+def test_a_million_documents():
+    lengths = np.random.default_rng(0).lognormal(5.7, 1.0, 1_000_000).clip(1, 8192).astype(np.int32)
+    packs = pack(lengths, 8192)
+    assert packs.gap <= 2
+    check(packs, lengths, 8192)
 
 
 def test_packs_are_a_sequence():
@@ -75,6 +144,8 @@ def test_packs_are_a_sequence():
     assert packs[-1].tolist() == [0, 1]
     assert packs.totals([10, 20, 30]).tolist() == [30, 0, 30]
     assert packs.sizes().tolist() == [1, 0, 2]
+    assert packs.gap is None
+    assert Packs(packs.order, packs.offsets, 2).gap == 1
     for number in (3, -4):
         with pytest.raises(IndexError, match="of 3"):
             packs[number]
@@ -120,3 +191,6 @@ def test_bad_options():
             pack([1], capacity)
     with pytest.raises(ValueError, match="max_documents"):
         pack([1], 8, max_documents=0)
+    for seconds in (0, -1.0, float("nan"), float("inf"), True, "5"):
+        with pytest.raises(ValueError, match="time_budget"):
+            pack([1], 8, "fewest", time_budget=seconds)

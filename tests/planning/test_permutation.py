@@ -4,7 +4,7 @@ import hashlib
 
 import numpy as np
 
-from multipack.planning.permutation import STEPS, keys, permutation
+from multipack.planning.permutation import BLOCKS, keys, permutation
 
 
 def plain_key(seed, epoch, number, stream=0):
@@ -43,7 +43,7 @@ def test_golden_order():
 
 
 def test_it_is_a_permutation_of_its_own():
-    orders = [permutation(s, e, 1000, k) for s, e, k in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, STEPS))]
+    orders = [permutation(s, e, 1000, k) for s, e, k in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, BLOCKS))]
     for order in orders:
         assert sorted(order.tolist()) == list(range(1000))
     for a in range(4):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multipack.planning.cost import CostModel
-from multipack.planning.measure import minimum_steps
+from multipack.planning.measure import displacement, minimum_steps
 from multipack.planning.packing import pack
 from multipack.planning.plan import Plan, PlanConfig, plan
 from multipack.shapes import SHAPES
@@ -35,6 +35,7 @@ def problems(draw):
         "seed": draw(st.integers(0, 3)),
         "budget": draw(st.one_of(st.none(), st.integers(1, capacity))),
         "max_documents": draw(st.one_of(st.none(), st.integers(1, 4))),
+        "group": draw(st.booleans()),
     }
     return np.array(lengths), options
 
@@ -130,16 +131,53 @@ def test_carried_documents_come_first():
     assert len(made.order) + len(made.carried) == 42
 
 
-def test_golden_plan():
+GOLDEN = {
+    "cost": ({}, 153, "77ed31f0c31b871e", "bda2fc2c38da23a8"),
+    "joint, drop": (
+        {"balance": "joint", "tail": "drop", "window": 1},
+        153,
+        "1db30873a0326817",
+        "4f12b64af031c26a",
+    ),
+    "carry, not grouped": (
+        {"tail": "carry", "group": False, "window": 16, "carried": [7, 3]},
+        152,
+        "ffc43da564e091e7",
+        "ad09002ebf88d079",
+    ),
+    "given, aligned": (
+        {"order": "given", "align": 16, "max_documents": 40},
+        155,
+        "a3603f013fcec35a",
+        "70ba706c2a8a9fa4",
+    ),
+    "budget": ({"budget": 1500, "balance": "tokens"}, 208, "b339ec00079099b5", "58c449e4bb313fd0"),
+}
+"""Options, and what they must give on every platform and with every numpy: steps, and digests of the plan and of two
+steps dealt to 8 and to 3 ranks."""
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_plans(name):
+    options, steps, digest, dealt = GOLDEN[name]
     lengths = 1 + np.arange(5000) * 7919 % 997
-    made = plan(lengths, capacity=2048, packs_per_step=8, seed=1, epoch=2)
-    arrays = (made.order, made.pack_offsets, made.step_offsets)
-    digest = hashlib.sha256(b"".join(a.astype("<i8").tobytes() for a in arrays)).hexdigest()[:16]
-    assert (made.num_steps, digest, made.fingerprint) == (
-        154,
-        "80f22e91c1c1f84a",
-        "1-fdbd6c56e34e15b5-e3b0c44298fc1c14-c223401a64487fdc",
-    )
+    made = plan(lengths, capacity=2048, packs_per_step=8, seed=1, epoch=2, **options)
+    two = [*(made.deal(0, 8), made.deal(1, 3, "step"), made.deal(1, 3, "micro"))]
+    assert (
+        made.num_steps,
+        sha256(made.order, made.pack_offsets, made.step_offsets),
+        sha256(*[array for packs in two for array in (packs.order, packs.offsets)]),
+    ) == (steps, digest, dealt)
+
+
+def sha256(*arrays):
+    return hashlib.sha256(b"".join(array.astype("<i8").tobytes() for array in arrays)).hexdigest()[:16]
+
+
+def test_golden_fingerprint():
+    lengths = 1 + np.arange(5000) * 7919 % 997
+    made = plan(lengths, capacity=2048, packs_per_step=8)
+    assert made.fingerprint == "2-fdbd6c56e34e15b5-e3b0c44298fc1c14-12b7c49ccfa1bd50"
 
 
 def test_given_order_is_kept_to_within_a_window():
@@ -168,7 +206,7 @@ def test_fingerprint_sees_every_option_and_no_world():
     changes = [
         {"capacity": 257}, {"packs_per_step": 5}, {"budget": 200}, {"window": 5}, {"order": "given"},
         {"tail": "drop"}, {"balance": "joint"}, {"max_documents": 9}, {"steps": 8},
-        {"cost": SHAPES["gpt2"]}, {"targets": np.zeros(99, dtype=int)},
+        {"cost": SHAPES["gpt2"]}, {"targets": np.zeros(99, dtype=int)}, {"group": False}, {"align": 2},
     ]  # fmt: skip
     prints = [plan(lengths, **(base | change)).fingerprint for change in [{}, *changes]]
     assert len(set(prints)) == len(prints)
@@ -253,6 +291,9 @@ def test_budget_spreads_tokens():
         ({"carried": [3]}, "outside 0 … 2"),
         ({"carried": [0.5]}, "document numbers"),
         ({"tail": "drop", "packs_per_step": 3}, "use tail='keep'"),
+        ({"group": 1}, "group must be true or false"),
+        ({"align": 0}, "align"),
+        ({"align": 4}, "take 12 slots with align=4.* raise the capacity to 12, or cut documents to 8"),
     ],
 )
 def test_bad_options_are_refused(options, message):
@@ -286,15 +327,122 @@ def test_config_gives_keywords():
     assert PlanConfig(packs_per_step=5).keywords(2)["packs_per_step"] == 5
 
 
+SHAPES_OF_LENGTHS = {
+    "uniform": lambda random: random.integers(1, 8193, 3000),
+    "lognormal": lambda random: random.lognormal(5.7, 1.0, 20_000).clip(1, 8192).astype(int),
+    "bimodal": lambda random: np.where(random.random(5000) < 0.9, random.integers(50, 150, 5000), 8100),
+    "half": lambda random: np.full(500, 4097),
+    "ones": lambda random: np.ones(20_000, dtype=int),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES_OF_LENGTHS)
+@pytest.mark.parametrize("window", [1, 4, 16])
+@pytest.mark.parametrize("tail", ["keep", "drop"])
+def test_the_window_is_kept(name, window, tail):
+    """A document is trained within some windows of its place, whatever the lengths; most of them within one."""
+    lengths = SHAPES_OF_LENGTHS[name](np.random.default_rng(7))
+    if tail == "drop" and lengths.sum() < 8 * 8192:
+        return
+    made = plan(lengths, capacity=8192, packs_per_step=8, window=window, tail=tail)
+    if (
+        name == "half" and tail == "drop"
+    ):  # half of all slots can be used: what is planned at all comes in order
+        return
+    moved = displacement(made)
+    assert np.median(moved) <= window
+    assert np.quantile(moved, 0.99) <= 2.5 * window + 1.5
+    assert moved.max() <= 4 * window + 4
+
+
+def test_adversarial_lengths():
+    """Steps of 8 packs of 8,192 for 20,000 documents; the fewest that best fit and bounds allow."""
+    random = np.random.default_rng(0)
+    for lengths, steps in (
+        (np.full(20_000, 4097), 2500),
+        (np.ones(20_000, dtype=int), 1),
+        (np.full(2000, 8192), 250),
+        (random.integers(1, 8193, 20_000), 1300),
+        (np.where(random.random(20_000) < 0.9, random.integers(50, 150, 20_000), 8100), 282),
+    ):
+        made = plan(lengths, capacity=8192, packs_per_step=8, window=16)
+        assert made.num_steps <= steps
+        check(made, lengths, {"capacity": 8192, "packs_per_step": 8, "max_documents": None})
+
+
+def test_one_rank_packs_as_tightly():
+    lengths = np.random.default_rng(0).lognormal(5.0, 1.0, 3000).clip(1, 4096).astype(int)
+    made = plan(lengths, capacity=4096, packs_per_step=1, window=8)
+    assert made.num_steps <= minimum_steps(lengths, 4096, 1) + 2
+    assert made.deal(0, 1).offsets.tolist() == [0, len(made.documents(0))]
+
+
+def test_one_pack_a_step():
+    lengths = [1, 1, 1, 1, 17, 44, 44, 45, 1, 1, 34]
+    made = plan(lengths, capacity=64, packs_per_step=1, window=1)
+    assert sorted(made.order.tolist()) == list(range(11))
+    assert made.num_steps == 4
+
+
+def test_full_steps_are_full():
+    lengths = np.random.default_rng(0).integers(24, 2049, 6144)
+    for tail in ("drop", "carry"):
+        made = plan(lengths, capacity=32768, packs_per_step=8, window=1, tail=tail)
+        tokens = np.array([made.tokens(step) for step in range(made.num_steps)])
+        assert made.num_steps == lengths.sum() // (8 * 32768)
+        assert tokens.mean() >= 0.999 * 8 * 32768
+        assert tokens.min() >= 0.998 * 8 * 32768
+
+
+def test_grouping_trades_randomness_for_balance():
+    lengths = np.random.default_rng(0).lognormal(5.7, 1.0, 40_000).clip(1, 8192).astype(int)
+    reports = {
+        group: plan(lengths, capacity=8192, packs_per_step=16, window=16, group=group).report(16)
+        for group in (True, False)
+    }
+    assert reports[True].cost_utilization > reports[False].cost_utilization + 0.01
+    assert reports[True].steps == reports[False].steps
+
+
+def test_aligned_documents_take_more_slots():
+    lengths = np.array([10, 17, 33, 5, 64, 1] * 40)
+    made = plan(lengths, capacity=128, packs_per_step=2, align=16)
+    assert made.slots.tolist() == [16, 32, 48, 16, 64, 16] * 40
+    assert made.lengths.tolist() == lengths.tolist()
+    assert made.longest == 64
+    assert sum(made.tokens(step) for step in range(made.num_steps)) == lengths.sum()
+    assert sum(made.targets(step) for step in range(made.num_steps)) == (lengths - 1).sum()
+    for step in range(made.num_steps):
+        for world in (1, 2):
+            assert made.deal(step, world).totals(made.slots).max() <= 128
+    with pytest.raises(ValueError, match="120 tokens take 128 slots"):
+        plan([120, 3], capacity=126, packs_per_step=1, align=16)
+
+
+@pytest.mark.skipif(not (DATA / "openchat_v1.npy").exists(), reason="../shared/data is not there")
+@pytest.mark.parametrize("epoch", [0, 7])
+def test_openchat_is_filled_and_balanced(epoch):
+    """multipack V2: 37 steps, 99.70 %, 99.71 %, lag 438; dropping 1.24 %: 36 steps, 99.64 %, lag 6,500."""
+    lengths = np.load(DATA / "openchat_v1.npy")
+    options = {"capacity": 32768, "packs_per_step": 8, "window": 1, "epoch": epoch, "balance": "joint"}
+    keep = plan(lengths, **options).report(8)
+    assert keep.steps == 37
+    assert min(keep.utilization, keep.cost_utilization) >= 0.9998
+    assert keep.l2_lag_mean <= 110
+    drop = plan(lengths, **options, tail="drop").report(8)
+    assert drop.steps == 36
+    assert drop.efficiency >= 0.9993
+    assert drop.dropped_tokens <= 0.0096 * lengths.sum()
+    assert drop.l2_lag_mean <= 120
+
+
 @pytest.mark.skipif(not DATA.exists(), reason="../shared/data is not there")
 @pytest.mark.parametrize("name", ["gsm8k_train", "stdlib311_doc2src", "instructlab_sdg_24k", "openchat_v1"])
 def test_real_lengths_need_the_fewest_steps(name):
     lengths = np.load(DATA / f"{name}.npy")
     for capacity in (8192, 32768):
         made = plan(lengths, capacity=capacity, packs_per_step=8)
-        assert made.num_steps <= minimum_steps(lengths, capacity, 8) + (
-            name == "openchat_v1" and capacity == 8192
-        )
+        assert made.num_steps == minimum_steps(lengths, capacity, 8)
         assert plan(lengths, capacity=capacity, packs_per_step=8, window=16).num_steps == minimum_steps(
             lengths, capacity, 8
         )

@@ -35,8 +35,8 @@ def test_a_whole_picture():
         "  └ HHHHXXXX",
         "",
         "packed, 1 pack of at most 16,384 tokens: 16,384 slots, 26.6 % left free",
-        "  [ AAAAAAAAAAABBBBBBCCCCCCCDDDDEEEEEEEEFFFFGGGHHHHXXXXXXXXXXXXXXXXX ]",
-        "    cu_seqlens 0 2816 4352 6144 7168 9216 10240 11008 12032",
+        "  [ AAAAAAAAAAAEEEEEEEECCCCCCCBBBBBBDDDDFFFFHHHHGGGXXXXXXXXXXXXXXXXX ]",
+        "    cu_seqlens 0 2816 4864 6656 8192 9216 10240 11264 12032",
     ]
 
 

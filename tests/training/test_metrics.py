@@ -1,4 +1,5 @@
 import math
+from dataclasses import astuple
 
 import pytest
 
@@ -16,6 +17,7 @@ def measure():
         step=7,
         loss_sum=300.0,
         target_tokens=100,
+        denominator=100,
         documents=12,
         tokens=160,
         slots=200,
@@ -63,10 +65,19 @@ def test_the_legend_explains_every_metric_and_nothing_else(measure):
     assert all(LEGEND.values())
 
 
+def test_a_mean_over_documents_is_divided_by_documents(measure):
+    from dataclasses import replace
+
+    metrics = replace(measure, loss_sum=24.0, denominator=12).metrics()
+    assert (metrics["loss"], metrics["target_tokens"]) == (2.0, 100)
+
+
 def test_a_step_without_targets_or_known_peak_divides_by_nothing(measure):
     from dataclasses import replace
 
-    empty = replace(measure, target_tokens=0, loss_sum=0.0, peak_flops=0.0, seconds=0.0).metrics()
+    empty = replace(
+        measure, target_tokens=0, denominator=0, loss_sum=0.0, peak_flops=0.0, seconds=0.0
+    ).metrics()
     assert empty["loss"] == 0.0
     assert empty["mfu"] == 0.0
     assert all(math.isfinite(value) for value in empty.values())
@@ -85,3 +96,13 @@ def test_running_loss_is_weighted_by_targets_and_starts_anew():
     running.add(2.0, 1)
     assert running.take() == 2.0
     assert running.take() is None
+
+
+def test_running_loss_never_adds_sums_over_tokens_to_sums_over_documents():
+    running = RunningLoss(10.0, 5)
+    assert running.weigh("token") == []
+    assert (running.loss_sum, running.denominator) == (10.0, 5)
+    (note,) = running.weigh("document")
+    assert "train.loss_weighting was token until now and is document" in note
+    assert running.take() is None
+    assert RunningLoss(*astuple(running)) == running

@@ -5,12 +5,17 @@
     position_ids   0 1 2 3 4   0 1   0 1 2   0 1                (T,) restart at every document
     targets        a a a a −   b −   c c −   − −                (T,) already shifted; − is −100
     cu_seqlens     0 5 7 10 12 12 …                             (most documents + 2,) int32, the tail repeats T
+    weights        ¼ ¼ ¼ ¼ 0   1 0   ½ ½ 0   0 0                (T,) float32, where documents weigh alike; else None
 
-Padding is one last document that attends to itself and is never a target.
+Padding is one last document that attends to itself and is never a target. Where documents are aligned to a multiple,
+each also ends in padding of its own, which no token of it sees:
+
+    align=4        A A A A A 0 0 0   B B 0 0   C C C 0          cu_seqlens 0 8 12 16 …, positions go on, targets −
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,7 +41,11 @@ class PackedBatch:
         num_documents: real documents in this pack.
         num_tokens: real tokens: padding never counts.
         num_target_tokens: targets that are not −100.
-        lengths: the same boundaries on the host: tokens of each document, padding's last, summing to T.
+        lengths: the same boundaries on the host: slots of each document, padding's last, summing to T.
+        longest: tokens of this pack's longest real document, its padding not counted.
+        num_target_documents: documents that have a target. A piece of a document that was split is one.
+        weights: (T,) float32 weight of each target in the summed loss: one over the targets of its document;
+            0 where there is no target. None = every target weighs 1.
     """
 
     input_ids: Tensor
@@ -48,24 +57,33 @@ class PackedBatch:
     num_tokens: int
     num_target_tokens: int
     lengths: tuple[int, ...]
+    longest: int
+    num_target_documents: int
+    weights: Tensor | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
         """The same batch with its tensors on `device`."""
-        moved: dict[str, Any] = {
-            name: getattr(self, name).to(device, non_blocking=non_blocking) for name in TENSORS
-        }
-        return replace(self, **moved)
+        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> PackedBatch:
         """The same batch in page-locked memory (torch's loader calls this)."""
-        moved: dict[str, Any] = {name: getattr(self, name).pin_memory() for name in TENSORS}
-        return replace(self, **moved)
+        return self._each(Tensor.pin_memory)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> PackedBatch:
+        held = {name: getattr(self, name) for name in TENSORS}
+        changed: dict[str, Any] = {name: change(value) for name, value in held.items() if value is not None}
+        return replace(self, **changed)
 
     @property
     def num_slots(self) -> int:
         """T: tokens and padding."""
         return int(self.input_ids.numel())
 
+    @property
+    def denominator(self) -> int:
+        """This pack's share of what the loss is divided by: its targets or, with `weights`, its documents with one."""
+        return self.num_target_tokens if self.weights is None else self.num_target_documents
 
-TENSORS = ("input_ids", "targets", "position_ids", "cu_seqlens")
-"""The fields of a `PackedBatch` that live on a device."""
+
+TENSORS = ("input_ids", "targets", "position_ids", "cu_seqlens", "weights")
+"""The fields of a `PackedBatch` that live on a device; `weights` may be None."""

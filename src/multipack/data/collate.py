@@ -4,33 +4,82 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from multipack.data.batch import IGNORE, PackedBatch
 from multipack.data.documents import Document
+from multipack.planning.options import LossWeighting, check_loss_weighting
+from multipack.planning.packing import check_integer
+
+
+class Planned(Protocol):
+    """What a collator takes over from a `Plan` or a `PackedBatchSampler`."""
+
+    @property
+    def most_documents(self) -> int:
+        """Documents that no pack exceeds."""
+
+    @property
+    def longest(self) -> int:
+        """Slots of the longest document."""
+
+    @property
+    def align(self) -> int:
+        """Every document is counted as a multiple of this."""
+
+    @property
+    def loss_weighting(self) -> LossWeighting:
+        """What the loss is a mean over."""
 
 
 @dataclass(frozen=True)
 class PackedCollator:
-    """Concatenates the documents of a pack.
+    """Concatenates the documents of a pack. `PackedCollator.of(plan)` takes the first two and the last two from it.
 
     Args:
         max_documents: the plan's most documents in a pack: fixes the length of `cu_seqlens`.
-        max_seqlen: tokens of the longest document of the plan (a constant for kernels).
+        max_seqlen: slots of the longest document of the plan (a constant for kernels).
         pad_to: give every batch this many slots (the capacity) with one padding document at the end;
             None = no padding at all.
         pad_id: the token that fills padding.
+        align: pad each document at its end to a multiple of this, as context parallelism (twice its ranks) and
+            fp8 matrix products (16) ask. Attention is causal, so that losses and gradients stay the same.
+        loss_weighting: `token`: every target weighs 1; `document`: one over the targets of its document
+            (`PackedBatch.weights`), the denominator being the documents that have a target.
 
     A pack without documents (a rank that has nothing to do in a micro-batch) becomes one weightless padding
     document, so that every rank runs the same collectives.
+
+    Raises:
+        ValueError: an alignment below 1, a `pad_to` that is not a multiple of it, or an unknown weighting.
     """
 
     max_documents: int
     max_seqlen: int
     pad_to: int | None = None
     pad_id: int = 0
+    align: int = 1
+    loss_weighting: LossWeighting = "token"
+
+    def __post_init__(self) -> None:
+        check_integer("align", self.align)
+        check_loss_weighting(self.loss_weighting)
+        if self.pad_to is not None and self.pad_to % self.align:
+            below = self.pad_to // self.align * self.align
+            raise ValueError(
+                f"pad_to={self.pad_to:,} is not a multiple of align={self.align}: the padding document at the end"
+                f" must be aligned too; use {below or self.align:,}"
+            )
+
+    @classmethod
+    def of(cls, plan: Planned, pad_to: int | None = None, pad_id: int = 0) -> PackedCollator:
+        """The collator of a plan, or of a sampler: what both must agree in is taken from there."""
+        return cls(plan.most_documents, plan.longest, pad_to, pad_id, plan.align, plan.loss_weighting)
 
     def __call__(self, documents: Sequence[Document]) -> PackedBatch:
         """Pack `documents` in the order given.
@@ -42,17 +91,51 @@ class PackedCollator:
             raise ValueError(
                 f"{len(documents)} documents in one pack, but the plan has at most {self.max_documents}"
             )
-        lengths = [len(document.tokens) for document in documents]
-        tokens = sum(lengths)
-        slots = self.pad_to if self.pad_to is not None else max(tokens, 1)
-        if tokens > slots:
-            raise ValueError(f"a pack of {tokens:,} tokens does not fit into pad_to={slots:,}")
-        if tokens < slots:
-            lengths.append(slots - tokens)
-        longest = max(self.max_seqlen, self.pad_to or 1)
-        if max(lengths) > longest:
-            raise ValueError(f"a document of {max(lengths):,} tokens exceeds max_seqlen={longest:,}")
-        return _assemble(documents, lengths, slots, self.max_documents, longest, self.pad_id)
+        sizes = [-(-len(document.tokens) // self.align) * self.align for document in documents]
+        used = sum(sizes)
+        slots = self.pad_to if self.pad_to is not None else max(used, self.align)
+        if used > slots:
+            raise ValueError(f"a pack of {used:,} tokens{self._aligned} does not fit into pad_to={slots:,}")
+        if used < slots:
+            sizes.append(slots - used)
+        max_seqlen = max(self.max_seqlen, self.pad_to or self.align)
+        if max(sizes) > max_seqlen:
+            raise ValueError(
+                f"a document of {max(sizes):,} tokens{self._aligned} exceeds max_seqlen={max_seqlen:,}"
+            )
+        return self._assemble(documents, np.asarray(sizes, dtype=np.int64), slots, max_seqlen)
+
+    def _assemble(
+        self, documents: Sequence[Document], sizes: NDArray[np.int64], slots: int, max_seqlen: int
+    ) -> PackedBatch:
+        input_ids = np.full(slots, self.pad_id, dtype=np.int64)
+        targets = np.full(slots, IGNORE, dtype=np.int64)
+        starts = np.cumsum(sizes) - sizes
+        for start, document in zip(starts, documents, strict=False):  # padding has a start and no document
+            stop = start + len(document.tokens)
+            input_ids[start:stop] = document.tokens
+            targets[start:stop] = document.shifted_targets()
+        cu_seqlens = np.full(self.max_documents + 2, slots, dtype=np.int32)
+        cu_seqlens[: len(sizes)] = starts
+        num_targets, num_target_documents, weights = _weigh(targets, sizes, self.loss_weighting)
+        return PackedBatch(
+            input_ids=torch.from_numpy(input_ids),
+            targets=torch.from_numpy(targets),
+            position_ids=torch.from_numpy(np.arange(slots, dtype=np.int64) - np.repeat(starts, sizes)),
+            cu_seqlens=torch.from_numpy(cu_seqlens),
+            max_seqlen=max_seqlen,
+            num_documents=len(documents),
+            num_tokens=sum(len(document.tokens) for document in documents),
+            num_target_tokens=num_targets,
+            lengths=tuple(sizes.tolist()),
+            longest=max((len(document.tokens) for document in documents), default=0),
+            num_target_documents=num_target_documents,
+            weights=weights,
+        )
+
+    @property
+    def _aligned(self) -> str:
+        return "" if self.align == 1 else f" (each document padded to a multiple of {self.align})"
 
 
 @dataclass(frozen=True)
@@ -61,62 +144,62 @@ class PaddedCollator:
 
     The result is a `PackedBatch` of equally long documents, whose tails are padding: the model runs on it
     unchanged and computes every padded slot. It exists to measure what padding costs.
+
+    Args:
+        pad_id: the token that fills padding.
+        loss_weighting: as in `PackedCollator`.
     """
 
     pad_id: int = 0
+    loss_weighting: LossWeighting = "token"
+
+    def __post_init__(self) -> None:
+        check_loss_weighting(self.loss_weighting)
 
     def __call__(self, documents: Sequence[Document]) -> PackedBatch:
         """Pad `documents` (at least one) to rows of the longest one's length."""
         rows, width = len(documents), max(len(document.tokens) for document in documents)
         input_ids = np.full((rows, width), self.pad_id, dtype=np.int64)
         targets = np.full((rows, width), IGNORE, dtype=np.int64)
-        real = 0
         for row, document in enumerate(documents):
             count = len(document.tokens)
             input_ids[row, :count] = document.tokens
             targets[row, :count] = document.shifted_targets()
-            real += count
+        flat = targets.reshape(-1)
+        num_targets, num_target_documents, weights = _weigh(flat, np.full(rows, width), self.loss_weighting)
         return PackedBatch(
             input_ids=torch.from_numpy(input_ids.reshape(-1)),
-            targets=torch.from_numpy(targets.reshape(-1)),
+            targets=torch.from_numpy(flat),
             position_ids=torch.arange(width).repeat(rows),
             cu_seqlens=torch.arange(rows + 1, dtype=torch.int32) * width,
             max_seqlen=width,
             num_documents=rows,
-            num_tokens=real,
-            num_target_tokens=int((targets != IGNORE).sum()),
+            num_tokens=sum(len(document.tokens) for document in documents),
+            num_target_tokens=num_targets,
             lengths=(width,) * rows,
+            longest=width,
+            num_target_documents=num_target_documents,
+            weights=weights,
         )
 
 
-def _assemble(
-    documents: Sequence[Document],
-    lengths: list[int],
-    slots: int,
-    max_documents: int,
-    max_seqlen: int,
-    pad_id: int,
-) -> PackedBatch:
-    input_ids = np.full(slots, pad_id, dtype=np.int64)
-    targets = np.full(slots, IGNORE, dtype=np.int64)
-    start = 0
-    for document in documents:
-        stop = start + len(document.tokens)
-        input_ids[start:stop] = document.tokens
-        targets[start:stop] = document.shifted_targets()
-        start = stop
-    sizes = np.asarray(lengths, dtype=np.int64)
-    starts = np.cumsum(sizes) - sizes
-    cu_seqlens = np.full(max_documents + 2, slots, dtype=np.int32)
-    cu_seqlens[: len(lengths)] = starts
-    return PackedBatch(
-        input_ids=torch.from_numpy(input_ids),
-        targets=torch.from_numpy(targets),
-        position_ids=torch.from_numpy(np.arange(slots, dtype=np.int64) - np.repeat(starts, sizes)),
-        cu_seqlens=torch.from_numpy(cu_seqlens),
-        max_seqlen=max_seqlen,
-        num_documents=len(documents),
-        num_tokens=start,
-        num_target_tokens=int((targets != IGNORE).sum()),
-        lengths=tuple(lengths),
-    )
+def _weigh(
+    targets: NDArray[np.int64], sizes: NDArray[np.int64], loss_weighting: LossWeighting
+) -> tuple[int, int, Tensor | None]:
+    """Targets of a pack, its documents that have one, and (T,) weights where documents weigh alike.
+
+    Args:
+        targets: (T,) shifted targets.
+        sizes: slots of each document, summing to T.
+        loss_weighting: see `PackedCollator`.
+    """
+    counted = targets != IGNORE
+    before = np.zeros(len(targets) + 1, dtype=np.int64)
+    np.cumsum(counted, out=before[1:])
+    ends = np.cumsum(sizes)
+    counts = before[ends] - before[ends - sizes]
+    weights = None
+    if loss_weighting == "document":
+        each = (1.0 / np.maximum(counts, 1)).astype(np.float32)
+        weights = torch.from_numpy(np.repeat(each, sizes) * counted)
+    return int(before[-1]), int(np.count_nonzero(counts)), weights

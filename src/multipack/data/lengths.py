@@ -3,24 +3,43 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from multipack.planning.packing import check_lengths
+from multipack.data.fit import FitReport
+from multipack.planning.lengths import check_lengths
 
 
-def read_lengths(path: Path, capacity: int) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
+class Lengths(NamedTuple):
+    """Documents as a planner sees them.
+
+    Attributes:
+        lengths: (documents,) int64 tokens.
+        targets: (documents,) int64 target tokens; None where only lengths are known: all but the first token.
+        fit: what was done to documents that were too long; None where only lengths are known.
+    """
+
+    lengths: NDArray[np.int64]
+    targets: NDArray[np.int64] | None
+    fit: FitReport | None
+
+
+def read_lengths(path: Path, capacity: int, histogram: bool = False) -> Lengths:
     """Lengths in tokens, and target tokens where the source knows them.
 
     Args:
-        path: a .npy file of whole numbers (targets then follow from lengths: all but the first token), or the
-            folder of a token store.
+        path: a .npy file of whole numbers, or the folder of a token store.
         capacity: most tokens of a pack: a store's stream is cut into documents of this length, and its other
             documents are treated as training would by default.
+        histogram: the file counts documents by length: entry i is the number of documents of i + 1 tokens.
+
+    Returns:
+        The documents; those of a histogram in rising length.
 
     Raises:
-        ValueError: the file is not an array of lengths, or the folder is no token store.
+        ValueError: the file is not an array of lengths (or counts), or the folder is no token store.
         FileNotFoundError: there is nothing at `path`.
     """
     if not path.exists():
@@ -28,19 +47,44 @@ def read_lengths(path: Path, capacity: int) -> tuple[NDArray[np.int64], NDArray[
             f"{path} does not exist; give lengths as a .npy file or a token store's folder"
         )
     if path.is_dir():
-        from multipack.data.documents import Documents
-        from multipack.data.store import TokenStore
-
-        store = TokenStore(path)
-        documents = Documents.whole(store)
-        if store.header.split_by == "position":
-            documents = documents.cut(capacity)
-        documents, _ = documents.fit(capacity, store.overlong)
-        return documents.lengths, documents.target_counts
+        if histogram:
+            raise ValueError(f"histogram=true reads a .npy file of counts, and {path} is a folder")
+        return _of_store(path, capacity)
     try:
-        lengths = np.load(path, allow_pickle=False)
+        numbers = np.load(path, allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
         raise ValueError(
             f"{path} is not a .npy file of lengths: numpy.save(path, lengths) writes one, of whole numbers"
         ) from error
-    return check_lengths(lengths), None
+    return Lengths(_of_histogram(numbers, path) if histogram else check_lengths(numbers), None, None)
+
+
+def _of_store(path: Path, capacity: int) -> Lengths:
+    from multipack.data.documents import Documents
+    from multipack.data.store import TokenStore
+
+    store = TokenStore(path)
+    documents = Documents.whole(store)
+    if store.header.split_by == "position":
+        documents = documents.cut(capacity)
+    documents, fit = documents.fit(capacity, store.overlong)
+    return Lengths(documents.lengths, documents.target_counts, fit)
+
+
+_MOST = 1 << 32  # documents of a histogram: 32 GiB as lengths
+
+
+def _of_histogram(counts: NDArray[np.int64], path: Path) -> NDArray[np.int64]:
+    if counts.ndim != 1 or counts.dtype.kind not in "iu" or counts.size == 0:
+        raise ValueError(
+            f"{path} is no histogram: counts of documents are a flat array of whole numbers, got {counts.dtype} of"
+            f" shape {counts.shape}"
+        )
+    if counts.min() < 0:
+        raise ValueError(
+            f"{path} is no histogram: it counts {counts.min()} documents of {int(np.argmin(counts)) + 1} tokens"
+        )
+    documents = int(counts.sum(dtype=np.float64))
+    if not 0 < documents <= _MOST:
+        raise ValueError(f"{path} counts {documents:,} documents; 1 … {_MOST:,} can be packed")
+    return np.repeat(np.arange(1, len(counts) + 1, dtype=np.int64), counts)

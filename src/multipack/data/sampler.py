@@ -20,7 +20,7 @@ from multipack.planning.cost import CostModel
 from multipack.planning.deal import Sync
 from multipack.planning.options import check_fingerprint
 from multipack.planning.packing import Packs, check_integer, pack
-from multipack.planning.plan import Balance, Order, Plan, Tail, plan
+from multipack.planning.plan import Balance, LossWeighting, Order, Plan, Tail, plan
 from multipack.shapes import ModelShape
 
 DEALT_STEPS = 8
@@ -33,7 +33,8 @@ class PackedBatchSampler(Sampler[list[int]]):
     Iterating yields one list of document numbers a micro-batch: `steps_per_epoch · micro_batches` of them,
     as many on every rank and in every epoch. A list can be empty where a step has fewer documents than
     packs; its collated batch is a weightless padding document. Use it as `DataLoader(documents,
-    batch_sampler=sampler, collate_fn=PackedCollator(sampler.most_documents, sampler.longest))`.
+    batch_sampler=sampler, collate_fn=PackedCollator.of(sampler))`, and divide a step's summed loss by
+    `sampler.plan.denominator(step)`.
 
     The number of steps is fixed at the start: that of epoch 0, and with `tail="keep"` at least as many as
     best fit needs, which suffices in every order. With `tail="drop"` and `"carry"` later epochs are cut to
@@ -52,7 +53,9 @@ class PackedBatchSampler(Sampler[list[int]]):
         world_size: data-parallel ranks.
         seed: of the order.
         sync: where ranks wait for each other: `micro`, `step` or `pipeline`.
-        window, order, tail, budget, balance, cost, max_documents: as in `multipack.plan`.
+        window, order, tail, budget, balance, cost, max_documents, group, align, effort,
+            loss_weighting: as in
+            `multipack.plan`.
 
     Raises:
         ValueError: what `multipack.plan` refuses; a rank outside the world; more ranks than packs of a step.
@@ -76,6 +79,10 @@ class PackedBatchSampler(Sampler[list[int]]):
         balance: Balance = "cost",
         cost: CostModel | ModelShape | None = None,
         max_documents: int | None = None,
+        group: bool = True,
+        align: int = 1,
+        effort: int = 1,
+        loss_weighting: LossWeighting = "token",
     ) -> None:
         self._options: dict[str, Any] = {
             "capacity": capacity,
@@ -89,6 +96,10 @@ class PackedBatchSampler(Sampler[list[int]]):
             "balance": balance,
             "cost": cost,
             "max_documents": max_documents,
+            "group": group,
+            "align": align,
+            "effort": effort,
+            "loss_weighting": loss_weighting,
         }
         first = plan(lengths, **self._options)
         self.world_size = check_integer("world_size", world_size)
@@ -100,10 +111,12 @@ class PackedBatchSampler(Sampler[list[int]]):
         first.deal(0, self.world_size, sync)
         self.steps_per_epoch = first.num_steps
         if tail == "keep":
-            packs = len(pack(first.lengths, capacity, "best_fit", max_documents))
+            packs = len(pack(first.slots, capacity, "best_fit", max_documents))
             self.steps_per_epoch = max(first.num_steps, -(-packs // packs_per_step))
         self.most_documents = first.most_documents
         self.longest = first.longest
+        self.loss_weighting = first.loss_weighting
+        self.align = first.align
         self._lengths = first.lengths
         self._epoch = 0
         self._carried: dict[int, NDArray[np.int64]] = {0: np.empty(0, dtype=np.int64)}
@@ -178,6 +191,7 @@ class PackedBatchSampler(Sampler[list[int]]):
             "micro_batch": int(micro_batch),
             "world_size": self.world_size,
             "sync": self.sync,
+            "effort": self.plan.effort,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -203,11 +217,12 @@ class PackedBatchSampler(Sampler[list[int]]):
             check_integer(f"the saved sampler state's {key}", state[key], 0)
             for key in ("epoch", "step", "micro_batch")
         )
-        if micro_batch and (state.get("world_size"), state.get("sync")) != (self.world_size, self.sync):
+        dealt = (state.get("world_size"), state.get("sync"), state.get("effort", 1))
+        if micro_batch and dealt != (self.world_size, self.sync, self.plan.effort):
             raise ValueError(
                 f"the saved position is inside step {step}, after {micro_batch} micro-batches that"
-                f" world_size={state.get('world_size')}, sync={state.get('sync')!r} had arranged (now"
-                f" {self.world_size}, {self.sync!r}); go on with those, or from the beginning of a step"
+                f" world_size={dealt[0]}, sync={dealt[1]!r}, effort={dealt[2]} had arranged (now {self.world_size},"
+                f" {self.sync!r}, {self.plan.effort}); go on with those, or from the beginning of a step"
             )
         position = step * self.micro_batches + micro_batch
         if micro_batch >= self.micro_batches or position > len(self):

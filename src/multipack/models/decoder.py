@@ -48,12 +48,14 @@ class Decoder(nn.Module):
     Args:
         shape: layers, widths and switches; its vocabulary must be set.
         attention: a backend's name, or `"auto"` (models/attention.py).
-        loss_function: (hidden, weight, targets, num_targets=…) → Σ loss; tensor parallelism hands in its own.
+        loss_function: (hidden, weight, targets, num_targets=…) → Σ loss, with `weights=` too where a batch has
+            some; tensor parallelism hands in its own.
 
     Weights are drawn from torch's global generator: call `torch.manual_seed` before.
 
     Raises:
-        ValueError: a shape without a vocabulary, or an unknown attention backend.
+        ValueError: a shape without a vocabulary, one that serves planning only (experts, a sliding window, latent
+            attention), or an unknown attention backend.
     """
 
     def __init__(
@@ -68,6 +70,13 @@ class Decoder(nn.Module):
                 "model.vocabulary_size=0 means the tokenizer's own size, but no tokenizer set it:"
                 " use shape.with_vocabulary(size)"
             )
+        for name in ("experts", "window", "kv_rank"):
+            if getattr(shape, name):
+                raise ValueError(
+                    f"model.{name}={getattr(shape, name)}: this shape serves planning only (cost and FLOPs). The"
+                    " decoder builds dense layers with full attention; choose such a model, or set model.experts,"
+                    " model.window and model.kv_rank to 0"
+                )
         if attention != "auto":
             find_backend(attention)
         self.shape = shape
@@ -82,13 +91,18 @@ class Decoder(nn.Module):
         self.reset_parameters()
 
     def forward(self, batch: PackedBatch) -> Tensor:
-        """The summed loss over the batch's targets: a 0-d float32 tensor; nothing is divided.
+        """The summed loss over the batch's targets, weighted where it has weights: 0-d float32; nothing is divided.
 
         Raises:
             ValueError: as `hidden` does, and as the loss does for targets.
         """
+        weighted = {} if batch.weights is None else {"weights": batch.weights}
         return self.loss_function(
-            self.hidden(batch), self.output_weight, batch.targets, num_targets=batch.num_target_tokens
+            self.hidden(batch),
+            self.output_weight,
+            batch.targets,
+            num_targets=batch.num_target_tokens,
+            **weighted,
         )
 
     def logits(self, batch: PackedBatch) -> Tensor:
@@ -153,10 +167,9 @@ class Decoder(nn.Module):
 
     def _table_rows(self, batch: PackedBatch) -> Tensor:
         context = self.shape.context
-        longest = max(batch.lengths[: batch.num_documents], default=0)
-        if longest > context:
+        if batch.longest > context:
             raise ValueError(
-                f"a document of {longest:,} tokens is longer than the table of learned positions,"
+                f"a document of {batch.longest:,} tokens is longer than the table of learned positions,"
                 f" model.context={context:,}: raise it, shorten documents, or use model.positions=rope"
             )
         if max(batch.lengths) > context:  # padding only, and nothing reads what it computes

@@ -12,7 +12,8 @@ gradients at once and are gone before the next chunk's exist:
     └──────────┘
 
 Nothing is computed twice: since the loss is a sum, its gradient only has to be multiplied by the number that
-comes back from above.
+comes back from above. Where targets have weights, rows of (chunk, d) are scaled by them, never logits: in
+g · W what comes out, in gᵀ · chunk what goes in.
 """
 
 from __future__ import annotations
@@ -33,12 +34,14 @@ def linear_cross_entropy(
     targets: Tensor,
     chunk_tokens: int = 1024,
     num_targets: int | None = None,
+    weights: Tensor | None = None,
 ) -> Tensor:
-    """Σ cross-entropy of `hidden @ weight.T` over the targets that are not −100.
+    """Σ cross-entropy of `hidden @ weight.T` over the targets that are not −100, each times its weight if it has one.
 
-    Equals `F.cross_entropy(F.linear(hidden, weight).float(), targets, reduction="sum")`; rows without a
-    target are never projected. Matrix products run in the dtype of the inputs, or in autocast's where it is
-    on; softmax, loss and the sum of the weight's gradient are float32 (float64 for float64 inputs).
+    Equals `F.cross_entropy(F.linear(hidden, weight).float(), targets, reduction="sum")` or, with weights,
+    `(F.cross_entropy(…, reduction="none") * weights).sum()`; rows without a target are never projected. Matrix
+    products run in the dtype of the inputs, or in autocast's where it is on; softmax, loss and the sum of the
+    weight's gradient are float32 (float64 for float64 inputs).
 
     Args:
         hidden: (T, d) what the last norm gives.
@@ -46,6 +49,7 @@ def linear_cross_entropy(
         targets: (T,) int64, already shifted.
         chunk_tokens: most rows whose logits exist at a time: chunk_tokens × V × 4 bytes, three times over.
         num_targets: how many targets are not −100, when the caller knows (a batch does): spares a GPU a sync.
+        weights: (T,) floating point weight of each row's loss, a constant: it gets no gradient. None = all 1.
 
     Returns:
         The 0-d sum; 0, still connected to `hidden` and `weight`, when there is no target.
@@ -55,11 +59,14 @@ def linear_cross_entropy(
             outside the vocabulary or a wrong `num_targets` (elsewhere looking would stall the device).
     """
     _check(hidden, weight, targets, chunk_tokens, num_targets)
+    _check_weights(hidden, weights)
     rows = _rows_with_targets(targets, num_targets)
     if not torch.is_grad_enabled():
         # Inside the function gradient mode is always off: only here can it learn that none is wanted.
         hidden, weight = hidden.detach(), weight.detach()
-    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, rows, chunk_tokens)  # type: ignore[no-untyped-call]
+    loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, targets, rows, chunk_tokens, weights
+    )
     return loss
 
 
@@ -73,7 +80,13 @@ def _rows_with_targets(targets: Tensor, num_targets: int | None) -> Tensor:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor, chunk_tokens: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        rows: Tensor,
+        chunk_tokens: int,
+        weights: Tensor | None,
     ) -> Tensor:
         device = hidden.device.type
         autocast = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
@@ -84,6 +97,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 hidden.index_select(0, rows).to(dtype),
                 weight.detach().to(dtype),
                 targets.index_select(0, rows),
+                None if weights is None else weights.index_select(0, rows),
                 chunk_tokens,
                 wants_hidden,
                 wants_weight,
@@ -103,18 +117,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
             hidden_grad = scattered.index_copy_(0, rows, (hidden_grad * upstream).to(dtype))
         if weight_grad is not None:
             weight_grad = (weight_grad * upstream).to(ctx.weight_dtype)
-        return hidden_grad, weight_grad, None, None, None
+        return hidden_grad, weight_grad, None, None, None, None
 
 
 def _chunks(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
+    weights: Tensor | None,
     chunk_tokens: int,
     wants_hidden: bool,
     wants_weight: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Loss and gradients of (N, d) rows that all have a target."""
+    """Loss and gradients of (N, d) rows that all have a target and, if any has, a weight."""
     exact = torch.float64 if weight.dtype == torch.float64 else torch.float32
     loss = torch.zeros((), dtype=exact, device=hidden.device)
     hidden_grad = torch.empty_like(hidden) if wants_hidden else None
@@ -122,8 +137,10 @@ def _chunks(
     for start in range(0, hidden.shape[0], chunk_tokens):
         rows = slice(start, start + chunk_tokens)
         chunk, target = hidden[rows], targets[rows, None]
+        scale = None if weights is None else weights[rows, None].to(exact)
         log_probabilities = F.log_softmax(F.linear(chunk, weight), dim=-1, dtype=exact)
-        loss -= log_probabilities.gather(1, target).sum()
+        losses = log_probabilities.gather(1, target)
+        loss -= losses.sum() if scale is None else (losses * scale).sum()
         if hidden_grad is None and weight_grad is None:
             continue
         gradient = log_probabilities.exp_()
@@ -131,7 +148,11 @@ def _chunks(
         gradient = gradient.to(weight.dtype)
         if hidden_grad is not None:
             torch.mm(gradient, weight, out=hidden_grad[rows])
+            if scale is not None:
+                hidden_grad[rows] *= scale
         if weight_grad is not None:
+            if scale is not None:
+                chunk = (chunk * scale).to(weight.dtype)
             if weight.dtype == exact:
                 weight_grad.addmm_(gradient.t(), chunk)
             else:  # the product is rounded once per chunk; the sum over chunks stays exact
@@ -166,3 +187,15 @@ def _check(
     counted = int((targets != IGNORE).sum())
     if num_targets is not None and num_targets != counted:
         raise ValueError(f"num_targets={num_targets}, but {counted} targets are not {IGNORE}")
+
+
+def _check_weights(hidden: Tensor, weights: Tensor | None) -> None:
+    if weights is None:
+        return
+    if weights.shape != hidden.shape[:1] or not weights.is_floating_point():
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)} needs floating point weights ({hidden.shape[0]},),"
+            f" got {weights.dtype} of shape {tuple(weights.shape)}"
+        )
+    if weights.requires_grad:
+        raise ValueError("weights get no gradient here: hand in weights.detach()")

@@ -3,9 +3,10 @@
     rank 0   pack 0 ─ pack 2 ─┐
     rank 1   pack 1 ─ pack 3 ─┴─ one all-reduce ─ the same optimizer step everywhere
 
-The loss is a sum over target tokens divided by the step's *global* number of targets, which the plan knows.
-DDP averages gradients over ranks, so each rank's loss is multiplied by their number: the result is the
-gradient that one process would compute, however unevenly the targets are spread.
+The loss is a sum over targets divided by the step's *global* denominator, which the plan knows: its number of
+targets or, where each document's targets share a weight of 1, of documents. DDP averages gradients over ranks, so
+each rank's loss is multiplied by their number: the result is the gradient that one process would compute, however
+unevenly targets and documents are spread.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class ReplicatedEngine:
 
         Args:
             micro_batches: this rank's packs, at least one; equally many on every rank.
-            denominator: the step's target tokens over all ranks and micro-batches.
+            denominator: what the step's summed loss is divided by, over all ranks and micro-batches.
         """
         scale = self.world.size / max(denominator, 1)
         losses, forward, backward = [], 0.0, 0.0

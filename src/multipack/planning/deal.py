@@ -11,17 +11,28 @@ afresh do not. The step's own packs, which always fit, are the answer where no o
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from multipack.planning.kernels import balancing, placing
-from multipack.planning.packing import Packs, packs_from
+from multipack.planning.ceiling import least_step_cost
+from multipack.planning.kernels import balancing, bounds, pairing, placing
+from multipack.planning.level import HALF, level_tokens
+from multipack.planning.packing import Packs
+from multipack.planning.permutation import falling
 
 Sync = Literal["micro", "step", "pipeline"]
 
 Integers = NDArray[np.int64]
+
+_EXACT = 20_000  # exchanges stop within 1/20,000 of what no arrangement can beat
+_CLOSE = 10_000  # … and pairs of packs are not rearranged within 1/10,000 of it
+_ATTEMPTS = 4  # rearrangements of two packs, for each rank
+_JOINT_HALF, _JOINT_ATTEMPTS = 9, 5  # the same where tokens and squares shall agree
+_MORE = 3  # that effort adds to a half at most, one each time that it doubles
 
 
 def meetings(costs: Integers, world: int, sync: Sync) -> Integers:
@@ -49,6 +60,8 @@ def deal(
     capacity: int,
     max_documents: int,
     sync: Sync,
+    joint: bool = False,
+    effort: int = 1,
 ) -> Packs:
     """Arrange documents into world × micro_batches packs, micro-batch-major, alike in cost where ranks meet.
 
@@ -61,63 +74,164 @@ def deal(
         capacity: most tokens of a pack.
         max_documents: most documents of a pack.
         sync: where ranks meet.
+        joint: ranks shall agree in tokens and in squares, instead of in cost.
+        effort: how many times as many rearrangements are tried as by default.
 
     Returns:
         `Packs` of numbers into `lengths`. No pack is empty while there are enough documents. The objective is
-        never above that of the own packs, in which documents were moved to packs that would be empty.
+        never above that of the own packs, in which documents were moved to packs that would be empty
+        (except with `joint`, which has another).
     """
     packs = world * micro_batches
-    placed = own.copy()
+    order = falling(lengths)
+    step = _Step(
+        lengths[order], costs[order], world, micro_batches, capacity, max_documents, sync, joint, effort
+    )
+    placed = own[order]
     if packs > int(own.max()) + 1:
-        placing.fill_empty(placed, lengths, packs)
+        placing.fill_empty(placed, packs)
     if world == 1:
-        return packs_from(placed, packs)
-    options = [placed]
-    order = np.argsort(-lengths, kind="stable")
-    room = min(capacity, int(lengths.sum()))
-    spread = placing.place(lengths[order], costs[order], packs, room, max_documents, True)
-    if spread.min() >= 0:
-        fresh = np.empty_like(spread)
-        fresh[order] = spread
-        options.insert(0, fresh)
-    best, least = placed, -1
-    for option in options:
-        number = _arrange(option, lengths, costs, world, micro_batches, capacity, max_documents, sync)
-        totals = np.zeros(packs, dtype=np.int64)
-        np.add.at(totals, number, costs)
-        reached = objective(totals, world, sync)
-        if least < 0 or reached < least:
-            best, least = number, reached
-    return packs_from(best, packs)
-
-
-def _arrange(
-    placed: Integers,
-    lengths: Integers,
-    costs: Integers,
-    world: int,
-    micro_batches: int,
-    capacity: int,
-    max_documents: int,
-    sync: Sync,
-) -> Integers:
-    """Give packs their micro-batch and rank, then let the dearest rank of each meeting trade documents."""
-    packs = world * micro_batches
-    totals = np.zeros(packs, dtype=np.int64)
-    np.add.at(totals, placed, costs)
-    falling = np.argsort(-totals, kind="stable")
-    number = np.empty(packs, dtype=np.int64)
-    if sync == "step":
-        number[falling] = balancing.assign_ranks(totals[falling], world, micro_batches)
+        best = step.in_packs(placed)
     else:
-        number[falling] = np.arange(packs)  # alike in cost, so together in one micro-batch
-    placed = number[placed]
-    order = np.lexsort((-lengths, placed))
-    offsets = np.zeros(packs + 1, dtype=np.int64)
-    np.cumsum(np.bincount(placed, minlength=packs), out=offsets[1:])
-    slots = [(0, micro_batches)] if sync == "step" else [(m, m + 1) for m in range(micro_batches)]
-    for first, last in slots:
-        balancing.exchange(order, offsets, lengths, costs, capacity, max_documents, world, first, last)
-    result = np.empty_like(placed)
-    result[order] = np.repeat(np.arange(packs), np.diff(offsets))
-    return result
+        best = step.arrange(placed)
+    return Packs(order[best[0]], best[1])
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Documents of a step in falling order, and the ranks that share it."""
+
+    lengths: Integers
+    costs: Integers
+    world: int
+    micro_batches: int
+    capacity: int
+    max_documents: int
+    sync: Sync
+    joint: bool
+    effort: int
+
+    @property
+    def packs(self) -> int:
+        return self.world * self.micro_batches
+
+    @property
+    def slots(self) -> list[tuple[int, int]]:
+        """First and last micro-batch of each meeting."""
+        if self.sync == "step":
+            return [(0, self.micro_batches)]
+        return [(slot, slot + 1) for slot in range(self.micro_batches)]
+
+    def in_packs(self, placed: Integers) -> tuple[Integers, Integers]:
+        """(order, offsets) of packs from each document's pack number; each pack in falling order."""
+        offsets = np.zeros(self.packs + 1, dtype=np.int64)
+        np.cumsum(np.bincount(placed, minlength=self.packs), out=offsets[1:])
+        return placing.in_packs(placed, offsets), offsets
+
+    def arrange(self, own: Integers) -> tuple[Integers, Integers]:
+        """The best of some beginnings, each balanced; one that no other could beat ends the search."""
+        best, least = self.in_packs(own), -1
+        goal = least_step_cost(
+            self.lengths, self.costs, self.world, self.micro_batches, self.capacity, self.sync
+        )
+        for begin in self._beginnings(own):
+            placed = begin()
+            if placed.min() < 0:
+                continue
+            order, offsets = self.in_packs(placed)
+            reached = sum(self._balance(order, offsets, first, last) for first, last in self.slots)
+            if least < 0 or reached < least:
+                best, least = (order, offsets), reached
+            if reached <= goal + goal // _CLOSE:
+                break
+        return best
+
+    def _beginnings(self, own: Integers) -> list[Callable[[], Integers]]:
+        """Ways to give documents a pack, slot · world + rank; −1 for those that found no room."""
+        mine, spread = lambda: self._numbered(own), lambda: self._numbered(self._spread())
+        if self.micro_batches == 1:
+            return [spread, mine]
+        if self.sync == "step":
+            return [self._ranks_first, spread, mine]
+        return [spread, self._slot_by_slot, mine]
+
+    def _spread(self) -> Integers:
+        """Each document, longest first, into the cheapest pack with room."""
+        visit = np.arange(len(self.lengths), dtype=np.int64)
+        room = min(self.capacity, int(self.lengths.sum()))
+        placed = placing.place(self.lengths, self.costs, visit, self.packs, room, self.max_documents, True)
+        if placed.min() < 0:
+            self._gather(placed)
+        placing.fill_empty(placed, self.packs)
+        return placed
+
+    def _slot_by_slot(self) -> Integers:
+        """Micro-batch after micro-batch, the dearest first."""
+        placed = balancing.by_slot(
+            self.lengths, self.costs, self.world, self.micro_batches, self.capacity, self.max_documents
+        )
+        if placed.min() < 0:
+            self._gather(placed)
+        placing.fill_empty(placed, self.packs)
+        return placed
+
+    def _ranks_first(self) -> Integers:
+        """Each document to the cheapest rank; then each rank's documents into packs alike in tokens.
+
+        A rank with a long document has cheap packs beside it, which packs that are all alike would not allow.
+        """
+        visit, each = np.arange(len(self.lengths), dtype=np.int64), self.micro_batches
+        room = min(each * self.capacity, int(self.lengths.sum()))
+        ranks = placing.place(
+            self.lengths, self.costs, visit, self.world, room, each * self.max_documents, True
+        )
+        placed = np.full(len(ranks), -1, dtype=np.int64)
+        for rank in range(self.world):
+            documents = np.flatnonzero(ranks == rank)
+            if len(documents):
+                slots = level_tokens(
+                    self.lengths[documents], self.lengths[documents], each, self.capacity, self.max_documents
+                )
+                placed[documents] = np.where(slots < 0, -1, slots * self.world + rank)
+        if placed.min() < 0:
+            self._gather(placed)
+        placing.fill_empty(placed, self.packs)
+        return placed
+
+    def _gather(self, placed: Integers) -> None:
+        everything = np.ones(len(placed), dtype=np.bool_)
+        placing.gather(placed, self.lengths, everything, self.packs, self.capacity, self.max_documents, -1)
+
+    def _numbered(self, placed: Integers) -> Integers:
+        """Give packs their micro-batch and rank: pack numbers become slot · world + rank."""
+        totals = placing.tally(placed, self.costs, self.packs)[0]
+        dearest_first = np.argsort(-totals, kind="stable")
+        number = np.empty(self.packs, dtype=np.int64)
+        if self.sync == "step":
+            number[dearest_first] = balancing.assign_ranks(
+                totals[dearest_first], self.world, self.micro_batches
+            )
+        else:
+            number[dearest_first] = np.arange(self.packs)  # alike in cost, so together in one micro-batch
+        return number[placed]
+
+    def _balance(self, order: Integers, offsets: Integers, first: int, last: int) -> int:
+        """Let ranks of one meeting trade documents, in place; returns the dearest one's cost."""
+        world = self.world
+        inside = np.sort(order[offsets[first * world] : offsets[last * world]])
+        if len(inside) == 0:
+            return 0
+        lengths, costs = self.lengths, self.costs
+        room = (last - first) * self.capacity
+        goal = bounds.dearest_bound(lengths[inside], costs[inside], world, room)
+        meeting = (order, offsets, lengths, costs, self.capacity, self.max_documents, world, first, last)
+        reached = balancing.exchange(*meeting, goal + goal // _EXACT)
+        enough = goal + goal // _CLOSE
+        if not self.joint and reached <= enough:
+            return int(reached)
+        half, attempts = (_JOINT_HALF, _JOINT_ATTEMPTS) if self.joint else (HALF, _ATTEMPTS)
+        half += min(self.effort.bit_length() - 1, _MORE)
+        pairing.level(*meeting, self.joint, half, attempts * self.effort * world, enough)
+        totals = np.add.reduceat(np.append(costs[order], 0), offsets[:-1])
+        totals[offsets[1:] == offsets[:-1]] = 0  # an empty pack, where reduceat gives what follows
+        return int(totals[first * world : last * world].reshape(-1, world).sum(axis=0).max())

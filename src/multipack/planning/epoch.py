@@ -14,18 +14,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from multipack.planning.cost import weigh
 from multipack.planning.kernels import placing
-from multipack.planning.permutation import STEPS, permutation
+from multipack.planning.level import level_tokens, trade
+from multipack.planning.permutation import BLOCKS, falling, keys
 
 Integers = NDArray[np.int64]
 
-_WIDEST = 4  # windows that are cut as one where documents would be left over at the end
+AHEAD = 96
+"""Documents after a block that are looked at to fill its last gaps."""
+
+_WIDEST = 2  # windows that are cut as one where documents would be left over at the end
 _TOLERANCE = 500  # best fit is tried when more than 1/500 of a block's tokens found no room
+_TIGHT = 64  # blocks filled to more than 63/64 look at the documents after them
+_SPARE = 4096  # full packs keep 1/4096 of their room on average, so that ranks can be balanced
+_FEW = 64  # packs of a block whose documents are made alike first when they do not all fit
+_MANY = 1024  # packs of a block beyond which they do not trade: the window averages enough
+_ALIKE = 1024  # packs within 1/1024 of the mean cost are alike
 
 
 @dataclass(frozen=True)
@@ -37,7 +46,9 @@ class Rules:
         packs_per_step: most packs of a step.
         step_tokens: tokens to aim at in a step at most.
         max_documents: most documents of a pack.
-        linear, quadratic: weights of l and l(l+1) in the cost that is balanced.
+        price: lengths → the costs that are balanced.
+        group: packs that are dearer than the rest stand together in steps.
+        full: steps shall be filled as far as documents allow, not evenly.
         shuffled: a block's steps come in seeded order; else in the order of their documents.
         seed, epoch: of the seeded order.
     """
@@ -46,8 +57,9 @@ class Rules:
     packs_per_step: int
     step_tokens: int
     max_documents: int
-    linear: int
-    quadratic: int
+    price: Callable[[Integers], Integers]
+    group: bool
+    full: bool
     shuffled: bool
     seed: int
     epoch: int
@@ -58,29 +70,41 @@ class Cut:
     """The steps of an epoch, as flat arrays.
 
     Attributes:
-        entries: positions in the sequence, pack after pack, step after step.
+        order: document numbers, pack after pack, step after step.
         pack_sizes: documents of each pack.
         step_sizes: packs of each step.
         left: positions, rising, that no step took.
     """
 
-    entries: Integers
+    order: Integers
     pack_sizes: Integers
     step_sizes: Integers
     left: Integers
 
 
-@dataclass
-class _Progress:
-    """Where cutting stands between two blocks."""
+@dataclass(frozen=True, eq=False)
+class Progress:
+    """Where cutting stands between two blocks.
 
-    made: int = 0  # steps
-    next: int = 0  # first position not looked at yet
-    waiting: Integers = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # rising positions
+    Attributes:
+        made: steps.
+        placed: entries in them.
+        next: first position not looked at yet.
+        old: positions below were passed over by two blocks or more.
+        waiting: rising positions that were looked at and have no place.
+        blocks: made so far; their steps are drawn by this number.
+    """
+
+    made: int = 0
+    placed: int = 0
+    next: int = 0
+    old: int = 0
+    waiting: Integers = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     blocks: int = 0
 
 
 def cut(
+    sequence: NDArray[Any],
     ends: Integers,
     repeats: Integers | None,
     rules: Rules,
@@ -88,10 +112,12 @@ def cut(
     window: int,
     extend: Callable[[int, int], int],
     settle: bool,
+    begin: Progress | None = None,
 ) -> Cut:
     """Cut a sequence of documents into steps.
 
     Args:
+        sequence: (entries,) document numbers.
         ends: (entries + 1,) running sum of the lengths in sequence order, from 0.
         repeats: for each position, the position at which the same document occurred two times before, or −1;
             None where no document occurs more than twice.
@@ -100,11 +126,13 @@ def cut(
         window: steps of a block.
         extend: (tokens left, entries left) → further steps, asked when the steps are used up.
         settle: every entry shall find a place. Where the last block leaves some over, the last blocks are cut
-            again as one, up to 4 windows wide; and when steps are added after all, that block is cut again
-            together with them, so that no nearly empty step trails behind.
+            again as one, up to 2 windows wide (or 4 steps); and when steps are added after all, that block is cut
+            again together with them, so that no nearly empty step trails behind.
+        begin: where earlier blocks left the queue, their steps and entries not counted; None = there were none.
     """
-    state, history = _Progress(), list[_Progress]()  # where each block began
-    chunks: list[tuple[Integers, Integers, Integers]] = []
+    state, history = begin or Progress(), list[Progress]()  # where each block began
+    order = np.empty(len(sequence), dtype=np.int64)
+    chunks: list[tuple[Integers, Integers]] = []  # documents of each pack, packs of each step
     while True:
         rest = steps - state.made
         width = -(-rest // max(1, -(-rest // window)))  # blocks of even width, none above the window
@@ -114,7 +142,7 @@ def cut(
             more = min(extend(tokens, entries), entries)
             if more <= 0:
                 break
-            if settle and len(chunks) > 1 and steps - history[-2].made <= _WIDEST * window:
+            if settle and len(chunks) > 1 and steps - history[-2].made <= max(_WIDEST * window, 4):
                 state, width = history[-2], steps - history[-2].made  # the last two blocks, as one
                 del history[-2:], chunks[-2:]
             else:
@@ -124,108 +152,177 @@ def cut(
                     del chunks[-1]
                 continue
         history.append(state)
-        chunk, state = _block(ends, repeats, rules, state, steps, width)
-        chunks.append(chunk)
+        chosen, packs, per_step, after = block(ends, repeats, rules, state, steps, width)
+        order[state.placed : after.placed] = sequence[chosen]
+        chunks.append((packs, per_step))
+        state = after
     left = np.concatenate([state.waiting, np.arange(state.next, len(ends) - 1, dtype=np.int64)])
-    columns = [np.concatenate(column) for column in zip(*chunks, strict=True)]
-    return Cut(columns[0], columns[1], columns[2], left)
+    pack_sizes, step_sizes = (np.concatenate(column) for column in zip(*chunks, strict=True))
+    return Cut(order[: state.placed], pack_sizes, step_sizes, left)
 
 
 def _tokens(ends: Integers, positions: Integers) -> int:
     return int((ends[positions + 1] - ends[positions]).sum())
 
 
-def _block(
-    ends: Integers, repeats: Integers | None, rules: Rules, state: _Progress, steps: int, width: int
-) -> tuple[tuple[Integers, Integers, Integers], _Progress]:
-    """Make a block of `width` steps: (entries, pack sizes, step sizes) and where that leaves the sequence."""
-    stop, held = _take(ends, repeats, rules, state, steps, width)
-    kept = len(state.waiting) - held
+def block(
+    ends: Integers, repeats: Integers | None, rules: Rules, state: Progress, steps: int, width: int
+) -> tuple[Integers, Integers, Integers, Progress]:
+    """Make a block of `width` steps.
+
+    Args:
+        ends: as in `cut`.
+        repeats: as in `cut`.
+        rules: what it obeys.
+        state: where the queue stands; at least one entry is in it.
+        steps: all steps, those made before included; the rest shares the tokens that are left evenly.
+        width: steps of the block; fewer are made where there are fewer entries.
+
+    Returns:
+        Positions of the entries, pack after pack; documents of each pack; packs of each step; and where that
+        leaves the queue.
+    """
+    count, more, aim = _take(ends, repeats, rules, state, steps, width)
+    kept = min(len(state.waiting), count + more)
+    stop = state.next + count + more - kept
     positions = np.concatenate([state.waiting[:kept], np.arange(state.next, stop, dtype=np.int64)])
-    width = min(width, len(positions))
+    last = positions[count - 1]
+    width = min(width, count)
+    packs = width * rules.packs_per_step
+    spare = max(packs * rules.capacity - aim, packs * (rules.capacity // _SPARE) if rules.full else 0)
     lengths = ends[positions + 1] - ends[positions]
-    last = state.made + width == steps
-    placed = _place(lengths, positions < state.next, rules, width * rules.packs_per_step, last)
-    chosen = placed >= 0
-    chunk = _arrange(positions[chosen], lengths[chosen], placed[chosen], rules, width, state.blocks)
-    after = _Progress(
+    order = falling(lengths)
+    positions, lengths = positions[order], lengths[order]
+    costs = rules.price(lengths)
+    placed = _place(lengths, costs, positions < state.old, positions <= last, rules, packs, spare)
+    furthest = max(state.next, int(positions[placed >= 0].max()) + 1, int(last) + 1)
+    unused = positions[(placed < 0) & (positions < furthest)]
+    entries, pack_sizes, step_sizes = _arrange(positions, costs, placed, rules, width, state.blocks)
+    after = Progress(
         made=state.made + width,
-        next=stop,
-        waiting=np.sort(np.concatenate([positions[~chosen], state.waiting[kept:]])),
+        placed=state.placed + len(entries),
+        next=furthest,
+        old=state.next,
+        waiting=np.sort(np.concatenate([unused, state.waiting[kept:]])),
         blocks=state.blocks + 1,
     )
-    return chunk, after
+    return entries, pack_sizes, step_sizes, after
 
 
 def _take(
-    ends: Integers, repeats: Integers | None, rules: Rules, state: _Progress, steps: int, width: int
-) -> tuple[int, int]:
-    """How far into the sequence a block reaches, and how many of those that wait it holds back.
+    ends: Integers, repeats: Integers | None, rules: Rules, state: Progress, steps: int, width: int
+) -> tuple[int, int, int]:
+    """What a block takes from the front of the queue: those that wait, then the sequence.
 
-    It takes an even share of the tokens that are left, and no more than its steps may hold; at least one
-    entry a step, and it leaves one for every later step.
+    It aims at an even share of the tokens that are left, and no more than its steps may hold; it takes at least one
+    entry a step, and leaves one for every later step.
+
+    Returns:
+        How many entries it takes; how many after them it may look at to fill gaps; the tokens that it aims at.
     """
-    remaining = len(ends) - 1 - state.next
+    waiting, remaining = len(state.waiting), len(ends) - 1 - state.next
     later = steps - state.made - width
-    waiting_tokens = _tokens(ends, state.waiting)
+    behind = np.cumsum(ends[state.waiting + 1] - ends[state.waiting])
+    waiting_tokens = int(behind[-1]) if waiting else 0
     tokens = int(ends[-1] - ends[state.next]) + waiting_tokens
     share = -(-tokens * width // (steps - state.made))
-    wanted = min(share, width * rules.step_tokens) - waiting_tokens
-    fresh = int(np.searchsorted(ends, ends[state.next] + max(wanted, 0), side="right")) - 1 - state.next
-    waiting = len(state.waiting)
-    most = min(waiting + remaining - later, width * rules.packs_per_step * rules.max_documents)
-    count = min(max(waiting + fresh, width), most)
-    stop = state.next + min(max(count - waiting, 0), remaining)
+    aim = min(share, width * rules.step_tokens)
+    if aim < waiting_tokens:
+        count = int(np.searchsorted(behind, aim, side="right"))
+    else:
+        reach = ends[state.next] + aim - waiting_tokens
+        count = waiting + int(np.searchsorted(ends, reach, side="right")) - 1 - state.next
+    left = waiting + remaining - later
+    count = min(max(count, width), left, width * rules.packs_per_step * rules.max_documents)
+    tight = rules.full or aim * _TIGHT > width * rules.packs_per_step * rules.capacity * (_TIGHT - 1)
+    more = min(AHEAD, count, left - count) if tight else 0
     if repeats is not None:
         oldest = int(state.waiting[0]) if waiting else state.next
+        stop = state.next + max(count - waiting, 0)
         third = np.flatnonzero(repeats[state.next : stop] >= oldest)
-        stop = state.next + int(third[0]) if len(third) else stop
-    return stop, max(waiting - count, 0)
+        count, more = (min(count, waiting + int(third[0])), 0) if len(third) else (count, 0)
+    return count, more, aim
 
 
-def _place(lengths: Integers, first: NDArray[np.bool_], rules: Rules, packs: int, last: bool) -> Integers:
-    """Pack number of each entry, −1 for those that must wait; entries marked `first` choose first."""
-    order = np.argsort(-lengths, kind="stable")
-    if first.any():
-        order = np.concatenate([order[first[order]], order[~first[order]]])
-    inside, costs = lengths[order], weigh(lengths[order], rules.linear, rules.quadratic)
-    tokens = int(inside.sum())
-    room = min(rules.capacity, tokens)
-    placed = placing.place(inside, costs, packs, room, rules.max_documents, True)
-    missed = int(inside[placed < 0].sum())
+def _place(
+    lengths: Integers,
+    costs: Integers,
+    old: NDArray[np.bool_],
+    wanted: NDArray[np.bool_],
+    rules: Rules,
+    packs: int,
+    spare: int,
+) -> Integers:
+    """Pack number of each entry (in falling order), −1 for those that must wait.
+
+    `old` entries choose first. Those not `wanted` are looked at only to fill the gaps that remain, but `spare` tokens.
+    """
+    visit = np.flatnonzero(wanted)
+    if old.any():
+        visit = np.concatenate([np.flatnonzero(old), np.flatnonzero(wanted & ~old)])
+    tokens = int(lengths[wanted].sum())
+    room = min(rules.capacity, int(lengths.sum()))
+    spare -= packs * (rules.capacity - room)
+    limit = rules.max_documents
+
+    def gathered(placed: Integers) -> tuple[Integers, int]:
+        if placed.min() < 0:
+            placing.gather(placed, lengths, wanted, packs, room, limit, spare)
+        return placed, int(lengths[wanted & (placed < 0)].sum())
+
+    best, missed = gathered(placing.place(lengths, costs, visit, packs, room, limit, True))
+    last = bool(wanted.all()) and missed > 0  # nothing comes after that could fill the gaps
+    if missed * _TOLERANCE > tokens or (last and packs <= _FEW):
+        leveled = np.full(len(lengths), -1, dtype=np.int64)
+        leveled[wanted] = level_tokens(lengths[wanted], costs[wanted], packs, room, limit)
+        if not (old & (leveled < 0)).any():
+            leveled, missed_leveled = gathered(leveled)
+            if missed_leveled < missed:
+                best, missed = leveled, missed_leveled
     if missed * _TOLERANCE > tokens or (last and missed):
-        tight = placing.place(inside, costs, packs, room, rules.max_documents, False)
-        missed_tight = int(inside[tight < 0].sum())
-        if missed_tight * 2 <= missed or (last and missed_tight < missed):
-            placed = tight
-    if min(packs, int((placed >= 0).sum())) > len(np.unique(placed[placed >= 0])):
-        placing.fill_empty(placed, inside, packs)
-    numbers = np.empty_like(placed)
-    numbers[order] = placed
-    return numbers
+        tight, missed_tight = gathered(placing.place(lengths, costs, visit, packs, room, limit, False))
+        if 2 * missed_tight <= missed or (last and missed_tight < missed):
+            best = tight
+    placing.fill_empty(best, packs)
+    if packs <= _MANY:
+        mean = int(costs[best >= 0].sum()) // packs
+        trade(best, lengths, costs, packs, room, limit, mean + mean // _ALIKE)
+    return best
 
 
 def _arrange(
-    positions: Integers, lengths: Integers, placed: Integers, rules: Rules, width: int, block: int
+    positions: Integers, costs: Integers, placed: Integers, rules: Rules, width: int, block: int
 ) -> tuple[Integers, Integers, Integers]:
-    """Packs of a block into steps by falling cost, alike ones together; then the steps into their order."""
+    """Packs of a block into steps, then the steps into their order.
+
+    With `group`, packs that are dearer or cheaper than the rest stand together, by falling cost; all others,
+    and without it all packs, in seeded order (or in the order of their documents).
+    """
     packs = width * rules.packs_per_step
-    sizes = np.bincount(placed, minlength=packs)
-    cost = np.zeros(packs, dtype=np.int64)
-    np.add.at(cost, placed, weigh(lengths, rules.linear, rules.quadratic))
-    used = np.argsort(-cost, kind="stable")[: np.count_nonzero(sizes)]
+    cost, sizes = placing.tally(placed, costs, packs)
+    used = np.flatnonzero(sizes)
+    cost, mean = cost[used], int(cost.sum()) // len(used)
+    random = keys(rules.seed, rules.epoch + (block << 32), np.arange(len(used) + width), BLOCKS)
+    mean_position = placing.tally(placed, positions, packs)[0][used] // sizes[used]
+    tie: NDArray[Any] = random[:-width] if rules.shuffled else mean_position
+    if rules.group:
+        cost[np.abs(cost - mean) * _ALIKE <= mean] = mean
+        used = used[np.lexsort((tie, -cost))]
+    else:
+        used = used[np.argsort(tie, kind="stable")]
     bounds = np.arange(width + 1) * len(used) // width
     if rules.shuffled:
-        turns = permutation(rules.seed, rules.epoch + (block << 32), width, STEPS)
+        turns = np.argsort(random[-width:], kind="stable")
     else:
-        step_of = np.empty(packs, dtype=np.int64)
+        step_of = np.full(packs, -1, dtype=np.int64)
         step_of[used] = np.repeat(np.arange(width), np.diff(bounds))
-        where = np.zeros(width, dtype=np.int64)
-        np.add.at(where, step_of[placed], positions)
-        mean = where / np.bincount(step_of[placed], minlength=width)
-        turns = np.argsort(mean, kind="stable")
+        steps = np.where(placed >= 0, step_of[placed], -1)
+        total, count = placing.tally(steps, positions, width)
+        turns = np.argsort(total / count, kind="stable")
     final = np.concatenate([used[bounds[turn] : bounds[turn + 1]] for turn in turns])
-    rank = np.empty(packs, dtype=np.int64)
-    rank[final] = np.arange(len(final))
-    entries = positions[np.argsort(rank[placed], kind="stable")]
-    return entries, sizes[final], np.diff(bounds)[turns]
+    number = np.full(packs, -1, dtype=np.int64)
+    number[final] = np.arange(len(final))
+    offsets = np.zeros(len(final) + 1, dtype=np.int64)
+    np.cumsum(sizes[final], out=offsets[1:])
+    order = placing.in_packs(np.where(placed >= 0, number[placed], -1), offsets)
+    return positions[order], sizes[final], np.diff(bounds)[turns]

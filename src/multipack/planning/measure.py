@@ -4,11 +4,18 @@ A *meeting* is where ranks wait for each other: every micro-batch, or once a ste
 the meetings of an epoch, with x the tokens (or the cost) that a rank brings to a meeting of W ranks:
 
     efficiency         Σ tokens / (steps · packs_per_step · capacity)     how full the slots are
+    padding            1 − Σ tokens / (packs that ranks run · capacity)   what fixed shapes would add
     utilization        Σ x / (W · Σ max x) for x in tokens                how little ranks wait
     cost utilization   the same for x in cost                             … when attention is quadratic
+    imbalance          W · max x / Σ x for x in cost                      of one meeting
     L² lag             √(max Σl² − min Σl²)                               spread of squares between ranks
+    displacement       |step − place in the order|, in steps              how far documents moved
+    mean-length spread √(Σ (mean − μ)² / Σ S²(1/n − 1/N)) over the steps  1 = alike as random steps of n documents
 
-Efficiency, utilization and L² lag are multipack's own (README of multipack_sampler V2).
+Efficiency, utilization and L² lag are multipack's own (README of multipack_sampler V2). The ratio of the
+largest to the mean is what balancing papers call the degree of imbalance (Wang et al. 2025, WLB-LLM,
+arXiv:2503.17924). The last row divides by the variance of the mean of n of N lengths drawn without
+replacement, S² being their variance over N − 1 (Cochran 1977, Sampling Techniques, §2.4).
 """
 
 from __future__ import annotations
@@ -20,16 +27,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from multipack.planning.cost import weigh
+from multipack.planning.advice import advise
+from multipack.planning.bounds import minimum_packs
+from multipack.planning.ceiling import kappa, least_step_cost
 from multipack.planning.deal import Sync, meetings
-from multipack.planning.kernels import bounds
-from multipack.planning.packing import check_integer, check_lengths
+from multipack.planning.lengths import check_integer, check_lengths
 from multipack.planning.permutation import BATCHES, keys, permutation
 
 if TYPE_CHECKING:
     from multipack.planning.plan import Plan
 
 Integers = NDArray[np.int64]
+
+SAMPLE = 1000
+"""Steps that a report deals at most, unless told otherwise."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +53,16 @@ class PlanReport:
     """Where ranks meet: `micro`, `step` or `pipeline`."""
     steps: int
     """Global steps of the epoch."""
+    measured_steps: int
+    """Steps, evenly apart, that were dealt to measure utilization, cost, balance, lag and ceiling."""
     minimum_steps: int
     """No plan of these documents has fewer (proven)."""
+    step_gap: int
+    """Steps above the minimum."""
     packs: int
     """Packs of the epoch as planned."""
+    minimum_packs: int
+    """No packing of these documents has fewer (proven)."""
     documents: int
     """Documents in the steps."""
     tokens: int
@@ -56,14 +73,26 @@ class PlanReport:
     """Tokens of the dropped documents."""
     carried_documents: int
     """Documents left for the next epoch."""
+    split_documents: int
+    """Documents that were cut or split beforehand, because they were longer than a pack."""
     efficiency: float
     """Share of slots (steps × packs_per_step × capacity) that hold tokens."""
+    efficiency_but_last: float
+    """The same without the last step, which may be a small one; with one step only, the same."""
+    padding: float
+    """Share of slots without a token, were every pack that ranks run padded to the capacity."""
     utilization: float
     """Mean over largest number of tokens of a rank, over all meetings."""
     cost_utilization: float
     """Mean over largest cost of a rank, over all meetings."""
     cost_utilization_ceiling: float
     """No arrangement of these steps' documents has a higher cost utilization (proven)."""
+    ceiling_reached: float
+    """Cost utilization over its ceiling."""
+    imbalance_mean: float
+    """Largest over mean cost of a rank, in the mean over the meetings."""
+    imbalance_max: float
+    """The same for the worst meeting."""
     cost_range: float
     """Mean over the meetings of (dearest − cheapest rank) / mean rank."""
     l2_lag_mean: float
@@ -72,8 +101,18 @@ class PlanReport:
     """√ of the largest max − min Σ l² of a meeting, in tokens."""
     displacement_median: float
     """Steps between a document's place in the order and where it is trained; half the documents are below."""
+    displacement_p99: float
+    """The same; 99 % of the documents are below."""
     displacement_max: float
     """The same for the document that moved furthest."""
+    late_share: float | None
+    """Share of documents that moved further than the window: they waited for another block; None: not asked."""
+    mean_length_spread: float | None
+    """Spread of the steps' mean lengths over that of random steps; above 1, lengths are grouped; None: one step."""
+    kappa: float
+    """Cost of a token of the longest document over the mean token's: limits what full packs can agree in."""
+    advice: list[str]
+    """Where the ceiling is low: what limits it, and what would lift it to what."""
     seconds: float
     """Time that planning the epoch took."""
 
@@ -82,48 +121,105 @@ class PlanReport:
         return asdict(self)
 
 
-def report(plan: Plan, data_parallel_size: int = 1, sync: Sync = "micro") -> PlanReport:
-    """Deal every step and measure what ranks bring to their meetings."""
-    world, lengths = data_parallel_size, plan.lengths
-    linear, micro_batches = plan.cost_model.linear, plan.micro_batches(data_parallel_size)
-    cost, squares = weigh(lengths, linear, 1), lengths * lengths
-    token_rows, cost_rows, square_rows = [], [], []
-    least = 0
-    for step in range(plan.num_steps):
-        dealt = plan.deal(step, world, sync)
-        token_rows.append(meetings(dealt.totals(lengths), world, sync))
-        cost_rows.append(meetings(dealt.totals(cost), world, sync))
-        square_rows.append(meetings(dealt.totals(squares), world, sync))
-        least += least_step_cost(lengths[dealt.order], world, micro_batches, plan.capacity, linear, sync)
-    tokens, costs, lags = (
-        np.concatenate(token_rows),
-        np.concatenate(cost_rows),
-        spread(np.concatenate(square_rows)),
-    )
+def report(
+    plan: Plan,
+    data_parallel_size: int = 1,
+    sync: Sync = "micro",
+    sample: int | None = SAMPLE,
+    window: int | None = None,
+    split_documents: int = 0,
+) -> PlanReport:
+    """Deal steps to ranks and measure what these bring to their meetings.
+
+    Args:
+        plan: any plan.
+        data_parallel_size: ranks that share a step.
+        sync: where ranks meet.
+        sample: steps to deal at most, evenly apart; None = every step. All that needs no dealing is always
+            measured over all steps.
+        window: steps that were planned together, for the share of documents that are later than that.
+        split_documents: documents that were cut or split before they were planned, to be told with the rest.
+
+    Raises:
+        ValueError: more ranks than packs in a step, an unknown sync, a sample below 1.
+    """
+    world, slots = data_parallel_size, plan.slots
+    costs = plan.cost_model.cost(slots)
+    steps = even(plan.num_steps, plan.num_steps if sample is None else check_integer("sample", sample))
+    token_loads, cost_loads, square_loads, least = _deal(plan, steps, slots, costs, world, sync)
+    lags = spread(square_loads)
+    planned = slots[plan.order]
+    tokens, runs = int(plan.lengths[plan.order].sum()), world * plan.micro_batches(world)
+    last = plan.tokens(plan.num_steps - 1)
+    full = tokens - last if plan.num_steps > 1 else tokens
+    packs = minimum_packs(planned, plan.capacity, plan.max_documents)
+    fewest = -(-packs // plan.packs_per_step)
+    reached, ceiling = utilization(cost_loads), min(1.0, int(cost_loads.sum()) / (world * least))
     moved = displacement(plan)
-    planned = lengths[plan.order]
+    imbalances = imbalance(cost_loads)
     return PlanReport(
         data_parallel_size=world,
         sync=sync,
         steps=plan.num_steps,
-        minimum_steps=minimum_steps(planned, plan.capacity, plan.packs_per_step, plan.max_documents),
+        measured_steps=len(steps),
+        minimum_steps=fewest,
+        step_gap=plan.num_steps - fewest,
         packs=plan.num_packs,
+        minimum_packs=packs,
         documents=plan.num_documents,
-        tokens=int(planned.sum()),
+        tokens=tokens,
         dropped_documents=len(plan.dropped),
-        dropped_tokens=int(lengths[plan.dropped].sum()),
+        dropped_tokens=int(plan.lengths[plan.dropped].sum()),
         carried_documents=len(plan.carried),
-        efficiency=efficiency(int(planned.sum()), plan.num_steps, plan.packs_per_step, plan.capacity),
-        utilization=utilization(tokens),
-        cost_utilization=utilization(costs),
-        cost_utilization_ceiling=min(1.0, int(costs.sum()) / (world * least)),
-        cost_range=float(np.mean(spread(costs) * world / costs.sum(axis=1).clip(1))),
+        split_documents=split_documents,
+        efficiency=efficiency(tokens, plan.num_steps, plan.packs_per_step, plan.capacity),
+        efficiency_but_last=efficiency(full, max(plan.num_steps - 1, 1), plan.packs_per_step, plan.capacity),
+        padding=1 - efficiency(tokens, plan.num_steps, runs, plan.capacity),
+        utilization=utilization(token_loads),
+        cost_utilization=reached,
+        cost_utilization_ceiling=ceiling,
+        ceiling_reached=reached / ceiling,
+        imbalance_mean=float(imbalances.mean()),
+        imbalance_max=float(imbalances.max()),
+        cost_range=float(np.mean(spread(cost_loads) * world / cost_loads.sum(axis=1).clip(1))),
         l2_lag_mean=math.sqrt(lags.mean()),
         l2_lag_max=math.sqrt(lags.max()),
         displacement_median=float(np.median(moved)),
+        displacement_p99=float(np.quantile(moved, 0.99, method="inverted_cdf")),
         displacement_max=float(moved.max()),
+        late_share=None if window is None else float(np.mean(moved > window)),
+        mean_length_spread=mean_length_spread(plan),
+        kappa=kappa(planned, costs[plan.order]),
+        advice=advise(plan, slots, costs, world, sync, ceiling),
         seconds=plan.seconds,
     )
+
+
+def _deal(
+    plan: Plan, steps: Integers, slots: Integers, costs: Integers, world: int, sync: Sync
+) -> tuple[Integers, Integers, Integers, int]:
+    """What ranks bring to the meetings of these steps in tokens, cost and squares, each (meetings, ranks).
+
+    The fourth is a lower bound on the sum of the dearest rank's cost over these meetings.
+    """
+    rows: list[tuple[Integers, ...]] = []
+    values = slots, costs, slots * slots
+    micro_batches, least = plan.micro_batches(world), 0
+    for step in steps.tolist():
+        dealt = plan.deal(step, world, sync)
+        rows.append(tuple(meetings(dealt.totals(each), world, sync) for each in values))
+        documents = dealt.order
+        least += least_step_cost(
+            slots[documents], costs[documents], world, micro_batches, plan.capacity, sync
+        )
+    token_loads, cost_loads, square_loads = (np.concatenate(column) for column in zip(*rows, strict=True))
+    return token_loads, cost_loads, square_loads, least
+
+
+def even(steps: int, sample: int) -> Integers:
+    """At most `sample` step numbers, evenly apart and symmetric about the middle of the epoch."""
+    count = min(steps, sample)
+    return (2 * np.arange(count, dtype=np.int64) + 1) * steps // (2 * count)
 
 
 def efficiency(tokens: int, steps: int, packs_per_step: int, capacity: int) -> float:
@@ -136,33 +232,14 @@ def utilization(loads: Integers) -> float:
     return int(loads.sum()) / (loads.shape[1] * int(loads.max(axis=1).sum()))
 
 
+def imbalance(loads: Integers) -> NDArray[np.float64]:
+    """(meetings,) largest over mean load, for loads of shape (meetings, ranks); 1 where nobody has any."""
+    return loads.max(axis=1).clip(1) * loads.shape[1] / loads.sum(axis=1).clip(loads.shape[1])
+
+
 def spread(loads: Integers) -> Integers:
     """(meetings,) largest minus smallest load, for loads of shape (meetings, ranks)."""
     return loads.max(axis=1) - loads.min(axis=1)
-
-
-def minimum_packs(lengths: ArrayLike, capacity: int, max_documents: int | None = None) -> int:
-    """A proven lower bound on the packs that these documents need.
-
-    The largest of ⌈tokens / capacity⌉, ⌈documents / max_documents⌉, and for every length a ≤ capacity / 2 the
-    bound L2 of Martello and Toth (1990): documents longer than capacity − a are alone among those of
-    at least a tokens, those above capacity / 2 exclude each other, and the rest of at least a tokens must
-    fill what these leave.
-    """
-    falling = -np.sort(-check_lengths(lengths, capacity))
-    total, count = int(falling.sum()), len(falling)
-    bound = max(-(-total // capacity), -(-count // (max_documents or count)))
-    ends = np.zeros(count + 1, dtype=np.int64)
-    np.cumsum(falling, out=ends[1:])
-    rising = -falling
-    half = int(np.searchsorted(rising, -(capacity // 2), side="left"))  # documents longer than capacity / 2
-    least = np.unique(falling[falling <= capacity // 2])
-    alone = np.searchsorted(rising, -(capacity - least), side="left")
-    until = np.searchsorted(rising, -least, side="right")
-    left = (half - alone) * capacity - (ends[half] - ends[alone])
-    rest = np.maximum(ends[until] - ends[half] - left, 0)
-    by_length = half + -(-rest // capacity)
-    return max(bound, half, int(by_length.max(initial=0)))
 
 
 def minimum_steps(
@@ -172,27 +249,20 @@ def minimum_steps(
     return -(-minimum_packs(lengths, capacity, max_documents) // packs_per_step)
 
 
-def least_step_cost(
-    lengths: Integers, world: int, micro_batches: int, capacity: int, linear: int, sync: Sync
-) -> int:
-    """A proven lower bound on the sum over a step's meetings of the dearest rank's cost.
+def mean_length_spread(plan: Plan) -> float | None:
+    """How far the mean lengths of steps differ, over how far those of random steps as large would.
 
-    The dearest pack (for `step`: the dearest rank, which holds micro_batches · capacity tokens) costs at
-    least `bounds.dearest_bound`. For meetings at each micro-batch: let the dearest pack cost c. Its
-    micro-batch costs at most A = min(W · c, what the longest documents that fill W · capacity tokens
-    cost), every other one's dearest pack costs its mean at least, so the sum is at least
-    c + (total − A) / W, which does not fall with c.
+    Below 1, steps are more alike than random ones; above 1, documents of like length share steps. None where
+    random steps would not differ: one step, or documents of one length.
     """
-    falling = -np.sort(-lengths)
-    if sync == "step":
-        return int(bounds.dearest_bound(falling, world, micro_batches * capacity, linear, 1))
-    dearest = int(bounds.dearest_bound(falling, world * micro_batches, capacity, linear, 1))
-    ends = np.cumsum(falling)
-    filling = min(int(np.searchsorted(ends, world * capacity)) + 1, len(falling))
-    tokens = min(int(ends[-1]), world * capacity)
-    largest = linear * tokens + int((falling[:filling] * (falling[:filling] + 1)).sum())
-    total = int(weigh(falling, linear, 1).sum())
-    return dearest + max(-(-(total - min(world * dearest, largest)) // world), 0)
+    lengths = plan.lengths[plan.order]
+    first = plan.pack_offsets[plan.step_offsets[:-1]]
+    sizes = np.diff(plan.pack_offsets[plan.step_offsets])
+    means = np.add.reduceat(lengths, first) / sizes
+    documents, mean = len(lengths), lengths.mean()
+    variance = float(((lengths - mean) ** 2).sum()) / max(documents - 1, 1)
+    expected = variance * float((1 / sizes - 1 / documents).sum())
+    return math.sqrt(float(((means - mean) ** 2).sum()) / expected) if expected > 0 else None
 
 
 def displacement(plan: Plan) -> NDArray[np.float64]:
@@ -205,15 +275,22 @@ def displacement(plan: Plan) -> NDArray[np.float64]:
     own = permutation(plan.seed, plan.epoch, len(numbers)) if plan.shuffled else numbers
     sequence = np.concatenate([plan.carried_in, own])
     steps = np.repeat(np.arange(plan.num_steps), np.diff(plan.pack_offsets[plan.step_offsets]))
-    taken = np.sort(_positions(plan, sequence))
+    positions = _positions(plan, sequence)
+    planned = np.zeros(len(sequence), dtype=np.bool_)
+    planned[positions] = True
+    taken = np.flatnonzero(planned)
     middle = np.cumsum(plan.lengths[sequence[taken]]) - plan.lengths[sequence[taken]] / 2
     place = np.empty(len(sequence))
     place[taken] = middle * plan.num_steps / plan.lengths[plan.order].sum()
-    return np.abs(steps + 0.5 - place[_positions(plan, sequence)])
+    return np.abs(steps + 0.5 - place[positions])
 
 
 def _positions(plan: Plan, sequence: Integers) -> Integers:
     """For each document of the plan, in plan order, its position in the sequence (first ones first)."""
+    if len(sequence) == len(plan.lengths):  # nothing carried in: every document occurs once
+        position_of = np.empty(len(sequence), dtype=np.int64)
+        position_of[sequence] = np.arange(len(sequence))
+        return position_of[plan.order]
     by_document = np.argsort(sequence, kind="stable")
     by_order = np.argsort(plan.order, kind="stable")
     first = np.searchsorted(sequence[by_document], plan.order[by_order])

@@ -10,15 +10,18 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from multipack.planning.cost import CostModel, weigh
+from multipack.planning.cost import CostModel
 from multipack.planning.packing import check_integer
 from multipack.shapes import ModelShape
+
+Integers = NDArray[np.int64]
 
 Order = Literal["shuffled", "given"]
 Tail = Literal["keep", "drop", "carry"]
 Balance = Literal["cost", "joint", "tokens"]
+LossWeighting = Literal["token", "document"]
 
-ALGORITHM = 1
+ALGORITHM = 2
 """Changes whenever the same options give other steps; part of the fingerprint."""
 
 
@@ -42,14 +45,33 @@ class PlanConfig:
     """`keep` every document; `drop` (and name) what fills no step, or `carry` it into the next epoch."""
     balance: Balance = "cost"
     """What packs agree in: model `cost`, tokens and squares alike (`joint`), or `tokens`."""
+    cost: Literal["flops", "measured"] = "flops"
+    """What a document costs: the model's `flops`, or seconds `measured` when training starts and kept with the run."""
     max_documents: int = 0
     """Most documents of a pack; 0 = no limit."""
+    group: bool = True
+    """Packs that long documents make dear share steps: better balance, less random steps."""
+    align: int = 1
+    """Each document is padded to a multiple of this many tokens (2 · context · tensor parallel, fp8 tiles)."""
+    effort: int = 1
+    """Rearrangements tried when a step is dealt, in multiples of the default: balances better, takes longer."""
 
     def __post_init__(self) -> None:
         """Refuse what no plan can have, by the names that the settings have."""
-        for name, least in (("capacity", 2), ("packs_per_step", 1), ("window", 1)):
+        for name, least in (
+            ("capacity", 2),
+            ("packs_per_step", 1),
+            ("window", 1),
+            ("align", 1),
+            ("effort", 1),
+        ):
             if getattr(self, name) < least:
                 raise ValueError(f"plan.{name} must be at least {least}, got {getattr(self, name)}")
+        if self.align > self.capacity:
+            raise ValueError(
+                f"plan.align={self.align} exceeds plan.capacity={self.capacity}: not even a document of one token"
+                " would fit; lower it, or raise the capacity"
+            )
         for name in ("micro_batches", "budget", "max_documents"):
             if getattr(self, name) < 0:
                 raise ValueError(f"plan.{name} must not be negative, got {getattr(self, name)}")
@@ -70,6 +92,9 @@ class PlanConfig:
             "tail": self.tail,
             "balance": self.balance,
             "max_documents": self.max_documents or None,
+            "group": self.group,
+            "align": self.align,
+            "effort": self.effort,
         }
 
 
@@ -87,6 +112,8 @@ class Options:
     max_documents: int | None
     steps: int | None
     cost_model: CostModel
+    group: bool
+    align: int
 
     @classmethod
     def checked(
@@ -101,9 +128,11 @@ class Options:
         max_documents: int | None,
         steps: int | None,
         cost_model: CostModel,
+        group: bool,
+        align: int,
     ) -> Options:
         """Refuse what no plan can have."""
-        named = {"packs_per_step": packs_per_step, "window": window}
+        named = {"packs_per_step": packs_per_step, "window": window, "align": align}
         optional = {"budget": budget, "max_documents": max_documents, "steps": steps}
         named.update({name: value for name, value in optional.items() if value is not None})
         for name, value in named.items():
@@ -122,9 +151,22 @@ class Options:
                 f"budget={budget:,} is the mean of a pack and cannot exceed its limit, capacity={capacity:,};"
                 f" lower the budget or raise the capacity"
             )
+        if not isinstance(group, bool | np.bool_):
+            raise ValueError(f"group must be true or false, got {group!r}")
         mean = capacity if budget is None else budget
         return cls(
-            capacity, packs_per_step, mean, window, order, tail, balance, max_documents, steps, cost_model
+            capacity,
+            packs_per_step,
+            mean,
+            window,
+            order,
+            tail,
+            balance,
+            max_documents,
+            steps,
+            cost_model,
+            bool(group),
+            align,
         )
 
     def full_steps(self, tokens: int, entries: int) -> int:
@@ -138,6 +180,14 @@ class Options:
         by_tokens = -(-tokens // (self.packs_per_step * self.budget))
         limit = self.max_documents
         return max(by_tokens, -(-entries // (self.packs_per_step * limit)) if limit else 0)
+
+
+def check_loss_weighting(loss_weighting: str) -> None:
+    """Refuse an unknown way of weighing targets."""
+    if loss_weighting not in get_args(LossWeighting):
+        raise ValueError(
+            f"loss_weighting={loss_weighting!r} is unknown; choose one of {', '.join(get_args(LossWeighting))}"
+        )
 
 
 def check_seed(seed: int) -> None:
@@ -155,14 +205,40 @@ def cost_model_of(cost: CostModel | ModelShape | None) -> CostModel:
     raise ValueError(f"cost must be a CostModel, a ModelShape or None, got {type(cost).__name__}")
 
 
-def balance_weights(options: Options, lengths: NDArray[np.int64]) -> tuple[int, int]:
-    """(linear, quadratic) weights of the cost that packs shall agree in."""
+def balanced_cost(options: Options, slots: Integers) -> CostModel:
+    """The cost that packs shall agree in.
+
+    Raises:
+        ValueError: all documents together cost more than int64 can hold.
+    """
+    chosen = options.cost_model
     if options.balance == "tokens":
-        return 1, 0
-    if options.balance == "joint":
-        tokens, squares = int(lengths.sum()), int(weigh(lengths, 0, 1).sum() - lengths.sum())
-        return (2 * squares + tokens) // (2 * tokens), 1
-    return options.cost_model.linear, 1
+        chosen = CostModel(None, linear=1, quadratic=0)
+    elif options.balance == "joint":
+        CostModel(None, linear=1).check(slots)  # so that the sum of squares is exact
+        tokens, squares = int(slots.sum()), int(np.dot(slots, slots))
+        chosen = CostModel(None, linear=(2 * squares + tokens) // (2 * tokens))
+    chosen.check(slots)
+    return chosen
+
+
+def align_lengths(lengths: Integers, options: Options) -> Integers:
+    """(documents,) slots that each document takes: its length, padded to a multiple of `align`.
+
+    Raises:
+        ValueError: a document that fits its pack without padding, and does not with it.
+    """
+    if options.align == 1:
+        return lengths
+    slots = -(-lengths // options.align) * options.align
+    if slots.max() > options.capacity:
+        longest = int(lengths.max())
+        raise ValueError(
+            f"documents of {longest:,} tokens take {slots.max():,} slots with align={options.align}, but a pack"
+            f" holds capacity={options.capacity:,}; raise the capacity to {slots.max():,}, or cut documents to"
+            f" {options.capacity // options.align * options.align:,} tokens"
+        )
+    return slots
 
 
 def check_targets(targets: ArrayLike, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -220,15 +296,14 @@ def fingerprint_of(lengths: NDArray[np.int64], targets: NDArray[np.int64] | None
             "balance",
             "max_documents",
             "steps",
+            "group",
+            "align",
         )
     }
-    chosen["linear"] = options.cost_model.linear
+    chosen["linear"] = options.cost_model.key()  # L* alone for a plain decoder
     plain = {name: int(value) if isinstance(value, np.integer) else value for name, value in chosen.items()}
-    parts = [
-        lengths.astype("<i8", copy=False).tobytes(),
-        b"" if targets is None else targets.astype("<i8", copy=False).tobytes(),
-        json.dumps(plain, sort_keys=True).encode(),
-    ]
+    arrays = [np.ascontiguousarray(part, dtype="<i8").data for part in (lengths, targets) if part is not None]
+    parts = [arrays[0], b"" if targets is None else arrays[1], json.dumps(plain, sort_keys=True).encode()]
     return "-".join([str(ALGORITHM), *(hashlib.sha256(part).hexdigest()[:16] for part in parts)])
 
 

@@ -8,20 +8,27 @@ best fit  |EEEEEEDD|AAAAABBB|CCCC····|      longest first, each into the tig
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from multipack.planning.bounds import simple_bound
 from multipack.planning.kernels import packing as kernels
+from multipack.planning.lengths import (
+    check_integer,
+    check_lengths,
+    check_max_documents,
+    check_seconds,
+    count,
+    longest_first,
+)
+from multipack.planning.patterns import best_fit
 
-Method = Literal["next_fit", "first_fit_decreasing", "best_fit_decreasing", "best_fit"]
+__all__ = ["Method", "Packs", "check_integer", "check_lengths", "pack", "packs_from"]
 
-LARGEST_CAPACITY = 1 << 27
-"""Most tokens of a pack: rooms are looked up in arrays of that size."""
-
-_FIRST = 5  # offending documents that a message names before it counts the rest
+Method = Literal["next_fit", "first_fit_decreasing", "best_fit_decreasing", "best_fit", "fewest"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,10 +38,17 @@ class Packs:
     Attributes:
         order: (documents,) int64 document numbers, pack after pack.
         offsets: (packs + 1,) int64, from 0 to the number of documents.
+        lower_bound: no packing of these documents has fewer packs (proven); None where nobody has looked.
     """
 
     order: NDArray[np.int64]
     offsets: NDArray[np.int64]
+    lower_bound: int | None = None
+
+    @property
+    def gap(self) -> int | None:
+        """Packs beyond the proven lower bound; 0 says that there cannot be fewer, None that no bound is known."""
+        return None if self.lower_bound is None else len(self) - self.lower_bound
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -71,110 +85,51 @@ def packs_from(placed: NDArray[np.int64], packs: int) -> Packs:
 
 
 def pack(
-    lengths: ArrayLike, capacity: int, method: Method = "best_fit", max_documents: int | None = None
+    lengths: ArrayLike,
+    capacity: int,
+    method: Method = "best_fit",
+    max_documents: int | None = None,
+    time_budget: float = 10.0,
 ) -> Packs:
     """Put every document into a pack of at most `capacity` tokens.
 
     Args:
         lengths: (documents,) tokens of each document.
         capacity: most tokens of a pack.
-        method: `next_fit` keeps the documents' order; `first_fit_decreasing` and `best_fit_decreasing`
-            (also called `best_fit`) take the longest first and need at most 11/9 of the fewest packs + 6/9
-            (Dósa 2007); best fit is exact: always the tightest room.
+        method: `next_fit` keeps the documents' order. `first_fit_decreasing` and `best_fit` (also called
+            `best_fit_decreasing`) take the longest first and need at most 11/9 of the fewest packs + 6/9
+            (Dósa 2007); best fit is exact: always the tightest room. `fewest` begins with best fit and
+            searches for fewer packs and for a proof that there cannot be fewer: see `fewest.py`.
         max_documents: most documents of a pack; None = no limit.
+        time_budget: CPU seconds of this process after which `fewest` returns what it has, and the bound that it has
+            proven; it looks at the clock between its rounds. Packs are reproducible where it was not needed.
 
     Returns:
-        The packs, each with its documents in rising number.
+        The packs and a proven lower bound on their number. The documents of a pack stand in their own order
+        (next fit, first fit) or longest first, equal lengths in rising number (best fit, fewest).
 
     Raises:
-        ValueError: lengths that are no positive integers or exceed the capacity, an unknown method.
+        ValueError: lengths that are no positive integers or exceed the capacity, an unknown method, limits that are
+            not positive.
     """
     checked = check_lengths(lengths, capacity)
     if method not in get_args(Method):
         raise ValueError(f"method={method!r} is unknown; choose one of {', '.join(get_args(Method))}")
     limit = check_max_documents(max_documents, len(checked))
-    room = min(capacity, int(checked.sum()))
+    histogram = count(checked)
+    bound = simple_bound(histogram, capacity, limit)
     if method == "next_fit":
-        placed, count = kernels.next_fit(checked, room, limit)
-        return packs_from(placed, count)
-    order = kernels.descending(checked)
-    kernel = kernels.first_fit if method == "first_fit_decreasing" else kernels.best_fit
-    placed_in_order, count = kernel(checked[order], room, limit)
-    placed = np.empty_like(placed_in_order)
-    placed[order] = placed_in_order
-    return packs_from(placed, count)
+        placed, packs = kernels.next_fit(checked, capacity, limit)
+        return replace(packs_from(placed, packs), lower_bound=bound)
+    by_length = longest_first(checked)
+    if method == "first_fit_decreasing":
+        placed = np.empty_like(checked)
+        placed[by_length], packs = kernels.first_fit(checked[by_length], capacity, limit)
+        return replace(packs_from(placed, packs), lower_bound=bound)
+    if method == "fewest":
+        from multipack.planning.fewest import fewest  # loads SciPy
 
-
-def check_max_documents(max_documents: int | None, documents: int) -> int:
-    """The limit as an integer: the number of documents where there is none.
-
-    Raises:
-        ValueError: a limit below 1.
-    """
-    if max_documents is None:
-        return documents
-    return check_integer("max_documents", max_documents)
-
-
-def check_integer(name: str, value: Any, least: int = 1) -> int:
-    """`value` as an int.
-
-    Raises:
-        ValueError: no whole number, or below `least`.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
-    return int(value)
-
-
-def check_lengths(lengths: ArrayLike, capacity: int | None = None) -> NDArray[np.int64]:
-    """Lengths as a (documents,) int64 array.
-
-    Args:
-        lengths: a list or array of integers.
-        capacity: when given, no document may be longer.
-
-    Raises:
-        ValueError: empty, not one-dimensional, not integers, below 1, or above the capacity; offending
-            documents are named by number and length.
-    """
-    try:
-        array = np.asarray(lengths)
-    except ValueError as error:
-        raise ValueError(f"lengths must be a flat list of integers: {error}") from None
-    if array.ndim != 1:
-        raise ValueError(f"lengths must be one-dimensional, got shape {array.shape}")
-    if array.size == 0:
-        raise ValueError("lengths is empty: there are no documents")
-    if array.dtype.kind not in "iu":
-        raise ValueError(f"lengths must be integers, got {array.dtype}{_first_fraction(array)}")
-    if array.dtype.kind == "u" and array.max() > np.iinfo(np.int64).max:
-        raise ValueError(f"lengths must be below 2^63, got {array.max()}")
-    checked = array.astype(np.int64, copy=False)
-    if checked.min() < 1:
-        raise ValueError("every document needs at least 1 token: " + name_documents(checked, checked < 1))
-    if capacity is not None:
-        capacity = check_integer("capacity", capacity)
-        if capacity > LARGEST_CAPACITY:
-            raise ValueError(f"capacity={capacity:,} exceeds the largest supported, {LARGEST_CAPACITY:,}")
-        if checked.max() > capacity:
-            raise ValueError(
-                f"{name_documents(checked, checked > capacity)}, but a pack holds capacity={capacity:,};"
-                f" raise the capacity to {checked.max():,}, or truncate, split or drop longer documents first"
-            )
-    return checked
-
-
-def name_documents(values: NDArray[Any], wrong: NDArray[np.bool_]) -> str:
-    """`document 3 has 0 tokens, document 7 has −2 tokens and 12 more`."""
-    numbers = np.flatnonzero(wrong)
-    named = ", ".join(f"document {number} has {values[number]} tokens" for number in numbers[:_FIRST])
-    return named + (f" and {len(numbers) - _FIRST:,} more" if len(numbers) > _FIRST else "")
-
-
-def _first_fraction(array: NDArray[Any]) -> str:
-    """Which documents of a float array are no whole numbers, for a message."""
-    if array.dtype.kind != "f":
-        return ""
-    odd = ~(np.isfinite(array) & (array == np.floor(array)))
-    return f": {name_documents(array, odd)}" if odd.any() else "; convert them with .astype(int)"
+        patterns, bound = fewest(histogram, capacity, limit, check_seconds("time_budget", time_budget))
+    else:
+        patterns = best_fit(histogram, capacity, limit)
+    return Packs(*kernels.hand_out(by_length, histogram.counts, *patterns), bound)

@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+_CHUNK = 1 << 16
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
-DOCUMENTS, STEPS, BATCHES = 0, 1, 2
-"""Streams: independent keys for the order of documents, of a block's steps, and of random batches."""
+DOCUMENTS, BLOCKS, BATCHES = 0, 1, 2
+"""Streams: independent keys for the order of documents, for what is random in a block, and for random batches."""
 
 
 def _mix(value: int) -> int:
@@ -44,5 +45,22 @@ def keys(seed: int, epoch: int, numbers: NDArray[np.int64], stream: int = DOCUME
 
 def permutation(seed: int, epoch: int, count: int, stream: int = DOCUMENTS) -> NDArray[np.int64]:
     """The numbers 0 … count − 1 in seeded order, as (count,) int64."""
-    numbers = np.arange(count, dtype=np.int64)
-    return np.argsort(keys(seed, epoch, numbers, stream), kind="stable")
+    own = keys(seed, epoch, np.arange(count, dtype=np.int64), stream)
+    order = np.argsort(
+        own
+    )  # several times as fast as a stable sort, and the same where no two keys are equal
+    for start in range(0, count, _CHUNK):
+        part = own[order[start : start + _CHUNK + 1]]
+        if (part[1:] == part[:-1]).any():
+            return np.argsort(own, kind="stable")
+    return order
+
+
+def falling(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Numbers of the documents, longest first, equal ones in their own order."""
+    bits = len(lengths).bit_length()
+    keys = (int(lengths.max()) - lengths) << bits
+    keys |= np.arange(len(lengths), dtype=np.int64)
+    keys.sort()  # no two are equal, so any sort gives this order
+    keys &= (1 << bits) - 1
+    return keys

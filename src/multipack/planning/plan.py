@@ -18,18 +18,21 @@ from numpy.typing import ArrayLike, NDArray
 
 from multipack.planning import deal as dealing
 from multipack.planning import measure
-from multipack.planning.cost import CostModel, weigh
+from multipack.planning.cost import CostModel
 from multipack.planning.deal import Sync
 from multipack.planning.epoch import Cut, Rules, cut
 from multipack.planning.options import (
     Balance,
+    LossWeighting,
     Options,
     Order,
     PlanConfig,
     Tail,
-    balance_weights,
+    align_lengths,
+    balanced_cost,
     check_carried,
     check_fingerprint,
+    check_loss_weighting,
     check_seed,
     check_targets,
     cost_model_of,
@@ -44,7 +47,7 @@ from multipack.shapes import ModelShape
 if TYPE_CHECKING:
     from multipack.planning.measure import PlanReport
 
-__all__ = ["Balance", "Order", "Plan", "PlanConfig", "Sync", "Tail", "plan"]
+__all__ = ["Balance", "LossWeighting", "Order", "Plan", "PlanConfig", "Sync", "Tail", "plan"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -57,10 +60,16 @@ class Plan:
         capacity: most tokens of a pack.
         packs_per_step: most packs of a step.
         max_documents: most documents of a pack, or None.
+        window: steps that were planned together.
         tail: what happens to documents that do not fill a step.
+        balance: what packs agree in.
+        loss_weighting: what the loss is a mean over: `token` or `document`; changes no step.
+        effort: of dealing; changes no step.
         seed, epoch: of the order.
         cost_model: what a document costs.
-        weights: (linear, quadratic): the balanced cost is linear·l + quadratic·l(l+1).
+        align: multiple to which each document is padded; the collator must do the same.
+        slots: (all documents,) int64 tokens that each document takes in a pack: its length, padded to `align`.
+        balanced: the cost that packs agree in, as `balance` asks.
         order: (documents,) int64 document numbers, pack after pack, step after step.
         pack_offsets: (packs + 1,) where packs begin in `order`.
         step_offsets: (steps + 1,) where steps begin among packs.
@@ -77,12 +86,18 @@ class Plan:
     capacity: int
     packs_per_step: int
     max_documents: int | None
+    window: int
     tail: Tail
+    balance: Balance
+    loss_weighting: LossWeighting
+    effort: int
     shuffled: bool
     seed: int
     epoch: int
     cost_model: CostModel
-    weights: tuple[int, int]
+    align: int
+    slots: NDArray[np.int64]
+    balanced: CostModel
     order: NDArray[np.int64]
     pack_offsets: NDArray[np.int64]
     step_offsets: NDArray[np.int64]
@@ -110,8 +125,8 @@ class Plan:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest document, planned or not: a constant for kernels."""
-        return int(self.lengths.max())
+        """Slots of the longest document, planned or not: a constant for kernels."""
+        return int(self.slots.max())
 
     def __repr__(self) -> str:
         return (
@@ -129,16 +144,33 @@ class Plan:
         first, last = self._packs_of(step)
         return Packs(self.documents(step), self.pack_offsets[first : last + 1] - self.pack_offsets[first])
 
+    def costs(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
+        """(documents,) int64: the cost of these documents that packs agree in, as `balance` asks."""
+        return self.balanced.cost(self.slots[documents])
+
     def tokens(self, step: int) -> int:
         """Tokens of a step's documents."""
         return int(self.lengths[self.documents(step)].sum())
 
     def targets(self, step: int) -> int:
-        """Target tokens of a step: what its summed loss is divided by."""
+        """Target tokens of a step, over all ranks and micro-batches."""
         documents = self.documents(step)
         if self.target_counts is None:
             return int(self.lengths[documents].sum()) - len(documents)
         return int(self.target_counts[documents].sum())
+
+    def denominator(self, step: int) -> int:
+        """What a step's summed loss is divided by, over all ranks and micro-batches: no collective is needed.
+
+        Its targets with `loss_weighting="token"`; with `"document"` its documents that have a target, each of
+        whose n targets weighs 1 / n (LongAlign: Bai et al. 2024, arXiv:2401.18058).
+        """
+        if self.loss_weighting == "token":
+            return self.targets(step)
+        documents = self.documents(step)
+        if self.target_counts is None:
+            return int(np.count_nonzero(self.lengths[documents] > 1))
+        return int(np.count_nonzero(self.target_counts[documents]))
 
     def micro_batches(self, data_parallel_size: int) -> int:
         """Packs that each of so many ranks runs in a step: ⌈packs_per_step / ranks⌉.
@@ -173,22 +205,32 @@ class Plan:
             raise ValueError(f"sync={sync!r} is unknown; choose one of {', '.join(get_args(Sync))}")
         packs = self.packs(step)
         documents = packs.order
-        lengths = self.lengths[documents]
+        slots = self.slots[documents]
         dealt = dealing.deal(
-            lengths,
-            weigh(lengths, *self.weights),
+            slots,
+            self.balanced.cost(slots),
             np.repeat(np.arange(len(packs)), packs.sizes()),
             world=data_parallel_size,
             micro_batches=micro_batches,
             capacity=self.capacity,
             max_documents=self.max_documents or len(documents),
             sync=sync,
+            joint=self.balance == "joint",
+            effort=self.effort,
         )
         return Packs(documents[dealt.order], dealt.offsets)
 
-    def report(self, data_parallel_size: int = 1, sync: Sync = "micro") -> PlanReport:
-        """How good the plan is for so many ranks, measured over all steps."""
-        return measure.report(self, data_parallel_size, sync)
+    def report(
+        self, data_parallel_size: int = 1, sync: Sync = "micro", sample: int | None = 1000
+    ) -> PlanReport:
+        """How good the plan is for so many ranks.
+
+        Args:
+            data_parallel_size: ranks that share a step.
+            sync: where they meet.
+            sample: most steps to deal, evenly apart, for what depends on dealing; None = all.
+        """
+        return measure.report(self, data_parallel_size, sync, sample, self.window)
 
     def state(self, step: int) -> dict[str, Any]:
         """What a checkpoint needs to go on before `step`: plain values; `plan` makes the rest again."""
@@ -248,6 +290,10 @@ def plan(
     cost: CostModel | ModelShape | None = None,
     max_documents: int | None = None,
     steps: int | None = None,
+    loss_weighting: LossWeighting = "token",
+    group: bool = True,
+    align: int = 1,
+    effort: int = 1,
 ) -> Plan:
     """Plan an epoch: every document into a global step and a pack, or named as dropped or carried.
 
@@ -270,6 +316,13 @@ def plan(
         steps: make exactly so many steps. With `keep` that is possible from ⌈best-fit packs / packs_per_step⌉
             steps on; with `drop` and `carry` what does not fit is left, and steps are partly filled
             when there are too few documents.
+        loss_weighting: `token`: the loss of a step is the mean over its targets; `document`: the mean over its
+            documents that have a target of each one's mean loss. A piece of a document that was split counts as
+            a document. Both are known from the plan alone (`Plan.denominator`), and neither changes a step.
+        group: packs of a block that a long document makes dearer than the others stand together in steps; false
+            leaves them where chance puts them: ranks wait for them, and steps stay random samples.
+        align: every document is padded to a multiple of so many slots, which the collator does as well.
+        effort: how many times as many rearrangements of packs dealing tries as by default. Changes no step.
 
     Raises:
         ValueError: lengths or options that no plan can have; the message names what to change.
@@ -287,32 +340,40 @@ def plan(
         max_documents,
         steps,
         cost_model_of(cost),
+        group,
+        align,
     )
+    slots = align_lengths(checked, options)
+    balanced = balanced_cost(options, slots)
     counts = None if targets is None else check_targets(targets, checked)
     opening = check_carried(carried, len(checked))
+    most_documents = most_documents_of(slots, options, 2 if tail == "carry" or len(opening) else 1)
     check_seed(seed)
+    check_loss_weighting(loss_weighting)
     check_integer("epoch", epoch, 0)
     if order == "given":
         own = np.arange(len(checked), dtype=np.int64)
     else:
         own = permutation(seed, epoch, len(checked))
-    sequence = np.concatenate([opening, own]) if len(opening) else own
+    numbers = np.uint32 if len(checked) < 1 << 32 else np.int64  # half the memory
+    sequence = (np.concatenate([opening, own]) if len(opening) else own).astype(numbers)
+    del own
     ends = np.zeros(len(sequence) + 1, dtype=np.int64)
-    np.cumsum(checked[sequence], out=ends[1:])
-    weights = balance_weights(options, checked)
+    np.cumsum(slots[sequence], out=ends[1:])
     rules = Rules(
         capacity=capacity,
         packs_per_step=packs_per_step,
         step_tokens=packs_per_step * (capacity if tail == "keep" else options.budget),
         max_documents=max_documents or len(sequence),
-        linear=weights[0],
-        quadratic=weights[1],
+        price=balanced.cost,
+        group=options.group,
+        full=tail != "keep" and options.budget == capacity,
         shuffled=order == "shuffled",
         seed=seed,
         epoch=epoch,
     )
-    made = _steps(ends, _repeats(sequence, len(opening)), rules, options)
-    left = sequence[made.left]
+    made = _steps(sequence, ends, _repeats(sequence, len(opening)), rules, options)
+    left = sequence[made.left].astype(np.int64)
     nothing = np.empty(0, dtype=np.int64)
     return Plan(
         lengths=checked,
@@ -320,29 +381,41 @@ def plan(
         capacity=capacity,
         packs_per_step=packs_per_step,
         max_documents=max_documents,
+        window=window,
         tail=tail,
+        balance=balance,
+        loss_weighting=loss_weighting,
+        effort=check_integer("effort", effort),
         shuffled=order == "shuffled",
         seed=seed,
         epoch=epoch,
         cost_model=options.cost_model,
-        weights=weights,
-        order=sequence[made.entries],
+        align=align,
+        slots=slots,
+        balanced=balanced,
+        order=made.order,
         pack_offsets=_offsets(made.pack_sizes),
         step_offsets=_offsets(made.step_sizes),
         dropped=left if tail == "drop" else nothing,
         carried=left if tail == "carry" else nothing,
         carried_in=opening,
         fingerprint=fingerprint_of(checked, counts, options),
-        most_documents=most_documents_of(checked, options, 2 if tail == "carry" or len(opening) else 1),
+        most_documents=most_documents,
         seconds=time.perf_counter() - started,
     )
 
 
-def _steps(ends: NDArray[np.int64], repeats: NDArray[np.int64] | None, rules: Rules, options: Options) -> Cut:
+def _steps(
+    sequence: NDArray[Any],
+    ends: NDArray[np.int64],
+    repeats: NDArray[np.int64] | None,
+    rules: Rules,
+    options: Options,
+) -> Cut:
     """Cut the sequence into steps as the tail's policy asks."""
     entries, tokens = len(ends) - 1, int(ends[-1])
     if options.steps is not None:
-        return _exactly(ends, repeats, rules, options)
+        return _exactly(sequence, ends, repeats, rules, options)
     if options.tail != "keep":
         steps = min(options.full_steps(tokens, entries), entries)
         if steps == 0:
@@ -351,19 +424,28 @@ def _steps(ends: NDArray[np.int64], repeats: NDArray[np.int64] | None, rules: Ru
                 f" do not fill one of {options.packs_per_step} × {options.budget:,}; use tail='keep', or"
                 " lower packs_per_step or capacity"
             )
-        return cut(ends, repeats, rules, steps, options.window, options.full_steps, settle=False)
+        return cut(sequence, ends, repeats, rules, steps, options.window, options.full_steps, settle=False)
+
+    def evenly(steps: int) -> Cut:
+        return cut(sequence, ends, repeats, rules, steps, options.window, options.needed_steps, settle=True)
+
     steps = min(options.needed_steps(tokens, entries), entries)
-    made = cut(ends, repeats, rules, steps, options.window, options.needed_steps, settle=True)
-    if len(made.step_sizes) > steps:  # documents did not fit: spread them evenly over the steps they took
-        again = cut(
-            ends, repeats, rules, len(made.step_sizes), options.window, options.needed_steps, settle=True
-        )
-        made = again if len(again.step_sizes) <= len(made.step_sizes) else made
+    made = evenly(steps)
+    taken = len(made.step_sizes)
+    if taken > steps + max(1, steps // 256):  # spread them evenly over the steps that they took
+        del made  # one at a time: each is as large as all the rest of a plan
+        made = evenly(taken)
+        if len(made.step_sizes) > taken:
+            made = evenly(steps)
     return made
 
 
 def _exactly(
-    ends: NDArray[np.int64], repeats: NDArray[np.int64] | None, rules: Rules, options: Options
+    sequence: NDArray[Any],
+    ends: NDArray[np.int64],
+    repeats: NDArray[np.int64] | None,
+    rules: Rules,
+    options: Options,
 ) -> Cut:
     """Cut the sequence into a given number of steps, widening the window where documents must all fit."""
     steps, entries = options.steps or 0, len(ends) - 1
@@ -373,7 +455,7 @@ def _exactly(
         )
     window = min(options.window, steps)
     while True:
-        made = cut(ends, repeats, rules, steps, window, lambda tokens, left: 0, settle=False)
+        made = cut(sequence, ends, repeats, rules, steps, window, lambda tokens, left: 0, settle=False)
         if options.tail != "keep" or not len(made.left):
             return made
         if window == steps:
@@ -386,7 +468,7 @@ def _exactly(
     )
 
 
-def _repeats(sequence: NDArray[np.int64], opening: int) -> NDArray[np.int64] | None:
+def _repeats(sequence: NDArray[Any], opening: int) -> NDArray[np.int64] | None:
     """For each position, where its document occurred two times before, or −1; None if none occurs thrice.
 
     A queue of carried documents can grow beyond an epoch. Blocks stop before a document's third occurrence,

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from multipack.data.prepare import Corpus
 from multipack.data.store import TokenStore
+from multipack.planning.explore import Row
 from multipack.planning.measure import PlanReport, padded_share
+from multipack.planning.packing import Packs
 
 if TYPE_CHECKING:
+    from multipack.config import PackCommand
     from multipack.training.session import Session
 
 Rows = list[tuple[str, str]]
@@ -26,32 +31,74 @@ def report_rows(report: PlanReport, share: float, batch_size: int, ranks: int) -
         batch_size: see `share`.
         ranks: data-parallel ranks.
     """
-    dealt = "" if ranks == 1 else f", {ranks} ranks"
     return [
         ("documents", f"{report.documents:,}"),
         ("tokens", f"{report.tokens:,}"),
-        ("packs", f"{report.packs:,}"),
+        ("packs", f"{report.packs:,} (no packing could have fewer than {report.minimum_packs:,})"),
         ("global steps", f"{report.steps:,} (no plan could have fewer than {report.minimum_steps:,})"),
-        ("packing efficiency", f"{report.efficiency:.2%} of the slots of all steps hold tokens"),
+        (
+            "packing efficiency",
+            f"{report.efficiency:.2%} of the slots of all steps hold tokens;"
+            f" {report.efficiency_but_last:.2%} without the last step",
+        ),
+        *_balance_rows(report, ranks),
+        *_order_rows(report),
+        ("dropped", f"{report.dropped_documents:,} documents, {report.dropped_tokens:,} tokens"),
+        *_some("carried", report.carried_documents, "documents open the next epoch"),
+        *_some("split", report.split_documents, "documents were longer than a pack, and cut or split"),
+        ("padding", f"{report.padding:.2%} of the slots, were every pack padded to the capacity"),
+        (
+            "padding instead",
+            f"{share:.1%} real tokens in random batches of {batch_size} padded to their longest",
+        ),
+        ("planned in", f"{report.seconds:.2f} s"),
+        *[("advice" if index == 0 else "", sentence) for index, sentence in enumerate(report.advice)],
+    ]
+
+
+def _balance_rows(report: PlanReport, ranks: int) -> Rows:
+    dealt = "" if ranks == 1 else f", {ranks} ranks"
+    sampled = report.measured_steps < report.steps
+    return [
         ("utilization", f"{report.utilization:.2%} (tokens of the mean rank over the fullest{dealt})"),
         (
             "cost utilization",
             f"{report.cost_utilization:.2%} (cost of the mean rank over the dearest{dealt});"
             f" no arrangement of these steps could exceed {report.cost_utilization_ceiling:.2%}",
         ),
-        ("L² lag", f"{report.l2_lag_mean:,.0f} mean, {report.l2_lag_max:,.0f} max"),
-        ("dropped", f"{report.dropped_documents:,} documents, {report.dropped_tokens:,} tokens"),
-        *(
-            [("carried", f"{report.carried_documents:,} documents open the next epoch")]
-            if report.carried_documents
-            else []
-        ),
+        ("of the ceiling", f"{report.ceiling_reached:.2%} is reached; κ = {report.kappa:.3f}"),
         (
-            "padding instead",
-            f"{share:.1%} real tokens in random batches of {batch_size} padded to their longest",
+            "imbalance",
+            f"the dearest rank costs {report.imbalance_mean:.4f} times the mean;"
+            f" {report.imbalance_max:.4f} times where ranks meet at their worst",
         ),
-        ("planned in", f"{report.seconds:.2f} s"),
+        ("L² lag", f"{report.l2_lag_mean:,.0f} mean, {report.l2_lag_max:,.0f} max"),
+        *([("measured", f"{report.measured_steps:,} steps, evenly apart")] if sampled else []),
     ]
+
+
+def _order_rows(report: PlanReport) -> Rows:
+    late = "" if report.late_share is None else f"; {report.late_share:.2%} moved further than the window"
+    rows = [
+        (
+            "displacement",
+            f"{report.displacement_median:.1f} steps from the place in the order for half of the documents,"
+            f" {report.displacement_p99:.1f} for 99 %, {report.displacement_max:.1f} at most{late}",
+        )
+    ]
+    if report.mean_length_spread is not None:
+        rows.append(
+            (
+                "mean length",
+                f"spreads {report.mean_length_spread:.2f} times as far over the steps as over random ones",
+            )
+        )
+    return rows
+
+
+def _some(name: str, count: int, what: str) -> Rows:
+    """A row for what seldom happens; none where it did not."""
+    return [(name, f"{count:,} {what}")] if count else []
 
 
 def plan_rows(session: Session, report: PlanReport) -> Rows:
@@ -71,6 +118,59 @@ def plan_rows(session: Session, report: PlanReport) -> Rows:
             f"{len(session.corpus.validation):,} documents, {session.corpus.validation.num_tokens:,} tokens",
         ),
         *corpus_notes(session.corpus),
+    ]
+
+
+def explore_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Columns and cells of `explore`, the chosen row marked by an arrow."""
+    columns = ["window", "budget", "group", "steps", "filled", "cost util.", "ceiling", "moved", "spread"]
+    cells = [
+        [
+            f"{'→ ' if row.chosen else ''}{row.window}",
+            str(row.budget),
+            "yes" if row.group else "no",
+            f"{row.steps:,}",
+            f"{row.efficiency:.2%}",
+            f"{row.cost_utilization:.2%}",
+            f"{row.cost_utilization_ceiling:.2%}",
+            f"{row.displacement_p99:.1f}",
+            "–" if row.mean_length_spread is None else f"{row.mean_length_spread:.2f}",
+        ]
+        for row in rows
+    ]
+    return columns, cells
+
+
+def explore_notes(rows: Sequence[Row]) -> list[str]:
+    """How to read the table of `explore`, and how few steps there can be."""
+    sampled = [row.measured_steps for row in rows if row.measured_steps < row.steps]
+    measured = f" Balance is measured over at most {max(sampled)} steps of each." if sampled else ""
+    return [
+        "Fill: fewer steps and more filled slots are better;"
+        f" no plan of these documents could have fewer than {min(row.minimum_steps for row in rows):,} steps.",
+        f"Balance: cost util. is the mean rank's cost over the dearest's, and cannot exceed the ceiling.{measured}",
+        "Randomness: 99 % of the documents are trained within so many steps of their place in the order as moved says;"
+        " a spread of 1 is that of random steps, and above it documents of like length share steps.",
+        "The arrow marks the given settings.",
+    ]
+
+
+def pack_rows(packs: Packs, lengths: NDArray[np.int64], wanted: PackCommand, seconds: float) -> Rows:
+    """Packs in words."""
+    tokens, bound = int(lengths.sum()), packs.lower_bound or 0
+    gap = len(packs) - bound
+    proven = (
+        "these are the fewest" if gap == 0 else f"at most {gap:,} more than needed ({gap / len(packs):.3%})"
+    )
+    return [
+        ("documents", f"{len(lengths):,} of {int(lengths.min()):,} … {int(lengths.max()):,} tokens"),
+        ("tokens", f"{tokens:,}"),
+        ("packs", f"{len(packs):,} of at most {wanted.capacity:,} tokens, by {wanted.method}"),
+        ("proven bound", f"no packing has fewer than {bound:,} packs: {proven}"),
+        ("filled", f"{tokens / (len(packs) * wanted.capacity):.4%} of the slots hold tokens"),
+        ("largest pack", f"{int(packs.sizes().max()):,} documents"),
+        ("packed in", f"{seconds:.2f} s"),
+        *([("written to", wanted.out)] if wanted.out else []),
     ]
 
 

@@ -17,7 +17,7 @@ from multipack.data.batch import PackedBatch
 from multipack.data.collate import PackedCollator, PaddedCollator
 from multipack.data.documents import Documents
 from multipack.parallel.engine import Engine
-from multipack.planning.plan import Plan
+from multipack.planning.plan import LossWeighting, Plan
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,16 @@ class Comparison:
 
 
 def padded_batches(
-    documents: Documents, numbers: NDArray[np.int64], batch_size: int, seed: int, pad_id: int = 0
+    documents: Documents,
+    numbers: NDArray[np.int64],
+    batch_size: int,
+    seed: int,
+    pad_id: int = 0,
+    loss_weighting: LossWeighting = "token",
 ) -> list[PackedBatch]:
     """The given documents in random batches of `batch_size`, each padded to its longest document."""
     shuffled = np.random.default_rng(seed).permutation(numbers)
-    collate = PaddedCollator(pad_id)
+    collate = PaddedCollator(pad_id, loss_weighting)
     groups = [shuffled[start : start + batch_size] for start in range(0, len(shuffled), batch_size)]
     return [collate([documents[int(number)] for number in group]) for group in groups]
 
@@ -81,7 +86,7 @@ def compare_with_padding(
     """
     if engine.world.size != 1:
         raise ValueError("padding is compared in one process only: padded ranks would wait for each other")
-    collate = PackedCollator(plan.most_documents, plan.longest)
+    collate = PackedCollator.of(plan)
     packed_rates: list[float] = []
     padded_rates: list[float] = []
     ratios: list[float] = []
@@ -92,7 +97,9 @@ def compare_with_padding(
         packed = [
             collate([documents[int(number)] for number in pack]) for pack in plan.packs(step) if len(pack)
         ]
-        padded = padded_batches(documents, plan.documents(step), batch_size, seed=step)
+        padded = padded_batches(
+            documents, plan.documents(step), batch_size, seed=step, loss_weighting=plan.loss_weighting
+        )
         packed_seconds = _timed_step(engine, packed, clock)
         with _loss_replaced(engine, padded_loss):
             padded_seconds = _timed_step(engine, padded, clock)
@@ -131,7 +138,7 @@ def _loss_replaced(engine: Engine, loss: Callable[..., Tensor] | None) -> Iterat
 def _timed_step(engine: Engine, batches: Sequence[PackedBatch], clock: Callable[[], float]) -> float:
     engine.world.synchronize()
     began = clock()
-    engine.forward_backward(batches, sum(batch.num_target_tokens for batch in batches))
+    engine.forward_backward(batches, sum(batch.denominator for batch in batches))
     engine.clip(1.0)
     engine.step(0.0)
     engine.world.synchronize()

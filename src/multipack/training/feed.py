@@ -22,7 +22,8 @@ class StepData:
 
     Attributes:
         micro_batches: this rank's packs.
-        target_tokens: the step's targets over all ranks: what the loss is divided by.
+        target_tokens: the step's targets over all ranks.
+        denominator: what the step's summed loss is divided by, over all ranks.
         documents: document numbers of the step, all ranks.
         lengths: their tokens.
         cost_spread: dearest rank's predicted cost over the mean, minus 1.
@@ -33,6 +34,7 @@ class StepData:
 
     micro_batches: list[PackedBatch]
     target_tokens: int
+    denominator: int
     documents: NDArray[np.int64]
     lengths: NDArray[np.int64]
     cost_spread: float
@@ -73,6 +75,7 @@ class Feed:
         return StepData(
             micro_batches=micro_batches,
             target_tokens=plan.targets(index),
+            denominator=plan.denominator(index),
             documents=documents,
             lengths=plan.lengths[documents],
             cost_spread=self._cost_spread(index),
@@ -84,7 +87,7 @@ class Feed:
     def _cost_spread(self, index: int) -> float:
         plan, ranks = self.sampler.plan, self.sampler.world_size
         dealt = self.sampler.deal_of(index)
-        costs = plan.cost_model.cost(plan.lengths[dealt.order])  # of this step's documents only
+        costs = plan.cost_model.cost(plan.slots[dealt.order])  # of this step's documents only
         packs = Packs(np.arange(len(dealt.order)), dealt.offsets)
         loads = meetings(packs.totals(costs), ranks, self.sampler.sync)
         return float(loads.max(axis=1).sum() / max(loads.mean(axis=1).sum(), 1.0) - 1.0)

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
+from multipack.planning.options import LossWeighting
+
 LEGEND: dict[str, str] = {
     "step": "global step, from 1",
-    "loss": "mean loss over the step's target tokens, all ranks and micro-batches",
+    "loss": "mean loss over the step's targets, all ranks and micro-batches, weighted by train.loss_weighting",
     "lr": "learning rate of the step",
     "grad_norm": "global norm of the gradient before clipping",
     "dt": "seconds of the step, from one step's end to the next, evaluation and saving left out",
@@ -23,13 +25,13 @@ LEGEND: dict[str, str] = {
     "sps_per_device": "documents per second and device",
     "tps": "real tokens per second; padding never counts",
     "tps_per_device": "real tokens per second and device",
-    "target_tokens": "tokens that the loss is divided by",
-    "padding": "share of token slots that hold no document",
+    "target_tokens": "target tokens of the step: what the loss is divided by, unless it is a mean over documents",
+    "padding": "share of token slots that hold no token of a document",
     "mfu": "model FLOPs of the packed documents over the devices' matmul peak, measured on a CPU, in percent",
     "memory": "peak memory of this process, GiB",
     "cost_spread": "dearest rank's predicted cost over the mean rank's, minus 1",
-    "train_loss": "mean loss over target tokens since the last evaluation",
-    "val_loss": "mean loss over the validation documents' target tokens",
+    "train_loss": "mean loss since the last evaluation, over the same as loss",
+    "val_loss": "mean loss of the validation documents, over the same as loss",
 }
 """Metric → meaning, in the order in which they are printed."""
 
@@ -40,12 +42,13 @@ class StepMeasure:
 
     Attributes:
         step: global step, from 1.
-        loss_sum: summed loss over all ranks.
+        loss_sum: summed loss over all ranks, each target with its weight.
         target_tokens: targets over all ranks.
+        denominator: what the loss is divided by: targets, or documents that have one.
         documents: documents over all ranks.
         tokens: real tokens over all ranks.
         slots: token slots that were computed, over all ranks.
-        flops: model FLOPs of the step's documents, forward and backward.
+        flops: model FLOPs of the step's documents, forward and backward; of real tokens, never of padding.
         seconds: the whole step.
         forward_seconds: in forward passes.
         backward_seconds: in backward passes.
@@ -61,6 +64,7 @@ class StepMeasure:
     step: int
     loss_sum: float
     target_tokens: int
+    denominator: int
     documents: int
     tokens: int
     slots: int
@@ -82,7 +86,7 @@ class StepMeasure:
         peak = self.peak_flops * self.devices
         return {
             "step": self.step,
-            "loss": self.loss_sum / max(self.target_tokens, 1),
+            "loss": self.loss_sum / max(self.denominator, 1),
             "lr": self.learning_rate,
             "grad_norm": self.grad_norm,
             "dt": self.seconds,
@@ -104,21 +108,33 @@ class StepMeasure:
 
 @dataclass
 class RunningLoss:
-    """Loss and targets since the last evaluation; part of a checkpoint."""
+    """Loss and its denominators since the last evaluation; part of a checkpoint."""
 
     loss_sum: float = 0.0
-    target_tokens: int = 0
+    denominator: int = 0
+    loss_weighting: LossWeighting = "token"
 
-    def add(self, loss_sum: float, target_tokens: int) -> None:
+    def add(self, loss_sum: float, denominator: int) -> None:
         """Count one step."""
         self.loss_sum += loss_sum
-        self.target_tokens += target_tokens
+        self.denominator += denominator
 
     def take(self) -> float | None:
         """The mean so far (None before the first step), starting anew."""
-        mean = self.loss_sum / self.target_tokens if self.target_tokens else None
-        self.loss_sum, self.target_tokens = 0.0, 0
+        mean = self.loss_sum / self.denominator if self.denominator else None
+        self.loss_sum, self.denominator = 0.0, 0
         return mean
+
+    def weigh(self, loss_weighting: LossWeighting) -> list[str]:
+        """Go on with `loss_weighting`; where it changes, start anew and return a note: such sums do not add up."""
+        before = self.loss_weighting
+        if before == loss_weighting:
+            return []
+        self.loss_sum, self.denominator, self.loss_weighting = 0.0, 0, loss_weighting
+        return [
+            f"train.loss_weighting was {before} until now and is {loss_weighting} from here on: the logged losses"
+            " before and after are means over different things"
+        ]
 
 
 def peak_memory_bytes() -> int:

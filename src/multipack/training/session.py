@@ -11,7 +11,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
@@ -29,9 +29,11 @@ from multipack.models.decoder import Decoder
 from multipack.parallel.engine import Engine, build_engine
 from multipack.parallel.world import Device, World, hosts
 from multipack.planning.cost import CostModel
+from multipack.planning.options import LossWeighting
 from multipack.reports.console import Console
 from multipack.run import RunDirectory, config_yaml, find_run
 from multipack.shapes import ModelShape
+from multipack.training.calibrate import cost_files, cost_rows, run_cost
 from multipack.training.checkpoint import (
     Checkpoint,
     gather_rng,
@@ -73,6 +75,8 @@ class TrainConfig:
     """Newest checkpoints that are kept; 0 = all."""
     resume: str = "false"
     """`true` continues the run in out=; a run directory or checkpoint continues that one."""
+    loss_weighting: LossWeighting = "token"
+    """What the loss is a mean over: every target `token` alike, or every `document` alike (a cut piece is one)."""
     seed: int = 0
     """Of the initial weights, the order of documents, dropout and samples."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
@@ -144,9 +148,9 @@ class Session:
     steps: int
     peak_flops: float
     clock: Callable[[], float]
+    running: RunningLoss
     step: int = 0
     evaluated: int = -1
-    running: RunningLoss = field(default_factory=RunningLoss)
     ledger: Ledger | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -161,8 +165,9 @@ class Session:
             self._check_same_documents(checkpoint)
             self.engine.load_state(checkpoint.tensors)
             self.feed.load_state_dict(checkpoint.progress["data"])
-            self.running = RunningLoss(*checkpoint.progress["running"])
             self.step, self.evaluated = checkpoint.step, checkpoint.progress["evaluated"]
+            self.running = RunningLoss(*checkpoint.progress["running"])
+            self.notes += self.running.weigh(train.loss_weighting)
             if not restore_rng(self.world, checkpoint.rng):
                 self.notes.append(
                     "some ranks are new: their dropout starts from the seed, not from the checkpoint"
@@ -174,6 +179,8 @@ class Session:
     def _take_files(self, checkpoint: Checkpoint | None) -> None:
         if self.config.train.resume == "false":
             self.run.create(self._saved_config())
+        for name, text in cost_files(self.cost_model).items():
+            write_atomically(self.run.path / name, text.encode())
         self.ledger = Ledger(self.run)
         if self.config.train.resume == "false":
             return
@@ -232,7 +239,7 @@ class Session:
             assert self.ledger is not None
             progress = {
                 "data": self.feed.state_dict(),
-                "running": [self.running.loss_sum, self.running.target_tokens],
+                "running": list(astuple(self.running)),
                 "evaluated": self.evaluated,
                 "marks": self.ledger.marks(),
                 "corpus": self._corpus_hashes(),
@@ -240,6 +247,7 @@ class Session:
                 "threads": torch.get_num_threads(),
             }
             files = {"config.yaml": self._saved_config(), "tokenizer.json": self.corpus.tokenizer.to_json()}
+            files |= cost_files(self.cost_model)
             keep = self.config.train.keep_checkpoints
             return str(save_checkpoint(self.run, self.step, state, progress, rng, files, keep))
 
@@ -284,7 +292,9 @@ def assemble(
         world.on_main(run.check_free)
     plan = config.plan
     packs_per_step = plan.keywords(world.size)["packs_per_step"]
-    limit = min(plan.capacity, config.model.context) if config.model.positions == "learned" else plan.capacity
+    limit = plan.capacity // plan.align * plan.align
+    if config.model.positions == "learned":
+        limit = min(limit, config.model.context)
     with console.progress("reading documents") as advance:
         corpus = load_corpus(config.data, config.tokenizer, limit=limit, progress=_reading(advance))
     if config.train.sample_prompt and not corpus.tokenizer.encode(config.train.sample_prompt):
@@ -297,7 +307,7 @@ def assemble(
         train=replace(config.train, dtype="bf16" if dtype == torch.bfloat16 else "fp32"),
         plan=replace(plan, packs_per_step=packs_per_step, micro_batches=0),
     )
-    cost_model = CostModel.from_shape(shape)
+    cost_model = run_cost(config, shape, world, run, checkpoint, dtype, limit)
     sampler = _sampler(config, world, corpus.train, cost_model, "training")
     collate = _collator(config, sampler, corpus)
     feed = Feed(PackedLoader(corpus.train, sampler, collate, config.train.prefetch), sampler, clock)
@@ -328,6 +338,7 @@ def assemble(
         steps=steps,
         peak_flops=_peak(world, dtype),
         clock=clock,
+        running=RunningLoss(loss_weighting=config.train.loss_weighting),
     )
     session.begin(checkpoint)
     return session
@@ -393,17 +404,16 @@ def _sampler(
         "seed": config.train.seed,
         "sync": config.parallel.sync,
         "cost": cost_model,
+        "loss_weighting": config.train.loss_weighting,
         **options,
     }
     return PackedBatchSampler(documents.lengths, **settings)
 
 
 def _collator(config: Config, sampler: PackedBatchSampler, corpus: Corpus) -> PackedCollator:
-    return PackedCollator(
-        sampler.most_documents,
-        sampler.longest,
-        pad_to=config.plan.capacity if config.train.fixed_shape else None,
-        pad_id=corpus.tokenizer.end_id or 0,
+    slots = config.plan.capacity // sampler.align * sampler.align  # what aligned documents can fill
+    return PackedCollator.of(
+        sampler, pad_to=slots if config.train.fixed_shape else None, pad_id=corpus.tokenizer.end_id or 0
     )
 
 
@@ -463,6 +473,7 @@ def header_rows(session: Session) -> list[tuple[str, str]]:
             f"AdamW, lr {config.optimizer.lr:g}; decayed: {len(decayed)} tensors, {sum(decayed):,} parameters;"
             f" not decayed: {len(others)} tensors, {sum(others):,}",
         ),
+        *cost_rows(session.cost_model),
         ("seed", str(config.train.seed)),
         ("corpus", session.corpus.description),
         ("corpus hash", session.corpus.corpus_hash[:16]),

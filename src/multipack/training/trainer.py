@@ -119,7 +119,7 @@ def _loop(session: Session, stop: StopRequest) -> float | None:
         while session.step < last and not stopped:
             data = next(feed)
             rate = learning_rate(session.step + 1, session.steps, config.optimizer)
-            result = engine.forward_backward(data.micro_batches, data.target_tokens)
+            result = engine.forward_backward(data.micro_batches, data.denominator)
             loss_sum, slots, stopped = _agree(session, data, result, stop)
             middle = clock()
             norm = engine.clip(config.optimizer.clip)
@@ -189,6 +189,7 @@ def _measure(
         step=session.step,
         loss_sum=loss_sum,
         target_tokens=data.target_tokens,
+        denominator=data.denominator,
         documents=len(data.documents),
         tokens=int(data.lengths.sum()),
         slots=int(slots),
@@ -208,7 +209,7 @@ def _measure(
 
 def _record(session: Session, measure: StepMeasure, advance: Callable[..., None]) -> None:
     values = measure.metrics()
-    session.running.add(measure.loss_sum, measure.target_tokens)
+    session.running.add(measure.loss_sum, measure.denominator)
     if session.ledger is not None:
         session.ledger.record(values)
     advance(session.step, session.steps, f"loss {values['loss']:.3f}")

@@ -9,6 +9,8 @@ from multipack.planning.jit import compiled
 
 Integers = NDArray[np.int64]
 
+_PARTNERS = 64  # cheapest ranks that the dearest one tries to trade with
+
 
 @compiled
 def assign_ranks(costs: Integers, world: int, each: int) -> Integers:
@@ -28,6 +30,77 @@ def assign_ranks(costs: Integers, world: int, each: int) -> Integers:
         load[best] += costs[pack]
         count[best] += 1
     return number
+
+
+@compiled
+def by_slot(
+    lengths: Integers, costs: Integers, world: int, slots: int, capacity: int, max_documents: int
+) -> Integers:
+    """Documents (in falling order) to packs, one micro-batch after the other; −1 for those that find no room.
+
+    A micro-batch lasts as long as its dearest pack. So each takes the longest documents that are left, into its
+    cheapest pack, as long as no pack becomes dearer than the longest of them alone, or than the mean that all
+    packs still to be filled must have; once no pack has room for a document, shorter ones fill the tightest rooms.
+    Returns pack numbers, slot · world + rank.
+    """
+    placed = np.full(len(lengths), -1, dtype=np.int64)
+    left = costs.sum()
+    for slot in range(slots):
+        rooms = np.full(world, capacity, dtype=np.int64)
+        free = np.full(world, max_documents, dtype=np.int64)
+        load = np.zeros(world, dtype=np.int64)
+        heap, size = np.arange(world), world
+        limit, roomiest = -1, capacity
+        for document in range(len(lengths)):
+            if placed[document] >= 0:
+                continue
+            length, cost = lengths[document], costs[document]
+            if limit < 0:
+                limit = max(cost, -(-left // (world * (slots - slot))))
+                if slot == slots - 1:
+                    limit = left
+            while size > 0 and (rooms[heap[0]] < length or free[heap[0]] == 0):
+                size -= 1  # no room for this one: it leaves the heap for good
+                heap[0] = heap[size]
+                _sift_down(heap, size, load)
+            pack = -1
+            if size > 0:
+                if load[heap[0]] + cost <= limit:
+                    pack = heap[0]
+            elif length <= roomiest:
+                roomiest = 0
+                for other in range(world):
+                    if free[other] > 0 and load[other] + cost <= limit:
+                        roomiest = max(roomiest, rooms[other])
+                        if rooms[other] >= length and (pack < 0 or rooms[other] < rooms[pack]):
+                            pack = other
+            if pack < 0:
+                continue
+            placed[document] = slot * world + pack
+            rooms[pack] -= length
+            free[pack] -= 1
+            load[pack] += cost
+            left -= cost
+            if size > 0:
+                _sift_down(heap, size, load)
+    return placed
+
+
+@compiled
+def _sift_down(heap: Integers, size: int, load: Integers) -> None:
+    """Restore a heap of packs, cheapest on top and ties to the lower number, after its top became dearer."""
+    if size == 0:
+        return
+    node, pack = 0, heap[0]
+    while 2 * node + 1 < size:
+        child = 2 * node + 1
+        if child + 1 < size and (load[heap[child + 1]], heap[child + 1]) < (load[heap[child]], heap[child]):
+            child += 1
+        if (load[pack], pack) < (load[heap[child]], heap[child]):
+            break
+        heap[node] = heap[child]
+        node = child
+    heap[node] = pack
 
 
 @compiled
@@ -109,12 +182,14 @@ def exchange(
     world: int,
     first_slot: int,
     last_slot: int,
-) -> None:
+    target: int,
+) -> int:
     """Lower the dearest rank of one meeting by moves and swaps of single documents, in place.
 
     Packs are micro-batch-major (slot · world + rank), each in falling order. A rank's cost is the sum over
-    the slots of the meeting. The dearest rank trades with the others, cheapest first, until it cannot gain a
-    millionth of the mean any more; no pack is emptied.
+    the slots of the meeting. The dearest rank trades with the cheapest ones, until it costs `target` at
+    most, or no trade gains a millionth of the mean and a 64th of what it costs too much; no pack is emptied. Returns
+    the dearest rank's cost.
     """
     packs = len(offsets) - 1
     tokens = np.zeros(packs, dtype=np.int64)
@@ -123,11 +198,14 @@ def exchange(
         for position in range(offsets[pack], offsets[pack + 1]):
             tokens[pack] += lengths[order[position]]
             load[pack % world] += costs[order[position]]
-    least = max(load.sum() // (world * 1_000_000), 0)
+    tiny = load.sum() // (world * 1_000_000)
     for _ in range(50 * world + 200):
         dearest = int(np.argmax(load))
         improved = False
-        for other in np.argsort(load, kind="mergesort"):
+        if load[dearest] <= target:
+            break
+        least = max(tiny, (load[dearest] - target) // 64)
+        for other in np.argsort(load, kind="mergesort")[:_PARTNERS]:
             gap = load[dearest] - load[other]
             if gap <= 2 * least + 1:
                 break
@@ -159,4 +237,5 @@ def exchange(
             improved = True
             break
         if not improved:
-            return
+            break
+    return load.max()

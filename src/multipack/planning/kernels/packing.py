@@ -1,14 +1,22 @@
 """Packing all documents, each into a pack of its own choice: next fit, first fit, best fit.
 
-`Rooms` in the comments below is this structure: packs that have the same room left form a linked list,
-and two levels of bits say which rooms occur, so that the tightest room of at least l tokens is found in a
-few instructions:
+Best fit works on the histogram. Packs of equal contents form a *group*, which is one entry however many packs
+it counts; it is a run of consecutive packs in the order in which they were opened:
 
-    room     0  1  2  3  4  5  6  7 …
-    head     −  7  −  −  2  −  −  9        first pack with that room
-    after    pack 2 → 5 → 0                the next pack with the same room
-    fine     0  1  0  0  1  0  0  1        one bit a room, 64 to a word
-    coarse   1 …                           one bit a word of `fine`
+    group     packs  room  contents
+    0         0–3    17    2×15
+    1         4      32    1×15                  the last document of 15 tokens opened pack 4
+    2         5–9    9     1×14, 2×12
+
+Groups of equal room form a *queue*, and three levels of bits say which queues hold something, so that the
+tightest room of at least l tokens is found in a few instructions:
+
+    room      0  1  2  3  4  5  6  7 …
+    last      −  7  −  −  2  −  −  9             the queue's last group; after[last] is its first
+    after     group 2 → 5 → 0 → 2                the next group of the same queue, in a circle
+    fine      0  1  0  0  1  0  0  1             one bit a room, 64 to a word
+    coarse    1 …                                one bit a word of `fine`
+    top       1 …                                one bit a word of `coarse`
 """
 
 from __future__ import annotations
@@ -37,51 +45,78 @@ def _trailing_zeros(word: Any) -> int:
 
 
 @compiled
-def _put(room: int, pack: int, head: Integers, after: Integers, fine: Words, coarse: Words) -> None:
-    """Add a pack to Rooms."""
-    if head[room] < 0:
+def _enqueue(
+    room: int, group: int, last: Integers, after: Integers, fine: Words, coarse: Words, top: Words
+) -> None:
+    """Add a group to the end of a room's queue; groups count from 1, so that fresh tables are zeros."""
+    if last[room] == 0:
         fine[room >> 6] |= np.uint64(1) << np.uint64(room & 63)
         coarse[room >> 12] |= np.uint64(1) << np.uint64((room >> 6) & 63)
-    after[pack] = head[room]
-    head[room] = pack
+        top[room >> 18] |= np.uint64(1) << np.uint64((room >> 12) & 63)
+        after[group] = group
+    else:
+        after[group] = after[last[room]]
+        after[last[room]] = group
+    last[room] = group
 
 
 @compiled
-def _take_tightest(
-    length: int, head: Integers, after: Integers, fine: Words, coarse: Words
-) -> tuple[int, int]:
-    """Remove a pack of the least room ≥ length from Rooms and return it with its room; (−1, 0) if none."""
-    word = length >> 6
-    if word >= len(fine):
-        return -1, 0
-    bits = fine[word] >> np.uint64(length & 63) << np.uint64(length & 63)
-    if bits == np.uint64(0):
-        upper = (word + 1) >> 6
-        if upper >= len(coarse):
-            return -1, 0
-        shift = np.uint64((word + 1) & 63)
-        words = coarse[upper] >> shift << shift
-        while words == np.uint64(0):
-            upper += 1
-            if upper >= len(coarse):
-                return -1, 0
-            words = coarse[upper]
-        word = upper * 64 + _trailing_zeros(words)
-        bits = fine[word]
-    room = word * 64 + _trailing_zeros(bits)
-    pack = head[room]
-    head[room] = after[pack]
-    if head[room] < 0:
-        fine[word] &= ~(np.uint64(1) << np.uint64(room & 63))
-        if fine[word] == np.uint64(0):
-            coarse[word >> 6] &= ~(np.uint64(1) << np.uint64(word & 63))
-    return pack, room
+def _dequeue(room: int, last: Integers, after: Integers, fine: Words, coarse: Words, top: Words) -> None:
+    """Remove the first group of a room's queue."""
+    first = after[last[room]]
+    if first != last[room]:
+        after[last[room]] = after[first]
+        return
+    last[room] = 0
+    fine[room >> 6] &= ~(np.uint64(1) << np.uint64(room & 63))
+    if fine[room >> 6] == 0:
+        coarse[room >> 12] &= ~(np.uint64(1) << np.uint64((room >> 6) & 63))
+        if coarse[room >> 12] == 0:
+            top[room >> 18] &= ~(np.uint64(1) << np.uint64((room >> 12) & 63))
 
 
 @compiled
-def descending(lengths: Integers) -> Integers:
+def _next_bit(bits: Words, start: int) -> int:
+    """The first bit from `start` on that is set in its word; −1 if there is none."""
+    word = start >> 6
+    if word >= len(bits):
+        return -1
+    shift = np.uint64(start & 63)
+    left = bits[word] >> shift << shift
+    return -1 if left == 0 else word * 64 + _trailing_zeros(left)
+
+
+@compiled
+def _tightest(length: int, fine: Words, coarse: Words, top: Words) -> int:
+    """The least room ≥ length whose queue holds a group; −1 if there is none."""
+    room = _next_bit(fine, length)
+    if room >= 0:
+        return room
+    word = _next_bit(coarse, (length >> 6) + 1)
+    if word < 0:
+        start = (length >> 12) + 1
+        upper = _next_bit(top, start)
+        while upper < 0:
+            start = ((start >> 6) + 1) << 6
+            if start >> 6 >= len(top):
+                return -1
+            upper = _next_bit(top, start)
+        word = _next_bit(coarse, upper << 6)
+    return _next_bit(fine, word << 6)
+
+
+@compiled
+def count(lengths: Integers, longest: int) -> Integers:
+    """(longest + 1,) documents of each length."""
+    counts = np.zeros(longest + 1, dtype=np.int64)
+    for length in lengths:
+        counts[length] += 1
+    return counts
+
+
+@compiled
+def descending(lengths: Integers, longest: int) -> Integers:
     """Document numbers by falling length, equal lengths in their own order (a counting sort)."""
-    longest = lengths.max()
     starts = np.zeros(longest + 2, dtype=np.int64)
     for length in lengths:
         starts[longest - length + 1] += 1
@@ -137,23 +172,156 @@ def first_fit(lengths: Integers, capacity: int, max_documents: int) -> tuple[Int
 
 
 @compiled
-def best_fit(lengths: Integers, capacity: int, max_documents: int) -> tuple[Integers, int]:
-    """Each document into the pack whose room is tightest, or into a new one. O(documents + capacity)."""
-    head = np.full(capacity + 1, -1, dtype=np.int64)
-    fine = np.zeros((capacity >> 6) + 1, dtype=np.uint64)
-    coarse = np.zeros((capacity >> 12) + 1, dtype=np.uint64)
-    after = np.empty(len(lengths), dtype=np.int64)
-    sizes = np.zeros(len(lengths), dtype=np.int64)
-    packs = np.empty(len(lengths), dtype=np.int64)
-    used = 0
-    for document in range(len(lengths)):
-        pack, room = _take_tightest(lengths[document], head, after, fine, coarse)
-        if pack < 0:
-            pack, room = used, capacity
-            used += 1
-        packs[document] = pack
-        sizes[pack] += 1
-        room -= lengths[document]
-        if room > 0 and sizes[pack] < max_documents:
-            _put(room, pack, head, after, fine, coarse)
-    return packs, used
+def best_fit(
+    values: Integers,
+    counts: Integers,
+    capacity: int,
+    max_documents: int,
+    last: Integers,
+    fine: Words,
+    coarse: Words,
+    top: Words,
+    runs: Integers,
+) -> tuple[Integers, Integers, Integers]:
+    """Exact best fit decreasing on a histogram: every document into the tightest room, or into a new pack.
+
+    A document of v tokens that goes into the tightest room r ≥ v leaves r − v. If that is still at least v,
+    it is the tightest room for the next document of v tokens, since no room lay between v and r. So the
+    documents of one length fill ⌊r / v⌋ places of the tightest pack at once, and those of a group of equal packs one
+    after another. Of equal rooms the one comes first that has waited longest.
+
+    Args:
+        values: (distinct,) lengths, falling.
+        counts: (distinct,) documents of each.
+        capacity: tokens of a pack.
+        max_documents: most documents of a pack.
+        last: (capacity + 1,) zeros.
+        fine: zeros, one bit a room.
+        coarse: zeros, one bit a word of `fine`.
+        top: zeros, one bit a word of `coarse`.
+        runs: (documents, 3) to be filled, one run a row: which length, how many documents of it, and the
+            run before it or −1. Each run places a document at least.
+
+    Returns:
+        (groups,) each group's first pack; (groups,) its packs; (groups,) its latest run.
+    """
+    limit = 2 * len(values) + 2  # a length splits one group into three or opens two
+    opened = np.empty(limit, dtype=np.int64)  # a group's first pack …
+    packs = np.empty(limit, dtype=np.int64)  # … how many packs it counts …
+    slots = np.empty(limit, dtype=np.int64)  # … how many documents each of them may still take …
+    newest = np.empty(limit, dtype=np.int64)  # … and its contents: the latest of its runs
+    after = np.empty(limit, dtype=np.int64)
+    groups, num_runs, num_packs, shortest = 1, 0, 0, values[-1]
+    for number in range(len(values)):
+        value, left = values[number], counts[number]
+        while left > 0:
+            room = _tightest(value, fine, coarse, top)
+            if room >= 0:
+                group = after[last[room]]
+            else:
+                group, groups = groups, groups + 1
+                each = min(capacity // value, max_documents)
+                opened[group], packs[group] = num_packs, (left + each - 1) // each
+                slots[group], newest[group] = max_documents, -1
+                num_packs += packs[group]
+            inside = capacity if room < 0 else room
+            each = min(inside // value, slots[group])
+            whole = min(packs[group], left // each)
+            part = left - whole * each if whole < packs[group] else 0
+            changed = whole + (1 if part > 0 else 0)
+            first, free, before = opened[group], slots[group], newest[group]
+            left -= whole * each + part
+            if changed < packs[group]:  # the others stay where they are
+                opened[group] += changed
+                packs[group] -= changed
+                group = 0
+            elif room >= 0:
+                _dequeue(room, last, after, fine, coarse, top)
+            for is_part in range(2):
+                size, copies = (changed - whole, part) if is_part else (whole, each)
+                if size == 0:
+                    continue
+                if group == 0:
+                    group, groups = groups, groups + 1
+                runs[num_runs, 0], runs[num_runs, 1], runs[num_runs, 2] = number, copies, before
+                opened[group], packs[group] = first, size
+                slots[group], newest[group] = free - copies, num_runs
+                if slots[group] > 0 and inside - copies * value >= shortest:
+                    _enqueue(inside - copies * value, group, last, after, fine, coarse, top)
+                first += size
+                num_runs += 1
+                group = 0
+    return opened[1:groups], packs[1:groups], newest[1:groups]
+
+
+@compiled
+def unroll(order: Integers, newest: Integers, runs: Integers) -> tuple[Integers, Integers, Integers]:
+    """The runs of the groups, in the given order, as flat arrays.
+
+    Returns:
+        (groups + 1,) where each group's runs begin; (runs,) which length, longest first; (runs,) how many
+        documents of it.
+    """
+    starts = np.zeros(len(order) + 1, dtype=np.int64)
+    for pattern in range(len(order)):
+        depth, run = 0, newest[order[pattern]]
+        while run >= 0:
+            depth, run = depth + 1, runs[run, 2]
+        starts[pattern + 1] = starts[pattern] + depth
+    numbers = np.empty(starts[-1], dtype=np.int64)
+    copies = np.empty(starts[-1], dtype=np.int64)
+    for pattern in range(len(order)):
+        run = newest[order[pattern]]
+        for place in range(starts[pattern + 1] - 1, starts[pattern] - 1, -1):
+            numbers[place], copies[place], run = runs[run, 0], runs[run, 1], runs[run, 2]
+    return starts, numbers, copies
+
+
+@compiled
+def hand_out(
+    by_length: Integers,
+    counts: Integers,
+    starts: Integers,
+    numbers: Integers,
+    copies: Integers,
+    packs: Integers,
+) -> tuple[Integers, Integers]:
+    """Patterns filled with documents, pack after pack; what a pattern asks beyond what there is stays empty.
+
+    Args:
+        by_length: (documents,) document numbers by falling length.
+        counts: (distinct,) documents of each length, longest first.
+        starts: (patterns + 1,) where each pattern's runs begin.
+        numbers: (runs,) which length.
+        copies: (runs,) how many documents of it.
+        packs: (patterns,) how many packs are alike.
+
+    Returns:
+        (documents,) document numbers, pack after pack, and (packs + 1,) where packs begin; no pack is empty.
+    """
+    cursors = np.empty(len(counts), dtype=np.int64)
+    ends = np.empty(len(counts), dtype=np.int64)
+    end, most = 0, 0
+    for number in range(len(counts)):
+        cursors[number] = end
+        end += counts[number]
+        ends[number] = end
+    for pattern in range(len(packs)):
+        most += packs[pattern]
+    order = np.empty(len(by_length), dtype=np.int64)
+    offsets = np.zeros(most + 1, dtype=np.int64)
+    made, place = 0, 0
+    for pattern in range(len(packs)):
+        for _ in range(packs[pattern]):
+            for run in range(starts[pattern], starts[pattern + 1]):
+                number = numbers[run]
+                cursor = cursors[number]
+                stop = min(cursor + copies[run], ends[number])
+                for source in range(cursor, stop):
+                    order[place] = by_length[source]
+                    place += 1
+                cursors[number] = stop
+            if place > offsets[made]:
+                made += 1
+                offsets[made] = place
+    return order[:place], offsets[: made + 1]

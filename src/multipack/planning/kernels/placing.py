@@ -23,6 +23,8 @@ from multipack.planning.jit import compiled
 Integers = NDArray[np.int64]
 Words = NDArray[np.uint64]
 
+_COLLECTIONS = 200  # times that the room of many packs is brought to one: what a block may spend on it
+
 
 @compiled
 def _trailing_zeros(word: Any) -> int:
@@ -102,9 +104,15 @@ def _sift_down(heap: Integers, size: int, cost: Integers) -> None:
 
 @compiled
 def place(
-    lengths: Integers, costs: Integers, packs: int, capacity: int, max_documents: int, spread: bool
+    lengths: Integers,
+    costs: Integers,
+    visit: Integers,
+    packs: int,
+    capacity: int,
+    max_documents: int,
+    spread: bool,
 ) -> Integers:
-    """Place documents, in the order given, into a fixed number of packs; −1 for those that find no room.
+    """Place documents, in the order of `visit`, into a fixed number of packs; −1 for those that find no room.
 
     With `spread`, a document goes into the cheapest pack (longest processing time first, when documents come
     in falling order). A pack without room for the document at hand leaves the heap for good, and once the
@@ -124,7 +132,7 @@ def place(
         for pack in range(packs - 1, -1, -1):
             _put(capacity, pack, head, after, fine, coarse)
     placed = np.full(len(lengths), -1, dtype=np.int64)
-    for document in range(len(lengths)):
+    for document in visit:
         length = lengths[document]
         pack = -1
         while size > 0 and pack < 0:
@@ -152,23 +160,231 @@ def place(
 
 
 @compiled
-def fill_empty(placed: Integers, lengths: Integers, packs: int) -> None:
-    """Move the shortest documents that have company into empty packs, while there are any (in place)."""
+def gather(
+    placed: Integers,
+    lengths: Integers,
+    wanted: NDArray[np.bool_],
+    packs: int,
+    capacity: int,
+    max_documents: int,
+    spare: int,
+) -> None:
+    """Find places for documents that have none (−1 in `placed`), by gathering room that is scattered (in place).
+
+        |AAAAAABB··|   A for C fills the first pack and leaves     |CCCCCCCBB·|
+        |CCCCCCCDD·|   its room to the second                      |AAAAAADDEE|  ← E had no place
+
+    Documents come in falling order. The roomiest pack gives the others, roomiest first, a longer document for a
+    shorter one of theirs, the difference as near to their room as possible, until it has room for the longest
+    `wanted` document that waits. Then, if `spare` is not negative, the same is done to fill up: the one or two
+    documents, among all that wait, which fill the roomiest pack best find a place there, while `spare` tokens of
+    all the room remain.
+    """
+    rooms = np.full(packs, capacity, dtype=np.int64)
+    sizes = np.zeros(packs, dtype=np.int64)
+    offsets = np.zeros(packs + 1, dtype=np.int64)
+    for document in range(len(placed)):
+        if placed[document] >= 0:
+            rooms[placed[document]] -= lengths[document]
+            sizes[placed[document]] += 1
+    for pack in range(packs):
+        offsets[pack + 1] = offsets[pack] + sizes[pack]
+    members = np.empty(offsets[packs], dtype=np.int64)
+    ends = offsets[:-1].copy()
+    for document in range(len(placed)):
+        if placed[document] >= 0:
+            members[ends[placed[document]]] = document
+            ends[placed[document]] += 1
+    stuck = -1  # room of the roomiest pack when no exchange could enlarge it
+    left = _COLLECTIONS
+    for document in range(len(placed)):
+        if placed[document] >= 0 or not wanted[document]:
+            continue
+        taker = _roomiest(rooms, sizes, max_documents)
+        if taker < 0:
+            return
+        if rooms[taker] < lengths[document] and rooms[taker] != stuck and left > 0:
+            left -= 1
+            _collect(placed, lengths, members, offsets, rooms, taker, lengths[document])
+            if rooms[taker] < lengths[document]:
+                stuck = rooms[taker]
+        if rooms[taker] >= lengths[document]:
+            placed[document] = taker  # not among the members: later exchanges leave it where it is
+            rooms[taker] -= lengths[document]
+            sizes[taker] += 1
+    while spare >= 0 and left > 0:
+        left -= 1
+        taker = _roomiest(rooms, sizes, max_documents)
+        if taker < 0:
+            return
+        _collect(placed, lengths, members, offsets, rooms, taker, capacity)
+        first, second = _filling(
+            placed, lengths, min(rooms[taker], rooms.sum() - spare), sizes[taker] + 1 < max_documents
+        )
+        if first < 0:
+            return
+        for document in (first, second):
+            if document >= 0:
+                placed[document] = taker
+                rooms[taker] -= lengths[document]
+                sizes[taker] += 1
+
+
+@compiled
+def _roomiest(rooms: Integers, sizes: Integers, max_documents: int) -> int:
+    """The pack with the most room that may take a document more; −1 if none may."""
+    found = -1
+    for pack in range(len(rooms)):
+        if sizes[pack] < max_documents and (found < 0 or rooms[pack] > rooms[found]):
+            found = pack
+    return found
+
+
+@compiled
+def _collect(
+    placed: Integers,
+    lengths: Integers,
+    members: Integers,
+    offsets: Integers,
+    rooms: Integers,
+    taker: int,
+    enough: int,
+) -> None:
+    """Pass the room of other packs, roomiest first, to one pack until it has enough."""
+    for giver in np.argsort(-rooms, kind="mergesort"):
+        if rooms[taker] >= enough or rooms[giver] == 0:
+            return
+        if giver != taker:
+            _pass_room(placed, lengths, members, offsets, rooms, taker, giver)
+
+
+@compiled
+def _filling(placed: Integers, lengths: Integers, room: int, two: bool) -> tuple[int, int]:
+    """The document, or the two, among those that wait which fill `room` best without exceeding it."""
+    best, first, second = 0, -1, -1
+    for document in range(len(placed)):
+        if placed[document] < 0 and best < lengths[document] <= room:
+            best, first = lengths[document], document
+    long, short = 0, len(placed) - 1
+    while two and long < short and best < room:  # two pointers over falling lengths
+        if placed[long] >= 0:
+            long += 1
+        elif placed[short] >= 0:
+            short -= 1
+        else:
+            total = lengths[long] + lengths[short]
+            if total <= room:
+                if total > best:
+                    best, first, second = total, long, short
+                short -= 1
+            else:
+                long += 1
+    return first, second
+
+
+@compiled
+def _pass_room(
+    placed: Integers,
+    lengths: Integers,
+    members: Integers,
+    offsets: Integers,
+    rooms: Integers,
+    taker: int,
+    giver: int,
+) -> None:
+    """Swap one document of two packs so that the giver's room becomes as small as can be, and the taker's grows."""
+    best, first, second = 0, -1, -1
+    y = offsets[giver]
+    for x in range(offsets[taker], offsets[taker + 1]):
+        length = lengths[members[x]]
+        while y < offsets[giver + 1] and length - lengths[members[y]] <= rooms[giver]:
+            y += 1
+        # y is the first that is too short; the one before leaves the largest difference that fits
+        if y > offsets[giver]:
+            difference = length - lengths[members[y - 1]]
+            if difference > best:
+                best, first, second = difference, x, y - 1
+                if best == rooms[giver]:
+                    break
+    if first < 0:
+        return
+    given, taken = members[first], members[second]
+    placed[given], placed[taken] = giver, taker
+    rooms[giver] -= best
+    rooms[taker] += best
+    while first + 1 < offsets[taker + 1] and lengths[members[first + 1]] > lengths[taken]:
+        members[first] = members[first + 1]
+        first += 1
+    members[first] = taken
+    while second > offsets[giver] and lengths[members[second - 1]] < lengths[given]:
+        members[second] = members[second - 1]
+        second -= 1
+    members[second] = given
+
+
+@compiled
+def give_back(placed: Integers, lengths: Integers, packs: int, capacity: int) -> None:
+    """Packs with too many tokens give back the shortest document that suffices, else the longest (in place).
+
+    Documents come in falling order.
+    """
+    tokens = np.zeros(packs, dtype=np.int64)
+    for document in range(len(placed)):
+        if placed[document] >= 0:
+            tokens[placed[document]] += lengths[document]
+    for pack in range(packs):
+        while tokens[pack] > capacity:
+            given = -1
+            for document in range(len(placed)):
+                if placed[document] == pack and (given < 0 or lengths[document] >= tokens[pack] - capacity):
+                    given = document
+            placed[given] = -1
+            tokens[pack] -= lengths[given]
+
+
+@compiled
+def fill_empty(placed: Integers, packs: int) -> None:
+    """Move the shortest documents that have company into empty packs, while there are any (in place).
+
+    Documents come in falling order.
+    """
     sizes = np.zeros(packs, dtype=np.int64)
     for pack in placed:
         if pack >= 0:
             sizes[pack] += 1
-    order = np.argsort(lengths, kind="mergesort")  # stable: ties the same everywhere
-    shortest = 0
+    shortest = len(placed) - 1
     for empty in range(packs):
         if sizes[empty] > 0:
             continue
-        while shortest < len(order) and (placed[order[shortest]] < 0 or sizes[placed[order[shortest]]] < 2):
-            shortest += 1
-        if shortest == len(order):
+        while shortest >= 0 and (placed[shortest] < 0 or sizes[placed[shortest]] < 2):
+            shortest -= 1
+        if shortest < 0:
             return
-        document = order[shortest]
-        sizes[placed[document]] -= 1
-        placed[document] = empty
+        sizes[placed[shortest]] -= 1
+        placed[shortest] = empty
         sizes[empty] = 1
-        shortest += 1
+        shortest -= 1
+
+
+@compiled
+def tally(placed: Integers, costs: Integers, packs: int) -> tuple[Integers, Integers]:
+    """Cost and number of documents of each pack."""
+    cost = np.zeros(packs, dtype=np.int64)
+    sizes = np.zeros(packs, dtype=np.int64)
+    for document in range(len(placed)):
+        if placed[document] >= 0:
+            cost[placed[document]] += costs[document]
+            sizes[placed[document]] += 1
+    return cost, sizes
+
+
+@compiled
+def in_packs(placed: Integers, offsets: Integers) -> Integers:
+    """Documents pack after pack, each pack's in their own order, from where the packs begin."""
+    order = np.empty(offsets[-1], dtype=np.int64)
+    ends = offsets[:-1].copy()
+    for document in range(len(placed)):
+        if placed[document] >= 0:
+            order[ends[placed[document]]] = document
+            ends[placed[document]] += 1
+    return order

@@ -1,0 +1,159 @@
+"""Fill, balance and randomness side by side: the same documents planned with several windows and budgets.
+
+window   1 ──────────▶ 64      fill and balance rise, documents move further from their place
+budget   C ──────────▶ less    packs may differ in tokens and agree in cost; more slots stay free
+group    false ──────▶ true    long documents share steps: better balance, steps less alike
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from numpy.typing import ArrayLike
+
+from multipack.planning.deal import Sync
+from multipack.planning.lengths import check_integer, check_lengths
+from multipack.planning.measure import report
+from multipack.planning.plan import plan
+
+WINDOWS = (1, 4, 16, 64)
+"""Windows that are tried."""
+
+SAMPLE = 300
+"""Steps that are dealt for a row."""
+
+_DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(plan).parameters.items()}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One choice, and what it gives. The measures are those of `PlanReport`."""
+
+    window: int
+    """Steps planned together."""
+    budget: int
+    """Mean tokens of a pack that are aimed at."""
+    group: bool
+    """Whether packs that long documents make dear share steps of a block."""
+    chosen: bool
+    """Whether the given settings stand for this row."""
+    steps: int
+    """Global steps of the epoch."""
+    minimum_steps: int
+    """No plan of these documents has fewer (proven)."""
+    efficiency: float
+    """Share of slots that hold tokens."""
+    dropped_tokens: int
+    """Tokens that the tail's policy left out."""
+    utilization: float
+    """Mean over largest number of tokens of a rank."""
+    cost_utilization: float
+    """Mean over largest cost of a rank."""
+    cost_utilization_ceiling: float
+    """No arrangement of the steps' documents has a higher one (proven)."""
+    imbalance_max: float
+    """Largest over mean cost of a rank at the worst meeting."""
+    l2_lag_mean: float
+    """√ of the mean of max − min Σ l², in tokens."""
+    displacement_median: float
+    """Steps between a document's place in the order and where it is trained."""
+    displacement_p99: float
+    """The same; 99 % of the documents are below."""
+    late_share: float
+    """Share of documents that moved further than the window."""
+    mean_length_spread: float | None
+    """Spread of the steps' mean lengths over that of random steps."""
+    measured_steps: int
+    """Steps that were dealt."""
+    seconds: float
+    """Time that planning took."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+
+_MEASURED = [field.name for field in fields(Row) if field.name not in ("window", "budget", "group", "chosen")]
+
+
+def explore(
+    lengths: ArrayLike,
+    *,
+    capacity: int,
+    packs_per_step: int,
+    world_size: int = 1,
+    sync: Sync = "micro",
+    windows: Sequence[int] = WINDOWS,
+    budgets: Sequence[int | None] | None = None,
+    groups: Sequence[bool] = (True, False),
+    sample: int | None = SAMPLE,
+    progress: Callable[[int, int, str], None] = lambda done, total, note: None,
+    **options: Any,
+) -> list[Row]:
+    """Plan an epoch with every combination of window, budget and grouping.
+
+    Args:
+        lengths: (documents,) tokens of each document.
+        capacity: most tokens of a pack.
+        packs_per_step: most packs of a global step.
+        world_size: data-parallel ranks.
+        sync: where ranks meet.
+        windows: steps planned together; the one in `options` is tried too.
+        budgets: mean tokens of a pack, None for the capacity; the one in `options` is tried too. None for all =
+            the capacity, and 15/16 of it.
+        groups: values of `group`; the one in `options` is tried too.
+        sample: steps to deal for a row at most; None = every step.
+        progress: called with (rows done, rows in all, what comes next).
+        **options: the other options of `plan`: seed, epoch, order, tail, balance, cost, max_documents, …
+
+    Returns:
+        Rows by budget (falling), window (rising) and grouping, one of them `chosen`. What would be the same again is
+        left out, unless it is chosen: other grouping in a window of one step, and windows wider than one that
+        takes in the whole epoch already.
+
+    Raises:
+        ValueError: what `plan` or `report` cannot do with one of the combinations.
+    """
+    checked = check_lengths(lengths, capacity)
+    own = (
+        check_integer("window", options.pop("window", _DEFAULTS["window"])),
+        check_integer("budget", options.pop("budget", None) or capacity),
+        bool(options.pop("group", _DEFAULTS["group"])),
+    )
+    if budgets is None:
+        budgets = (capacity, max(capacity * 15 // 16, 1))
+    tried = sorted({own[0], *(check_integer("window", window) for window in windows)})
+    aims = {own[1], *(capacity if budget is None else check_integer("budget", budget) for budget in budgets)}
+    choices = [
+        (window, budget, group)
+        for budget in sorted(aims, reverse=True)
+        for window in tried
+        for group in dict.fromkeys((own[2], *groups))
+        if window > 1 or group == own[2]
+    ]
+    rows: list[Row] = []
+    whole: set[tuple[int, bool]] = set()  # of which a window has taken in the whole epoch
+    for done, (window, budget, group) in enumerate(choices):
+        chosen = (window, budget, group) == own
+        if (budget, group) in whole and not chosen:
+            continue
+        progress(done, len(choices), f"window {window}, budget {budget:,}")
+        made = plan(
+            checked,
+            capacity=capacity,
+            packs_per_step=packs_per_step,
+            window=window,
+            budget=budget,
+            group=group,
+            **options,
+        )
+        found = report(made, world_size, sync, sample=sample, window=window)
+        measured = {name: getattr(found, name) for name in _MEASURED}
+        rows.append(Row(window=window, budget=budget, group=group, chosen=chosen, **measured))
+        if window >= made.num_steps:
+            whole.add((budget, group))
+    progress(len(choices), len(choices), "")
+    return rows

@@ -1,0 +1,201 @@
+"""A Hugging Face config.json → the fields of a `ModelShape`, by the fields present.
+
+JSON only: nothing of what the file names is imported, and no package is needed. Fields mean what they
+mean in the models' own configurations, and what a file may leave out has the value that those give it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_GATED = (
+    *("llama", "mistral", "mixtral", "phi3", "phimoe", "gpt_oss", "deepseek_v2", "deepseek_v3"),
+    *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "smollm3"),
+    *("olmo", "olmo2", "olmo3", "olmoe", "cohere", "cohere2", "granite", "granitemoe", "glm4", "glm4_moe"),
+)
+_PLAIN = ("gpt2", "gptj", "gpt_neox", "gpt_bigcode", "starcoder2", "phi")
+"""Model types whose feed-forward layer has a gate, and those without: their files do not say."""
+
+_NAMES: dict[str, tuple[str, ...]] = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    "heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
+    "d_model": ("hidden_size", "n_embd", "d_model"),
+    "d_ff": ("intermediate_size", "n_inner"),
+    "vocabulary_size": ("vocab_size",),
+    "context": ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
+    "head_dim": ("head_dim",),
+    "experts": ("num_local_experts", "n_routed_experts", "num_experts"),
+    "experts_per_token": ("num_experts_per_tok", "experts_per_token", "num_experts_per_token"),
+    "expert_width": ("moe_intermediate_size",),
+    "shared_experts": ("n_shared_experts", "num_shared_experts"),
+    "shared_width": ("shared_expert_intermediate_size", "shared_intermediate_size"),
+    "kv_rank": ("kv_lora_rank",),
+    "query_rank": ("q_lora_rank",),
+    "nope_width": ("qk_nope_head_dim",),
+    "rope_width": ("qk_rope_head_dim",),
+    "value_width": ("v_head_dim",),
+}
+"""Field → what config.json files call it."""
+
+_NO_WINDOW: dict[str, Any] = {"use_sliding_window": False}
+_TIED: dict[str, Any] = {"tie_word_embeddings": True}
+_GEMMA: dict[str, Any] = {**_TIED, "head_dim": 256, "sliding_window": 4096}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), _NO_WINDOW),
+    "smollm3": {**_NO_WINDOW, **_TIED},
+    **dict.fromkeys(("gpt2", "gpt_bigcode", "cohere"), _TIED),
+    "cohere2": {**_TIED, "sliding_window_pattern": 4},
+    "gemma": {**_TIED, "head_dim": 256},
+    "gemma2": {**_GEMMA, "sliding_window_pattern": 2},
+    "gemma3_text": {
+        **_GEMMA,
+        "sliding_window_pattern": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 262_208,
+        "max_position_embeddings": 131_072,
+    },
+    "gpt_oss": {"sliding_window_pattern": 2},
+}
+"""Model type → values that its files may leave out."""
+
+_UNKNOWN_COST = (
+    *("is_encoder_decoder", "attention_chunk_size", "attention_types", "index_topk", "altup_num_inputs"),
+    *("layers_block_type", "hybrid_override_pattern", "attn_layer_period", "ssm_cfg", "mamba_d_state"),
+    "linear_num_key_heads",
+)
+"""Fields of models whose layers cost otherwise: encoders, chunked or selected keys, recurrences."""
+
+
+def fields_of(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
+    """Fields of a `ModelShape` from a Hugging Face configuration.
+
+    Args:
+        source: the file's content, its path, or the folder that holds config.json.
+
+    Raises:
+        ValueError: no decoder whose cost is known: the message names the missing or unknown fields.
+        FileNotFoundError: there is no such file.
+    """
+    given = source if isinstance(source, Mapping) else _read_config(Path(source))
+    text = given.get("text_config")
+    if isinstance(text, Mapping):  # a model of images and text: its language model
+        given = {"model_type": f"{given.get('model_type')}_text", **text}
+    kind = str(given.get("model_type", "?"))
+    filled = {**_DEFAULTS.get(kind, {}), **given}
+    config = {name: value for name, value in filled.items() if value is not None}
+    other = [name for name in _UNKNOWN_COST if config.get(name)]
+    if other:
+        raise ValueError(
+            f"model_type={kind!r} with {', '.join(other)} is a model whose cost is not known here"
+        )
+    if kind not in _GATED + _PLAIN and config.get("hidden_act") not in ("silu", "swish"):
+        raise ValueError(
+            f"model_type={kind!r} is unknown and hidden_act={config.get('hidden_act')!r} does not tell whether its"
+            " feed-forward layer is gated; give a ModelShape instead"
+        )
+    found = {field: _number(config, names) for field, names in _NAMES.items()}
+    if found["d_ff"] == 0 and kind in ("gpt2", "gptj", "gpt_bigcode"):
+        found["d_ff"] = 4 * found["d_model"]
+    if config.get("multi_query"):
+        found["kv_heads"] = 1
+    if found["kv_rank"]:  # a key for every head, whatever the file says of heads
+        found["kv_heads"] = found["head_dim"] = 0
+    needed = ["layers", "heads", "d_model", "d_ff", "vocabulary_size", "context"]
+    needed += ["experts_per_token"] if found["experts"] else []
+    needed += ["nope_width", "value_width"] if found["kv_rank"] else []
+    missing = [" or ".join(_NAMES[field]) for field in needed if not found[field]]
+    if missing:
+        raise ValueError(f"the configuration of model_type={kind!r} lacks {'; '.join(missing)}")
+    # Files of dense models may name settings that they do not use.
+    if not found["experts"]:
+        found |= dict.fromkeys(("experts_per_token", "expert_width", "shared_experts", "shared_width"), 0)
+    elif found["shared_width"] and not found["shared_experts"]:
+        found["shared_experts"] = 1
+    if not found["kv_rank"]:
+        found |= dict.fromkeys(("query_rank", "nope_width", "rope_width", "value_width"), 0)
+    return {
+        **found,
+        **_layers_that_differ(config, found),
+        "positions": "learned" if kind in ("gpt2", "gpt_bigcode") else "rope",
+        "norm": "layernorm" if kind in _PLAIN else "rmsnorm",
+        "activation": "gelu" if kind in _PLAIN else "swiglu",
+        "bias": kind in _PLAIN,
+        "tied": bool(config.get("tie_word_embeddings", False)),
+        "rope_theta": _theta(config),
+        "norm_eps": _epsilon(config),
+    }
+
+
+def _layers_that_differ(config: Mapping[str, Any], found: dict[str, int]) -> dict[str, int]:
+    """Sliding layers, and the dense layers of a mixture."""
+    layers = found["layers"]
+    window = _number(config, ("sliding_window",)) if config.get("use_sliding_window", True) else 0
+    kinds, pattern = config.get("layer_types"), _number(config, ("sliding_window_pattern",))
+    sliding = layers
+    if isinstance(kinds, list):
+        unknown = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
+        if unknown or len(kinds) != layers:
+            raise ValueError(
+                f"layer_types must name {layers} layers of known cost, got {unknown or len(kinds)}"
+            )
+        sliding = kinds.count("sliding_attention")
+    elif pattern:
+        sliding = layers - layers // pattern
+    elif config.get("use_sliding_window"):
+        sliding = max(layers - _number(config, ("max_window_layers",)), 0)
+    made = {"window": window, "window_layers": sliding} if window and sliding else {}
+    if found["experts"]:
+        first, every = _number(config, ("first_k_dense_replace",)), _number(config, ("moe_layer_freq",)) or 1
+        step, dense = _number(config, ("decoder_sparse_step",)) or 1, tuple(config.get("mlp_only_layers", ()))
+        mixed = [
+            i
+            for i in range(layers)
+            if i >= first and i % every == 0 and (i + 1) % step == 0 and i not in dense
+        ]
+        made["dense_layers"] = layers - len(mixed)
+    return made
+
+
+def _theta(config: Mapping[str, Any]) -> float:
+    """The base of the rotary frequencies; no cost depends on it, so layers with bases of their own are no error."""
+    nested = config.get("rope_parameters")
+    theta = config.get("rope_theta", nested.get("rope_theta") if isinstance(nested, Mapping) else None)
+    return float(theta) if isinstance(theta, int | float) else 10_000.0
+
+
+def _epsilon(config: Mapping[str, Any]) -> float:
+    names = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps")
+    found = [config[name] for name in names if isinstance(config.get(name), int | float)]
+    return float(found[0]) if found else 1e-5
+
+
+def _number(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
+    """The first of these fields that is there, an integer from 0; 0 when none is."""
+    for name in names:
+        value = config.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ValueError(f"the configuration's {name} must be an integer from 0 on, got {value!r}")
+        return value
+    return 0
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"{file} is not there; give a model's config.json, or the folder that holds it"
+        )
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} holds {type(config).__name__}, not the object that describes a model")
+    return config

@@ -1,0 +1,435 @@
+"""Axolotl's sampler by its own name: nested batches, one length for all ranks and epochs, nothing lost in silence."""
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+
+from multipack.integrations import axolotl
+from multipack.integrations.axolotl import MultipackBatchSampler
+from multipack.planning.packing import pack
+
+DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "lengths"
+CASES = settings(deadline=None, max_examples=60)
+
+
+def lognormal(count=2000, seed=0, longest=2048):
+    draw = np.random.default_rng(seed).lognormal(5.5, 1.0, count)
+    return np.clip(draw, 1, longest).astype(np.int64)
+
+
+def shuffled(lengths, seed=0):
+    return RandomSampler(lengths, generator=torch.Generator().manual_seed(seed))
+
+
+def documents_of(batches):
+    return [document for batch in batches for held in batch for document in held]
+
+
+class Epochs:
+    """A sampler whose epochs are given."""
+
+    def __init__(self, *epochs):
+        self.epochs, self.reads = epochs, 0
+
+    def __iter__(self):
+        self.reads += 1
+        return iter(self.epochs[min(self.reads, len(self.epochs)) - 1])
+
+
+def test_it_is_a_batch_sampler_of_lists_of_bins():
+    lengths = lognormal()
+    sampler = MultipackBatchSampler(shuffled(lengths), batch_size=4, batch_max_len=4096, lengths=lengths)
+    assert isinstance(sampler, BatchSampler)
+    batches = list(sampler)
+    assert len(batches) == len(sampler) == sampler.num_batches()
+    assert all(type(number) is int for number in documents_of(batches))
+    assert {len(batch) for batch in batches} == {4}
+    assert all(lengths[held].sum() <= 4096 for batch in batches for held in batch)
+
+
+def test_the_way_axolotl_makes_it():
+    lengths = lognormal(300)
+    base = MultipackBatchSampler(
+        shuffled(lengths),
+        lengths=lengths,
+        packing_efficiency_estimate=None,
+        batch_max_len=4096,
+        batch_size=1,
+        group_size=100_000,
+        bin_size=200,
+        sequential=False,
+        drop_last=True,
+        num_processes=8,
+        mp_start_method="spawn",
+    )
+    older = MultipackBatchSampler(
+        sampler=shuffled(lengths), lengths=lengths, batch_size=1, batch_max_len=4096, drop_last=True
+    )
+    assert list(base) == list(older)
+    assert base.packing_efficiency_estimate == 1.0
+    assert sorted(documents_of(base.generate_batches())) == list(range(300))
+
+
+@st.composite
+def problems(draw):
+    capacity = draw(st.integers(1, 150))
+    lengths = draw(st.lists(st.integers(1, capacity), min_size=1, max_size=70))
+    options = {
+        "batch_size": draw(st.integers(1, 5)),
+        "drop_last": draw(st.booleans()),
+        "sequential": draw(st.booleans()),
+        "group_size": draw(st.sampled_from([1, 7, 100_000])),
+        "bin_size": draw(st.sampled_from([None, 1, 3, 200])),
+    }
+    return np.array(lengths), capacity, options
+
+
+@CASES
+@given(problems())
+def test_every_document_is_in_a_bin_or_left_out(problem):
+    lengths, capacity, options = problem
+    sampler = MultipackBatchSampler(
+        SequentialSampler(lengths), batch_max_len=capacity, lengths=lengths, **options
+    )
+    if options["drop_last"] and len(lengths) < options["batch_size"]:
+        with pytest.raises(ValueError, match="too few for a batch"):
+            list(sampler)
+        return
+    batches = list(sampler)
+    assert len(batches) == len(sampler) >= 1
+    held = [held for batch in batches for held in batch]
+    assert all(0 < len(each) <= (options["bin_size"] or 70) for each in held)
+    assert all(lengths[each].sum() <= capacity for each in held)
+    assert sorted([*documents_of(batches), *sampler.left_out.tolist()]) == list(range(len(lengths)))
+    assert all(len(batch) == options["batch_size"] for batch in batches[:-1])
+    assert all(1 <= len(batch) <= options["batch_size"] for batch in batches)
+    if options["drop_last"]:
+        assert len(batches[-1]) == options["batch_size"]
+    else:
+        assert sampler.left_out.size == 0
+    if options["sequential"]:
+        assert documents_of(batches) == list(range(len(documents_of(batches))))
+    assert sampler.total_tokens_used == lengths[documents_of(batches)].sum()
+    assert sampler.total_token_slots == len(held) * capacity
+    assert 0 < sampler.efficiency() <= 1
+
+
+def test_openchat_is_filled_like_best_fit():
+    path = DATA / "openchat_v1.npy"
+    if not path.exists():
+        pytest.skip("../shared/data is not here")
+    lengths = np.load(path)
+    sampler = MultipackBatchSampler(shuffled(lengths), 8, 32768, lengths)
+    assert len(list(sampler)) == 36  # as Axolotl, which leaves out 1.02 % of the tokens
+    assert lengths[sampler.left_out].sum() < 0.0102 * lengths.sum()
+    assert sampler.efficiency() >= 0.9986
+    one = MultipackBatchSampler(shuffled(lengths), 1, 32768, lengths)
+    assert len(one) <= -(-len(pack(lengths, 32768)) * 1001 // 1000)
+    assert one.left_out.size == 0
+
+
+@pytest.mark.parametrize("shape", ["lognormal", "uniform", "long and short"])
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_bins_are_hardly_more_than_first_fits(shape, batch_size):
+    """Axolotl puts each document into the first bin with room, of all bins of the group."""
+    draw = np.random.default_rng(1)
+    lengths = {
+        "lognormal": lognormal(3000, 1),
+        "uniform": draw.integers(1, 2049, 3000),
+        "long and short": np.where(draw.random(3000) < 0.9, 100, 1900) + draw.integers(0, 40, 3000),
+    }[shape]
+    rooms = np.full(len(lengths), 2048)
+    for length in lengths:
+        rooms[np.argmax(rooms >= length)] -= length
+    theirs = int((rooms < 2048).sum())
+    sampler = MultipackBatchSampler(
+        SequentialSampler(lengths), batch_size, 2048, lengths, bin_size=None, drop_last=False
+    )
+    bins = sum(len(batch) for batch in sampler)
+    assert bins <= theirs * 1.005 + batch_size
+
+
+def test_bins_of_a_batch_are_alike_in_cost():
+    lengths = lognormal()
+    batches = list(MultipackBatchSampler(shuffled(lengths), 4, 8192, lengths))
+    squares = np.array([[(lengths[held] ** 2).sum() for held in batch] for batch in batches])
+    unpacked = list(MultipackBatchSampler(shuffled(lengths), 4, 8192, lengths, sequential=True))
+    plain = np.array([[(lengths[held] ** 2).sum() for held in batch] for batch in unpacked])
+    assert np.ptp(squares, axis=1).mean() < 0.5 * np.ptp(plain, axis=1).mean()
+
+
+def test_the_estimate_is_a_share_and_not_zero():
+    lengths = lognormal()
+    sampler = MultipackBatchSampler(shuffled(lengths), 2, 4096, lengths)
+    efficiency = sampler.efficiency()
+    assert 0.9 < efficiency <= 1
+    assert 0.997 * efficiency - 0.005 < sampler.gather_efficiency() <= 0.997 * efficiency
+    assert sampler.gather_efficiency() * 200 == pytest.approx(round(sampler.gather_efficiency() * 200))
+
+
+def test_slots_after_a_drop_are_those_that_are_iterated():
+    """Five bins, two at a time: two batches of two, one bin left out."""
+    lengths = np.array([90, 91, 92, 93, 94])
+    sampler = MultipackBatchSampler(SequentialSampler(lengths), 2, 100, lengths, drop_last=True)
+    batches = list(sampler)
+    assert (len(batches), sampler.left_out.size) == (2, 1)
+    assert sampler.total_token_slots == 400
+    assert sampler.total_tokens_used == lengths[documents_of(batches)].sum()
+    assert (sampler.eff_total_used, sampler.eff_total_slots) == (sampler.total_tokens_used, 400)
+
+
+def test_fewer_bins_than_a_batch_are_spread_over_one():
+    lengths = np.array([10, 11, 12, 13])
+    for sequential in (False, True):
+        sampler = MultipackBatchSampler(SequentialSampler(lengths), 3, 100, lengths, sequential=sequential)
+        (batch,) = list(sampler)
+        assert len(batch) == 3
+        assert sorted(documents_of([batch])) == [0, 1, 2, 3]
+    few = MultipackBatchSampler(SequentialSampler(lengths), 5, 100, lengths)
+    with pytest.raises(ValueError, match="too few for a batch of batch_size=5"):
+        len(few)
+    kept = MultipackBatchSampler(SequentialSampler(lengths), 5, 100, lengths, drop_last=False)
+    assert [len(batch) for batch in kept] == [4]
+
+
+def test_the_length_is_that_of_what_is_iterated():
+    """A random sampler yields another order each time it is read: it is read once an epoch."""
+    lengths = lognormal()
+    reads = []
+
+    class Counted(RandomSampler):
+        def __iter__(self):
+            reads.append(1)
+            return super().__iter__()
+
+    sampler = MultipackBatchSampler(Counted(lengths), 2, 4096, lengths)
+    length = len(sampler)
+    sampler.efficiency()
+    expected = sampler.generate_batches()
+    assert list(sampler) == expected
+    assert (len(expected), len(reads)) == (length, 1)
+
+
+def test_every_epoch_has_the_first_ones_length():
+    lengths = lognormal(1500)
+    sampler = MultipackBatchSampler(shuffled(lengths), 2, 2048, lengths, drop_last=False)
+    length, epochs = len(sampler), []
+    for epoch in range(8):
+        sampler.set_epoch(epoch)
+        epochs.append(list(sampler))
+        assert len(epochs[-1]) == len(sampler) == length
+        assert sorted(documents_of(epochs[-1])) == list(range(1500))
+    assert all(epoch != epochs[0] for epoch in epochs[1:])
+
+
+def test_epochs_differ_although_nobody_sets_them():
+    lengths = lognormal(500)
+    sampler = MultipackBatchSampler(shuffled(lengths), 1, 4096, lengths)
+    assert list(sampler) != list(sampler)
+
+
+def test_setting_the_epoch_reaches_the_sampler_below():
+    lengths = lognormal(500)
+    below = DistributedSampler(range(500), num_replicas=2, rank=1, seed=3)
+    sampler = MultipackBatchSampler(below, 1, 4096, lengths)
+    first = list(sampler)
+    sampler.set_epoch(1)
+    sampler.set_epoch(1)
+    assert below.epoch == 1
+    second = list(sampler)
+    assert sorted(documents_of(second)) == sorted(below)
+    assert sorted(documents_of(first)) != sorted(documents_of(second))
+
+
+def test_a_replaced_sampler_is_read():
+    lengths = lognormal(200)
+    sampler = MultipackBatchSampler(shuffled(lengths), 1, 4096, lengths)
+    len(sampler)
+    sampler.sampler = SequentialSampler(range(100))
+    assert sorted(documents_of(sampler.generate_batches())) == list(range(100))
+
+
+def test_later_epochs_with_more_documents_leave_some_out(caplog):
+    lengths = np.full(40, 10)
+    sampler = MultipackBatchSampler(Epochs(range(20), range(40)), 1, 10, lengths)
+    assert len(list(sampler)) == 20
+    sampler.set_epoch(1)
+    with caplog.at_level(logging.WARNING):
+        assert len(list(sampler)) == 20
+    assert sampler.left_out.size == 20
+    assert "20 documents (200 tokens) are in none of the 20 batches" in caplog.text
+
+
+@pytest.mark.parametrize("sequential", [False, True])
+def test_later_epochs_with_fewer_documents_have_emptier_bins(sequential):
+    lengths = np.full(40, 10)
+    sampler = MultipackBatchSampler(Epochs(range(40), range(12)), 2, 100, lengths, sequential=sequential)
+    assert len(list(sampler)) == 2
+    sampler.set_epoch(1)
+    batches = list(sampler)
+    assert [len(batch) for batch in batches] == [2, 2]
+    assert sorted(documents_of(batches)) == list(range(12))
+    sampler.sampler = Epochs(range(3))
+    sampler.set_epoch(2)
+    with pytest.raises(ValueError, match="3 documents in epoch 2, too few for 2 batches"):
+        list(sampler)
+
+
+def test_long_documents_are_named(caplog):
+    lengths = [10, 20, 999, 30]
+    with pytest.raises(ValueError, match="document 2 has 999 tokens, but batch_max_len=100"):
+        MultipackBatchSampler(SequentialSampler(lengths), 1, 100, lengths)
+    with caplog.at_level(logging.WARNING):
+        sampler = MultipackBatchSampler(SequentialSampler(lengths), 1, 100, lengths, overlong="drop")
+    assert "1 of 4 documents (999 tokens)" in caplog.text
+    assert sampler.overlong_documents.tolist() == [2]
+    assert sorted(documents_of(sampler)) == [0, 1, 3]
+
+
+def test_documents_outside_of_lengths_are_named():
+    sampler = MultipackBatchSampler(range(5), 1, 100, [10, 20])
+    with pytest.raises(ValueError, match="yields document 4, but lengths has 2 documents"):
+        list(sampler)
+    with pytest.raises(ValueError, match="yields no document numbers"):
+        list(MultipackBatchSampler([], 1, 100, [10, 20]))
+
+
+def test_warnings_of_settings(caplog):
+    with caplog.at_level(logging.WARNING):
+        MultipackBatchSampler(RandomSampler(range(3)), 1, 10, [1, 2, 3], sequential=True)
+        MultipackBatchSampler(SequentialSampler(range(3)), 1, 10, [1, 2, 3], label_counts=None)
+    assert "no SequentialSampler (RandomSampler)" in caplog.text
+    assert "no effect here: label_counts" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        list(MultipackBatchSampler(SequentialSampler(range(3)), 1, 10, [1, 2, 3], sequential=True))
+    assert caplog.text == ""
+
+
+class Nested:
+    """A data set that is asked for a batch of bins at once."""
+
+    def __init__(self, lengths):
+        self.lengths = lengths
+
+    def __getitem__(self, number):
+        return torch.full((int(self.lengths[number]),), number)
+
+    def __getitems__(self, batch):
+        return [torch.cat([self[number] for number in held]) for held in batch]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_data_loader_reads_every_document_once(workers):
+    lengths = lognormal(200)
+    sampler = MultipackBatchSampler(shuffled(lengths), 2, 4096, lengths, drop_last=False)
+    loader = DataLoader(Nested(lengths), batch_sampler=sampler, collate_fn=list, num_workers=workers)
+    seen = []
+    for batch in loader:
+        assert len(batch) == 2
+        seen += [number for row in batch for number in row.unique().tolist()]
+    assert len(loader) == len(sampler)
+    assert sorted(seen) == list(range(200))
+
+
+@pytest.mark.parametrize("sequential", [False, True])
+def test_resume_is_exact_and_draws_nothing(sequential):
+    """With a sampler that draws from torch's own generator, as Axolotl's does."""
+    lengths = lognormal(400)
+
+    def make():
+        return MultipackBatchSampler(RandomSampler(lengths), 2, 2048, lengths, sequential=sequential)
+
+    torch.manual_seed(5)
+    whole = make()
+    whole.set_epoch(3)
+    first = list(whole)
+    state = whole.state_at(4)
+    generator = torch.get_rng_state()
+    whole.set_epoch(4)
+    second = list(whole)
+
+    torch.set_rng_state(generator)  # what hosts save and put back beside the sampler
+    again = make()
+    again.load_state_dict(state)
+    again.set_epoch(3)
+    assert len(again) == len(whole)
+    assert again.state_dict()["batch"] == 4
+    assert list(again) == first[4:]
+    again.set_epoch(4)
+    assert list(again) == second
+
+
+def test_resume_of_a_seeded_sampler_needs_no_help(tmp_path):
+    lengths = lognormal(400)
+    whole = MultipackBatchSampler(shuffled(lengths, 9), 1, 4096, lengths)
+    iterator = iter(whole)
+    begun = [next(iterator) for _ in range(7)]
+    torch.save(whole.state_dict(), tmp_path / "state.pt")
+    rest, second = list(iterator), list(whole)
+    again = MultipackBatchSampler(shuffled(lengths, 9), 1, 4096, lengths)
+    again.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert list(again) == rest
+    assert len(begun) + len(rest) == len(again)
+    assert list(again) == second
+
+
+def test_resume_with_other_ranks_keeps_the_batches_of_the_epoch(monkeypatch):
+    """Side by side for four ranks when it was saved: the rest of the epoch stays as it was."""
+    lengths = lognormal(400)
+    monkeypatch.setattr(axolotl, "world_size", lambda: 4)
+    whole = MultipackBatchSampler(SequentialSampler(lengths), 1, 4096, lengths)
+    batches, state = list(whole), whole.state_at(8)
+    monkeypatch.setattr(axolotl, "world_size", lambda: 1)
+    again = MultipackBatchSampler(SequentialSampler(lengths), 1, 4096, lengths)
+    again.load_state_dict(state)
+    assert list(again) == batches[8:]
+    assert list(again) != batches
+
+
+def test_states_of_something_else_are_refused():
+    lengths = lognormal(300)
+    sampler = MultipackBatchSampler(SequentialSampler(lengths), 2, 4096, lengths)
+    state = sampler.state_dict()
+    for other, name in (
+        (MultipackBatchSampler(SequentialSampler(lengths), 4, 4096, lengths), "batch_size=2"),
+        (MultipackBatchSampler(SequentialSampler(lengths), 2, 4096, lengths, bin_size=8), "bin_size=200"),
+        (MultipackBatchSampler(SequentialSampler(lengths), 2, 4096, lengths[::-1].copy()), "lengths="),
+    ):
+        with pytest.raises(ValueError, match=name):
+            other.load_state_dict(state)
+    with pytest.raises(ValueError, match="lacks order"):
+        sampler.load_state_dict({key: value for key, value in state.items() if key != "order"})
+    for name, value in (
+        ("batch", 10**6),
+        ("length", 0),
+        ("batches", "0" * 16),
+        ("order", torch.tensor([10**6])),
+        ("order", torch.tensor([0.5])),
+    ):
+        with pytest.raises(ValueError, match="saved sampler state"):
+            sampler.load_state_dict(state | {name: value})
+    assert len(sampler.state_dict()["order"]) == 300
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size"),
+        ({"batch_max_len": 0}, "batch_max_len must be"),
+        ({"group_size": 0}, "group_size must be"),
+        ({"bin_size": -1}, "bin_size must be"),
+        ({"overlong": "cut"}, "overlong='cut' is unknown"),
+        ({"lengths": [1.5]}, "lengths must be integers"),
+    ],
+)
+def test_mistakes_are_named(options, message):
+    settings = {"sampler": range(3), "batch_size": 1, "batch_max_len": 10, "lengths": [1, 2, 3]} | options
+    with pytest.raises(ValueError, match=message):
+        MultipackBatchSampler(**settings)

@@ -1,0 +1,429 @@
+"""The samplers of multipack V2 by their own names: their shuffle and their steps, without what they lost."""
+
+import heapq
+import math
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from multipack.integrations.multipack_v2 import (
+    InterleavedSampler,
+    MultipackDistributedBatchSampler,
+    MultipackDistributedBatchSampler_LinearAttention,
+)
+from multipack.planning import measure
+from multipack.planning.packing import pack
+
+DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "lengths"
+BOTH = [MultipackDistributedBatchSampler, MultipackDistributedBatchSampler_LinearAttention]
+CASES = settings(deadline=None, max_examples=60)
+
+
+@pytest.fixture(scope="module")
+def openchat():
+    path = DATA / "openchat_v1.npy"
+    if not path.exists():
+        pytest.skip("../shared/data is not here")
+    return np.load(path).astype(np.int64)
+
+
+def lognormal(count=2000, seed=0, longest=2048):
+    draw = np.random.default_rng(seed).lognormal(5.5, 1.0, count)
+    return np.clip(draw, 1, longest).astype(np.int64)
+
+
+def epoch_of(kind, lengths, capacity, replicas, epoch=0, **options):
+    """Every rank's batches, as (steps, ranks) lists of documents."""
+    ranks = [kind(capacity, lengths, replicas, rank, **options) for rank in range(replicas)]
+    for sampler in ranks:
+        sampler.set_epoch(epoch)
+    columns = [list(sampler) for sampler in ranks]
+    assert {len(column) for column in columns} == {len(ranks[0])}
+    return list(zip(*columns, strict=True))
+
+
+def table_row(samplers, lengths, capacity, epochs=3):
+    """What the notebook of multipack V2 prints: steps, L² lag (mean, largest), efficiency, utilization."""
+    lags, tokens = [], []
+    for epoch in range(epochs):
+        loads = []
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+            loads.append([(lengths[batch].sum(), (lengths[batch] ** 2).sum()) for batch in sampler])
+        loads = np.array(loads)
+        lags.append(measure.spread(loads[:, :, 1].T))
+        tokens.append(loads[:, :, 0].T)
+    used = np.concatenate(tokens)
+    return {
+        "steps": [sampler.num_batches() for sampler in samplers],
+        "lag": np.mean([math.sqrt(lag.mean()) for lag in lags]),
+        "largest lag": np.mean([math.sqrt(lag.max()) for lag in lags]),
+        "efficiency": used.sum() / (used.size * capacity),
+        "utilization": measure.utilization(used),
+    }
+
+
+def longest_prefix_steps(lengths, capacity, replicas):
+    """Steps of the original's rule: the longest stretch that longest-first onto the emptiest rank packs."""
+
+    def fits(stretch):
+        loads = [0] * replicas
+        for length in sorted(stretch, reverse=True):
+            if heapq.heapreplace(loads, loads[0] + length) + length > capacity:
+                return False
+        return True
+
+    steps, first = 0, 0
+    while first < len(lengths):
+        low, high = 1, len(lengths) - first + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            if sum(lengths[first : first + middle]) <= replicas * capacity and fits(
+                lengths[first : first + middle]
+            ):
+                low = middle
+            else:
+                high = middle
+        if low < replicas:
+            break
+        steps, first = steps + 1, first + low
+    return steps, len(lengths) - first
+
+
+def test_openchat_quadratic(openchat):
+    ranks = [MultipackDistributedBatchSampler(32768, openchat, 8, rank) for rank in range(8)]
+    row = table_row(ranks, openchat, 32768)
+    assert row["steps"] == [37] * 8
+    assert row["lag"] < 438
+    assert row["largest lag"] < 717
+    assert row["utilization"] >= 0.9970
+    assert row["efficiency"] == pytest.approx(0.9816, abs=5e-5)
+    assert ranks[0].efficiency() == pytest.approx(row["efficiency"])
+    assert ranks[0].dropped.size == 0
+
+
+def test_openchat_linear(openchat):
+    kind = MultipackDistributedBatchSampler_LinearAttention
+    row = table_row([kind(32768, openchat, 8, rank) for rank in range(8)], openchat, 32768)
+    assert row["steps"] == [37] * 8
+    assert row["efficiency"] == pytest.approx(0.9816, abs=5e-5)
+    full = [kind(32768, openchat, 8, rank, drop_last=True) for rank in range(8)]
+    row = table_row(full, openchat, 32768)
+    assert row["steps"] == [36] * 8
+    assert row["efficiency"] >= 0.9964
+    assert 0 < openchat[full[0].dropped].sum() < 0.0124 * openchat.sum()
+
+
+def test_openchat_interleaved(openchat):
+    ranks = [InterleavedSampler(openchat, 16, 8, rank) for rank in range(8)]
+    row = table_row(ranks, openchat, 32768, epochs=10)
+    assert row["steps"] == [48] * 8
+    assert (round(row["lag"]), round(row["largest lag"])) == (1914, 2000)
+    assert row["efficiency"] == pytest.approx(0.7567, abs=5e-5)
+    assert row["utilization"] == pytest.approx(0.9679, abs=5e-5)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("shape", ["lognormal", "uniform", "long and short"])
+def test_steps_are_at_most_the_originals(shape, seed):
+    draw = np.random.default_rng(seed)
+    lengths = {
+        "lognormal": lognormal(1500, seed),
+        "uniform": draw.integers(1, 2049, 1500),
+        "long and short": np.where(draw.random(1500) < 0.9, 100, 2000) + draw.integers(0, 40, 1500),
+    }[shape]
+    sampler = MultipackDistributedBatchSampler(4096, lengths, 4, 0, seed)
+    shuffle = np.random.Generator(np.random.Philox(seed)).permutation(1500)
+    theirs, lost = longest_prefix_steps(lengths[shuffle].tolist(), 4096, 4)
+    assert len(sampler) <= theirs + (lost > 0)  # documents that the original loses may take a step
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (3, 5)])
+def test_the_shuffle_is_the_originals(kind, seed, epoch):
+    """With one step planned at a time, a document is trained where the original's shuffle has it."""
+    lengths = lognormal(longest=700)
+    if kind is MultipackDistributedBatchSampler:
+        shuffle = np.random.Generator(np.random.Philox(seed + epoch)).permutation(len(lengths))
+    else:
+        shuffle = np.random.default_rng(seed + epoch).permutation(len(lengths))
+    steps = epoch_of(kind, lengths, 4096, 4, epoch, seed=seed, window=1)
+    middle = np.cumsum(lengths[shuffle]) - lengths[shuffle] / 2
+    place = np.empty(len(lengths))
+    place[shuffle] = middle * len(steps) / lengths.sum()
+    moved = [
+        abs(number + 0.5 - place[document])
+        for number, step in enumerate(steps)
+        for batch in step
+        for document in batch
+    ]
+    assert np.median(moved) < 0.5
+    assert np.quantile(moved, 0.99) < 3
+
+
+@st.composite
+def problems(draw):
+    capacity = draw(st.integers(1, 200))
+    shortest = draw(st.sampled_from([1, max(1, capacity // 3), capacity // 2 + 1]))
+    lengths = draw(st.lists(st.integers(min(shortest, capacity), capacity), min_size=1, max_size=80))
+    return lengths, capacity, draw(st.integers(1, 7)), draw(st.integers(0, 3)), draw(st.booleans())
+
+
+@CASES
+@given(problems(), st.sampled_from(BOTH))
+def test_every_rank_has_a_batch_in_every_step_and_nothing_is_lost(problem, kind):
+    lengths, capacity, replicas, epoch, drop_last = problem
+    fewest = len(pack(lengths, capacity))
+    if len(lengths) < replicas or (not drop_last and -(-fewest // replicas) * replicas > len(lengths)):
+        with pytest.raises(ValueError, match="fewer ranks"):
+            kind(capacity, lengths, replicas, 0, drop_last=drop_last)
+        return
+    steps = epoch_of(kind, lengths, capacity, replicas, epoch, drop_last=drop_last)
+    sampler = kind(capacity, lengths, replicas, 0, drop_last=drop_last)
+    sampler.set_epoch(epoch)
+    assert len(sampler) == len(steps) == sampler.num_batches() == len(sampler.generate_batches())
+    held = [batch for step in steps for batch in step]
+    assert all(len(batch) for batch in held)
+    assert all(np.array(lengths)[batch].sum() <= capacity for batch in held)
+    assert sorted(np.concatenate([*held, sampler.dropped]).tolist()) == list(range(len(lengths)))
+    assert drop_last or sampler.dropped.size == 0
+
+
+def test_documents_that_fill_a_pack_each():
+    """17 documents, 8 ranks: the original trains 16 of them without a word."""
+    lengths = [100] * 17
+    with pytest.raises(ValueError, match=r"17 documents .* num_replicas=8 .* drop_last=True"):
+        MultipackDistributedBatchSampler(100, lengths, 8, 0)
+    sampler = MultipackDistributedBatchSampler(100, lengths, 8, 0, drop_last=True)
+    assert (len(sampler), sampler.dropped.size) == (2, 1)
+    with pytest.raises(ValueError, match=r"3 documents .* use fewer ranks"):
+        MultipackDistributedBatchSampler(100, lengths[:3], 8, 0, drop_last=True)
+
+
+def test_a_step_of_long_documents_gets_some_from_its_neighbors():
+    """Seven documents fill three packs, but the first ones fill two alone."""
+    lengths = [10, 10, 1, 1, 1, 1, 1, 1, 1]
+    for epoch in range(20):
+        steps = epoch_of(MultipackDistributedBatchSampler, lengths, 10, 3, epoch)
+        assert all(len(batch) for step in steps for batch in step)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_one_rank_ends(kind):
+    lengths = lognormal(300)
+    sampler = kind(4096, lengths)
+    batches = list(sampler)
+    assert (sampler.num_replicas, sampler.rank) == (1, 0)
+    assert sorted(np.concatenate(batches).tolist()) == list(range(300))
+
+
+def test_one_long_document_does_not_end_the_epoch():
+    lengths = [*lognormal(200).tolist(), 5000, 6000]
+    with pytest.raises(ValueError, match=r"document 200 has 5000 tokens, document 201 .* overlong='drop'"):
+        MultipackDistributedBatchSampler(4096, lengths, 2, 0)
+    with pytest.warns(UserWarning, match=r"2 of 202 documents \(11,000 tokens\)"):
+        sampler = MultipackDistributedBatchSampler(4096, lengths, 1, 0, overlong="drop")
+    assert sampler.overlong_documents.tolist() == [200, 201]
+    assert sorted(np.concatenate(list(sampler)).tolist()) == list(range(200))
+
+
+def test_epochs_differ_in_order_and_agree_in_length():
+    sampler = MultipackDistributedBatchSampler(4096, lognormal(), 4, 1)
+    epochs = []
+    for epoch in range(6):
+        sampler.set_epoch(epoch)
+        epochs.append([batch.tolist() for batch in sampler])
+    assert {len(epoch) for epoch in epochs} == {len(sampler)}
+    assert all(epochs[0] != later for later in epochs[1:])
+    sampler.set_epoch(0)
+    assert [batch.tolist() for batch in sampler.generate_batches()] == epochs[0]
+
+
+def test_statistics_count_what_was_iterated():
+    lengths = lognormal()
+    sampler = MultipackDistributedBatchSampler(4096, lengths, 4, 1)
+    before = sampler.efficiency()
+    assert (sampler.eff_total_used, sampler.eff_total_slots) == (0, 0)
+    list(sampler)
+    assert sampler.eff_total_used == lengths.sum()
+    assert sampler.eff_total_slots == len(sampler) * 4 * 4096
+    assert sampler.efficiency() == before == lengths.sum() / (len(sampler) * 4 * 4096)
+    sampler.generate_batches()
+    assert sampler.eff_total_used == lengths.sum()
+    sampler.generate_batches(set_stats=True)
+    assert sampler.eff_total_used == 2 * lengths.sum()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_data_loader_reads_every_document_once(workers):
+    lengths = lognormal(200)
+    data = [torch.full((length,), number) for number, length in enumerate(lengths)]
+    seen = []
+    for rank in range(2):
+        sampler = MultipackDistributedBatchSampler(4096, lengths, 2, rank)
+        loader = DataLoader(data, batch_sampler=sampler, collate_fn=torch.cat, num_workers=workers)
+        assert len(loader) == len(sampler)
+        for batch in loader:
+            assert len(batch) <= 4096
+            seen += batch.unique().tolist()
+    assert sorted(seen) == list(range(200))
+
+
+def test_lists_and_tensors_are_lengths_too():
+    lengths = lognormal(100)
+    batches = [
+        [batch.tolist() for batch in MultipackDistributedBatchSampler(4096, given, 2, 1)]
+        for given in (lengths, lengths.tolist(), lengths.astype(np.int32), torch.tensor(lengths))
+    ]
+    assert batches[1:] == batches[:-1]
+
+
+def test_hosts_find_set_epoch_where_they_look():
+    sampler = MultipackDistributedBatchSampler(4096, lognormal(50), 1, 0)
+    sampler.sampler.set_epoch(3)
+    sampler.sampler = "another"
+    assert sampler.epoch == 3
+    assert sampler.sampler is sampler
+
+
+def resumed(state, lengths, replicas, rank, kind=MultipackDistributedBatchSampler, **options):
+    sampler = kind(4096, lengths, replicas, rank, **options)
+    sampler.load_state_dict(state)
+    return sampler
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_resume_goes_on_with_the_same_batches(kind, drop_last):
+    lengths = lognormal(900)
+    whole = kind(4096, lengths, 3, 2, drop_last=drop_last)
+    whole.set_epoch(4)
+    batches = [batch.tolist() for batch in whole]
+    begun = kind(4096, lengths, 3, 2, drop_last=drop_last)
+    begun.set_epoch(4)
+    iterator = iter(begun)
+    for _ in range(5):
+        next(iterator)
+    state = begun.state_dict()
+    assert state == whole.state_at(5)
+    again = resumed(state, lengths, 3, 2, kind, drop_last=drop_last)
+    again.set_epoch(4)  # hosts repeat the epoch; the position stays
+    assert [batch.tolist() for batch in again] == batches[5:]
+    assert [batch.tolist() for batch in again] == batches
+    again.set_epoch(5)
+    whole.set_epoch(5)
+    assert [batch.tolist() for batch in again] == [batch.tolist() for batch in whole]
+
+
+@pytest.mark.parametrize("worlds", [(8, 6, 3, 1), (2, 7, 7, 2), (4, 4, 5, 4)])
+def test_other_ranks_go_on_without_loss_or_repetition(worlds):
+    lengths = lognormal(1500)
+    state, trained = None, []
+    for turn, world in enumerate(worlds):
+        last = turn == len(worlds) - 1
+        states = []
+        for rank in range(world):
+            sampler = MultipackDistributedBatchSampler(4096, lengths, world, rank, 7)
+            sampler.set_epoch(2)
+            if state is not None:
+                sampler.load_state_dict(state)
+            iterator = iter(sampler)
+            batches = list(iterator) if last else [next(iterator) for _ in range(5)]
+            trained += [document for batch in batches for document in batch.tolist()]
+            states.append(sampler.state_dict())
+        assert all(each == states[0] for each in states)
+        state = states[0]
+    assert sorted(trained) == list(range(1500))
+    after = resumed(state, lengths, 3, 0, seed=7)
+    assert list(after) == []
+    after.set_epoch(3)
+    assert len(list(after)) == len(after) == after.num_batches()
+
+
+def test_other_ranks_at_an_epochs_beginning_have_a_whole_epoch():
+    lengths = lognormal(900)
+    state = MultipackDistributedBatchSampler(4096, lengths, 2, 0).state_dict()
+    other = resumed(state, lengths, 3, 0)
+    assert other.num_batches() == len(other) == len(list(other))
+
+
+def test_too_few_documents_left_for_more_ranks():
+    sampler = MultipackDistributedBatchSampler(100, [100] * 8, 2, 0)
+    state = sampler.state_at(3)
+    with pytest.raises(ValueError, match="2 documents cannot give each of num_replicas=4"):
+        MultipackDistributedBatchSampler(100, [100] * 8, 4, 0).load_state_dict(state)
+
+
+def test_states_of_something_else_are_refused():
+    lengths = lognormal(300)
+    sampler = MultipackDistributedBatchSampler(4096, lengths, 2, 0)
+    state = sampler.state_dict()
+    for changed, name in (
+        (MultipackDistributedBatchSampler(4096, lengths, 2, 0, seed=1), "seed=0"),
+        (MultipackDistributedBatchSampler(4096, lengths[:-1], 2, 0), "lengths="),
+        (MultipackDistributedBatchSampler(8192, lengths, 2, 0), "batch_max_length=4096"),
+        (MultipackDistributedBatchSampler_LinearAttention(4096, lengths, 2, 0), "sampler='joint'"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            changed.load_state_dict(state)
+    with pytest.raises(ValueError, match="lacks epoch"):
+        sampler.load_state_dict({key: value for key, value in state.items() if key != "epoch"})
+    for segments in ([], "8", [[2]], [[2, 10**6]], [[0, 1]], [[2, -1]]):
+        with pytest.raises(ValueError, match="saved sampler state"):
+            sampler.load_state_dict(state | {"segments": segments})
+    with pytest.raises(ValueError, match="version"):
+        sampler.load_state_dict(state | {"plan": "1-2-3-4"})
+    assert sampler.state_dict() == state
+
+
+def test_ranks_are_asked_for(monkeypatch):
+    lengths = lognormal(50)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match="init_process_group first"):
+        MultipackDistributedBatchSampler(4096, lengths)
+    monkeypatch.delenv("WORLD_SIZE")
+    with pytest.raises(ValueError, match="give both num_replicas and rank"):
+        MultipackDistributedBatchSampler(4096, lengths, num_replicas=2)
+    with pytest.raises(ValueError, match="rank=2 is outside num_replicas=2"):
+        MultipackDistributedBatchSampler(4096, lengths, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seed": -1}, "seed must be a whole number"),
+        ({"batch_max_length": 0}, "batch_max_length must be"),
+        ({"window": 0}, "window must be"),
+        ({"overlong": "cut"}, "overlong='cut' is unknown"),
+        ({"lengths": []}, "lengths is empty"),
+        ({"lengths": [3, 0]}, "document 1 has 0 tokens"),
+        ({"lengths": [9000], "overlong": "drop"}, "none is left"),
+    ],
+)
+def test_mistakes_are_named(options, message):
+    settings = {"batch_max_length": 4096, "lengths": [5, 6, 7], "num_replicas": 1, "rank": 0} | options
+    with pytest.raises(ValueError, match=message):
+        MultipackDistributedBatchSampler(**settings)
+
+
+def test_interleaved_deals_the_rest():
+    """30 documents, steps of 3 × 3: three full steps and one of three documents; 29 leave two over."""
+    for count, steps, over in ((30, 4, 0), (29, 3, 2)):
+        lengths = np.arange(1, count + 1)
+        ranks = [InterleavedSampler(lengths, 3, 3, rank) for rank in range(3)]
+        held = [document for sampler in ranks for batch in sampler for document in batch.tolist()]
+        assert [len(list(sampler)) for sampler in ranks] == [len(ranks[0])] * 3 == [steps] * 3
+        assert ranks[0].dropped.size == over
+        assert sorted([*held, *ranks[0].dropped.tolist()]) == list(range(count))
+
+
+def test_nothing_warns_without_a_reason():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        list(MultipackDistributedBatchSampler(4096, lognormal(300), 2, 1))

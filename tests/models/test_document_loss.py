@@ -1,0 +1,89 @@
+"""Documents that weigh alike and documents that are aligned: the loss of each document alone, added up."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from multipack.data.collate import PackedCollator, PaddedCollator
+from multipack.models.decoder import Decoder
+
+
+@pytest.fixture
+def collate():
+    """(documents, options of the collator) → PackedBatch."""
+    return lambda documents, **options: PackedCollator(max_documents=8, max_seqlen=64, pad_id=3, **options)(
+        documents
+    )
+
+
+def of_each_alone(model, documents, collate):
+    """Σ over documents of the mean loss over each one's targets, written out; and their number."""
+    means = []
+    for document in documents:
+        batch = collate([document])
+        if batch.num_target_tokens:
+            means.append(model(batch) / batch.num_target_tokens)
+    return torch.stack(means).sum(), len(means)
+
+
+def gradients_of(model, loss):
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+
+
+def test_documents_that_weigh_alike_are_each_one_alone(model, documents, collate, distance):
+    expected, count = of_each_alone(model, documents, collate)
+    batch = collate(documents, loss_weighting="document")
+    assert batch.denominator == count == 4  # one document has a single token
+    loss = model(batch)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert distance(gradients_of(model, loss), gradients_of(model, expected)) < 1e-6
+
+
+def test_padded_rows_weigh_the_same(model, documents, collate):
+    packed = model(collate(documents, loss_weighting="document"))
+    padded = model(PaddedCollator(pad_id=3, loss_weighting="document")(documents))
+    assert padded.item() == pytest.approx(packed.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("loss_weighting", ["token", "document"])
+@pytest.mark.parametrize(("align", "pad_to"), [(2, None), (5, None), (16, None), (4, 64)])
+def test_aligned_documents_have_the_losses_and_gradients_of_tight_ones(
+    model, documents, collate, distance, align, pad_to, loss_weighting
+):
+    tight = collate(documents, loss_weighting=loss_weighting)
+    aligned = collate(documents, align=align, pad_to=pad_to, loss_weighting=loss_weighting)
+    assert aligned.num_slots > tight.num_slots
+    assert not any(length % align for length in aligned.lengths)
+    losses = model(tight), model(aligned)
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-6)
+    assert distance(gradients_of(model, losses[1]), gradients_of(model, losses[0])) < 1e-6
+
+
+@pytest.mark.parametrize("shape", ["gpt2", "gpt2-no-bias"], indirect=True)
+def test_alignment_may_go_beyond_a_table_of_positions_but_no_document_may(shape, document, collate):
+    model = Decoder(dataclasses.replace(shape, context=9))
+    fits = [document(9), document(5)]
+    assert model(collate(fits, align=8)).item() == pytest.approx(model(collate(fits)).item(), rel=1e-6)
+    with pytest.raises(ValueError, match="a document of 10 tokens is longer than the table"):
+        model(collate([document(10)], align=8))
+
+
+def test_under_autocast_too(model, documents, collate):
+    batch = collate(documents, align=4, loss_weighting="document")
+    exact = model(batch).item()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(batch)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(exact, rel=2e-2)
+    assert torch.isfinite(gradients_of(model, loss)).all()
+
+
+def test_a_loss_function_that_knows_no_weights_is_asked_for_none_it_does_not_need(shape, documents, collate):
+    def summed(hidden, weight, targets, num_targets=None):
+        return hidden.sum()
+
+    model = Decoder(shape, loss_function=summed)
+    model(collate(documents))
+    with pytest.raises(TypeError, match="weights"):
+        model(collate(documents, loss_weighting="document"))

@@ -1,0 +1,304 @@
+"""Fewest packs: never worse than best fit, never below the bound, and the bound never above the optimum."""
+
+import functools
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from multipack.planning import fewest as module
+from multipack.planning import patterns
+from multipack.planning.bounds import simple_bound
+from multipack.planning.columns import SCALE, Knapsack
+from multipack.planning.fewest import fewest
+from multipack.planning.grid import Grid
+from multipack.planning.kernels.packing import hand_out
+from multipack.planning.lengths import Histogram, count
+from multipack.planning.packing import pack
+
+DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "lengths"
+needs_data = pytest.mark.skipif(not DATA.exists(), reason="../shared/data is not there")
+
+
+def optimum(lengths, capacity, limit):
+    """The fewest packs, by dynamic programming over subsets of the documents."""
+    everything = (1 << len(lengths)) - 1
+    fits = [
+        subset
+        for subset in range(1, everything + 1)
+        if subset.bit_count() <= limit
+        and sum(length for i, length in enumerate(lengths) if subset >> i & 1) <= capacity
+    ]
+
+    @functools.cache
+    def least(rest):
+        if not rest:
+            return 0
+        first = rest & -rest
+        return 1 + min(least(rest & ~subset) for subset in fits if subset & first and not subset & ~rest)
+
+    return least(everything)
+
+
+def check_packs(histogram, capacity, limit, made):
+    """Every document once, capacity and limit held. Returns how many packs there are."""
+    by_length = np.arange(histogram.documents)
+    lengths = np.repeat(histogram.values, histogram.counts)
+    order, offsets = hand_out(by_length, histogram.counts, *made)
+    assert sorted(order.tolist()) == by_length.tolist()
+    assert np.add.reduceat(lengths[order], offsets[:-1]).max() <= capacity
+    assert np.diff(offsets).max() <= limit
+    assert len(offsets) - 1 <= made.num_packs
+    return len(offsets) - 1
+
+
+def check(histogram, capacity, limit, made, bound):
+    """What holds whatever the effort."""
+    assert bound <= check_packs(histogram, capacity, limit, made)
+    assert made.num_packs <= patterns.best_fit(histogram, capacity, limit).num_packs
+    assert bound >= simple_bound(histogram, capacity, limit)
+
+
+def problems(most_documents):
+    """Lengths between thirds and halves of the capacity, where simple methods fail, and any others."""
+
+    @st.composite
+    def draw_one(draw):
+        capacity = draw(st.integers(1, 60))
+        shortest = draw(
+            st.sampled_from([1, max(1, capacity // 5), max(1, capacity // 4), max(1, capacity // 3)])
+        )
+        longest = draw(st.sampled_from([capacity, max(shortest, capacity // 2)]))
+        lengths = draw(st.lists(st.integers(shortest, longest), min_size=1, max_size=most_documents))
+        return lengths, capacity, draw(st.one_of(st.none(), st.integers(1, 4)))
+
+    return draw_one()
+
+
+@settings(deadline=None, max_examples=100)
+@given(problems(9))
+def test_between_bound_and_best_fit(problem):
+    lengths, capacity, limit = problem
+    made = pack(lengths, capacity, "fewest", limit)
+    assert made.lower_bound <= optimum(lengths, capacity, limit or len(lengths)) <= len(made)
+    assert made.gap == 0  # so small ones are always solved
+
+
+@settings(deadline=None, max_examples=40)
+@given(problems(120))
+def test_every_document_once(problem):
+    lengths, capacity, limit = problem
+    histogram = count(np.array(lengths))
+    limit = limit or len(lengths)
+    check(histogram, capacity, limit, *fewest(histogram, capacity, limit, 5.0))
+
+
+@pytest.mark.parametrize("most_lengths", [1, 3, 8])
+@settings(deadline=None, max_examples=40)
+@given(problem=problems(9))
+def test_coarse_grids_are_honest(most_lengths, problem):
+    """On a grid that is much too coarse packs still fit, and the bound is still none that packs go below."""
+    lengths, capacity, limit = problem
+    limit = limit or len(lengths)
+    histogram = count(np.array(lengths))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_FIRST_LENGTHS", most_lengths)
+        patch.setattr(module, "_MOST_LENGTHS", most_lengths)
+        patch.setattr(module, "_QUICK", ((0, 0),))
+        made, bound = fewest(histogram, capacity, limit, 5.0)
+    check(histogram, capacity, limit, made, bound)
+    assert bound <= optimum(lengths, capacity, limit) <= made.num_packs
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_grids_round_to_the_right_side(data):
+    capacity = data.draw(st.integers(1, 40))
+    lengths = data.draw(st.lists(st.integers(1, capacity), min_size=1, max_size=8))
+    size = data.draw(st.integers(1, capacity))
+    histogram = count(np.array(lengths))
+    fewest_of_all = optimum(lengths, capacity, len(lengths))
+
+    def coarse_optimum(grid):
+        return optimum(np.repeat(*grid.histogram).tolist(), grid.capacity, len(lengths))
+
+    assert coarse_optimum(Grid.below(histogram, capacity, size)) <= fewest_of_all
+    above = Grid.above(histogram, capacity, size)
+    assert coarse_optimum(above) >= fewest_of_all
+    coarse = patterns.best_fit(above.histogram, above.capacity, len(lengths))
+    check_packs(histogram, capacity, len(lengths), above.refine(coarse, histogram))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_the_knapsack_is_exact(data):
+    capacity = data.draw(st.integers(1, 40))
+    lengths = data.draw(st.lists(st.integers(1, capacity), min_size=1, max_size=9))
+    limit = data.draw(st.integers(1, 9))
+    histogram = count(np.array(lengths))
+    weights = np.array(data.draw(st.lists(st.integers(0, SCALE), min_size=9, max_size=9)))[
+        : len(histogram.values)
+    ]
+    weights[0] = max(weights[0], 1)
+    heaviest, packs = Knapsack(histogram, capacity, limit).heaviest(weights)
+    numbers = np.repeat(np.arange(len(weights)), histogram.counts).tolist()
+    best = 0
+    for subset in range(1 << len(numbers)):
+        chosen = [number for i, number in enumerate(numbers) if subset >> i & 1]
+        if len(chosen) <= limit and sum(histogram.values[n] for n in chosen) <= capacity:
+            best = max(best, sum(int(weights[n]) for n in chosen))
+    assert heaviest == best == packs[-1] @ weights
+    assert (packs @ histogram.values).max() <= capacity
+    assert packs.sum(axis=1).max() <= limit
+    assert (packs <= histogram.counts).all()
+    assert (np.diag(packs) >= 1).all()
+    # Farley's bound, for weights that come from nowhere
+    total = int(weights @ histogram.counts)
+    assert -(-total // heaviest) <= optimum(lengths, capacity, limit)
+
+
+def test_full_packs_by_hand():
+    """Best fit makes 4 + 3, 3 + 2 + 2 and 2; 4 + 2 + 2 and 3 + 3 + 2 are full."""
+    histogram = count(np.array([4, 3, 3, 2, 2, 2]))
+    assert patterns.best_fit(histogram, 8, 6).num_packs == 3
+    for nodes, work in ((10, 1_000), (0, 1_000), (10, 100)):  # by search, or by sums
+        made = patterns.fill(histogram, 8, 6, nodes, work)
+        assert made.packs.tolist() == [1, 1]
+        assert made.numbers.tolist() == [0, 2, 1, 2]
+        assert made.copies.tolist() == [1, 2, 2, 1]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_full_packs_hold_every_document_once(data):
+    capacity = data.draw(st.integers(1, 300))
+    lengths = data.draw(st.lists(st.integers(1, capacity), min_size=1, max_size=60))
+    limit = data.draw(st.sampled_from([1, 3, 60]))
+    effort = data.draw(
+        st.sampled_from([(0, 0), (0, 10**6), (5, 100), (5, 10**6), (10_000, 0), (10_000, 10**8)])
+    )
+    histogram = count(np.array(lengths))
+    made = patterns.fill(histogram, capacity, limit, *effort)
+    assert check_packs(histogram, capacity, limit, made) == made.num_packs
+    assert made.demand(len(histogram.values)).tolist() == histogram.counts.tolist()
+
+
+def test_what_the_linear_program_sees():
+    """Thirds and a little: two of 34 leave 32, in which no other fits, so that tokens say 34 and truth is 50."""
+    made = pack([34] * 100, 100, "fewest")
+    assert (len(made), made.lower_bound) == (50, 50)
+    assert pack([34] * 100, 100).lower_bound == 34
+
+
+def test_time_budget_keeps_what_is_there():
+    lengths = np.random.default_rng(0).integers(200, 700, 3_000)
+    quick = pack(lengths, 1_000, "fewest", time_budget=1e-9)
+    assert len(quick) == len(pack(lengths, 1_000))
+    assert quick.lower_bound == pack(lengths, 1_000).lower_bound
+    assert quick.totals(lengths).max() <= 1_000
+
+
+def test_the_same_twice():
+    lengths = np.random.default_rng(3).integers(100, 500, 2_000)
+    first, second = (pack(lengths, 1_000, "fewest", time_budget=60) for _ in range(2))
+    assert first.order.tolist() == second.order.tolist()
+    assert first.offsets.tolist() == second.offsets.tolist()
+    assert first.lower_bound == second.lower_bound
+
+
+@pytest.mark.parametrize(
+    ("lengths", "packs"),
+    [
+        (np.full(20_000, 4097), 20_000),
+        (np.ones(20_000, dtype=np.int64), 3),
+        (np.full(2_000, 8192), 2_000),
+        (np.random.default_rng(0).integers(1, 8193, 20_000), 10_106),
+        (
+            np.random.default_rng(0).choice(
+                [100, 8192 - 100, 90, 8192 - 64], 20_000, p=[0.5, 0.05, 0.4, 0.05]
+            ),
+            2_220,
+        ),
+    ],
+    ids=["half", "ones", "full", "uniform", "bimodal"],
+)
+def test_adversarial_sets(lengths, packs):
+    made = pack(lengths, 8192, "fewest")
+    assert len(made) <= packs
+    assert made.gap == 0
+
+
+@pytest.mark.parametrize(("documents", "packs"), [(10_000, 2_112), (100_000, 21_038)])
+def test_lightbinpack_benchmark(documents, packs):
+    """Best fit makes 2,114 and 21,053."""
+    lengths = np.random.RandomState(0).randint(1000, 20000, documents)
+    made = pack(lengths, 50_000, "fewest", time_budget=60)
+    assert (len(made), made.gap) == (packs, 0)
+
+
+@pytest.mark.slow
+def test_lightbinpack_benchmark_of_a_million():
+    lengths = np.random.RandomState(0).randint(1000, 20000, 1_000_000)
+    assert len(pack(lengths, 50_000)) == 210_339
+    made = pack(lengths, 50_000, "fewest", time_budget=60)
+    assert (len(made), made.gap) == (210_189, 0)
+
+
+def krell(name):
+    counts = np.load(DATA / name)
+    present = np.flatnonzero(counts)[::-1]
+    return Histogram(present + 1, counts[present].astype(np.int64))
+
+
+@needs_data
+@pytest.mark.parametrize(
+    ("name", "capacity", "packs", "bound"),
+    [
+        ("wikipedia512_histogram.npy", 512, 8_135_728, 8_135_727),
+        ("squad384_histogram.npy", 384, 40_196, 40_195),
+    ],
+)
+def test_krell_histograms(name, capacity, packs, bound):
+    """Published: 99.949 % and 97.739 % filled (8,138,483 and 40,631 packs)."""
+    histogram = krell(name)
+    made, proven = fewest(histogram, capacity, histogram.documents, 60.0)
+    assert proven >= bound
+    assert proven <= made.num_packs <= packs
+    assert ((made.demand(len(histogram.values)) - histogram.counts) >= 0).all()
+
+
+@needs_data
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_squad_with_few_documents_a_pack(limit):
+    histogram = krell("squad384_histogram.npy")
+    made, bound = fewest(histogram, 384, limit, 60.0)
+    check(histogram, 384, limit, made, bound)
+    assert made.num_packs <= bound + 1
+
+
+@needs_data
+@pytest.mark.slow
+def test_long_documents_on_a_grid():
+    """SQuAD's lengths in units of about 85 tokens: 22 thousand distinct ones, which no LP has rows for."""
+    squad, rng = krell("squad384_histogram.npy"), np.random.default_rng(1)
+    lengths = np.repeat(squad.values, squad.counts) * 85
+    lengths -= rng.integers(0, 85, len(lengths))
+    made, simple = pack(lengths, 384 * 85, "fewest", time_budget=60), pack(lengths, 384 * 85)
+    assert made.totals(lengths).max() <= 384 * 85
+    assert len(made) <= 0.991 * len(simple)
+    assert made.lower_bound >= 1.008 * simple.lower_bound
+    assert made.gap < 0.002 * len(made)
+
+
+@needs_data
+@pytest.mark.parametrize(
+    ("name", "capacity"),
+    [("gsm8k_train", 600), ("gsm8k_train", 2048), ("stdlib311_doc2src", 8192), ("openchat_v1", 32768)],
+)
+def test_real_lengths(name, capacity):
+    lengths = np.load(DATA / f"{name}.npy")
+    made = pack(lengths, capacity, "fewest", time_budget=60)
+    assert made.totals(lengths).max() <= capacity
+    assert made.gap == 0

@@ -1,0 +1,215 @@
+"""FLOPs against torch's own counter.
+
+`FlopCounterMode` counts every matrix product that runs. Attention it counts as l × l pairs, causal or not, where
+a causal document has l(l+1)/2 that need computing: the difference, l(l−1)/2 pairs of 12 FLOPs and more for every
+unit of width, is added to ours before they are compared, and is the only one. (The counter does not know the
+CPU's fused attention; the plain products behind it, or the fused one with torch's formula for it, are counted.)
+"""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from multipack.data.collate import PackedCollator
+from multipack.data.documents import Document
+from multipack.models.decoder import Decoder
+from multipack.planning.cost import CostModel
+from multipack.shapes import ModelShape
+
+LENGTHS = [70, 1, 33, 200]
+SMALL = {"layers": 2, "heads": 4, "d_model": 64, "d_ff": 96, "vocabulary_size": 50, "context": 512}
+VARIANTS = {
+    "llama": {},
+    "gqa, wide heads": {"kv_heads": 2, "head_dim": 24},
+    "gpt2": {"positions": "learned", "norm": "layernorm", "activation": "gelu", "bias": True},
+    "one key head, untied": {"kv_heads": 1, "tied": False},
+}
+
+
+def _batch():
+    documents = [
+        Document(np.arange(length, dtype=np.uint16) % 50, np.array([[0, length]])) for length in LENGTHS
+    ]
+    return PackedCollator(max_documents=8, max_seqlen=256)(documents)
+
+
+def _every_row_is_projected(hidden, weight, targets, **_):
+    """Cross-entropy over all tokens: the decoder's own loss leaves a document's last token out."""
+    return F.cross_entropy(F.linear(hidden, weight), targets.clamp(min=0), reduction="sum")
+
+
+def _beyond_causal(shape, recompute="none"):
+    """FLOPs of the pairs above the diagonal, which the counter counts: l² − l(l+1)/2 of each document and layer."""
+    exact = np.array(LENGTHS)
+    causal = CostModel.from_shape(shape, recompute=recompute)
+    per_unit = causal.executed_flops([2], 0) - 2 * causal.executed_flops(
+        [1], 0
+    )  # 6·N·H·e·(6 − 2·2), or 7, or 9
+    return per_unit / 2 * float((2 * exact**2 - exact * (exact + 1)).sum())
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_our_decoder(name):
+    shape = ModelShape(**SMALL, **VARIANTS[name])
+    model = Decoder(shape, attention="loop", loss_function=_every_row_is_projected)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(_batch()).backward()
+    expected = CostModel.from_shape(shape).flops(LENGTHS) + _beyond_causal(shape)
+    assert counter.get_total_flops() == pytest.approx(expected, rel=1e-9)
+
+
+def test_our_own_loss_projects_targets_only():
+    shape = ModelShape(**SMALL)
+    products = partial(_product)
+    with (
+        sdpa_kernel(SDPBackend.MATH),
+        FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: products}) as counter,
+    ):
+        Decoder(shape, attention="loop")(_batch()).backward()
+    not_projected = 6 * shape.d_model * shape.vocabulary_size * len(LENGTHS)
+    expected = CostModel.from_shape(shape).flops(LENGTHS) + _beyond_causal(shape) - not_projected
+    assert counter.get_total_flops() == pytest.approx(expected, rel=1e-9)
+
+
+def _product(sum_shape, left, right, *args, out_shape=None, **kwargs):
+    """FLOPs of sum += left @ right, in place, which the counter does not know."""
+    return 2 * left[0] * left[1] * right[1]
+
+
+FUSED = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *a, **_: sdpa_flop_count(
+        q, k, v
+    ),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda upstream, q, k, v, *a, **_: sdpa_backward_flop_count(upstream, q, k, v)
+    ),
+}
+"""torch's formulas for fused attention (five products backward), for the CPU's kernel."""
+
+
+@pytest.mark.parametrize("recompute", ["flash", "full"])
+def test_recomputation_is_what_is_executed(recompute):
+    shape = ModelShape(**SMALL)
+
+    def whole(hidden, weight, targets, **_):
+        return checkpoint(_every_row_is_projected, hidden, weight, targets, use_reentrant=False)
+
+    full = recompute == "full"
+    model = Decoder(shape, attention="loop", loss_function=whole if full else _every_row_is_projected)
+    if full:
+        for block in model.blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    with (
+        FlopCounterMode(display=False, custom_mapping=FUSED) as counter,
+        torch.utils.checkpoint.set_checkpoint_early_stop(
+            False
+        ),  # which would spare each block's last product
+    ):
+        model(_batch()).backward()
+    cost = CostModel.from_shape(shape, recompute=recompute)
+    expected = cost.executed_flops(LENGTHS) + _beyond_causal(shape, recompute)
+    assert counter.get_total_flops() == pytest.approx(expected, rel=1e-9)
+    assert cost.flops(LENGTHS) == CostModel.from_shape(shape).flops(LENGTHS)
+
+
+class _Latent(nn.Module):
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, §2.1), products only, without norms and rotation."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape = shape
+        d, heads, rank = shape.d_model, shape.heads, shape.query_rank
+        wide = heads * (shape.nope_width + shape.rope_width)
+        queries = [nn.Linear(d, rank), nn.Linear(rank, wide)] if rank else [nn.Linear(d, wide)]
+        self.query = nn.Sequential(*queries)
+        self.down = nn.Linear(d, shape.kv_rank + shape.rope_width)
+        self.up = nn.Linear(shape.kv_rank, heads * (shape.nope_width + shape.value_width))
+        self.output = nn.Linear(heads * shape.value_width, d)
+
+    def forward(self, x):
+        s = self.shape
+        query = self.query(x).unflatten(-1, (s.heads, -1))
+        latent, rotary = self.down(x).split([s.kv_rank, s.rope_width], -1)
+        key, value = self.up(latent).unflatten(-1, (s.heads, -1)).split([s.nope_width, s.value_width], -1)
+        key = torch.cat([key, rotary[:, None].expand(-1, s.heads, -1)], -1)
+        seen = [
+            F.scaled_dot_product_attention(*(part.transpose(0, 1)[None] for part in parts), is_causal=True)
+            for parts in zip(*(part.split(LENGTHS) for part in (query, key, value)), strict=True)
+        ]
+        return self.output(torch.cat([part[0].transpose(0, 1).flatten(1) for part in seen]))
+
+
+class _Mixture(nn.Module):
+    """A router, the experts that it picks for each token, and shared ones."""
+
+    def __init__(self, shape):
+        super().__init__()
+        width = shape.expert_width or shape.d_ff
+        self.picked = shape.experts_per_token
+        self.router = nn.Linear(shape.d_model, shape.experts, bias=False)
+        self.experts = nn.ModuleList(_Gated(shape.d_model, width) for _ in range(shape.experts))
+        shared = shape.shared_width or width
+        self.shared = nn.ModuleList(_Gated(shape.d_model, shared) for _ in range(shape.shared_experts))
+
+    def forward(self, x):
+        weights, chosen = self.router(x).topk(self.picked, -1)
+        out = sum((expert(x) for expert in self.shared), torch.zeros_like(x))
+        for number, expert in enumerate(self.experts):
+            rows, slots = torch.nonzero(chosen == number, as_tuple=True)
+            if len(rows):
+                out = out.index_add(0, rows, expert(x[rows]) * weights[rows, slots, None])
+        return out
+
+
+class _Gated(nn.Module):
+    def __init__(self, d, width):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(d, width), nn.Linear(d, width), nn.Linear(width, d)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+LATENT = {"kv_rank": 16, "nope_width": 12, "rope_width": 8, "value_width": 10}
+MIXED = {"experts": 6, "experts_per_token": 2, "expert_width": 24}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        LATENT,
+        {**LATENT, "query_rank": 20},
+        {**LATENT, **MIXED, "shared_experts": 2, "dense_layers": 1},
+        {**LATENT, **MIXED, "shared_experts": 1, "shared_width": 40},
+    ],
+)
+def test_latent_attention_and_mixtures(fields):
+    shape = ModelShape(**SMALL, **fields)
+    torch.manual_seed(0)
+    layers = []
+    for number in range(shape.layers):
+        dense = not shape.experts or number < shape.dense_layers
+        layers += [_Latent(shape), _Gated(shape.d_model, shape.d_ff) if dense else _Mixture(shape)]
+    head = nn.Linear(shape.d_model, shape.vocabulary_size, bias=False)
+    x = torch.randn(sum(LENGTHS), shape.d_model, requires_grad=True)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        head(nn.Sequential(*layers)(x)).sum().backward()
+    expected = CostModel.from_shape(shape).flops(LENGTHS) + _beyond_causal(shape)
+    assert counter.get_total_flops() == pytest.approx(expected, rel=1e-9)
+
+
+def test_parameters_are_those_of_the_modules():
+    shape = ModelShape(**SMALL, **LATENT, **MIXED, query_rank=20, shared_experts=2, dense_layers=1)
+    modules = [_Latent(shape), _Latent(shape), _Gated(shape.d_model, shape.d_ff), _Mixture(shape)]
+    matrices = (
+        sum(p.numel() for module in modules for p in module.parameters() if p.dim() == 2)
+        + shape.d_model * shape.vocabulary_size
+    )
+    assert shape.total_parameters == matrices
