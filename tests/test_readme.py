@@ -15,7 +15,7 @@ COMMANDS = re.findall(
 
 
 def test_there_is_something_to_test():
-    assert len(BLOCKS) == 3
+    assert len(BLOCKS) == 4
     assert len(COMMANDS) >= 9
     assert "@@" not in README
 

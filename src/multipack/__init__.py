@@ -15,6 +15,7 @@ _PUBLIC = {
     "Packs": "multipack.planning.packing",
     "plan": "multipack.planning.plan",
     "Plan": "multipack.planning.plan",
+    "PackStream": "multipack.planning.stream",
     "PlanReport": "multipack.planning.measure",
     "CostModel": "multipack.planning.cost",
     "ModelShape": "multipack.shapes",
@@ -25,6 +26,7 @@ _PUBLIC = {
     "PackedBatch": "multipack.data.batch",
     "PackedBatchSampler": "multipack.data.sampler",
     "PackedCollator": "multipack.data.collate",
+    "PackedStreamDataset": "multipack.data.stream",
     "PackedLoader": "multipack.data.loader",
     "attention": "multipack.models.attention",
     "Decoder": "multipack.models.decoder",
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from multipack.data.loader import PackedLoader as PackedLoader
     from multipack.data.sampler import PackedBatchSampler as PackedBatchSampler
     from multipack.data.store import TokenStore as TokenStore
+    from multipack.data.stream import PackedStreamDataset as PackedStreamDataset
     from multipack.models.attention import attention as attention
     from multipack.models.decoder import Decoder as Decoder
     from multipack.models.generate import generate as generate
@@ -52,6 +55,7 @@ if TYPE_CHECKING:
     from multipack.planning.packing import pack as pack
     from multipack.planning.plan import Plan as Plan
     from multipack.planning.plan import plan as plan
+    from multipack.planning.stream import PackStream as PackStream
     from multipack.shapes import SHAPES as SHAPES
     from multipack.shapes import ModelShape as ModelShape
 

@@ -252,3 +252,24 @@ def test_joint_is_alike_in_tokens_and_squares():
         dealt = made.deal(step, 8)
         assert np.ptp(dealt.totals(lengths)) <= 40
         assert np.ptp(dealt.totals(lengths * lengths)) <= 60_000
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_nearly_full_packs_stay_within_the_capacity(data):
+    """Where not every beginning finds room for all documents, the ones that do not are put aside."""
+    capacity = 256
+    pieces = []
+    for _ in range(data.draw(st.integers(2, 6))):  # packs that are full to the last token
+        cuts = sorted(data.draw(st.lists(st.integers(1, capacity - 1), min_size=1, max_size=5, unique=True)))
+        pieces.append(np.diff([0, *cuts, capacity]))
+    lengths = np.concatenate(pieces)
+    own = np.repeat(np.arange(len(pieces)), [len(piece) for piece in pieces])
+    for world in range(1, len(pieces) + 1):
+        for sync in SYNCS:
+            dealt = dealing.deal(
+                lengths, weigh(lengths, 99, 1), own, world=world, micro_batches=-(-len(pieces) // world),
+                capacity=capacity, max_documents=99, sync=sync, joint=data.draw(st.booleans()),
+            )  # fmt: skip
+            assert sorted(dealt.order.tolist()) == list(range(len(lengths)))
+            assert dealt.totals(lengths).max() <= capacity

@@ -31,6 +31,10 @@ Integers = NDArray[np.int64]
 _EXACT = 20_000  # exchanges stop within 1/20,000 of what no arrangement can beat
 _CLOSE = 10_000  # … and pairs of packs are not rearranged within 1/10,000 of it
 _ATTEMPTS = 4  # rearrangements of two packs, for each rank
+_MANY, _PATIENCE = (
+    4,
+    3,
+)  # where a rank has that many packs in a meeting, so many times as many: few suit each other
 _JOINT_HALF, _JOINT_ATTEMPTS = 9, 5  # the same where tokens and squares shall agree
 _MORE = 3  # that effort adds to a half at most, one each time that it doubles
 
@@ -213,7 +217,7 @@ class _Step:
             )
         else:
             number[dearest_first] = np.arange(self.packs)  # alike in cost, so together in one micro-batch
-        return number[placed]
+        return np.where(placed < 0, -1, number[placed])
 
     def _balance(self, order: Integers, offsets: Integers, first: int, last: int) -> int:
         """Let ranks of one meeting trade documents, in place; returns the dearest one's cost."""
@@ -230,6 +234,7 @@ class _Step:
         if not self.joint and reached <= enough:
             return int(reached)
         half, attempts = (_JOINT_HALF, _JOINT_ATTEMPTS) if self.joint else (HALF, _ATTEMPTS)
+        attempts *= _PATIENCE if last - first >= _MANY else 1
         half += min(self.effort.bit_length() - 1, _MORE)
         pairing.level(*meeting, self.joint, half, attempts * self.effort * world, enough)
         totals = np.add.reduceat(np.append(costs[order], 0), offsets[:-1])

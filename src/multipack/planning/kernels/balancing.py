@@ -9,7 +9,7 @@ from multipack.planning.jit import compiled
 
 Integers = NDArray[np.int64]
 
-_PARTNERS = 64  # cheapest ranks that the dearest one tries to trade with
+_PARTNERS = 64  # cheapest ranks that the dearest one tries to trade with; fewer where each has many packs
 
 
 @compiled
@@ -205,7 +205,7 @@ def exchange(
         if load[dearest] <= target:
             break
         least = max(tiny, (load[dearest] - target) // 64)
-        for other in np.argsort(load, kind="mergesort")[:_PARTNERS]:
+        for other in np.argsort(load, kind="mergesort")[: max(_PARTNERS // (last_slot - first_slot), 4)]:
             gap = load[dearest] - load[other]
             if gap <= 2 * least + 1:
                 break

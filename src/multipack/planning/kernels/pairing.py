@@ -309,7 +309,7 @@ def level(
                 there = (here + 1 + (seed >> 8) % (world - 1)) % world
         else:
             here = int(np.argmax(load))
-            if load[here] <= target or failures > 2 * world + 8:
+            if load[here] <= target or 2 * failures > attempts:
                 return
             there = int(np.argsort(load, kind="mergesort")[failures % (world - 1)])
         moved, moved_other, seed = _pair(

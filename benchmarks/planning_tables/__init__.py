@@ -1,0 +1,1 @@
+"""The tables of benchmarks/planning.py, one module a family."""

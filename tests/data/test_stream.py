@@ -1,0 +1,166 @@
+"""A stream as a data set: each rank its share, places inside a step, torch's loader, and two gloo processes."""
+
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from torch.utils.data import DataLoader
+
+from multipack.data.batch import IGNORE
+from multipack.data.collate import PackedCollator
+from multipack.data.documents import Document
+from multipack.data.stream import PackedStreamDataset
+from multipack.planning.stream import PackStream
+
+HERE = Path(__file__).parent
+LENGTHS = np.random.default_rng(5).lognormal(3.0, 0.9, 400).clip(1, 120).astype(int)
+DOCUMENTS = [Document(np.full(n, i, dtype=np.uint16), np.array([[0, n]])) for i, n in enumerate(LENGTHS)]
+OPTIONS = {"capacity": 128, "packs_per_step": 6}
+
+
+def stream(documents=DOCUMENTS, **options):
+    return PackStream(documents, length=lambda document: len(document.tokens), **(OPTIONS | options))
+
+
+def names(micro_batch):
+    """Which documents a micro-batch holds, and what it knows of its step."""
+    return [int(document.tokens[0]) for document in micro_batch.batch], *micro_batch[1:]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("sync", ["micro", "step"])
+def test_each_rank_takes_its_share(world, sync):
+    ranks = [
+        list(PackedStreamDataset(stream(), rank=rank, world_size=world, sync=sync)) for rank in range(world)
+    ]
+    assert len({len(rank) for rank in ranks}) == 1
+    micro_batches = -(-6 // world)
+    seen = []
+    for row in zip(*ranks, strict=True):
+        assert len({(each.step, each.micro_batch, each.denominator) for each in row}) == 1
+        assert {each.micro_batches for each in row} == {micro_batches}
+        assert all(sum(len(document.tokens) for document in each.batch) <= 128 for each in row)
+        seen += [number for each in row for number in names(each)[0]]
+    assert sorted(seen) == list(range(400))
+    totals = {}
+    for each in itertools.chain(*ranks):
+        targets = sum(int((document.shifted_targets() != IGNORE).sum()) for document in each.batch)
+        totals[each.step] = totals.get(each.step, 0) + targets
+    assert totals == {each.step: each.denominator for each in ranks[0]}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_torch_loads_batches(workers):
+    made = stream()
+    data_set = PackedStreamDataset(made, PackedCollator.of(made, pad_to=128), rank=1, world_size=4)
+    loader = DataLoader(data_set, batch_size=None, num_workers=workers)
+    rows = list(loader)
+    plain = list(PackedStreamDataset(stream(), rank=1, world_size=4))
+    assert [tuple(row[1:]) for row in rows] == [tuple(row[1:]) for row in plain]
+    assert [row.batch.num_documents for row in rows] == [len(row.batch) for row in plain]
+    assert {row.batch.num_slots for row in rows} == {128}
+    assert {row.batch.cu_seqlens.shape for row in rows} == {(128 + 2,)}
+
+
+def test_two_workers_would_read_everything_twice():
+    loader = DataLoader(PackedStreamDataset(stream()), batch_size=None, num_workers=2)
+    with pytest.raises(ValueError, match="num_workers=2: each worker would read all"):
+        list(loader)
+
+
+@pytest.mark.parametrize("stop", [0, 1, 2, 3, 7, 24])
+def test_places_inside_a_step_are_exact(stop):
+    def made():
+        return PackedStreamDataset(stream(), rank=1, world_size=2)
+
+    whole = [names(each) for each in made()]
+    first = made()
+    head = [names(each) for each in itertools.islice(first, stop)]
+    state = json.loads(json.dumps(first.state_dict()))
+    second = made()
+    second.load_state_dict(state)
+    assert json.loads(json.dumps(second.state_dict())) == state
+    assert head + [names(each) for each in second] == whole
+    assert head + [names(each) for each in first] == whole  # the same data set goes on, too
+    other = PackedStreamDataset(stream(), rank=0, world_size=3)
+    if stop % 3:
+        with pytest.raises(ValueError, match="the saved position is inside a step"):
+            other.load_state_dict(state)
+    else:  # three ranks go on between two steps, with the documents that are left
+        parts = []
+        for rank in range(3):
+            other = PackedStreamDataset(stream(), rank=rank, world_size=3)
+            other.load_state_dict(state)
+            parts += [number for each in other for number in names(each)[0]]
+        done = itertools.islice(stream(), stop // 3)
+        assert sorted([*parts, *(p for step in done for p in step.positions)]) == list(range(400))
+
+
+def test_a_stream_of_an_iterator_goes_on_inside_a_step():
+    made = PackedStreamDataset(stream(iter(DOCUMENTS)), world_size=2)
+    whole = [names(each) for each in PackedStreamDataset(stream(), world_size=2)]
+    head = [names(each) for each in itertools.islice(made, 4)]
+    assert head + [names(each) for each in made] == whole
+
+
+def test_epochs():
+    made = PackedStreamDataset(stream())
+    first = [names(each) for each in made]
+    assert [names(each) for each in made] == first
+    made.set_epoch(1)
+    second = [names(each) for each in itertools.islice(made, 3)]
+    made.set_epoch(1)
+    second += [names(each) for each in made]
+    assert second != first
+    assert sorted(n for each in second for n in each[0]) == sorted(n for each in first for n in each[0])
+
+
+def test_what_is_refused():
+    with pytest.raises(ValueError, match="rank=2 is outside world_size=2"):
+        PackedStreamDataset(stream(), rank=2, world_size=2)
+    with pytest.raises(ValueError, match="7 ranks cannot share"):
+        list(PackedStreamDataset(stream(), world_size=7))
+    with pytest.raises(ValueError, match="lacks stream"):
+        PackedStreamDataset(stream()).load_state_dict({"micro_batch": 0, "world_size": 1, "sync": "micro"})
+
+
+def test_two_processes_end_together(tmp_path):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(HERE / "stream_report.py"), str(tmp_path)],
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+            },
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in processes:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+    reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    for policy in ("all go on", "all stop"):
+        ends = [report[policy] for report in reports]
+        assert ends[0]["steps"] == ends[1]["steps"]
+        assert ends[0]["resumed"] == ends[1]["resumed"] == True  # noqa: E712
+        assert ends[0]["denominators"] == ends[1]["denominators"]  # summed over ranks, step by step
+        unread = [own["unread"] + len(own["left"]) for own in ends]
+        assert unread[0] == 0 if policy == "all stop" else unread == [0, 0]
+        assert unread[1] > 0 if policy == "all stop" else ends[0]["empty"] > 0
+        trained = [position for own in ends for position in own["positions"]]
+        assert len(trained) + sum(unread) == 400 + 40
