@@ -59,6 +59,39 @@ def test_help_needs_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_planning_and_packing_need_no_torch(lengths_file):
+    code = (
+        "import sys; from typer.testing import CliRunner; from multipack.cli import app;"
+        "words = [sys.argv[1], *sys.argv[3:]];"
+        "done = CliRunner().invoke(app, [sys.argv[2], *words], catch_exceptions=False);"
+        "assert done.exit_code == 0, done.output; assert 'torch' not in sys.modules"
+    )
+    for words in (
+        ["plan", "plan.capacity=1000"],
+        ["plan", "--explore"],
+        ["pack", "capacity=1000"],
+        ["plan", "--settings"],
+    ):
+        subprocess.run([sys.executable, "-c", code, str(lengths_file), *words], check=True)
+
+
+def test_help_and_settings_fit_80_columns(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for command in ("train", "prepare", "plan", "pack", "config"):
+        settings = run(command, "--settings").output
+        assert max(map(len, settings.splitlines())) <= 80
+        assert "\n\n\n" not in settings
+        examples = [
+            line for line in run(command, "--help").output.splitlines() if line.startswith("   multipack ")
+        ]
+        assert all(len(line) == 80 and line.endswith(" ") for line in examples)  # none goes on below
+    assert "\n  data.fields  " in run("prepare", "--settings").output
+    assert "plan." not in run("prepare", "--settings").output
+    assert "[32]" in next(
+        line for line in run("plan", "--settings").output.splitlines() if line.startswith("  model.layers ")
+    )
+
+
 def test_config_prints_what_starts_the_same_run(run, tmp_path):
     shown = run("config", "model=tiny", "train.steps=3").output
     (tmp_path / "config.yaml").write_text(shown)
@@ -80,6 +113,53 @@ def test_plan_reports_and_draws(run, lengths_file):
         assert told in shown
     assert "2 ranks" in shown
     assert "advice" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    assert len(shown.partition("\nstep 0 of")[2].splitlines()) <= 35
+    last = "torchrun --nproc-per-node 2 -m multipack train data=… plan.capacity=2048"
+    assert shown.splitlines()[-1] == f"  {last}"
+
+
+def test_one_rank_is_not_told_how_ranks_agree(run, lengths_file):
+    words = ("plan", str(lengths_file), "plan.capacity=2048")
+    shown = run(*words).output
+    for row in ("utilization", "imbalance", "L² lag", "κ", "of the ceiling"):
+        assert f"  {row}" not in shown
+        assert f"  {row}" in run(*words, "world_size=2").output
+
+
+def test_the_picture_grows_where_it_is_asked_for(run, lengths_file):
+    words = ("plan", str(lengths_file), "plan.capacity=2048", "plan.packs_per_step=8", "--step", "-1")
+    short, long = run(*words).output, run(*words, "--picture").output
+    assert "more packs" in short
+    assert "more packs" not in long
+    assert short.count("cu_seqlens") == 4
+    assert long.count("cu_seqlens") == 8
+
+
+def test_a_budget_is_told_from_full_packs(run, lengths_file):
+    words = ("plan", str(lengths_file), "plan.capacity=2048")
+    assert "no packing could have fewer than" in run(*words).output
+    shown = run(*words, "plan.budget=1800").output
+    assert "no packing could" not in shown
+    assert "full ones would be at least" in shown
+
+
+def test_the_last_line_trains_with_the_same_settings(run, lengths_file):
+    words = ["plan.capacity=2048", "plan.group=false", "plan.micro_batches=3", "plan.window=8"]
+    shown = run("plan", str(lengths_file), *words, "seed=4", "world_size=16").output.splitlines()[-1]
+    launch, _, settings = shown.strip().partition(" multipack train data=… ")
+    assert launch == "torchrun --nnodes … --nproc-per-node … -m"
+    assert sorted(settings.split()) == sorted([*words, "train.seed=4"])
+
+
+def test_compilation_is_announced_before_the_report(run, lengths_file, monkeypatch):
+    monkeypatch.setattr("multipack.planning.first_use.cached", lambda *rooms: False)
+    for command, words in (("plan", ["plan.capacity=1000"]), ("pack", ["capacity=1000"])):
+        shown = run(command, str(lengths_file), *words).output
+        assert shown.startswith("compiling the planner's loops, once")
+        quiet = run(command, str(lengths_file), *words, "--json")
+        json.loads(quiet.stdout)
+        assert quiet.stderr.startswith("compiling the planner's loops")
 
 
 def test_plan_as_json_is_json_alone(run, lengths_file):
@@ -109,14 +189,15 @@ def test_plan_says_what_would_lift_a_low_ceiling(run, heavy_file):
     words = ("plan", str(heavy_file), "plan.capacity=16384", "plan.packs_per_step=16", "world_size=16")
     shown = run(*words, "model=tiny").output
     assert "advice" in shown
-    assert "no arrangement of these steps exceeds" in shown
-    report = json.loads(run(*words, "model=tiny", "--json").output)
+    assert "no arrangement of these steps exceeds" in " ".join(shown.split())
+    report = json.loads(run(*words, "model=tiny", "--json").stdout)
     assert report["cost_utilization"] <= report["cost_utilization_ceiling"] < 0.99
     larger = json.loads(
         run(*words, "model=llama-70b", "--json").output
     )  # attention matters less in a wide model
     assert larger["cost_utilization_ceiling"] > report["cost_utilization_ceiling"] + 0.1
-    assert report["advice"][0] in shown
+    assert report["advice"][0] in " ".join(shown.split())
+    assert "plan.capacity=" in shown
     assert report["late_share"] is not None
 
 
@@ -254,6 +335,17 @@ def test_a_store_is_prepared_planned_trained_and_asked(run, words, tmp_path):
         (["pack", "LENGTHS", "out=LENGTHS.npz"], "exists already"),
         (["pack", "LENGTHS", "capactiy=9"], "did you mean capacity"),
         (["pack", ".", "histogram=true"], "is a folder"),
+        (["plan", "--foo"], "No such option: --foo"),
+        (["plan", "LENGTHS", "--stpe", "3"], "--step"),
+        (["plan"], "multipack plan --help` tells more)"),
+        (["pack", "--jsn"], "No such option: --jsn"),
+        (["plna"], "No such command 'plna'"),
+        (["--foo"], "No such option: --foo"),
+        (["generate", "somewhere"], "--prompt"),
+        (["plan", "LENGTHS", "--step", "99999"], "--step 99999 is none of the plan's"),
+        (["plan", "LENGTHS", "--step", "-99999"], "or -1 for the last"),
+        (["plan", "LENGTHS", "--tokens-per-character", "-4"], "--tokens-per-character"),
+        (["plan", "LENGTHS", "plan.capacity"], "plan.capacity has no value: write plan.capacity=VALUE"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(monkeypatch, capsys, lengths_file, words, told):
@@ -335,3 +427,38 @@ def test_an_interrupted_command_says_so(monkeypatch, capsys):
     code, error = _fails(monkeypatch, capsys, "config")
     assert code == 130
     assert "interrupted" in error
+
+
+class Usage(Exception):
+    """What click's exceptions offer, whichever click it is."""
+
+    exit_code = 2
+
+    def format_message(self):
+        return "No such thing."
+
+
+def test_any_clicks_usage_errors_are_one_line(monkeypatch, capsys):
+    def complain(**_):
+        raise Usage
+
+    monkeypatch.setattr("multipack.cli.app", complain)
+    assert _fails(monkeypatch, capsys) == (2, "error: No such thing (`multipack --help` tells more)\n")
+
+
+def test_a_defect_is_no_usage_error(monkeypatch):
+    def break_down(**_):
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr("multipack.cli.app", break_down)
+    with pytest.raises(ZeroDivisionError):
+        main()
+
+
+def test_no_words_at_all_show_the_commands(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["multipack"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    told = "".join(capsys.readouterr())
+    assert ended.value.code in (0, 2)  # by Typer's version
+    assert "Pack documents, whatever their order" in told

@@ -3,7 +3,18 @@ from dataclasses import fields, is_dataclass
 
 import pytest
 
-from multipack.config import ALIASES, HINTS, Config, ConfigError, compose, compose_run, describe, preset_names
+from multipack import config
+from multipack.config import (
+    ALIASES,
+    HINTS,
+    Config,
+    ConfigError,
+    PlanCommand,
+    compose,
+    compose_run,
+    describe,
+    preset_names,
+)
 from multipack.run import RunDirectory, config_yaml
 from multipack.shapes import SHAPES
 
@@ -85,6 +96,8 @@ def test_every_alias_leads_to_a_field():
         ("data=parquett", "data=parquett is no preset; there are"),
         ("log=loud", "log has no presets"),
         ("train", "write group=preset or group.key=value"),
+        ("plan.capacity", "plan.capacity has no value: write plan.capacity=VALUE"),
+        ("train.seed=-1", "train.seed must not be negative"),
         ("model.kv_heads=3", "the nearest is"),
         ("model.d_model=30", "must divide model.d_model=30"),
         ("optimizer.lr=-1", "optimizer.lr"),
@@ -136,6 +149,21 @@ def test_every_setting_has_a_meaning():
     config = Config()
     groups = [entry.name for entry in fields(Config) if is_dataclass(getattr(config, entry.name))]
     assert {key.split(".")[0] for key, *_ in rows if "." in key} == set(groups)
+
+
+def test_defaults_are_those_of_the_command():
+    """`multipack plan` costs documents as llama-8b would, whatever the decoder's own defaults are."""
+    for schema, layers in ((PlanCommand, 32), (Config, 6)):
+        shown = {key: default for key, _, default, _ in describe(schema)}
+        assert shown["model.layers"] == str(layers)
+        assert shown["plan.group"] == "true"
+
+
+def test_every_public_name_is_there():
+    for name in config.__all__:
+        assert getattr(config, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'Cofnig'"):
+        getattr(config, "Cofnig")  # noqa: B009
 
 
 def test_resume_takes_the_saved_values_under_the_words(tmp_path):

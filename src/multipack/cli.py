@@ -7,11 +7,11 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
-import click
 import typer
 
 if TYPE_CHECKING:
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from multipack.config import PlanCommand
     from multipack.planning.packing import Packs
+    from multipack.planning.plan import Plan
+    from multipack.reports.console import Console
 
 app = typer.Typer(
     name="multipack",
@@ -33,7 +35,9 @@ app = typer.Typer(
 
 Words = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[GROUP=PRESET | GROUP.KEY=VALUE | config=FILE | out=DIR]…", show_default=False),
+    typer.Argument(
+        metavar="SETTING", help="GROUP=PRESET, GROUP.KEY=VALUE, config=FILE or out=DIR.", show_default=False
+    ),
 ]
 
 
@@ -53,16 +57,34 @@ def main() -> None:
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     try:
         code = app(standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
     except (ValueError, OSError) as error:
         _fail(str(error), 2)
-    except (click.Abort, KeyboardInterrupt):
+    except KeyboardInterrupt:
+        code = 130
+    except Exception as error:
+        if type(error).__name__ != "Abort":
+            _tell_usage(error)
+            raise
         code = 130
     if code == 130:  # what Typer makes of Ctrl-C
         _fail("interrupted; what was saved before is whole", code)
     sys.exit(code or 0)
+
+
+def _tell_usage(error: Exception) -> None:
+    """End with what is wrong with a command's words; return if the exception is about anything else.
+
+    Typer brings its own click or uses the installed one, by its version: what an exception offers says what it is.
+    """
+    told, code = getattr(error, "format_message", None), getattr(error, "exit_code", None)
+    if told is None or code is None:
+        return
+    message, context = str(told()).strip(), getattr(error, "ctx", None)
+    if "\n" in message:  # no command at all: the help
+        print(message, file=sys.stderr)
+        sys.exit(code)
+    command = context.command_path if context is not None else "multipack"
+    _fail(f"{message.rstrip('.')} (`{command} --help` tells more)", code)
 
 
 def _fail(message: str, code: int) -> NoReturn:
@@ -72,31 +94,24 @@ def _fail(message: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _settings_help(schema: str) -> str:
-    """A table of settings, made from the dataclasses when it is asked for."""
-    from multipack import config
-
-    rows = config.describe(getattr(config, schema))
-    width = max(len(row[0]) for row in rows)
-    lines, last = [], ""
-    for key, kind, default, meaning in rows:
-        group = key.split(".")[0] if "." in key else ""
-        if group != last:
-            names = config.preset_names(group) if group else []
-            lines.append(f"\n{group}" + (f"={'|'.join(names)}" if names else ""))
-        last = group
-        shown = f" [{default}]" if default not in ("", "[]") else ""
-        lines.append(f"  {key:<{width}}  {meaning} ({kind}){shown}")
-    return "\n".join(lines).strip("\n")
-
-
-def _shows(schema: str) -> Any:
-    """The option --settings of a command, which prints the fields of a dataclass of config.py."""
+def _shows(schema: str, *groups: str) -> Any:
+    """The option --settings of a command: prints the fields of a dataclass of config, or some groups of them."""
 
     def show(value: bool) -> None:
-        if value:
-            typer.echo(_settings_help(schema))
-            raise typer.Exit
+        if not value:
+            return
+        from multipack import config
+        from multipack.reports.console import Console
+        from multipack.reports.summary import settings_text
+
+        rows = [
+            row
+            for row in config.describe(getattr(config, schema))
+            if not groups or row[0].startswith(tuple(f"{group}." for group in groups))
+        ]
+        presets = {group: config.preset_names(group) for group in {row[0].split(".")[0] for row in rows}}
+        typer.echo(settings_text(rows, presets, Console().columns))
+        raise typer.Exit
 
     return typer.Option(
         "--settings", help="Print every setting with its meaning and default.", callback=show, is_eager=True
@@ -106,6 +121,12 @@ def _shows(schema: str) -> Any:
 Settings = Annotated[bool, _shows("Config")]
 PlanSettings = Annotated[bool, _shows("PlanCommand")]
 PackSettings = Annotated[bool, _shows("PackCommand")]
+PrepareSettings = Annotated[bool, _shows("Config", "data", "tokenizer")]
+
+
+def _announce(console: Console) -> Callable[[], None]:
+    """Says, where the planner's loops have to be compiled, why nothing happens for a while."""
+    return lambda: console.line("compiling the planner's loops, once: this takes some seconds …")
 
 
 @app.command()
@@ -117,18 +138,24 @@ def train(words: Words = None, settings: Settings = False) -> None:
     [bold]Examples[/bold]
 
       multipack train
-      multipack train data=jsonl data.path=train.jsonl model=gpt2 plan.capacity=8192 out=runs/sft
-      multipack train train.resume=true out=runs/sft
+      multipack train data=jsonl data.path=train.jsonl model=gpt2 out=runs/a
+      multipack train train.resume=true out=runs/a
       torchrun --nproc-per-node 4 -m multipack train plan.packs_per_step=8
 
     `multipack train --settings` lists every setting.
     """
     from multipack.config import compose_run
+    from multipack.planning.first_use import compile_planner
+    from multipack.reports.console import Console
     from multipack.training.session import NonFiniteLoss
     from multipack.training.trainer import train as run
 
+    wanted = compose_run(words or [])
+    rank, ranks = (int(os.environ.get(name) or default) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
+    keywords, console = wanted.plan.keywords(ranks), Console(rank)
+    compile_planner(keywords, ranks, wanted.parallel.sync, _announce(console))
     try:
-        result = run(compose_run(words or []))
+        result = run(wanted)
     except NonFiniteLoss as error:
         _fail(str(error), 3)
     if result.stopped_by is not None:
@@ -150,6 +177,7 @@ def prepare(
     store: Annotated[
         Path | None, typer.Option(help="Folder of the token store; default: in the cache.")
     ] = None,
+    settings: PrepareSettings = False,
 ) -> None:
     """Tokenize documents into a token store: memory-mapped, written whole or not at all.
 
@@ -157,6 +185,8 @@ def prepare(
 
       multipack prepare data=text data.path=books/ tokenizer=bpe --store books.store
       multipack train data=store data.path=books.store
+
+    `multipack prepare --settings` lists every setting.
     """
     from multipack.config import compose
     from multipack.data.prepare import prepare as run
@@ -184,7 +214,11 @@ def plan(
     source: Source,
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[plan.KEY=VALUE | model=PRESET | world_size=RANKS | …]…", show_default=False),
+        typer.Argument(
+            metavar="SETTING",
+            help="plan.KEY=VALUE, model=PRESET, world_size=RANKS, sync=step, seed=NUMBER, …",
+            show_default=False,
+        ),
     ] = None,
     explore: Annotated[
         bool, typer.Option("--explore", help="Compare windows, budgets and grouping in a table instead.")
@@ -192,8 +226,13 @@ def plan(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the report (or the table) as JSON, and nothing else.")
     ] = False,
-    step: Annotated[int, typer.Option(help="The global step to draw.")] = 0,
-    tokens_per_character: Annotated[int, typer.Option(help="Scale of the picture; 0 = so that it fits.")] = 0,
+    picture: Annotated[
+        bool, typer.Option("--picture", help="Draw more of the step: 24 documents and 8 packs.")
+    ] = False,
+    step: Annotated[int, typer.Option(help="The global step to draw; -1 = the last.")] = 0,
+    tokens_per_character: Annotated[
+        int, typer.Option(min=0, help="Scale of the picture; 0 = so that it fits.")
+    ] = 0,
     settings: PlanSettings = False,
 ) -> None:
     """Plan an epoch: report how well it packs and balances, and draw one step.
@@ -204,25 +243,28 @@ def plan(
       multipack plan lengths.npy world_size=4 sync=step model=llama-70b
       multipack plan books.store model=path/config.json --explore
 
-    Documents cost what model= makes them cost: a preset (llama-8b if nothing is said) or the path of a Hugging Face
-    config.json; or what cost=FILE says, a fit to measured times. `multipack plan --settings` lists every setting.
+    Documents cost what model= makes them cost: a preset (llama-8b if nothing
+    is said) or the path of a Hugging Face config.json; or what cost=FILE says,
+    a fit to measured times. `multipack plan --settings` lists every setting.
     """
     from multipack.config import PlanCommand, merge
     from multipack.data.lengths import read_lengths
+    from multipack.planning.first_use import compile_planner
     from multipack.planning.measure import padded_share, report
     from multipack.planning.plan import plan as make_plan
     from multipack.reports.console import Console
-    from multipack.reports.picture import draw_step
-    from multipack.reports.summary import report_rows
+    from multipack.reports.summary import fills_packs, report_rows, training_command
 
     wanted = merge(PlanCommand, words or [])
     lengths, targets, fit = read_lengths(Path(source), wanted.plan.capacity)
+    keywords, cost = wanted.plan.keywords(wanted.world_size), wanted.cost_model()
+    console = Console(stream=sys.stderr if as_json else None)
+    compile_planner(keywords, wanted.world_size, wanted.sync, _announce(console))
     if explore:
         _explore(source, lengths, wanted, as_json)
         return
-    keywords = wanted.plan.keywords(wanted.world_size)
-    cost = wanted.cost_model()
     made = make_plan(lengths, targets=targets, seed=wanted.seed, epoch=wanted.epoch, cost=cost, **keywords)
+    drawn = "" if as_json else _draw(made, step, tokens_per_character, picture, console.columns)
     found = report(
         made,
         wanted.world_size,
@@ -236,12 +278,29 @@ def plan(
         told = {**found.to_dict(), "padded_share": share, "fingerprint": made.fingerprint}
         typer.echo(json.dumps(told, indent=1, ensure_ascii=False))
         return
-    console = Console()
-    rows = report_rows(found, share, wanted.padded_batch_size, wanted.world_size)
+    rows = report_rows(found, share, wanted.padded_batch_size, wanted.world_size, fills_packs(wanted.plan))
     told_fit = [("too long", fit.describe())] if fit is not None and fit.describe() else []
     console.section(f"plan of {source}", [*rows, *told_fit])
-    console.line()
-    console.line(draw_step(made, step, tokens_per_character=tokens_per_character or None))
+    head, _, pictures = drawn.partition("\n")
+    console.paragraph(f"\n{head}")
+    console.line(f"{pictures}\n")
+    console.line(f"to train with these settings:\n  {training_command(Path(source), wanted)}")
+
+
+def _draw(made: Plan, step: int, tokens_per_character: int, whole: bool, columns: int) -> str:
+    """The picture of a step: some 30 lines, or more where the whole is asked for."""
+    from multipack.reports.picture import draw_step
+
+    if not -made.num_steps <= step < made.num_steps:
+        raise ValueError(
+            f"--step {step} is none of the plan's {made.num_steps:,} steps: draw one of 0 … {made.num_steps - 1},"
+            " or -1 for the last"
+        )
+    sizes = {
+        "columns": max(min(columns - 8, 72), 8),
+        **({} if whole else {"max_documents": 4, "max_packs": 4}),
+    }
+    return draw_step(made, step, tokens_per_character=tokens_per_character or None, **sizes)
 
 
 def _explore(source: str, lengths: NDArray[np.int64], wanted: PlanCommand, as_json: bool) -> None:
@@ -269,7 +328,7 @@ def _explore(source: str, lengths: NDArray[np.int64], wanted: PlanCommand, as_js
     console.table(f"plans of {source}{ranks}", *explore_table(rows))
     console.line()
     for note in explore_notes(rows):
-        console.line(note)
+        console.paragraph(note)
 
 
 @app.command()
@@ -277,7 +336,9 @@ def pack(
     source: Source,
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[capacity=TOKENS | method=NAME | out=FILE.npz | …]…", show_default=False),
+        typer.Argument(
+            metavar="SETTING", help="capacity=TOKENS, method=NAME, out=FILE.npz, …", show_default=False
+        ),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the figures as JSON, and nothing else.")
@@ -296,6 +357,7 @@ def pack(
     """
     from multipack.config import PackCommand, merge
     from multipack.data.lengths import read_lengths
+    from multipack.planning.first_use import compile_packer
     from multipack.planning.packing import pack as make_packs
     from multipack.reports.console import Console
     from multipack.reports.summary import pack_rows
@@ -303,6 +365,8 @@ def pack(
     wanted = merge(PackCommand, words or [])
     lengths = read_lengths(Path(source), wanted.capacity, wanted.histogram).lengths
     limit = wanted.max_documents or None
+    console = Console(stream=sys.stderr if as_json else None)
+    compile_packer(wanted.capacity, wanted.method, limit, _announce(console))
     started = time.perf_counter()
     packs = make_packs(lengths, wanted.capacity, wanted.method, limit, wanted.time_budget)
     seconds = time.perf_counter() - started
@@ -322,7 +386,7 @@ def pack(
         }
         typer.echo(json.dumps(told, indent=1))
         return
-    Console().section(f"packs of {source}", pack_rows(packs, lengths, wanted, seconds))
+    console.section(f"packs of {source}", pack_rows(packs, lengths, wanted, seconds))
 
 
 def _save_packs(path: Path, packs: Packs, capacity: int) -> None:

@@ -11,6 +11,8 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
 from multipack.data.sampler import PackedBatchSampler
+from multipack.planning.measure import displacement
+from multipack.planning.plan import plan
 
 LENGTHS = np.random.default_rng(7).lognormal(3.0, 0.9, 500).clip(1, 200).astype(int)
 OPTIONS = {"capacity": 256, "packs_per_step": 6, "seed": 3}
@@ -148,7 +150,7 @@ def test_states_of_others_are_refused():
     inside = made.state_at(1, 1)
     cases = [
         (sampler(0, 2, lengths=LENGTHS + 1), state, "lengths changed"),
-        (sampler(0, 2, capacity=300), state, "options changed"),
+        (sampler(0, 2, capacity=300), state, r"options \(capacity from"),
         (sampler(0, 2, targets=LENGTHS // 2), state, "target counts changed"),
         (sampler(0, 2, seed=4), state, "has seed 3, but this sampler has seed 4"),
         (sampler(0, 3), inside, "inside step 1, after 1 micro-batches"),
@@ -274,3 +276,22 @@ def test_denominators_of_all_ranks_add_up_to_the_plans(world, loss_weighting, al
         assert sum(batch.num_target_tokens for batch in batches) == made.plan.targets(step)
         assert sum(batch.num_tokens for batch in batches) == made.plan.tokens(step)
         assert max(batch.num_slots for batch in batches) <= 256
+
+
+@pytest.mark.parametrize("name", ["uniform", "lognormal", "small packs"])
+def test_every_epoch_is_as_close_to_its_order_as_a_plan(name):
+    """A fixed number of steps must not be bought with a wider window than was asked for."""
+    random = np.random.default_rng(3)
+    lengths = {
+        "uniform": random.integers(1, 8193, 3000),
+        "lognormal": random.lognormal(5.7, 1.0, 8000).clip(1, 8192).astype(int),
+        "small packs": np.minimum(random.integers(24, 6000, 3000), 2048) * 4,
+    }[name]
+    options = {"capacity": 8192, "packs_per_step": 4, "window": 4}
+    sampler = PackedBatchSampler(lengths, **options)
+    assert abs(sampler.steps_per_epoch - plan(lengths, **options).num_steps) <= 3
+    for epoch in range(4):
+        sampler.set_epoch(epoch)
+        assert sampler.plan.num_steps == sampler.steps_per_epoch
+        assert sampler.plan.window <= 8
+        assert np.quantile(displacement(sampler.plan), 0.99) <= 14

@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 
+from multipack.config import PlanCommand, merge
 from multipack.planning import measure
 from multipack.planning.advice import round_up
 from multipack.planning.plan import plan
@@ -22,7 +23,7 @@ def heavy():
 
 def _find(advice, start):
     (found,) = [sentence for sentence in advice if sentence.startswith(start)]
-    return found, float(re.search(r"lifts the ceiling to ([\d.]+)%$", found).group(1)) / 100
+    return found, float(re.search(r"lifts the ceiling to ([\d.]+)%", found).group(1)) / 100
 
 
 def test_ordinary_documents_need_no_advice():
@@ -41,17 +42,23 @@ def test_what_is_advised_is_what_it_brings(heavy):
     assert f"κ = {report.kappa:.2f}" in first
     assert report.cost_utilization_ceiling < 0.9
 
-    said, promised = _find(report.advice, "budget=")
-    budget, capacity = (int(number.replace(",", "")) for number in re.findall(r"=([\d,]+)", said)[:2])
+    said, promised = _find(report.advice, "plan.capacity=")
+    capacity, budget = map(int, re.match(r"plan\.capacity=(\d+) plan\.budget=(\d+) \(", said).groups())
+    filled = [
+        float(share) / 100
+        for share in re.search(r"efficiency of ([\d.]+)% instead of ([\d.]+)%$", said).groups()
+    ]
     assert budget >= 1.05 * report.kappa * heavy.max()
     assert budget < capacity
     wide = plan(heavy, capacity=capacity, budget=budget, packs_per_step=16, window=1).report(16)
     assert promised > 0.99
     assert wide.cost_utilization > 0.99
+    assert wide.efficiency_but_last == pytest.approx(filled[0], abs=0.02)
+    assert report.efficiency == pytest.approx(filled[1], abs=0.001)
 
-    said, promised = _find(report.advice, "sync=step with")
-    each = int(re.search(r"with (\d+) micro-batches", said).group(1))
-    assert each > 1
+    said, promised = _find(report.advice, "sync=step plan.packs_per_step=")
+    packs, each = map(int, re.search(r"=(\d+) instead of 16 \((\d+) micro-batches", said).groups())
+    assert packs == 16 * each > 16
     more = plan(heavy, capacity=65_536, packs_per_step=16 * each, window=1).report(16, "step")
     assert more.cost_utilization_ceiling == pytest.approx(promised, abs=0.03)
     assert more.cost_utilization_ceiling > report.cost_utilization_ceiling + 0.02
@@ -71,16 +78,59 @@ def test_meeting_less_often_is_advised_where_ranks_meet_often(heavy):
 
 
 def test_ranks_that_do_not_divide_the_packs_are_told(heavy):
-    made = plan(heavy, capacity=65_536, packs_per_step=16, window=1)
-    _, promised = _find(made.report(12).advice, "packs_per_step=24, a multiple of the 12 ranks,")
+    made = plan(heavy, capacity=65_536, packs_per_step=13, window=1)
+    _, promised = _find(
+        made.report(12).advice, "plan.packs_per_step=24 instead of 13 (a multiple of the 12 ranks)"
+    )
     assert promised > made.report(12).cost_utilization_ceiling
 
 
 def test_what_the_documents_do_not_fill_is_not_advised():
     report = plan([1000] + [10] * 30, capacity=1000, packs_per_step=4, window=1).report(4)
     assert report.cost_utilization_ceiling < 0.5
-    assert not any(sentence.startswith(("budget", "sync")) for sentence in report.advice)
+    assert not any(sentence.startswith(("plan.", "sync")) for sentence in report.advice)
     assert measure.report(plan([50, 1], capacity=50, packs_per_step=1), 1).advice == []
+
+
+def test_settings_in_advice_are_words_that_the_command_line_takes(heavy):
+    made = plan(heavy, capacity=65_536, packs_per_step=14, window=1)
+    words = [
+        word
+        for sentence in made.report(12).advice
+        for word in sentence.split(" (")[0].split(" instead")[0].split()
+        if "=" in word and word[0] != "κ"
+    ]
+    assert len(words) >= 5
+    for word in words:
+        merge(PlanCommand, [word, *(["plan.capacity=10000000"] if "budget" in word else [])])
+
+
+def test_what_grouping_costs_in_randomness_is_told():
+    rng = np.random.default_rng(0)
+    lengths = np.where(
+        rng.random(10_000) < 0.3, rng.integers(4000, 8192, 10_000), rng.integers(20, 200, 10_000)
+    )
+    made = plan(lengths, capacity=8192, packs_per_step=8, window=16)
+    report = made.report(8)
+    assert report.mean_length_spread > 3
+    (said,) = [sentence for sentence in report.advice if "plan.group=false" in sentence]
+    about, reached = (
+        float(share) / 100 for share in re.search(r"about ([\d.]+)% instead of ([\d.]+)%", said).groups()
+    )
+    assert reached == pytest.approx(report.cost_utilization, abs=0.001)
+    free = plan(lengths, capacity=8192, packs_per_step=8, window=16, group=False).report(8)
+    assert free.mean_length_spread < 3
+    assert about == pytest.approx(free.cost_utilization, abs=0.05)
+    assert not any("plan.group" in sentence for sentence in free.advice)
+    (alone,) = made.report(1).advice
+    assert "with one rank that brings nothing" in alone
+    assert measure.report(made, 8, advised=False).advice == []
+
+
+def test_a_curriculum_is_not_called_grouped(heavy):
+    report = plan(np.sort(heavy), capacity=65_536, packs_per_step=4, order="given").report(1)
+    assert report.mean_length_spread > 3
+    assert report.advice == []
 
 
 @pytest.mark.parametrize(

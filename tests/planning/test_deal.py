@@ -11,7 +11,7 @@ from multipack.planning import deal as dealing
 from multipack.planning.ceiling import least_step_cost
 from multipack.planning.cost import weigh
 from multipack.planning.deal import objective
-from multipack.planning.kernels import balancing, pairing
+from multipack.planning.kernels import balancing, pairing, placing
 from multipack.planning.plan import plan
 
 SYNCS = ["micro", "step", "pipeline"]
@@ -21,10 +21,23 @@ SYNCS = ["micro", "step", "pipeline"]
 def plans(draw):
     capacity = draw(st.integers(4, 300))
     lengths = draw(st.lists(st.integers(1, capacity), min_size=1, max_size=80))
+    if draw(st.booleans()):  # packs that can be full to the last token
+        pieces = [np.diff([0, *sorted({length % capacity for length in lengths[i : i + 5]} - {0}), capacity])
+                  for i in range(0, len(lengths), 5)]  # fmt: skip
+        lengths = np.concatenate(pieces).tolist()
+    packs = draw(st.integers(1, 7))
+    align = draw(st.sampled_from([1, 1, 2]))
+    lengths = np.array(lengths).clip(max=capacity // align * align)
+    slots = -(-lengths // align) * align
+    tail = draw(st.sampled_from(["keep", "drop"])) if slots.sum() >= packs * capacity else "keep"
     return plan(
         lengths,
         capacity=capacity,
-        packs_per_step=draw(st.integers(1, 7)),
+        packs_per_step=packs,
+        align=align,
+        tail=tail,
+        order=draw(st.sampled_from(["shuffled", "given"])),
+        budget=draw(st.sampled_from([None, capacity, max(1, capacity // 2)])) if tail == "keep" else None,
         window=draw(st.integers(1, 3)),
         balance=draw(st.sampled_from(["cost", "joint", "tokens"])),
         max_documents=draw(st.one_of(st.none(), st.integers(1, 6))),
@@ -42,7 +55,7 @@ def test_every_world_has_the_same_documents(made, sync):
             dealt = made.deal(step, world, sync)
             assert len(dealt) == world * micro_batches
             assert sorted(dealt.order.tolist()) == sorted(own.order.tolist())
-            assert dealt.totals(made.lengths).max() <= made.capacity
+            assert dealt.totals(made.slots).max() <= made.capacity
             assert dealt.sizes().max() <= made.most_documents
             assert dealt.sizes().max() <= (made.max_documents or len(made.lengths))
             assert (dealt.sizes() > 0).sum() == min(len(dealt), len(dealt.order))
@@ -54,7 +67,7 @@ def test_every_world_has_the_same_documents(made, sync):
 @settings(deadline=None, max_examples=60)
 @given(plans(), st.sampled_from(SYNCS))
 def test_never_worse_than_own_packs_nor_better_than_the_bound(made, sync):
-    costs = made.balanced.cost(made.lengths)
+    costs = made.balanced.cost(made.slots)
     for step in range(made.num_steps):
         own = made.packs(step)
         for world in range(1, made.packs_per_step + 1):
@@ -66,7 +79,7 @@ def test_never_worse_than_own_packs_nor_better_than_the_bound(made, sync):
                     number = balancing.assign_ranks(falling, world, made.micro_batches(world))
                     falling = falling[np.argsort(number)]
                 assert reached <= objective(falling, world, sync)
-            lengths, inside = made.lengths[own.order], costs[own.order]
+            lengths, inside = made.slots[own.order], costs[own.order]
             micro_batches = made.micro_batches(world)
             bound = least_step_cost(lengths, inside, world, micro_batches, made.capacity, sync)
             assert bound <= reached
@@ -214,7 +227,7 @@ def test_slot_by_slot_never_exceeds_a_pack(data):
         data.draw(st.integers(1, 4)),
         data.draw(st.integers(1, 9)),
     )
-    placed = balancing.by_slot(lengths, weigh(lengths, 9, 1), world, slots, capacity, limit)
+    placed = placing.place_by_slot(lengths, weigh(lengths, 9, 1), world, slots, capacity, limit)
     assert placed.max() < world * slots
     inside = placed >= 0
     tokens = np.bincount(placed[inside], weights=lengths[inside], minlength=world * slots)

@@ -69,6 +69,17 @@ def test_progress_ends_at_the_end():
     assert [done for done, _ in seen] == sorted({done for done, _ in seen})
 
 
+def test_steps_with_many_documents_are_sampled_more_thinly():
+    lengths = np.ones(200_000, dtype=np.int64)
+    options = {"capacity": 1000, "packs_per_step": 4, "budgets": (None,), "windows": (1,), "window": 1}
+    (row,) = explore(lengths, **options)
+    assert (row.steps, row.measured_steps) == (50, 25)  # 100,000 documents are dealt
+    (row,) = explore(lengths, sample=None, **options)
+    assert row.measured_steps == 50
+    (row,) = explore(lengths, sample=3, **options)
+    assert row.measured_steps == 3
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [

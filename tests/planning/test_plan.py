@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,15 @@ DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "lengths
 CASES = settings(deadline=None, max_examples=80)
 
 
+COSTS = [
+    None,
+    SHAPES["gpt2"],
+    CostModel(None, linear=3, quadratic=1, constant=500),
+    CostModel(None, linear=9, quadratic=1, sliding=2, window=40),
+    CostModel(None, linear=0, quadratic=0, constant=1),
+]
+
+
 @st.composite
 def problems(draw):
     """Lengths and options, from ones to documents that fill a pack."""
@@ -36,8 +46,14 @@ def problems(draw):
         "budget": draw(st.one_of(st.none(), st.integers(1, capacity))),
         "max_documents": draw(st.one_of(st.none(), st.integers(1, 4))),
         "group": draw(st.booleans()),
+        "align": draw(st.sampled_from([1, 1, 2, 3])),
+        "cost": draw(st.sampled_from(COSTS)),
     }
-    return np.array(lengths), options
+    options["align"] = min(options["align"], capacity)
+    lengths = np.array(lengths).clip(max=capacity // options["align"] * options["align"])
+    if draw(st.booleans()):
+        options["targets"] = lengths // 2
+    return lengths, options
 
 
 def check(made: Plan, lengths, options):
@@ -53,11 +69,12 @@ def check(made: Plan, lengths, options):
         assert packs.sizes().min() >= 1
         if len(packs.order) >= options["packs_per_step"]:
             assert len(packs) == options["packs_per_step"] or packs.sizes().max() == 1
-        assert packs.totals(lengths).max() <= options["capacity"]
+        assert packs.totals(made.slots).max() <= options["capacity"]
         assert packs.sizes().max() <= made.most_documents
         assert packs.sizes().max() <= (options["max_documents"] or len(lengths) * 2)
-    assert sum(made.targets(step) for step in range(made.num_steps)) == (lengths[made.order] - 1).sum()
-    planned = lengths[made.order]
+    counts = options.get("targets", lengths - 1)
+    assert sum(made.targets(step) for step in range(made.num_steps)) == counts[made.order].sum()
+    planned = made.slots[made.order]
     bound = minimum_steps(planned, options["capacity"], options["packs_per_step"], options["max_documents"])
     assert bound <= made.num_steps
 
@@ -76,19 +93,31 @@ def test_keep_loses_nothing(problem):
 
 
 @CASES
+@given(problems(), st.data())
+def test_carried_documents_are_kept_too(problem, data):
+    """Whatever is carried in, as often as it is, finds a place."""
+    lengths, options = problem
+    carried = data.draw(st.lists(st.integers(0, len(lengths) - 1), max_size=8))
+    made = plan(lengths, **options, carried=carried)
+    check(made, lengths, options)
+    assert made.num_documents == len(lengths) + len(carried)
+
+
+@CASES
 @given(problems(), st.sampled_from(["drop", "carry"]))
 def test_full_steps_name_the_rest(problem, tail):
     lengths, options = problem
     slots = options["packs_per_step"] * (options["budget"] or options["capacity"])
     limit = options["packs_per_step"] * (options["max_documents"] or 10**9)
-    if lengths.sum() < slots and len(lengths) < limit:
+    taken = -(-lengths // options["align"]) * options["align"]
+    if taken.sum() < slots and len(lengths) < limit:
         with pytest.raises(ValueError, match="full steps only"):
             plan(lengths, **options, tail=tail)
         return
     made = plan(lengths, **options, tail=tail)
     check(made, lengths, options)
     left = made.dropped if tail == "drop" else made.carried
-    assert lengths[left].sum() < slots
+    assert taken[left].sum() < slots
     assert len(left) < limit
     assert len(made.dropped if tail == "carry" else made.carried) == 0
 
@@ -97,7 +126,8 @@ def test_full_steps_name_the_rest(problem, tail):
 @given(problems(), st.integers(0, 3), st.integers(0, 4))
 def test_steps_are_exact_and_enough(problem, more, epoch):
     lengths, options = problem
-    packs = len(pack(lengths, options["capacity"], "best_fit", options["max_documents"]))
+    slots = -(-lengths // options["align"]) * options["align"]
+    packs = len(pack(slots, options["capacity"], "best_fit", options["max_documents"]))
     steps = min(-(-packs // options["packs_per_step"]) + more, len(lengths))
     made = plan(lengths, **options, epoch=epoch, steps=steps)
     check(made, lengths, options)
@@ -132,7 +162,7 @@ def test_carried_documents_come_first():
 
 
 GOLDEN = {
-    "cost": ({}, 153, "77ed31f0c31b871e", "bda2fc2c38da23a8"),
+    "cost": ({}, 153, "8b9ba8ecb8903bea", "bda2fc2c38da23a8"),
     "joint, drop": (
         {"balance": "joint", "tail": "drop", "window": 1},
         153,
@@ -142,16 +172,16 @@ GOLDEN = {
     "carry, not grouped": (
         {"tail": "carry", "group": False, "window": 16, "carried": [7, 3]},
         152,
-        "ffc43da564e091e7",
-        "ad09002ebf88d079",
+        "fb20d84ded6c6a85",
+        "255dcf336dca09bf",
     ),
     "given, aligned": (
         {"order": "given", "align": 16, "max_documents": 40},
         155,
-        "a3603f013fcec35a",
+        "41d9149a9cd27182",
         "70ba706c2a8a9fa4",
     ),
-    "budget": ({"budget": 1500, "balance": "tokens"}, 208, "b339ec00079099b5", "58c449e4bb313fd0"),
+    "budget": ({"budget": 1500, "balance": "tokens"}, 208, "137ac44a1a56a701", "2089ed880213ec01"),
 }
 """Options, and what they must give on every platform and with every numpy: steps, and digests of the plan and of two
 steps dealt to 8 and to 3 ranks."""
@@ -177,7 +207,7 @@ def sha256(*arrays):
 def test_golden_fingerprint():
     lengths = 1 + np.arange(5000) * 7919 % 997
     made = plan(lengths, capacity=2048, packs_per_step=8)
-    assert made.fingerprint == "2-fdbd6c56e34e15b5-e3b0c44298fc1c14-12b7c49ccfa1bd50"
+    assert made.fingerprint == "2-fdbd6c56e34e15b5-e3b0c44298fc1c14-977e346b2959a155"
 
 
 def test_given_order_is_kept_to_within_a_window():
@@ -234,7 +264,7 @@ def test_state_goes_through_json_and_is_checked():
         made.check_state({k: v for k, v in state.items() if k != "step"})
     for other, message in (
         (plan(lengths + 1, capacity=256, packs_per_step=4, seed=3, epoch=1), "lengths changed"),
-        (plan(lengths, capacity=260, packs_per_step=4, seed=3, epoch=1), "options changed"),
+        (plan(lengths, capacity=260, packs_per_step=4, seed=3, epoch=1), r"options \(capacity from"),
     ):
         with pytest.raises(ValueError, match=message):
             other.check_state(state)
@@ -375,6 +405,54 @@ def test_one_rank_packs_as_tightly():
     made = plan(lengths, capacity=4096, packs_per_step=1, window=8)
     assert made.num_steps <= minimum_steps(lengths, 4096, 1) + 2
     assert made.deal(0, 1).offsets.tolist() == [0, len(made.documents(0))]
+
+
+@pytest.mark.parametrize("window", [1, 16])
+def test_planning_takes_little_memory(window):
+    """At most 24 bytes a document beyond the lengths (and what a block takes), also where few share a pack."""
+    lengths = np.random.default_rng(0).integers(1, 8193, 80_000)
+    plan(lengths[:9000], capacity=8192, packs_per_step=8, window=window)
+    tracemalloc.start()
+    try:
+        made = plan(lengths, capacity=8192, packs_per_step=64, window=window)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert made.num_documents == len(lengths)
+    assert peak <= 24 * len(lengths) + 1_000_000
+
+
+def test_the_capacity_is_no_table():
+    """Long capacities and many packs must not make a table of every number of tokens."""
+    lengths = np.random.default_rng(0).integers(1 << 20, 1 << 22, 300)
+    tracemalloc.start()
+    try:
+        made = plan(lengths, capacity=1 << 27, packs_per_step=4, budget=1 << 24)
+        made.deal(0, 2, "step")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak <= 100 << 20
+
+
+def test_integers_of_numpy_are_integers():
+    lengths = np.random.default_rng(0).integers(1, 200, 500)
+    plain = plan(lengths, capacity=1000, packs_per_step=8, window=2, seed=3)
+    for kind in (np.int16, np.uint16, np.int32, np.uint64):
+        made = plan(
+            lengths.astype(kind), capacity=kind(1000), packs_per_step=kind(8), window=kind(2), seed=kind(3)
+        )
+        assert made.fingerprint == plain.fingerprint
+        assert made.order.tolist() == plain.order.tolist()
+        assert made.deal(0, np.uint8(8), "step").order.tolist() == plain.deal(0, 8, "step").order.tolist()
+        json.dumps(made.state(1))
+
+
+def test_the_oldest_wait_no_longer():
+    """A document that two blocks passed over has a place in the next, before any other."""
+    lengths = np.array([50] * 3 + [60] * 9 + [40] * 12)  # two of 60 never share a pack of 100
+    made = plan(lengths, capacity=100, packs_per_step=2, window=1, order="given")
+    assert displacement(made).max() <= 4
 
 
 def test_one_pack_a_step():

@@ -57,6 +57,45 @@ def test_sections_align():
     assert out.getvalue() == "\nrun\n  a          1\n  long name  2\n"
 
 
+def test_values_go_on_below_themselves(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    out = io.StringIO()
+    console = Console(stream=out)
+    console.section("run", [("a", "one two three four five six seven eight"), ("name", "x" * 50)])
+    assert out.getvalue().splitlines() == [
+        "",
+        "run",
+        "  a     one two three four five six",
+        "        seven eight",
+        "  name  " + "x" * 50,
+    ]
+    console = Console(stream=(out := io.StringIO()))
+    console.table("t", ["metric", "meaning"], [["loss", "mean over the targets of a whole step"]])
+    assert out.getvalue().splitlines()[-2:] == [
+        "  loss    mean over the targets of a",
+        "          whole step",
+    ]
+    console = Console(stream=(out := io.StringIO()))
+    console.paragraph("well-known words are never broken in the middle")
+    assert all(len(line) <= 40 for line in out.getvalue().splitlines())
+    assert "well-known words" in out.getvalue()
+
+
+def test_without_a_terminal_there_are_80_columns(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr("sys.__stdout__", None)
+    out = io.StringIO()
+    Console(stream=out).section("run", [("a", "word " * 40)])
+    assert max(map(len, out.getvalue().splitlines())) in range(74, 81)
+
+
+def test_every_line_of_every_rank_stays_whole(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    out = io.StringIO()
+    Console(all_ranks=True, stream=out).section("run", [("a", "word " * 20)])
+    assert out.getvalue().count("\n") == 3
+
+
 def test_control_characters_cannot_steer_the_terminal():
     out = io.StringIO()
     Console(stream=out).line("a\x1b[2Jb\x07cd\0\ne")

@@ -89,8 +89,7 @@ def test_a_run_learns_prints_and_leaves_its_directory(words, tmp_path, capsys):
         ],
         *[
             "packing efficiency",
-            "utilization",
-            "cost utilization",
+            "displacement",
             "dropped",
             "padding instead",
             "start-up time",

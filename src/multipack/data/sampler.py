@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Sampler
 
 from multipack.planning.cost import CostModel
-from multipack.planning.deal import Sync
+from multipack.planning.deal import DEALING, Sync
 from multipack.planning.options import check_fingerprint
 from multipack.planning.packing import Packs, check_integer, pack
 from multipack.planning.plan import Balance, LossWeighting, Order, Plan, Tail, plan
@@ -36,10 +36,10 @@ class PackedBatchSampler(Sampler[list[int]]):
     batch_sampler=sampler, collate_fn=PackedCollator.of(sampler))`, and divide a step's summed loss by
     `sampler.plan.denominator(step)`.
 
-    The number of steps is fixed at the start: that of epoch 0, and with `tail="keep"` at least as many as
-    best fit needs, which suffices in every order. With `tail="drop"` and `"carry"` later epochs are cut to
-    it, or their steps are filled evenly; a queue of carried documents may grow from epoch to epoch, and
-    none is lost.
+    The number of steps is fixed at the start: that of epoch 0, or with `tail="keep"` more where other orders need
+    more; an epoch in which documents do not fit after all is planned with a wider window. With `tail="drop"`
+    and `"carry"` later epochs are cut to it, or their steps are filled evenly; a queue of carried documents may
+    grow from epoch to epoch, and none is lost.
 
     Calling `set_epoch` with the current epoch changes nothing. `load_state_dict` sets the position at which
     the next iterator starts; iterators after that one start at the epoch's beginning.
@@ -109,15 +109,14 @@ class PackedBatchSampler(Sampler[list[int]]):
         self.sync: Sync = sync
         self.micro_batches = first.micro_batches(self.world_size)
         first.deal(0, self.world_size, sync)
+        self._lengths = first.lengths
         self.steps_per_epoch = first.num_steps
         if tail == "keep":
-            packs = len(pack(first.slots, capacity, "best_fit", max_documents))
-            self.steps_per_epoch = max(first.num_steps, -(-packs // packs_per_step))
+            self.steps_per_epoch = self._steps_of_any_order(first)
         self.most_documents = first.most_documents
         self.longest = first.longest
         self.loss_weighting = first.loss_weighting
         self.align = first.align
-        self._lengths = first.lengths
         self._epoch = 0
         self._carried: dict[int, NDArray[np.int64]] = {0: np.empty(0, dtype=np.int64)}
         self._plan: Plan | None = None
@@ -192,6 +191,7 @@ class PackedBatchSampler(Sampler[list[int]]):
             "world_size": self.world_size,
             "sync": self.sync,
             "effort": self.plan.effort,
+            "dealing": DEALING,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -207,7 +207,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         missing = [key for key in needed if key not in state]
         if missing:
             raise ValueError(f"the saved sampler state lacks {', '.join(missing)}")
-        check_fingerprint(state["fingerprint"], self.plan.fingerprint)
+        check_fingerprint(state, self.plan.fingerprint, self.plan.options)
         if state["seed"] != self._options["seed"]:
             raise ValueError(
                 f"the saved sampler state has seed {state['seed']!r}, but this sampler has seed"
@@ -218,6 +218,11 @@ class PackedBatchSampler(Sampler[list[int]]):
             for key in ("epoch", "step", "micro_batch")
         )
         dealt = (state.get("world_size"), state.get("sync"), state.get("effort", 1))
+        if micro_batch and state.get("dealing") != DEALING:
+            raise ValueError(
+                f"the saved position is inside step {step}, after {micro_batch} micro-batches, and this version deals"
+                f" steps otherwise (version {DEALING}, not {state.get('dealing')}); go on from the beginning of a step"
+            )
         if micro_batch and dealt != (self.world_size, self.sync, self.plan.effort):
             raise ValueError(
                 f"the saved position is inside step {step}, after {micro_batch} micro-batches that"
@@ -249,6 +254,27 @@ class PackedBatchSampler(Sampler[list[int]]):
                 f"the saved sampler state carries what is not among {len(self._lengths)} documents"
             )
         return numbers.astype(np.int64)
+
+    def _steps_of_any_order(self, first: Plan) -> int:
+        """Steps in which every epoch's order finds room.
+
+        Where the first epoch needed more steps than its tokens fill, two more are looked at. With all steps planned
+        together only lengths matter, not their order: what fits so in one epoch fits in every one.
+        """
+        steps = first.num_steps
+        least = -(-int(first.slots.sum()) // (first.packs_per_step * first.capacity))
+        if steps > least + 1:
+            others = (plan(self._lengths, **self._options, epoch=epoch).num_steps for epoch in (1, 2))
+            steps = max(steps, *others)
+        packs = len(pack(first.slots, first.capacity, "best_fit", first.max_documents))
+        enough = -(-packs // first.packs_per_step)
+        if steps >= enough:
+            return steps
+        try:
+            plan(self._lengths, **{**self._options, "window": steps}, steps=steps)
+        except ValueError:
+            return enough
+        return steps
 
     def _plan_of(self, epoch: int) -> Plan:
         """Plan an epoch; with `tail="carry"`, the epochs before it too, as far as they are not known."""

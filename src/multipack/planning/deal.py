@@ -28,14 +28,17 @@ Sync = Literal["micro", "step", "pipeline"]
 
 Integers = NDArray[np.int64]
 
+DEALING = 2
+"""Changes whenever the same step is dealt otherwise; a run that stopped inside a step goes on only with the same."""
+
 _EXACT = 20_000  # exchanges stop within 1/20,000 of what no arrangement can beat
 _CLOSE = 10_000  # … and pairs of packs are not rearranged within 1/10,000 of it
 _ATTEMPTS = 4  # rearrangements of two packs, for each rank
-_MANY, _PATIENCE = (
+_JOINT_HALF, _JOINT_ATTEMPTS = 9, 5  # the same where tokens and squares shall agree: a half, and attempts
+_CROWDED, _PATIENCE = (
     4,
     3,
-)  # where a rank has that many packs in a meeting, so many times as many: few suit each other
-_JOINT_HALF, _JOINT_ATTEMPTS = 9, 5  # the same where tokens and squares shall agree
+)  # a rank with that many packs in a meeting: times as many attempts, as few packs suit
 _MORE = 3  # that effort adds to a half at most, one each time that it doubles
 
 
@@ -152,59 +155,52 @@ class _Step:
 
     def _beginnings(self, own: Integers) -> list[Callable[[], Integers]]:
         """Ways to give documents a pack, slot · world + rank; −1 for those that found no room."""
-        mine, spread = lambda: self._numbered(own), lambda: self._numbered(self._spread())
         if self.micro_batches == 1:
-            return [spread, mine]
+            return [self._spread, lambda: self._numbered(own)]
         if self.sync == "step":
-            return [self._ranks_first, spread, mine]
-        return [spread, self._slot_by_slot, mine]
+            return [self._ranks_first, self._spread, lambda: self._numbered(own)]
+        return [self._spread, self._slot_by_slot, lambda: self._numbered(own)]
 
     def _spread(self) -> Integers:
         """Each document, longest first, into the cheapest pack with room."""
-        visit = np.arange(len(self.lengths), dtype=np.int64)
-        room = min(self.capacity, int(self.lengths.sum()))
-        placed = placing.place(self.lengths, self.costs, visit, self.packs, room, self.max_documents, True)
-        if placed.min() < 0:
-            self._gather(placed)
-        placing.fill_empty(placed, self.packs)
-        return placed
+        return self._numbered(self._settled(self._cheapest(self.packs, self.capacity, self.max_documents)))
 
     def _slot_by_slot(self) -> Integers:
         """Micro-batch after micro-batch, the dearest first."""
-        placed = balancing.by_slot(
+        placed = placing.place_by_slot(
             self.lengths, self.costs, self.world, self.micro_batches, self.capacity, self.max_documents
         )
-        if placed.min() < 0:
-            self._gather(placed)
-        placing.fill_empty(placed, self.packs)
-        return placed
+        return self._settled(placed)
 
     def _ranks_first(self) -> Integers:
         """Each document to the cheapest rank; then each rank's documents into packs alike in tokens.
 
         A rank with a long document has cheap packs beside it, which packs that are all alike would not allow.
         """
-        visit, each = np.arange(len(self.lengths), dtype=np.int64), self.micro_batches
-        room = min(each * self.capacity, int(self.lengths.sum()))
-        ranks = placing.place(
-            self.lengths, self.costs, visit, self.world, room, each * self.max_documents, True
-        )
+        each = self.micro_batches
+        ranks = self._cheapest(self.world, each * self.capacity, each * self.max_documents)
         placed = np.full(len(ranks), -1, dtype=np.int64)
         for rank in range(self.world):
             documents = np.flatnonzero(ranks == rank)
             if len(documents):
-                slots = level_tokens(
-                    self.lengths[documents], self.lengths[documents], each, self.capacity, self.max_documents
-                )
+                lengths = self.lengths[documents]
+                slots = level_tokens(lengths, lengths, each, self.capacity, self.max_documents)
                 placed[documents] = np.where(slots < 0, -1, slots * self.world + rank)
+        return self._settled(placed)
+
+    def _cheapest(self, packs: int, capacity: int, max_documents: int) -> Integers:
+        visit = np.arange(len(self.lengths), dtype=np.int64)
+        return placing.place(self.lengths, self.costs, visit, packs, capacity, max_documents, True)
+
+    def _settled(self, placed: Integers) -> Integers:
+        """Room gathered for what has none, and documents in packs that are empty, in place."""
         if placed.min() < 0:
-            self._gather(placed)
+            everything = np.ones(len(placed), dtype=np.bool_)
+            placing.gather(
+                placed, self.lengths, everything, self.packs, self.capacity, self.max_documents, -1
+            )
         placing.fill_empty(placed, self.packs)
         return placed
-
-    def _gather(self, placed: Integers) -> None:
-        everything = np.ones(len(placed), dtype=np.bool_)
-        placing.gather(placed, self.lengths, everything, self.packs, self.capacity, self.max_documents, -1)
 
     def _numbered(self, placed: Integers) -> Integers:
         """Give packs their micro-batch and rank: pack numbers become slot · world + rank."""
@@ -234,7 +230,7 @@ class _Step:
         if not self.joint and reached <= enough:
             return int(reached)
         half, attempts = (_JOINT_HALF, _JOINT_ATTEMPTS) if self.joint else (HALF, _ATTEMPTS)
-        attempts *= _PATIENCE if last - first >= _MANY else 1
+        attempts *= _PATIENCE if last - first >= _CROWDED else 1
         half += min(self.effort.bit_length() - 1, _MORE)
         pairing.level(*meeting, self.joint, half, attempts * self.effort * world, enough)
         totals = np.add.reduceat(np.append(costs[order], 0), offsets[:-1])

@@ -12,6 +12,8 @@ occurs twice (carried from the last epoch, and once of its own) is two entries.
 
 from __future__ import annotations
 
+from array import array
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +35,7 @@ _TOLERANCE = 500  # best fit is tried when more than 1/500 of a block's tokens f
 _TIGHT = 64  # blocks filled to more than 63/64 look at the documents after them
 _SPARE = 4096  # full packs keep 1/4096 of their room on average, so that ranks can be balanced
 _FEW = 64  # packs of a block whose documents are made alike first when they do not all fit
-_MANY = 1024  # packs of a block beyond which they do not trade: the window averages enough
+_MOST_TRADERS = 1024  # packs of a block beyond which they do not trade: the window averages enough
 _ALIKE = 1024  # packs within 1/1024 of the mean cost are alike
 
 
@@ -71,14 +73,14 @@ class Cut:
 
     Attributes:
         order: document numbers, pack after pack, step after step.
-        pack_sizes: documents of each pack.
-        step_sizes: packs of each step.
+        pack_sizes: (packs,) int32 documents of each pack.
+        step_sizes: (steps,) int32 packs of each step.
         left: positions, rising, that no step took.
     """
 
     order: Integers
-    pack_sizes: Integers
-    step_sizes: Integers
+    pack_sizes: NDArray[Any]
+    step_sizes: NDArray[Any]
     left: Integers
 
 
@@ -87,8 +89,9 @@ class Progress:
     """Where cutting stands between two blocks.
 
     Attributes:
-        made: steps.
-        placed: entries in them.
+        made: steps so far.
+        packs: in these steps.
+        placed: entries in these packs.
         next: first position not looked at yet.
         old: positions below were passed over by two blocks or more.
         waiting: rising positions that were looked at and have no place.
@@ -96,6 +99,7 @@ class Progress:
     """
 
     made: int = 0
+    packs: int = 0
     placed: int = 0
     next: int = 0
     old: int = 0
@@ -130,9 +134,10 @@ def cut(
             again together with them, so that no nearly empty step trails behind.
         begin: where earlier blocks left the queue, their steps and entries not counted; None = there were none.
     """
-    state, history = begin or Progress(), list[Progress]()  # where each block began
+    state = begin or Progress()
+    history = deque[Progress](maxlen=4)  # where the last blocks began
     order = np.empty(len(sequence), dtype=np.int64)
-    chunks: list[tuple[Integers, Integers]] = []  # documents of each pack, packs of each step
+    pack_sizes, step_sizes = array("i"), array("i")  # grow with the packs that there are
     while True:
         rest = steps - state.made
         width = -(-rest // max(1, -(-rest // window)))  # blocks of even width, none above the window
@@ -142,23 +147,25 @@ def cut(
             more = min(extend(tokens, entries), entries)
             if more <= 0:
                 break
-            if settle and len(chunks) > 1 and steps - history[-2].made <= max(_WIDEST * window, 4):
-                state, width = history[-2], steps - history[-2].made  # the last two blocks, as one
-                del history[-2:], chunks[-2:]
+            if settle and len(history) > 1 and steps - history[-2].made <= max(_WIDEST * window, 4):
+                history.pop()
+                state = history.pop()
+                width = steps - state.made  # the last two blocks, as one
             else:
                 steps += more
-                if settle and chunks:
+                if settle and history:
                     state = history.pop()
-                    del chunks[-1]
                 continue
         history.append(state)
+        del pack_sizes[state.packs :], step_sizes[state.made :]
         chosen, packs, per_step, after = block(ends, repeats, rules, state, steps, width)
         order[state.placed : after.placed] = sequence[chosen]
-        chunks.append((packs, per_step))
+        pack_sizes.frombytes(packs.astype(np.int32).tobytes())
+        step_sizes.frombytes(per_step.astype(np.int32).tobytes())
         state = after
     left = np.concatenate([state.waiting, np.arange(state.next, len(ends) - 1, dtype=np.int64)])
-    pack_sizes, step_sizes = (np.concatenate(column) for column in zip(*chunks, strict=True))
-    return Cut(order[: state.placed], pack_sizes, step_sizes, left)
+    of_packs, of_steps = (np.frombuffer(part, dtype=np.int32) for part in (pack_sizes, step_sizes))
+    return Cut(order[: state.placed], of_packs, of_steps, left)
 
 
 def _tokens(ends: Integers, positions: Integers) -> int:
@@ -194,12 +201,15 @@ def block(
     order = falling(lengths)
     positions, lengths = positions[order], lengths[order]
     costs = rules.price(lengths)
-    placed = _place(lengths, costs, positions < state.old, positions <= last, rules, packs, spare)
+    waited = np.flatnonzero(positions < state.old)
+    old = waited[np.argsort(positions[waited], kind="stable")]
+    placed = _place(lengths, costs, old, positions <= last, rules, packs, spare)
     furthest = max(state.next, int(positions[placed >= 0].max()) + 1, int(last) + 1)
     unused = positions[(placed < 0) & (positions < furthest)]
     entries, pack_sizes, step_sizes = _arrange(positions, costs, placed, rules, width, state.blocks)
     after = Progress(
         made=state.made + width,
+        packs=state.packs + len(pack_sizes),
         placed=state.placed + len(entries),
         next=furthest,
         old=state.next,
@@ -233,8 +243,12 @@ def _take(
         reach = ends[state.next] + aim - waiting_tokens
         count = waiting + int(np.searchsorted(ends, reach, side="right")) - 1 - state.next
     left = waiting + remaining - later
-    count = min(max(count, width), left, width * rules.packs_per_step * rules.max_documents)
     tight = rules.full or aim * _TIGHT > width * rules.packs_per_step * rules.capacity * (_TIGHT - 1)
+    if not tight and count < waiting + remaining:
+        count += _nearer(
+            ends, state, count, aim
+        )  # else every block falls short, and the last ones take it all
+    count = min(max(count, width), left, width * rules.packs_per_step * rules.max_documents)
     more = min(AHEAD, count, left - count) if tight else 0
     if repeats is not None:
         oldest = int(state.waiting[0]) if waiting else state.next
@@ -244,10 +258,20 @@ def _take(
     return count, more, aim
 
 
+def _nearer(ends: Integers, state: Progress, count: int, aim: int) -> bool:
+    """Whether the first `count` entries of the queue and the next one come nearer to so many tokens than without it."""
+    kept = min(count, len(state.waiting))
+    without = _tokens(ends, state.waiting[:kept]) + int(ends[state.next + count - kept] - ends[state.next])
+    following = (
+        state.waiting[count] if count < len(state.waiting) else state.next + count - len(state.waiting)
+    )
+    return 2 * (aim - without) >= int(ends[following + 1] - ends[following])
+
+
 def _place(
     lengths: Integers,
     costs: Integers,
-    old: NDArray[np.bool_],
+    old: Integers,
     wanted: NDArray[np.bool_],
     rules: Rules,
     packs: int,
@@ -255,11 +279,12 @@ def _place(
 ) -> Integers:
     """Pack number of each entry (in falling order), −1 for those that must wait.
 
-    `old` entries choose first. Those not `wanted` are looked at only to fill the gaps that remain, but `spare` tokens.
+    `old` entries choose first, in their order. Those not `wanted` are looked at only to fill the gaps that remain,
+    but `spare` tokens.
     """
     visit = np.flatnonzero(wanted)
-    if old.any():
-        visit = np.concatenate([np.flatnonzero(old), np.flatnonzero(wanted & ~old)])
+    if len(old):
+        visit = np.concatenate([old, visit[~np.isin(visit, old)]])
     tokens = int(lengths[wanted].sum())
     room = min(rules.capacity, int(lengths.sum()))
     spare -= packs * (rules.capacity - room)
@@ -275,7 +300,7 @@ def _place(
     if missed * _TOLERANCE > tokens or (last and packs <= _FEW):
         leveled = np.full(len(lengths), -1, dtype=np.int64)
         leveled[wanted] = level_tokens(lengths[wanted], costs[wanted], packs, room, limit)
-        if not (old & (leveled < 0)).any():
+        if not len(old) or leveled[old].min() >= 0:
             leveled, missed_leveled = gathered(leveled)
             if missed_leveled < missed:
                 best, missed = leveled, missed_leveled
@@ -284,7 +309,7 @@ def _place(
         if 2 * missed_tight <= missed or (last and missed_tight < missed):
             best = tight
     placing.fill_empty(best, packs)
-    if packs <= _MANY:
+    if packs <= _MOST_TRADERS:
         mean = int(costs[best >= 0].sum()) // packs
         trade(best, lengths, costs, packs, room, limit, mean + mean // _ALIKE)
     return best
@@ -318,7 +343,7 @@ def _arrange(
         step_of[used] = np.repeat(np.arange(width), np.diff(bounds))
         steps = np.where(placed >= 0, step_of[placed], -1)
         total, count = placing.tally(steps, positions, width)
-        turns = np.argsort(total / count, kind="stable")
+        turns = np.argsort(total // count, kind="stable")
     final = np.concatenate([used[bounds[turn] : bounds[turn + 1]] for turn in turns])
     number = np.full(packs, -1, dtype=np.int64)
     number[final] = np.arange(len(final))

@@ -23,7 +23,9 @@ WINDOWS = (1, 4, 16, 64)
 """Windows that are tried."""
 
 SAMPLE = 300
-"""Steps that are dealt for a row."""
+"""Steps that are dealt for a row at most."""
+
+_DEALT, _LEAST = 100_000, 8  # documents of the steps that are dealt for a row, and steps nevertheless
 
 _DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(plan).parameters.items()}
 
@@ -105,7 +107,8 @@ def explore(
         budgets: mean tokens of a pack, None for the capacity; the one in `options` is tried too. None for all =
             the capacity, and 15/16 of it.
         groups: values of `group`; the one in `options` is tried too.
-        sample: steps to deal for a row at most; None = every step.
+        sample: steps to deal for a row at most; None = every step. Fewer are dealt where they have many documents,
+            so that a row does not take many times as long as its plan; `measured_steps` says how many.
         progress: called with (rows done, rows in all, what comes next).
         **options: the other options of `plan`: seed, epoch, order, tail, balance, cost, max_documents, …
 
@@ -150,7 +153,8 @@ def explore(
             group=group,
             **options,
         )
-        found = report(made, world_size, sync, sample=sample, window=window)
+        dealt = sample and min(sample, max(_DEALT * made.num_steps // made.num_documents, _LEAST))
+        found = report(made, world_size, sync, sample=dealt, window=window, advised=False)
         measured = {name: getattr(found, name) for name in _MEASURED}
         rows.append(Row(window=window, budget=budget, group=group, chosen=chosen, **measured))
         if window >= made.num_steps:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar, cast
 
 import numba
@@ -21,3 +24,24 @@ def compiled(function: Kernel) -> Kernel:
         return cast(Kernel, numba.njit(cache=True)(function))
     except RuntimeError:
         return cast(Kernel, numba.njit(function))
+
+
+def cached(*rooms: ModuleType) -> bool:
+    """Whether each of these modules' kernels were compiled before and kept since its source changed.
+
+    A module counts as compiled when one of its kernels is: the index that numba writes for it, named after
+    module, function, line and version of Python, is younger than the source.
+    """
+    python = f"py{sys.version_info.major}{sys.version_info.minor}"
+    for room in rooms:
+        source = Path(str(room.__file__))
+        changed = source.stat().st_mtime
+        folders = {
+            Path(value.stats.cache_path)
+            for value in vars(room).values()
+            if getattr(value, "stats", None) is not None and value.stats.cache_path
+        }
+        indices = (index for folder in folders for index in folder.glob(f"{source.stem}.*.{python}*.nbi"))
+        if not any(index.stat().st_mtime >= changed for index in indices):
+            return False
+    return True

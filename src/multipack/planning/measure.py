@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from multipack.planning.advice import advise
+from multipack.planning.advice import advise, advise_order
 from multipack.planning.bounds import minimum_packs
 from multipack.planning.ceiling import kappa, least_step_cost
 from multipack.planning.deal import Sync, meetings
@@ -112,7 +112,7 @@ class PlanReport:
     kappa: float
     """Cost of a token of the longest document over the mean token's: limits what full packs can agree in."""
     advice: list[str]
-    """Where the ceiling is low: what limits it, and what would lift it to what."""
+    """Where the ceiling is low, what limits it and what would lift it; where steps differ in length, what would not."""
     seconds: float
     """Time that planning the epoch took."""
 
@@ -128,6 +128,7 @@ def report(
     sample: int | None = SAMPLE,
     window: int | None = None,
     split_documents: int = 0,
+    advised: bool = True,
 ) -> PlanReport:
     """Deal steps to ranks and measure what these bring to their meetings.
 
@@ -139,6 +140,7 @@ def report(
             measured over all steps.
         window: steps that were planned together, for the share of documents that are later than that.
         split_documents: documents that were cut or split before they were planned, to be told with the rest.
+        advised: whether to look for what would lift a low ceiling, which takes time; else `advice` is empty.
 
     Raises:
         ValueError: more ranks than packs in a step, an unknown sync, a sample below 1.
@@ -156,7 +158,9 @@ def report(
     fewest = -(-packs // plan.packs_per_step)
     reached, ceiling = utilization(cost_loads), min(1.0, int(cost_loads.sum()) / (world * least))
     moved = displacement(plan)
-    imbalances = imbalance(cost_loads)
+    imbalances, lengths_spread = imbalance(cost_loads), mean_length_spread(plan)
+    advice = advise(plan, slots, costs, world, sync, ceiling) if advised else []
+    advice += advise_order(plan, world, sync, reached, lengths_spread) if advised else []
     return PlanReport(
         data_parallel_size=world,
         sync=sync,
@@ -188,9 +192,9 @@ def report(
         displacement_p99=float(np.quantile(moved, 0.99, method="inverted_cdf")),
         displacement_max=float(moved.max()),
         late_share=None if window is None else float(np.mean(moved > window)),
-        mean_length_spread=mean_length_spread(plan),
+        mean_length_spread=lengths_spread,
         kappa=kappa(planned, costs[plan.order]),
-        advice=advise(plan, slots, costs, world, sync, ceiling),
+        advice=advice,
         seconds=plan.seconds,
     )
 
@@ -268,8 +272,8 @@ def mean_length_spread(plan: Plan) -> float | None:
 def displacement(plan: Plan) -> NDArray[np.float64]:
     """(documents,) steps between each document's place in the plan's order and the middle of its step.
 
-    The place is where the document would train if the order were simply cut into equal parts by tokens: up
-    to half a step is no displacement at all.
+    The place is where the document would train if the order were simply cut into equal parts by slots (or by
+    documents, where a pack may hold so few that their number decides): up to half a step is no displacement.
     """
     numbers = np.arange(len(plan.lengths), dtype=np.int64)
     own = permutation(plan.seed, plan.epoch, len(numbers)) if plan.shuffled else numbers
@@ -279,9 +283,11 @@ def displacement(plan: Plan) -> NDArray[np.float64]:
     planned = np.zeros(len(sequence), dtype=np.bool_)
     planned[positions] = True
     taken = np.flatnonzero(planned)
-    middle = np.cumsum(plan.lengths[sequence[taken]]) - plan.lengths[sequence[taken]] / 2
+    least = plan.capacity // plan.max_documents if plan.max_documents else 1
+    share = np.maximum(plan.slots[sequence[taken]], least)
+    middle = np.cumsum(share) - share / 2
     place = np.empty(len(sequence))
-    place[taken] = middle * plan.num_steps / plan.lengths[plan.order].sum()
+    place[taken] = middle * plan.num_steps / share.sum()
     return np.abs(steps + 0.5 - place[positions])
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -100,84 +101,66 @@ class PlanConfig:
 
 @dataclass(frozen=True)
 class Options:
-    """What a caller chose, checked."""
+    """What a caller chose, checked: all that decides which steps documents make, but their order."""
 
     capacity: int
     packs_per_step: int
-    budget: int
+    budget: int | None
     window: int
     order: Order
     tail: Tail
     balance: Balance
     max_documents: int | None
     steps: int | None
-    cost_model: CostModel
     group: bool
     align: int
+    cost_model: CostModel
 
-    @classmethod
-    def checked(
-        cls,
-        capacity: int,
-        packs_per_step: int,
-        budget: int | None,
-        window: int,
-        order: Order,
-        tail: Tail,
-        balance: Balance,
-        max_documents: int | None,
-        steps: int | None,
-        cost_model: CostModel,
-        group: bool,
-        align: int,
-    ) -> Options:
-        """Refuse what no plan can have."""
-        named = {"packs_per_step": packs_per_step, "window": window, "align": align}
-        optional = {"budget": budget, "max_documents": max_documents, "steps": steps}
-        named.update({name: value for name, value in optional.items() if value is not None})
-        for name, value in named.items():
-            check_integer(name, value)
-        for name, choice, choices in (
-            ("order", order, Order),
-            ("tail", tail, Tail),
-            ("balance", balance, Balance),
-        ):
-            if choice not in get_args(choices):
+    def __post_init__(self) -> None:
+        """Refuse what no plan can have; whole numbers become Python's own."""
+        for name in ("capacity", "packs_per_step", "window", "align", "budget", "max_documents", "steps"):
+            value = getattr(self, name)
+            if value is not None or name in ("capacity", "packs_per_step", "window", "align"):
+                object.__setattr__(self, name, check_integer(name, value))
+        for name, choices in (("order", Order), ("tail", Tail), ("balance", Balance)):
+            if getattr(self, name) not in get_args(choices):
                 raise ValueError(
-                    f"{name}={choice!r} is unknown; choose one of {', '.join(get_args(choices))}"
+                    f"{name}={getattr(self, name)!r} is unknown; choose one of {', '.join(get_args(choices))}"
                 )
-        if budget is not None and budget > capacity:
+        if not isinstance(self.group, bool | np.bool_):
+            raise ValueError(f"group must be true or false, got {self.group!r}")
+        object.__setattr__(self, "group", bool(self.group))
+        if self.budget is not None and self.budget > self.capacity:
             raise ValueError(
-                f"budget={budget:,} is the mean of a pack and cannot exceed its limit, capacity={capacity:,};"
-                f" lower the budget or raise the capacity"
+                f"budget={self.budget:,} is the mean of a pack and cannot exceed its limit,"
+                f" capacity={self.capacity:,}; lower the budget or raise the capacity"
             )
-        if not isinstance(group, bool | np.bool_):
-            raise ValueError(f"group must be true or false, got {group!r}")
-        mean = capacity if budget is None else budget
-        return cls(
-            capacity,
-            packs_per_step,
-            mean,
-            window,
-            order,
-            tail,
-            balance,
-            max_documents,
-            steps,
-            cost_model,
-            bool(group),
-            align,
-        )
+
+    @property
+    def mean(self) -> int:
+        """Tokens of a pack to aim at: the budget, or the capacity."""
+        return self.capacity if self.budget is None else self.budget
+
+    def key(self, balanced: CostModel) -> dict[str, Any]:
+        """Plain values that, with the documents, decide the steps; equal ones give equal plans."""
+        plain = {
+            field.name: getattr(self, field.name) for field in fields(self) if field.name != "cost_model"
+        }
+        return {
+            **plain,
+            "budget": self.mean,
+            "cost": balanced.key() if self.balance == "cost" else self.balance,
+        }
 
     def full_steps(self, tokens: int, entries: int) -> int:
         """Steps that so many tokens, or so many documents, fill."""
-        by_tokens = tokens // (self.packs_per_step * self.budget)
+        by_tokens = tokens // (self.packs_per_step * self.mean)
         limit = self.max_documents
         return max(by_tokens, entries // (self.packs_per_step * limit) if limit else 0)
 
     def needed_steps(self, tokens: int, entries: int) -> int:
         """Steps that so many tokens and documents need at least."""
-        by_tokens = -(-tokens // (self.packs_per_step * self.budget))
+        by_tokens = -(-tokens // (self.packs_per_step * self.mean))
         limit = self.max_documents
         return max(by_tokens, -(-entries // (self.packs_per_step * limit)) if limit else 0)
 
@@ -190,10 +173,15 @@ def check_loss_weighting(loss_weighting: str) -> None:
         )
 
 
-def check_seed(seed: int) -> None:
-    """Refuse a seed that is no integer."""
-    if isinstance(seed, bool) or not isinstance(seed, int):
+def check_seed(seed: int) -> int:
+    """A seed as Python's own integer.
+
+    Raises:
+        ValueError: no integer.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
         raise ValueError(f"seed must be an integer, got {seed!r}")
+    return int(seed)
 
 
 def cost_model_of(cost: CostModel | ModelShape | None) -> CostModel:
@@ -243,7 +231,7 @@ def align_lengths(lengths: Integers, options: Options) -> Integers:
 
 def check_targets(targets: ArrayLike, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """Target counts as int64, between 0 and each document's length − 1."""
-    counts = np.asarray(targets)
+    counts = _array("targets", targets)
     if counts.shape != lengths.shape or counts.dtype.kind not in "iu":
         raise ValueError(
             f"targets must be {len(lengths):,} integers, one a document,"
@@ -253,18 +241,26 @@ def check_targets(targets: ArrayLike, lengths: NDArray[np.int64]) -> NDArray[np.
     wrong = np.flatnonzero((counts < 0) | (counts >= lengths))
     if len(wrong):
         first = int(wrong[0])
+        others = f", and {len(wrong) - 1:,} others are wrong too" if len(wrong) > 1 else ""
         raise ValueError(
             f"a document of l tokens has 0 … l − 1 targets: document {first} has {counts[first]} of"
-            f" {lengths[first]} tokens, and {len(wrong) - 1:,} others are wrong too"
+            f" {lengths[first]} tokens{others}"
         )
     return counts
+
+
+def _array(name: str, values: ArrayLike) -> NDArray[Any]:
+    try:
+        return np.asarray(values)
+    except ValueError as error:
+        raise ValueError(f"{name} must be a flat list of integers: {error}") from None
 
 
 def check_carried(carried: ArrayLike | None, documents: int) -> NDArray[np.int64]:
     """Carried document numbers as int64; empty for None."""
     if carried is None:
         return np.empty(0, dtype=np.int64)
-    numbers = np.asarray(carried)
+    numbers = _array("carried", carried)
     if numbers.size == 0:
         return np.empty(0, dtype=np.int64)
     if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
@@ -282,46 +278,42 @@ def most_documents_of(lengths: NDArray[np.int64], options: Options, times: int) 
     return min(most, options.max_documents or most)
 
 
-def fingerprint_of(lengths: NDArray[np.int64], targets: NDArray[np.int64] | None, options: Options) -> str:
+def fingerprint_of(
+    lengths: NDArray[np.int64], targets: NDArray[np.int64] | None, options: dict[str, Any]
+) -> str:
     """`version-lengths-targets-options`, each but the first 16 digits of a SHA-256."""
-    chosen = {
-        name: getattr(options, name)
-        for name in (
-            "capacity",
-            "packs_per_step",
-            "budget",
-            "window",
-            "order",
-            "tail",
-            "balance",
-            "max_documents",
-            "steps",
-            "group",
-            "align",
-        )
-    }
-    chosen["linear"] = options.cost_model.key()  # L* alone for a plain decoder
-    plain = {name: int(value) if isinstance(value, np.integer) else value for name, value in chosen.items()}
     arrays = [np.ascontiguousarray(part, dtype="<i8").data for part in (lengths, targets) if part is not None]
-    parts = [arrays[0], b"" if targets is None else arrays[1], json.dumps(plain, sort_keys=True).encode()]
+    parts = [arrays[0], b"" if targets is None else arrays[1], json.dumps(options, sort_keys=True).encode()]
     return "-".join([str(ALGORITHM), *(hashlib.sha256(part).hexdigest()[:16] for part in parts)])
 
 
-def check_fingerprint(saved: Any, mine: str) -> None:
+def check_fingerprint(state: Mapping[str, Any], fingerprint: str, options: dict[str, Any]) -> None:
     """Refuse a saved state whose plan was another, saying in what.
 
     Raises:
         ValueError: the fingerprints differ.
     """
-    if saved == mine:
+    saved = state["fingerprint"]
+    if saved == fingerprint:
         return
-    theirs, ours = str(saved).split("-"), mine.split("-")
-    parts = ("the planner's version", "the documents' lengths", "the target counts", "the plan's options")
+    theirs, ours = str(saved).split("-"), fingerprint.split("-")
+    found = state.get("options")
+    before: dict[str, Any] = found if isinstance(found, dict) else {}
+    differing = [name for name in options if before.get(name) != options[name]]
+    named = ", ".join(
+        f"{name} from {before[name]!r} to {options[name]!r}" for name in differing if name in before
+    )
+    parts = (
+        f"the planner's version (from {theirs[0]} to {ours[0]})",
+        "the documents' lengths",
+        "the target counts",
+        f"the plan's options ({named})" if named else "the plan's options",
+    )
     changed = [name for name, a, b in zip(parts, theirs, ours, strict=False) if a != b]
     what = " and ".join(changed) if len(theirs) == len(ours) else "everything"
     raise ValueError(
         f"the saved plan state belongs to another plan: {what} changed since (fingerprint {short(saved)}, now"
-        f" {mine}); go on with what it was saved with, or start a new run"
+        f" {fingerprint}); go on with what it was saved with, or start a new run"
     )
 
 

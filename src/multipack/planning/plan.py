@@ -20,7 +20,7 @@ from multipack.planning import deal as dealing
 from multipack.planning import measure
 from multipack.planning.cost import CostModel
 from multipack.planning.deal import Sync
-from multipack.planning.epoch import Cut, Rules, cut
+from multipack.planning.epoch import Rules
 from multipack.planning.options import (
     Balance,
     LossWeighting,
@@ -40,8 +40,9 @@ from multipack.planning.options import (
     most_documents_of,
     short,
 )
-from multipack.planning.packing import Packs, check_integer, check_lengths, pack
+from multipack.planning.packing import Packs, check_integer, check_lengths
 from multipack.planning.permutation import permutation
+from multipack.planning.steps import make_steps, third_occurrences
 from multipack.shapes import ModelShape
 
 if TYPE_CHECKING:
@@ -60,11 +61,12 @@ class Plan:
         capacity: most tokens of a pack.
         packs_per_step: most packs of a step.
         max_documents: most documents of a pack, or None.
-        window: steps that were planned together.
+        window: steps that were planned together: as asked, or more where a fixed number of steps needed it.
         tail: what happens to documents that do not fill a step.
         balance: what packs agree in.
         loss_weighting: what the loss is a mean over: `token` or `document`; changes no step.
         effort: of dealing; changes no step.
+        shuffled: the order is that of seed and epoch; else the documents' own.
         seed, epoch: of the order.
         cost_model: what a document costs.
         align: multiple to which each document is padded; the collator must do the same.
@@ -77,6 +79,7 @@ class Plan:
         carried: document numbers that `tail="carry"` leaves for the next epoch, in their order.
         carried_in: document numbers carried over from the epoch before.
         fingerprint: of lengths, targets and options; not of world, sync, seed or epoch.
+        options: plain values that the fingerprint is made from, beside the documents.
         most_documents: documents that no pack can exceed, in any epoch, step, world or arrangement.
         seconds: time that planning took.
     """
@@ -105,6 +108,7 @@ class Plan:
     carried: NDArray[np.int64]
     carried_in: NDArray[np.int64]
     fingerprint: str
+    options: dict[str, Any]
     most_documents: int
     seconds: float
 
@@ -210,7 +214,7 @@ class Plan:
             slots,
             self.balanced.cost(slots),
             np.repeat(np.arange(len(packs)), packs.sizes()),
-            world=data_parallel_size,
+            world=int(data_parallel_size),
             micro_batches=micro_batches,
             capacity=self.capacity,
             max_documents=self.max_documents or len(documents),
@@ -238,9 +242,10 @@ class Plan:
             raise ValueError(f"step {step} is not among the plan's {self.num_steps} steps")
         return {
             "fingerprint": self.fingerprint,
+            "options": self.options,
             "seed": self.seed,
             "epoch": self.epoch,
-            "step": int(step),
+            "step": check_integer("step", step, 0),
             "carried": self.carried_in.tolist(),
         }
 
@@ -253,7 +258,7 @@ class Plan:
         missing = [key for key in ("fingerprint", "seed", "epoch", "step", "carried") if key not in state]
         if missing:
             raise ValueError(f"the saved plan state lacks {', '.join(missing)}")
-        check_fingerprint(state["fingerprint"], self.fingerprint)
+        check_fingerprint(state, self.fingerprint, self.options)
         for key, mine in (("seed", self.seed), ("epoch", self.epoch), ("carried", self.carried_in.tolist())):
             if state[key] != mine:
                 raise ValueError(
@@ -314,7 +319,8 @@ def plan(
         cost: a cost model or a shape; None = Llama 3 8B.
         max_documents: most documents of a pack; None = no limit.
         steps: make exactly so many steps. With `keep` that is possible from ⌈best-fit packs / packs_per_step⌉
-            steps on; with `drop` and `carry` what does not fit is left, and steps are partly filled
+            steps on, and often from fewer; where documents do not fit, the window is doubled until they do.
+            With `drop` and `carry` what does not fit is left, and steps are partly filled
             when there are too few documents.
         loss_weighting: `token`: the loss of a step is the mean over its targets; `document`: the mean over its
             documents that have a target of each one's mean loss. A piece of a document that was split counts as
@@ -328,29 +334,28 @@ def plan(
         ValueError: lengths or options that no plan can have; the message names what to change.
     """
     started = time.perf_counter()
-    checked = check_lengths(lengths, capacity)
-    options = Options.checked(
-        capacity,
-        packs_per_step,
-        budget,
-        window,
-        order,
-        tail,
-        balance,
-        max_documents,
-        steps,
-        cost_model_of(cost),
-        group,
-        align,
+    options = Options(
+        capacity=capacity,
+        packs_per_step=packs_per_step,
+        budget=budget,
+        window=window,
+        order=order,
+        tail=tail,
+        balance=balance,
+        max_documents=max_documents,
+        steps=steps,
+        group=group,
+        align=align,
+        cost_model=cost_model_of(cost),
     )
+    seed, epoch = check_seed(seed), check_integer("epoch", epoch, 0)
+    check_loss_weighting(loss_weighting)
+    checked = check_lengths(lengths, options.capacity)
     slots = align_lengths(checked, options)
     balanced = balanced_cost(options, slots)
     counts = None if targets is None else check_targets(targets, checked)
     opening = check_carried(carried, len(checked))
     most_documents = most_documents_of(slots, options, 2 if tail == "carry" or len(opening) else 1)
-    check_seed(seed)
-    check_loss_weighting(loss_weighting)
-    check_integer("epoch", epoch, 0)
     if order == "given":
         own = np.arange(len(checked), dtype=np.int64)
     else:
@@ -361,27 +366,29 @@ def plan(
     ends = np.zeros(len(sequence) + 1, dtype=np.int64)
     np.cumsum(slots[sequence], out=ends[1:])
     rules = Rules(
-        capacity=capacity,
-        packs_per_step=packs_per_step,
-        step_tokens=packs_per_step * (capacity if tail == "keep" else options.budget),
-        max_documents=max_documents or len(sequence),
+        capacity=options.capacity,
+        packs_per_step=options.packs_per_step,
+        step_tokens=options.packs_per_step * (options.capacity if tail == "keep" else options.mean),
+        max_documents=options.max_documents or len(sequence),
         price=balanced.cost,
         group=options.group,
-        full=tail != "keep" and options.budget == capacity,
+        full=tail != "keep" and options.mean == options.capacity,
         shuffled=order == "shuffled",
         seed=seed,
         epoch=epoch,
     )
-    made = _steps(sequence, ends, _repeats(sequence, len(opening)), rules, options)
+    repeats = third_occurrences(sequence, len(opening))
+    made, used_window = make_steps(sequence, ends, repeats, rules, options)
     left = sequence[made.left].astype(np.int64)
-    nothing = np.empty(0, dtype=np.int64)
+    del sequence, ends
+    nothing, key = np.empty(0, dtype=np.int64), options.key(balanced)
     return Plan(
         lengths=checked,
         target_counts=counts,
-        capacity=capacity,
-        packs_per_step=packs_per_step,
-        max_documents=max_documents,
-        window=window,
+        capacity=options.capacity,
+        packs_per_step=options.packs_per_step,
+        max_documents=options.max_documents,
+        window=used_window,
         tail=tail,
         balance=balance,
         loss_weighting=loss_weighting,
@@ -390,7 +397,7 @@ def plan(
         seed=seed,
         epoch=epoch,
         cost_model=options.cost_model,
-        align=align,
+        align=options.align,
         slots=slots,
         balanced=balanced,
         order=made.order,
@@ -399,91 +406,14 @@ def plan(
         dropped=left if tail == "drop" else nothing,
         carried=left if tail == "carry" else nothing,
         carried_in=opening,
-        fingerprint=fingerprint_of(checked, counts, options),
+        fingerprint=fingerprint_of(checked, counts, key),
+        options=key,
         most_documents=most_documents,
         seconds=time.perf_counter() - started,
     )
 
 
-def _steps(
-    sequence: NDArray[Any],
-    ends: NDArray[np.int64],
-    repeats: NDArray[np.int64] | None,
-    rules: Rules,
-    options: Options,
-) -> Cut:
-    """Cut the sequence into steps as the tail's policy asks."""
-    entries, tokens = len(ends) - 1, int(ends[-1])
-    if options.steps is not None:
-        return _exactly(sequence, ends, repeats, rules, options)
-    if options.tail != "keep":
-        steps = min(options.full_steps(tokens, entries), entries)
-        if steps == 0:
-            raise ValueError(
-                f"tail={options.tail!r} makes full steps only, and {entries:,} documents of {tokens:,} tokens"
-                f" do not fill one of {options.packs_per_step} × {options.budget:,}; use tail='keep', or"
-                " lower packs_per_step or capacity"
-            )
-        return cut(sequence, ends, repeats, rules, steps, options.window, options.full_steps, settle=False)
-
-    def evenly(steps: int) -> Cut:
-        return cut(sequence, ends, repeats, rules, steps, options.window, options.needed_steps, settle=True)
-
-    steps = min(options.needed_steps(tokens, entries), entries)
-    made = evenly(steps)
-    taken = len(made.step_sizes)
-    if taken > steps + max(1, steps // 256):  # spread them evenly over the steps that they took
-        del made  # one at a time: each is as large as all the rest of a plan
-        made = evenly(taken)
-        if len(made.step_sizes) > taken:
-            made = evenly(steps)
-    return made
-
-
-def _exactly(
-    sequence: NDArray[Any],
-    ends: NDArray[np.int64],
-    repeats: NDArray[np.int64] | None,
-    rules: Rules,
-    options: Options,
-) -> Cut:
-    """Cut the sequence into a given number of steps, widening the window where documents must all fit."""
-    steps, entries = options.steps or 0, len(ends) - 1
-    if steps > entries:
-        raise ValueError(
-            f"steps={steps:,} are more than there are documents ({entries:,}): every step needs one"
-        )
-    window = min(options.window, steps)
-    while True:
-        made = cut(sequence, ends, repeats, rules, steps, window, lambda tokens, left: 0, settle=False)
-        if options.tail != "keep" or not len(made.left):
-            return made
-        if window == steps:
-            break
-        window = min(4 * window, steps)
-    packs = len(pack(np.diff(ends), options.capacity, "best_fit", options.max_documents))
-    raise ValueError(
-        f"steps={steps:,} are too few for every document: best fit needs {packs:,} packs, which is"
-        f" {-(-packs // options.packs_per_step):,} steps of packs_per_step={options.packs_per_step}"
-    )
-
-
-def _repeats(sequence: NDArray[Any], opening: int) -> NDArray[np.int64] | None:
-    """For each position, where its document occurred two times before, or −1; None if none occurs thrice.
-
-    A queue of carried documents can grow beyond an epoch. Blocks stop before a document's third occurrence,
-    so that no pack holds one more than twice, which `most_documents` relies on.
-    """
-    if opening == 0 or len(np.unique(sequence[:opening])) == opening:
-        return None
-    order = np.argsort(sequence, kind="stable")
-    same = sequence[order[2:]] == sequence[order[:-2]]
-    repeats = np.full(len(sequence), -1, dtype=np.int64)
-    repeats[order[2:][same]] = order[:-2][same]
-    return repeats
-
-
-def _offsets(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+def _offsets(sizes: NDArray[Any]) -> NDArray[np.int64]:
     offsets = np.zeros(len(sizes) + 1, dtype=np.int64)
     np.cumsum(sizes, out=offsets[1:])
     return offsets

@@ -128,11 +128,12 @@ class PackStream:
             raise ValueError(f"capacity={capacity:,} exceeds the largest supported, {LARGEST_CAPACITY:,}")
         _check_choices(tail, overlong, resume, length is not None)
         rank, world = _check_shard(shard)
-        check_seed(seed)
+        seed = check_seed(seed)
         check_loss_weighting(loss_weighting)
-        chosen = Options.checked(
-            capacity, packs_per_step, budget, lookahead, order, tail, balance, max_documents, None,
-            cost_model_of(cost), group, align,
+        chosen = Options(
+            capacity=capacity, packs_per_step=packs_per_step, budget=budget, window=lookahead, order=order,
+            tail=tail, balance=balance, max_documents=max_documents, steps=None, group=group, align=align,
+            cost_model=cost_model_of(cost),
         )  # fmt: skip
         if align > capacity:
             raise ValueError(
@@ -149,7 +150,7 @@ class PackStream:
         same = (
             "capacity",
             "packs_per_step",
-            "budget",
+            "mean",
             "order",
             "tail",
             "balance",

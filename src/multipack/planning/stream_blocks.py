@@ -49,11 +49,11 @@ class Blocks:
         self._rules = Rules(
             capacity=options.capacity,
             packs_per_step=options.packs_per_step,
-            step_tokens=options.packs_per_step * options.budget,
+            step_tokens=options.packs_per_step * options.mean,
             max_documents=self.most_documents,
             price=self._price,
             group=options.group,
-            full=options.budget == options.capacity,
+            full=options.mean == options.capacity,
             shuffled=options.order == "shuffled",
             seed=seed,
             epoch=0,

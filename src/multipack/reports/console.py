@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -22,6 +24,23 @@ from rich.text import Text
 
 HARMLESS = {code: "�" for code in [*range(32), *range(127, 160)] if code not in (9, 10)}
 """Control characters → a visible mark: what a model writes must not steer the terminal it is shown on."""
+
+
+_NARROWEST = 24  # columns that wrapped text has, however narrow the terminal
+
+
+def wrapped(text: str, columns: int, indent: int = 0) -> str:
+    """Text in lines of at most so many columns, never broken within a word.
+
+    Args:
+        text: words; lines of their own stay lines of their own.
+        columns: of the whole line.
+        indent: columns that come before: the first line is printed behind them, all others begin with so many spaces.
+    """
+    width = max(columns - indent, _NARROWEST)
+    wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    lines = [line for part in text.split("\n") for line in wrapper.wrap(part) or [""]]
+    return f"\n{' ' * indent}".join(lines)
 
 
 class Advance(Protocol):
@@ -47,6 +66,7 @@ class Console:
         self.enabled = rank == 0 or all_ranks
         out = stream or sys.stdout
         self._terminal = bool(getattr(out, "isatty", lambda: False)())
+        self.columns = shutil.get_terminal_size((80, 24)).columns
         self._rich = RichConsole(file=out, highlight=False, markup=False, soft_wrap=True)
 
     def line(self, text: str = "", style: str = "") -> None:
@@ -59,13 +79,18 @@ class Console:
             text = "\n".join(f"[{stamp}][rank {self.rank}] {part}" for part in text.split("\n"))
         self._rich.print(Text(text, style=style))
 
+    def paragraph(self, text: str) -> None:
+        """Print text in lines as wide as the terminal, 80 columns where there is none."""
+        self.line(text if self.all_ranks else wrapped(text, self.columns))
+
     def section(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
-        """A heading and aligned `name  value` rows."""
+        """A heading and aligned `name  value` rows; values go on below themselves where the line ends."""
         width = max((len(name) for name, _ in rows), default=0)
         self.line()
         self.line(title, style="bold")
         for name, value in rows:
-            self.line(f"  {name:<{width}}  {value}")
+            shown = value if self.all_ranks else wrapped(value, self.columns, width + 4)
+            self.line(f"  {name:<{width}}  {shown}")
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """A framed table on a terminal; aligned plain lines elsewhere."""
@@ -79,6 +104,9 @@ class Console:
             self._rich.print(table)
             return
         widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
+        if not self.all_ranks:  # the last column goes on below itself
+            indent = 2 + sum(width + 2 for width in widths[:-1])
+            rows = [[*row[:-1], wrapped(row[-1], self.columns, indent)] for row in rows]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
         ]

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 LETTERS = (string.ascii_letters.swapcase() + string.digits).replace("X", "").replace("x", "")
 """A … Z a … z 0 … 9, a letter a document, starting over after the last; X is padding's alone."""
 
-_PACKS = 8  # packs that are drawn before the rest is counted
 _LINES = 4  # lines that a step's packs fill together, where they are that few
 
 
@@ -34,6 +33,7 @@ def draw_step(
     columns: int = 72,
     batch_size: int = 4,
     max_documents: int = 24,
+    max_packs: int = 8,
 ) -> str:
     """Three pictures of a step's documents: as they come, padded, packed.
 
@@ -46,6 +46,7 @@ def draw_step(
         batch_size: documents of a padded batch.
         max_documents: rows of the first two pictures, packed rows being limited likewise; what is left out
             is counted.
+        max_packs: packs that are drawn before the rest is counted.
 
     Returns:
         Lines of text. A document shorter than half a character may have no letter among the packed.
@@ -53,7 +54,13 @@ def draw_step(
     Raises:
         ValueError: a size below 1, or `tokens_per_character` so small that a pack exceeds 10,000 characters.
     """
-    for name, value in (("columns", columns), ("batch_size", batch_size), ("max_documents", max_documents)):
+    sizes = {
+        "columns": columns,
+        "batch_size": batch_size,
+        "max_documents": max_documents,
+        "max_packs": max_packs,
+    }
+    for name, value in sizes.items():
         check_integer(name, value)
     packs = plan.packs(step)
     row = max(-(-plan.capacity // max(1, _LINES // len(packs))), int(plan.lengths[packs.order].max()))
@@ -83,7 +90,7 @@ def draw_step(
         f"packed, {_count(len(packs), 'pack')} of at most {plan.capacity:,} tokens: "
         + _padding(tokens, len(packs) * plan.capacity, "left free"),
     ]
-    shown = min(len(packs), _PACKS)
+    shown = min(len(packs), max_packs)
     for pack in range(shown):
         named = [letters[int(document)] for document in packs[pack]]
         lines += _packed(plan.lengths[packs[pack]], named, plan.capacity, scale, columns)

@@ -1,28 +1,65 @@
-"""Rows of text about a plan and a token store, for the console."""
+"""Rows of text about settings, a plan and a token store, for the console."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from multipack.data.prepare import Corpus
 from multipack.data.store import TokenStore
 from multipack.planning.explore import Row
 from multipack.planning.measure import PlanReport, padded_share
+from multipack.planning.options import PlanConfig
 from multipack.planning.packing import Packs
+from multipack.reports.console import wrapped
 
 if TYPE_CHECKING:
-    from multipack.config import PackCommand
+    from multipack.config import PackCommand, PlanCommand
+    from multipack.data.prepare import Corpus
     from multipack.training.session import Session
 
 Rows = list[tuple[str, str]]
 
 
-def report_rows(report: PlanReport, share: float, batch_size: int, ranks: int) -> Rows:
+def settings_text(
+    rows: Sequence[tuple[str, str, str, str]], presets: Mapping[str, Sequence[str]], columns: int
+) -> str:
+    """A table of settings, a group after the other.
+
+    Args:
+        rows: (key, type, default, meaning) of each.
+        presets: names that `group=NAME` understands.
+        columns: most columns of a line.
+    """
+    width, last = max(len(key) for key, *_ in rows), None
+    lines: list[str] = []
+    for key, kind, default, meaning in rows:
+        group = key.split(".")[0] if "." in key else ""
+        if group != last:
+            names = "|".join(presets.get(group, ()))
+            lines += (
+                ["", _wrapped_choices(f"{group}={names}", columns, 2) if names else group] if group else [""]
+            )
+        last = group
+        shown = f" [{default}]".replace("\n", "\\n") if default not in ("", "[]") else ""
+        told = _wrapped_choices(f"{meaning} ({kind}){shown}", columns, width + 4)
+        lines.append(f"  {key:<{width}}  {told}")
+    return "\n".join(lines).strip("\n")
+
+
+def _wrapped_choices(text: str, columns: int, indent: int) -> str:
+    """Text wrapped, also behind the bars between choices where these fill a line."""
+    whole = wrapped(text, columns, indent)
+    if max(map(len, f"{' ' * indent}{whole}".split("\n"))) <= columns:
+        return whole
+    return wrapped(text.replace("|", "| "), columns, indent).replace("| ", "|")
+
+
+def report_rows(report: PlanReport, share: float, batch_size: int, ranks: int, full: bool = True) -> Rows:
     """A plan in words.
 
     Args:
@@ -30,18 +67,22 @@ def report_rows(report: PlanReport, share: float, batch_size: int, ranks: int) -
         share: real-token share of padding random batches of `batch_size` documents.
         batch_size: see `share`.
         ranks: data-parallel ranks.
+        full: packs shall be full; else a budget below the capacity keeps room, and bounds for full packs do not
+            say how good the plan is.
     """
+    least = "no packing could have fewer than" if full else "full ones would be at least"
+    fewest = "no plan could have fewer than" if full else "of full packs there would be at least"
     return [
         ("documents", f"{report.documents:,}"),
         ("tokens", f"{report.tokens:,}"),
-        ("packs", f"{report.packs:,} (no packing could have fewer than {report.minimum_packs:,})"),
-        ("global steps", f"{report.steps:,} (no plan could have fewer than {report.minimum_steps:,})"),
+        ("packs", f"{report.packs:,} ({least} {report.minimum_packs:,})"),
+        ("global steps", f"{report.steps:,} ({fewest} {report.minimum_steps:,})"),
         (
             "packing efficiency",
             f"{report.efficiency:.2%} of the slots of all steps hold tokens;"
             f" {report.efficiency_but_last:.2%} without the last step",
         ),
-        *_balance_rows(report, ranks),
+        *(_balance_rows(report, ranks) if ranks > 1 else []),
         *_order_rows(report),
         ("dropped", f"{report.dropped_documents:,} documents, {report.dropped_tokens:,} tokens"),
         *_some("carried", report.carried_documents, "documents open the next epoch"),
@@ -51,28 +92,39 @@ def report_rows(report: PlanReport, share: float, batch_size: int, ranks: int) -
             "padding instead",
             f"{share:.1%} real tokens in random batches of {batch_size} padded to their longest",
         ),
-        ("planned in", f"{report.seconds:.2f} s"),
+        ("planned in", _time(report.seconds)),
         *[("advice" if index == 0 else "", sentence) for index, sentence in enumerate(report.advice)],
     ]
 
 
 def _balance_rows(report: PlanReport, ranks: int) -> Rows:
-    dealt = "" if ranks == 1 else f", {ranks} ranks"
+    """How alike ranks are; a single one waits for nobody, so that all of this would say nothing."""
     sampled = report.measured_steps < report.steps
     return [
-        ("utilization", f"{report.utilization:.2%} (tokens of the mean rank over the fullest{dealt})"),
+        (
+            "utilization",
+            f"{report.utilization:.2%} (tokens of the mean rank over the fullest, {ranks} ranks)",
+        ),
         (
             "cost utilization",
-            f"{report.cost_utilization:.2%} (cost of the mean rank over the dearest{dealt});"
+            f"{report.cost_utilization:.2%} (cost of the mean rank over the dearest, {ranks} ranks);"
             f" no arrangement of these steps could exceed {report.cost_utilization_ceiling:.2%}",
         ),
-        ("of the ceiling", f"{report.ceiling_reached:.2%} is reached; κ = {report.kappa:.3f}"),
+        ("of the ceiling", f"{report.ceiling_reached:.2%} is reached"),
+        (
+            "κ",
+            f"a token of the longest document costs {report.kappa:.3f} times the mean token; full packs can cost the"
+            " same where this is near 1",
+        ),
         (
             "imbalance",
             f"the dearest rank costs {report.imbalance_mean:.4f} times the mean;"
             f" {report.imbalance_max:.4f} times where ranks meet at their worst",
         ),
-        ("L² lag", f"{report.l2_lag_mean:,.0f} mean, {report.l2_lag_max:,.0f} max"),
+        (
+            "L² lag",
+            f"{report.l2_lag_mean:,.0f} mean, {report.l2_lag_max:,.0f} max (√ of what ranks differ in Σ l², in tokens)",
+        ),
         *([("measured", f"{report.measured_steps:,} steps, evenly apart")] if sampled else []),
     ]
 
@@ -96,6 +148,10 @@ def _order_rows(report: PlanReport) -> Rows:
     return rows
 
 
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.1f} ms"
+
+
 def _some(name: str, count: int, what: str) -> Rows:
     """A row for what seldom happens; none where it did not."""
     return [(name, f"{count:,} {what}")] if count else []
@@ -111,7 +167,7 @@ def plan_rows(session: Session, report: PlanReport) -> Rows:
         f" {sampler.micro_batches} a rank, one micro-batch each"
     )
     return [
-        *report_rows(report, share, batch_size, session.world.size),
+        *report_rows(report, share, batch_size, session.world.size, fills_packs(config.plan)),
         ("a step", dealt),
         (
             "validation",
@@ -119,6 +175,28 @@ def plan_rows(session: Session, report: PlanReport) -> Rows:
         ),
         *corpus_notes(session.corpus),
     ]
+
+
+def fills_packs(config: PlanConfig) -> bool:
+    """Whether packs shall be as full as can be: no budget below the capacity keeps room in them."""
+    return config.budget in (0, config.capacity)
+
+
+def training_command(source: Path, wanted: PlanCommand) -> str:
+    """The command that trains with a plan's settings, the documents left open where only lengths are known."""
+    plan, usual = wanted.plan, PlanConfig()
+    words = [f"data=store data.path={source}" if source.is_dir() else "data=…"]
+    for entry in fields(plan):
+        value = getattr(plan, entry.name)
+        decided = entry.name == "packs_per_step" and plan.micro_batches  # … by the other
+        if entry.name == "capacity" or (value != getattr(usual, entry.name) and not decided):
+            words.append(f"plan.{entry.name}={str(value).lower() if isinstance(value, bool) else value}")
+    words += [f"train.seed={wanted.seed}"] if wanted.seed > 0 else []
+    ranks = wanted.world_size
+    launch = "" if ranks == 1 else f"torchrun --nproc-per-node {ranks} -m "
+    if ranks > 8:
+        launch = "torchrun --nnodes … --nproc-per-node … -m "
+    return f"{launch}multipack train {' '.join(words)}"
 
 
 def explore_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
@@ -144,7 +222,7 @@ def explore_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
 def explore_notes(rows: Sequence[Row]) -> list[str]:
     """How to read the table of `explore`, and how few steps there can be."""
     sampled = [row.measured_steps for row in rows if row.measured_steps < row.steps]
-    measured = f" Balance is measured over at most {max(sampled)} steps of each." if sampled else ""
+    measured = f" Measured over at most {max(sampled):,} steps of each plan, evenly apart." if sampled else ""
     return [
         "Fill: fewer steps and more filled slots are better;"
         f" no plan of these documents could have fewer than {min(row.minimum_steps for row in rows):,} steps.",
@@ -169,7 +247,7 @@ def pack_rows(packs: Packs, lengths: NDArray[np.int64], wanted: PackCommand, sec
         ("proven bound", f"no packing has fewer than {bound:,} packs: {proven}"),
         ("filled", f"{tokens / (len(packs) * wanted.capacity):.4%} of the slots hold tokens"),
         ("largest pack", f"{int(packs.sizes().max()):,} documents"),
-        ("packed in", f"{seconds:.2f} s"),
+        ("packed in", _time(seconds)),
         *([("written to", wanted.out)] if wanted.out else []),
     ]
 

@@ -295,7 +295,7 @@ def _introduce(session: Session, seconds: float) -> None:
         console.section("plan", plan_rows(session, report))
     console.table("legend", ["metric", "meaning"], list(LEGEND.items()))
     for note in session.notes:
-        console.line(f"note: {note}")
+        console.paragraph(f"note: {note}")
     start = f"continuing after step {session.step}" if session.step else "starting"
     console.line(f"\nstart-up time {seconds:.1f} s; {start}, {session.steps} steps in all")
     if session.step >= session.steps and not session.config.train.eval_only:

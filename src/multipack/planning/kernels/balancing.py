@@ -10,6 +10,10 @@ from multipack.planning.jit import compiled
 Integers = NDArray[np.int64]
 
 _PARTNERS = 64  # cheapest ranks that the dearest one tries to trade with; fewer where each has many packs
+_FEWEST_PARTNERS = 4
+_TINY = 1_000_000  # a trade gains this part of the mean at least
+_WORTH = 64  # … and this part of what the dearest rank costs too much: pairs of packs do the fine work
+_TURNS = 50  # trades for each rank at most; a few are the rule
 
 
 @compiled
@@ -30,77 +34,6 @@ def assign_ranks(costs: Integers, world: int, each: int) -> Integers:
         load[best] += costs[pack]
         count[best] += 1
     return number
-
-
-@compiled
-def by_slot(
-    lengths: Integers, costs: Integers, world: int, slots: int, capacity: int, max_documents: int
-) -> Integers:
-    """Documents (in falling order) to packs, one micro-batch after the other; −1 for those that find no room.
-
-    A micro-batch lasts as long as its dearest pack. So each takes the longest documents that are left, into its
-    cheapest pack, as long as no pack becomes dearer than the longest of them alone, or than the mean that all
-    packs still to be filled must have; once no pack has room for a document, shorter ones fill the tightest rooms.
-    Returns pack numbers, slot · world + rank.
-    """
-    placed = np.full(len(lengths), -1, dtype=np.int64)
-    left = costs.sum()
-    for slot in range(slots):
-        rooms = np.full(world, capacity, dtype=np.int64)
-        free = np.full(world, max_documents, dtype=np.int64)
-        load = np.zeros(world, dtype=np.int64)
-        heap, size = np.arange(world), world
-        limit, roomiest = -1, capacity
-        for document in range(len(lengths)):
-            if placed[document] >= 0:
-                continue
-            length, cost = lengths[document], costs[document]
-            if limit < 0:
-                limit = max(cost, -(-left // (world * (slots - slot))))
-                if slot == slots - 1:
-                    limit = left
-            while size > 0 and (rooms[heap[0]] < length or free[heap[0]] == 0):
-                size -= 1  # no room for this one: it leaves the heap for good
-                heap[0] = heap[size]
-                _sift_down(heap, size, load)
-            pack = -1
-            if size > 0:
-                if load[heap[0]] + cost <= limit:
-                    pack = heap[0]
-            elif length <= roomiest:
-                roomiest = 0
-                for other in range(world):
-                    if free[other] > 0 and load[other] + cost <= limit:
-                        roomiest = max(roomiest, rooms[other])
-                        if rooms[other] >= length and (pack < 0 or rooms[other] < rooms[pack]):
-                            pack = other
-            if pack < 0:
-                continue
-            placed[document] = slot * world + pack
-            rooms[pack] -= length
-            free[pack] -= 1
-            load[pack] += cost
-            left -= cost
-            if size > 0:
-                _sift_down(heap, size, load)
-    return placed
-
-
-@compiled
-def _sift_down(heap: Integers, size: int, load: Integers) -> None:
-    """Restore a heap of packs, cheapest on top and ties to the lower number, after its top became dearer."""
-    if size == 0:
-        return
-    node, pack = 0, heap[0]
-    while 2 * node + 1 < size:
-        child = 2 * node + 1
-        if child + 1 < size and (load[heap[child + 1]], heap[child + 1]) < (load[heap[child]], heap[child]):
-            child += 1
-        if (load[pack], pack) < (load[heap[child]], heap[child]):
-            break
-        heap[node] = heap[child]
-        node = child
-    heap[node] = pack
 
 
 @compiled
@@ -198,14 +131,23 @@ def exchange(
         for position in range(offsets[pack], offsets[pack + 1]):
             tokens[pack] += lengths[order[position]]
             load[pack % world] += costs[order[position]]
-    tiny = load.sum() // (world * 1_000_000)
-    for _ in range(50 * world + 200):
+    tiny = load.sum() // (world * _TINY)
+    partners = max(_PARTNERS // (last_slot - first_slot), _FEWEST_PARTNERS)
+    asked = np.full(world, -1, dtype=np.int64)  # the turn in which a rank was last asked
+    for turn in range(_TURNS * world + 200):
         dearest = int(np.argmax(load))
         improved = False
         if load[dearest] <= target:
             break
-        least = max(tiny, (load[dearest] - target) // 64)
-        for other in np.argsort(load, kind="mergesort")[: max(_PARTNERS // (last_slot - first_slot), 4)]:
+        least = max(tiny, (load[dearest] - target) // _WORTH)
+        for _ in range(partners):
+            other = -1
+            for rank in range(world):
+                if asked[rank] < turn and (other < 0 or load[rank] < load[other]):
+                    other = rank
+            if other < 0:
+                break
+            asked[other] = turn
             gap = load[dearest] - load[other]
             if gap <= 2 * least + 1:
                 break

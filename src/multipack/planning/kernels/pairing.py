@@ -1,4 +1,4 @@
-"""Two packs of a step rearranged by meeting in the middle, until ranks agree.
+"""Two packs of a step rearranged by meeting in the middle, as often as it helps.
 
 Of two packs' documents, up to 2 · half may change sides. The sums over all 2^half choices from each half of them
 are listed in rising order; one list is walked upwards and the other downwards, and whatever two sums come near
@@ -276,6 +276,7 @@ def level(
     mean, other_mean = load.sum() // world, other.sum() // world
     good = 8_000 if joint else max(mean // 100_000, 1)
     seed, failures = 1, 0
+    asked = np.zeros(world, dtype=np.bool_)
     cube = 0
     while joint and 1 << (cube + 1) <= world:
         cube += 1
@@ -311,7 +312,13 @@ def level(
             here = int(np.argmax(load))
             if load[here] <= target or 2 * failures > attempts:
                 return
-            there = int(np.argsort(load, kind="mergesort")[failures % (world - 1)])
+            if failures % (world - 1) == 0:
+                asked[:] = False
+            there = -1  # the cheapest that was not asked since the last success
+            for rank in range(world):
+                if rank != here and not asked[rank] and (there < 0 or load[rank] < load[there]):
+                    there = rank
+            asked[there] = True
         moved, moved_other, seed = _pair(
             order, offsets, lengths, costs, tokens, a * world + here, b * world + there,
             load[here] - load[there], other[here] - other[there], joint, half, capacity, max_documents, good, seed,

@@ -49,24 +49,22 @@ def _put(room: int, pack: int, head: Integers, after: Integers, fine: Words, coa
 
 
 @compiled
-def _take_tightest(
-    length: int, head: Integers, after: Integers, fine: Words, coarse: Words
-) -> tuple[int, int]:
-    """Remove a pack of the least room ≥ length from Rooms and return it with its room; (−1, 0) if none."""
+def _take_tightest(length: int, head: Integers, after: Integers, fine: Words, coarse: Words) -> int:
+    """Remove a pack of the least room ≥ length from Rooms and return it; −1 if none."""
     word = length >> 6
     if word >= len(fine):
-        return -1, 0
+        return -1
     bits = fine[word] >> np.uint64(length & 63) << np.uint64(length & 63)
     if bits == np.uint64(0):
         upper = (word + 1) >> 6
         if upper >= len(coarse):
-            return -1, 0
+            return -1
         shift = np.uint64((word + 1) & 63)
         words = coarse[upper] >> shift << shift
         while words == np.uint64(0):
             upper += 1
             if upper >= len(coarse):
-                return -1, 0
+                return -1
             words = coarse[upper]
         word = upper * 64 + _trailing_zeros(words)
         bits = fine[word]
@@ -77,7 +75,7 @@ def _take_tightest(
         fine[word] &= ~(np.uint64(1) << np.uint64(room & 63))
         if fine[word] == np.uint64(0):
             coarse[word >> 6] &= ~(np.uint64(1) << np.uint64(word & 63))
-    return pack, room
+    return pack
 
 
 @compiled
@@ -117,20 +115,17 @@ def place(
     With `spread`, a document goes into the cheapest pack (longest processing time first, when documents come
     in falling order). A pack without room for the document at hand leaves the heap for good, and once the
     heap is empty the rest goes by best fit to the rooms that remain. Without `spread` it is best fit alone.
+    Rooms that fit every document count as one room: their table need not be as long as the capacity.
     """
-    head = np.full(capacity + 1, -1, dtype=np.int64)
-    fine = np.zeros((capacity >> 6) + 1, dtype=np.uint64)
-    coarse = np.zeros((capacity >> 12) + 1, dtype=np.uint64)
     after = np.empty(packs, dtype=np.int64)
     rooms = np.full(packs, capacity, dtype=np.int64)
     sizes = np.zeros(packs, dtype=np.int64)
     cost = np.zeros(packs, dtype=np.int64)
     heap = np.arange(packs)
-    size = packs
-    if not spread:
-        size = 0
-        for pack in range(packs - 1, -1, -1):
-            _put(capacity, pack, head, after, fine, coarse)
+    size = packs if spread else 0
+    table = lengths.max()
+    head = np.empty(0, dtype=np.int64)  # made when the heap is empty
+    fine, coarse = np.empty(0, dtype=np.uint64), np.empty(0, dtype=np.uint64)
     placed = np.full(len(lengths), -1, dtype=np.int64)
     for document in visit:
         length = lengths[document]
@@ -141,21 +136,80 @@ def place(
                 pack = top
                 cost[pack] += costs[document]
             else:
-                if rooms[top] > 0 and sizes[top] < max_documents:
-                    _put(rooms[top], top, head, after, fine, coarse)
                 size -= 1
                 heap[0] = heap[size]
             if size > 0:
                 _sift_down(heap, size, cost)
         if pack < 0:
-            pack, room = _take_tightest(length, head, after, fine, coarse)
+            if len(head) == 0:
+                head = np.full(table + 1, -1, dtype=np.int64)
+                fine = np.zeros((table >> 6) + 1, dtype=np.uint64)
+                coarse = np.zeros((table >> 12) + 1, dtype=np.uint64)
+                for other in range(packs - 1, -1, -1):
+                    if rooms[other] > 0 and sizes[other] < max_documents:
+                        _put(min(rooms[other], table), other, head, after, fine, coarse)
+            pack = _take_tightest(length, head, after, fine, coarse)
             if pack < 0:
                 continue
-            if room > length and sizes[pack] + 1 < max_documents:
-                _put(room - length, pack, head, after, fine, coarse)
+            if rooms[pack] > length and sizes[pack] + 1 < max_documents:
+                _put(min(rooms[pack] - length, table), pack, head, after, fine, coarse)
         placed[document] = pack
         rooms[pack] -= length
         sizes[pack] += 1
+    return placed
+
+
+@compiled
+def place_by_slot(
+    lengths: Integers, costs: Integers, world: int, slots: int, capacity: int, max_documents: int
+) -> Integers:
+    """Documents (in falling order) to packs, one micro-batch after the other; −1 for those that find no room.
+
+    A micro-batch lasts as long as its dearest pack. So each takes the longest documents that are left, into its
+    cheapest pack, as long as no pack becomes dearer than the longest of them alone, or than the mean that all
+    packs still to be filled must have; once no pack has room for a document, shorter ones fill the tightest rooms.
+    Returns pack numbers, slot · world + rank.
+    """
+    placed = np.full(len(lengths), -1, dtype=np.int64)
+    left = costs.sum()
+    for slot in range(slots):
+        rooms = np.full(world, capacity, dtype=np.int64)
+        free = np.full(world, max_documents, dtype=np.int64)
+        load = np.zeros(world, dtype=np.int64)
+        heap, size = np.arange(world), world
+        limit, roomiest = -1, capacity
+        for document in range(len(lengths)):
+            if placed[document] >= 0:
+                continue
+            length, cost = lengths[document], costs[document]
+            if limit < 0:
+                limit = max(cost, -(-left // (world * (slots - slot))))
+                if slot == slots - 1:
+                    limit = left
+            while size > 0 and (rooms[heap[0]] < length or free[heap[0]] == 0):
+                size -= 1  # no room for this one: it leaves the heap for good
+                heap[0] = heap[size]
+                _sift_down(heap, size, load)
+            pack = -1
+            if size > 0:
+                if load[heap[0]] + cost <= limit:
+                    pack = heap[0]
+            elif length <= roomiest:
+                roomiest = 0
+                for other in range(world):
+                    if free[other] > 0 and load[other] + cost <= limit:
+                        roomiest = max(roomiest, rooms[other])
+                        if rooms[other] >= length and (pack < 0 or rooms[other] < rooms[pack]):
+                            pack = other
+            if pack < 0:
+                continue
+            placed[document] = slot * world + pack
+            rooms[pack] -= length
+            free[pack] -= 1
+            load[pack] += cost
+            left -= cost
+            if size > 0:
+                _sift_down(heap, size, load)
     return placed
 
 

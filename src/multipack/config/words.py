@@ -1,7 +1,4 @@
-"""The configuration of a run: every room's dataclass put together, from YAML, presets and `key=value` words.
-
-    multipack train  data=jsonl data.path=train.jsonl  model=gpt2 model.layers=6  plan.capacity=16384  out=runs/a
-                     └ preset ┘                        └ preset ┘ └ one field ┘
+"""Dataclasses of dataclasses built from `key=value` words, presets and YAML; and what settings there are.
 
 Later words win over earlier ones, words over presets, presets over `config=FILE`, a file over the defaults. An
 unknown key, a wrong type or an impossible value is an error at once, with the field and the nearest legal name.
@@ -14,140 +11,17 @@ import difflib
 import inspect
 import typing
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from multipack.data.sources import DataConfig
-from multipack.data.tokenizer import TokenizerConfig
-from multipack.models.attention import find_backend
-from multipack.parallel.engine import ParallelConfig
-from multipack.planning.cost import CostModel
-from multipack.planning.packing import Method
-from multipack.planning.plan import PlanConfig
-from multipack.run import find_run
 from multipack.shapes import SHAPES, ModelShape
-from multipack.training.optimizer import OptimizerConfig
-from multipack.training.session import LogConfig, TrainConfig
 
 Schema = TypeVar("Schema")
-
-
-@dataclass(frozen=True)
-class ModelConfig(ModelShape):
-    """The decoder's shape and how it attends."""
-
-    attention: str = "auto"
-    """Attention backend: `auto` takes the first that supports device, dtype and shape."""
-
-
-@dataclass
-class Config:
-    """Everything that a run depends on."""
-
-    data: DataConfig = field(default_factory=DataConfig)
-    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    plan: PlanConfig = field(default_factory=PlanConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    log: LogConfig = field(default_factory=LogConfig)
-    out: str = ""
-    """Run directory; empty = runs/<date>_<time>."""
-
-    def __post_init__(self) -> None:
-        """Refuse what each room can tell by itself, before any work is done."""
-        self.data.check()
-        self.tokenizer.check()
-        if self.model.attention != "auto":
-            find_backend(self.model.attention)
-
-
-@dataclass
-class PlanCommand:
-    """What `multipack plan` depends on, beside the lengths."""
-
-    plan: PlanConfig = field(default_factory=PlanConfig)
-    model: ModelShape = field(default_factory=lambda: SHAPES["llama-8b"])
-    cost: str = ""
-    """File of a cost model that was fitted to measured times (JSON, as a run saves it); empty = the model's FLOPs."""
-    world_size: int = 1
-    """Data-parallel ranks that the report deals to."""
-    sync: Literal["micro", "step", "pipeline"] = "micro"
-    """When ranks meet: at every micro-batch (FSDP, pipelines) or once a step (DDP)."""
-    seed: int = 0
-    """Of the order of documents."""
-    epoch: int = 0
-    """The epoch that is planned, from 0."""
-    sample: int = 1000
-    """Steps that are dealt for the report at most, evenly apart (with --explore a third of it); 0 = every step."""
-    padded_batch_size: int = 8
-    """Documents in a batch of the padded training that the plan is compared with."""
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be meant."""
-        for name, least in (("world_size", 1), ("padded_batch_size", 1), ("epoch", 0), ("sample", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        packs = self.plan.packs_per_step
-        if not self.plan.micro_batches and self.world_size > packs:
-            raise ValueError(
-                f"world_size={self.world_size} ranks cannot share steps of plan.packs_per_step={packs} packs, because"
-                f" each needs one: set plan.packs_per_step to {self.world_size} or more (or plan.micro_batches, the"
-                f" packs of one rank), or world_size to {packs} or less"
-            )
-        if self.plan.cost == "measured" and not self.cost:
-            raise ValueError(
-                "plan.cost=measured is what a run measures when it starts; here give cost=FILE, the cost model that"
-                " a run saved, or leave plan.cost=flops"
-            )
-        if self.cost and self.model != SHAPES["llama-8b"]:
-            raise ValueError(
-                f"cost={self.cost} says what documents cost, and so does model: set only one of them"
-            )
-
-    def cost_model(self) -> CostModel:
-        """What documents cost: the model's FLOPs, or what was fitted to measured times.
-
-        Raises:
-            ValueError: the file holds no cost model.
-            FileNotFoundError: there is no such file.
-        """
-        if self.cost and not Path(self.cost).is_file():
-            raise FileNotFoundError(f"cost={self.cost} is no file; give one that holds a fitted cost model")
-        return CostModel.load(self.cost) if self.cost else CostModel.from_shape(self.model)
-
-
-@dataclass
-class PackCommand:
-    """What `multipack pack` depends on, beside the lengths."""
-
-    capacity: int = 8192
-    """Most tokens of a pack."""
-    method: Method = "best_fit"
-    """How packs are found; `fewest` searches for fewer than best fit, and for a proof that there cannot be fewer."""
-    max_documents: int = 0
-    """Most documents of a pack; 0 = no limit."""
-    time_budget: float = 10.0
-    """CPU seconds after which `fewest` returns what it has, and the bound that it has proven by then."""
-    histogram: bool = False
-    """The file counts documents by length: entry i is the number of documents of i + 1 tokens."""
-    out: str = ""
-    """File for the packs (.npz: order, offsets, lower_bound, capacity); empty = none is written."""
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be meant."""
-        if self.max_documents < 0:
-            raise ValueError(f"max_documents must not be negative, got {self.max_documents}; 0 = no limit")
-        if self.out and not self.out.endswith(".npz"):
-            raise ValueError(f"out={self.out} must end with .npz, which is what is written")
-        if self.out and Path(self.out).exists():
-            raise ValueError(f"out={self.out} exists already: choose another name, or move it away")
 
 
 class ConfigError(ValueError):
@@ -196,64 +70,6 @@ HINTS: dict[str, str] = {
 """Names without a single field of ours → what to set instead."""
 
 
-def compose(words: Iterable[str], base: dict[str, Any] | None = None) -> Config:
-    """Build the configuration of a run from command-line words.
-
-    Args:
-        words: `group=preset`, `group.key=value`, `out=DIR` or `config=FILE`, in any order.
-        base: values that a saved run has, under the words.
-
-    Raises:
-        ConfigError: with the field and the nearest legal name or value.
-    """
-    return merge(Config, words, base)
-
-
-def compose_run(words: Iterable[str]) -> Config:
-    """The configuration of `multipack train`: a new run's, or a saved run's with `words` over it.
-
-    Raises:
-        ConfigError: also when `train.resume` and `out` do not name one run.
-    """
-    given = list(words)
-    said = dict(_rename(*_split(word)) for word in given)
-    resume, out = said.get("train.resume", "false"), said.get("out", "")
-    if resume.lower() in ("false", ""):
-        return compose(given)
-    asked = out if resume.lower() == "true" else resume
-    if not asked:
-        raise ConfigError("train.resume=true needs out=RUN_DIR (or write train.resume=RUN_DIR)")
-    try:
-        run, checkpoint = find_run(asked)
-        checkpoint = checkpoint or (run.latest_checkpoint() if run.latest.is_file() else None)
-    except FileNotFoundError as error:
-        raise ConfigError(f"train.resume={resume}: {error}") from error
-    if out and Path(out).resolve() != run.path.resolve():
-        raise ConfigError(
-            f"out={out} is not the run of train.resume={resume}; a run continues in its own"
-            f" directory: leave out= away, or copy {run.path} first"
-        )
-    # A checkpoint goes on with the settings that it was trained with, whatever the run's file says by now.
-    before = saved(checkpoint / "config.yaml" if checkpoint else run.config)
-    config = compose(given, before)
-    _refuse_another_run(before, said)
-    config.out = str(run.path)
-    return config
-
-
-def _refuse_another_run(before: dict[str, Any], said: dict[str, str]) -> None:
-    """Name a setting of plan or model that would make the resumed run another one."""
-    free = {"plan.packs_per_step", "plan.micro_batches", "model.attention", "model.dropout"}
-    old = _flatten(before)
-    for key, value in said.items():
-        fixed = key.startswith(("plan.", "model.")) and key not in free
-        if fixed and key in old and value not in (str(old[key]), str(old[key]).lower(), "0"):
-            raise ConfigError(
-                f"{key} was {old[key]} in that run and cannot become {value}: the saved weights and documents depend"
-                " on it; leave it away, or start a new run with another out="
-            )
-
-
 def merge(schema: type[Schema], words: Iterable[str], base: dict[str, Any] | None = None) -> Schema:
     """Build any dataclass of dataclasses from words; see `compose`."""
     tree = OmegaConf.structured(schema)
@@ -261,15 +77,15 @@ def merge(schema: type[Schema], words: Iterable[str], base: dict[str, Any] | Non
     for name in tree:
         if isinstance(tree[name], DictConfig):
             OmegaConf.set_readonly(tree[name], False)
-    pairs = [_rename(*_split(word)) for word in words]
+    pairs = [rename(*split(word)) for word in words]
     if base is not None:
-        _apply(tree, _flatten(base))
+        _apply(tree, flatten(base))
     for key, value in pairs:
         if key == "config":
-            _apply(tree, _flatten(_read_yaml(value)))
+            _apply(tree, flatten(read_yaml(value)))
     for key, value in pairs:
         if key in tree and isinstance(tree[key], DictConfig):
-            _apply(tree, _flatten(_preset(key, value, trains="tokenizer" in tree)))
+            _apply(tree, flatten(_preset(key, value, trains="tokenizer" in tree)))
     explicit = {key: value for key, value in pairs if "." in key or key in tree}
     _apply(tree, {k: v for k, v in explicit.items() if not isinstance(OmegaConf.select(tree, k), DictConfig)})
     if "plan.packs_per_step" in explicit:
@@ -287,11 +103,6 @@ def merge(schema: type[Schema], words: Iterable[str], base: dict[str, Any] | Non
         raise ConfigError(str(error)) from error
 
 
-def saved(path: str | Path) -> dict[str, Any]:
-    """The values of a config.yaml, to be a `base`."""
-    return _read_yaml(str(path))
-
-
 def preset_names(group: str) -> list[str]:
     """Names that `group=NAME` understands."""
     if group == "model":
@@ -300,21 +111,25 @@ def preset_names(group: str) -> list[str]:
     return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir()) if folder.is_dir() else []
 
 
-def describe(schema: type) -> list[tuple[str, str, str, str]]:
-    """(key, type, default, meaning) of every field below `schema`; meanings are the fields' docstrings."""
+def describe(schema: type, values: Any = None) -> list[tuple[str, str, str, str]]:
+    """(key, type, default, meaning) of every field below `schema`; meanings are the fields' docstrings.
+
+    Args:
+        schema: a dataclass of dataclasses.
+        values: an instance that holds the defaults; None = what `schema()` makes.
+    """
     rows: list[tuple[str, str, str, str]] = []
     hints = typing.get_type_hints(schema)
     documented = _field_docstrings(schema)
-    instance = schema()
+    instance = schema() if values is None else values
     for entry in fields(schema):
         value = getattr(instance, entry.name)
         if is_dataclass(value):
-            below = describe(type(value))
+            below = describe(type(value), value)
             rows += [(f"{entry.name}.{key}", kind, default, meaning) for key, kind, default, meaning in below]
         else:
-            rows.append(
-                (entry.name, _type_name(hints[entry.name]), str(value), documented.get(entry.name, ""))
-            )
+            shown = str(value).lower() if isinstance(value, bool) else str(value)
+            rows.append((entry.name, _type_name(hints[entry.name]), shown, documented.get(entry.name, "")))
     return rows
 
 
@@ -343,8 +158,15 @@ def _type_name(hint: Any) -> str:
     )
 
 
-def _split(word: str) -> tuple[str, str]:
+def split(word: str) -> tuple[str, str]:
+    """A word's key and value.
+
+    Raises:
+        ConfigError: the word is no `key=value`, or its value would read something else.
+    """
     key, equals, value = word.partition("=")
+    if not equals and "." in key and "/" not in key:
+        raise ConfigError(f"{key} has no value: write {key}=VALUE, without spaces")
     if not equals or not key:
         raise ConfigError(f"{word!r} is not a setting; write group=preset or group.key=value")
     _refuse_interpolation(key, value)
@@ -357,7 +179,8 @@ def _refuse_interpolation(key: str, value: Any) -> None:
         raise ConfigError(f"{key}={value}: settings cannot hold ${{…}}; write the value itself")
 
 
-def _rename(key: str, value: str) -> tuple[str, str]:
+def rename(key: str, value: str) -> tuple[str, str]:
+    """Key and value as they are called here, from as others call them."""
     if key in HINTS:
         raise ConfigError(f"{key} has no field of its own here: {HINTS[key]}")
     if key in ALIASES:
@@ -397,7 +220,8 @@ def _preset(group: str, name: str, trains: bool) -> dict[str, Any]:
     )
 
 
-def _read_yaml(path: str) -> dict[str, Any]:
+def read_yaml(path: str) -> dict[str, Any]:
+    """The values of a YAML file."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -415,11 +239,12 @@ def _parse_yaml(text: str, name: str) -> dict[str, Any]:
     return typing.cast(dict[str, Any], parsed)
 
 
-def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values of nested groups by their full names, `group.key`."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
-            flat |= _flatten(value, f"{prefix}{key}.")
+            flat |= flatten(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value
     return flat
@@ -449,7 +274,7 @@ def _known(tree: DictConfig, key: str) -> bool:
 
 
 def _unknown(key: str, tree: DictConfig) -> str:
-    known = list(_flatten(typing.cast(dict[str, Any], OmegaConf.to_container(tree))))
+    known = list(flatten(typing.cast(dict[str, Any], OmegaConf.to_container(tree))))
     known += [name for name, (ours, _) in ALIASES.items() if ours in known]
     groups = [str(name) for name in tree if isinstance(tree[name], DictConfig)]
     group, _, leaf = key.partition(".")

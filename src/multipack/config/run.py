@@ -1,0 +1,117 @@
+"""The configuration of a run: every room's dataclass put together, new or over what a saved run has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from multipack.config.words import ConfigError, flatten, merge, read_yaml, rename, split
+from multipack.data.sources import DataConfig
+from multipack.data.tokenizer import TokenizerConfig
+from multipack.models.attention import find_backend
+from multipack.parallel.engine import ParallelConfig
+from multipack.planning.plan import PlanConfig
+from multipack.run import find_run
+from multipack.shapes import ModelShape
+from multipack.training.optimizer import OptimizerConfig
+from multipack.training.session import LogConfig, TrainConfig
+
+
+@dataclass(frozen=True)
+class ModelConfig(ModelShape):
+    """The decoder's shape and how it attends."""
+
+    attention: str = "auto"
+    """Attention backend: `auto` takes the first that supports device, dtype and shape."""
+
+
+@dataclass
+class Config:
+    """Everything that a run depends on."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    out: str = ""
+    """Run directory; empty = runs/<date>_<time>."""
+
+    def __post_init__(self) -> None:
+        """Refuse what each room can tell by itself, before any work is done."""
+        self.data.check()
+        self.tokenizer.check()
+        if self.model.attention != "auto":
+            find_backend(self.model.attention)
+        if self.train.seed < 0:
+            raise ValueError(
+                f"train.seed must not be negative, got {self.train.seed}: torch's generators take none"
+            )
+
+
+def compose(words: Iterable[str], base: dict[str, Any] | None = None) -> Config:
+    """Build the configuration of a run from command-line words.
+
+    Args:
+        words: `group=preset`, `group.key=value`, `out=DIR` or `config=FILE`, in any order.
+        base: values that a saved run has, under the words.
+
+    Raises:
+        ConfigError: with the field and the nearest legal name or value.
+    """
+    return merge(Config, words, base)
+
+
+def compose_run(words: Iterable[str]) -> Config:
+    """The configuration of `multipack train`: a new run's, or a saved run's with `words` over it.
+
+    Raises:
+        ConfigError: also when `train.resume` and `out` do not name one run.
+    """
+    given = list(words)
+    said = dict(rename(*split(word)) for word in given)
+    resume, out = said.get("train.resume", "false"), said.get("out", "")
+    if resume.lower() in ("false", ""):
+        return compose(given)
+    asked = out if resume.lower() == "true" else resume
+    if not asked:
+        raise ConfigError("train.resume=true needs out=RUN_DIR (or write train.resume=RUN_DIR)")
+    try:
+        run, checkpoint = find_run(asked)
+        checkpoint = checkpoint or (run.latest_checkpoint() if run.latest.is_file() else None)
+    except FileNotFoundError as error:
+        raise ConfigError(f"train.resume={resume}: {error}") from error
+    if out and Path(out).resolve() != run.path.resolve():
+        raise ConfigError(
+            f"out={out} is not the run of train.resume={resume}; a run continues in its own"
+            f" directory: leave out= away, or copy {run.path} first"
+        )
+    # A checkpoint goes on with the settings that it was trained with, whatever the run's file says by now.
+    before = saved(checkpoint / "config.yaml" if checkpoint else run.config)
+    config = compose(given, before)
+    _refuse_another_run(before, said)
+    config.out = str(run.path)
+    return config
+
+
+def _refuse_another_run(before: dict[str, Any], said: dict[str, str]) -> None:
+    """Name a setting of plan or model that would make the resumed run another one."""
+    free = {"plan.packs_per_step", "plan.micro_batches", "model.attention", "model.dropout"}
+    old = flatten(before)
+    for key, value in said.items():
+        fixed = key.startswith(("plan.", "model.")) and key not in free
+        if fixed and key in old and value not in (str(old[key]), str(old[key]).lower(), "0"):
+            raise ConfigError(
+                f"{key} was {old[key]} in that run and cannot become {value}: the saved weights and documents depend"
+                " on it; leave it away, or start a new run with another out="
+            )
+
+
+def saved(path: str | Path) -> dict[str, Any]:
+    """The values of a config.yaml, to be a `base`."""
+    return read_yaml(str(path))

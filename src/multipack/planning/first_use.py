@@ -1,0 +1,77 @@
+"""The loops compiled before they are needed, so that a command can say what it waits for and time the rest.
+
+Compilation takes seconds, once: numba keeps what it made in a cache folder. Small plans and packs of invented
+documents, made with the settings that are wanted, compile exactly the loops that the wanted ones will use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from multipack.planning.deal import Sync
+from multipack.planning.jit import cached
+from multipack.planning.kernels import balancing, bounds, packing, patterns, placing
+from multipack.planning.level import level_tokens
+from multipack.planning.measure import report
+from multipack.planning.packing import Method, pack
+from multipack.planning.plan import plan
+
+_DOCUMENTS = 1500
+_CAPACITY = 8192  # at most: costs of longer documents may be too large for int64
+_PACKS = 8  # of a step, so that the documents make several
+
+
+def compile_planner(
+    keywords: Mapping[str, Any],
+    world_size: int = 1,
+    sync: Sync = "micro",
+    announce: Callable[[], None] = lambda: None,
+) -> None:
+    """Compile what a plan with these settings, its dealing and its report use.
+
+    Args:
+        keywords: of `plan`, with `capacity` and `packs_per_step` among them.
+        world_size: ranks that steps are dealt to.
+        sync: where they meet.
+        announce: called first if there is no compiled code in the cache, so that this takes seconds.
+
+    Raises:
+        ValueError: a plan cannot have these settings.
+    """
+    if not cached(placing, balancing, bounds):
+        announce()
+    align = keywords.get("align", 1)
+    capacity = min(keywords["capacity"], max(_CAPACITY, align))
+    packs = min(keywords["packs_per_step"], _PACKS)
+    budget = min(keywords.get("budget") or capacity, capacity)
+    few = {**keywords, "capacity": capacity, "packs_per_step": packs, "budget": budget}
+    slots = capacity // align * align
+    for lengths in (
+        _lengths(slots),
+        np.full(100, max(slots * 2 // 5, 1)),
+    ):  # the second fill no pack: they wait
+        made = plan(lengths, **few)
+        report(made, min(world_size, packs), sync, window=made.window)
+    hard = np.array([6, 6, 5], dtype=np.int64)  # two packs of 10 cannot hold these
+    level_tokens(hard, hard, 2, 10, 3)
+
+
+def compile_packer(
+    capacity: int,
+    method: Method,
+    max_documents: int | None = None,
+    announce: Callable[[], None] = lambda: None,
+) -> None:
+    """Compile what `pack` uses; see `compile_planner`."""
+    if not cached(packing, *([patterns] if method == "fewest" else [])):
+        announce()
+    pack(_lengths(capacity), capacity, method, max_documents, time_budget=1.0)
+
+
+def _lengths(capacity: int) -> NDArray[np.int64]:
+    """Few long documents and many short ones, as is usual, in no order: e⁻⁶ … 1 of the capacity."""
+    return np.maximum(capacity * np.exp(-6 * (np.arange(_DOCUMENTS) * 0.618 % 1)), 1).astype(np.int64)
