@@ -3,8 +3,8 @@
     python benchmarks/padding.py --steps 10
 
 Both ways train the same decoder on the documents of the same global steps: forward, backward, clipping and
-optimizer. Padded batches are `--batch-size` random documents of the step, padded to their longest. The ratio is
-the median over steps of real tokens per second, packed over padded; the pad factor (slots over real tokens) is
+optimizer. Padded batches are `--batch-size` random documents of the step, padded to their longest. The ratio is that of
+real tokens per second over all steps, packed over padded; the pad factor (slots over real tokens) is
 what equal cost per slot would give, and so the limit for everything but attention.
 
 Two padded trainers are timed: one with this project's loss, which never projects a slot without a target, and one

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,9 +24,10 @@ class Comparison:
     """Packed steps against padded steps over the same documents.
 
     Attributes:
-        ratio: median over steps of packed real tokens/s over padded real tokens/s.
-        packed_tokens_per_second: median.
-        padded_tokens_per_second: median.
+        ratio: packed real tokens/s over padded real tokens/s, over all steps together. (Single steps differ as
+            much as their documents do: a long one makes a step's padding several times that of another.)
+        packed_tokens_per_second: real tokens of all steps over their time.
+        padded_tokens_per_second: the same.
         pad_factor: padded slots over real tokens: the ratio that equal cost per slot would give.
         steps: pairs of steps that were timed.
         batch_size: documents in a padded batch.
@@ -87,10 +87,8 @@ def compare_with_padding(
     if engine.world.size != 1:
         raise ValueError("padding is compared in one process only: padded ranks would wait for each other")
     collate = PackedCollator.of(plan)
-    packed_rates: list[float] = []
-    padded_rates: list[float] = []
-    ratios: list[float] = []
-    slots = tokens = 0
+    packed_total = padded_total = 0.0
+    slots = tokens = timed = 0
     began = clock()
     for index in range(min(steps + 1, plan.num_steps + 1)):
         step = max(index - 1, 0)  # the first pair warms up and is repeated
@@ -105,20 +103,19 @@ def compare_with_padding(
             padded_seconds = _timed_step(engine, padded, clock)
         if index == 0:
             continue
-        real = sum(batch.num_tokens for batch in padded)
-        packed_rates.append(real / packed_seconds)
-        padded_rates.append(real / padded_seconds)
-        ratios.append(padded_seconds / packed_seconds)
-        tokens += real
+        timed += 1
+        packed_total += packed_seconds
+        padded_total += padded_seconds
+        tokens += sum(batch.num_tokens for batch in padded)
         slots += sum(batch.num_slots for batch in padded)
         if clock() - began > seconds:
             break
     return Comparison(
-        ratio=statistics.median(ratios),
-        packed_tokens_per_second=statistics.median(packed_rates),
-        padded_tokens_per_second=statistics.median(padded_rates),
+        ratio=padded_total / packed_total,
+        packed_tokens_per_second=tokens / packed_total,
+        padded_tokens_per_second=tokens / padded_total,
         pad_factor=slots / tokens,
-        steps=len(ratios),
+        steps=timed,
         batch_size=batch_size,
     )
 

@@ -319,7 +319,7 @@ def _conclude(session: Session, result: RunResult) -> None:
                     f"{found.padded_tokens_per_second:,.0f} real tokens/s (random batches of {found.batch_size},"
                     f" {100 / found.pad_factor:.1f} % real tokens)",
                 ),
-                ("packed / padded", f"{found.ratio:.2f} x (median of {found.steps} pairs of steps)"),
+                ("packed / padded", f"{found.ratio:.2f} x (over {found.steps} pairs of steps)"),
                 ("pad factor", f"{found.pad_factor:.2f} (slots that padding computes per real token)"),
             ],
         )
