@@ -8,6 +8,7 @@ import pytest
 from multipack.config import PlanCommand, merge
 from multipack.planning import measure
 from multipack.planning.advice import round_up
+from multipack.planning.cost import CostModel
 from multipack.planning.plan import plan
 
 
@@ -138,3 +139,11 @@ def test_a_curriculum_is_not_called_grouped(heavy):
 )
 def test_round_up(tokens, rounded):
     assert round_up(tokens) == rounded
+
+
+def test_few_documents_of_constant_cost():
+    """Fewer documents than ranks, and no cost to share: there is nothing that would have to be divided."""
+    constant = CostModel(None, linear=0, quadratic=0, constant=1)
+    report = plan(np.full(9, 10), capacity=10, packs_per_step=8, cost=constant).report(8)
+    assert report.steps == 2
+    assert not any("context parallelism" in said for said in report.advice)

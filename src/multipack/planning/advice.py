@@ -10,6 +10,7 @@ Where documents of like length share steps, what random steps would cost is esti
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -99,12 +100,14 @@ def advise(
         )
         tell(what, attempt(mean, each, plan.capacity, "step"))
     limit = _longest_within(lengths[mine], costs[mine], share)
-    if limit < longest:
+    if (
+        0 < limit < longest
+    ):  # where every document costs more than a mean share, there are too few, not too long ones
         above = np.count_nonzero(lengths[mine] > limit)
         groups = (_shared(lengths[g], costs[g], share) for g in _groups(plan, lengths, mean * runs))
         what = (
             f"context parallelism for the {above:,} documents longer than {limit:,} tokens, which alone cost more"
-            f" than a rank's mean share (the longest over {-(-int(costs[mine].max()) // int(share))} ranks),"
+            f" than a rank's mean share (the longest over {math.ceil(costs[mine].max() / share)} ranks),"
         )
         tell(what, _ceiling(groups, world, micro_batches, plan.capacity, sync))
     return said
