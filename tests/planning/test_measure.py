@@ -25,42 +25,7 @@ COSTS = [
 OPENCHAT = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "lengths" / "openchat_v1.npy"
 
 
-def fewest_packs(lengths, capacity, limit):
-    """The true optimum, by branching over packs for each document."""
-    best = len(lengths)
-
-    def branch(rest, packs):
-        nonlocal best
-        if len(packs) >= best:
-            return
-        if not rest:
-            best = len(packs)
-            return
-        seen = set()
-        for p, (room, count) in enumerate(packs):
-            if room >= rest[0] and count < limit and (room, count) not in seen:
-                seen.add((room, count))
-                branch(rest[1:], [*packs[:p], (room - rest[0], count + 1), *packs[p + 1 :]])
-        branch(rest[1:], [*packs, (capacity - rest[0], 1)])
-
-    branch(sorted(lengths, reverse=True), [])
-    return best
-
-
-@settings(deadline=None, max_examples=100)
-@given(st.data())
-def test_minimum_packs_is_a_lower_bound(data):
-    capacity = data.draw(st.integers(1, 30))
-    lengths = data.draw(st.lists(st.integers(1, capacity), min_size=1, max_size=9))
-    limit = data.draw(st.one_of(st.none(), st.integers(1, 3)))
-    bound = measure.minimum_packs(lengths, capacity, limit)
-    assert -(-sum(lengths) // capacity) <= bound <= fewest_packs(lengths, capacity, limit or 99)
-
-
-def test_minimum_packs_sees_documents_that_exclude_each_other():
-    assert measure.minimum_packs([51] * 10, 100) == 10
-    assert measure.minimum_packs([34] * 9, 100) == 4  # tokens alone
-    assert measure.minimum_packs([60, 60, 60, 45, 45, 45], 100) == 5  # 45 does not fit beside 60
+def test_minimum_steps_are_minimum_packs_at_a_time():
     assert measure.minimum_steps([51] * 10, 100, 4) == 3
 
 
