@@ -323,6 +323,7 @@ def test_budget_spreads_tokens():
         ({"tail": "drop", "packs_per_step": 3}, "use tail='keep'"),
         ({"group": 1}, "group must be true or false"),
         ({"align": 0}, "align"),
+        ({"carried": [0, 0, 0], "steps": 1, "packs_per_step": 9}, "occur three times or more"),
         ({"align": 4}, "take 12 slots with align=4.* raise the capacity to 12, or cut documents to 8"),
     ],
 )

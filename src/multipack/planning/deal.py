@@ -85,9 +85,8 @@ def deal(
         effort: how many times as many rearrangements are tried as by default.
 
     Returns:
-        `Packs` of numbers into `lengths`. No pack is empty while there are enough documents. The objective is
-        never above that of the own packs, in which documents were moved to packs that would be empty
-        (except with `joint`, which has another).
+        `Packs` of numbers into `lengths`. No pack is empty while there are enough documents. They are the best of
+        several beginnings, each balanced; the own packs are one of them, so that there always is one that fits.
     """
     packs = world * micro_batches
     order = falling(lengths)

@@ -313,7 +313,8 @@ def plan(
         window: steps planned together. More fill and balance better; fewer stay closer to the order.
         order: `shuffled`, or the documents' own order (`given`), kept to within a window.
         tail: `keep` every document; `drop` those that do not fill a step; `carry` those into the next epoch.
-        carried: documents carried over from the epoch before; they come first.
+        carried: documents carried over from the epoch before; they come first. One that then occurs three times or
+            more is kept apart from itself by steps that may be less full.
         balance: what packs shall agree in: `cost`; `joint`, tokens and squares alike (the cost whose L* is
             Σl² / Σl, so that both parts weigh the same); or `tokens`.
         cost: a cost model or a shape; None = Llama 3 8B.

@@ -49,6 +49,14 @@ def make_steps(
 
     steps, window = min(options.needed_steps(tokens, entries), entries), options.window
     if options.steps is not None:
+        if repeats is not None:
+            made = evenly(options.steps, window)
+            if len(made.step_sizes) == options.steps:
+                return made, window
+            raise ValueError(
+                f"steps={options.steps:,} are too few: some carried documents occur three times or more and are kept"
+                f" apart, which takes {len(made.step_sizes):,} steps; leave steps out, or carry each at most once"
+            )
         return _exactly(evenly, ends, options, min(steps, options.steps))
     made = evenly(steps, window)
     taken = len(made.step_sizes)
