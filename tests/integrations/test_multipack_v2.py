@@ -426,4 +426,6 @@ def test_interleaved_deals_the_rest():
 def test_nothing_warns_without_a_reason():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        list(MultipackDistributedBatchSampler(4096, lognormal(300), 2, 1))
+        batches = list(MultipackDistributedBatchSampler(4096, lognormal(300), 2, 1))
+    assert all(len(batch) for batch in batches)
+    assert len(batches) > 1

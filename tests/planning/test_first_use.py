@@ -87,3 +87,5 @@ def test_settings_far_beyond_the_invented_documents():
     compile_planner({"capacity": 2, "packs_per_step": 1, "max_documents": 1})
     compile_packer(2**27, "best_fit")
     compile_packer(1, "next_fit")
+    assert placing.place.signatures
+    assert packing.next_fit.signatures

@@ -357,15 +357,8 @@ def plan(
     counts = None if targets is None else check_targets(targets, checked)
     opening = check_carried(carried, len(checked))
     most_documents = most_documents_of(slots, options, 2 if tail == "carry" or len(opening) else 1)
-    if order == "given":
-        own = np.arange(len(checked), dtype=np.int64)
-    else:
-        own = permutation(seed, epoch, len(checked))
-    numbers = np.uint32 if len(checked) < 1 << 32 else np.int64  # half the memory
-    sequence = (np.concatenate([opening, own]) if len(opening) else own).astype(numbers)
-    del own
-    ends = np.zeros(len(sequence) + 1, dtype=np.int64)
-    np.cumsum(slots[sequence], out=ends[1:])
+    sequence = _sequence(opening, len(checked), options, seed, epoch)
+    ends = _offsets(slots[sequence])
     rules = Rules(
         capacity=options.capacity,
         packs_per_step=options.packs_per_step,
@@ -412,6 +405,15 @@ def plan(
         most_documents=most_documents,
         seconds=time.perf_counter() - started,
     )
+
+
+def _sequence(
+    opening: NDArray[np.int64], documents: int, options: Options, seed: int, epoch: int
+) -> NDArray[Any]:
+    """Document numbers in the order of the epoch, those carried in first; 32 bits where that is enough."""
+    own = np.arange(documents) if options.order == "given" else permutation(seed, epoch, documents)
+    both = np.concatenate([opening, own]) if len(opening) else own
+    return both.astype(np.uint32 if documents < 1 << 32 else np.int64)
 
 
 def _offsets(sizes: NDArray[Any]) -> NDArray[np.int64]:
