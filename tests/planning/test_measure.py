@@ -56,7 +56,11 @@ def test_ceiling_holds_and_shares_are_shares(data):
         assert 0 < report.efficiency_but_last <= 1
         assert report.displacement_median <= report.displacement_p99 <= report.displacement_max
         assert report.kappa > 0
-        assert bool(report.advice) == (report.cost_utilization_ceiling < 0.99)
+        told = [said.startswith("no arrangement of these steps exceeds") for said in report.advice]
+        assert any(told) == (report.cost_utilization_ceiling < 0.99)
+        alike = [said.startswith("documents of like length share steps") for said in report.advice]
+        assert any(alike) == ((report.mean_length_spread or 0) > 3)
+        assert any(told) or len(alike) == sum(alike)
         assert report.step_gap == report.steps - report.minimum_steps
         assert report.minimum_packs <= report.packs
         assert 0 < report.efficiency <= 1

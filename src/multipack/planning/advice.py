@@ -102,7 +102,7 @@ def advise(
     limit = _longest_within(lengths[mine], costs[mine], share)
     if (
         0 < limit < longest
-    ):  # where every document costs more than a mean share, there are too few, not too long ones
+    ):  # at 0 every document costs more than a mean share: they are too few, not too long
         above = np.count_nonzero(lengths[mine] > limit)
         groups = (_shared(lengths[g], costs[g], share) for g in _groups(plan, lengths, mean * runs))
         what = (
@@ -123,7 +123,7 @@ def advise_order(plan: Plan, world: int, sync: Sync, reached: float, spread: flo
         reached: cost utilization of the plan for these ranks.
         spread: of the steps' mean lengths over that of random steps; None: one step.
     """
-    if spread is None or spread <= _UNLIKE or not plan.shuffled:
+    if spread is None or spread <= _UNLIKE or not plan.shuffled or not plan.options["group"]:
         return []
     said = f"documents of like length share steps: mean lengths spread {spread:.1f} times as far as over random ones"
     if world == 1:
