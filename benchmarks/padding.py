@@ -25,8 +25,8 @@ from multipack.config import compose
 from multipack.models.loss import linear_cross_entropy
 from multipack.parallel.world import World
 from multipack.reports.console import Console
+from multipack.training.assemble import assemble
 from multipack.training.compare import Comparison, compare_with_padding
-from multipack.training.session import assemble
 from result import write_result
 
 RESULTS = Path(__file__).parent / "results" / "padding.json"

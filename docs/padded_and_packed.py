@@ -93,7 +93,7 @@ def draw(lengths: list[int]) -> str:
 
 def main() -> None:
     from multipack.config import compose
-    from multipack.data.prepare import load_corpus
+    from multipack.data.corpus import load_corpus
 
     config = compose([])
     corpus = load_corpus(config.data, config.tokenizer, limit=CAPACITY)

@@ -2,8 +2,8 @@
 
 import pytest
 
+from multipack.data.config import DataConfig
 from multipack.data.documents import Documents
-from multipack.data.sources import DataConfig
 from multipack.data.store import StoreWriter, TokenStore
 from multipack.data.tokenizer import byte_tokenizer
 

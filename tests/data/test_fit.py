@@ -54,7 +54,7 @@ def test_drop_counts_documents_and_tokens(documents):
 
 
 def test_impossible_requests_are_refused(documents):
-    with pytest.raises(ValueError, match="one of error, truncate, split, drop"):
+    with pytest.raises(ValueError, match="one of error, truncate, truncate_left, split, drop"):
         documents.fit(8, "shorten")
     with pytest.raises(ValueError, match="cannot fit into 0"):
         documents.fit(0, "split")

@@ -13,9 +13,10 @@ import pytest
 
 from multipack.data import files
 from multipack.data import prepare as room
+from multipack.data.config import DataConfig
+from multipack.data.corpus import load_corpus
 from multipack.data.header import HEADER
-from multipack.data.prepare import load_corpus, prepare
-from multipack.data.sources import DataConfig
+from multipack.data.prepare import prepare
 from multipack.data.store import TokenStore
 from multipack.data.tokenizer import TokenizerConfig
 
@@ -177,7 +178,7 @@ import sys, time
 from pathlib import Path
 from multipack.data import files
 from multipack.data import prepare as room
-from multipack.data.sources import DataConfig
+from multipack.data.config import DataConfig
 from multipack.data.tokenizer import TokenizerConfig
 room.BATCH_DOCUMENTS = 1
 room.BATCH_CHARACTERS = 1

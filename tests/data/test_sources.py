@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multipack.data import files
+from multipack.data.config import DataConfig
 from multipack.data.files import paragraphs, separated, stretches
-from multipack.data.sources import DataConfig, open_source
+from multipack.data.sources import open_source
 
 
 def texts(source):
-    return ["".join(text for text, _ in document.parts) for document in source]
+    return ["".join(text for text, *_ in document.parts) for document in source]
 
 
 def names(source):
@@ -138,13 +139,16 @@ def jsonl(*records):
 def test_fields_are_detected_or_named(config, text_file):
     path = text_file(jsonl({"text": "a"}, {"text": "b", "more": 1}), "a.jsonl")
     source = open_source(config(source="jsonl", path=path))
-    assert [document.parts for document in source] == [(("a", True),), (("b", True),)]
+    assert [document.parts for document in source] == [(("a", True, False),), (("b", True, False),)]
     assert names(source) == ["a.jsonl:1", "a.jsonl:2"]
     path = text_file(jsonl({"prompt": "p", "completion": "c"}), "b.jsonl")
-    assert next(iter(open_source(config(source="jsonl", path=path)))).parts == (("p\n", False), ("c", True))
+    assert next(iter(open_source(config(source="jsonl", path=path)))).parts == (
+        ("p\n", False, False),
+        ("c", True, False),
+    )
     path = text_file(jsonl({"question": "q", "answer": "a"}), "c.jsonl")
     source = open_source(config(source="jsonl", path=path, fields=["question", "answer"], between=""))
-    assert next(iter(source)).parts == (("q", False), ("a", True))
+    assert next(iter(source)).parts == (("q", False, False), ("a", True, False))
     assert source.describe(1) == "c.jsonl, 1 documents (question → answer)"
 
 
@@ -191,7 +195,7 @@ def test_gsm8k(shared_data, config):
     documents = list(source)
     assert len(documents) == 7473
     assert documents[0].name == "gsm8k_train.jsonl.gz:1"
-    assert [target for _, target in documents[0].parts] == [False, True]
+    assert [target for _, target, *_ in documents[0].parts] == [False, True]
     assert source.done == source.total
 
 
@@ -215,9 +219,9 @@ def test_gsm8k(shared_data, config):
         ({"source": "text", "path": "x", "block_size": 8, "documents": "file"}, "cuts a stream"),
         ({"source": "jsonl", "path": "x", "block_size": 8}, r"data\.overlong=split"),
         ({"source": "jsonl", "path": "x", "documents": "file"}, "documents of its own"),
-        ({"source": "text", "path": "x", "fields": ["a"]}, r"data\.fields=\['a'\] names fields of jsonl"),
+        ({"source": "text", "path": "x", "fields": ["a"]}, r"data\.fields=\['a'\] is about records"),
         ({"source": "jsonl", "path": "x", "fields": ["a", "b", "c"]}, "one name"),
-        ({"source": "jsonl", "path": "x", "fields": ["a", "a"]}, "two different"),
+        ({"source": "jsonl", "path": "x", "fields": ["a", "a"]}, "differ from each other"),
     ],
 )
 def test_impossible_configurations_are_refused(fields, complaint):

@@ -4,7 +4,8 @@ import textwrap
 
 import pytest
 
-from multipack.data.sources import DataConfig, open_source
+from multipack.data.config import DataConfig
+from multipack.data.sources import open_source
 from multipack.data.stdlib import library_files, parse_pairs
 
 SOURCE = '''
@@ -67,8 +68,8 @@ def test_the_real_library_gives_thousands_of_pairs():
     source = open_source(DataConfig())
     documents = list(source)
     assert len(documents) > 4000
-    assert all([target for _, target in document.parts] == [False, True] for document in documents)
-    assert all(text.strip() for document in documents for text, _ in document.parts)
+    assert all([target for _, target, *_ in document.parts] == [False, True] for document in documents)
+    assert all(text.strip() for document in documents for text, *_ in document.parts)
     names = [document.name for document in documents]
     assert "functools.py:wraps" in names
     assert not [name for name in names if name.startswith(("test/", "site-packages/", "idlelib/idle_test"))]

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multipack.data import tokenizer as room
-from multipack.data.sources import DataConfig, open_source
+from multipack.data.config import DataConfig
+from multipack.data.sources import open_source
 from multipack.data.tokenizer import (
     Tokenizer,
     TokenizerConfig,

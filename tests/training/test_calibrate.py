@@ -12,8 +12,8 @@ from multipack.parallel.world import World
 from multipack.planning.cost import CostModel
 from multipack.reports.console import Console
 from multipack.shapes import ModelShape
+from multipack.training.assemble import assemble
 from multipack.training.calibrate import COST_FILE, DecoderTimer, calibrate, cost_rows, mixes
-from multipack.training.session import assemble
 from multipack.training.trainer import train
 
 SHAPE = ModelShape(layers=2, heads=2, d_model=16, d_ff=32, vocabulary_size=50, dropout=0.5)
@@ -143,8 +143,8 @@ def test_a_measured_run_keeps_its_cost_and_resumes_with_it(words, tmp_path, caps
 
 def _fingerprint_with(words, cost, tmp_path):
     """The fingerprint of the run's plan under another cost."""
-    from multipack.data.prepare import load_corpus
-    from multipack.training.session import _sampler
+    from multipack.data.corpus import load_corpus
+    from multipack.training.assemble import _sampler
 
     config = compose(words)
     documents = load_corpus(config.data, config.tokenizer, limit=config.plan.capacity).train

@@ -6,8 +6,8 @@ import torch
 from multipack.config import compose
 from multipack.parallel.world import World
 from multipack.reports.console import Console
+from multipack.training.assemble import assemble
 from multipack.training.compare import compare_with_padding, padded_batches
-from multipack.training.session import assemble
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from multipack.config import ConfigError, compose, compose_run
 from multipack.data.batch import IGNORE
 from multipack.parallel.world import World
 from multipack.reports.console import Console
+from multipack.training.assemble import assemble
 from multipack.training.compare import compare_with_padding, padded_batches
 from multipack.training.evaluate import validation_loss
-from multipack.training.session import assemble
 from multipack.training.trainer import train
 
 DOCUMENT = "train.loss_weighting=document"

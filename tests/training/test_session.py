@@ -4,11 +4,13 @@ import pytest
 import torch
 
 from multipack.config import compose
-from multipack.data.prepare import load_corpus
+from multipack.data.corpus import load_corpus
 from multipack.parallel.world import World
 from multipack.planning.cost import CostModel
 from multipack.reports.console import Console
-from multipack.training.session import _sampler, _validation, assemble, header_rows, resolve_dtype
+from multipack.training.assemble import _sampler, _validation, assemble
+from multipack.training.header import header_rows
+from multipack.training.precision import resolve_dtype
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from multipack.config.words import ConfigError, flatten, merge, read_yaml, rename, split
-from multipack.data.sources import DataConfig
+from multipack.data.config import DataConfig
 from multipack.data.tokenizer import TokenizerConfig
 from multipack.models.attention import find_backend
 from multipack.parallel.engine import ParallelConfig
@@ -16,7 +16,7 @@ from multipack.planning.plan import PlanConfig
 from multipack.run import find_run
 from multipack.shapes import ModelShape
 from multipack.training.optimizer import OptimizerConfig
-from multipack.training.session import LogConfig, TrainConfig
+from multipack.training.settings import LogConfig, TrainConfig
 
 
 @dataclass(frozen=True)

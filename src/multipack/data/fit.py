@@ -1,7 +1,7 @@
 """Documents longer than a pack: refused, or truncated, split or dropped as the user chose, and counted.
 
 limit 8     |AAAAAAAAAAAAAAAAAAA|BBBB|
-truncate    [AAAAAAAA]           [BBBB]      the first 8 tokens stay
+truncate    [AAAAAAAA]           [BBBB]      the first 8 tokens stay (truncate_left: the last 8)
 split       [AAAAAAAA][AAAAAAAA][AAA][BBBB]  pieces of at most 8 tokens; each starts anew, at position 0
 drop                             [BBBB]
 """
@@ -15,7 +15,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-FitPolicy = Literal["error", "truncate", "split", "drop"]
+FitPolicy = Literal["error", "truncate", "truncate_left", "split", "drop"]
 Pieces = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
 """Document numbers, starts within the document, and lengths of pieces: three (n,) arrays."""
 
@@ -113,7 +113,9 @@ def fit_pieces(
             f"the longest has {int(length.max()):,}): set data.overlong=truncate, split or drop, or raise "
             "plan.capacity (and model.context, where positions are learned)"
         )
-    if policy == "truncate":
+    if policy in ("truncate", "truncate_left"):
+        if policy == "truncate_left":
+            start = start + np.maximum(length - limit, 0)
         report = FitReport(limit, policy, truncated_documents=count, truncated_tokens=tokens - count * limit)
         return (document, start, np.minimum(length, limit)), report
     if policy == "drop":

@@ -12,177 +12,22 @@ refuses to go on when a file has changed since it was found. Files may be gzippe
 from __future__ import annotations
 
 import codecs
-import difflib
 import hashlib
 import io
 import json
 import platform
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, BinaryIO, Literal, TextIO, get_args
+from typing import Any, BinaryIO, TextIO
 
 from multipack.data import stdlib
+from multipack.data.config import DataConfig
 from multipack.data.files import FileSet, paragraphs, separated, stretches
-
-SourceName = Literal["stdlib", "text", "jsonl", "store"]
-Division = Literal["auto", "file", "blank_line", "separator", "stream"]
-Overlong = Literal["auto", "error", "truncate", "split", "drop"]
+from multipack.data.source import Part, Source, SourceDocument
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".py")
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
-
-
-@dataclass
-class DataConfig:
-    """What is trained on, and how it becomes documents."""
-
-    source: SourceName = "stdlib"
-    """Where documents come from."""
-    path: str = ""
-    """File or folder of text or jsonl, or a token store."""
-    documents: Division = "auto"
-    """How text becomes documents; auto: a stream with block_size, by separator if given, else by file."""
-    separator: str = ""
-    """Text between two documents of a file; belongs to neither."""
-    block_size: int = 0
-    """Tokens of a document cut from a stream (0: as long as a document may be)."""
-    fields: list[str] = field(default_factory=list)
-    """Names in jsonl: one = text; two = prompt, completion; empty = `text`, or `prompt` and `completion`."""
-    between: str = "\n"
-    """Text between prompt and completion of jsonl, part of the prompt; empty joins them as they are."""
-    train_on_prompt: bool = False
-    """Whether the tokens of prompts are targets too."""
-    validation: float = 0.1
-    """Share of the documents (of a stream: of its last tokens) kept for validation."""
-    split_seed: int = 0
-    """Seed of the choice of validation documents."""
-    overlong: Overlong = "auto"
-    """Documents longer than a pack or the context; auto: split with source=stdlib, else an error."""
-    verify: bool = True
-    """Whether the checksums of a token store are verified before it is used."""
-    cache: str = ""
-    """Folder for trained tokenizers and stores (empty: the user's cache folder)."""
-
-    def check(self) -> None:
-        """Refuse what cannot be meant.
-
-        Raises:
-            ValueError: names the field, what it holds, and what to do instead.
-        """
-        _check_choice("source", self.source, get_args(SourceName))
-        _check_choice("documents", self.documents, get_args(Division))
-        _check_choice("overlong", self.overlong, get_args(Overlong))
-        if not 0.0 <= self.validation < 1.0:
-            raise ValueError(f"data.validation={self.validation} is a share: at least 0 and less than 1")
-        if self.source == "stdlib" and self.path:
-            raise ValueError(
-                f"data.source=stdlib reads no files; for data.path={self.path} set data.source=text"
-            )
-        if self.source != "stdlib" and not self.path:
-            raise ValueError(f"data.source={self.source} needs data.path=FILE_OR_FOLDER")
-        self._check_text()
-        self._check_fields()
-
-    def _check_text(self) -> None:
-        if self.block_size < 0 or self.block_size == 1:
-            raise ValueError(f"data.block_size={self.block_size}: at least 2 tokens (or 0: as many as fit)")
-        if self.source != "text" and (self.documents != "auto" or self.separator):
-            raise ValueError(
-                f"data.documents={self.documents}, data.separator={self.separator!r} say how text is "
-                f"divided, but data.source={self.source} has documents of its own: leave them out"
-            )
-        if self.separator and self.documents not in ("auto", "separator"):
-            raise ValueError(f"data.separator={self.separator!r} contradicts data.documents={self.documents}")
-        if self.documents == "separator" and not self.separator:
-            raise ValueError("data.documents=separator needs data.separator=TEXT")
-        if self.block_size:
-            if self.source not in ("text", "store"):
-                raise ValueError(
-                    f"data.block_size={self.block_size} cuts a stream, which data.source={self.source} "
-                    "is not; data.overlong=split cuts documents that are too long"
-                )
-            if self.separator or self.documents not in ("auto", "stream"):
-                raise ValueError(
-                    f"data.block_size={self.block_size} cuts a stream: set data.documents=stream (or auto) "
-                    "and no data.separator"
-                )
-
-    def _check_fields(self) -> None:
-        if self.fields and self.source != "jsonl":
-            raise ValueError(f"data.fields={self.fields} names fields of jsonl; data.source is {self.source}")
-        if len(self.fields) > 2 or len(set(self.fields)) < len(self.fields) or not all(self.fields):
-            raise ValueError(
-                f"data.fields={self.fields}: one name (text) or two different ones (prompt, completion)"
-            )
-
-    @property
-    def division(self) -> Division:
-        """`documents` with auto decided."""
-        if self.documents != "auto":
-            return self.documents
-        return "stream" if self.block_size else "separator" if self.separator else "file"
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        near = difflib.get_close_matches(str(value), choices, 1, 0.0)
-        raise ValueError(f"data.{name}={value!r}: one of {', '.join(choices)} (nearest: {near[0]})")
-
-
-@dataclass(frozen=True)
-class SourceDocument:
-    """A document, or in a stream a stretch of it, as text.
-
-    Attributes:
-        name: where it stands, for people: `functools.py:reduce`, `train.jsonl:17`.
-        parts: its text in pieces, each with whether its tokens are targets.
-        ended: whether text ends here (False: a stretch of a file that goes on in the next document).
-    """
-
-    name: str
-    parts: tuple[tuple[str, bool], ...]
-    ended: bool = True
-
-
-class Source(ABC):
-    """Documents to be tokenized. While it is iterated, `done` of `total` `unit`s tell how far it is.
-
-    Attributes:
-        is_stream: all documents together are one.
-        unit: what `done` and `total` count.
-        overlong: what becomes of documents longer than a pack, where `DataConfig.overlong` is auto.
-        skipped: after a full iteration, what was left out: reason → how many.
-    """
-
-    is_stream = False
-    unit = "bytes"
-    total = 0
-    overlong: Literal["error", "split"] = "error"
-
-    def __init__(self) -> None:
-        self.skipped: dict[str, int] = {}
-
-    @cached_property
-    @abstractmethod
-    def hash(self) -> str:
-        """Sha256 of the content and of all settings that decide what the documents are."""
-
-    @property
-    @abstractmethod
-    def done(self) -> int:
-        """How much of `total` has been read."""
-
-    @abstractmethod
-    def __iter__(self) -> Iterator[SourceDocument]: ...
-
-    @abstractmethod
-    def describe(self, documents: int) -> str:
-        """One line about this source, of which `documents` were kept."""
-
-    def _skip(self, reason: str) -> None:
-        self.skipped[reason] = self.skipped.get(reason, 0) + 1
 
 
 def open_source(config: DataConfig) -> Source:
@@ -247,7 +92,7 @@ class StdlibSource(Source):
         except (SyntaxError, UnicodeDecodeError):
             return None
         return [
-            SourceDocument(f"{name}:{pair.name}", ((pair.prompt, False), (pair.completion, True)))
+            SourceDocument(f"{name}:{pair.name}", (Part(pair.prompt, False), Part(pair.completion, True)))
             for pair in pairs
         ]
 
@@ -310,7 +155,7 @@ class TextSource(FileSource):
             ended = False
             for name, content, ended in self._divide(text, self._files.names[index]):
                 if content.strip() or self.is_stream:
-                    yield SourceDocument(name, ((content, True),), ended)
+                    yield SourceDocument(name, (Part(content, True),), ended)
                 else:
                     self._skip("empty documents")
             if not ended:
@@ -370,8 +215,8 @@ class JsonlSource(FileSource):
             self._skip("empty documents" if len(texts) == 1 else "empty completions")
             return None
         if len(texts) == 1:
-            return SourceDocument(name, ((texts[0], True),))
-        return SourceDocument(name, ((texts[0] + self.config.between, False), (texts[1], True)))
+            return SourceDocument(name, (Part(texts[0], True),))
+        return SourceDocument(name, (Part(texts[0] + self.config.between, False), Part(texts[1], True)))
 
     def describe(self, documents: int) -> str:
         """See `Source`."""

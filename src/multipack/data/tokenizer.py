@@ -23,7 +23,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from multipack.atomic import write_atomically
 from multipack.data.cache import locked
-from multipack.data.sources import Source
+from multipack.data.source import Source
 
 TokenizerKind = Literal["auto", "char", "byte", "bpe", "file"]
 Progress = Callable[[int, int | None, str], None]
@@ -279,7 +279,7 @@ def _train(config: TokenizerConfig, source: Source, progress: Progress | None) -
 def _texts(source: Source, progress: Progress | None) -> Iterator[str]:
     unit = f"{source.unit} read for the tokenizer"
     for number, document in enumerate(source):
-        for text, _ in document.parts:
+        for text, *_ in document.parts:
             yield text
         if progress is not None and number % 256 == 0:
             progress(source.done, source.total, unit)

@@ -19,7 +19,7 @@ from multipack.reports.console import wrapped
 
 if TYPE_CHECKING:
     from multipack.config import PackCommand, PlanCommand
-    from multipack.data.prepare import Corpus
+    from multipack.data.corpus import Corpus
     from multipack.training.session import Session
 
 Rows = list[tuple[str, str]]

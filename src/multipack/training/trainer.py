@@ -20,13 +20,15 @@ from multipack.parallel.replicate import StepResult
 from multipack.parallel.world import connected
 from multipack.reports.console import Console
 from multipack.reports.summary import plan_rows
+from multipack.training.assemble import assemble
 from multipack.training.compare import Comparison, compare_with_padding
 from multipack.training.evaluate import validation_loss
 from multipack.training.feed import StepData
+from multipack.training.header import header_rows
 from multipack.training.inference import complete
 from multipack.training.metrics import LEGEND, StepMeasure, format_line
 from multipack.training.optimizer import learning_rate
-from multipack.training.session import Session, assemble, header_rows
+from multipack.training.session import Session
 
 if TYPE_CHECKING:
     from multipack.config import Config
