@@ -6,6 +6,7 @@
       samples.txt       what the model wrote at evaluations
       checkpoints/
         latest          the name of the newest complete checkpoint
+        best            the name of the one with the lowest validation loss
         step-00000100/  {model,optimizer,rng}.safetensors state.json config.yaml tokenizer.json
 
 Files whose names begin with a dot are being written.
@@ -53,6 +54,11 @@ class RunDirectory:
         """File that names the newest complete checkpoint."""
         return self.checkpoints / "latest"
 
+    @property
+    def best(self) -> Path:
+        """File that names the complete checkpoint with the lowest validation loss."""
+        return self.checkpoints / "best"
+
     @classmethod
     def at(cls, path: str | Path) -> RunDirectory:
         """The run directory at `path`, which need not exist."""
@@ -70,9 +76,9 @@ class RunDirectory:
                 " or choose another out="
             )
 
-    def point_to(self, checkpoint: Path) -> None:
-        """Let `latest` name `checkpoint`: a run that resumes from an older one abandons what came after."""
-        write_atomically(self.latest, f"{checkpoint.name}\n".encode())
+    def point_to(self, checkpoint: Path, pointer: Path | None = None) -> None:
+        """Let `latest` (or `best`) name `checkpoint`: a run that resumes from an older one abandons what came after."""
+        write_atomically(pointer or self.latest, f"{checkpoint.name}\n".encode())
 
     def create(self, config_yaml: str) -> None:
         """Make the directory for a new run; see `check_free`."""
@@ -93,6 +99,20 @@ class RunDirectory:
                 f"{self.path} has no complete checkpoint; start the run anew with another out="
             )
         return self.checkpoints / self.latest.read_text(encoding="utf-8").strip()
+
+    def best_checkpoint(self) -> Path:
+        """The folder of the checkpoint with the lowest validation loss.
+
+        Raises:
+            FileNotFoundError: none is known: the run never evaluated, or the checkpoint is gone.
+        """
+        name = self.best.read_text(encoding="utf-8").strip() if self.best.is_file() else ""
+        if not name or not (self.checkpoints / name).is_dir():
+            raise FileNotFoundError(
+                f"{self.path} has no best checkpoint: it was never evaluated, or runs from before there was one;"
+                " take the latest"
+            )
+        return self.checkpoints / name
 
     def records(self) -> Iterator[dict[str, Any]]:
         """The records of metrics.jsonl in order; a last line that was cut short is left out."""

@@ -112,3 +112,82 @@ def test_bf16_runs_matrix_products_in_bfloat16():
     with engine.autocast():
         assert model.linear(torch.randn(2, 3)).dtype == torch.bfloat16
     assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+@pytest.fixture
+def half():
+    torch.manual_seed(0)
+    model = SumOfSquares()
+    return ReplicatedEngine(model, build_optimizer(model, OptimizerConfig()), World(), torch.float16)
+
+
+def test_fp16_scales_the_loss_and_gives_the_gradient_of_fp32(half):
+    rows = torch.randn(6, 3)
+    expected = SumOfSquares()
+    expected.load_state_dict(half.model.state_dict())
+    (expected(rows) / 600).backward()
+    seen = []
+    half.forward_backward([rows[:2], rows[2:]], 600, lambda index: seen.append((index, half.loss_scale)))
+    assert seen == [(0, 65536.0)]  # after every micro-batch but the last
+    half.unscale()
+    assert half.clip(0.0) == pytest.approx(
+        float(torch.cat([p.grad.reshape(-1) for p in expected.parameters()]).norm()), rel=5e-3
+    )
+    assert not half.overflowed
+    for found, wanted in zip(half.model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-2, atol=1e-2)
+    before = [p.detach().clone() for p in half.model.parameters()]
+    half.step(1e-2)
+    assert any(not torch.equal(a, b) for a, b in zip(before, half.model.parameters(), strict=True))
+
+
+def test_an_overflow_is_told_left_out_and_lowers_the_scale(half):
+    before = [p.detach().clone() for p in half.model.parameters()]
+    half.forward_backward([torch.full((2, 3), 300.0)], 1)  # squares beyond 65,504
+    half.unscale()
+    half.clip(1.0)
+    assert half.overflowed
+    half.discard()
+    assert not half.overflowed
+    assert half.loss_scale == 32768.0
+    assert all(torch.equal(a, b) for a, b in zip(before, half.model.parameters(), strict=True))
+    half.forward_backward([torch.randn(2, 3)], 600)
+    half.unscale()
+    half.clip(1.0)
+    assert not half.overflowed
+    half.step(1e-3)
+
+
+def test_the_loss_scale_is_part_of_the_state(half):
+    half.forward_backward([torch.full((2, 3), 300.0)], 1)
+    half.unscale()
+    half.clip(1.0)
+    half.discard()
+    torch.manual_seed(1)
+    other = ReplicatedEngine(
+        model := SumOfSquares(), build_optimizer(model, OptimizerConfig()), World(), torch.float16
+    )
+    other.load_state(half.state())
+    assert other.loss_scale == half.loss_scale == 32768.0
+    assert state_hash(other.state()) == state_hash(half.state())
+
+
+def test_parameter_groups_scale_the_learning_rate():
+    model = SumOfSquares()
+    optimizer = torch.optim.SGD(
+        [{"params": [model.scale], "lr_scale": 0.5}, {"params": list(model.linear.parameters())}], lr=1.0
+    )
+    engine = ReplicatedEngine(model, optimizer, World())
+    engine.forward_backward([torch.randn(2, 3)], 1)
+    engine.step(0.2)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
+
+
+def test_discard_leaves_a_step_out(engine):
+    before = [p.detach().clone() for p in engine.model.parameters()]
+    engine.forward_backward([torch.randn(2, 3)], 1)
+    engine.unscale()
+    engine.discard()
+    assert all(p.grad is None for p in engine.model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(before, engine.model.parameters(), strict=True))
+    assert (engine.loss_scale, engine.overflowed) == (1.0, False)

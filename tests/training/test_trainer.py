@@ -104,10 +104,12 @@ def test_a_run_learns_prints_and_leaves_its_directory(words, tmp_path, capsys):
     samples = (out / "samples.txt").read_text()
     assert samples.count("=== step") == len(evaluations)
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == [
+        "best",
         "latest",
         "step-00000021",
         "step-00000024",
     ]
+    assert RunDirectory(out).best_checkpoint().name == "step-00000024"
     assert {path.name for path in RunDirectory(out).latest_checkpoint().iterdir()} == {
         *["model.safetensors", "optimizer.safetensors", "rng.safetensors"],
         *["state.json", "config.yaml", "tokenizer.json"],

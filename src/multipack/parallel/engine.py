@@ -43,8 +43,27 @@ class Engine(Protocol):
         """The ranks."""
         ...
 
-    def forward_backward(self, micro_batches: Sequence[Any], denominator: float) -> StepResult:
+    @property
+    def overflowed(self) -> bool:
+        """Whether the gradient of this step left fp16's range, so that the step cannot be applied."""
+        ...
+
+    @property
+    def loss_scale(self) -> float:
+        """What gradients are multiplied by until `unscale`."""
+        ...
+
+    def forward_backward(
+        self,
+        micro_batches: Sequence[Any],
+        denominator: float,
+        watch: Callable[[int], None] | None = None,
+    ) -> StepResult:
         """Accumulate the gradient of the summed loss divided by `denominator`."""
+        ...
+
+    def unscale(self) -> None:
+        """Make the accumulated gradient what it is without `loss_scale`."""
         ...
 
     def clip(self, max_norm: float) -> float:
@@ -53,6 +72,10 @@ class Engine(Protocol):
 
     def step(self, learning_rate: float) -> None:
         """Apply the optimizer and clear the gradient."""
+        ...
+
+    def discard(self) -> None:
+        """Clear the gradient without applying it."""
         ...
 
     def evaluating(self) -> AbstractContextManager[nn.Module]:

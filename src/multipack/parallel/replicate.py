@@ -48,7 +48,9 @@ class ReplicatedEngine:
         model: takes a batch, returns the summed loss over its targets. It is not changed.
         optimizer: over the model's own parameters.
         world: the ranks that are replicas of each other.
-        dtype: bf16 runs forward passes under autocast; fp32 does not.
+        dtype: bf16 and fp16 run forward passes under autocast; fp32 does not. fp16 also multiplies the loss by a
+            scale that keeps small gradients above zero; a step in which they overflow is left out and the scale halved
+            (Micikevicius et al. 2018, arXiv:1710.03740).
         clock: seconds; replaced in tests.
 
     Raises:
@@ -67,6 +69,8 @@ class ReplicatedEngine:
         self.optimizer = optimizer
         self.world = world
         self.dtype = dtype
+        self.overflowed = self._unscaled = False
+        self._scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
         self._clock = clock
         self._replica: nn.Module = model
         if world.size > 1:
@@ -99,12 +103,19 @@ class ReplicatedEngine:
             return nullcontext()
         return torch.autocast(self.world.device.type, dtype=self.dtype)
 
-    def forward_backward(self, micro_batches: Sequence[Any], denominator: float) -> StepResult:
+    def forward_backward(
+        self,
+        micro_batches: Sequence[Any],
+        denominator: float,
+        watch: Callable[[int], None] | None = None,
+    ) -> StepResult:
         """Accumulate the gradient of a step; ranks synchronize once, in the last backward pass.
 
         Args:
             micro_batches: this rank's packs, at least one; equally many on every rank.
             denominator: what the step's summed loss is divided by, over all ranks and micro-batches.
+            watch: called with the number of each micro-batch but the last, when its gradient has been added: until
+                then gradients are this rank's own, multiplied by the number of ranks (and by `loss_scale`).
         """
         scale = self.world.size / max(denominator, 1)
         losses, forward, backward = [], 0.0, 0.0
@@ -116,23 +127,53 @@ class ReplicatedEngine:
                 with self.autocast():
                     loss = self._replica(moved)
                 middle = self._time()
-                (loss * scale).backward()
+                self._scaler.scale(loss * scale).backward()
                 ended = self._time()
             losses.append(float(loss.detach()))
             forward += middle - began
             backward += ended - middle
+            if watch is not None and not last:
+                watch(index)
         return StepResult(losses, forward, backward)
 
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by until `clip`: 1 but in fp16."""
+        return self._scaler.get_scale()
+
+    def unscale(self) -> None:
+        """Divide the whole gradient by `loss_scale`, once a step and before `clip`."""
+        if self._scaler.is_enabled():
+            self._scaler.unscale_(self.optimizer)
+            self._unscaled = True
+
     def clip(self, max_norm: float) -> float:
-        """Scale the gradient down to `max_norm` (0 = never) and return its global norm before that."""
+        """Scale the gradient down to `max_norm` (0 = never) and return its global norm before that.
+
+        In fp16 a norm that is not finite is an overflow, which `overflowed` tells until the next step.
+        """
         limit = max_norm if max_norm > 0 else math.inf
-        return float(nn.utils.clip_grad_norm_(self.model.parameters(), limit))
+        norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), limit))
+        self.overflowed = self._scaler.is_enabled() and not math.isfinite(norm)
+        return norm
 
     def step(self, learning_rate: float) -> None:
-        """Apply the optimizer with `learning_rate` and clear the gradient."""
+        """Apply the optimizer and clear the gradient.
+
+        Args:
+            learning_rate: multiplied by the `lr_scale` of a parameter group, where it has one.
+        """
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        self.optimizer.step()
+            group["lr"] = learning_rate * group.get("lr_scale", 1.0)
+        self._scaler.step(self.optimizer)
+        self._unscaled = True
+        self.discard()
+
+    def discard(self) -> None:
+        """Clear the gradient without applying it; after an overflow the loss is scaled by less from here on."""
+        if self._scaler.is_enabled() and self._unscaled:
+            self._scaler.update()
+        self.overflowed = self._unscaled = False
         self.optimizer.zero_grad(set_to_none=True)
 
     @contextmanager
@@ -147,12 +188,18 @@ class ReplicatedEngine:
             self.model.train(training)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Named tensors: {"model": parameters, "optimizer": "<parameter>.<slot>" → tensor}."""
+        """Named tensors: {"model": parameters, "optimizer": "<parameter>.<slot>" → tensor}; in fp16 "scaler" too."""
         slots: dict[str, Tensor] = {}
         for name, parameter in self.model.named_parameters():
             for slot, value in self.optimizer.state.get(parameter, {}).items():
                 slots[f"{name}.{slot}"] = torch.as_tensor(value)
-        return {"model": dict(self.model.named_parameters()), "optimizer": slots}
+        state: dict[str, dict[str, Tensor]] = {"model": dict(self.model.named_parameters()), "optimizer": slots}
+        if self._scaler.is_enabled():
+            saved = self._scaler.state_dict()
+            state["scaler"] = {
+                name: torch.tensor(float(saved[name])) for name in ("scale", "_growth_tracker")
+            }
+        return state
 
     def load_state(self, state: dict[str, dict[str, Tensor]]) -> None:
         """Take over what `state()` gave.
@@ -180,6 +227,10 @@ class ReplicatedEngine:
             if named[id(parameter)] in by_parameter
         }
         self.optimizer.load_state_dict(packed)
+        if self._scaler.is_enabled() and "scaler" in state:
+            saved = {name: float(value) for name, value in state["scaler"].items()}
+            tracker = int(saved["_growth_tracker"])
+            self._scaler.load_state_dict({**self._scaler.state_dict(), **saved, "_growth_tracker": tracker})
         if self.world.size > 1:
             self.check_replicas()
 

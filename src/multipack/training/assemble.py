@@ -35,8 +35,9 @@ from multipack.training.checkpoint import (
 )
 from multipack.training.feed import Feed
 from multipack.training.metrics import RunningLoss
+from multipack.training.observer import Observers
 from multipack.training.optimizer import build_optimizer
-from multipack.training.precision import mean_peak, resolve_dtype
+from multipack.training.precision import mean_peak, name_of_dtype, resolve_dtype
 from multipack.training.session import Session
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def assemble(
     config = replace(
         config,
         model=replace(config.model, vocabulary_size=shape.vocabulary_size),
-        train=replace(config.train, dtype="bf16" if dtype == torch.bfloat16 else "fp32"),
+        train=replace(config.train, dtype=name_of_dtype(dtype)),
         plan=replace(plan, packs_per_step=packs_per_step, micro_batches=0),
     )
     cost_model = run_cost(config, shape, world, run, checkpoint, dtype, limit)
@@ -108,6 +109,7 @@ def assemble(
         peak_flops=mean_peak(world, dtype),
         clock=clock,
         running=RunningLoss(loss_weighting=config.train.loss_weighting),
+        observers=Observers([]),
     )
     session.begin(checkpoint)
     return session

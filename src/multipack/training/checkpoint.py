@@ -60,17 +60,19 @@ def save_checkpoint(
     rng: dict[str, Tensor],
     files: dict[str, str],
     keep: int,
+    best: bool = False,
 ) -> Path:
-    """Write a checkpoint and let `latest` name it. To be called by one rank.
+    """Write a checkpoint and let `latest` (and `best`) name it. To be called by one rank.
 
     Args:
         run: where.
         step: steps taken.
-        tensors: of model and optimizer.
+        tensors: of model, optimizer and whatever else the run keeps, by group.
         progress: JSON-able state of the trainer.
         rng: generator states of all ranks.
         files: more text files of the checkpoint, by name.
-        keep: checkpoints that stay, the newest ones; 0 = all.
+        keep: checkpoints that stay, the newest ones and the best; 0 = all.
+        best: whether its validation loss is the lowest so far.
     """
     final = run.checkpoints / name_of(step)
     if (
@@ -78,6 +80,8 @@ def save_checkpoint(
         and run.latest.is_file()
         and run.latest.read_text(encoding="utf-8").strip() == final.name
     ):
+        if best:
+            run.point_to(final, run.best)
         return final  # stopped again before the first step after a resume: the same state is there already
     # A folder of that name that latest does not name was abandoned by resuming from an older one: replaced.
     with atomic_folder(final, replace=True) as folder:
@@ -92,6 +96,7 @@ def save_checkpoint(
             "format": FORMAT,
             "step": step,
             "progress": progress,
+            "groups": sorted(tensors),
             "files": {path.name: path.stat().st_size for path in written},
         }
         (folder / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
@@ -99,6 +104,8 @@ def save_checkpoint(
             with path.open("rb") as file:
                 os.fsync(file.fileno())
     run.point_to(final)
+    if best:
+        run.point_to(final, run.best)
     _prune(run, final, keep)
     return final
 
@@ -106,7 +113,9 @@ def save_checkpoint(
 def _prune(run: RunDirectory, newest: Path, keep: int) -> None:
     for leftover in run.checkpoints.glob(f".step-*{PARTIAL}"):  # of a process that was killed
         shutil.rmtree(leftover, ignore_errors=True)
-    older = sorted(path for path in run.checkpoints.glob("step-*") if path.name < newest.name)
+    best = run.best.read_text(encoding="utf-8").strip() if run.best.is_file() else ""
+    found = (path for path in run.checkpoints.glob("step-*") if path.name < newest.name)
+    older = sorted(path for path in found if path.name != best)
     for path in older[: max(len(older) - keep + 1, 0)] if keep else []:
         shutil.rmtree(path)
 
@@ -132,12 +141,18 @@ def load_checkpoint(path: Path) -> Checkpoint:
         return Checkpoint(
             path=path,
             step=state["step"],
-            tensors={name: load_file(path / f"{name}.safetensors") for name in ("model", "optimizer")},
+            tensors={name: load_file(path / f"{name}.safetensors") for name in _groups(state)},
             progress=state["progress"],
             rng=load_file(path / "rng.safetensors"),
         )
     except (SafetensorError, KeyError) as error:
         raise ValueError(f"checkpoint {path} is damaged: {error}; resume from an older one") from error
+
+
+def _groups(state: dict[str, Any]) -> list[str]:
+    """Names of the groups of tensors; only those that the checkpoint also lists as files of its own are opened."""
+    groups = state.get("groups", ["model", "optimizer"])
+    return [name for name in groups if f"{name}.safetensors" in state["files"]]
 
 
 def gather_rng(world: World) -> dict[str, Tensor]:

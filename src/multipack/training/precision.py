@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from multipack.parallel.world import World
@@ -22,6 +24,11 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
         asks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
         native = any(getattr(torch.cpu, name, lambda: False)() for name in asks)
     return torch.bfloat16 if native else torch.float32
+
+
+def name_of_dtype(dtype: torch.dtype) -> Literal["fp32", "bf16", "fp16"]:
+    """What `train.dtype` calls a precision."""
+    return "bf16" if dtype == torch.bfloat16 else "fp16" if dtype == torch.float16 else "fp32"
 
 
 def mean_peak(world: World, dtype: torch.dtype, seconds: float = 0.4) -> float:

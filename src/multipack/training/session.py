@@ -28,6 +28,7 @@ from multipack.training.checkpoint import (
 from multipack.training.feed import Feed
 from multipack.training.ledger import NOTHING, Ledger
 from multipack.training.metrics import RunningLoss
+from multipack.training.observer import Observers
 from multipack.training.precision import mean_peak, resolve_dtype
 
 if TYPE_CHECKING:
@@ -40,7 +41,17 @@ class NonFiniteLoss(RuntimeError):
 
 @dataclass
 class Session:
-    """All parts of a run; the loop in trainer.py moves them."""
+    """All parts of a run; the loop in trainer.py moves them.
+
+    Attributes:
+        steps: the last step of the run.
+        step: steps taken.
+        lr_factor: what `optimizer.lr_scaling` multiplies the learning rate by.
+        evaluated: the step of the last evaluation.
+        best: the lowest validation loss so far, and
+        best_step: the step of it, where this process saw it.
+        ending: why the loop stops before its last step; empty while it goes on.
+    """
 
     config: Config
     world: World
@@ -58,8 +69,13 @@ class Session:
     peak_flops: float
     clock: Callable[[], float]
     running: RunningLoss
+    observers: Observers
+    lr_factor: float = 1.0
     step: int = 0
     evaluated: int = -1
+    best: float | None = None
+    best_step: int = -1
+    ending: str = ""
     ledger: Ledger | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -75,7 +91,10 @@ class Session:
             self.engine.load_state(checkpoint.tensors)
             self.feed.load_state_dict(checkpoint.progress["data"])
             self.step, self.evaluated = checkpoint.step, checkpoint.progress["evaluated"]
+            self.best = checkpoint.progress.get("best")
             self.running = RunningLoss(*checkpoint.progress["running"])
+            self.observers.load_state(checkpoint.progress.get("observers", {}))
+            self.observers.load_tensors(checkpoint.tensors.get("observers", {}))
             self.notes += self.running.weigh(train.loss_weighting)
             if not restore_rng(self.world, checkpoint.rng):
                 self.notes.append(
@@ -125,21 +144,34 @@ class Session:
             dtype = resolve_dtype(self.config.train.dtype, self.world.device)
             self.peak_flops = max(self.peak_flops, mean_peak(self.world, dtype, seconds=0.1))
 
-    def close(self) -> None:
-        """Stop the loader's thread and close files."""
+    def close(self, failed: bool = False) -> None:
+        """Stop the loader's thread, observers, and close files."""
+        self.observers.close(failed)
         self.feed.close()
         if self.validation is not None:
             self.validation.close()
         if self.ledger is not None:
             self.ledger.close()
 
+    def improve(self, val_loss: float) -> bool:
+        """Whether a validation loss is the lowest so far; it is remembered."""
+        better = self.best is None or val_loss < self.best
+        if better:
+            self.best, self.best_step = val_loss, self.step
+        return better
+
     def save(self) -> str:
         """Write a checkpoint; every rank takes part. Returns its path.
+
+        `checkpoints/best` names it if the evaluation at this step was the best so far.
 
         Raises:
             NonFiniteLoss: the weights are not finite; nothing was written.
         """
         state, rng = self.engine.state(), gather_rng(self.world)
+        watched = self.observers.tensors()
+        if watched:
+            state["observers"] = watched
         broken = sum(not bool(torch.isfinite(tensor).all()) for tensor in state["model"].values())
         if self.world.sum([float(broken)])[0]:
             self.diverged(f"after step {self.step} {broken} weight tensors are not finite", [])
@@ -150,6 +182,8 @@ class Session:
                 "data": self.feed.state_dict(),
                 "running": list(astuple(self.running)),
                 "evaluated": self.evaluated,
+                "best": self.best,
+                "observers": self.observers.state(),
                 "marks": self.ledger.marks(),
                 "corpus": self._corpus_hashes(),
                 "world_size": self.world.size,
@@ -157,8 +191,8 @@ class Session:
             }
             files = {"config.yaml": self._saved_config(), "tokenizer.json": self.corpus.tokenizer.to_json()}
             files |= cost_files(self.cost_model)
-            keep = self.config.train.keep_checkpoints
-            return str(save_checkpoint(self.run, self.step, state, progress, rng, files, keep))
+            keep, best = self.config.train.keep_checkpoints, self.best_step == self.step
+            return str(save_checkpoint(self.run, self.step, state, progress, rng, files, keep, best))
 
         return self.world.on_main(write)
 

@@ -103,49 +103,69 @@ def train(config: Config, clock: Callable[[], float] = time.perf_counter) -> Run
             comparison = _compare(session) if stop.signal is None and session.step > first else None
             result = RunResult(str(session.run.path), session.step, val_loss, early, comparison)
             _conclude(session, result)
-        finally:
-            session.close()
+        except BaseException:
+            session.close(failed=True)
+            raise
+        session.close()
     return result
 
 
 def _loop(session: Session, stop: StopRequest) -> float | None:
-    """Train to the last step, or until asked to stop; returns the last validation loss."""
-    config, engine, clock = session.config, session.engine, session.clock
-    last = session.step if config.train.eval_only else session.steps
+    """Train to the last step, or until something ends the run; returns the last validation loss."""
+    clock = session.clock
+    last = session.step if session.config.train.eval_only else session.steps
     # Also of a run that was stopped between a step and its evaluation.
-    val_loss = _evaluate(session) if _evaluation_due(session, last) else None
+    val_loss = _evaluate(session) if _evaluation_due(session, session.step == last) else None
     feed = iter(session.feed)
-    stopped = False
     with session.console.progress("training") as advance:
         mark = clock()
-        while session.step < last and not stopped:
-            data = next(feed)
-            rate = learning_rate(session.step + 1, session.steps, config.optimizer)
-            result = engine.forward_backward(data.micro_batches, data.denominator)
-            loss_sum, slots, stopped = _agree(session, data, result, stop)
-            middle = clock()
-            norm = engine.clip(config.optimizer.clip)
-            _require_finite_gradient(session, norm, data)
-            engine.step(rate)
-            engine.world.synchronize()
-            now = clock()
-            session.step += 1
-            times = (now - mark, now - middle)
-            measure = _measure(session, data, result, loss_sum, slots, rate, norm, times)
-            mark = now
-            _record(session, measure, advance)
-            if not stopped and _evaluation_due(session, last):
+        while session.step < last and not session.ending:
+            session.observers.before_step(session.step + 1)
+            data = next(feed, None)
+            if data is None:
+                session.ending = "the stream of documents has ended"
+            else:
+                mark = _step(session, data, stop, mark, advance)
+            final = session.step == last or bool(session.ending)
+            if stop.signal is None and _evaluation_due(session, final):
                 val_loss = _evaluate(session)
                 mark = clock()
-            if _checkpoint_due(session, last, stopped):
+            if _checkpoint_due(session, final or bool(session.ending)):
                 session.save()
                 mark = clock()
     return val_loss
 
 
-def _agree(
-    session: Session, data: StepData, result: StepResult, stop: StopRequest
-) -> tuple[float, float, bool]:
+def _step(
+    session: Session, data: StepData, stop: StopRequest, mark: float, advance: Callable[..., None]
+) -> float:
+    """One global step: forward and backward passes, clipping, optimizer, records. Returns when it ended."""
+    config, engine, observers, clock = session.config, session.engine, session.observers, session.clock
+    number = session.step + 1
+    rate = session.lr_factor * learning_rate(number, session.steps, config.optimizer)
+    result = engine.forward_backward(
+        data.micro_batches, data.denominator, lambda index: observers.micro_batch(index, engine)
+    )
+    loss_sum, slots = _agree(session, data, result, stop)
+    middle = clock()
+    engine.unscale()
+    found = observers.gradient(number, engine)
+    norm = engine.clip(config.optimizer.clip)
+    applied = _may_apply(session, data, loss_sum, norm)
+    if applied:
+        engine.step(rate)
+    else:
+        engine.discard()
+    session.step = number
+    observers.after_step(number, engine)
+    engine.world.synchronize()
+    now = clock()
+    measure = _measure(session, data, result, loss_sum, slots, rate, norm, (now - mark, now - middle))
+    _record(session, measure, {**found, **({} if applied else {"skipped": 1.0})}, advance)
+    return now
+
+
+def _agree(session: Session, data: StepData, result: StepResult, stop: StopRequest) -> tuple[float, float]:
     """Sum over ranks what all must know alike: the loss, the slots, a wish to stop, and which packs went wrong.
 
     Raises:
@@ -168,13 +188,23 @@ def _agree(
         )
     if asked and stop.signal is None:
         stop.signal = signal.SIGTERM  # another rank was asked; this one stops with it
-    return loss_sum, slots, asked > 0
+    if asked and stop.signal is not None:
+        session.ending = stop.signal.name
+    return loss_sum, slots
 
 
-def _require_finite_gradient(session: Session, norm: float, data: StepData) -> None:
+def _may_apply(session: Session, data: StepData, loss_sum: float, norm: float) -> bool:
+    """Whether the step's gradient is applied: not where it overflowed in fp16, or an observer leaves the step out.
+
+    Raises:
+        NonFiniteLoss: the gradient is not finite, and that is no overflow.
+    """
+    if session.engine.overflowed:
+        return False
     if not math.isfinite(norm):
         what = f"the gradient of step {session.step + 1} is not finite; the step was not applied"
         session.diverged(what, [int(number) for number in data.documents])
+    return session.observers.judge(session.step + 1, loss_sum / max(data.denominator, 1), norm) == "apply"
 
 
 def _measure(
@@ -209,64 +239,86 @@ def _measure(
     )
 
 
-def _record(session: Session, measure: StepMeasure, advance: Callable[..., None]) -> None:
-    values = measure.metrics()
+def _record(
+    session: Session, measure: StepMeasure, found: dict[str, float], advance: Callable[..., None]
+) -> None:
+    values = {**measure.metrics(), **found}
     session.running.add(measure.loss_sum, measure.denominator)
-    if session.ledger is not None:
-        session.ledger.record(values)
+    _publish(session, values)
     advance(session.step, session.steps, f"loss {values['loss']:.3f}")
     every = session.config.log.every
     if every and (session.step % every == 0 or session.step == 1):
         session.console.line(format_line(values))
 
 
-def _evaluation_due(session: Session, last: int) -> bool:
+def _publish(session: Session, values: dict[str, float]) -> None:
+    """Append a record to metrics.jsonl and hand it to whoever else keeps records."""
+    if session.ledger is not None:
+        session.ledger.record(values)
+        session.observers.record(values)
+
+
+def _evaluation_due(session: Session, final: bool) -> bool:
     train, step = session.config.train, session.step
-    due = train.eval_every > 0 and (step % train.eval_every == 0 or step == last)
+    due = train.eval_every > 0 and (step % train.eval_every == 0 or final)
     return train.eval_only or (due and session.evaluated != step)
 
 
-def _checkpoint_due(session: Session, last: int, stopped: bool) -> bool:
+def _checkpoint_due(session: Session, final: bool) -> bool:
     every = session.config.train.checkpoint_every or session.config.train.eval_every
-    return stopped or session.step == last or (every > 0 and session.step % every == 0)
+    better = session.best_step == session.step == session.evaluated
+    return final or better or (every > 0 and session.step % every == 0)
 
 
 def _evaluate(session: Session) -> float:
-    """Validation loss on all ranks, and a sample from rank 0."""
+    """Validation loss on all ranks, with the run's weights and those of observers, and a sample from rank 0."""
     assert session.validation is not None
-    train, console = session.config.train, session.console
-    val_loss = validation_loss(session.engine, session.validation, session.validation_packs)
+    losses: dict[str, float] = {}
+    for suffix, weights in session.observers.weightings(session.engine):
+        with weights:
+            loss = validation_loss(session.engine, session.validation, session.validation_packs)
+        losses[f"val_loss{suffix}"] = loss
     values: dict[str, float] = {"step": session.step}
     train_loss = session.running.take()
     if train_loss is not None:
         values["train_loss"] = train_loss
-    values["val_loss"] = val_loss
+    values |= losses
     session.evaluated = session.step
     session.look_again_at_peak()
-    console.line(f"evaluation {format_line(values)}", style="bold")
+    session.console.line(f"evaluation {format_line(values)}", style="bold")
+    val_loss = losses["val_loss"]
     if not math.isfinite(val_loss):
         session.diverged(f"the validation loss after step {session.step} is not finite", [])
-    if session.ledger is not None:
-        session.ledger.record(values)
+    _publish(session, values)
+    if not session.config.train.eval_only:
+        session.improve(val_loss)
+        session.ending = session.ending or session.observers.evaluated(session.step, val_loss)
     if session.world.is_main:
-        prompts = [train.sample_prompt] if train.sample_prompt else session.corpus.prompts
-        if not prompts:  # no document begins with text
-            return val_loss
-        prompt = prompts[(session.step // max(train.eval_every, 1)) % len(prompts)]
-        with session.engine.evaluating() as model:
-            text = complete(
-                cast(Decoder, model),
-                session.corpus.tokenizer,
-                prompt,
-                max_tokens=train.sample_tokens,
-                temperature=train.sample_temperature,
-                top_k=train.sample_top_k,
-                seed=train.seed + session.step,
-            )
-        if session.ledger is not None:
-            session.ledger.samples.write(f"=== step {session.step}\n{prompt}▌{text}\n\n")
-        console.line("\n".join("    " + line for line in f"{prompt}▌{text}".splitlines()))
+        _sample(session)
     return val_loss
+
+
+def _sample(session: Session) -> None:
+    """What the model writes at an evaluation."""
+    train = session.config.train
+    prompts = [train.sample_prompt] if train.sample_prompt else session.corpus.prompts
+    if not prompts:  # no document begins with text
+        return
+    prompt = prompts[(session.step // max(train.eval_every, 1)) % len(prompts)]
+    with session.engine.evaluating() as model:
+        text = complete(
+            cast(Decoder, model),
+            session.corpus.tokenizer,
+            prompt,
+            max_tokens=train.sample_tokens,
+            temperature=train.sample_temperature,
+            top_k=train.sample_top_k,
+            seed=train.seed + session.step,
+        )
+    if session.ledger is not None:
+        session.ledger.samples.write(f"=== step {session.step}\n{prompt}▌{text}\n\n")
+        session.observers.sample(session.step, f"{prompt}▌{text}")
+    session.console.line("\n".join("    " + line for line in f"{prompt}▌{text}".splitlines()))
 
 
 def _compare(session: Session) -> Comparison | None:
@@ -306,6 +358,8 @@ def _introduce(session: Session, seconds: float) -> None:
 
 def _conclude(session: Session, result: RunResult) -> None:
     console, run, found = session.console, session.run, result.comparison
+    if session.ending and result.stopped_by is None:
+        console.line(f"\nended after step {result.step} of {session.steps}: {session.ending}")
     if result.stopped_by is not None:
         console.line(
             f"\n{result.stopped_by.name}: saved after step {result.step} of {session.steps}; go on with"
