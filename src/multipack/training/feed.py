@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from multipack.data.batch import PackedBatch
 from multipack.data.loader import PackedLoader
 from multipack.data.sampler import PackedBatchSampler
-from multipack.planning.deal import meetings
+from multipack.planning.deal import Sync, meetings
 from multipack.planning.packing import Packs
+from multipack.planning.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,9 @@ class StepData:
         documents: document numbers of the step, all ranks.
         lengths: their tokens.
         cost_spread: dearest rank's predicted cost over the mean, minus 1.
+        predicted_seconds: forward and backward passes of the dearest rank, as the cost predicts them; None where the
+            cost was not fitted to measured times.
+        packs: of all ranks, as document numbers: pack m · ranks + r is rank r's micro-batch m.
         wait_seconds: how long the packs were waited for.
         epoch: counted from 0.
         index: the step's number within its epoch's plan, from 0.
@@ -38,6 +42,8 @@ class StepData:
     documents: NDArray[np.int64]
     lengths: NDArray[np.int64]
     cost_spread: float
+    predicted_seconds: float | None
+    packs: Packs
     wait_seconds: float
     epoch: int
     index: int
@@ -71,26 +77,20 @@ class Feed:
     def _take(self, batches: Iterator[PackedBatch], epoch: int, index: int, began: float) -> StepData:
         micro_batches = [next(batches) for _ in range(self.sampler.micro_batches)]
         plan = self.sampler.plan
-        documents = plan.documents(index)
+        documents, dealt = plan.documents(index), self.sampler.deal_of(index)
         return StepData(
             micro_batches=micro_batches,
             target_tokens=plan.targets(index),
             denominator=plan.denominator(index),
             documents=documents,
             lengths=plan.lengths[documents],
-            cost_spread=self._cost_spread(index),
+            cost_spread=cost_spread(plan, dealt, self.sampler.world_size, self.sampler.sync),
+            predicted_seconds=predicted_seconds(plan, dealt, self.sampler.world_size, self.sampler.sync),
+            packs=dealt,
             wait_seconds=self._clock() - began,
             epoch=epoch,
             index=index,
         )
-
-    def _cost_spread(self, index: int) -> float:
-        plan, ranks = self.sampler.plan, self.sampler.world_size
-        dealt = self.sampler.deal_of(index)
-        costs = plan.cost_model.cost(plan.slots[dealt.order])  # of this step's documents only
-        packs = Packs(np.arange(len(dealt.order)), dealt.offsets)
-        loads = meetings(packs.totals(costs), ranks, self.sampler.sync)
-        return float(loads.max(axis=1).sum() / max(loads.mean(axis=1).sum(), 1.0) - 1.0)
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the steps that were handed out."""
@@ -103,3 +103,20 @@ class Feed:
     def close(self) -> None:
         """Stop prefetching."""
         self.loader.close()
+
+
+def cost_spread(plan: Plan, dealt: Packs, ranks: int, sync: Sync) -> float:
+    """Dearest rank's predicted cost over the mean rank's, minus 1."""
+    costs = plan.cost_model.cost(plan.slots[dealt.order])  # of this step's documents only
+    packs = Packs(np.arange(len(dealt.order)), dealt.offsets)
+    loads = meetings(packs.totals(costs), ranks, sync)
+    return float(loads.max(axis=1).sum() / max(loads.mean(axis=1).sum(), 1.0) - 1.0)
+
+
+def predicted_seconds(plan: Plan, dealt: Packs, ranks: int, sync: Sync) -> float | None:
+    """Seconds that the step's forward and backward passes should take, ranks waiting where they meet."""
+    model = plan.cost_model
+    if model.timed is None:
+        return None
+    each = np.array([model.seconds(plan.slots[pack]) if len(pack) else 0.0 for pack in dealt])
+    return float(meetings(each, ranks, sync).max(axis=1).sum())

@@ -35,6 +35,16 @@ LEGEND: dict[str, str] = {
 }
 """Metric → meaning, in the order in which they are printed."""
 
+OPTIONAL: dict[str, str] = {
+    "dt_predicted": "seconds that the plan's measured cost predicts for dtf + dtb",
+    "skipped": "1 where the step was left out: fp16 overflowed, or the loss or gradient jumped",
+    "gradient_noise": "the gradient's noise scale, in targets: beyond it a larger step helps little",
+    "grad_norm/PART": "norm of the gradient of a block, of the embedding or the head, before clipping",
+    "weight_norm/PART": "norm of its weights",
+    "val_loss_ema": "val_loss of the running mean of the weights",
+}
+"""Metrics of runs that ask for them."""
+
 
 @dataclass(frozen=True)
 class StepMeasure:
@@ -59,6 +69,8 @@ class StepMeasure:
         learning_rate: of the step.
         grad_norm: before clipping.
         cost_spread: dearest rank over mean rank, minus 1.
+        predicted_seconds: of forward and backward passes, where the cost was measured.
+        skipped: whether the step was left out.
     """
 
     step: int
@@ -79,6 +91,8 @@ class StepMeasure:
     learning_rate: float
     grad_norm: float
     cost_spread: float
+    predicted_seconds: float | None = None
+    skipped: bool = False
 
     def metrics(self) -> dict[str, float]:
         """The step's line: metric → value, in the legend's order."""
@@ -103,6 +117,8 @@ class StepMeasure:
             "mfu": 100.0 * self.flops / seconds / peak if peak else 0.0,
             "memory": peak_memory_bytes() / 2**30,
             "cost_spread": self.cost_spread,
+            **({} if self.predicted_seconds is None else {"dt_predicted": self.predicted_seconds}),
+            **({"skipped": 1.0} if self.skipped else {}),
         }
 
 
@@ -134,6 +150,41 @@ class RunningLoss:
         return [
             f"train.loss_weighting was {before} until now and is {loss_weighting} from here on: the logged losses"
             " before and after are means over different things"
+        ]
+
+
+@dataclass
+class Prediction:
+    """Predicted against measured seconds of forward and backward passes, over the steps of this process."""
+
+    steps: int = 0
+    predicted: float = 0.0
+    measured: float = 0.0
+    apart: float = 0.0
+
+    def add(self, predicted: float | None, measured: float) -> None:
+        """Count one step, if anything was predicted. The first step warms up and is left out."""
+        if predicted is None:
+            return
+        self.steps += 1
+        if self.steps > 1:
+            self.predicted += predicted
+            self.measured += measured
+            self.apart += abs(predicted - measured)
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Both means, and how far single steps are apart."""
+        counted = self.steps - 1
+        if counted < 1 or not self.measured:
+            return [("steps", "too few to compare")]
+        return [
+            ("predicted", f"{self.predicted / counted:.4g} s a step, forward and backward"),
+            ("measured", f"{self.measured / counted:.4g} s a step, over {counted} steps"),
+            (
+                "predicted / measured",
+                f"{self.predicted / self.measured:.3f} of the sums; single steps are"
+                f" {100 * self.apart / self.measured:.1f} % apart",
+            ),
         ]
 
 

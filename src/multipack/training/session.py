@@ -27,7 +27,7 @@ from multipack.training.checkpoint import (
 )
 from multipack.training.feed import Feed
 from multipack.training.ledger import NOTHING, Ledger
-from multipack.training.metrics import RunningLoss
+from multipack.training.metrics import Prediction, RunningLoss
 from multipack.training.observer import Observers
 from multipack.training.precision import mean_peak, resolve_dtype
 
@@ -70,6 +70,7 @@ class Session:
     clock: Callable[[], float]
     running: RunningLoss
     observers: Observers
+    prediction: Prediction = field(default_factory=Prediction)
     lr_factor: float = 1.0
     step: int = 0
     evaluated: int = -1

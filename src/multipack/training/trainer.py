@@ -9,7 +9,7 @@ import math
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, cast
 
@@ -26,7 +26,7 @@ from multipack.training.evaluate import validation_loss
 from multipack.training.feed import StepData
 from multipack.training.header import header_rows
 from multipack.training.inference import complete
-from multipack.training.metrics import LEGEND, StepMeasure, format_line
+from multipack.training.metrics import LEGEND, OPTIONAL, StepMeasure, format_line
 from multipack.training.optimizer import learning_rate
 from multipack.training.session import Session
 
@@ -161,7 +161,8 @@ def _step(
     engine.world.synchronize()
     now = clock()
     measure = _measure(session, data, result, loss_sum, slots, rate, norm, (now - mark, now - middle))
-    _record(session, measure, {**found, **({} if applied else {"skipped": 1.0})}, advance)
+    session.prediction.add(data.predicted_seconds, result.forward_seconds + result.backward_seconds)
+    _record(session, replace(measure, skipped=not applied), found, advance)
     return now
 
 
@@ -180,8 +181,7 @@ def _agree(session: Session, data: StepData, result: StepResult, stop: StopReque
     asked = float(stop.signal or 0)
     loss_sum, slots, asked, *flags = world.sum([finite_loss, own_slots, asked, *broken])
     if any(flags):
-        packed = session.sampler.deal_of(data.index)
-        documents = [int(number) for pack, flag in enumerate(flags) if flag for number in packed[pack]]
+        documents = [int(number) for pack, flag in enumerate(flags) if flag for number in data.packs[pack]]
         # Of the very packs that went wrong.
         session.diverged(
             f"the loss of step {session.step + 1} is not finite; the step was not applied", documents
@@ -236,6 +236,7 @@ def _measure(
         learning_rate=rate,
         grad_norm=norm,
         cost_spread=data.cost_spread,
+        predicted_seconds=data.predicted_seconds,
     )
 
 
@@ -347,13 +348,27 @@ def _introduce(session: Session, seconds: float) -> None:
     if console.enabled:
         report = session.sampler.plan.report(session.world.size, session.config.parallel.sync)
         console.section("plan", plan_rows(session, report))
-    console.table("legend", ["metric", "meaning"], list(LEGEND.items()))
+    console.table("legend", ["metric", "meaning"], [*LEGEND.items(), *_optional_metrics(session)])
     for note in session.notes:
         console.paragraph(f"note: {note}")
     start = f"continuing after step {session.step}" if session.step else "starting"
     console.line(f"\nstart-up time {seconds:.1f} s; {start}, {session.steps} steps in all")
     if session.step >= session.steps and not session.config.train.eval_only:
         console.line(f"nothing to train: the run has taken {session.step} steps; raise train.steps to go on")
+
+
+def _optional_metrics(session: Session) -> list[tuple[str, str]]:
+    """Legend of the metrics that this run has beside the usual ones."""
+    train, log = session.config.train, session.config.log
+    asked = {
+        "dt_predicted": session.cost_model.timed is not None,
+        "skipped": train.dtype == "fp16" or train.spike == "skip",
+        "gradient_noise": log.gradient_noise,
+        "grad_norm/PART": log.layer_norms,
+        "weight_norm/PART": log.layer_norms,
+        "val_loss_ema": train.ema_decay > 0,
+    }
+    return [(name, meaning) for name, meaning in OPTIONAL.items() if asked[name]]
 
 
 def _conclude(session: Session, result: RunResult) -> None:
@@ -379,6 +394,8 @@ def _conclude(session: Session, result: RunResult) -> None:
                 ("pad factor", f"{found.pad_factor:.2f} (slots that padding computes per real token)"),
             ],
         )
+    if session.prediction.steps:
+        console.section("predicted and measured time", session.prediction.rows())
     written = [("config", run.config), ("metrics", run.metrics), ("samples", run.samples)]
     rows = [(name, str(path)) for name, path in written]
     if run.latest.is_file():
