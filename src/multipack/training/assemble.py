@@ -21,6 +21,7 @@ from multipack.data.corpus import Corpus, load_corpus
 from multipack.data.documents import Documents
 from multipack.data.loader import PackedLoader
 from multipack.data.sampler import PackedBatchSampler
+from multipack.data.tokenizer import Tokenizer
 from multipack.models.decoder import Decoder
 from multipack.parallel.engine import build_engine
 from multipack.parallel.world import World
@@ -62,14 +63,12 @@ def assemble(
         world.on_main(run.check_free)
     plan = config.plan
     packs_per_step = plan.keywords(world.size)["packs_per_step"]
-    limit = plan.capacity // plan.align * plan.align
-    if config.model.positions == "learned":
-        limit = min(limit, config.model.context)
+    limit = document_limit(config)
     with console.progress("reading documents") as advance:
         corpus = load_corpus(config.data, config.tokenizer, limit=limit, progress=_reading(advance))
     if config.train.sample_prompt and not corpus.tokenizer.encode(config.train.sample_prompt):
         raise ValueError(f"train.sample_prompt={config.train.sample_prompt!r} has no tokens")
-    shape = _shape(config, corpus)
+    shape = shape_of(config, corpus.tokenizer)
     dtype = resolve_dtype(config.train.dtype, world.device)
     config = replace(
         config,
@@ -128,10 +127,21 @@ def _reading(advance: Any) -> Callable[[int, int | None, str], None]:
     return lambda done, total, unit: advance(done, total, unit)
 
 
-def _shape(config: Config, corpus: Corpus) -> ModelShape:
+def document_limit(config: Config) -> int:
+    """Most tokens of a document: what a pack holds and, where positions are learned, the model has."""
+    limit = config.plan.capacity // config.plan.align * config.plan.align
+    return min(limit, config.model.context) if config.model.positions == "learned" else limit
+
+
+def shape_of(config: Config, tokenizer: Tokenizer) -> ModelShape:
+    """The decoder's shape, its vocabulary set.
+
+    Raises:
+        ValueError: the vocabulary is smaller than the tokenizer's.
+    """
     values = config.model.to_dict()
     values.pop("attention")
-    size, tokenizer = config.model.vocabulary_size, corpus.tokenizer
+    size = config.model.vocabulary_size
     if size and size < tokenizer.vocabulary_size:
         raise ValueError(
             f"model.vocabulary_size={size} is smaller than the tokenizer's {tokenizer.vocabulary_size};"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -72,6 +72,8 @@ def run_cost(
     """
     if config.plan.cost == "flops":
         return CostModel.from_shape(shape)
+    if config.plan.cost != "measured" and config.train.resume == "false":
+        return CostModel.load(config.plan.cost)
 
     def saved_or_measured() -> str:
         saved = (checkpoint.path if checkpoint else run.path) / COST_FILE
@@ -98,6 +100,7 @@ def calibrate(
     capacity: int,
     longest: int,
     budget_seconds: float = BUDGET_SECONDS,
+    packs: Sequence[list[int]] = (),
 ) -> CostModel:
     """Time about twenty micro-batches of different documents and fit their cost.
 
@@ -106,16 +109,15 @@ def calibrate(
         shape: the decoder that it times.
         capacity: most tokens of a micro-batch.
         longest: most tokens of a document.
-        budget_seconds: how long all of it may take, about.
+        budget_seconds: how long all of it may take, about; `packs` left out.
+        packs: lengths of the documents of more micro-batches to time, real ones.
 
     Raises:
         ValueError: the times say nothing about documents.
     """
     tokens = _affordable(timer, capacity, longest, budget_seconds)
-    batches = mixes(tokens, longest)
-    # Round after round, not mix after mix: what slows the machine down for a moment then meets one of a mix's times.
-    rounds = [[timer(lengths) for lengths in batches] for _ in range(ROUNDS)]
-    least = [min(times) for times in zip(*rounds, strict=True)]
+    batches = [*mixes(tokens, longest), *packs]
+    least = least_seconds(timer, batches)
     try:
         return CostModel.fit(list(zip(batches, least, strict=True)), shape=shape)
     except ValueError as error:
@@ -123,6 +125,15 @@ def calibrate(
             f"plan.cost=measured: micro-batches of up to {tokens:,} tokens, in documents of up to"
             f" {min(longest, tokens):,}, gave no cost: {error}; use plan.cost=flops"
         ) from None
+
+
+def least_seconds(timer: Callable[[list[int]], float], batches: Sequence[list[int]]) -> list[float]:
+    """The least of `ROUNDS` times of each micro-batch.
+
+    Round after round, not batch after batch: what slows the machine down for a moment then meets one time of each.
+    """
+    rounds = [[timer(lengths) for lengths in batches] for _ in range(ROUNDS)]
+    return [min(times) for times in zip(*rounds, strict=True)]
 
 
 def mixes(tokens: int, longest: int) -> list[list[int]]:
@@ -189,11 +200,11 @@ class DecoderTimer:
             for length in lengths
         ]
         batch = PackedCollator(len(documents), max(lengths))(documents).to(self.device)
-        autocast = torch.autocast(self.device.type, torch.bfloat16)
         with self._own_random_numbers():
             self._synchronize()
             began = self.clock()
-            with autocast if self.dtype == torch.bfloat16 else nullcontext():
+            exact = self.dtype == torch.float32
+            with nullcontext() if exact else torch.autocast(self.device.type, self.dtype):
                 loss = self.model(batch)
             (loss / sum(lengths)).backward()
             self._synchronize()

@@ -1,7 +1,10 @@
-"""The precision of forward passes, and the matmul peak in it."""
+"""The precision of forward passes, the matmul peak in it, and runs that are equal to the last bit."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -11,6 +14,9 @@ from multipack.training.peak import matmul_peak
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """What `train.dtype` names."""
+
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+"""The variable that makes cuBLAS's results repeatable; the command line sets it where nobody else has."""
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -35,3 +41,31 @@ def mean_peak(world: World, dtype: torch.dtype, seconds: float = 0.4) -> float:
     """Mean over ranks of the matmul peak, measured at the same time: ranks on one CPU share it."""
     world.barrier()
     return world.sum([matmul_peak(world.device, dtype, seconds)])[0] / world.size
+
+
+@contextmanager
+def deterministic(wanted: bool, device: torch.device) -> Iterator[None]:
+    """A context in which torch uses only kernels whose results never differ between runs, if that is `wanted`.
+
+    An operation that has no such kernel raises. On a CPU a run is repeated to the last bit with as many threads as
+    before; on a GPU, on one of the same kind with the same libraries.
+
+    Raises:
+        ValueError: cuBLAS was not told to be deterministic before it was loaded.
+    """
+    if not wanted:
+        yield
+        return
+    if device.type == "cuda" and os.environ.get(WORKSPACE) not in (":4096:8", ":16:8"):
+        raise ValueError(
+            f"train.deterministic=true on a GPU needs {WORKSPACE}=:4096:8 in the environment, which cuBLAS reads"
+            " before the run begins"
+        )
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.benchmark = before[1]

@@ -28,6 +28,7 @@ from multipack.training.header import header_rows
 from multipack.training.inference import complete
 from multipack.training.metrics import LEGEND, OPTIONAL, StepMeasure, format_line
 from multipack.training.optimizer import learning_rate
+from multipack.training.precision import deterministic
 from multipack.training.session import Session
 
 if TYPE_CHECKING:
@@ -90,7 +91,10 @@ def train(config: Config, clock: Callable[[], float] = time.perf_counter) -> Run
         NonFiniteLoss: training diverged; the last checkpoint is untouched.
     """
     began = clock()
-    with connected(config.train.device, config.parallel.timeout_seconds) as world:
+    with (
+        connected(config.train.device, config.parallel.timeout_seconds) as world,
+        deterministic(config.train.deterministic, world.device),
+    ):
         console = Console(world.rank, config.log.all_ranks)
         session = assemble(config, world, console, clock)
         first = session.step
