@@ -1,11 +1,15 @@
-"""Attention on the CPU, three ways, over the same documents: per-document loop, padded batch, dense mask.
+"""Attention over the same documents, every way that the device has: the table's rows, padded rows, a dense mask.
 
-    python benchmarks/attention.py --repeats 5
+    python benchmarks/attention.py                                     # CPU, float32, one thread
+    python benchmarks/attention.py --device cuda --dtype bfloat16 --tokens 32768 --documents 88 --heads 32 --kv-heads 8
+    python benchmarks/attention.py --window 256
 
-One thread, CPU time of this process (a busy machine slows all three alike), the three alternated in one run;
-the ratios are medians over repetitions. Documents are lognormal, scaled to fill the pack, and drawn until
-padding to the longest would take about `--pad-factor` times their tokens. Results go to
-results/attention.json beside this script.
+Everything alternates in one run, and the ratios are medians over repetitions: to the row that `auto` chooses. On a
+CPU the clock is this process's CPU time, which a busy machine slows for all alike; on a GPU it is the device's own.
+Documents are lognormal, scaled to fill the pack, and drawn until padding to the longest would take about
+`--pad-factor` times their tokens. `padded` is what a padded model does: its rows are padded from the first layer on,
+so that spreading the tokens over them is not timed. Results go to results/attention.json beside this script, those
+of a GPU to results/attention_cuda.json.
 """
 
 from __future__ import annotations
@@ -14,22 +18,31 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from multipack.data.batch import PackedBatch
-from multipack.data.collate import PackedCollator
+from multipack.data.collate import PackedCollator, PaddedCollator
 from multipack.data.documents import Document
-from multipack.models.attention import attention
+from multipack.models.attention import BACKENDS, attention, select
+from multipack.models.attention.table import Request
 from result import write_result
 
-RESULTS = Path(__file__).parent / "results" / "attention.json"
-WAYS = ("loop", "padded", "dense")
-Way = Callable[[Tensor, Tensor, Tensor], Tensor]
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Way:
+    """Something to time: what it runs on, and how."""
+
+    name: str
+    inputs: list[Tensor]
+    run: Callable[..., Tensor]
 
 
 def draw_lengths(tokens: int, documents: int, pad_factor: float, seed: int) -> list[int]:
@@ -44,11 +57,12 @@ def draw_lengths(tokens: int, documents: int, pad_factor: float, seed: int) -> l
     raise ValueError(f"no draw of {documents} documents has a pad factor of {pad_factor}: ask for another")
 
 
-def make_batch(lengths: list[int]) -> PackedBatch:
-    """A pack of documents of these lengths; what they say does not matter here."""
+def make_batches(lengths: list[int], device: torch.device) -> tuple[PackedBatch, PackedBatch]:
+    """Documents of these lengths, packed and padded; what they say does not matter here."""
     none = np.zeros((0, 2), dtype=np.int64)
     documents = [Document(np.zeros(length, dtype=np.uint16), none) for length in lengths]
-    return PackedCollator(len(lengths), max(lengths))(documents)
+    packed = PackedCollator(len(lengths), max(lengths))(documents)
+    return packed.to(device), PaddedCollator()(documents).to(device)
 
 
 def padded_slots(lengths: tuple[int, ...]) -> Tensor:
@@ -56,79 +70,102 @@ def padded_slots(lengths: tuple[int, ...]) -> Tensor:
     return torch.cat([row * max(lengths) + torch.arange(length) for row, length in enumerate(lengths)])
 
 
-def pad(x: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """(T, H, D) → (rows × width, H, D), zeros where there is no token."""
-    padded = x.new_zeros(len(lengths) * max(lengths), *x.shape[1:])
-    return padded.index_copy(0, padded_slots(lengths), x)
+def make_ways(inputs: list[Tensor], lengths: list[int], window: int | None, without: list[str]) -> list[Way]:
+    """Every row of the table that takes these inputs, and padded rows; the one that `auto` chooses comes first."""
+    q, k, _ = inputs
+    packed, padded = make_batches(lengths, q.device)
+    request = Request(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2], window, True)
+    names = [
+        row.name for row in BACKENDS if not row.obstacle(request) and row.name not in ["padded", *without]
+    ]
+    first = select("auto", *inputs, window).name
+    ways = [
+        Way(name, inputs, partial(attention, batch=packed, backend=name, window=window))
+        for name in sorted(names, key=lambda name: name != first)
+    ]
+    slots = padded_slots(tuple(lengths)).to(q.device)
+    size = padded.num_slots
+    rows = [x.new_zeros(size, *x.shape[1:]).index_copy(0, slots, x.detach()).requires_grad_() for x in inputs]
+    return [*ways, Way("padded", rows, partial(attention, batch=padded, backend="loop", window=window))]
 
 
-def make_ways(batch: PackedBatch) -> dict[str, Way]:
-    """The three functions (q, k, v) → (T, H, D)."""
+def timed(way: Way, backward: bool) -> float:
+    """Seconds of one call, and of its way back."""
+    device = way.inputs[0].device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+    began = time.process_time()
+    with torch.set_grad_enabled(backward):
+        out = way.run(*way.inputs)
+    if backward:
+        torch.autograd.grad(out, way.inputs, out)
+    if device.type == "cuda":
+        stop.record()
+        torch.cuda.synchronize(device)
+        return start.elapsed_time(stop) / 1e3
+    return time.process_time() - began
 
-    def attend_padded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # As a padded model does: its rows are padded from the first layer on, so padding is not timed here.
-        shape = (len(batch.lengths), max(batch.lengths), *q.shape[1:])
-        q, k, v = (x.view(shape).transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(0, 1)
 
+def measure(ways: list[Way], repeats: int, backward: bool) -> dict[str, dict[str, float]]:
+    """Median seconds of each way, and its ratio to the first, over repetitions in which they alternate."""
+    for way in ways:  # compiles, allocates
+        for _ in range(3 if way.inputs[0].is_cuda else 1):
+            timed(way, backward)
+    rounds = [{way.name: timed(way, backward) for way in ways} for _ in range(repeats)]
+    first = ways[0].name
     return {
-        "loop": lambda q, k, v: attention(q, k, v, batch, "loop"),
-        "padded": attend_padded,
-        "dense": lambda q, k, v: attention(q, k, v, batch, "dense"),
+        way.name: {
+            "median_seconds": statistics.median(times[way.name] for times in rounds),
+            f"ratio_to_{first}": statistics.median(times[way.name] / times[first] for times in rounds),
+        }
+        for way in ways
     }
 
 
-def measure(
-    ways: dict[str, Way], inputs: dict[str, list[Tensor]], repeats: int, backward: bool
-) -> dict[str, list[float]]:
-    """CPU seconds of each way and repetition, alternating."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    upstream = {name: torch.ones_like(tensors[0]) for name, tensors in inputs.items()}
-    for _ in range(repeats):
-        for name, way in ways.items():
-            start = time.process_time()
-            with torch.set_grad_enabled(backward):
-                out = way(*inputs[name])
-            if backward:
-                torch.autograd.grad(out, inputs[name], upstream[name])
-            seconds[name].append(time.process_time() - start)
-    return seconds
-
-
-def largest_difference(ways: dict[str, Way], inputs: dict[str, list[Tensor]], slots: Tensor) -> float:
+def largest_difference(ways: list[Way], slots: Tensor) -> dict[str, float]:
     """Largest absolute difference between the loop's result and the others', over real tokens."""
     with torch.no_grad():
-        expected = ways["loop"](*inputs["loop"])
-        padded = ways["padded"](*inputs["padded"])[slots]
-        dense = ways["dense"](*inputs["dense"])
-    return max(float((expected - other).abs().max()) for other in (padded, dense))
+        results = {way.name: way.run(*way.inputs) for way in ways}
+    results["padded"] = results["padded"][slots.to(results["padded"].device)]
+    expected = results["loop"].float()
+    return {name: float((expected - result.float()).abs().max()) for name, result in results.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda")
     parser.add_argument("--tokens", type=int, default=8192, help="T, tokens in the pack")
     parser.add_argument("--documents", type=int, default=22, help="documents in the pack")
     parser.add_argument("--pad-factor", type=float, default=3.0, help="longest over mean length")
     parser.add_argument("--heads", type=int, default=8, help="H")
+    parser.add_argument("--kv-heads", type=int, default=0, help="K; 0 = H")
     parser.add_argument("--head-width", type=int, default=64, help="D")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--repeats", type=int, default=5, help="timed repetitions, after one that is not")
+    parser.add_argument(
+        "--window", type=int, default=0, help="tokens that each position sees; 0 = its document"
+    )
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    parser.add_argument("--repeats", type=int, default=5, help="timed repetitions, after those that are not")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="JSON file to write")
+    parser.add_argument("--without", nargs="*", default=[], help="rows to leave out (dense, at many tokens)")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args()
 
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
+    device = torch.device(options.device)
     lengths = draw_lengths(options.tokens, options.documents, options.pad_factor, options.seed)
-    batch = make_batch(lengths)
-    ways = make_ways(batch)
-    size = (options.tokens, options.heads, options.head_width)
-    packed = [torch.randn(size).to(getattr(torch, options.dtype)).requires_grad_() for _ in range(3)]
-    padded = [pad(x.detach(), batch.lengths).requires_grad_() for x in packed]
-    inputs = {"loop": packed, "padded": padded, "dense": packed}
-
+    counts = (options.heads, *[options.kv_heads or options.heads] * 2)
+    dtype = getattr(torch, options.dtype)
+    inputs = [
+        torch.randn(options.tokens, count, options.head_width).to(device, dtype).requires_grad_()
+        for count in counts
+    ]
+    ways = make_ways(inputs, lengths, options.window or None, options.without)
     result = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "tokens": options.tokens,
         "documents": len(lengths),
         "longest": max(lengths),
@@ -136,44 +173,41 @@ def main() -> None:
         "pad_factor": max(lengths) * len(lengths) / options.tokens,
         "sum_of_squares_over_square": sum(length**2 for length in lengths) / options.tokens**2,
         "heads": options.heads,
+        "kv_heads": options.kv_heads or options.heads,
         "head_width": options.head_width,
+        "window": options.window,
         "dtype": options.dtype,
         "threads": options.threads,
         "repeats": options.repeats,
         "seed": options.seed,
-        "largest_difference": largest_difference(ways, inputs, padded_slots(batch.lengths)),
-        "clock": "CPU seconds of the process",
+        "largest_difference": largest_difference(ways, padded_slots(tuple(lengths))),
+        "clock": "CUDA events" if device.type == "cuda" else "CPU seconds of the process",
+        "forward": measure(ways, options.repeats, False),
+        "forward_backward": measure(ways, options.repeats, True),
     }
-    for title, backward in (("forward", False), ("forward_backward", True)):
-        measure(ways, inputs, 1, backward)
-        seconds = measure(ways, inputs, options.repeats, backward)
-        result[title] = {
-            name: {
-                "median_seconds": statistics.median(times),
-                "ratio_to_loop": statistics.median(
-                    time / loop for time, loop in zip(times, seconds["loop"], strict=True)
-                ),
-            }
-            for name, times in seconds.items()
-        }
     print_table(result)
-    write_result(options.out, result)
+    name = "attention.json" if device.type == "cpu" else f"attention_{device.type}.json"
+    write_result(options.out or RESULTS / name, result)
 
 
 def print_table(result: dict) -> None:
+    window = f", window {result['window']}" if result["window"] else ""
     print(
-        f"{result['tokens']:,} tokens, {result['documents']} documents, longest {result['longest']:,},"
-        f" mean {result['mean']:.0f}, pad factor {result['pad_factor']:.2f};"
-        f" H={result['heads']}, D={result['head_width']}, {result['dtype']}, {result['threads']} thread(s)"
+        f"{result['device']}: {result['tokens']:,} tokens, {result['documents']} documents,"
+        f" longest {result['longest']:,}, mean {result['mean']:.0f}, pad factor {result['pad_factor']:.2f};"
+        f" H={result['heads']}, K={result['kv_heads']}, D={result['head_width']}{window},"
+        f" {result['dtype']}, {result['threads']} thread(s)"
     )
-    print(f"{'':8}{'forward':>22}{'forward + backward':>26}")
-    for name in WAYS:
-        forward, both = result["forward"][name], result["forward_backward"][name]
-        print(
-            f"{name:8}{forward['median_seconds'] * 1e3:>12,.0f} ms {forward['ratio_to_loop']:>5.2f} ×"
-            f"{both['median_seconds'] * 1e3:>16,.0f} ms {both['ratio_to_loop']:>5.2f} ×"
-        )
-    print(f"largest difference over real tokens: {result['largest_difference']:.1e}")
+    print(f"{'':10}{'forward':>24}{'forward + backward':>28}{'difference':>14}")
+    for name, both in result["forward_backward"].items():
+        forward = result["forward"][name]
+        cells = [f"{way['median_seconds'] * 1e3:>14,.2f} ms {ratio(way):>6.2f} ×" for way in (forward, both)]
+        print(f"{name:10}{cells[0]}{cells[1]:>28}{result['largest_difference'][name]:>14.1e}")
+
+
+def ratio(way: dict[str, float]) -> float:
+    """What stands beside the seconds."""
+    return next(value for name, value in way.items() if name.startswith("ratio_to_"))
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def measure(words: list[str], options: argparse.Namespace) -> dict[str, Comparis
             found[name] = compare_with_padding(
                 session.engine,
                 session.corpus.train,
-                session.sampler.plan,
+                session.feed.plan,
                 batch_size=options.batch_size,
                 steps=options.steps,
                 seconds=options.seconds,

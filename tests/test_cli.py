@@ -42,7 +42,7 @@ def test_help_names_every_command_and_settings_are_listed(run):
     assert "multipack train data=jsonl" in run("train", "--help").output
     settings = run("train", "--settings").output
     assert "plan.packs_per_step" in settings
-    assert "data=jsonl|" in settings
+    assert "data=huggingface|jsonl|" in settings
     assert "Peak learning rate." in settings
     assert "multipack plan lengths.npy plan.capacity=8192" in run("plan", "--help").output
     assert "model=tiny|" in run("plan", "--settings").output
@@ -317,7 +317,7 @@ def test_a_store_is_prepared_planned_trained_and_asked(run, words, tmp_path):
         (["train", "train.stepz=2"], "did you mean train.steps"),
         (["train", "data=text", "data.path=nowhere.txt"], "nowhere.txt"),
         (["plan", "nowhere.npy"], "nowhere.npy does not exist"),
-        (["generate", "nowhere", "--prompt", "x"], "neither a run directory"),
+        (["generate", "nowhere", "--prompt", "x"], "nowhere is not there"),
         (["prepare", "data=jsonl"], "data.path"),
         (["plan", "LENGTHS", "world_size=9"], "set plan.packs_per_step to 9 or more"),
         (["plan", "LENGTHS", "sample=-1"], "sample must be at least 0"),

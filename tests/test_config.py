@@ -104,7 +104,7 @@ def test_every_alias_leads_to_a_field():
         ("train.epochs=0", "train.epochs"),
         ("model.batch_size=64", "plan.capacity counts tokens"),
         ("config=nowhere.yaml", "cannot be read"),
-        ("train.init_from=gpt2", "legal are scratch and resume"),
+        ("train.init_from=gpt2", "train.init_from=gpt2: gpt2 is not there"),
         ("train.resume=nowhere", "neither a run directory"),
         ("train.resume=true", "needs out="),
     ],

@@ -318,6 +318,6 @@ def test_the_decoder_refuses_what_it_cannot_build(name):
 
     with torch.device("meta"), pytest.raises(ValueError, match="serves planning only"):
         Decoder(SHAPES[name])
-    sliding = dataclasses.replace(SHAPES["tiny"], vocabulary_size=10, window=4)
-    with pytest.raises(ValueError, match=r"model\.window=4: this shape serves planning only"):
+    sliding = dataclasses.replace(SHAPES["tiny"], vocabulary_size=10, window=4, window_layers=1)
+    with pytest.raises(ValueError, match=r"model\.window_layers=1 of model\.layers=2 slide"):
         Decoder(sliding)

@@ -7,6 +7,10 @@ from hypothesis import strategies as st
 
 from multipack.data.batch import IGNORE
 from multipack.data.documents import Document, Documents
+from multipack.data.joint import JointStore
+from multipack.data.store import TokenStore
+from multipack.data.tokenizer import byte_tokenizer
+from multipack.data.writer import StoreWriter
 
 
 def counted(documents):
@@ -78,9 +82,6 @@ def test_cut_gives_blocks(small):
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_view_counts_its_targets_right(tmp_path_factory, data):
-    from multipack.data.store import StoreWriter, TokenStore
-    from multipack.data.tokenizer import byte_tokenizer
-
     part = st.tuples(st.integers(0, 6), st.booleans())
     shapes = data.draw(st.lists(st.lists(part, min_size=1, max_size=4), min_size=1, max_size=6))
     path = tmp_path_factory.mktemp("view") / "s"
@@ -170,6 +171,44 @@ def test_the_fingerprint_knows_what_is_trained_on(small, write_store):
         Documents.whole(write_store([[(12, True)], [(4, True)], [(8, True)]], "other.store")),
     ]
     assert len({small.fingerprint, *(other.fingerprint for other in others)}) == 5
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    """Two preference pairs: a prompt of 2, answers of 3 and 4; a prompt of 1, answers of 2 and 6."""
+    with StoreWriter(tmp_path / "pairs", byte_tokenizer(), source_hash="s") as writer:
+        for prompt, chosen, rejected in ((2, 3, 4), (1, 2, 6)):
+            halves = [
+                ([7] * size, on)
+                for answer in (chosen, rejected)
+                for size, on in ((prompt, False), (answer, True))
+            ]
+            writer.add("pair", halves, border=prompt + chosen)
+    return Documents.whole(TokenStore(tmp_path / "pairs"))
+
+
+def test_pairs_keep_their_border_and_are_never_cut(pairs):
+    assert [document.border for document in pairs] == [5, 3]
+    assert pairs.take([1])[0].border == 3
+    assert pairs.target_counts.tolist() == counted(pairs) == [7, 8]
+    assert Documents.whole(pairs.store, train_on_prompt=True).target_counts.tolist() == [9, 8]
+    for policy in ("truncate", "truncate_left", "split"):
+        with pytest.raises(
+            ValueError, match=rf"data\.overlong={policy}, but a preference pair cannot be shortened"
+        ):
+            pairs.fit(10, policy)
+        assert pairs.fit(11, policy)[0].fingerprint == pairs.fingerprint
+    with pytest.raises(ValueError, match=r"a preference pair cannot be shortened: set data\.overlong=drop"):
+        pairs.fit(10)
+    kept, report = pairs.fit(10, "drop")
+    assert (len(kept), report.dropped_documents) == (1, 1)
+    with pytest.raises(ValueError, match="is a preference pair, and a pair cannot be cut"):
+        pairs.cut(4)
+
+
+def test_pairs_and_texts_are_not_joined(pairs, write_store, tmp_path):
+    with pytest.raises(ValueError, match=r"pairs holds preference pairs and .*small\.store does not"):
+        JointStore(tmp_path, [write_store([[(3, True)]]), pairs.store])
 
 
 def test_prompts_are_measured(small):

@@ -1,6 +1,14 @@
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from multipack.data.batch import IGNORE
 from multipack.data.documents import Documents
+from multipack.data.fit import Fit
+from multipack.data.store import TokenStore
+from multipack.data.tokenizer import byte_tokenizer
+from multipack.data.writer import StoreWriter
 
 
 @pytest.fixture
@@ -25,6 +33,18 @@ def test_an_error_names_number_name_and_length(documents):
         documents.fit(8)
     with pytest.raises(ValueError, match=r"document 2 \(doc2\) has 9 tokens"):
         documents.take([1, 2]).fit(8, "error")
+
+
+def test_truncate_left_keeps_the_end(documents):
+    fitted, report = documents.fit(8, "truncate_left")
+    assert [document.tokens.tolist() for document in fitted] == [
+        list(range(4, 12)),
+        list(range(12, 16)),
+        list(range(17, 25)),
+    ]
+    assert fitted.target_counts.tolist() == [3, 3, 7]
+    assert fitted.names(0) == "doc0 [tokens 4 to 12 of 12]"
+    assert report.describe() == "2 documents longer than 8 tokens truncated at their beginning (5 tokens)"
 
 
 def test_truncate_counts_what_is_lost(documents):
@@ -63,3 +83,152 @@ def test_impossible_requests_are_refused(documents):
 def test_an_empty_view_fits(documents):
     fitted, report = documents.take([]).fit(8)
     assert (len(fitted), report.without_targets) == (0, 0)
+
+
+def test_pieces_that_overlap_repeat_context_only(documents):
+    fitted, report = documents.take([2]).fit(4, Fit("split", overlap=2))
+    assert [document.tokens.tolist() for document in fitted] == [
+        [16, 17, 18, 19],
+        [18, 19, 20, 21],
+        [20, 21, 22, 23],
+        [22, 23, 24],
+    ]
+    assert [document.spans.tolist() for document in fitted] == [[[0, 4]], [[2, 4]], [[2, 4]], [[2, 3]]]
+    assert fitted.target_counts.tolist() == [3, 2, 2, 1]
+    assert report.repeated_tokens == 6
+    assert "1 documents longer than 4 tokens split into 4 pieces (6 tokens repeated)" in report.describe()
+
+
+def test_pieces_begin_with_the_prompt(write_store):
+    documents = Documents.whole(write_store([[(3, False), (9, True)], [(4, True)]]))
+    fitted, report = documents.fit(6, Fit("split", overlap=1, repeat_prompt=True))
+    assert [document.tokens.tolist() for document in fitted] == [
+        [0, 1, 2, 3, 4, 5],
+        [0, 1, 2, 5, 6, 7],
+        [0, 1, 2, 7, 8, 9],
+        [0, 1, 2, 9, 10, 11],
+        [12, 13, 14, 15],
+    ]
+    assert [document.spans.tolist() for document in fitted][:3] == [[[3, 6]], [[4, 6]], [[4, 6]]]
+    assert fitted.target_counts.tolist() == [3, 2, 2, 2, 3]
+    assert fitted.names(1) == "doc0 [prompt and tokens 5 to 8 of 12]"
+    assert [fitted.prompt_length(index) for index in range(5)] == [3, 3, 3, 3, 0]
+    assert report.repeated_tokens == 3 * 4
+    again, nothing = fitted.fit(5, Fit("split", repeat_prompt=True))  # of pieces of pieces
+    assert again.target_counts.sum() == fitted.target_counts.sum()
+    assert (again.lengths.max(), nothing.split_documents) == (5, 4)
+    with pytest.raises(ValueError, match="cannot be cut at their beginning"):
+        fitted.cut(4)
+    with pytest.raises(ValueError, match=r"split with data\.repeat_prompt=true only"):
+        fitted.fit(5, Fit("split", overlap=1))
+    assert [len(view) for view in fitted.split(0.5)] == [1, 4]  # the pieces of a document stay together
+    assert len({fitted.fingerprint, documents.fit(6, "split")[0].fingerprint, documents.fingerprint}) == 3
+
+
+def test_what_leaves_no_room_for_new_tokens_is_refused(documents):
+    with pytest.raises(ValueError, match=r"document 0 \(doc0\) has a prompt of 9 tokens.*pieces of 8"):
+        documents.fit(8, Fit("split", repeat_prompt=True))
+    with pytest.raises(ValueError, match=r"data\.overlap=8 leaves no room for new tokens in pieces of 8"):
+        documents.fit(8, Fit("split", overlap=8))
+    with pytest.raises(ValueError, match=r"data\.overlap=-1"):
+        Fit("split", overlap=-1)
+
+
+def pieces_of(document, limit, overlap, prompt):
+    """Splitting in plain Python: lists of (token, whether it may be a target)."""
+    if len(document) <= limit:
+        return [document]
+    made, at = [document[:limit]], limit
+    while at < len(document):
+        front = [(token, False) for token, _ in [*document[:prompt], *document[at - overlap : at]]]
+        new = document[at : at + limit - len(front)]
+        made.append(front + new)
+        at += len(new)
+    return made
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.data())
+def test_any_split_trains_every_target_once(tmp_path_factory, data):
+    part = st.tuples(st.integers(0, 7), st.booleans())
+    shapes = data.draw(st.lists(st.lists(part, min_size=1, max_size=4), min_size=1, max_size=5))
+    path, documents = tmp_path_factory.mktemp("split") / "s", []
+    with StoreWriter(path, byte_tokenizer(), source_hash="s") as writer:
+        for number, parts in enumerate(shapes):
+            made, document = [], []
+            for length, on in [(1, False), *parts]:
+                tokens = [(17 * number + len(document) + i) % 256 for i in range(length)]
+                made.append((tokens, on))
+                document += [(token, on) for token in tokens]
+            writer.add(f"doc{number}", made)
+            documents.append(document)
+    limit = data.draw(st.integers(2, 12))
+    overlap, repeat_prompt = data.draw(st.integers(0, limit - 1)), data.draw(st.booleans())
+    on_prompt = data.draw(st.booleans())
+    prompts = [next((i for i, (_, on) in enumerate(document) if on), 0) for document in documents]
+    view = Documents.whole(TokenStore(path), train_on_prompt=on_prompt)
+    fit = Fit("split", overlap, repeat_prompt)
+    long = [len(document) > limit for document in documents]
+    if repeat_prompt and any(
+        is_long and prompt + overlap >= limit for is_long, prompt in zip(long, prompts, strict=True)
+    ):
+        with pytest.raises(ValueError, match="leaves no room for new ones"):
+            view.fit(limit, fit)
+        return
+    fitted, report = view.fit(limit, fit)
+    if on_prompt:
+        documents = [[(token, True) for token, _ in document] for document in documents]
+    expected = []
+    for document, prompt in zip(documents, prompts, strict=True):
+        expected.append(pieces_of(document, limit, overlap, prompt if repeat_prompt else 0))
+    flat = [piece for pieces in expected for piece in pieces]
+    assert [document.tokens.tolist() for document in fitted] == [
+        [token for token, _ in piece] for piece in flat
+    ]
+    for document, piece in zip(fitted, flat, strict=True):
+        wanted = [token if on else IGNORE for token, on in piece[1:]] + [IGNORE]
+        assert document.shifted_targets().tolist() == wanted
+    assert fitted.target_counts.tolist() == [sum(on for _, on in piece[1:]) for piece in flat]
+    assert (report.split_documents, report.pieces) == (
+        sum(long),
+        sum(len(pieces) for pieces, is_long in zip(expected, long, strict=True) if is_long),
+    )
+    assert report.repeated_tokens == sum(map(len, flat)) - sum(map(len, documents))
+    if overlap:  # every target but a first token is a target exactly once
+        assert fitted.target_counts.sum() == view.target_counts.sum()
+    chosen = data.draw(st.lists(st.integers(0, len(fitted) - 1), max_size=4))
+    some = fitted.take(chosen)
+    assert some.target_counts.tolist() == fitted.target_counts[chosen].tolist()
+    assert some.num_tokens == sum(len(flat[number]) for number in chosen)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_a_view_of_overlapping_pieces_is_cut_like_its_tokens(tmp_path_factory, data):
+    path = tmp_path_factory.mktemp("cut") / "s"
+    with StoreWriter(path, byte_tokenizer(), source_hash="s") as writer:
+        for number, length in enumerate(data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=4))):
+            writer.add(str(number), [(list(range(length)), True)])
+    pieces, _ = Documents.whole(TokenStore(path)).fit(9, Fit("split", overlap=data.draw(st.integers(0, 8))))
+    block = data.draw(st.integers(1, 9))
+    shown = [(document.tokens.tolist(), _targets(document)) for document in pieces.cut(block)]
+    expected = []
+    for document in pieces:
+        tokens, on = document.tokens.tolist(), _targets(document)
+        expected += [(tokens[at : at + block], on[at : at + block]) for at in range(0, len(tokens), block)]
+    assert shown == expected
+    share = data.draw(st.floats(0.0, 0.9))
+    if int(pieces.num_tokens * (1.0 - share)) > 0:
+        first, rest = pieces.split_by_position(share)
+        assert first.num_tokens + rest.num_tokens == pieces.num_tokens
+        assert np.concatenate([d.tokens for view in (first, rest) for d in view]).tolist() == [
+            token for document in pieces for token in document.tokens.tolist()
+        ]
+
+
+def _targets(document):
+    """Whether each token of a document may be a target, the first one too."""
+    on = np.zeros(len(document.tokens), dtype=bool)
+    for start, stop in document.spans:
+        on[start:stop] = True
+    return on.tolist()

@@ -92,6 +92,33 @@ def test_gzip_and_byte_order_marks_are_read_through(config, text_file):
     assert texts(open_source(config(source="text", path=path))) == ["line one\r\nline two"]
 
 
+def test_patterns_name_files(tmp_path, config):
+    for name in ("a/x.jsonl", "a/b/y.jsonl.gz", "a/b/z.log", "a/.hidden.jsonl", "c[1].txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        record = b'{"text": "T"}'
+        (tmp_path / name).write_bytes(gzip.compress(record) if name.endswith("gz") else record)
+
+    def found(pattern):
+        return names(open_source(config(source="jsonl", path=str(tmp_path / pattern))))
+
+    assert found("a/**/*.jsonl*") == ["b/y.jsonl.gz:1", "x.jsonl:1"]
+    assert found("**/[yz].*") == ["a/b/y.jsonl.gz:1", "a/b/z.log:1"]
+    assert found("a/?/*.log") == ["b/z.log:1"]
+    assert found("c[1].txt") == ["c[1].txt:1"]  # a file of this name is no pattern
+    with pytest.raises(ValueError, match=r"data\.path=.*/a/\*\.txt: no file has such a name"):
+        found("a/*.txt")
+    source = open_source(config(source="text", path=str(tmp_path / "a" / "*" / "*.log")))
+    assert texts(source) == ['{"text": "T"}']
+
+
+def test_patterns_are_relative_to_where_one_is(tmp_path, config, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.jsonl").write_text('{"text": "T"}')
+    source = open_source(config(source="jsonl", path="*.jsonl"))
+    assert names(source) == ["x.jsonl:1"]
+    assert source.describe(1).endswith("1 documents (text)")
+
+
 def test_bad_text_files_are_named(config, text_file, tmp_path):
     with pytest.raises(ValueError, match=r"latin\.txt is not UTF-8"):
         list(open_source(config(source="text", path=text_file(b"caf\xe9", "latin.txt"))))
@@ -222,6 +249,15 @@ def test_gsm8k(shared_data, config):
         ({"source": "text", "path": "x", "fields": ["a"]}, r"data\.fields=\['a'\] is about records"),
         ({"source": "jsonl", "path": "x", "fields": ["a", "b", "c"]}, "one name"),
         ({"source": "jsonl", "path": "x", "fields": ["a", "a"]}, "differ from each other"),
+        ({"source": "jsonl", "path": "x", "special_tokens": ["<s>"]}, "those of a tokenizer are known"),
+        (
+            {"source": "jsonl", "path": "x", "special_tokens": ["<s>"], "chat_template": "chatml"},
+            "those of chatml are known",
+        ),
+        (
+            {"source": "jsonl", "path": "x", "special_tokens": ["a", "a"], "chat_template": "f.jinja"},
+            r"special_tokens=\['a', 'a'\]: names that differ",
+        ),
     ],
 )
 def test_impossible_configurations_are_refused(fields, complaint):

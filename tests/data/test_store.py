@@ -1,13 +1,13 @@
 import json
 import pickle
+import resource
 import shutil
-import time
 
 import numpy as np
 import pytest
 
-from multipack.data import store as room
-from multipack.data.header import HEADER, StoreHeader
+from multipack.data.blocks import BlockBuilder, TokenBlock
+from multipack.data.header import BORDERS, CHAT_TEMPLATE, HEADER, StoreHeader
 from multipack.data.store import StoreWriter, TokenStore
 from multipack.data.tokenizer import Tokenizer, byte_tokenizer, train_bpe
 
@@ -69,14 +69,42 @@ def test_large_vocabularies_take_four_bytes(tmp_path):
     assert store.tokens.tolist() == [1, 69_999]
 
 
-def test_writing_in_many_flushes_changes_nothing(write_store, monkeypatch):
-    documents = [[(number % 5 + 1, number % 2 == 0), (3, True)] for number in range(40)]
-    at_once = write_store(documents, "a.store")
-    monkeypatch.setattr(room, "FLUSH", 7)
-    in_parts = write_store(documents, "b.store")
-    assert in_parts.checksum == at_once.checksum
-    np.testing.assert_array_equal(in_parts.lengths, at_once.lengths)
-    assert (in_parts.path / HEADER).read_bytes() == (at_once.path / HEADER).read_bytes()
+def test_blocks_and_documents_one_by_one_give_the_same_bytes(tmp_path):
+    documents = [
+        (f"é{n}", [([n] * (n % 5 + 1), n % 2 == 0), ([1, 2, 3], True)], 2 * (n % 3 == 1)) for n in range(40)
+    ]
+    for name, sizes in (("one by one", [1] * 40), ("in blocks", [7, 1, 30, 2]), ("at once", [40])):
+        rest = iter(documents)
+        with StoreWriter(tmp_path / name, byte_tokenizer(), source_hash="s") as writer:
+            for size in sizes:
+                if size == 1:
+                    title, parts, border = next(rest)
+                    writer.add(title, parts, border=border)
+                    continue
+                builder = BlockBuilder(257)
+                for _ in range(size):
+                    builder.add(*next(rest))
+                writer.extend(TokenBlock.from_bytes(builder.finish().to_bytes()))
+    first = TokenStore(tmp_path / "at once")
+    assert first.name(39) == "é39"
+    for name in ("one by one", "in blocks"):
+        for file in (*first.header.files, HEADER):
+            assert (tmp_path / name / file).read_bytes() == (first.path / file).read_bytes()
+
+
+def test_stretches_of_a_stream_join(tmp_path):
+    with StoreWriter(tmp_path / "s", byte_tokenizer(), source_hash="s") as writer:
+        builder = BlockBuilder(257)
+        for parts in ([([1, 2], True)], [([3], False), ([4], True)], [([5], True)]):
+            builder.add("stretch", parts)
+        writer.extend(builder.finish(), continues=True)
+        writer.add("end", [([6], True)], continues=True)
+        writer.add("named", [([7], False)])
+        writer.add("next", [([8], True)])
+    store = TokenStore(tmp_path / "s")
+    assert [store.name(number) for number in range(2)] == ["named", "next"]
+    assert store.spans_of(0).tolist() == [[0, 2], [3, 6]]
+    assert store.tokens_of(0).tolist() == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_documents_are_slices_of_the_map(path):
@@ -85,13 +113,97 @@ def test_documents_are_slices_of_the_map(path):
     assert not store.tokens.flags.writeable
 
 
-def test_opening_reads_no_tokens(tmp_path):
-    with StoreWriter(tmp_path / "s", byte_tokenizer(), source_hash="s") as writer:
-        for number in range(2000):
-            writer.add(str(number), [([1] * 2000, True)])
-    began = time.perf_counter()
-    TokenStore(tmp_path / "s")
-    assert time.perf_counter() - began < 0.05
+def test_a_store_of_a_billion_tokens_opens_without_reading_them(path):
+    tokens, documents = 10**9, 10**7
+    sizes = {
+        "tokens.bin": 2 * tokens,
+        **dict.fromkeys(("offsets.bin", "span_offsets.bin", "name_offsets.bin"), 8 * (documents + 1)),
+        "spans.bin": 16 * documents,
+        "names.bin": 10 * documents,
+    }
+    ends = {"offsets.bin": tokens, "span_offsets.bin": documents, "name_offsets.bin": 10 * documents}
+    for name, size in sizes.items():
+        with open(path / name, "r+b") as file:
+            file.truncate(0)
+            file.truncate(size)  # holes: no disk is used
+            if name in ends:
+                file.seek(size - 8)
+                file.write(ends[name].to_bytes(8, "little"))
+    files = json.loads((path / HEADER).read_text())["files"]
+    files |= {name: {"bytes": size, "sha256": ""} for name, size in sizes.items()}
+    edit_header(path, documents=documents, tokens=tokens, spans=documents, files=files)
+    before, read = resource.getrusage(resource.RUSAGE_SELF), _bytes_read()
+    store = TokenStore(path)
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    assert (store.num_tokens, store.num_documents, len(store.tokens)) == (tokens, documents, tokens)
+    assert _bytes_read() - read < 1 << 18
+    assert (
+        after.ru_minflt + after.ru_majflt - before.ru_minflt - before.ru_majflt < 1000
+    )  # pages; it has 600,000
+
+
+def _bytes_read():
+    """By calls of this process so far; 0 where the system does not tell."""
+    try:
+        with open("/proc/self/io") as file:
+            return int(file.readline().split()[1])
+    except OSError:
+        return 0
+
+
+def test_parts_of_documents(write_store):
+    store = write_store([[(5, True)], [(7, True)]])
+    assert store.tokens_of(1, 2, 3).tolist() == [7, 8, 9]
+    assert store.tokens_of(1).tolist() == list(range(5, 12))
+    for start, length in ((0, 8), (-1, 2), (5, 3), (3, -1)):
+        with pytest.raises(IndexError, match="of document 1, which has 7"):
+            store.tokens_of(1, start, length)
+
+
+def test_target_counts(tmp_path, write_store):
+    store = write_store(
+        [[(3, False), (9, True)], [(4, True)], [(2, False)], [(1, False), (2, True), (1, False)]]
+    )
+    assert store.target_counts.tolist() == [9, 3, 0, 2]
+    with StoreWriter(tmp_path / "pairs", byte_tokenizer(), source_hash="s") as writer:
+        writer.add("a", [([1, 2], False), ([3], True), ([1, 2], False), ([4, 5], True)], border=3)
+        writer.add("b", [([1, 2], True), ([3, 4], True)], border=2)  # its halves have no prompt
+    assert TokenStore(tmp_path / "pairs").target_counts.tolist() == [3, 2]
+
+
+# --- pairs and chats ------------------------------------------------------------------------------------
+
+
+def test_a_store_of_pairs_knows_their_borders(tmp_path, path):
+    with StoreWriter(
+        tmp_path / "pairs", byte_tokenizer(), source_hash="s", chat_template='{"é": 1}'
+    ) as writer:
+        writer.add("no pair", [([1, 2], True)])
+        writer.add("pair", [([1], False), ([2], True), ([3, 4], True)], border=2)
+    store = TokenStore(tmp_path / "pairs")
+    assert store.has_pairs
+    assert [store.border(0), store.border(1)] == [0, 2]
+    assert store.spans_of(1).tolist() == [[1, 2], [2, 4]]  # no range crosses the border
+    assert store.chat_template == '{"é": 1}'
+    assert store.header.version == 2
+    store.verify()
+    plain = TokenStore(path)
+    assert (plain.has_pairs, plain.border(1), plain.chat_template, plain.header.version) == (False, 0, "", 1)
+    assert json.loads((path / HEADER).read_text())["version"] == 1  # older versions of multipack read it
+
+
+def test_damaged_borders_and_templates(tmp_path):
+    with StoreWriter(tmp_path / "s", byte_tokenizer(), source_hash="s", chat_template="{}") as writer:
+        writer.add("pair", [([1, 2], True), ([3, 4], True)], border=2)
+    (tmp_path / "s" / CHAT_TEMPLATE).write_text("[]")
+    with pytest.raises(ValueError, match=r"chat_template\.json was exchanged"):
+        _ = TokenStore(tmp_path / "s").chat_template
+    (tmp_path / "s" / BORDERS).write_bytes(np.array([4], "<i8").tobytes())
+    with pytest.raises(ValueError, match=r"borders\.bin says 4 for document 0 of 4 tokens"):
+        TokenStore(tmp_path / "s").border(0)
+    (tmp_path / "s" / BORDERS).write_bytes(b"")
+    with pytest.raises(ValueError, match=r"borders\.bin has 0 bytes instead of 8"):
+        TokenStore(tmp_path / "s")
 
 
 def test_a_store_travels_to_other_processes_by_its_path(path):
@@ -144,8 +256,8 @@ def test_a_foreign_folder(tmp_path, path):
 
 def test_a_newer_version(path):
     content = json.loads((path / HEADER).read_text())
-    (path / HEADER).write_text(json.dumps({**content, "version": 2}))
-    with pytest.raises(ValueError, match=r"version 2 .* reads version 1: update multipack"):
+    (path / HEADER).write_text(json.dumps({**content, "version": 3}))
+    with pytest.raises(ValueError, match=r"version 3 .* reads versions up to 2: update multipack"):
         TokenStore(path)
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from multipack.data import tokenizer as room
 from multipack.data.config import DataConfig
+from multipack.data.source import Part
 from multipack.data.sources import open_source
 from multipack.data.tokenizer import (
     Tokenizer,
@@ -105,6 +106,93 @@ def test_text_has_no_prefix_space():
     assert BPE.encode("return") != BPE.encode(" return")
 
 
+NAMES = ["<|im_start|>", "<|im_end|>"]
+PARTS = [
+    Part("<|im_start|>", False, True),
+    Part("user: <|im_end|>", False),
+    Part("<|im_end|>", True, True),
+    Part(" c", True),
+]
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        byte_tokenizer(NAMES),
+        train_bpe(iter(CORPUS), 300, NAMES),
+        character_tokenizer(iter(["user: <|im_end|> c"]), NAMES),
+    ],
+    ids=["byte", "bpe", "char"],
+)
+def test_special_parts_are_one_token_and_text_never_is(tokenizer):
+    first, second = tokenizer.encode_parts([PARTS, [Part("c", False)]])
+    start, end = (tokenizer.special_id(name) for name in NAMES)
+    assert [ids for ids, _ in first] == [
+        [start],
+        tokenizer.encode("user: <|im_end|>"),
+        [end],
+        tokenizer.encode(" c"),
+    ]
+    assert [is_target for _, is_target in first] == [False, False, True, True]
+    assert second == [(tokenizer.encode("c"), False)]
+    assert not {start, end} & set(first[1][0])
+    assert tokenizer.decode(first[1][0]) == "user: <|im_end|>"
+    assert tokenizer.encode_parts([]) == []
+    again = Tokenizer(tokenizer.to_json())
+    assert again.encode_parts([PARTS]) == [first]
+
+
+def test_missing_special_tokens_are_named_with_a_remedy():
+    with pytest.raises(
+        ValueError, match=r"\(byte\) has no token '<\|im_start\|>', .*data\.chat_template=plain"
+    ):
+        BYTE.encode_parts([PARTS])
+    fields = json.loads(byte_tokenizer(NAMES).to_json())
+    for token in fields["added_tokens"]:
+        token["special"] = False
+    with pytest.raises(ValueError, match="as a token that any text can spell"):
+        Tokenizer(json.dumps(fields)).encode_parts([PARTS])
+    characters = character_tokenizer(iter(["abc"]), NAMES)
+    with pytest.raises(ValueError, match=r"does not know ' ' .*: its 3 characters"):
+        characters.encode_parts([PARTS])
+    with pytest.raises(ValueError, match=r"vocabulary_size=258: at least 259 .*<\|im_end\|>"):
+        train_bpe(iter(CORPUS), 258, NAMES)
+
+
+def test_special_tokens_of_chats_are_trained_in(config, text_file, tmp_path):
+    record = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
+    path = text_file(json.dumps(record) + "\n", "a.jsonl")
+    source = open_source(config(source="jsonl", path=path))
+    for kind in ("bpe", "char", "byte"):
+        tokenizer = build_tokenizer(TokenizerConfig(kind, vocabulary_size=280), source, tmp_path)
+        (encoded,) = tokenizer.encode_parts([document.parts for document in source])
+        assert encoded[0] == ([tokenizer.special_id("<|im_start|>")], False)
+        assert tokenizer.end_id == tokenizer.special_id("<|im_end|>" if kind == "char" else room.END)
+
+
+def _metaspace(scheme):
+    vocabulary = {token: number for number, token in enumerate("▁abc<s>")}
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    library.add_special_tokens(["<e>"])
+    if scheme == "legacy":
+        library.normalizer = tokenizers.normalizers.Sequence(
+            [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
+        )
+    else:
+        library.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace("▁", scheme)
+    return library
+
+
+@pytest.mark.parametrize("scheme", ["never", "first", "always", "legacy"])
+def test_no_space_is_put_into_the_middle_of_a_document(scheme):
+    library = _metaspace(scheme)
+    tokenizer = Tokenizer(library.to_str())
+    parts = [Part("a", False), Part("b", True), Part("<e>", True, True), Part("a c", False), Part("b", True)]
+    (encoded,) = tokenizer.encode_parts([parts])
+    ids = [token for tokens, _ in encoded for token in tokens]
+    assert ids == library.encode("ab<e>a cb", add_special_tokens=False).ids
+
+
 def test_saving_and_loading_keeps_everything(tmp_path):
     for tokenizer in (BYTE, BPE, character_tokenizer(iter(["abc"]))):
         tokenizer.save(tmp_path / "tokenizer.json")
@@ -151,8 +239,10 @@ def test_what_is_no_tokenizer_is_named(tmp_path):
     ("fields", "complaint"),
     [
         ({"kind": "bytes"}, "nearest: byte"),
-        ({"kind": "file"}, "goes with tokenizer.kind=file"),
-        ({"kind": "char", "path": "x"}, "goes with tokenizer.kind=file"),
+        ({"kind": "file"}, "needs tokenizer.path"),
+        ({"kind": "transformers"}, "needs tokenizer.path"),
+        ({"kind": "char", "path": "x"}, "goes with tokenizer.kind=file, transformers or mistral"),
+        ({"kind": "gpt2", "path": "x"}, "not with tokenizer.kind=gpt2"),
         ({"vocabulary_size": 256}, "at least 257"),
     ],
 )
@@ -199,10 +289,10 @@ def test_each_kind_is_built(source, tmp_path):
 def _build(path, cache, marks):
     train = room.train_bpe
 
-    def slow(texts, size):
+    def slow(*given):
         (Path(marks) / f"{time.monotonic_ns()}").touch()
         time.sleep(0.5)
-        return train(texts, size)
+        return train(*given)
 
     room.train_bpe = slow
     build_tokenizer(TokenizerConfig(), open_source(DataConfig(source="text", path=path)), Path(cache))

@@ -8,8 +8,18 @@ import torch
 
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
-from multipack.models import attention as module
-from multipack.models.attention import BACKENDS, Backend, attention, document_mask, find_backend
+from multipack.models.attention import (
+    BACKENDS,
+    FLOAT32_TOKENS,
+    Backend,
+    attention,
+    find_backend,
+    select,
+    table,
+    table_rows,
+)
+from multipack.models.attention import loop as loop_module
+from multipack.models.attention.loop import _runs
 
 HEADS = [(4, 4), (4, 2), (4, 1)]
 
@@ -41,7 +51,7 @@ def backward(out, inputs, upstream):
 
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
-@pytest.mark.parametrize("backend", ["loop", "dense"])
+@pytest.mark.parametrize("backend", ["loop", "padded", "dense"])
 def test_equals_numpy_in_float64(pack, documents, backend, heads, kv_heads, window):
     batch = pack(documents, pad_to=40)
     q, k, v = tensors(batch, heads, kv_heads, torch.float64)
@@ -84,24 +94,62 @@ def test_grouped_queries_equal_repeated_key_heads(pack, documents):
     torch.testing.assert_close(attention(q, k, v, batch), repeated, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("backend", [row.name for row in BACKENDS if not row.devices])
 @pytest.mark.parametrize("window", [None, 3])
-def test_equal_lengths_run_as_one_call_and_equal_the_loop(pack, document, distance, monkeypatch, window):
-    batch = pack([document(6, seed) for seed in range(4)])
+def test_padded_rows_are_documents_of_equal_length(pad, documents, document, pack, distance, backend, window):
+    batch = pad(documents)
     inputs = tensors(batch, 4, 2)
     upstream = torch.randn(inputs[0].shape)
-    calls = []
-    one_document = module._document
-    monkeypatch.setattr(module, "_document", lambda *args: calls.append(1) or one_document(*args))
-    batched = attention(*inputs, batch, window=window)
-    assert len(calls) == 1
-    alone = pack([document(6)])
-    pieces = zip(*(x.split(6) for x in inputs), strict=True)
+    rows = attention(*inputs, batch, backend, window)
+    alone = pack([document(batch.lengths[0])])
+    pieces = zip(*(x.split(alone.num_slots) for x in inputs), strict=True)
     looped = torch.cat([attention(*piece, alone, window=window) for piece in pieces])
-    assert distance(batched, looped) < 1e-6
+    assert distance(rows, looped) < 1e-6
     for ours, theirs in zip(
-        backward(batched, inputs, upstream), backward(looped, inputs, upstream), strict=True
+        backward(rows, inputs, upstream), backward(looped, inputs, upstream), strict=True
     ):
         assert distance(ours, theirs) < 1e-6
+
+
+def test_equally_long_neighbors_are_one_call():
+    assert [tuple(run) for run in _runs([4, 4, 4])] == [(0, 3, 4)]
+    assert [tuple(run) for run in _runs([5, 2, 2, 7, 0, 0])] == [(0, 1, 5), (5, 2, 2), (9, 1, 7)]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2)])
+@pytest.mark.parametrize("window", [2, 100, 128, 129, 300])
+@pytest.mark.parametrize("backend", ["loop", "padded"])
+def test_windows_of_several_tiles(document, distance, backend, window, heads, kv_heads):
+    batch = PackedCollator(4, 1000)([document(300), document(129), document(300, 1), document(300, 2)])
+    inputs = tensors(batch, heads, kv_heads, torch.float64)
+    upstream = torch.randn(inputs[0].shape)
+    ours, dense = (attention(*inputs, batch, name, window) for name in (backend, "dense"))
+    assert distance(ours, dense) < 1e-14
+    for got, oracle in zip(backward(ours, inputs, upstream), backward(dense, inputs, upstream), strict=True):
+        assert distance(got, oracle) < 1e-13
+
+
+def test_older_kernels_get_repeated_key_heads(pack, documents, distance, monkeypatch):
+    batch = pack(documents)
+    inputs = tensors(batch, 6, 2)
+    upstream = torch.randn(inputs[0].shape)
+    grouped = attention(*inputs, batch, "loop", 4)
+    monkeypatch.setattr(loop_module, "GROUPED_KERNELS", False)
+    monkeypatch.setattr(loop_module, "document_attention", taking_no_groups(loop_module.document_attention))
+    repeated = attention(*inputs, batch, "loop", 4)
+    assert distance(repeated, grouped) < 1e-6
+    for ours, theirs in zip(
+        backward(repeated, inputs, upstream), backward(grouped, inputs, upstream), strict=True
+    ):
+        assert distance(ours, theirs) < 1e-6
+
+
+def taking_no_groups(operator):
+    def checked(q, k, v, *rest):
+        assert q.shape == k.shape == v.shape
+        return operator(q, k, v, *rest)
+
+    return checked
 
 
 def test_another_document_changes_no_bit(pack, documents):
@@ -126,17 +174,6 @@ def test_strided_inputs_are_taken_as_they_are(pack, documents):
     )
 
 
-def test_mask_is_the_picture(pack, document):
-    mask = document_mask(pack([document(3), document(2)], pad_to=6))
-    expected = [[1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0]]
-    expected += [[0, 0, 0, 1, 0, 0], [0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 0, 1]]
-    assert mask.dtype == torch.bool
-    assert mask.int().tolist() == expected
-    windowed = document_mask(pack([document(3), document(2)], pad_to=6), window=2)
-    expected[2] = [0, 1, 1, 0, 0, 0]
-    assert windowed.int().tolist() == expected
-
-
 def test_bfloat16_is_close_and_autocast_casts_all_three(pack, documents):
     batch = pack(documents)
     q, k, v = tensors(batch, 4, 2)
@@ -154,7 +191,8 @@ def test_bfloat16_is_close_and_autocast_casts_all_three(pack, documents):
 @pytest.fixture
 def row():
     """A row that takes little: bfloat16 on the CPU, forward only, no window, no grouped queries."""
-    return Backend("picky", ("cpu",), (torch.bfloat16,), False, False, False, find_backend("loop").function)
+    few = {"devices": ("cpu",), "dtypes": (torch.bfloat16,), "backward": False, "window": False, "gqa": False}
+    return Backend("picky", find_backend("loop").function, **few)
 
 
 @pytest.mark.parametrize(
@@ -164,17 +202,28 @@ def row():
         ({"dtypes": (torch.float16,)}, 4, None, "torch.bfloat16"),
         ({}, 4, 3, "window=3"),
         ({}, 2, None, "2 key heads for 4 query heads"),
-        ({"needs": "no_such_package"}, 4, None, "no_such_package is not installed"),
+        (
+            {"needs": "no_such_package", "install": "pip it"},
+            4,
+            None,
+            r"no_such_package is not installed \(pip it\)",
+        ),
+        (
+            {"head_widths": range(16, 65, 16)},
+            4,
+            None,
+            r"heads 8 wide \(it takes 16 … 64 in multiples of 16\)",
+        ),
     ],
 )
 def test_row_that_cannot_is_passed_over_and_refused(
     pack, documents, monkeypatch, row, change, kv_heads, window, says
 ):
     row = dataclasses.replace(row, **change)
-    monkeypatch.setattr(module, "BACKENDS", (row, *BACKENDS))
+    monkeypatch.setattr(table, "BACKENDS", (row, *BACKENDS))
     batch = pack(documents)
     q, k, v = tensors(batch, 4, kv_heads, torch.bfloat16, grad=False)
-    assert module.select("auto", q, k, v, window).name == "loop"
+    assert select("auto", q, k, v, window).name == "loop"
     with pytest.raises(
         ValueError, match=rf"attention=picky cannot take .*{says}.*nearest that can is 'loop'"
     ):
@@ -182,11 +231,11 @@ def test_row_that_cannot_is_passed_over_and_refused(
 
 
 def test_one_entry_adds_a_backend(pack, documents, monkeypatch, row):
-    monkeypatch.setattr(module, "BACKENDS", (row, *BACKENDS))
+    monkeypatch.setattr(table, "BACKENDS", (row, *BACKENDS))
     batch = pack(documents)
     q, k, v = tensors(batch, 4, 4, torch.bfloat16)
     with torch.no_grad():
-        assert module.select("auto", q, k, v) is row
+        assert select("auto", q, k, v) is row
     with pytest.raises(ValueError, match=r"picky.*no backward pass"):
         attention(q, k, v, batch, "picky")
 
@@ -222,8 +271,6 @@ def test_mixed_dtypes_and_empty_windows_are_refused(pack, documents):
 
 def test_short_bfloat16_documents_are_attended_to_in_float32_on_a_cpu():
     """Rounded once, at the end; also under autocast, which would cast them back. Longer ones are not."""
-    from multipack.models.attention import FLOAT32_TOKENS
-
     lengths = [5, FLOAT32_TOKENS, FLOAT32_TOKENS + 1]
     none = np.zeros((0, 2), dtype=np.int64)
     collate = PackedCollator(max_documents=3, max_seqlen=max(lengths))
@@ -235,3 +282,59 @@ def test_short_bfloat16_documents_are_attended_to_in_float32_on_a_cpu():
     short = 5 + FLOAT32_TOKENS
     assert torch.equal(half[:short], full[:short])
     assert not torch.equal(half[short:], full[short:])
+
+
+@pytest.mark.parametrize("generation", [7, 8, 9, 10])
+def test_gpus_that_a_kernel_was_not_made_for(monkeypatch, generation):
+    monkeypatch.setattr(table, "_generation", lambda device: generation)
+    monkeypatch.setattr(table, "_installed", lambda package: True)
+    request = table.Request(torch.device("cuda"), torch.bfloat16, 8, 2, 64, None, True)
+    able = [row.name for row in BACKENDS if row.automatic and not row.obstacle(request)]
+    expected = ["flash3", "flash", "varlen", "flex", "xformers", "loop"]
+    if generation != 9:
+        expected.remove("flash3")
+    if generation < 8:
+        expected = ["flex", "loop"]
+    assert able == expected
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "first"),
+    [
+        (torch.float16, 256, "varlen"),
+        (torch.float16, 264, "loop"),
+        (torch.bfloat16, 20, "flex"),
+        (torch.float32, 64, "flex"),
+        (torch.float32, 8, "loop"),
+        (torch.float64, 64, "loop"),
+    ],
+)
+def test_what_a_gpu_without_packages_uses(monkeypatch, dtype, width, first):
+    monkeypatch.setattr(table, "_generation", lambda device: 8)
+    monkeypatch.setattr(table, "_installed", lambda package: False)
+    place = table.place("auto", torch.device("cuda"), dtype, 8, 2, width, 128, True, False)
+    assert BACKENDS[place].name == first
+
+
+def test_gpu_rows_are_refused_on_a_cpu_by_name(pack, documents):
+    batch = pack(documents)
+    for row in BACKENDS:
+        if row.devices:
+            with pytest.raises(
+                ValueError, match=rf"attention={row.name} cannot take cpu.*that can is 'loop'"
+            ):
+                attention(*tensors(batch, 4, 4), batch, row.name)
+
+
+def test_table_in_words():
+    rows = table_rows()
+    assert [row["backend"] for row in rows] == [row.name for row in BACKENDS]
+    assert len({tuple(row) for row in rows}) == 1
+    flash3, loop = rows[0], next(row for row in rows if row["backend"] == "loop")
+    assert flash3["devices"] == "cuda (9.x)"
+    assert flash3["dtypes"] == "float16, bfloat16"
+    assert flash3["head width"] == "8 … 256 in multiples of 8"
+    assert flash3["needs"].startswith("flash_attn_interface: ")
+    assert loop["devices"] == loop["dtypes"] == "all"
+    assert loop["here"] == "yes"
+    assert all(text for row in rows for text in row.values())

@@ -3,7 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from multipack.models.generate import generate, single_document
+from multipack.data.tokenizer import byte_tokenizer
+from multipack.models.decoder import Decoder
+from multipack.models.generate import generate, generate_batch, single_document
+from multipack.models.sampling import Sampling
+from multipack.shapes import ModelShape
 
 
 def test_greedy_is_the_argmax_of_the_logits(model, reference_logits):
@@ -30,8 +34,8 @@ def test_drawing_is_seeded_and_leaves_the_global_generator_alone(model):
 
 
 def test_frequencies_follow_the_softmax(model):
-    generator = torch.Generator().manual_seed(0)
-    draws = torch.tensor([generate(model, [7], 1, 2.0, 0, None, generator)[0] for _ in range(2000)])
+    drawn = generate_batch(model, [[7]] * 2000, Sampling(max_tokens=1, temperature=2.0), together=2000)
+    draws = torch.tensor([completion.tokens[0] for completion in drawn])
     observed = torch.bincount(draws, minlength=50) / 2000
     with torch.no_grad():
         expected = (model.logits(single_document([7]))[0] / 2.0).softmax(-1)
@@ -84,8 +88,81 @@ def test_the_prompt_is_not_changed_and_nothing_may_be_asked(model):
         ({"max_tokens": -1}, "max_tokens must not be negative, got -1"),
         ({"temperature": -0.5}, "temperature must not be negative, got -0.5"),
         ({"top_k": -2}, "top_k must not be negative, got -2"),
+        ({"top_p": 0.0}, "top_p must be above 0"),
+        ({"prompt_ids": [3, -1]}, "token -1 is outside the vocabulary of 50"),
     ],
 )
 def test_bad_options_are_refused(model, options, says):
     with pytest.raises(ValueError, match=says):
         generate(model, **{"prompt_ids": [1], "max_tokens": 1, **options})
+
+
+# --- several prompts, and text ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def writer():
+    """A decoder of bytes and the end token."""
+    torch.manual_seed(3)
+    model = Decoder(ModelShape(layers=1, heads=2, d_model=16, d_ff=16, vocabulary_size=257, context=64))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    return model
+
+
+def test_completions_have_text_that_stop_strings_cut(writer):
+    tokenizer = byte_tokenizer()
+    prompts = [tokenizer.encode(text) for text in ("abc", "xy")]
+    free = generate_batch(writer, prompts, Sampling(max_tokens=60, seed=5), tokenizer=tokenizer)
+    assert [completion.text for completion in free] == [tokenizer.decode(each.tokens) for each in free]
+    whole = free[0].text
+    begin = next(place for place in range(10, len(whole)) if "�" not in whole[place : place + 2])
+    stop = whole[begin : begin + 2]
+    heard: dict[int, list[str]] = {0: [], 1: []}
+    found = generate_batch(
+        writer,
+        prompts,
+        Sampling(max_tokens=60, seed=5, stop=(stop,)),
+        tokenizer=tokenizer,
+        listener=lambda number, piece: heard[number].append(piece),
+    )
+    assert found[0].text == whole[: whole.index(stop)]
+    assert found[0].reason == "stop"
+    assert found[0].tokens == free[0].tokens[: len(found[0].tokens)]
+    assert found[1] == free[1] or stop in free[1].text
+    assert ["".join(pieces) for pieces in heard.values()] == [completion.text for completion in found]
+    assert "" not in heard[0]
+
+
+def test_nothing_is_drawn_that_the_tokenizer_does_not_have(model):
+    """The model has 50 tokens; the tokenizer of two characters, 2."""
+    from multipack.data.tokenizer import character_tokenizer
+
+    tokenizer = character_tokenizer(iter(["ab"]))
+    (found,) = generate_batch(model, [[0, 1]], Sampling(max_tokens=40, temperature=9.0), tokenizer=tokenizer)
+    assert set(found.tokens) == {0, 1}
+    assert set(found.text) == {"a", "b"}
+
+
+def test_no_prompts_and_no_tokens_are_no_work(model):
+    assert generate_batch(model, [], Sampling()) == []
+    (found,) = generate_batch(model, [[1]], Sampling(max_tokens=0))
+    assert (found.tokens, found.reason, found.text) == ([], "length", "")
+
+
+def test_one_bad_prompt_is_told_before_anything_is_written(model):
+    heard = []
+    with pytest.raises(ValueError, match="token 99 is outside the vocabulary of 50"):
+        generate_batch(
+            model,
+            [[1], [99]],
+            Sampling(max_tokens=3),
+            tokenizer=byte_tokenizer(),
+            listener=lambda *told: heard.append(told),
+        )
+    assert not heard
+    with pytest.raises(ValueError, match="give generate_batch a tokenizer"):
+        generate_batch(model, [[1]], Sampling(stop=("a",)))
+    with pytest.raises(ValueError, match="together must be at least 1 text, got 0"):
+        generate_batch(model, [[1]], Sampling(), together=0)

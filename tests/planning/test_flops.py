@@ -6,6 +6,7 @@ unit of width, is added to ours before they are compared, and is the only one. (
 CPU's fused attention; the plain products behind it, or the fused one with torch's formula for it, are counted.)
 """
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
+from multipack.models.attention import loop, table
 from multipack.models.decoder import Decoder
 from multipack.planning.cost import CostModel
 from multipack.shapes import ModelShape
@@ -31,6 +33,13 @@ VARIANTS = {
     "gpt2": {"positions": "learned", "norm": "layernorm", "activation": "gelu", "bias": True},
     "one key head, untied": {"kv_heads": 1, "tied": False},
 }
+
+
+@pytest.fixture(autouse=True)
+def visible_attention(monkeypatch):
+    """The counter does not look into our operator: here documents go through torch's public function."""
+    rows = [replace(row, function=loop._by_sdpa) if row.name == "loop" else row for row in table.BACKENDS]
+    monkeypatch.setattr(table, "BACKENDS", tuple(rows))
 
 
 def _batch():

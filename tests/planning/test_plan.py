@@ -162,26 +162,26 @@ def test_carried_documents_come_first():
 
 
 GOLDEN = {
-    "cost": ({}, 153, "8b9ba8ecb8903bea", "bda2fc2c38da23a8"),
+    "cost": ({}, 153, "d7796f16d18f98d9", "b8cafc39f0cfbc0b"),
     "joint, drop": (
         {"balance": "joint", "tail": "drop", "window": 1},
         153,
-        "1db30873a0326817",
-        "4f12b64af031c26a",
+        "da5131352312fa93",
+        "61507fffd384ae7f",
     ),
     "carry, not grouped": (
         {"tail": "carry", "group": False, "window": 16, "carried": [7, 3]},
         152,
-        "fb20d84ded6c6a85",
-        "255dcf336dca09bf",
+        "cbe3c42092d3d565",
+        "906a21e479474a3c",
     ),
     "given, aligned": (
         {"order": "given", "align": 16, "max_documents": 40},
         155,
-        "41d9149a9cd27182",
-        "70ba706c2a8a9fa4",
+        "fe0bbab5ba0b2c76",
+        "0a0128f6febba127",
     ),
-    "budget": ({"budget": 1500, "balance": "tokens"}, 208, "137ac44a1a56a701", "2089ed880213ec01"),
+    "budget": ({"budget": 1500, "balance": "tokens"}, 208, "ecd365190d14e9fa", "8995da013cb21089"),
 }
 """Options, and what they must give on every platform and with every numpy: steps, and digests of the plan and of two
 steps dealt to 8 and to 3 ranks."""
@@ -207,7 +207,7 @@ def sha256(*arrays):
 def test_golden_fingerprint():
     lengths = 1 + np.arange(5000) * 7919 % 997
     made = plan(lengths, capacity=2048, packs_per_step=8)
-    assert made.fingerprint == "2-fdbd6c56e34e15b5-e3b0c44298fc1c14-977e346b2959a155"
+    assert made.fingerprint == "3-fdbd6c56e34e15b5-e3b0c44298fc1c14-977e346b2959a155"
 
 
 def test_given_order_is_kept_to_within_a_window():

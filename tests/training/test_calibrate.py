@@ -106,7 +106,7 @@ def test_rows_say_what_was_measured():
 
 
 def _plan(session):
-    plan = session.sampler.plan
+    plan = session.feed.plan
     session.close()
     return plan.fingerprint, plan.order.tolist(), plan.pack_offsets.tolist()
 

@@ -20,11 +20,11 @@ def session(words, tmp_path):
 
 
 def test_padded_batches_hold_each_document_once_and_as_wide_as_the_longest(session):
-    numbers = session.sampler.plan.documents(0)
+    numbers = session.feed.plan.documents(0)
     batches = padded_batches(session.corpus.train, numbers, batch_size=4, seed=1)
     assert sum(batch.num_documents for batch in batches) == len(numbers)
-    assert sum(batch.num_tokens for batch in batches) == session.sampler.plan.tokens(0)
-    assert sum(batch.num_target_tokens for batch in batches) == session.sampler.plan.targets(0)
+    assert sum(batch.num_tokens for batch in batches) == session.feed.plan.tokens(0)
+    assert sum(batch.num_target_tokens for batch in batches) == session.feed.plan.targets(0)
     for batch in batches:
         assert set(batch.lengths) == {max(batch.lengths)}
 
@@ -36,13 +36,13 @@ def test_the_ratio_is_of_real_tokens_per_second_and_weights_stay(session):
     found = compare_with_padding(
         session.engine,
         session.corpus.train,
-        session.sampler.plan,
+        session.feed.plan,
         batch_size=4,
         steps=1,
         clock=lambda: float(2 ** next(looks)),
     )
     # Looks: 0 begins; 1, 2 packed and 3, 4 padded warm up; then packed takes 2⁶ − 2⁵, padded 2⁸ − 2⁷ seconds.
-    real = session.sampler.plan.tokens(0)
+    real = session.feed.plan.tokens(0)
     assert found.steps == 1
     assert found.packed_tokens_per_second == real / 32
     assert found.padded_tokens_per_second == real / 128
@@ -53,7 +53,7 @@ def test_the_ratio_is_of_real_tokens_per_second_and_weights_stay(session):
 
 
 def test_losses_of_both_ways_agree(session):
-    plan, documents, model = session.sampler.plan, session.corpus.train, session.engine
+    plan, documents, model = session.feed.plan, session.corpus.train, session.engine
     numbers = plan.documents(0)
     with model.evaluating() as bare:
         padded = sum(float(bare(batch)) for batch in padded_batches(documents, numbers, 4, seed=0))
@@ -69,5 +69,5 @@ def test_several_processes_are_refused(session):
 
     session.engine.world = replace(session.engine.world, size=2)
     with pytest.raises(ValueError, match="one process only"):
-        compare_with_padding(session.engine, session.corpus.train, session.sampler.plan)
+        compare_with_padding(session.engine, session.corpus.train, session.feed.plan)
     session.engine.world = World()

@@ -135,7 +135,7 @@ def test_an_unknown_weighting_is_refused(words):
 
 def test_padding_is_compared_under_the_same_weights(session):
     run = session(DOCUMENT)
-    plan, documents = run.sampler.plan, run.corpus.train
+    plan, documents = run.feed.plan, run.corpus.train
     batches = padded_batches(documents, plan.documents(0), 4, seed=0, loss_weighting=plan.loss_weighting)
     assert sum(batch.denominator for batch in batches) == plan.denominator(0)
     with run.engine.evaluating() as model:
@@ -150,7 +150,7 @@ def test_aligned_runs_have_the_losses_of_tight_ones_over_the_same_documents(sess
     aligned, tight = session("plan.align=16"), session()
     data = next(iter(aligned.feed))
     collate = replace(aligned.feed.loader._collator, align=1)
-    packs = aligned.sampler.deal_of(0)
+    packs = aligned.feed.sampler.deal_of(0)
     with aligned.engine.evaluating() as model:
         padded = [float(model(batch)) for batch in data.micro_batches]
         plain = [
@@ -158,7 +158,7 @@ def test_aligned_runs_have_the_losses_of_tight_ones_over_the_same_documents(sess
         ]
     assert padded == pytest.approx(plain, rel=1e-6)
     assert all(not length % 16 for batch in data.micro_batches for length in batch.lengths)
-    assert aligned.sampler.plan.fingerprint != tight.sampler.plan.fingerprint
+    assert aligned.feed.plan.fingerprint != tight.feed.plan.fingerprint
 
 
 def test_an_aligned_run_counts_real_tokens_and_calls_the_rest_padding(words, tmp_path):
@@ -167,7 +167,7 @@ def test_an_aligned_run_counts_real_tokens_and_calls_the_rest_padding(words, tmp
     run = assemble(
         compose(_with(words, "plan.align=16", f"out={tmp_path / 'again'}")), World(), Console(rank=1)
     )
-    plan = run.sampler.plan
+    plan = run.feed.plan
     for index, record in enumerate(steps[: plan.num_steps]):
         documents = plan.documents(index)
         tokens, slots = int(plan.lengths[documents].sum()), int(plan.slots[documents].sum())

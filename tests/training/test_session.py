@@ -10,6 +10,7 @@ from multipack.planning.cost import CostModel
 from multipack.reports.console import Console
 from multipack.training.assemble import _sampler, _validation, assemble
 from multipack.training.header import header_rows
+from multipack.training.objective import objective_of
 from multipack.training.precision import resolve_dtype
 
 
@@ -41,8 +42,10 @@ def test_more_ranks_than_packs_are_refused_with_what_to_set(few):
 
 def test_a_validation_without_targets_is_refused(few):
     config = compose([*few, "data.validation=0"])
+    corpus = _corpus(config)
+    objective = objective_of(config, corpus)
     with pytest.raises(ValueError, match=r"train\.eval_every=0"):
-        _validation(config, World(), _corpus(config), CostModel.from_shape())
+        _validation(config, World(), objective, corpus.validation, CostModel.from_shape())
 
 
 def test_the_header_says_what_is_in_effect(words, tmp_path):

@@ -45,10 +45,10 @@ class PlanCommand:
                 f" each needs one: set plan.packs_per_step to {self.world_size} or more (or plan.micro_batches, the"
                 f" packs of one rank), or world_size to {packs} or less"
             )
-        if self.plan.cost == "measured" and not self.cost:
+        if self.plan.cost != "flops":
             raise ValueError(
-                "plan.cost=measured is what a run measures when it starts; here give cost=FILE, the cost model that"
-                " a run saved, or leave plan.cost=flops"
+                f"plan.cost={self.plan.cost} is how a run learns what documents cost; here give cost=FILE, the cost"
+                " model that a run or `multipack calibrate` has saved"
             )
         if self.cost and self.model != SHAPES["llama-8b"]:
             raise ValueError(

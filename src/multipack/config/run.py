@@ -11,12 +11,15 @@ from multipack.config.words import ConfigError, flatten, merge, read_yaml, renam
 from multipack.data.config import DataConfig
 from multipack.data.tokenizer import TokenizerConfig
 from multipack.models.attention import find_backend
+from multipack.models.preference import PreferenceConfig
 from multipack.parallel.engine import ParallelConfig
 from multipack.planning.plan import PlanConfig
 from multipack.run import find_run
 from multipack.shapes import ModelShape
+from multipack.training.initial import initial_shape
 from multipack.training.optimizer import OptimizerConfig
 from multipack.training.settings import LogConfig, TrainConfig
+from multipack.training.trackers import TrackConfig
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,8 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    track: TrackConfig = field(default_factory=TrackConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     out: str = ""
     """Run directory; empty = runs/<date>_<time>."""
 
@@ -77,7 +82,7 @@ def compose_run(words: Iterable[str]) -> Config:
     said = dict(rename(*split(word)) for word in given)
     resume, out = said.get("train.resume", "false"), said.get("out", "")
     if resume.lower() in ("false", ""):
-        return compose(given)
+        return compose(given, _initial_model(said))
     asked = out if resume.lower() == "true" else resume
     if not asked:
         raise ConfigError("train.resume=true needs out=RUN_DIR (or write train.resume=RUN_DIR)")
@@ -97,6 +102,19 @@ def compose_run(words: Iterable[str]) -> Config:
     _refuse_another_run(before, said)
     config.out = str(run.path)
     return config
+
+
+def _initial_model(said: dict[str, str]) -> dict[str, Any] | None:
+    """The shape of the weights that a run begins with, where its words say none; its vocabulary may still grow."""
+    path = said.get("train.init_from", "")
+    free = {"model.attention", "model.dropout"}
+    if not path or any(key == "model" or (key.startswith("model.") and key not in free) for key in said):
+        return None
+    try:
+        shape = initial_shape(Path(path).expanduser())
+    except FileNotFoundError as error:
+        raise ConfigError(f"train.init_from={path}: {error}") from error
+    return {"model": {**shape.to_dict(), "vocabulary_size": 0}}
 
 
 def _refuse_another_run(before: dict[str, Any], said: dict[str, str]) -> None:

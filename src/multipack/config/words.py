@@ -28,21 +28,11 @@ class ConfigError(ValueError):
     """A configuration that cannot be; the message names the field and what is legal."""
 
 
-def _initial(value: str) -> str:
-    choices = {"scratch": "false", "resume": "true"}
-    if value not in choices:
-        raise ConfigError(
-            f"train.init_from={value}: legal are scratch and resume (here: train.resume=true or a run's path)"
-        )
-    return choices[value]
-
-
 ALIASES: dict[str, tuple[str, Callable[[str], str]]] = {
     "train.max_iters": ("train.steps", str),
     "train.eval_interval": ("train.eval_every", str),
     "train.log_interval": ("log.every", str),
     "train.eval_iters": ("train.eval_packs", str),
-    "train.init_from": ("train.resume", _initial),
     "train.backend": ("parallel.data", str.lower),
     "train.warmup_iters": ("optimizer.warmup_steps", str),
     "model.n_layer": ("model.layers", str),
@@ -186,6 +176,8 @@ def rename(key: str, value: str) -> tuple[str, str]:
     if key in ALIASES:
         key, convert = ALIASES[key]
         value = convert(value)
+    if key == "train.init_from" and value in ("scratch", "resume"):  # wordplay's; all others are paths
+        key, value = "train.resume", str(value == "resume").lower()
     return key, VALUE_ALIASES.get((key, value), value)
 
 

@@ -9,6 +9,8 @@ from typing import Literal, get_args
 SourceName = Literal["stdlib", "text", "jsonl", "parquet", "huggingface", "store", "mixture"]
 RECORDS = ("jsonl", "parquet", "huggingface")
 """Sources whose documents are records with named fields."""
+BUILT_IN_TEMPLATES = ("chatml", "llama3", "plain")
+"""Names of `data.chat_template` that are no file's."""
 Division = Literal["auto", "file", "blank_line", "separator", "stream"]
 RecordFormat = Literal["auto", "text", "completion", "chat", "preference"]
 Overlong = Literal["auto", "error", "truncate", "truncate_left", "split", "drop"]
@@ -35,7 +37,7 @@ class DataConfig:
     format: RecordFormat = "auto"
     """What a record is: text, prompt and completion, chat messages, or a preference pair; auto: by its fields."""
     fields: list[str] = field(default_factory=list)
-    """Names of a record's fields: text; prompt, completion; messages; or prompt, chosen, rejected. Empty = these."""
+    """A record's fields: text; prompt, completion; messages, tools; or prompt, chosen, rejected. Empty = these."""
     between: str = "\n"
     """Text between prompt and completion of a record, part of the prompt; empty joins them as they are."""
     chat_template: str = ""
@@ -159,6 +161,13 @@ class DataConfig:
                     f" data.source is {self.source}"
                 )
             return
+        if self.special_tokens and self.chat_template in ("", *BUILT_IN_TEMPLATES):
+            raise ValueError(
+                f"data.special_tokens={self.special_tokens} are those of a Jinja file (data.chat_template=FILE); those "
+                f"of {self.chat_template or 'a tokenizer'} are known: leave them out"
+            )
+        if len(set(self.special_tokens)) < len(self.special_tokens) or not all(self.special_tokens):
+            raise ValueError(f"data.special_tokens={self.special_tokens}: names that differ from each other")
         if len(set(self.fields)) < len(self.fields) or not all(self.fields):
             raise ValueError(f"data.fields={self.fields}: names that differ from each other")
         least = {"text": (1,), "completion": (2,), "chat": (1, 2), "preference": (2, 3), "auto": (1, 2)}[

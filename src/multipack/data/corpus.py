@@ -1,18 +1,28 @@
-"""From a token store to the documents that a run trains and validates on.
+"""From token stores to the documents that a run trains and validates on.
 
 TokenStore ─▶ split ─▶ fit ─▶ Corpus(train, validation, …)      views: nothing is copied
+  several  ─▶ split ─▶ fit ─▶ mix                               each source by itself, then as one
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from pathlib import Path
 
+from multipack.data.arriving import Arriving
 from multipack.data.config import DataConfig
 from multipack.data.documents import Documents
-from multipack.data.fit import FitPolicy, FitReport
+from multipack.data.fit import Fit, FitReport
+from multipack.data.growing import GrowingFolder
+from multipack.data.huggingface import open_dataset
+from multipack.data.joint import JointStore, Store, open_store
+from multipack.data.memory import MemoryStore
+from multipack.data.mixture import Share, mix
 from multipack.data.prepare import prepare
-from multipack.data.store import TokenStore
+from multipack.data.streamed import StreamedRecords
 from multipack.data.tokenizer import Progress, Tokenizer, TokenizerConfig
 
 
@@ -30,7 +40,9 @@ class Corpus:
         validation_fit: to those of validation.
         skipped: what the source left out: reason → how many.
         prompts: a few short beginnings, from validation where there is one, for samples.
-        store_path: the token store behind all this.
+        store_path: the token store behind all this; of a mixture, the first one.
+        mixture: what an epoch has of each source of a mixture.
+        arriving: the documents to train on where they arrive during the run; `train` is empty then.
     """
 
     train: Documents
@@ -43,6 +55,16 @@ class Corpus:
     skipped: dict[str, int]
     prompts: tuple[str, ...]
     store_path: Path
+    mixture: tuple[Share, ...] = ()
+    arriving: Arriving | None = None
+
+    @property
+    def chat_template(self) -> str:
+        """The template of its chats, as JSON; empty = there are none."""
+        if self.arriving is not None:
+            return self.arriving.chat_template
+        store = self.train.store
+        return "" if isinstance(store, MemoryStore) else store.chat_template
 
 
 def load_corpus(
@@ -62,32 +84,118 @@ def load_corpus(
     """
     data.check()
     tokenizer.check()
+    if data.stream:
+        return _load_stream(data, tokenizer, limit)
+    if data.source == "mixture":
+        return _load_mixture(data, tokenizer, limit, progress)
     if data.source == "store":
-        store = TokenStore(Path(data.path).expanduser())
-        if data.verify:
-            store.verify(progress)
-        _check_tokenizer(store, tokenizer)
+        store = _open(data.path, data, tokenizer, progress)
     else:
-        store = TokenStore(prepare(data, tokenizer, progress=progress))
-    train, validation = _split(Documents.whole(store, data.train_on_prompt), data, limit)
-    policy: FitPolicy = store.overlong if data.overlong == "auto" else data.overlong
-    train, train_fit = train.fit(limit, policy)
-    validation, validation_fit = validation.fit(limit, policy)
+        store = open_store(prepare(data, tokenizer, progress=progress))
+    views = _views(store, data, limit)
+    return _corpus(store, views, store.header.description, limit)
+
+
+@dataclass(frozen=True)
+class _Views:
+    """The documents of one store, divided, none of them too long."""
+
+    train: Documents
+    validation: Documents
+    train_fit: FitReport
+    validation_fit: FitReport
+
+
+def _views(store: Store, data: DataConfig, limit: int) -> _Views:
+    train, validation = _split(store, data, limit)
+    fit = Fit(store.overlong if data.overlong == "auto" else data.overlong, data.overlap, data.repeat_prompt)
+    train, train_fit = train.fit(limit, fit)
+    validation, validation_fit = validation.fit(limit, fit)
+    return _Views(train, validation, train_fit, validation_fit)
+
+
+def _corpus(
+    store: Store, views: _Views, description: str, limit: int, mixture: tuple[Share, ...] = ()
+) -> Corpus:
+    first = store.stores[0] if mixture and isinstance(store, JointStore) else store
     return Corpus(
-        train=train,
-        validation=validation,
+        train=views.train,
+        validation=views.validation,
         tokenizer=store.tokenizer,
         corpus_hash=store.header.source_hash,
-        description=store.header.description,
-        train_fit=train_fit,
-        validation_fit=validation_fit,
+        description=description,
+        train_fit=views.train_fit,
+        validation_fit=views.validation_fit,
         skipped=store.header.skipped,
-        prompts=_prompts(validation if len(validation) else train, store.tokenizer, limit),
-        store_path=store.path,
+        prompts=_prompts(views.validation if len(views.validation) else views.train, store.tokenizer, limit),
+        store_path=first.path,
+        mixture=mixture,
     )
 
 
-def _check_tokenizer(store: TokenStore, config: TokenizerConfig) -> None:
+def _open(path: str, data: DataConfig, tokenizer: TokenizerConfig, progress: Progress | None) -> Store:
+    store = open_store(Path(path).expanduser())
+    if data.verify:
+        store.verify(progress)
+    _check_tokenizer(store, tokenizer)
+    return store
+
+
+def _load_mixture(
+    data: DataConfig, tokenizer: TokenizerConfig, limit: int, progress: Progress | None
+) -> Corpus:
+    stores = [_open(path, data, tokenizer, progress) for path in data.paths]
+    names = _names([store.path for store in stores])
+    joint = JointStore(stores[0].path.parent, stores, names)
+    # Each source is split and fitted by itself: what validates is what validates when it is trained on alone.
+    parts = [_views(store, data, limit) for store in stores]
+    train = [part.train.within(joint, number) for number, part in enumerate(parts)]
+    validation = [part.validation.within(joint, number) for number, part in enumerate(parts)]
+    mixed, shares = mix(train, names, data.weights, data.weigh_by, data.mixture_ends, data.split_seed)
+    views = _Views(
+        train=mixed,
+        validation=Documents.joined(validation),
+        train_fit=reduce(add, (part.train_fit for part in parts)),
+        validation_fit=reduce(add, (part.validation_fit for part in parts)),
+    )
+    said = ", ".join(f"{share.name} {share.got:.1%}" for share in shares)
+    return _corpus(joint, views, f"mixture by {data.weigh_by}: {said}", limit, shares)
+
+
+def _load_stream(data: DataConfig, tokenizer: TokenizerConfig, limit: int) -> Corpus:
+    arriving: Arriving
+    if data.source == "store":
+        folder = GrowingFolder(data, limit)
+        _check_tokenizer(folder.first, tokenizer)
+        arriving = folder
+    else:
+        arriving = StreamedRecords(data, limit, tokenizer, lambda: open_dataset(data))
+    validation = arriving.validation
+    return Corpus(
+        train=validation.take([]),
+        validation=validation,
+        tokenizer=arriving.tokenizer,
+        corpus_hash=arriving.fingerprint,
+        description=f"{arriving.name}, documents as they arrive",
+        train_fit=arriving.report,
+        validation_fit=arriving.validation_fit,
+        skipped=arriving.skipped,
+        prompts=_prompts(validation, arriving.tokenizer, limit),
+        store_path=arriving.validation.store.path,
+        arriving=arriving,
+    )
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """The stores' names, with as many folders before them as tell them apart."""
+    for parts in range(1, max(len(path.parts) for path in paths)):
+        names = ["/".join(path.parts[-parts:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in paths]
+
+
+def _check_tokenizer(store: Store, config: TokenizerConfig) -> None:
     if config.kind == "auto":
         return
     if config.kind == "file":
@@ -103,18 +211,20 @@ def _check_tokenizer(store: TokenStore, config: TokenizerConfig) -> None:
         )
 
 
-def _split(whole: Documents, data: DataConfig, limit: int) -> tuple[Documents, Documents]:
-    if whole.store.header.split_by == "position":
+def _split(store: Store, data: DataConfig, limit: int) -> tuple[Documents, Documents]:
+    whole = Documents.whole(store, data.train_on_prompt)
+    if store.header.split_by == "position":
         return _split_stream(whole, data, limit)
     if data.block_size:
         raise ValueError(
-            f"data.block_size={data.block_size} cuts a stream, and {data.path} holds "
+            f"data.block_size={data.block_size} cuts a stream, and {store.path} holds "
             f"{len(whole):,} documents; data.overlong=split cuts those that are too long"
         )
     if data.validation and len(whole) < 2:
         raise ValueError(
-            f"data.validation={data.validation}: {len(whole)} document ({whole.names(0)}) cannot be split in "
-            "two; set data.validation=0 (and train.eval_every=0), add documents, or divide a text with data.documents"
+            f"data.validation={data.validation}: {len(whole)} document ({whole.names(0)}) of {store.path} cannot"
+            " be split in two; set data.validation=0 (and train.eval_every=0), add documents, or divide a text with"
+            " data.documents"
         )
     return whole.split(data.validation, data.split_seed)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import gzip
 import hashlib
 import os
@@ -16,11 +17,13 @@ CHUNK = 1 << 20
 
 
 class FileSet:
-    """A file, or all files of a folder and its folders with one of `suffixes` (and `.gz`), sorted by name.
+    """A file, the files that a pattern names, or all files of a folder and its folders with one of `suffixes`.
 
-    Hidden files and folders are left out.
+    Patterns are the shell's (`*`, `?`, `[…]`), and `**` stands for any folders; what they name may have any suffix.
+    Files are sorted by name; hidden files and folders are left out. With `.gz` after it, a suffix is the same.
 
     Attributes:
+        root: the file or folder; of a pattern, the folder before its first wildcard.
         names: what people call each file: its path relative to the folder.
         paths: where each is.
         ignored: files of the folder with another suffix.
@@ -40,6 +43,9 @@ class FileSet:
         elif root.is_dir():
             self.names = self._names(root, suffixes)
             self.paths = [root / name for name in self.names]
+        elif glob.has_magic(path):
+            self.root, self.names = self._matches(root)
+            self.paths = [self.root / name for name in self.names]
         else:
             raise ValueError(f"data.path={path}: there is no such file or folder")
         self._seen = [self._state(path) for path in self.paths]
@@ -61,9 +67,20 @@ class FileSet:
         if not names:
             raise ValueError(
                 f"data.path={root}: no {', '.join(suffixes)} file (or .gz of one) in this folder "
-                f"({self.ignored:,} files of other kinds); a single file may have any name"
+                f"({self.ignored:,} files of other kinds); a single file may have any name, and so may those of a "
+                f"pattern: data.path={root}/*"
             )
         return sorted(names)
+
+    @staticmethod
+    def _matches(pattern: Path) -> tuple[Path, list[str]]:
+        fixed = next(number for number, part in enumerate(pattern.parts) if glob.has_magic(part))
+        root = Path(*pattern.parts[:fixed])
+        names = glob.glob(str(Path(*pattern.parts[fixed:])), root_dir=root, recursive=True)
+        files = sorted({Path(name).as_posix() for name in names if (root / name).is_file()})
+        if not files:
+            raise ValueError(f"data.path={pattern}: no file has such a name (`**` stands for any folders)")
+        return root, files
 
     @staticmethod
     def _state(path: Path) -> tuple[int, int]:

@@ -11,7 +11,8 @@ from typing import Any, get_args
 from multipack.data.fit import FitPolicy
 
 FORMAT = "multipack-token-store"
-VERSION = 1
+VERSION = 2
+"""Newest version: 1 is a store without optional files, and is still written where there are none."""
 HEADER = "header.json"
 DTYPES = {"uint16": 2, "uint32": 4}
 """Token types and their bytes."""
@@ -19,8 +20,16 @@ FILES = {
     *("tokens.bin", "offsets.bin", "spans.bin", "span_offsets.bin", "names.bin", "name_offsets.bin"),
     "tokenizer.json",
 }
-"""What a store holds beside its header."""
+"""What every store holds beside its header."""
+BORDERS, CHAT_TEMPLATE = "borders.bin", "chat_template.json"
+OPTIONAL_FILES = {BORDERS, CHAT_TEMPLATE}
+"""What stores of pairs, and of chats, hold too."""
 _LARGEST = 1 << 24
+
+
+def dtype_of(vocabulary_size: int) -> str:
+    """Type of a token: the smallest that holds every token of the vocabulary."""
+    return "uint16" if vocabulary_size <= 1 << 16 else "uint32"
 
 
 @dataclass(frozen=True)
@@ -62,13 +71,18 @@ class StoreHeader:
     files: dict[str, dict[str, Any]]
 
     @property
+    def version(self) -> int:
+        """Version of the format that holds these files."""
+        return 2 if OPTIONAL_FILES & self.files.keys() else 1
+
+    @property
     def checksum(self) -> str:
         """Sha256 of all of this: as it holds the hash of every file, it identifies the store's content."""
         canonical = json.dumps(self._content(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def _content(self) -> dict[str, Any]:
-        return {"format": FORMAT, "version": VERSION, **asdict(self)}
+        return {"format": FORMAT, "version": self.version, **asdict(self)}
 
     def to_json(self) -> str:
         """The content of `header.json`."""
@@ -97,10 +111,10 @@ class StoreHeader:
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise ValueError(f"{folder} is not a token store ({HEADER} is of another format)")
         version = content.get("version")
-        if version != VERSION:
+        if type(version) is not int or not 1 <= version <= VERSION:
             raise ValueError(
                 f"{folder} has version {version} of the token store's format, and this multipack reads "
-                f"version {VERSION}: update multipack, or prepare the store again"
+                f"versions up to {VERSION}: update multipack, or prepare the store again"
             )
         return cls._from_content(content, file)
 
@@ -108,17 +122,18 @@ class StoreHeader:
     def _from_content(cls, content: dict[str, Any], file: Path) -> StoreHeader:
         try:
             header = cls(**{field.name: content[field.name] for field in fields(cls)})
-            intact = header.checksum == content["checksum"]
+            checksum = content["checksum"]
         except KeyError as error:
             raise ValueError(f"{file} lacks {error}: the store is damaged; prepare it again") from error
-        if not intact:
+        files = header.files
+        if not isinstance(files, dict) or not FILES <= files.keys() <= FILES | OPTIONAL_FILES:
+            raise ValueError(f"{file} does not name the files of a token store: prepare the store again")
+        if header.checksum != checksum:
             raise ValueError(f"{file} was edited (its checksum differs): prepare the store again")
         header._check(file)
         return header
 
     def _check(self, file: Path) -> None:
-        if not isinstance(self.files, dict) or self.files.keys() != FILES:
-            raise ValueError(f"{file} does not name the files of a token store: prepare the store again")
         counts = (self.documents, self.tokens, self.spans, self.vocabulary_size)
         right = (
             self.dtype in DTYPES
@@ -133,7 +148,9 @@ class StoreHeader:
 
     def sizes(self) -> dict[str, int]:
         """Bytes of the files whose size follows from the counts."""
+        borders = {BORDERS: 8 * self.documents} if BORDERS in self.files else {}
         return {
+            **borders,
             "tokens.bin": DTYPES[self.dtype] * self.tokens,
             "offsets.bin": 8 * (self.documents + 1),
             "spans.bin": 16 * self.spans,

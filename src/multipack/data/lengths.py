@@ -30,7 +30,7 @@ def read_lengths(path: Path, capacity: int, histogram: bool = False) -> Lengths:
     """Lengths in tokens, and target tokens where the source knows them.
 
     Args:
-        path: a .npy file of whole numbers, or the folder of a token store.
+        path: a .npy file of whole numbers, or the folder of a token store or of its shards.
         capacity: most tokens of a pack: a store's stream is cut into documents of this length, and its other
             documents are treated as training would by default.
         histogram: the file counts documents by length: entry i is the number of documents of i + 1 tokens.
@@ -61,9 +61,9 @@ def read_lengths(path: Path, capacity: int, histogram: bool = False) -> Lengths:
 
 def _of_store(path: Path, capacity: int) -> Lengths:
     from multipack.data.documents import Documents
-    from multipack.data.store import TokenStore
+    from multipack.data.joint import open_store
 
-    store = TokenStore(path)
+    store = open_store(path)
     documents = Documents.whole(store)
     if store.header.split_by == "position":
         documents = documents.cut(capacity)

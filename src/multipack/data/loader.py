@@ -16,7 +16,6 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from multipack.data.batch import PackedBatch
-from multipack.data.documents import Document, Documents
 
 
 class Sampler(Protocol):
@@ -40,6 +39,13 @@ _Item = tuple[PackedBatch, dict[str, Any]]
 """A batch, and the sampler's state after it."""
 
 
+class Indexed(Protocol):
+    """What the loader asks of a data set."""
+
+    def __getitem__(self, index: int, /) -> Any:
+        """Document (or pair) `index`."""
+
+
 class PackedLoader:
     """Iterates the batches of the sampler's current epoch.
 
@@ -60,9 +66,9 @@ class PackedLoader:
 
     def __init__(
         self,
-        documents: Documents,
+        documents: Indexed,
         sampler: Sampler,
-        collator: Callable[[Sequence[Document]], PackedBatch],
+        collator: Callable[[Sequence[Any]], PackedBatch],
         prefetch: int = 2,
     ) -> None:
         if prefetch < 0:
@@ -139,7 +145,7 @@ class PackedLoader:
 
 
 def _collated(
-    documents: Documents, sampler: Sampler, collator: Callable[[Sequence[Document]], PackedBatch]
+    documents: Indexed, sampler: Sampler, collator: Callable[[Sequence[Any]], PackedBatch]
 ) -> Iterator[_Item]:
     for numbers in sampler:
         state = sampler.state_dict()

@@ -52,6 +52,9 @@ class Source(ABC):
         unit: what `done` and `total` count.
         overlong: what becomes of documents longer than a pack, where `DataConfig.overlong` is auto.
         skipped: after a full iteration, what was left out: reason → how many.
+        pairs: whether each document is a pair of answers, of which one is preferred.
+        chat_template: the template of its chats (`ChatTemplate.to_json`); empty = it has none.
+        special_tokens: names of the special tokens that its documents hold.
     """
 
     is_stream = False
@@ -66,6 +69,21 @@ class Source(ABC):
     @abstractmethod
     def hash(self) -> str:
         """Sha256 of the content and of all settings that decide what the documents are."""
+
+    @property
+    def pairs(self) -> bool:
+        """See above."""
+        return False
+
+    @property
+    def chat_template(self) -> str:
+        """See above."""
+        return ""
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """See above."""
+        return ()
 
     @property
     @abstractmethod

@@ -1,39 +1,48 @@
-"""Where documents come from: the standard library, text or JSONL files; each a `Source` of `SourceDocument`s.
+"""Where documents come from: the standard library, text, or records; each a `Source` of `SourceDocument`s.
 
-    data.source=stdlib                          (signature + docstring → source) pairs of the running Python
-    data.source=text   data.path=FILE|FOLDER    documents by file, blank line or separator, or one stream
-    data.source=jsonl  data.path=FILE|FOLDER    a text, or a prompt and its completion, per line
-    data.source=store  data.path=FOLDER         what `multipack prepare` made (see `data/store.py`)
+    data.source=stdlib                              (signature + docstring → source) pairs of the running Python
+    data.source=text         data.path=PATH         documents by file, blank line or separator, or one stream
+    data.source=jsonl        data.path=PATH         records in JSON (see `data/records.py`)
+    data.source=parquet      data.path=PATH         records in Parquet
+    data.source=huggingface  data.path=NAME|FOLDER  records in a data set of Hugging Face's library
+    data.source=store        data.path=FOLDER       what `multipack prepare` made (see `data/store.py`)
 
-A source reads its files from the start whenever it is iterated, one document in memory at a time, and
-refuses to go on when a file has changed since it was found. Files may be gzipped (`.gz`).
+PATH is a file, a folder, or a pattern such as `data/**/*.jsonl.gz`. A source reads its files from the start whenever it
+is iterated, one document in memory at a time, and refuses to go on when a file has changed since it was found. Files
+may be gzipped (`.gz`).
 """
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import io
 import json
 import platform
-from abc import abstractmethod
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any, BinaryIO, TextIO
+from typing import BinaryIO, TextIO
 
 from multipack.data import stdlib
 from multipack.data.config import DataConfig
 from multipack.data.files import FileSet, paragraphs, separated, stretches
+from multipack.data.huggingface import HuggingFaceSource
+from multipack.data.parquet import ParquetSource
+from multipack.data.record_source import JsonlSource
 from multipack.data.source import Part, Source, SourceDocument
+from multipack.data.tokenizer import TokenizerConfig
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".py")
-JSONL_SUFFIXES = (".jsonl", ".ndjson")
 
 
-def open_source(config: DataConfig) -> Source:
+def open_source(config: DataConfig, tokenizer: TokenizerConfig | None = None) -> Source:
     """The source that `config` names; files are listed, not yet read.
 
+    Args:
+        config: the source.
+        tokenizer: whose chat template and end token chats take, where `config` names none; None = one that is trained.
+
     Raises:
+        ImportError: a package that reads the source is not installed.
         ValueError: the configuration is impossible, or there is nothing at its path.
     """
     config.check()
@@ -42,8 +51,13 @@ def open_source(config: DataConfig) -> Source:
     if config.source == "text":
         return TextSource(config)
     if config.source == "jsonl":
-        return JsonlSource(config)
-    raise ValueError(f"data.source=store: {config.path} is tokenized already; there is no text to read")
+        return JsonlSource(config, tokenizer)
+    if config.source == "parquet":
+        return ParquetSource(config, tokenizer)
+    if config.source == "huggingface":
+        return HuggingFaceSource(config, tokenizer)
+    where = config.path or ", ".join(config.paths)
+    raise ValueError(f"data.source={config.source}: {where} is tokenized already; there is no text to read")
 
 
 class StdlibSource(Source):
@@ -101,27 +115,21 @@ class StdlibSource(Source):
         return f"Python {platform.python_version()} standard library, {documents:,} functions with docstring"
 
 
-class FileSource(Source):
-    """What text and jsonl share: a file, or the sorted files of a folder."""
+class TextSource(Source):
+    """Plain text in UTF-8, divided as `DataConfig.documents` says; empty documents are left out."""
 
-    def __init__(self, config: DataConfig, suffixes: tuple[str, ...]) -> None:
+    def __init__(self, config: DataConfig) -> None:
         super().__init__()
-        self.config = config
-        self._files = FileSet(config.path, suffixes)
+        self._files = FileSet(config.path, TEXT_SUFFIXES)
         self.total = self._files.total_bytes
-
-    @abstractmethod
-    def _settings(self) -> dict[str, Any]:
-        """What decides, beside the content, what the documents are."""
-
-    @abstractmethod
-    def _read(self, index: int, file: BinaryIO) -> Iterator[SourceDocument]:
-        """The documents of file `index`."""
+        self._division, self._separator = config.division, config.separator
+        self.is_stream = self._division == "stream"
 
     @cached_property
     def hash(self) -> str:
         """See `Source`."""
-        digest = hashlib.sha256(json.dumps(self._settings(), sort_keys=True).encode())
+        settings = {"source": "text 1", "documents": self._division, "separator": self._separator}
+        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
         digest.update(self._files.digest())
         return digest.hexdigest()
 
@@ -136,18 +144,6 @@ class FileSource(Source):
         for index in range(len(self._files.paths)):
             with self._files.open(index) as file:
                 yield from self._read(index, file)
-
-
-class TextSource(FileSource):
-    """Plain text in UTF-8, divided as `DataConfig.documents` says; empty documents are left out."""
-
-    def __init__(self, config: DataConfig) -> None:
-        super().__init__(config, TEXT_SUFFIXES)
-        self._division = config.division
-        self.is_stream = self._division == "stream"
-
-    def _settings(self) -> dict[str, Any]:
-        return {"source": "text 1", "documents": self._division, "separator": self.config.separator}
 
     def _read(self, index: int, file: BinaryIO) -> Iterator[SourceDocument]:
         text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")  # line ends stay as they are
@@ -170,7 +166,7 @@ class TextSource(FileSource):
             for line, content in paragraphs(text):
                 yield f"{name}:{line}", content, True
         elif self._division == "separator":
-            for number, content in enumerate(separated(text, self.config.separator), 1):
+            for number, content in enumerate(separated(text, self._separator), 1):
                 yield f"{name}#{number}", content, True
         elif self._division == "stream":
             for content, ended in stretches(text):
@@ -185,77 +181,3 @@ class TextSource(FileSource):
         if self.is_stream:
             return f"{where}, one stream of {count:,} {'file' if count == 1 else 'files'}"
         return f"{where}, {documents:,} documents by {self._division.replace('_', ' ')}"
-
-
-class JsonlSource(FileSource):
-    """One JSON object a line: a text, or a prompt and its completion."""
-
-    def __init__(self, config: DataConfig) -> None:
-        super().__init__(config, JSONL_SUFFIXES)
-        self._fields = tuple(config.fields)
-
-    def _settings(self) -> dict[str, Any]:
-        return {"source": "jsonl 1", "fields": self.config.fields, "between": self.config.between}
-
-    def _read(self, index: int, file: BinaryIO) -> Iterator[SourceDocument]:
-        for number, line in enumerate(file, 1):
-            where = f"{self._files.paths[index]}, line {number}"
-            if not line.strip():
-                self._skip("blank lines")
-                continue
-            document = self._document(_record(line, where), f"{self._files.names[index]}:{number}", where)
-            if document is not None:
-                yield document
-
-    def _document(self, record: dict[str, Any], name: str, where: str) -> SourceDocument | None:
-        if not self._fields:  # the first record decides for all
-            self._fields = _detect(record, where)
-        texts = [_text(record, field, where) for field in self._fields]
-        if not texts[-1].strip():
-            self._skip("empty documents" if len(texts) == 1 else "empty completions")
-            return None
-        if len(texts) == 1:
-            return SourceDocument(name, (Part(texts[0], True),))
-        return SourceDocument(name, (Part(texts[0] + self.config.between, False), Part(texts[1], True)))
-
-    def describe(self, documents: int) -> str:
-        """See `Source`."""
-        what = " → ".join(self._fields) or "nothing"
-        return f"{self._files.root.name or self._files.root}, {documents:,} documents ({what})"
-
-
-def _record(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line.removeprefix(codecs.BOM_UTF8))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{where}: not UTF-8: {error}") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: not JSON: {error}") from error
-    if not isinstance(record, dict):
-        raise ValueError(
-            f"{where}: a JSON {type(record).__name__}, not an object; jsonl has one object a line"
-        )
-    return record
-
-
-def _detect(record: dict[str, Any], where: str) -> tuple[str, ...]:
-    for fields in (("text",), ("prompt", "completion")):
-        if all(field in record for field in fields):
-            return fields
-    raise ValueError(
-        f"{where}: neither `text` nor `prompt` and `completion` among the fields "
-        f"({', '.join(record) or 'none'}); name one or two of them in data.fields"
-    )
-
-
-def _text(record: dict[str, Any], field: str, where: str) -> str:
-    if field not in record:
-        raise ValueError(f"{where}: no field {field!r} (it has {', '.join(record) or 'none'})")
-    value = record[field]
-    if not isinstance(value, str):
-        raise ValueError(f"{where}: field {field!r} is a {type(value).__name__}, not text")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{where}: field {field!r} holds half a surrogate pair: {error}") from error
-    return value

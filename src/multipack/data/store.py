@@ -6,7 +6,9 @@
     spans.bin          [3,8) [0,4) [1,3) [4,6)    int64 pairs: ranges of targets within their document
     span_offsets.bin   0     1     2          4   int64, documents + 1
     names.bin, name_offsets.bin                   UTF-8, and int64, documents + 1
+    borders.bin        of pairs only: int64, documents: first token of the second half; 0 = no pair
     tokenizer.json
+    chat_template.json of chats only: how conversations became text
 
 All numbers are little endian. The folder appears whole or not at all: it is written beside its place, the
 header last, and then moved there. Nothing in it is ever executed or unpickled; sizes are checked before they
@@ -16,25 +18,23 @@ are believed.
 from __future__ import annotations
 
 import hashlib
-import os
-import platform
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from multipack.atomic import atomic_folder
 from multipack.data.fit import FitPolicy
-from multipack.data.header import DTYPES, HEADER, StoreHeader
+from multipack.data.header import BORDERS, CHAT_TEMPLATE, DTYPES, StoreHeader
 from multipack.data.tokenizer import Tokenizer
+from multipack.data.writer import StoreWriter
 
-FLUSH = 1 << 20
-"""Tokens that a writer keeps in memory before they go to the disk."""
+__all__ = ["StoreWriter", "TokenStore"]
+
+_BLOCK = 1 << 20
+"""Documents whose targets are counted at once: bounds the memory that it takes."""
 
 
 class TokenStore:
@@ -51,6 +51,7 @@ class TokenStore:
         spans: (spans, 2) int64 ranges of targets; those of document d are
             `spans[span_offsets[d]:span_offsets[d + 1]]`, counted from its first token.
         span_offsets: (documents + 1,) int64.
+        borders: (documents,) int64 first token of the second half of a pair, 0 = no pair; empty where there are none.
 
     Raises:
         ValueError: there is no store at `path`, or it is truncated, edited, or of a newer format.
@@ -71,6 +72,7 @@ class TokenStore:
         self.span_offsets: NDArray[np.int64] = self._map("span_offsets.bin", "<i8")
         self._name_offsets: NDArray[np.int64] = self._map("name_offsets.bin", "<i8")
         self._names: NDArray[np.uint8] = self._map("names.bin", "u1")
+        self.borders: NDArray[np.int64] = self._map(BORDERS, "<i8")
         for name, offsets, end in (
             ("offsets.bin", self.offsets, header.tokens),
             ("span_offsets.bin", self.span_offsets, header.spans),
@@ -80,7 +82,7 @@ class TokenStore:
                 raise self._damaged(f"{name} runs from {offsets[0]} to {offsets[-1]}, not from 0 to {end}")
 
     def _map(self, name: str, dtype: str) -> NDArray[Any]:
-        if self.header.files[name]["bytes"] == 0:  # which cannot be mapped
+        if name not in self.header.files or self.header.files[name]["bytes"] == 0:  # which cannot be mapped
             return np.zeros(0, dtype=dtype)
         return np.memmap(self.path / name, dtype=dtype, mode="r").view(np.ndarray)
 
@@ -109,6 +111,11 @@ class TokenStore:
     def overlong(self) -> FitPolicy:
         """What becomes of documents longer than a pack, where nobody says otherwise."""
         return self.header.overlong
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether documents of the store are preference pairs: two answers, the chosen one first."""
+        return BORDERS in self.header.files
 
     @property
     def checksum(self) -> str:
@@ -145,6 +152,68 @@ class TokenStore:
             raise self._damaged("tokenizer.json was exchanged")
         return tokenizer
 
+    @cached_property
+    def chat_template(self) -> str:
+        """How conversations became text, as JSON; empty where documents are no conversations.
+
+        Raises:
+            ValueError: its file is not the one that the header speaks of.
+        """
+        entry = self.header.files.get(CHAT_TEMPLATE)
+        if entry is None:
+            return ""
+        content = (self.path / CHAT_TEMPLATE).read_bytes()
+        if hashlib.sha256(content).hexdigest() != entry["sha256"]:
+            raise self._damaged(f"{CHAT_TEMPLATE} was exchanged")
+        return content.decode("utf-8", "replace")
+
+    @cached_property
+    def target_counts(self) -> NDArray[np.int64]:
+        """(documents,) tokens of each document that are targets, read-only.
+
+        Its first token never is, nor is the first of a pair's second half: nothing comes before them.
+        """
+        counts = np.empty(self.num_documents, dtype=np.int64)
+        for at in range(0, self.num_documents, _BLOCK):
+            documents = slice(at, min(at + _BLOCK, self.num_documents))
+            first = np.asarray(self.span_offsets[documents.start : documents.stop + 1])
+            spans = self.spans[first[0] : first[-1]]
+            targets = spans[:, 1] - spans[:, 0] - (spans[:, 0] == 0)
+            if self.has_pairs:
+                border = np.repeat(self.borders[documents], np.diff(first))
+                targets -= (spans[:, 0] == border) & (border > 0)
+            sums = np.concatenate(([0], np.cumsum(targets)))
+            counts[documents] = np.diff(sums[first - first[0]])
+        counts.flags.writeable = False
+        return counts
+
+    def tokens_of(
+        self, document: int, start: int = 0, length: int | None = None
+    ) -> NDArray[np.unsignedinteger]:
+        """(length,) tokens of a document from its token `start` on (None: all that follow), not copied.
+
+        Raises:
+            IndexError: they are not all in the document.
+        """
+        first, end = int(self.offsets[document]), int(self.offsets[document + 1])
+        stop = end - first if length is None else start + length
+        if not 0 <= start <= stop <= end - first:
+            raise IndexError(f"tokens {start} to {stop} of document {document}, which has {end - first}")
+        return self.tokens[first + start : first + stop]
+
+    def border(self, document: int) -> int:
+        """First token of the second half of a pair; 0 where the document is no pair.
+
+        Raises:
+            ValueError: it lies outside the document: the store is damaged.
+        """
+        if not self.has_pairs:
+            return 0
+        border, length = int(self.borders[document]), int(self.offsets[document + 1] - self.offsets[document])
+        if not 0 <= border < length:
+            raise self._damaged(f"{BORDERS} says {border} for document {document} of {length} tokens")
+        return border
+
     def spans_of(self, document: int) -> NDArray[np.int64]:
         """(k, 2) ranges of targets of a document."""
         return self.spans[self.span_offsets[document] : self.span_offsets[document + 1]]
@@ -172,189 +241,3 @@ class TokenStore:
 
     def __repr__(self) -> str:
         return f"TokenStore({str(self.path)!r}, {self.num_documents:,} documents, {self.num_tokens:,} tokens)"
-
-
-class _HashedFile:
-    """A file that is written once, from start to end, and hashed on the way."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("xb")
-        self._digest = hashlib.sha256()
-        self._size = 0
-
-    def write(self, content: bytes) -> None:
-        self._file.write(content)
-        self._digest.update(content)
-        self._size += len(content)
-
-    def sync(self) -> dict[str, Any]:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        return {"bytes": self._size, "sha256": self._digest.hexdigest()}
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class StoreWriter:
-    """Writes a token store, document after document, in bounded memory.
-
-        with StoreWriter(path, tokenizer, source_hash="…") as writer:
-            writer.add("a.txt", [(tokenizer.encode(text), True)])
-
-    The store is at `path` when the block has ended without an exception, and not a moment earlier.
-
-    Args:
-        path: its folder.
-        tokenizer: whose tokens they are.
-        source_hash: hash of the corpus.
-        description: one line for people; may be set until the block ends.
-        split_by: "position" when the one document is a stream.
-        overlong: what becomes of documents longer than a pack, where nobody says otherwise.
-        replace: put it in the place of a folder that exists.
-
-    Attributes:
-        description: see above.
-        skipped: what the source left out; may be set until the block ends.
-        documents: documents written so far.
-
-    Raises:
-        FileExistsError: `path` exists and `replace` is not set.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        tokenizer: Tokenizer,
-        *,
-        source_hash: str,
-        description: str = "",
-        split_by: Literal["document", "position"] = "document",
-        overlong: FitPolicy = "error",
-        replace: bool = False,
-    ) -> None:
-        self.description = description
-        self.skipped: dict[str, int] = {}
-        self.documents = 0
-        self._tokenizer = tokenizer
-        self._source_hash = source_hash
-        self._split_by = split_by
-        self._overlong = overlong
-        self._place: AbstractContextManager[Path] = atomic_folder(path, replace)
-        self._dtype = "uint16" if tokenizer.vocabulary_size <= 1 << 16 else "uint32"
-        self._totals = dict.fromkeys(("offsets.bin", "span_offsets.bin", "name_offsets.bin"), 0)
-        self._buffered: dict[str, list[int]] = {name: [0] for name in self._totals}
-        self._buffered |= {"tokens.bin": [], "spans.bin": []}
-        self._length = 0
-        self._spans: list[list[int]] = []
-
-    def __enter__(self) -> StoreWriter:
-        self._folder = self._place.__enter__()
-        self._files = {name: _HashedFile(self._folder / name) for name in (*self._buffered, "names.bin")}
-        return self
-
-    def add(self, name: str, parts: Sequence[tuple[Sequence[int], bool]], continues: bool = False) -> None:
-        """Add a document.
-
-        Args:
-            name: for people.
-            parts: its tokens in pieces, each with whether they are targets.
-            continues: the document goes on with the next `add`; the last one, or `end_document`, names it.
-
-        Raises:
-            ValueError: the document has no tokens; a token outside the vocabulary.
-        """
-        for ids, is_target in parts:
-            if is_target and len(ids):
-                if self._spans and self._spans[-1][1] == self._length:
-                    self._spans[-1][1] += len(ids)
-                else:
-                    self._spans.append([self._length, self._length + len(ids)])
-            self._length += len(ids)
-            self._buffered["tokens.bin"].extend(ids)
-        if not continues:
-            self.end_document(name)
-        if len(self._buffered["tokens.bin"]) >= FLUSH:
-            self._flush()
-
-    def end_document(self, name: str) -> None:
-        """End a document that was to continue.
-
-        Raises:
-            ValueError: it has no tokens.
-        """
-        if not self._length:
-            raise ValueError(f"document {self.documents} ({name}) has no tokens")
-        raw = name.encode("utf-8", "replace")
-        self._files["names.bin"].write(raw)
-        for file, size in (
-            ("offsets.bin", self._length),
-            ("span_offsets.bin", len(self._spans)),
-            ("name_offsets.bin", len(raw)),
-        ):
-            self._totals[file] += size
-            self._buffered[file].append(self._totals[file])
-        self._buffered["spans.bin"].extend(bound for span in self._spans for bound in span)
-        self.documents += 1
-        self._length, self._spans = 0, []
-
-    def _flush(self) -> None:
-        for name, values in self._buffered.items():
-            array = np.array(values, dtype=np.int64)
-            if name == "tokens.bin":
-                self._check(array)
-                array = array.astype("<u2" if self._dtype == "uint16" else "<u4")
-            self._files[name].write(array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes())
-            values.clear()
-
-    def _check(self, tokens: NDArray[np.int64]) -> None:
-        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._tokenizer.vocabulary_size:
-            raise ValueError(
-                f"tokens from {tokens.min()} to {tokens.max()} for a vocabulary of "
-                f"{self._tokenizer.vocabulary_size:,} tokens"
-            )
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None:
-                self._finish()
-        except BaseException as failure:
-            self._close_files()
-            self._place.__exit__(type(failure), failure, failure.__traceback__)
-            raise
-        self._close_files()
-        self._place.__exit__(kind, error, trace)
-
-    def _close_files(self) -> None:
-        for file in self._files.values():
-            file.close()
-
-    def _finish(self) -> None:
-        if self._length:
-            raise ValueError("the last document was announced to continue: call end_document")
-        self._flush()
-        self._files["tokenizer.json"] = _HashedFile(self._folder / "tokenizer.json")
-        self._files["tokenizer.json"].write(self._tokenizer.to_json().encode())
-        header = StoreHeader(
-            dtype=self._dtype,
-            documents=self.documents,
-            tokens=self._totals["offsets.bin"],
-            spans=self._totals["span_offsets.bin"],
-            vocabulary_size=self._tokenizer.vocabulary_size,
-            end_id=self._tokenizer.end_id,
-            tokenizer=self._tokenizer.name,
-            tokenizer_hash=self._tokenizer.hash,
-            source_hash=self._source_hash,
-            description=self.description,
-            python=platform.python_version(),
-            split_by=self._split_by,
-            overlong=self._overlong,
-            skipped=self.skipped,
-            files={name: file.sync() for name, file in self._files.items()},
-        )
-        last = _HashedFile(self._folder / HEADER)
-        self._files[HEADER] = last
-        last.write(header.to_json().encode())
-        last.sync()

@@ -1,14 +1,18 @@
-"""A stream, dealt to one rank, as a data set for torch's loaders."""
+"""A stream, dealt to one rank: as a data set for torch's loaders, or as a sampler for `PackedLoader`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
+from multipack.data.arriving import Arriving
+from multipack.data.documents import Document
 from multipack.planning.deal import Sync
-from multipack.planning.packing import check_integer
+from multipack.planning.packing import Packs, check_integer
 from multipack.planning.stream import PackStream
 from multipack.planning.stream_step import StreamStep
 
@@ -29,6 +33,11 @@ class MicroBatch(NamedTuple):
     micro_batch: int
     micro_batches: int
     denominator: int
+
+
+def own_packs(dealt: Packs, rank: int, world_size: int) -> list[NDArray[np.int64]]:
+    """The packs of one rank, micro-batch after micro-batch, of a step that was dealt to all."""
+    return [dealt[number] for number in range(rank, len(dealt), world_size)]
 
 
 class PackedStreamDataset(IterableDataset[MicroBatch]):
@@ -80,11 +89,11 @@ class PackedStreamDataset(IterableDataset[MicroBatch]):
         skip = self._micro_batch
         for step in self._steps():
             dealt = step.deal(self.world_size, self.sync)
-            own = range(self.rank, len(dealt), self.world_size)
+            own = own_packs(dealt, self.rank, self.world_size)
             denominator = step.denominator
             self._begun = step
             for number in range(skip, len(own)):
-                documents = step.items[dealt[own[number]]].tolist()
+                documents = step.items[own[number]].tolist()
                 batch = documents if self.collate is None else self.collate(documents)
                 self._micro_batch = number + 1
                 if self._micro_batch == len(own):
@@ -134,3 +143,60 @@ class PackedStreamDataset(IterableDataset[MicroBatch]):
             )
         self.stream.load_state_dict(state["stream"])
         self._begun, self._micro_batch = None, micro_batch
+
+
+class StreamSampler:
+    """One rank's micro-batches of a stream of arriving documents, as the positions of their documents.
+
+    For `PackedLoader`, both as its sampler and as its documents: a document is made of its item when the pack of its
+    step is collated.
+
+    Args:
+        stream: the steps.
+        arriving: what the stream's items are.
+        rank: of this process among those that share the stream.
+        world_size: how many these are.
+        sync: where ranks wait for each other.
+
+    Raises:
+        ValueError: more ranks than packs of a step.
+    """
+
+    def __init__(
+        self, stream: PackStream, arriving: Arriving, *, rank: int, world_size: int, sync: Sync = "micro"
+    ) -> None:
+        self.stream, self.arriving = stream, arriving
+        self.rank, self.world_size, self.sync = rank, world_size, sync
+        self._step: StreamStep | None = None
+        self._items: dict[int, Any] = {}
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in self.stream:
+            self._step = step
+            self._items = dict(zip(step.positions.tolist(), step.items.tolist(), strict=True))
+            for pack in own_packs(step.deal(self.world_size, self.sync), self.rank, self.world_size):
+                yield step.positions[pack].tolist()
+
+    def __getitem__(self, position: int) -> Document:
+        """The document at a position of the stream, one of the step whose packs are being yielded."""
+        return self.arriving.document(self._items[position])
+
+    def __len__(self) -> int:
+        raise TypeError("a stream has no length: nobody knows how many documents are to come")
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch: documents arrive once."""
+        if epoch:
+            raise ValueError(f"epoch {epoch} of a stream: its documents arrive once")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step whose pack was yielded last.
+
+        Its own `state_dict` is the state after it: large, so that it is made when it is asked for, not for every pack.
+        """
+        return {"step": self._step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on, in the next iteration, after the step whose own state this is."""
+        self.stream.load_state_dict(state)
+        self.arriving.restart()  # a state from before the first step puts the documents nowhere

@@ -1,8 +1,8 @@
-"""Tokenizers: characters, bytes, byte-pair encoding trained on the corpus, or any `tokenizer.json`.
+"""Tokenizers: characters, bytes, byte-pair encoding trained on the corpus, or what others have made.
 
 All are `tokenizers.Tokenizer`s saved as `tokenizer.json`, which other tools load as it is. Text never turns
 into a special token: a document that spells `<|endoftext|>` is tokenized letter by letter, so that nobody but
-us can end a document.
+us can end a document, and nobody but a chat template can end a turn.
 
 The library works with threads of its own; in a process forked after its use it says so and goes on with one
 thread. We fork nothing and leave the environment alone: `TOKENIZERS_PARALLELISM` is the user's to set.
@@ -13,25 +13,34 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from multipack.atomic import write_atomically
 from multipack.data.cache import locked
-from multipack.data.source import Source
+from multipack.data.source import Part, Source
+from multipack.data.vocabularies import (
+    END,
+    END_NAMES,
+    TokenizerFacts,
+    byte_alphabet,
+    facts_of_file,
+    gpt2_definition,
+    load_transformers,
+    mistral_definition,
+    mistral_special_tokens,
+    tekken_path,
+    without_prefix,
+)
 
-TokenizerKind = Literal["auto", "char", "byte", "bpe", "file"]
+TokenizerKind = Literal["auto", "char", "byte", "bpe", "file", "transformers", "gpt2", "mistral"]
 Progress = Callable[[int, int | None, str], None]
 """`progress(done, total, unit)`: told while something long is under way; total None = not known."""
-
-END = "<|endoftext|>"
-END_NAMES = (END, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>", "<|eot_id|>")
-"""Names under which tokenizers keep the token that ends a document; the first one found is taken."""
 
 
 @dataclass
@@ -41,9 +50,9 @@ class TokenizerConfig:
     kind: TokenizerKind = "auto"
     """Kind of tokenizer; auto: byte-pair encoding trained on the corpus, or that of the token store."""
     path: str = ""
-    """A tokenizer.json (kind=file)."""
+    """A tokenizer.json (kind=file), folder or name (transformers), tekken.json (mistral; empty: the package's own)."""
     vocabulary_size: int = 2048
-    """Tokens of a byte-pair vocabulary to train, the 256 bytes and the end token included."""
+    """Tokens of a byte-pair vocabulary to train, the 256 bytes and the special tokens included."""
 
     def check(self) -> None:
         """Refuse what cannot be meant.
@@ -57,10 +66,12 @@ class TokenizerConfig:
             raise ValueError(
                 f"tokenizer.kind={self.kind!r}: one of {', '.join(choices)} (nearest: {near[0]})"
             )
-        if (self.kind == "file") != bool(self.path):
+        if self.kind in ("file", "transformers") and not self.path:
+            raise ValueError(f"tokenizer.kind={self.kind} needs tokenizer.path=FILE_OR_FOLDER")
+        if self.path and self.kind not in ("file", "transformers", "mistral"):
             raise ValueError(
-                f"tokenizer.kind={self.kind} with tokenizer.path={self.path!r}: "
-                "a path, and only a path, goes with tokenizer.kind=file"
+                f"tokenizer.path={self.path!r} goes with tokenizer.kind=file, transformers or mistral, not with "
+                f"tokenizer.kind={self.kind}"
             )
         if self.vocabulary_size < 257:
             raise ValueError(
@@ -69,10 +80,15 @@ class TokenizerConfig:
 
     @property
     def name(self) -> str:
-        """For people, and to tell our own tokenizers apart: `char`, `byte`, `bpe 2048`, `file a.json`."""
-        if self.kind == "file":
-            return f"file {Path(self.path).name}"
+        """For people, and to tell our own tokenizers apart: `char`, `byte`, `bpe 2048`, `file a.json`, `gpt2`."""
+        if self.path:
+            return f"{self.kind} {Path(self.path).name}"
         return f"bpe {self.vocabulary_size}" if self.kind in ("auto", "bpe") else self.kind
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it is made from a corpus; all others are there before any document is read."""
+        return self.kind in ("auto", "char", "bpe")
 
 
 class Tokenizer:
@@ -108,7 +124,13 @@ class Tokenizer:
         vocabulary = self._library.get_vocab()
         self.vocabulary_size = max(vocabulary.values(), default=-1) + 1
         self.end_id: int | None = next((vocabulary[end] for end in END_NAMES if end in vocabulary), None)
-        self._characters = _characters_of(fields, vocabulary)
+        self._special = {
+            token["content"]: vocabulary[token["content"]]
+            for token in fields.get("added_tokens", ())
+            if token.get("special", False)
+        }
+        self._characters = _characters_of(fields, vocabulary.keys() - self._special.keys())
+        self._going_on, self._prefix_after_special = without_prefix(fields)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, without any added at its start or end.
@@ -124,6 +146,62 @@ class Tokenizer:
         self._check_characters(texts)
         encodings = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
+
+    def encode_parts(self, documents: Sequence[Sequence[Part]]) -> list[list[tuple[list[int], bool]]]:
+        """Token ids of each part of each document, and whether they are targets, in parallel threads.
+
+        A part that is special becomes the one token of that name; all other text becomes text. Tokenizers that put
+        a space before a text (as SentencePiece's do) put none into the middle of a document.
+
+        Raises:
+            ValueError: a special token that this tokenizer does not have; see also `encode`.
+        """
+        texts: tuple[list[str], list[str]] = ([], [])
+        for parts in documents:
+            for number, part in enumerate(parts):
+                if not part.is_special:
+                    texts[self._goes_on(parts, number)].append(part.text)
+        self._check_characters(texts[0])
+        self._check_characters(texts[1])
+        libraries = (self._library, self._going_on or self._library)
+        encoded = [
+            iter(library.encode_batch_fast(batch, add_special_tokens=False))
+            for library, batch in zip(libraries, texts, strict=True)
+        ]
+        return [
+            [
+                (
+                    [self.special_id(part.text)]
+                    if part.is_special
+                    else next(encoded[self._goes_on(parts, number)]).ids,
+                    part.is_target,
+                )
+                for number, part in enumerate(parts)
+            ]
+            for parts in documents
+        ]
+
+    def _goes_on(self, parts: Sequence[Part], number: int) -> bool:
+        """Whether part `number` is text in the middle of a text, for a tokenizer that makes a difference."""
+        if self._going_on is None or number == 0:
+            return False
+        return not (parts[number - 1].is_special and self._prefix_after_special)
+
+    def special_id(self, name: str) -> int:
+        """The id of the special token `name`.
+
+        Raises:
+            ValueError: there is no such special token.
+        """
+        if name not in self._special:
+            is_text = self._library.token_to_id(name) is not None
+            raise ValueError(
+                f"the tokenizer ({self.name}) has "
+                + (f"{name!r} as a token that any text can spell, " if is_text else f"no token {name!r}, ")
+                + "but the chat template writes it as a special one; take data.chat_template=plain, a template of "
+                "special tokens that it has, or a tokenizer that is trained with them (tokenizer.kind=bpe)"
+            )
+        return self._special[name]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; special tokens, the end token among them, have none.
@@ -176,16 +254,16 @@ class Tokenizer:
         return f"Tokenizer({self.name!r}, vocabulary_size={self.vocabulary_size}, hash={self.hash[:12]})"
 
 
-def _characters_of(fields: dict[str, Any], vocabulary: dict[str, int]) -> frozenset[str] | None:
+def _characters_of(fields: dict[str, Any], ordinary: Set[str]) -> frozenset[str] | None:
     """The characters of a character tokenizer; None for others, which take unknown text in their own way."""
     model = fields.get("model", {})
-    if model.get("type") != "WordLevel" or model.get("unk_token") in vocabulary:
+    if model.get("type") != "WordLevel" or model.get("unk_token") in ordinary:
         return None
-    return frozenset(vocabulary) if all(len(token) == 1 for token in vocabulary) else None
+    return frozenset(ordinary) if all(len(token) == 1 for token in ordinary) else None
 
 
-def character_tokenizer(texts: Iterator[str]) -> Tokenizer:
-    """One token for each distinct character of `texts`, in the order of Unicode; no other tokens."""
+def character_tokenizer(texts: Iterator[str], special_tokens: Sequence[str] = ()) -> Tokenizer:
+    """One token for each distinct character of `texts`, in the order of Unicode; then the special tokens, if any."""
     characters: set[str] = set()
     for text in texts:
         characters.update(text)
@@ -196,28 +274,39 @@ def character_tokenizer(texts: Iterator[str]) -> Tokenizer:
     )
     library.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
     library.decoder = decoders.Fuse()
+    library.add_special_tokens(_special_tokens(special_tokens))
     return Tokenizer(library.to_str(), "char")
 
 
-def byte_tokenizer() -> Tokenizer:
-    """Token b is byte b of the text in UTF-8; token 256 ends a document."""
-    vocabulary = {character: byte for byte, character in enumerate(_byte_alphabet())}
+def byte_tokenizer(special_tokens: Sequence[str] = ()) -> Tokenizer:
+    """Token b is byte b of the text in UTF-8; token 256 ends a document; then the other special tokens."""
+    vocabulary = {character: byte for byte, character in enumerate(byte_alphabet())}
     library = tokenizers.Tokenizer(models.BPE(vocabulary, []))
     _make_byte_level(library)
-    library.add_special_tokens([END])
+    library.add_special_tokens(_special_tokens((END, *special_tokens)))
     return Tokenizer(library.to_str(), "byte")
 
 
-def train_bpe(texts: Iterator[str], vocabulary_size: int) -> Tokenizer:
+def train_bpe(texts: Iterator[str], vocabulary_size: int, special_tokens: Sequence[str] = ()) -> Tokenizer:
     """Byte-level byte-pair encoding trained on `texts`: the same texts give the same tokenizer.
 
-    A small corpus may give fewer tokens than `vocabulary_size`.
+    The end token and the other special tokens are its first tokens. A small corpus may give fewer tokens than
+    `vocabulary_size`.
+
+    Raises:
+        ValueError: `vocabulary_size` has no room for the bytes and the special tokens.
     """
+    special = _special_tokens((END, *special_tokens))
+    if vocabulary_size < 256 + len(special):
+        raise ValueError(
+            f"tokenizer.vocabulary_size={vocabulary_size}: at least {256 + len(special)} (256 bytes, and the special "
+            f"tokens {', '.join(token.content for token in special)})"
+        )
     library = tokenizers.Tokenizer(models.BPE())
     _make_byte_level(library)
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary_size,
-        special_tokens=[END],
+        special_tokens=special,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -230,18 +319,8 @@ def _make_byte_level(library: tokenizers.Tokenizer) -> None:
     library.decoder = decoders.ByteLevel()
 
 
-def _byte_alphabet() -> list[str]:
-    """The character that stands for each byte in byte-level vocabularies (GPT-2's `bytes_to_unicode`).
-
-    Printable bytes stand for themselves; the others follow from U+0100 on.
-    """
-    printable = {
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    }
-    others = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+def _special_tokens(names: Sequence[str]) -> list[AddedToken]:
+    return [AddedToken(name, special=True, normalized=False) for name in dict.fromkeys(names)]
 
 
 def build_tokenizer(
@@ -256,10 +335,8 @@ def build_tokenizer(
         ValueError: an impossible configuration, a corpus without text, no tokenizer at its path.
     """
     config.check()
-    if config.kind == "file":
-        return Tokenizer.load(Path(config.path).expanduser(), config.name)
-    if config.kind == "byte":
-        return byte_tokenizer()
+    if not config.is_trained:
+        return load_tokenizer(config, source.special_tokens)
     recipe = f"multipack tokenizer 1, {config.name}, {source.hash}"
     path = cache / "tokenizers" / f"{hashlib.sha256(recipe.encode()).hexdigest()[:32]}.json"
     if not path.exists():
@@ -269,18 +346,64 @@ def build_tokenizer(
     return Tokenizer.load(path, config.name)
 
 
+def load_tokenizer(config: TokenizerConfig, special_tokens: Sequence[str] = ()) -> Tokenizer:
+    """A tokenizer that needs no corpus.
+
+    Args:
+        config: of a kind that is not trained.
+        special_tokens: what chats need beside the end token; only `kind=byte` can still add them.
+
+    Raises:
+        ImportError: a package that `config.kind` needs is not installed.
+        ValueError: the kind is trained on a corpus, or there is no tokenizer at its path.
+    """
+    config.check()
+    if config.is_trained:
+        raise ValueError(
+            f"tokenizer.kind={config.kind} is made from a corpus that is there as a whole; take one that is made "
+            "already: tokenizer.kind=file (tokenizer.path=…/tokenizer.json), transformers, gpt2, mistral or byte"
+        )
+    if config.kind == "byte":
+        return byte_tokenizer(special_tokens)
+    if config.kind == "gpt2":
+        return Tokenizer(gpt2_definition(), config.name)
+    if config.kind == "mistral":
+        return Tokenizer(mistral_definition(tekken_path(config.path)), config.name)
+    if config.kind == "transformers":
+        return Tokenizer(load_transformers(config.path)[0], config.name)
+    return Tokenizer.load(Path(config.path).expanduser(), config.name)
+
+
+def tokenizer_facts(config: TokenizerConfig) -> TokenizerFacts:
+    """What the tokenizer that `config` names says about chats; one that is trained has an end token and no more.
+
+    Raises:
+        ImportError: see `load_tokenizer`.
+        ValueError: see `load_tokenizer`.
+    """
+    config.check()
+    if config.kind == "transformers":
+        return load_transformers(config.path)[1]
+    if config.kind == "file":
+        return facts_of_file(Path(config.path).expanduser())
+    if config.kind == "mistral":
+        return TokenizerFacts(mistral_special_tokens(tekken_path(config.path)), "<s>", "</s>")
+    return TokenizerFacts((END,), "", END)
+
+
 def _train(config: TokenizerConfig, source: Source, progress: Progress | None) -> Tokenizer:
     texts = _texts(source, progress)
     if config.kind == "char":
-        return character_tokenizer(texts)
-    return train_bpe(texts, config.vocabulary_size)
+        return character_tokenizer(texts, source.special_tokens)
+    return train_bpe(texts, config.vocabulary_size, source.special_tokens)
 
 
 def _texts(source: Source, progress: Progress | None) -> Iterator[str]:
     unit = f"{source.unit} read for the tokenizer"
     for number, document in enumerate(source):
-        for text, *_ in document.parts:
-            yield text
+        for part in document.parts:
+            if not part.is_special:
+                yield part.text
         if progress is not None and number % 256 == 0:
             progress(source.done, source.total, unit)
     if progress is not None:

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from multipack.data.batch import PackedBatch
 from multipack.models.attention import attention, find_backend
+from multipack.models.cache import KeyValueCache, LayerCache
 from multipack.models.loss import linear_cross_entropy
 from multipack.shapes import ModelShape
 
@@ -50,12 +51,13 @@ class Decoder(nn.Module):
         attention: a backend's name, or `"auto"` (models/attention.py).
         loss_function: (hidden, weight, targets, num_targets=…) → Σ loss, with `weights=` too where a batch has
             some; tensor parallelism hands in its own.
+        training_loss: the same with the terms that only training adds (models/loss.py); None = the same.
 
     Weights are drawn from torch's global generator: call `torch.manual_seed` before.
 
     Raises:
-        ValueError: a shape without a vocabulary, one that serves planning only (experts, a sliding window, latent
-            attention), or an unknown attention backend.
+        ValueError: a shape without a vocabulary, one that serves planning only (experts, latent attention, a
+            sliding window in some layers but not in all), or an unknown attention backend.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Decoder(nn.Module):
         shape: ModelShape,
         attention: str = "auto",
         loss_function: Callable[..., Tensor] = linear_cross_entropy,
+        training_loss: Callable[..., Tensor] | None = None,
     ) -> None:
         super().__init__()
         if not shape.vocabulary_size:
@@ -70,17 +73,24 @@ class Decoder(nn.Module):
                 "model.vocabulary_size=0 means the tokenizer's own size, but no tokenizer set it:"
                 " use shape.with_vocabulary(size)"
             )
-        for name in ("experts", "window", "kv_rank"):
+        for name in ("experts", "kv_rank"):
             if getattr(shape, name):
                 raise ValueError(
                     f"model.{name}={getattr(shape, name)}: this shape serves planning only (cost and FLOPs). The"
-                    " decoder builds dense layers with full attention; choose such a model, or set model.experts,"
-                    " model.window and model.kv_rank to 0"
+                    " decoder builds dense layers without a latent; choose such a model, or set model.experts and"
+                    " model.kv_rank to 0"
                 )
+        if shape.sliding_layers not in (0, shape.layers):
+            raise ValueError(
+                f"model.window_layers={shape.window_layers} of model.layers={shape.layers} slide, and the shape does"
+                " not say which: it serves planning only. Set model.window_layers=0, and all layers slide, or"
+                " model.window=0, and none does"
+            )
         if attention != "auto":
             find_backend(attention)
         self.shape = shape
         self.loss_function = loss_function
+        self.training_loss = training_loss or loss_function
         self.embedding = nn.Embedding(shape.vocabulary_size, shape.d_model)
         if shape.positions == "learned":
             self.positions = nn.Embedding(shape.context, shape.d_model)
@@ -97,7 +107,8 @@ class Decoder(nn.Module):
             ValueError: as `hidden` does, and as the loss does for targets.
         """
         weighted = {} if batch.weights is None else {"weights": batch.weights}
-        return self.loss_function(
+        loss_function = self.training_loss if self.training else self.loss_function
+        return loss_function(
             self.hidden(batch),
             self.output_weight,
             batch.targets,
@@ -109,8 +120,12 @@ class Decoder(nn.Module):
         """(T, V) logits, all of them at once: for tests and small batches."""
         return F.linear(self.hidden(batch), self.output_weight)
 
-    def hidden(self, batch: PackedBatch) -> Tensor:
+    def hidden(self, batch: PackedBatch, cache: KeyValueCache | None = None) -> Tensor:
         """(T, d) what the last norm gives.
+
+        Args:
+            batch: the pack.
+            cache: keeps keys and values for generation; the pack was announced to it.
 
         Raises:
             ValueError: a document longer than a learned position table; on the CPU a token outside the
@@ -118,8 +133,9 @@ class Decoder(nn.Module):
         """
         x = self.embed(batch)
         rotation = self.rotation(batch)
-        for block in self.blocks:
-            x = block(x, batch, rotation)
+        layers = [None] * len(self.blocks) if cache is None else cache.layers
+        for block, layer in zip(self.blocks, layers, strict=True):
+            x = block(x, batch, rotation, layer)
         out: Tensor = self.norm(x)
         return out
 
@@ -188,9 +204,11 @@ class Block(nn.Module):
         self.feed_forward_norm = _norm(shape)
         self.feed_forward = FeedForward(shape)
 
-    def forward(self, x: Tensor, batch: PackedBatch, rotation: Rotation | None) -> Tensor:
+    def forward(
+        self, x: Tensor, batch: PackedBatch, rotation: Rotation | None, cache: LayerCache | None = None
+    ) -> Tensor:
         """(T, d) → (T, d)."""
-        branch = self.attention(self.attention_norm(x), batch, rotation)
+        branch = self.attention(self.attention_norm(x), batch, rotation, cache)
         x = x + F.dropout(branch, self.dropout, self.training)
         branch = self.feed_forward(self.feed_forward_norm(x))
         return x + F.dropout(branch, self.dropout, self.training)
@@ -202,13 +220,15 @@ class Attention(nn.Module):
     def __init__(self, shape: ModelShape, backend: str) -> None:
         super().__init__()
         width = shape.head_width
-        self.head_width, self.backend = width, backend
+        self.head_width, self.backend, self.window = width, backend, shape.window or None
         self.query = nn.Linear(shape.d_model, shape.heads * width, bias=shape.bias)
         self.key = nn.Linear(shape.d_model, shape.kv_heads * width, bias=shape.bias)
         self.value = nn.Linear(shape.d_model, shape.kv_heads * width, bias=shape.bias)
         self.output = nn.Linear(shape.heads * width, shape.d_model, bias=shape.bias)
 
-    def forward(self, x: Tensor, batch: PackedBatch, rotation: Rotation | None) -> Tensor:
+    def forward(
+        self, x: Tensor, batch: PackedBatch, rotation: Rotation | None, cache: LayerCache | None = None
+    ) -> Tensor:
         """(T, d) → (T, d)."""
         x = _cast_once(x)
         heads = (-1, self.head_width)
@@ -217,7 +237,11 @@ class Attention(nn.Module):
         value = self.value(x).unflatten(-1, heads)
         if rotation is not None:
             query, key = rotate(query, *rotation), rotate(key, *rotation)
-        out: Tensor = self.output(attention(query, key, value, batch, self.backend).flatten(1))
+        if cache is None:
+            mixed = attention(query, key, value, batch, self.backend, self.window)
+        else:
+            mixed = cache.attend(query, key, value, batch, self.backend, self.window)
+        out: Tensor = self.output(mixed.flatten(1))
         return out
 
 
@@ -272,6 +296,10 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     Returns:
         (T, heads, D) in x's dtype: computed in that of the tables, rounded once.
     """
+    if torch.compiler.is_compiling():  # which fuses arithmetic, and cannot follow what is written into views
+        first, second = x.to(cosine.dtype).chunk(2, dim=-1)
+        turned = first * cosine - second * sine, second * cosine + first * sine
+        return torch.cat(turned, dim=-1).to(x.dtype)
     rotated: Tensor = _Rotate.apply(x, cosine, sine)  # type: ignore[no-untyped-call]
     return rotated
 

@@ -14,10 +14,22 @@ gradients at once and are gone before the next chunk's exist:
 Nothing is computed twice: since the loss is a sum, its gradient only has to be multiplied by the number that
 comes back from above. Where targets have weights, rows of (chunk, d) are scaled by them, never logits: in
 g · W what comes out, in gᵀ · chunk what goes in.
+
+Training may add two terms, which change the loss and g of the same pass: label smoothing ε spreads that share of
+each target's probability over the vocabulary (Szegedy et al. 2016, arXiv:1512.00567), and the z-loss adds
+z · lse² for each target, which keeps logits from drifting (Chowdhery et al. 2022, arXiv:2204.02311, section 5):
+
+    loss = (1 − ε) · (lse − logit[target]) + ε · mean(lse − logit) + z · lse²
+    g    = softmax · (1 + 2 z · lse) − (1 − ε) · one-hot − ε / V
+
+Preferences need the log-probability of every target by itself. Its gradient is known only when the loss is, so
+`linear_log_probabilities` computes a chunk's logits again in the backward pass.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,11 +47,13 @@ def linear_cross_entropy(
     chunk_tokens: int = 1024,
     num_targets: int | None = None,
     weights: Tensor | None = None,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
 ) -> Tensor:
     """Σ cross-entropy of `hidden @ weight.T` over the targets that are not −100, each times its weight if it has one.
 
-    Equals `F.cross_entropy(F.linear(hidden, weight).float(), targets, reduction="sum")` or, with weights,
-    `(F.cross_entropy(…, reduction="none") * weights).sum()`; rows without a target are never projected. Matrix
+    Equals `F.cross_entropy(F.linear(hidden, weight).float(), targets, reduction="sum", label_smoothing=…)` or, with
+    weights, `(F.cross_entropy(…, reduction="none") * weights).sum()`; rows without a target are never projected. Matrix
     products run in the dtype of the inputs, or in autocast's where it is on; softmax, loss and the sum of the
     weight's gradient are float32 (float64 for float64 inputs).
 
@@ -50,24 +64,73 @@ def linear_cross_entropy(
         chunk_tokens: most rows whose logits exist at a time: chunk_tokens × V × 4 bytes, three times over.
         num_targets: how many targets are not −100, when the caller knows (a batch does): spares a GPU a sync.
         weights: (T,) floating point weight of each row's loss, a constant: it gets no gradient. None = all 1.
+        z_loss: z, the weight of lse² of each row that has a target, which counts times the row's weight too.
+        label_smoothing: ε, the share of each target's probability that is spread over the vocabulary.
 
     Returns:
         The 0-d sum; 0, still connected to `hidden` and `weight`, when there is no target.
 
     Raises:
-        ValueError: shapes or dtypes that do not go together; a chunk below 1; on the CPU also a target
-            outside the vocabulary or a wrong `num_targets` (elsewhere looking would stall the device).
+        ValueError: shapes or dtypes that do not go together; a chunk below 1; a negative z_loss, or a
+            label_smoothing outside [0, 1); on the CPU also a target outside the vocabulary or a wrong
+            `num_targets` (elsewhere looking would stall the device).
     """
     _check(hidden, weight, targets, chunk_tokens, num_targets)
     _check_weights(hidden, weights)
+    _check_terms(z_loss, label_smoothing)
     rows = _rows_with_targets(targets, num_targets)
     if not torch.is_grad_enabled():
         # Inside the function gradient mode is always off: only here can it learn that none is wanted.
         hidden, weight = hidden.detach(), weight.detach()
     loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, rows, chunk_tokens, weights
+        hidden, weight, targets, rows, chunk_tokens, weights, z_loss, label_smoothing
     )
     return loss
+
+
+def training_loss(z_loss: float = 0.0, label_smoothing: float = 0.0) -> Callable[..., Tensor]:
+    """`linear_cross_entropy` with the terms that only training adds; without any, the function itself.
+
+    Raises:
+        ValueError: a negative z_loss, or a label_smoothing outside [0, 1).
+    """
+    _check_terms(z_loss, label_smoothing)
+    if not z_loss and not label_smoothing:
+        return linear_cross_entropy
+    return partial(linear_cross_entropy, z_loss=z_loss, label_smoothing=label_smoothing)
+
+
+def linear_log_probabilities(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk_tokens: int = 1024,
+    num_targets: int | None = None,
+) -> Tensor:
+    """Log-probability of each target under `softmax(hidden @ weight.T)`; 0 where the target is −100.
+
+    Differentiable, in the memory of one chunk's logits: the backward pass computes them again. Dtypes, autocast and
+    `num_targets` are as in `linear_cross_entropy`.
+
+    Args:
+        hidden: (T, d) what the last norm gives.
+        weight: (V, d) output embedding.
+        targets: (T,) int64, already shifted.
+        chunk_tokens: most rows whose logits exist at a time.
+        num_targets: how many targets are not −100, when the caller knows.
+
+    Returns:
+        (T,) float32 (float64 for float64 inputs).
+
+    Raises:
+        ValueError: as `linear_cross_entropy` does.
+    """
+    _check(hidden, weight, targets, chunk_tokens, num_targets)
+    rows = _rows_with_targets(targets, num_targets)
+    found: Tensor = _LinearLogProbabilities.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, targets, rows, chunk_tokens
+    )
+    return found
 
 
 def _rows_with_targets(targets: Tensor, num_targets: int | None) -> Tensor:
@@ -87,10 +150,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows: Tensor,
         chunk_tokens: int,
         weights: Tensor | None,
+        z_loss: float,
+        label_smoothing: float,
     ) -> Tensor:
-        device = hidden.device.type
-        autocast = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
-        dtype = torch.get_autocast_dtype(device) if autocast else weight.dtype
+        device, dtype = hidden.device.type, _product_dtype(hidden, weight)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         with torch.autocast(device, enabled=False):
             loss, hidden_grad, weight_grad = _chunks(
@@ -99,6 +162,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 targets.index_select(0, rows),
                 None if weights is None else weights.index_select(0, rows),
                 chunk_tokens,
+                z_loss,
+                label_smoothing,
                 wants_hidden,
                 wants_weight,
             )
@@ -112,12 +177,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         rows, hidden_grad, weight_grad = ctx.saved_tensors
         if hidden_grad is not None:
-            shape, dtype = ctx.hidden_like
-            scattered = torch.zeros(shape, dtype=dtype, device=hidden_grad.device)
-            hidden_grad = scattered.index_copy_(0, rows, (hidden_grad * upstream).to(dtype))
+            hidden_grad = _scattered(ctx.hidden_like, rows, hidden_grad * upstream)
         if weight_grad is not None:
             weight_grad = (weight_grad * upstream).to(ctx.weight_dtype)
-        return hidden_grad, weight_grad, None, None, None, None
+        return hidden_grad, weight_grad, *(None,) * 6
 
 
 def _chunks(
@@ -126,11 +189,13 @@ def _chunks(
     targets: Tensor,
     weights: Tensor | None,
     chunk_tokens: int,
+    z_loss: float,
+    label_smoothing: float,
     wants_hidden: bool,
     wants_weight: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Loss and gradients of (N, d) rows that all have a target and, if any has, a weight."""
-    exact = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    exact = _exact_dtype(weight)
     loss = torch.zeros((), dtype=exact, device=hidden.device)
     hidden_grad = torch.empty_like(hidden) if wants_hidden else None
     weight_grad = torch.zeros_like(weight, dtype=exact) if wants_weight else None
@@ -138,13 +203,19 @@ def _chunks(
         rows = slice(start, start + chunk_tokens)
         chunk, target = hidden[rows], targets[rows, None]
         scale = None if weights is None else weights[rows, None].to(exact)
-        log_probabilities = F.log_softmax(F.linear(chunk, weight), dim=-1, dtype=exact)
-        losses = log_probabilities.gather(1, target)
-        loss -= losses.sum() if scale is None else (losses * scale).sum()
+        logits = F.linear(chunk, weight)
+        log_probabilities = F.log_softmax(logits, dim=-1, dtype=exact)
+        losses, lse = _row_losses(logits, log_probabilities, target, z_loss, label_smoothing)
+        del logits  # the memory of a chunk
+        loss += losses.sum() if scale is None else (losses * scale).sum()
         if hidden_grad is None and weight_grad is None:
             continue
         gradient = log_probabilities.exp_()
-        gradient.scatter_add_(1, target, gradient.new_full((), -1.0).expand_as(target))
+        if lse is not None:
+            gradient *= 1.0 + 2.0 * z_loss * lse
+        if label_smoothing:
+            gradient -= label_smoothing / weight.shape[0]
+        gradient.scatter_add_(1, target, gradient.new_full((), label_smoothing - 1.0).expand_as(target))
         gradient = gradient.to(weight.dtype)
         if hidden_grad is not None:
             torch.mm(gradient, weight, out=hidden_grad[rows])
@@ -158,6 +229,82 @@ def _chunks(
             else:  # the product is rounded once per chunk; the sum over chunks stays exact
                 weight_grad += gradient.t() @ chunk
     return loss, hidden_grad, weight_grad
+
+
+def _row_losses(
+    logits: Tensor, log_probabilities: Tensor, target: Tensor, z_loss: float, label_smoothing: float
+) -> tuple[Tensor, Tensor | None]:
+    """(rows, 1) losses of a chunk and, where the z-loss needs it, the log of the sum of its exponentials."""
+    of_target = log_probabilities.gather(1, target)
+    losses = -of_target
+    if label_smoothing:
+        losses = losses * (1.0 - label_smoothing)
+        losses -= label_smoothing * log_probabilities.mean(dim=1, keepdim=True)
+    if not z_loss:
+        return losses, None
+    lse = logits.gather(1, target).to(losses.dtype) - of_target
+    return losses + z_loss * lse.square(), lse
+
+
+class _LinearLogProbabilities(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor, chunk_tokens: int
+    ) -> Tensor:
+        dtype = _product_dtype(hidden, weight)
+        out = torch.zeros(hidden.shape[0], dtype=_exact_dtype(weight), device=hidden.device)
+        with torch.autocast(hidden.device.type, enabled=False):
+            projection = weight.detach().to(dtype)
+            for part in _pieces(rows, chunk_tokens):
+                logits = F.linear(hidden.index_select(0, part).to(dtype), projection)
+                chosen = F.log_softmax(logits, dim=-1, dtype=out.dtype).gather(1, targets[part, None])
+                out.index_copy_(0, part, chosen.squeeze(1))
+        ctx.save_for_backward(hidden, weight, targets, rows)
+        ctx.chunk_tokens, ctx.dtype = chunk_tokens, dtype
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, rows = ctx.saved_tensors
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        exact = _exact_dtype(weight)
+        hidden_grad = torch.zeros_like(hidden) if wants_hidden else None
+        weight_grad = torch.zeros_like(weight, dtype=exact) if wants_weight else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            projection = weight.to(ctx.dtype)
+            for part in _pieces(rows, ctx.chunk_tokens):
+                chunk, target = hidden.index_select(0, part).to(ctx.dtype), targets[part, None]
+                gradient = F.softmax(F.linear(chunk, projection), dim=-1, dtype=exact).neg_()
+                gradient.scatter_add_(1, target, gradient.new_ones(()).expand_as(target))
+                gradient = (gradient * upstream[part, None]).to(ctx.dtype)
+                if hidden_grad is not None:
+                    hidden_grad.index_copy_(0, part, (gradient @ projection).to(hidden_grad.dtype))
+                if weight_grad is not None:
+                    weight_grad += gradient.t() @ chunk
+        return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), None, None, None
+
+
+def _pieces(rows: Tensor, chunk_tokens: int) -> Iterator[Tensor]:
+    return (rows[start : start + chunk_tokens] for start in range(0, rows.numel(), chunk_tokens))
+
+
+def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """The dtype of matrix products: autocast's where it is on."""
+    device = hidden.device.type
+    autocast = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
+    return torch.get_autocast_dtype(device) if autocast else weight.dtype
+
+
+def _exact_dtype(weight: Tensor) -> torch.dtype:
+    """The dtype of softmax and of sums."""
+    return torch.float64 if weight.dtype == torch.float64 else torch.float32
+
+
+def _scattered(like: tuple[torch.Size, torch.dtype], rows: Tensor, values: Tensor) -> Tensor:
+    """Zeros of that shape and dtype, but for `rows`."""
+    shape, dtype = like
+    return torch.zeros(shape, dtype=dtype, device=values.device).index_copy_(0, rows, values.to(dtype))
 
 
 def _check(
@@ -199,3 +346,10 @@ def _check_weights(hidden: Tensor, weights: Tensor | None) -> None:
         )
     if weights.requires_grad:
         raise ValueError("weights get no gradient here: hand in weights.detach()")
+
+
+def _check_terms(z_loss: float, label_smoothing: float) -> None:
+    if z_loss < 0:
+        raise ValueError(f"z_loss must not be negative, got {z_loss}; 0 leaves it out")
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"label_smoothing must be in [0, 1), got {label_smoothing}; 0 leaves it out")

@@ -193,7 +193,10 @@ class ReplicatedEngine:
         for name, parameter in self.model.named_parameters():
             for slot, value in self.optimizer.state.get(parameter, {}).items():
                 slots[f"{name}.{slot}"] = torch.as_tensor(value)
-        state: dict[str, dict[str, Tensor]] = {"model": dict(self.model.named_parameters()), "optimizer": slots}
+        state: dict[str, dict[str, Tensor]] = {
+            "model": dict(self.model.named_parameters()),
+            "optimizer": slots,
+        }
         if self._scaler.is_enabled():
             saved = self._scaler.state_dict()
             state["scaler"] = {
@@ -216,7 +219,8 @@ class ReplicatedEngine:
         for key, value in state["optimizer"].items():
             name, _, slot = key.rpartition(".")
             by_parameter.setdefault(name, {})[slot] = value
-        _check_slots(parameters, by_parameter)
+        trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        _check_slots(trained, by_parameter)
         # torch's own loader decides where counters and moments live (it differs for fused optimizers).
         named = {id(parameter): name for name, parameter in parameters.items()}
         ordered = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
@@ -256,7 +260,7 @@ def state_hash(state: dict[str, dict[str, Tensor]]) -> str:
 
 
 def _check_slots(parameters: dict[str, nn.Parameter], given: dict[str, dict[str, Tensor]]) -> None:
-    """Moments for all parameters, or for none (before the first step); of their shapes."""
+    """Moments for all parameters that are trained, or for none (before the first step); of their shapes."""
     if not given:
         return
     missing, extra = sorted(parameters.keys() - given.keys()), sorted(given.keys() - parameters.keys())

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from multipack.planning.ceiling import least_step_cost
 from multipack.planning.kernels import balancing, bounds, pairing, placing
-from multipack.planning.level import HALF, level_tokens
+from multipack.planning.level import HALF, few, level_tokens
 from multipack.planning.packing import Packs
 from multipack.planning.permutation import falling
 
@@ -28,7 +28,7 @@ Sync = Literal["micro", "step", "pipeline"]
 
 Integers = NDArray[np.int64]
 
-DEALING = 2
+DEALING = 3
 """Changes whenever the same step is dealt otherwise; a run that stopped inside a step goes on only with the same."""
 
 _EXACT = 20_000  # exchanges stop within 1/20,000 of what no arrangement can beat
@@ -226,6 +226,12 @@ class _Step:
         meeting = (order, offsets, lengths, costs, self.capacity, self.max_documents, world, first, last)
         reached = balancing.exchange(*meeting, goal + goal // _EXACT)
         enough = goal + goal // _CLOSE
+        of_two = last - first == 1 and not self.joint and few(lengths[inside], world, self.capacity)
+        if of_two and reached > enough:
+            among = (first * world, last * world, goal // _EXACT)
+            reached = balancing.exchange_two(
+                order, offsets, lengths, costs, self.capacity, self.max_documents, *among
+            )
         if not self.joint and reached <= enough:
             return int(reached)
         half, attempts = (_JOINT_HALF, _JOINT_ATTEMPTS) if self.joint else (HALF, _ATTEMPTS)

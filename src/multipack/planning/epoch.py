@@ -22,13 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multipack.planning.kernels import placing
-from multipack.planning.level import level_tokens, trade
+from multipack.planning.level import few, level_tokens, trade, trade_two
 from multipack.planning.permutation import BLOCKS, falling, keys
 
 Integers = NDArray[np.int64]
 
 AHEAD = 96
-"""Documents after a block that are looked at to fill its last gaps."""
+"""Documents after a block that are looked at, at most, to fill its gaps and to make its packs alike."""
 
 _WIDEST = 2  # windows that are cut as one where documents would be left over at the end
 _TOLERANCE = 500  # best fit is tried when more than 1/500 of a block's tokens found no room
@@ -36,7 +36,10 @@ _TIGHT = 64  # blocks filled to more than 63/64 look at the documents after them
 _SPARE = 4096  # full packs keep 1/4096 of their room on average, so that ranks can be balanced
 _FEW = 64  # packs of a block whose documents are made alike first when they do not all fit
 _MOST_TRADERS = 1024  # packs of a block beyond which they do not trade: the window averages enough
-_ALIKE = 1024  # packs within 1/1024 of the mean cost are alike
+_ALIKE = 1024  # packs within 1/1024 of the mean cost do not trade
+_GROUPED = 8192  # … and within 1/8192 of it they stand in any step of their block
+_BLOCKS_AHEAD = 2  # for balance, at most as many documents are looked at as two blocks have …
+_LEFT_AHEAD = 8  # … and at most an eighth of those left, so that the last steps are like the others
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,11 @@ class Rules:
     seed: int
     epoch: int
 
+    @property
+    def free(self) -> bool:
+        """Whether documents may wait so that others make packs alike: no order is given, nor steps to be filled."""
+        return self.shuffled and not self.full
+
 
 @dataclass(frozen=True, eq=False)
 class Cut:
@@ -93,7 +101,8 @@ class Progress:
         packs: in these steps.
         placed: entries in these packs.
         next: first position not looked at yet.
-        old: positions below were passed over by two blocks or more.
+        old: positions below were passed over by two blocks or more; or had their turn, where documents wait for
+            balance.
         waiting: rising positions that were looked at and have no place.
         blocks: made so far; their steps are drawn by this number.
     """
@@ -189,7 +198,7 @@ def block(
         Positions of the entries, pack after pack; documents of each pack; packs of each step; and where that
         leaves the queue.
     """
-    count, more, aim = _take(ends, repeats, rules, state, steps, width)
+    count, more, aim, balance = _take(ends, repeats, rules, state, steps, width)
     kept = min(len(state.waiting), count + more)
     stop = state.next + count + more - kept
     positions = np.concatenate([state.waiting[:kept], np.arange(state.next, stop, dtype=np.int64)])
@@ -212,7 +221,7 @@ def block(
         packs=state.packs + len(pack_sizes),
         placed=state.placed + len(entries),
         next=furthest,
-        old=state.next,
+        old=max(state.old, int(last) + 1) if balance else state.next,
         waiting=np.sort(np.concatenate([unused, state.waiting[kept:]])),
         blocks=state.blocks + 1,
     )
@@ -221,14 +230,15 @@ def block(
 
 def _take(
     ends: Integers, repeats: Integers | None, rules: Rules, state: Progress, steps: int, width: int
-) -> tuple[int, int, int]:
+) -> tuple[int, int, int, bool]:
     """What a block takes from the front of the queue: those that wait, then the sequence.
 
     It aims at an even share of the tokens that are left, and no more than its steps may hold; it takes at least one
     entry a step, and leaves one for every later step.
 
     Returns:
-        How many entries it takes; how many after them it may look at to fill gaps; the tokens that it aims at.
+        How many entries it takes; how many after them it may look at to fill gaps; the tokens that it aims at; and
+        whether some that it takes may wait for others, to make packs alike.
     """
     waiting, remaining = len(state.waiting), len(ends) - 1 - state.next
     later = steps - state.made - width
@@ -243,19 +253,24 @@ def _take(
         reach = ends[state.next] + aim - waiting_tokens
         count = waiting + int(np.searchsorted(ends, reach, side="right")) - 1 - state.next
     left = waiting + remaining - later
-    tight = rules.full or aim * _TIGHT > width * rules.packs_per_step * rules.capacity * (_TIGHT - 1)
+    packs = width * rules.packs_per_step
+    tight = rules.full or aim * _TIGHT > packs * rules.capacity * (_TIGHT - 1)
     if not tight and count < waiting + remaining:
         count += _nearer(
             ends, state, count, aim
         )  # else every block falls short, and the last ones take it all
-    count = min(max(count, width), left, width * rules.packs_per_step * rules.max_documents)
-    more = min(AHEAD, count, left - count) if tight else 0
+    count = min(max(count, width), left, packs * rules.max_documents)
+    kept = min(count, waiting)
+    own = np.concatenate([state.waiting[:kept], np.arange(state.next, state.next + count - kept)])
+    balance = rules.free and packs <= _MOST_TRADERS and few(ends[own + 1] - ends[own], packs, rules.capacity)
+    beyond = (left - count) // _LEFT_AHEAD if balance else left - count if tight else 0
+    more = min(AHEAD, _BLOCKS_AHEAD * count if balance else count, beyond)
     if repeats is not None:
         oldest = int(state.waiting[0]) if waiting else state.next
         stop = state.next + max(count - waiting, 0)
         third = np.flatnonzero(repeats[state.next : stop] >= oldest)
         count, more = (min(count, waiting + int(third[0])), 0) if len(third) else (count, 0)
-    return count, more, aim
+    return count, more, aim, balance
 
 
 def _nearer(ends: Integers, state: Progress, count: int, aim: int) -> bool:
@@ -312,6 +327,8 @@ def _place(
     if packs <= _MOST_TRADERS:
         mean = int(costs[best >= 0].sum()) // packs
         trade(best, lengths, costs, packs, room, limit, mean + mean // _ALIKE)
+        if few(lengths[visit], packs, room):
+            trade_two(best, lengths, costs, old if rules.free else None, packs, room, limit, _ALIKE)
     return best
 
 
@@ -331,7 +348,7 @@ def _arrange(
     mean_position = placing.tally(placed, positions, packs)[0][used] // sizes[used]
     tie: NDArray[Any] = random[:-width] if rules.shuffled else mean_position
     if rules.group:
-        cost[np.abs(cost - mean) * _ALIKE <= mean] = mean
+        cost[np.abs(cost - mean) * _GROUPED <= mean] = mean
         used = used[np.lexsort((tie, -cost))]
     else:
         used = used[np.argsort(tie, kind="stable")]

@@ -18,6 +18,16 @@ Integers = NDArray[np.int64]
 HALF = 7
 """Documents of each half when two packs are rearranged."""
 
+_FEW_DOCUMENTS = 8  # of a pack; with more, trades of single documents come as near
+
+
+def few(lengths: Integers, packs: int, capacity: int) -> bool:
+    """Whether so few documents share a pack that two of them must change places at once to make packs alike.
+
+    Where one is longer than half a pack, it decides what the dearest pack costs, and no trade of others helps.
+    """
+    return len(lengths) <= packs * _FEW_DOCUMENTS and 2 * int(lengths.max(initial=0)) <= capacity
+
 
 def trade(
     placed: Integers,
@@ -55,3 +65,35 @@ def level_tokens(
     trade(placed, lengths, lengths, packs, everything, max_documents, capacity, 4 * packs)
     placing.give_back(placed, lengths, packs, capacity)
     return placed
+
+
+def trade_two(
+    placed: Integers,
+    lengths: Integers,
+    costs: Integers,
+    old: Integers | None,
+    packs: int,
+    capacity: int,
+    max_documents: int,
+    alike: int,
+) -> None:
+    """Packs of few documents (in falling order) are brought within 1/`alike` of their mean cost, in place.
+
+    First by trades with documents that wait (−1): `old` ones keep their places, the others may have to wait instead.
+    With None nobody's place is taken. Then by trades with each other.
+    """
+    group = np.where(placed < 0, packs, placed)  # those that wait are one more pack
+    cost, sizes = placing.tally(group, costs, packs + 1)
+    offsets = np.zeros(packs + 2, dtype=np.int64)
+    np.cumsum(sizes, out=offsets[1:])
+    order = placing.in_packs(group, offsets)
+    mean = int(cost[:packs].sum()) // packs
+    close, limits = mean // alike, (capacity, max_documents)
+    if sizes[packs] and old is not None:
+        stay = np.zeros(len(placed), dtype=np.bool_)
+        stay[old] = True
+        coarse = 2 * close  # the rest is for trades between packs: the fewer documents wait the better
+        balancing.exchange_waiting(order, offsets, lengths, costs, stay, *limits, mean, coarse)
+    balancing.exchange_two(order, offsets, lengths, costs, *limits, 0, packs, close)
+    group[order] = np.repeat(np.arange(packs + 1), np.diff(offsets))
+    placed[:] = np.where(group == packs, -1, group)

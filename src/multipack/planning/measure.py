@@ -35,6 +35,8 @@ from multipack.planning.lengths import check_integer, check_lengths
 from multipack.planning.permutation import BATCHES, keys, permutation
 
 if TYPE_CHECKING:
+    from multipack.planning.cost import CostModel
+    from multipack.planning.packing import Packs
     from multipack.planning.plan import Plan
 
 Integers = NDArray[np.int64]
@@ -113,6 +115,8 @@ class PlanReport:
     """Cost of a token of the longest document over the mean token's: limits what full packs can agree in."""
     advice: list[str]
     """Where the ceiling is low, what limits it and what would lift it; where steps differ in length, what would not."""
+    step_seconds: float | None
+    """Predicted seconds of a step's forward and backward passes, mean; None: the cost knows no seconds."""
     seconds: float
     """Time that planning the epoch took."""
 
@@ -148,7 +152,7 @@ def report(
     world, slots = data_parallel_size, plan.slots
     costs = plan.cost_model.cost(slots)
     steps = even(plan.num_steps, plan.num_steps if sample is None else check_integer("sample", sample))
-    token_loads, cost_loads, square_loads, least = _deal(plan, steps, slots, costs, world, sync)
+    token_loads, cost_loads, square_loads, least, predicted = _deal(plan, steps, slots, costs, world, sync)
     lags = spread(square_loads)
     planned = slots[plan.order]
     tokens, runs = int(plan.lengths[plan.order].sum()), world * plan.micro_batches(world)
@@ -195,17 +199,20 @@ def report(
         mean_length_spread=lengths_spread,
         kappa=kappa(planned, costs[plan.order]),
         advice=advice,
+        step_seconds=predicted,
         seconds=plan.seconds,
     )
 
 
 def _deal(
     plan: Plan, steps: Integers, slots: Integers, costs: Integers, world: int, sync: Sync
-) -> tuple[Integers, Integers, Integers, int]:
+) -> tuple[Integers, Integers, Integers, int, float | None]:
     """What ranks bring to the meetings of these steps in tokens, cost and squares, each (meetings, ranks).
 
-    The fourth is a lower bound on the sum of the dearest rank's cost over these meetings.
+    The fourth is a lower bound on the sum of the dearest rank's cost over these meetings; the fifth the mean step's
+    predicted seconds.
     """
+    seconds = 0.0
     rows: list[tuple[Integers, ...]] = []
     values = slots, costs, slots * slots
     micro_batches, least = plan.micro_batches(world), 0
@@ -216,8 +223,28 @@ def _deal(
         least += least_step_cost(
             slots[documents], costs[documents], world, micro_batches, plan.capacity, sync
         )
+        seconds += predicted_seconds(plan.cost_model, slots, dealt, world, sync) or 0.0
     token_loads, cost_loads, square_loads = (np.concatenate(column) for column in zip(*rows, strict=True))
-    return token_loads, cost_loads, square_loads, least
+    mean_seconds = seconds / len(steps) if plan.cost_model.timed is not None else None
+    return token_loads, cost_loads, square_loads, least, mean_seconds
+
+
+def predicted_seconds(
+    cost_model: CostModel, slots: Integers, dealt: Packs, ranks: int, sync: Sync
+) -> float | None:
+    """Seconds that a step's forward and backward passes should take, ranks waiting where they meet.
+
+    Args:
+        cost_model: knows seconds where it was fitted to measured times; else there is no prediction.
+        slots: (documents,) of each document.
+        dealt: the step's packs for all ranks.
+        ranks: that share the step.
+        sync: where they meet.
+    """
+    if cost_model.timed is None:
+        return None
+    each = np.array([cost_model.seconds(slots[pack]) if len(pack) else 0.0 for pack in dealt])
+    return float(meetings(each, ranks, sync).max(axis=1).sum())
 
 
 def even(steps: int, sample: int) -> Integers:

@@ -22,7 +22,7 @@ Tail = Literal["keep", "drop", "carry"]
 Balance = Literal["cost", "joint", "tokens"]
 LossWeighting = Literal["token", "document"]
 
-ALGORITHM = 2
+ALGORITHM = 3
 """Changes whenever the same options give other steps; part of the fingerprint."""
 
 
@@ -46,8 +46,8 @@ class PlanConfig:
     """`keep` every document; `drop` (and name) what fills no step, or `carry` it into the next epoch."""
     balance: Balance = "cost"
     """What packs agree in: model `cost`, tokens and squares alike (`joint`), or `tokens`."""
-    cost: Literal["flops", "measured"] = "flops"
-    """What a document costs: the model's `flops`, or seconds `measured` when training starts and kept with the run."""
+    cost: str = "flops"
+    """What documents cost: the model's `flops`, seconds `measured` as a run starts, or a calibrated FILE.json."""
     max_documents: int = 0
     """Most documents of a pack; 0 = no limit."""
     group: bool = True
@@ -59,6 +59,10 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         """Refuse what no plan can have, by the names that the settings have."""
+        if self.cost not in ("flops", "measured") and not self.cost.endswith(".json"):
+            raise ValueError(
+                f"plan.cost={self.cost!r}: flops, measured, or a .json file that `multipack calibrate` has saved"
+            )
         for name, least in (
             ("capacity", 2),
             ("packs_per_step", 1),

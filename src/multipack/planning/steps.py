@@ -60,7 +60,7 @@ def make_steps(
         return _exactly(evenly, ends, options, min(steps, options.steps))
     made = evenly(steps, window)
     taken = len(made.step_sizes)
-    if taken > steps + max(1, steps // 256):  # spread them evenly over the steps that they took
+    if taken > steps + steps // 256:  # spread them evenly over the steps that they took
         del made  # one at a time: each is as large as all the rest of a plan
         made = evenly(taken, window)
         if len(made.step_sizes) > taken:

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from multipack.data.store import TokenStore
 from multipack.planning.explore import Row
 from multipack.planning.measure import PlanReport, padded_share
 from multipack.planning.options import PlanConfig
 from multipack.planning.packing import Packs
-from multipack.reports.console import wrapped
+from multipack.reports.console import Console, wrapped
 
 if TYPE_CHECKING:
     from multipack.config import PackCommand, PlanCommand
     from multipack.data.corpus import Corpus
+    from multipack.data.corpus_report import CorpusReport
     from multipack.training.session import Session
 
 Rows = list[tuple[str, str]]
@@ -92,6 +92,7 @@ def report_rows(report: PlanReport, share: float, batch_size: int, ranks: int, f
             "padding instead",
             f"{share:.1%} real tokens in random batches of {batch_size} padded to their longest",
         ),
+        *([] if report.step_seconds is None else [("predicted", _step_time(report))]),
         ("planned in", _time(report.seconds)),
         *[("advice" if index == 0 else "", sentence) for index, sentence in enumerate(report.advice)],
     ]
@@ -148,6 +149,10 @@ def _order_rows(report: PlanReport) -> Rows:
     return rows
 
 
+def _step_time(report: PlanReport) -> str:
+    return f"{report.step_seconds:.4g} s of forward and backward passes a step, by the cost's measured times"
+
+
 def _time(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.1f} ms"
 
@@ -159,12 +164,12 @@ def _some(name: str, count: int, what: str) -> Rows:
 
 def plan_rows(session: Session, report: PlanReport) -> Rows:
     """The plan of a run: the report, how steps are dealt, and what became of documents that were too long."""
-    sampler, config = session.sampler, session.config
+    config, packs = session.config, session.config.plan.packs_per_step
     batch_size = config.train.padded_batch_size
     share = padded_share(session.corpus.train.lengths, batch_size, config.train.seed)
     dealt = (
-        f"{sampler.plan.packs_per_step} packs of at most {config.plan.capacity:,} tokens,"
-        f" {sampler.micro_batches} a rank, one micro-batch each"
+        f"{packs} packs of at most {config.plan.capacity:,} tokens,"
+        f" {session.feed.micro_batches} a rank, one micro-batch each"
     )
     return [
         *report_rows(report, share, batch_size, session.world.size, fills_packs(config.plan)),
@@ -174,6 +179,22 @@ def plan_rows(session: Session, report: PlanReport) -> Rows:
             f"{len(session.corpus.validation):,} documents, {session.corpus.validation.num_tokens:,} tokens",
         ),
         *corpus_notes(session.corpus),
+    ]
+
+
+def stream_rows(session: Session) -> Rows:
+    """What is known of the plan of documents that arrive."""
+    corpus, plan = session.corpus, session.config.plan
+    held = corpus.validation
+    return [
+        (
+            "documents",
+            f"those of {corpus.description}; the run ends with them, or after {session.steps:,} steps",
+        ),
+        ("planned ahead", f"{plan.window} steps, once the documents that fill them are there"),
+        ("a step", f"{plan.packs_per_step} packs of at most {plan.capacity:,} tokens"),
+        ("validation", f"{len(held):,} of the first documents, {held.num_tokens:,} tokens, never trained on"),
+        *corpus_notes(corpus),
     ]
 
 
@@ -256,23 +277,61 @@ def corpus_notes(corpus: Corpus) -> Rows:
     """What happened to documents on their way from the source: cut, dropped or skipped, never in silence."""
     fits = [("training", corpus.train_fit), ("validation", corpus.validation_fit)]
     rows = [(f"too long, {which}", fit.describe()) for which, fit in fits if fit.describe()]
+    rows += [(f"mixture, {share.name}", share.describe()) for share in corpus.mixture]
     return rows + [("skipped", f"{count:,} {reason}") for reason, count in corpus.skipped.items()]
 
 
-def store_rows(path: Path) -> Rows:
-    """A token store in words."""
-    store = TokenStore(path)
-    lengths = store.lengths
-    size = sum(file.stat().st_size for file in path.iterdir())
+def store_rows(path: Path, report: CorpusReport) -> Rows:
+    """A token store, or a folder of shards, in words."""
+    shards = f"{report.shards:,} shards{'' if report.is_complete else ' so far'}"
+    left_out = [row for reason, count in report.skipped.items() for row in _some("left out", count, reason)]
     return [
         ("folder", str(path)),
-        ("documents", f"{store.num_documents:,}"),
-        ("tokens", f"{store.num_tokens:,}"),
-        ("vocabulary", f"{store.vocabulary_size:,}"),
+        *([("stores", shards)] if report.shards > 1 or not report.is_complete else []),
+        ("corpus", report.description),
+        ("documents", f"{report.documents:,}{' preference pairs' if report.pairs else ''}"),
+        ("tokens", f"{report.tokens:,}"),
+        ("vocabulary", f"{report.vocabulary_size:,}"),
+        ("targets", f"{report.targets:,} ({report.target_share:.1%} of the tokens)"),
         (
             "lengths",
-            f"{lengths.min():,} shortest, {int(np.median(lengths)):,} median, {lengths.max():,} longest",
+            f"{report.mean:,.1f} mean, {report.median:,.0f} median; 99 % have at most {report.p99:,.0f} tokens",
         ),
-        ("size", f"{size / 2**20:.1f} MiB"),
-        *[("skipped", f"{count:,} {reason}") for reason, count in store.header.skipped.items()],
+        ("longest", f"{report.longest:,} tokens: {report.longest_name}"),
+        *[
+            (
+                "" if number else "too long",
+                f"for packs of {entry.capacity:,}: {entry.documents / report.documents:.2%} of the documents, with"
+                f" {entry.tokens / report.tokens:.2%} of the tokens beyond",
+            )
+            for number, entry in enumerate(report.excess)
+        ],
+        *left_out,
+        ("size", f"{report.bytes / 2**20:,.1f} MiB"),
     ]
+
+
+def tell_store(console: Console, path: Path, report: CorpusReport) -> None:
+    """Print a token store, or a folder of shards: its figures, and its documents by length."""
+    console.section("token store", store_rows(path, report))
+    console.line("\ndocuments by length in tokens")
+    for line in histogram_lines(report, console.columns):
+        console.line(line)
+
+
+def histogram_lines(report: CorpusReport, columns: int) -> list[str]:
+    """Documents by length as bars, a line for each power of two."""
+    most = max(bar.documents for bar in report.histogram)
+    names = [
+        f"{bar.first:,}" if bar.first == bar.last else f"{bar.first:,} … {bar.last:,}"
+        for bar in report.histogram
+    ]
+    width = max(map(len, names))
+    counts = [f"{bar.documents:,} ({bar.documents / report.documents:.1%})" for bar in report.histogram]
+    room = max(columns - width - max(map(len, counts)) - 6, 8)
+    lines = []
+    for name, count, bar in zip(names, counts, report.histogram, strict=True):
+        eighths = max(round(8 * room * bar.documents / most), 1 if bar.documents else 0)
+        drawn = "█" * (eighths // 8) + ("", *"▏▎▍▌▋▊▉")[eighths % 8]
+        lines.append(f"  {name:>{width}}  {drawn}{' ' if drawn else ''}{count}")
+    return lines

@@ -4,8 +4,8 @@ A `ModelShape` holds numbers and names only: no torch, no configuration file. Pr
 widths of each model, so that `plan(..., cost=CostModel.from_shape(SHAPES["llama-8b"]))` needs no weights;
 `ModelShape.from_huggingface` reads the widths of any other decoder from its config.json.
 
-Mixtures of experts, sliding windows and latent attention are described too, because planning needs their cost;
-the decoder of this project builds dense layers with full attention, and refuses the others.
+Mixtures of experts, windows in some layers and latent attention are described too, because planning needs their cost;
+the decoder of this project builds dense layers that all attend alike, and refuses the others.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class ModelShape:
     dense_layers: int = 0
     """Layers of a mixture (usually its first) whose feed-forward layer is dense, d_ff wide. For planning only."""
     window: int = 0
-    """Tokens that a sliding layer sees, the query itself included; 0 = all layers see all. For planning only."""
+    """Tokens that a sliding layer sees, the query itself included; 0 = all layers see all."""
     window_layers: int = 0
-    """Layers that slide, where `window` is set; 0 = all of them. For planning only."""
+    """Layers that slide, where `window` is set; 0 = all of them; fewer than all: for planning only."""
     kv_rank: int = 0
     """Rank of the keys' and values' common latent (multi-head latent attention); 0 = none. For planning only."""
     query_rank: int = 0
@@ -251,7 +251,7 @@ PLANNING_ONLY: tuple[str, ...] = (
     "kv_rank",
     *(name for names in _BELONG.values() for name in names),
 )
-"""Fields that describe what the cost model knows and the decoder does not build."""
+"""Fields of models that the decoder builds in part (`window`) or not at all, and whose cost the planner knows."""
 
 
 def _gpt2(layers: int, heads: int, d_model: int) -> ModelShape:

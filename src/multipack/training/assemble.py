@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from multipack.data.collate import PackedCollator
-from multipack.data.corpus import Corpus, load_corpus
+from multipack.data.corpus import load_corpus
 from multipack.data.documents import Documents
 from multipack.data.loader import PackedLoader
 from multipack.data.sampler import PackedBatchSampler
 from multipack.data.tokenizer import Tokenizer
-from multipack.models.decoder import Decoder
+from multipack.models.compile import compile_blocks
 from multipack.parallel.engine import build_engine
 from multipack.parallel.world import World
 from multipack.planning.cost import CostModel
@@ -34,12 +34,17 @@ from multipack.training.checkpoint import (
     Checkpoint,
     load_checkpoint,
 )
-from multipack.training.feed import Feed
+from multipack.training.feed import Feed, Steps
+from multipack.training.initial import Initial, begin_from, initial_weights
 from multipack.training.metrics import RunningLoss
+from multipack.training.objective import NextToken, objective_of
 from multipack.training.observer import Observers
 from multipack.training.optimizer import build_optimizer
 from multipack.training.precision import mean_peak, name_of_dtype, resolve_dtype
+from multipack.training.schedule import rate_factor
 from multipack.training.session import Session
+from multipack.training.stream_feed import open_feed
+from multipack.training.watch import build_observers
 
 if TYPE_CHECKING:
     from multipack.config import Config
@@ -68,29 +73,45 @@ def assemble(
         corpus = load_corpus(config.data, config.tokenizer, limit=limit, progress=_reading(advance))
     if config.train.sample_prompt and not corpus.tokenizer.encode(config.train.sample_prompt):
         raise ValueError(f"train.sample_prompt={config.train.sample_prompt!r} has no tokens")
-    shape = shape_of(config, corpus.tokenizer)
+    objective = objective_of(config, corpus)
+    initial = _initial(config, checkpoint, objective)
+    shape = shape_of(config, corpus.tokenizer, initial)
     dtype = resolve_dtype(config.train.dtype, world.device)
     config = replace(
         config,
         model=replace(config.model, vocabulary_size=shape.vocabulary_size),
-        train=replace(config.train, dtype=name_of_dtype(dtype)),
+        train=replace(config.train, dtype=name_of_dtype(dtype), **objective.settings()),
         plan=replace(plan, packs_per_step=packs_per_step, micro_batches=0),
     )
     cost_model = run_cost(config, shape, world, run, checkpoint, dtype, limit)
-    sampler = _sampler(config, world, corpus.train, cost_model, "training")
-    collate = _collator(config, sampler, corpus)
-    feed = Feed(PackedLoader(corpus.train, sampler, collate, config.train.prefetch), sampler, clock)
+    torch.manual_seed(config.train.seed)
+    model, notes = objective.decoder(shape), []
+    if initial is not None:
+        state, told = begin_from(initial, shape, corpus.tokenizer)
+        model.load_state_dict(state)
+        notes.append(told)
+    optimizer = build_optimizer(model.to(world.device), config.optimizer)
+    if config.train.compile:
+        compile_blocks(model)
+    engine = build_engine(model, optimizer, world, config.parallel, dtype, clock)
+    with console.progress("asking the reference model") as advance:  # before the weights of a checkpoint
+        views, told_views = objective.views(engine, dtype, limit, _slots(config), _reading(advance))
+    feed, steps = _steps(config, world, objective, views[0], cost_model, clock)
     validation, validation_packs = None, 0
     if config.train.eval_every or config.train.eval_only:
-        validation, validation_packs = _validation(config, world, corpus, cost_model)
-    torch.manual_seed(config.train.seed)
-    model = Decoder(shape, attention=config.model.attention).to(world.device)
-    engine = build_engine(
-        model, build_optimizer(model, config.optimizer), world, config.parallel, dtype, clock
-    )
+        validation, validation_packs = _validation(config, world, objective, views[1], cost_model)
     # From here on ranks draw their own random numbers (dropout): a distinct, reproducible stream each.
     torch.manual_seed(int(np.random.SeedSequence([config.train.seed, world.rank]).generate_state(1)[0]))
-    steps = config.train.steps or max(1, round(config.train.epochs * sampler.steps_per_epoch))
+    observers = build_observers(
+        config.train,
+        config.log,
+        config.track,
+        run,
+        world,
+        settings=asdict(config),
+        micro_batches=feed.micro_batches,
+        tell=console.line,
+    )
     session = Session(
         config=config,
         world=world,
@@ -99,7 +120,7 @@ def assemble(
         corpus=corpus,
         shape=shape,
         cost_model=cost_model,
-        sampler=sampler,
+        objective=objective,
         feed=feed,
         validation=validation,
         validation_packs=validation_packs,
@@ -108,10 +129,31 @@ def assemble(
         peak_flops=mean_peak(world, dtype),
         clock=clock,
         running=RunningLoss(loss_weighting=config.train.loss_weighting),
-        observers=Observers([]),
+        observers=Observers([*objective.observers(model), *observers]),
+        lr_factor=rate_factor(config.optimizer, feed.targets_per_step),
+        targets_per_step=feed.targets_per_step,
+        notes=[*notes, *told_views],
     )
     session.begin(checkpoint)
     return session
+
+
+def _steps(
+    config: Config,
+    world: World,
+    objective: NextToken,
+    view: Any,
+    cost_model: CostModel,
+    clock: Callable[[], float],
+) -> tuple[Steps, int]:
+    """Where global steps come from, and the last step of the run."""
+    corpus = objective.corpus
+    if corpus.arriving is not None:  # there is no plan of an epoch: documents are planned as they come
+        return open_feed(config, world, corpus.arriving, cost_model, clock), config.train.steps
+    sampler = _sampler(config, world, corpus.train, cost_model, "training")
+    loader = PackedLoader(view, sampler, objective.collator(sampler, _slots(config)), config.train.prefetch)
+    feed = Feed(loader, sampler, corpus.train, clock)
+    return feed, config.train.steps or max(1, round(config.train.epochs * sampler.steps_per_epoch))
 
 
 def _run_and_checkpoint(config: Config) -> tuple[RunDirectory, Checkpoint | None]:
@@ -121,6 +163,13 @@ def _run_and_checkpoint(config: Config) -> tuple[RunDirectory, Checkpoint | None
     if path is None and not run.latest.is_file():
         return run, None  # stopped before its first checkpoint: it begins again
     return run, load_checkpoint(path or run.latest_checkpoint())
+
+
+def _initial(config: Config, checkpoint: Checkpoint | None, objective: NextToken) -> Initial | None:
+    """The weights to begin with. A run that goes on has its own, and may need these as its reference only."""
+    if not config.train.init_from or (checkpoint is not None and not objective.needs_initial):
+        return None
+    return initial_weights(Path(config.train.init_from).expanduser())
 
 
 def _reading(advance: Any) -> Callable[[int, int | None, str], None]:
@@ -133,7 +182,7 @@ def document_limit(config: Config) -> int:
     return min(limit, config.model.context) if config.model.positions == "learned" else limit
 
 
-def shape_of(config: Config, tokenizer: Tokenizer) -> ModelShape:
+def shape_of(config: Config, tokenizer: Tokenizer, initial: Initial | None = None) -> ModelShape:
     """The decoder's shape, its vocabulary set.
 
     Raises:
@@ -147,7 +196,10 @@ def shape_of(config: Config, tokenizer: Tokenizer) -> ModelShape:
             f"model.vocabulary_size={size} is smaller than the tokenizer's {tokenizer.vocabulary_size};"
             " use 0 to take the tokenizer's"
         )
-    return ModelShape(**{**values, "vocabulary_size": size or tokenizer.vocabulary_size})
+    rows = (
+        initial.shape.vocabulary_size if initial is not None else 0
+    )  # which may be more than there are tokens
+    return ModelShape(**{**values, "vocabulary_size": size or max(rows, tokenizer.vocabulary_size)})
 
 
 def _sampler(
@@ -178,25 +230,24 @@ def _sampler(
     return PackedBatchSampler(documents.lengths, **settings)
 
 
-def _collator(config: Config, sampler: PackedBatchSampler, corpus: Corpus) -> PackedCollator:
-    slots = config.plan.capacity // sampler.align * sampler.align  # what aligned documents can fill
-    return PackedCollator.of(
-        sampler, pad_to=slots if config.train.fixed_shape else None, pad_id=corpus.tokenizer.end_id or 0
-    )
+def _slots(config: Config) -> int | None:
+    """Slots of every pack, where all have one shape: what aligned documents can fill."""
+    plan = config.plan
+    return plan.capacity // plan.align * plan.align if config.train.fixed_shape else None
 
 
 def _validation(
-    config: Config, world: World, corpus: Corpus, cost_model: CostModel
+    config: Config, world: World, objective: NextToken, view: Any, cost_model: CostModel
 ) -> tuple[PackedLoader, int]:
     """This rank's validation packs, and how many of them an evaluation takes."""
-    documents = corpus.validation
+    documents = objective.corpus.validation
     if not len(documents) or not int(documents.target_counts.sum()):
         raise ValueError(
             f"validation has {len(documents)} documents and no target tokens: raise data.validation"
             f" (now {config.data.validation}), add documents, or set train.eval_every=0"
         )
     sampler = _sampler(config, world, documents, cost_model, "validation", order="given", tail="keep")
-    loader = PackedLoader(documents, sampler, _collator(config, sampler, corpus), config.train.prefetch)
+    loader = PackedLoader(view, sampler, objective.collator(sampler, _slots(config)), config.train.prefetch)
     steps, limit = sampler.steps_per_epoch, config.train.eval_packs
     if limit:
         steps = min(steps, -(-limit // sampler.plan.packs_per_step))

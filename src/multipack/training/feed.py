@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from multipack.data.batch import PackedBatch
+from multipack.data.documents import Documents
 from multipack.data.loader import PackedLoader
 from multipack.data.sampler import PackedBatchSampler
+from multipack.planning.cost import CostModel
 from multipack.planning.deal import Sync, meetings
+from multipack.planning.measure import predicted_seconds
 from multipack.planning.packing import Packs
 from multipack.planning.plan import Plan
 
@@ -49,19 +52,80 @@ class StepData:
     index: int
 
 
+class Steps(Protocol):
+    """Where a run's global steps come from: an epoch's plan again and again, or documents that arrive."""
+
+    micro_batches: int
+    """Packs of a rank in a step."""
+    ended: bool
+    """Whether there is no further step."""
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the current epoch; None where documents arrive, and are planned as they come."""
+        ...
+
+    @property
+    def targets_per_step(self) -> float:
+        """Mean target tokens of a global step, from what is known when a run begins."""
+        ...
+
+    def __iter__(self) -> Iterator[StepData]: ...
+
+    def names(self, number: int) -> str:
+        """The name of a document, for people."""
+        ...
+
+    def interrupt(self) -> None:
+        """Wait for documents no more."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the steps that were handed out."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at `state`."""
+        ...
+
+    def close(self) -> None:
+        """Stop prefetching."""
+        ...
+
+
 class Feed:
     """Iterates global steps without end, epoch after epoch; its state is the sampler's.
 
     Args:
         loader: batches of this rank, in the sampler's order.
         sampler: the plan of the current epoch, dealt to this rank.
+        documents: names of documents, for people.
         clock: seconds.
     """
 
-    def __init__(self, loader: PackedLoader, sampler: PackedBatchSampler, clock: Callable[[], float]) -> None:
+    ended = False
+
+    def __init__(
+        self,
+        loader: PackedLoader,
+        sampler: PackedBatchSampler,
+        documents: Documents,
+        clock: Callable[[], float],
+    ) -> None:
         self.loader = loader
         self.sampler = sampler
+        self.micro_batches = sampler.micro_batches
+        self.names = documents.names
+        self.targets_per_step = float(documents.target_counts.sum()) / sampler.steps_per_epoch
         self._clock = clock
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the current epoch."""
+        return self.sampler.plan
+
+    def interrupt(self) -> None:
+        """Nothing is waited for: all documents are there."""
 
     def __iter__(self) -> Iterator[StepData]:
         while True:
@@ -84,8 +148,12 @@ class Feed:
             denominator=plan.denominator(index),
             documents=documents,
             lengths=plan.lengths[documents],
-            cost_spread=cost_spread(plan, dealt, self.sampler.world_size, self.sampler.sync),
-            predicted_seconds=predicted_seconds(plan, dealt, self.sampler.world_size, self.sampler.sync),
+            cost_spread=cost_spread(
+                plan.cost_model, plan.slots, dealt, self.sampler.world_size, self.sampler.sync
+            ),
+            predicted_seconds=predicted_seconds(
+                plan.cost_model, plan.slots, dealt, self.sampler.world_size, self.sampler.sync
+            ),
             packs=dealt,
             wait_seconds=self._clock() - began,
             epoch=epoch,
@@ -105,18 +173,11 @@ class Feed:
         self.loader.close()
 
 
-def cost_spread(plan: Plan, dealt: Packs, ranks: int, sync: Sync) -> float:
-    """Dearest rank's predicted cost over the mean rank's, minus 1."""
-    costs = plan.cost_model.cost(plan.slots[dealt.order])  # of this step's documents only
+def cost_spread(
+    cost_model: CostModel, slots: NDArray[np.int64], dealt: Packs, ranks: int, sync: Sync
+) -> float:
+    """Dearest rank's predicted cost over the mean rank's, minus 1; arguments as of `predicted_seconds`."""
+    costs = cost_model.cost(slots[dealt.order])  # of this step's documents only
     packs = Packs(np.arange(len(dealt.order)), dealt.offsets)
     loads = meetings(packs.totals(costs), ranks, sync)
     return float(loads.max(axis=1).sum() / max(loads.mean(axis=1).sum(), 1.0) - 1.0)
-
-
-def predicted_seconds(plan: Plan, dealt: Packs, ranks: int, sync: Sync) -> float | None:
-    """Seconds that the step's forward and backward passes should take, ranks waiting where they meet."""
-    model = plan.cost_model
-    if model.timed is None:
-        return None
-    each = np.array([model.seconds(plan.slots[pack]) if len(pack) else 0.0 for pack in dealt])
-    return float(meetings(each, ranks, sync).max(axis=1).sum())

@@ -12,7 +12,9 @@ import multipack
 from multipack.models.attention import select
 from multipack.parallel.world import hosts
 from multipack.training.calibrate import cost_rows
+from multipack.training.optimizer import optimizer_text
 from multipack.training.precision import DTYPES
+from multipack.training.schedule import schedule_text
 
 if TYPE_CHECKING:
     from multipack.training.session import Session
@@ -21,9 +23,7 @@ if TYPE_CHECKING:
 def header_rows(session: Session) -> list[tuple[str, str]]:
     """The run header: what anyone would ask of a log a month later."""
     world, config, shape = session.world, session.config, session.shape
-    parameters = list(session.engine.state()["model"].values())
-    decayed = [parameter.numel() for parameter in parameters if parameter.dim() >= 2]
-    others = [parameter.numel() for parameter in parameters if parameter.dim() < 2]
+    parameters = session.engine.state()["model"]
     threads = torch.get_num_threads()
     cpu = f"{threads} thread{'s' if threads > 1 else ''}"
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else cpu
@@ -44,12 +44,12 @@ def header_rows(session: Session) -> list[tuple[str, str]]:
             f"{family} style, {shape.layers} layers, width {shape.d_model}, {shape.heads} heads"
             f" ({shape.kv_heads} kv), feed-forward {shape.d_ff}, vocabulary {shape.vocabulary_size:,}",
         ),
-        ("parameters", f"{sum(decayed) + sum(others):,} ({config.train.dtype})"),
         (
-            "optimizer",
-            f"AdamW, lr {config.optimizer.lr:g}; decayed: {len(decayed)} tensors, {sum(decayed):,} parameters;"
-            f" not decayed: {len(others)} tensors, {sum(others):,}",
+            "parameters",
+            f"{sum(parameter.numel() for parameter in parameters.values()):,} ({config.train.dtype})",
         ),
+        ("optimizer", optimizer_text(parameters, config.optimizer)),
+        ("learning rate", schedule_text(config.optimizer, session.steps, session.targets_per_step)),
         *cost_rows(session.cost_model),
         ("seed", str(config.train.seed)),
         ("corpus", session.corpus.description),
@@ -68,4 +68,4 @@ def _attention_row(session: Session) -> str:
     dtype = DTYPES[session.config.train.dtype]
     q = torch.empty(1, shape.heads, shape.head_width, device=device, dtype=dtype, requires_grad=True)
     kv = torch.empty(1, shape.kv_heads, shape.head_width, device=device, dtype=dtype)
-    return select(session.config.model.attention, q, kv, kv).name
+    return select(session.config.model.attention, q, kv, kv, shape.window or None).name

@@ -30,8 +30,15 @@ class Observer:
     def before_step(self, step: int) -> None:
         """`step` (from 1) begins: its batches are not yet taken."""
 
-    def micro_batch(self, index: int, engine: Engine) -> None:
-        """Micro-batch `index`, not the last one, has been through its backward pass: gradients are this rank's own."""
+    def micro_batch(self, index: int, engine: Engine, own: float, whole: float) -> None:
+        """Micro-batch `index`, not the last one, has been through its backward pass: gradients are this rank's own.
+
+        Args:
+            index: of the micro-batch on this rank, from 0.
+            engine: whose parameters hold the gradient of the summed loss / `whole`, times ranks and loss scale.
+            own: what this rank's micro-batches up to this one hold of the step's denominator.
+            whole: the step's denominator.
+        """
 
     def gradient(self, step: int, engine: Engine) -> Mapping[str, float]:
         """The step's gradient is whole and not yet clipped. Returns metrics for the step's record."""
@@ -45,8 +52,8 @@ class Observer:
         """
         return "apply"
 
-    def after_step(self, step: int, engine: Engine) -> None:
-        """The weights are those after `step`, which may have been left out."""
+    def after_step(self, step: int, engine: Engine, applied: bool) -> None:
+        """The weights are those after `step`, which was applied or left out."""
 
     def record(self, values: Mapping[str, float]) -> None:
         """A record of metrics.jsonl, `step` among its values; on rank 0 only."""
@@ -96,10 +103,10 @@ class Observers:
         for observer in self._all:
             observer.before_step(step)
 
-    def micro_batch(self, index: int, engine: Engine) -> None:
+    def micro_batch(self, index: int, engine: Engine, own: float, whole: float) -> None:
         """See `Observer`."""
         for observer in self._all:
-            observer.micro_batch(index, engine)
+            observer.micro_batch(index, engine, own, whole)
 
     def gradient(self, step: int, engine: Engine) -> dict[str, float]:
         """Metrics of all."""
@@ -112,10 +119,10 @@ class Observers:
         verdicts = [observer.judge(step, loss, grad_norm) for observer in self._all]
         return "skip" if "skip" in verdicts else "apply"
 
-    def after_step(self, step: int, engine: Engine) -> None:
+    def after_step(self, step: int, engine: Engine, applied: bool) -> None:
         """See `Observer`."""
         for observer in self._all:
-            observer.after_step(step, engine)
+            observer.after_step(step, engine, applied)
 
     def record(self, values: Mapping[str, float]) -> None:
         """See `Observer`."""

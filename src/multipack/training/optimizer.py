@@ -1,13 +1,25 @@
-"""AdamW with decay groups, and the learning rate of every step."""
+"""AdamW over groups of parameters, which follow from their dimensions and from rules on their names.
+
+    optimizer.rules=["embedding lr=0.5", "*.bias lr=2 weight_decay=0", "blocks.0 freeze"]
+
+The first rule whose pattern matches a parameter's name, or the name of a module that holds it, decides; what it does
+not say is as for parameters without a rule: learning rate × 1, weight decay where there are two dimensions or more.
+"""
 
 from __future__ import annotations
 
+import difflib
 import math
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+FUSED_DEVICES = {"cpu", "cuda", "xpu", "mps"}
+"""Devices for which torch has AdamW as one kernel for all tensors of a group."""
 
 
 @dataclass
@@ -18,12 +30,20 @@ class OptimizerConfig:
     """Peak learning rate."""
     min_lr: float = -1.0
     """Learning rate at the end of the schedule; negative = a tenth of optimizer.lr."""
+    lr_scaling: Literal["none", "sqrt", "linear"] = "none"
+    """How learning rates grow with the targets of a step: not at all, by their root, or by their number."""
+    reference_tokens: int = 0
+    """Targets of a step that optimizer.lr was found with; needed by optimizer.lr_scaling."""
     warmup_steps: int = 20
     """Steps in which the learning rate rises linearly to its peak."""
     decay_steps: int = 0
     """Step at which the schedule reaches min_lr; 0 = the last step of the run."""
-    schedule: Literal["cosine", "constant"] = "cosine"
-    """What follows the warm-up: half a cosine down to min_lr, or the peak for ever."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """What follows the warm-up: half a cosine or a line down to min_lr, the peak for ever, or until a decay."""
+    decay_share: float = 0.2
+    """Share of the steps, the last ones, over which schedule=wsd decays."""
+    decay_shape: Literal["linear", "sqrt"] = "linear"
+    """How schedule=wsd decays: along a line, or along 1 - sqrt(progress), which falls fast at first."""
     beta1: float = 0.9
     """Decay of the first moment."""
     beta2: float = 0.95
@@ -32,6 +52,10 @@ class OptimizerConfig:
     """Added to the root of the second moment."""
     weight_decay: float = 0.1
     """Decoupled weight decay of tensors with two or more dimensions."""
+    rules: list[str] = field(default_factory=list)
+    """Exceptions by (globs of) parameters' or modules' names: `*.bias lr=2 weight_decay=0`, `blocks.0 freeze`."""
+    fused: Literal["auto", "true", "false"] = "auto"
+    """One kernel for all tensors of a group: auto = where the device has it; false = several kernels (foreach)."""
     clip: float = 1.0
     """Largest global norm of the gradient; 0 = no clipping."""
 
@@ -48,43 +72,197 @@ class OptimizerConfig:
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"optimizer.{name} must be in [0, 1), got {getattr(self, name)}")
+        if not 0 < self.decay_share <= 1:
+            raise ValueError(f"optimizer.decay_share must be in (0, 1], got {self.decay_share}")
+        if self.lr_scaling != "none" and self.reference_tokens < 1:
+            raise ValueError(
+                f"optimizer.lr_scaling={self.lr_scaling} needs optimizer.reference_tokens, the targets of a step"
+                f" that optimizer.lr was found with, got {self.reference_tokens}"
+            )
+        for text in self.rules:
+            read_rule(text)
 
 
-def decay_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Trainable tensors with two or more dimensions, which are decayed, and the others, which are not."""
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [p for p in trainable if p.dim() >= 2], [p for p in trainable if p.dim() < 2]
+@dataclass(frozen=True)
+class Rule:
+    """An exception for the parameters that a pattern names; None = as for those without a rule.
+
+    Attributes:
+        text: as the user wrote it.
+        pattern: a glob on parameters' names, or on names of modules, which stand for all that they hold.
+        lr_scale: factor of the learning rate.
+        weight_decay: decoupled weight decay.
+        freeze: keep the weights as they are.
+    """
+
+    text: str
+    pattern: str
+    lr_scale: float = 1.0
+    weight_decay: float | None = None
+    freeze: bool = False
+
+    def matches(self, name: str) -> bool:
+        """Whether the rule names this parameter, or a module that holds it."""
+        return fnmatchcase(name, self.pattern) or fnmatchcase(name, f"{self.pattern}.*")
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """What the optimizer does with a parameter; parameters that are treated alike form a group."""
+
+    lr_scale: float
+    weight_decay: float
+    frozen: bool = False
+
+
+def read_rule(text: str) -> Rule:
+    """A rule from its text.
+
+    Raises:
+        ValueError: it has no pattern, says nothing, or says what no rule can say.
+    """
+    pattern, *words = text.split() or [""]
+    said: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if word == "freeze":
+            said["freeze"] = True
+        elif key in ("lr", "weight_decay") and equals:
+            said["lr_scale" if key == "lr" else key] = _number(text, key, value)
+        else:
+            raise ValueError(
+                f"optimizer.rules: {word!r} of {text!r} is none of lr=FACTOR, weight_decay=VALUE and freeze"
+            )
+    if not said or "=" in pattern:
+        raise ValueError(
+            f"optimizer.rules: {text!r} must name parameters and say what is different for them:"
+            " PATTERN [lr=FACTOR] [weight_decay=VALUE] [freeze]"
+        )
+    if "freeze" in said and len(said) > 1:
+        raise ValueError(
+            f"optimizer.rules: {text!r} freezes its parameters, so that nothing else can be said of them"
+        )
+    return Rule(text, pattern, **said)
+
+
+def _number(text: str, key: str, value: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise ValueError(f"optimizer.rules: {key}={value} of {text!r} must be a number that is not negative")
+    return number
+
+
+def treatments(parameters: Mapping[str, Tensor], config: OptimizerConfig) -> dict[str, Treatment]:
+    """What becomes of every parameter, by its name.
+
+    Args:
+        parameters: by name; those that need no gradient already stay frozen.
+        config: weight decay and rules.
+
+    Raises:
+        ValueError: a rule decides about no parameter; names that are near are named.
+    """
+    rules = [read_rule(text) for text in config.rules]
+    deciding: dict[str, int] = {}
+    for name in parameters:
+        number = next((number for number, rule in enumerate(rules) if rule.matches(name)), None)
+        if number is not None:
+            deciding[name] = number
+    for number, rule in enumerate(rules):
+        if number not in deciding.values():
+            raise ValueError(_useless(rule, rules[:number], list(parameters)))
+    found = {}
+    for name, parameter in parameters.items():
+        rule = rules[deciding[name]] if name in deciding else Rule("", name)
+        usual = config.weight_decay if parameter.dim() >= 2 else 0.0
+        decay = usual if rule.weight_decay is None else rule.weight_decay
+        frozen = rule.freeze or not parameter.requires_grad
+        found[name] = Treatment(1.0, 0.0, True) if frozen else Treatment(rule.lr_scale, decay)
+    return found
+
+
+def _useless(rule: Rule, before: Sequence[Rule], names: Sequence[str]) -> str:
+    taken = [name for name in names if rule.matches(name)]
+    if taken:
+        earlier = next(other for other in before if other.matches(taken[0]))
+        return (
+            f"optimizer.rules: {rule.text!r} decides nothing, because earlier rules match all that it names"
+            f" ({earlier.text!r} matches {taken[0]}): put it before them"
+        )
+    parts = [name.split(".") for name in names]
+    known = dict.fromkeys(".".join(part[:count]) for part in parts for count in range(1, len(part) + 1))
+    near = difflib.get_close_matches(rule.pattern, known, 3, 0.5) or list(known)[:3]
+    return f"optimizer.rules: {rule.text!r} matches no parameter; there are {', '.join(near)}, …"
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW (fused: one kernel for all tensors of a group) over the model's decay groups."""
-    decayed, other = decay_groups(model)
-    groups = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": other, "weight_decay": 0.0},
+    """AdamW over the model's groups; parameters that a rule freezes need no gradient from here on.
+
+    Every group has `lr_scale` beside torch's own settings: whoever sets a group's learning rate multiplies by it.
+    To be called before the model is wrapped: DDP asks once which parameters have a gradient.
+
+    Raises:
+        ValueError: see `treatments`; nothing is left to train; `optimizer.fused=true` where the device has no such
+            kernel.
+    """
+    named = dict(model.named_parameters())
+    groups: dict[Treatment, list[nn.Parameter]] = {}
+    for name, treatment in treatments(named, config).items():
+        named[name].requires_grad_(not treatment.frozen)
+        if not treatment.frozen:
+            groups.setdefault(treatment, []).append(named[name])
+    if not groups:
+        raise ValueError(f"optimizer.rules={config.rules} freeze every parameter: nothing is left to train")
+    described = [
+        {
+            "params": parameters,
+            "weight_decay": treatment.weight_decay,
+            "lr": config.lr * treatment.lr_scale,
+            "lr_scale": treatment.lr_scale,
+        }
+        for treatment, parameters in groups.items()
     ]
+    fused = _fused(config, {parameter.device.type for group in groups.values() for parameter in group})
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        described,
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
-        fused=True,
+        fused=fused,
+        foreach=not fused,
     )
 
 
-def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
-    """Learning rate of a step, a pure function, so that a resumed run needs no scheduler state.
+def _fused(config: OptimizerConfig, devices: set[str]) -> bool:
+    lacking = sorted(devices - FUSED_DEVICES)
+    if config.fused == "true" and lacking:
+        raise ValueError(
+            f"optimizer.fused=true has no kernel for parameters on {', '.join(lacking)} (there is one for"
+            f" {', '.join(sorted(FUSED_DEVICES))}); use auto or false"
+        )
+    return config.fused == "true" or (config.fused == "auto" and not lacking)
+
+
+def optimizer_text(parameters: Mapping[str, Tensor], config: OptimizerConfig) -> str:
+    """One line for the run header: how many tensors and parameters are decayed, are not, and are frozen.
 
     Args:
-        step: the step about to be taken, from 1.
-        steps: the last step of the run.
-        config: peak, floor, warm-up and schedule.
+        parameters: the model's, by name.
+        config: as `build_optimizer` took it.
     """
-    if step <= config.warmup_steps:
-        return config.lr * step / config.warmup_steps
-    if config.schedule == "constant":
-        return config.lr
-    last = config.decay_steps or steps
-    progress = min(max((step - config.warmup_steps) / max(last - config.warmup_steps, 1), 0.0), 1.0)
-    floor = config.min_lr if config.min_lr >= 0 else config.lr / 10
-    return floor + 0.5 * (config.lr - floor) * (1 + math.cos(math.pi * progress))
+    found = treatments(parameters, config)
+    kinds = {
+        "decayed": [n for n, t in found.items() if t.weight_decay and not t.frozen],
+        "not decayed": [n for n, t in found.items() if not t.weight_decay and not t.frozen],
+        "frozen": [n for n, t in found.items() if t.frozen],
+        "with another learning rate": [n for n, t in found.items() if t.lr_scale != 1.0],
+    }
+    counted = [
+        f"{kind}: {len(names)} tensors, {sum(parameters[name].numel() for name in names):,} parameters"
+        for kind, names in kinds.items()
+        if names or kind in ("decayed", "not decayed")
+    ]
+    return f"AdamW, lr {config.lr:g}; " + "; ".join(counted)

@@ -7,7 +7,8 @@ documents ─▶ plan ─▶ some packs ─┬─ every second one, with mixes �
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from multipack.planning.cost import CostModel
 from multipack.planning.plan import plan as make_plan
 from multipack.reports.console import Console
 from multipack.training.assemble import document_limit, shape_of
-from multipack.training.calibrate import DecoderTimer, calibrate, least_seconds
+from multipack.training.calibrate import NOISY, DecoderTimer, calibrate, cost_rows, least_seconds
 from multipack.training.precision import resolve_dtype
 
 if TYPE_CHECKING:
@@ -44,6 +45,35 @@ class Calibration:
         """Mean absolute error of the predictions, as a share of the mean measured time."""
         measured = sum(row[3] for row in self.checked)
         return sum(abs(row[3] - row[4]) for row in self.checked) / measured
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Column names and rows for the console."""
+        rows = [
+            [f"{count:,}", f"{tokens:,}", f"{longest:,}", f"{1e3 * measured:.1f}", f"{1e3 * predicted:.1f}"]
+            for count, tokens, longest, measured, predicted in self.checked
+        ]
+        return ["documents", "tokens", "longest", "measured ms", "predicted ms"], rows
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "cost": self.model.to_dict(),
+            "error": self.error,
+            "checked": [list(row) for row in self.checked],
+        }
+
+
+def calibration_rows(found: Calibration, saved: Path) -> list[tuple[str, str]]:
+    """What was fitted, how well it predicts, and where it is."""
+    busy = "; was the machine busy?" if found.error > NOISY else ""
+    return [
+        *cost_rows(found.model),
+        (
+            "predictions",
+            f"{found.error:.1%} from the measured times, in the mean of {len(found.checked)} packs{busy}",
+        ),
+        ("saved", f"{saved} (plan.cost={saved} in training, cost={saved} in `multipack plan`)"),
+    ]
 
 
 def calibrate_documents(config: Config, world: World, console: Console) -> Calibration:

@@ -11,7 +11,6 @@ import torch
 from multipack.atomic import write_atomically
 from multipack.data.corpus import Corpus
 from multipack.data.loader import PackedLoader
-from multipack.data.sampler import PackedBatchSampler
 from multipack.parallel.engine import Engine
 from multipack.parallel.world import World
 from multipack.planning.cost import CostModel
@@ -25,9 +24,10 @@ from multipack.training.checkpoint import (
     restore_rng,
     save_checkpoint,
 )
-from multipack.training.feed import Feed
+from multipack.training.feed import Steps
 from multipack.training.ledger import NOTHING, Ledger
 from multipack.training.metrics import Prediction, RunningLoss
+from multipack.training.objective import NextToken
 from multipack.training.observer import Observers
 from multipack.training.precision import mean_peak, resolve_dtype
 
@@ -47,6 +47,7 @@ class Session:
         steps: the last step of the run.
         step: steps taken.
         lr_factor: what `optimizer.lr_scaling` multiplies the learning rate by.
+        targets_per_step: mean targets of a step when the run began, which that follows from.
         evaluated: the step of the last evaluation.
         best: the lowest validation loss so far, and
         best_step: the step of it, where this process saw it.
@@ -60,8 +61,8 @@ class Session:
     corpus: Corpus
     shape: ModelShape
     cost_model: CostModel
-    sampler: PackedBatchSampler
-    feed: Feed
+    objective: NextToken
+    feed: Steps
     validation: PackedLoader | None
     validation_packs: int
     engine: Engine
@@ -72,6 +73,7 @@ class Session:
     observers: Observers
     prediction: Prediction = field(default_factory=Prediction)
     lr_factor: float = 1.0
+    targets_per_step: float = 0.0
     step: int = 0
     evaluated: int = -1
     best: float | None = None
@@ -130,7 +132,8 @@ class Session:
                 )
 
     def _corpus_hashes(self) -> dict[str, str]:
-        return {"documents": self.corpus.train.fingerprint, "tokens": self.corpus.tokenizer.hash}
+        documents = self.corpus.arriving or self.corpus.train
+        return {"documents": documents.fingerprint, "tokens": self.corpus.tokenizer.hash}
 
     def _note_rounding(self, before: dict[str, Any]) -> None:
         if (before["world_size"], before["threads"]) != (self.world.size, torch.get_num_threads()):
@@ -192,6 +195,8 @@ class Session:
             }
             files = {"config.yaml": self._saved_config(), "tokenizer.json": self.corpus.tokenizer.to_json()}
             files |= cost_files(self.cost_model)
+            if self.corpus.chat_template:
+                files["chat_template.json"] = self.corpus.chat_template
             keep, best = self.config.train.keep_checkpoints, self.best_step == self.step
             return str(save_checkpoint(self.run, self.step, state, progress, rng, files, keep, best))
 
@@ -199,7 +204,7 @@ class Session:
 
     def diverged(self, what: str, documents: list[int]) -> NoReturn:
         """Raise NonFiniteLoss, naming documents and the checkpoint that is still good."""
-        names = [f"{number} ({self.corpus.train.names(number)})" for number in documents[:20]]
+        names = [f"{number} ({self.feed.names(number)})" for number in documents[:20]]
         more = f" and {len(documents) - 20} more" if len(documents) > 20 else ""
         of = f" Its documents: {', '.join(names)}{more}." if names else ""
         kept = (

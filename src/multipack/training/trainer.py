@@ -19,7 +19,7 @@ from multipack.models.decoder import Decoder
 from multipack.parallel.replicate import StepResult
 from multipack.parallel.world import connected
 from multipack.reports.console import Console
-from multipack.reports.summary import plan_rows
+from multipack.reports.summary import plan_rows, stream_rows
 from multipack.training.assemble import assemble
 from multipack.training.compare import Comparison, compare_with_padding
 from multipack.training.evaluate import validation_loss
@@ -27,8 +27,8 @@ from multipack.training.feed import StepData
 from multipack.training.header import header_rows
 from multipack.training.inference import complete
 from multipack.training.metrics import LEGEND, OPTIONAL, StepMeasure, format_line
-from multipack.training.optimizer import learning_rate
 from multipack.training.precision import deterministic
+from multipack.training.schedule import learning_rate
 from multipack.training.session import Session
 
 if TYPE_CHECKING:
@@ -57,7 +57,8 @@ class RunResult:
 class StopRequest:
     """SIGTERM and Ctrl-C ask the loop to save and stop; a second Ctrl-C interrupts at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, interrupt: Callable[[], None]) -> None:
+        self._interrupt = interrupt  # of waiting for documents that have not arrived
         self.signal: signal.Signals | None = None
         self._before: dict[signal.Signals, object] = {}
 
@@ -76,6 +77,7 @@ class StopRequest:
         if self.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.signal = signal.Signals(number)
+        self._interrupt()
 
 
 def train(config: Config, clock: Callable[[], float] = time.perf_counter) -> RunResult:
@@ -100,7 +102,7 @@ def train(config: Config, clock: Callable[[], float] = time.perf_counter) -> Run
         first = session.step
         try:
             _introduce(session, clock() - began)
-            with StopRequest() as stop:
+            with StopRequest(session.feed.interrupt) as stop:
                 val_loss = _loop(session, stop)
             # From here on everything is saved: a signal may end the process at once.
             early = stop.signal if stop.signal is not None and session.step < session.steps else None
@@ -126,8 +128,11 @@ def _loop(session: Session, stop: StopRequest) -> float | None:
         while session.step < last and not session.ending:
             session.observers.before_step(session.step + 1)
             data = next(feed, None)
-            if data is None:
+            if data is None and session.feed.ended:
                 session.ending = "the stream of documents has ended"
+            elif data is None:  # this rank or another was asked to stop while it waited for documents
+                stop.signal = stop.signal or signal.SIGTERM
+                session.ending = stop.signal.name
             else:
                 mark = _step(session, data, stop, mark, advance)
             final = session.step == last or bool(session.ending)
@@ -147,9 +152,12 @@ def _step(
     config, engine, observers, clock = session.config, session.engine, session.observers, session.clock
     number = session.step + 1
     rate = session.lr_factor * learning_rate(number, session.steps, config.optimizer)
-    result = engine.forward_backward(
-        data.micro_batches, data.denominator, lambda index: observers.micro_batch(index, engine)
-    )
+
+    def watch(index: int) -> None:
+        own = sum(batch.denominator for batch in data.micro_batches[: index + 1])
+        observers.micro_batch(index, engine, float(own), float(data.denominator))
+
+    result = engine.forward_backward(data.micro_batches, data.denominator, watch)
     loss_sum, slots = _agree(session, data, result, stop)
     middle = clock()
     engine.unscale()
@@ -161,7 +169,7 @@ def _step(
     else:
         engine.discard()
     session.step = number
-    observers.after_step(number, engine)
+    observers.after_step(number, engine, applied)
     engine.world.synchronize()
     now = clock()
     measure = _measure(session, data, result, loss_sum, slots, rate, norm, (now - mark, now - middle))
@@ -287,7 +295,8 @@ def _evaluate(session: Session) -> float:
     train_loss = session.running.take()
     if train_loss is not None:
         values["train_loss"] = train_loss
-    values |= losses
+    with session.engine.evaluating() as model:
+        values |= {**losses, **session.objective.evaluated(cast(Decoder, model), session.world)}
     session.evaluated = session.step
     session.look_again_at_peak()
     session.console.line(f"evaluation {format_line(values)}", style="bold")
@@ -327,8 +336,8 @@ def _sample(session: Session) -> None:
 
 
 def _compare(session: Session) -> Comparison | None:
-    train = session.config.train
-    if not train.compare_padding or session.world.size > 1:
+    train, plan = session.config.train, session.feed.plan
+    if plan is None or not train.compare_padding or session.world.size > 1:
         return None
     session.console.line(
         "\nmeasuring what padding would have cost: the same documents, packed and padded by turns …"
@@ -337,7 +346,7 @@ def _compare(session: Session) -> Comparison | None:
         return compare_with_padding(
             session.engine,
             session.corpus.train,
-            session.sampler.plan,
+            plan,
             batch_size=train.padded_batch_size,
             clock=session.clock,
         )
@@ -350,8 +359,9 @@ def _introduce(session: Session, seconds: float) -> None:
     console = session.console
     console.section("run", header_rows(session))
     if console.enabled:
-        report = session.sampler.plan.report(session.world.size, session.config.parallel.sync)
-        console.section("plan", plan_rows(session, report))
+        plan, ranks, sync = session.feed.plan, session.world.size, session.config.parallel.sync
+        rows = stream_rows(session) if plan is None else plan_rows(session, plan.report(ranks, sync))
+        console.section("plan", rows)
     console.table("legend", ["metric", "meaning"], [*LEGEND.items(), *_optional_metrics(session)])
     for note in session.notes:
         console.paragraph(f"note: {note}")
@@ -372,7 +382,8 @@ def _optional_metrics(session: Session) -> list[tuple[str, str]]:
         "weight_norm/PART": log.layer_norms,
         "val_loss_ema": train.ema_decay > 0,
     }
-    return [(name, meaning) for name, meaning in OPTIONAL.items() if asked[name]]
+    own = [(name, meaning) for name, meaning in OPTIONAL.items() if asked[name]]
+    return [*own, *session.objective.legend.items()]
 
 
 def _conclude(session: Session, result: RunResult) -> None:

@@ -1,4 +1,8 @@
-"""Balancing the packs of a step: which rank runs which, and documents that change places."""
+"""Balancing packs: which rank runs which, and documents that change places.
+
+Single documents do where a pack holds many. Where it holds few, they seldom close a gap, and up to two documents of
+one side change places with up to two of the other.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,8 @@ _FEWEST_PARTNERS = 4
 _TINY = 1_000_000  # a trade gains this part of the mean at least
 _WORTH = 64  # … and this part of what the dearest rank costs too much: pairs of packs do the fine work
 _TURNS = 50  # trades for each rank at most; a few are the rule
+_TURNS_OF_TWO = 4  # the same for trades of two documents; one is the rule
+_CHOICES = 16  # documents of a pack that may be given in them
 
 
 @compiled
@@ -181,3 +187,242 @@ def exchange(
         if not improved:
             break
     return load.max()
+
+
+@compiled
+def _loads(
+    order: Integers, offsets: Integers, lengths: Integers, costs: Integers
+) -> tuple[Integers, Integers]:
+    """Tokens and cost of each pack."""
+    tokens, load = np.zeros(len(offsets) - 1, dtype=np.int64), np.zeros(len(offsets) - 1, dtype=np.int64)
+    for pack in range(len(offsets) - 1):
+        for position in range(offsets[pack], offsets[pack + 1]):
+            tokens[pack] += lengths[order[position]]
+            load[pack] += costs[order[position]]
+    return tokens, load
+
+
+@compiled
+def _choices(documents: Integers, lengths: Integers, stay: NDArray[np.bool_]) -> Integers:
+    """The longest of a pack's documents (in falling order) that may leave it, at most two of each length."""
+    found, count = np.empty(min(len(documents), _CHOICES), dtype=np.int64), 0
+    for document in documents:
+        alike = count >= 2 and lengths[found[count - 2]] == lengths[document]
+        if count < len(found) and not stay[document] and not alike:
+            found[count] = document
+            count += 1
+    return found[:count]
+
+
+@compiled
+def _counterpart(
+    theirs: Integers,
+    lengths: Integers,
+    costs: Integers,
+    cost: int,
+    gap: int,
+    close: int,
+    low: int,
+    high: int,
+    fewest: int,
+    most: int,
+    more_tokens: int,
+    more_documents: int,
+    weight: int,
+) -> tuple[int, int, int, int]:
+    """The best none, one or two of `theirs` (in falling order) for given documents, as (left, uneven, first, second).
+
+    What is left, |gap − 2 · (cost − their cost)|, shall be least, but below `close` all is alike; then what is
+    uneven, |more tokens + their tokens| + weight · |more documents + their number|. Their tokens lie within
+    low … high, their number within fewest … most. A document that is not there is −1, and so is what is left
+    where nothing suits.
+    """
+    best, best_uneven, first, second = -1, 0, -1, -1
+    single, long, short = -1, 0, len(theirs) - 1
+    while single < len(theirs) or long < short:
+        x, y = single, -1  # none, then each alone
+        if single == len(theirs):
+            x, y = long, short  # then two, by two pointers
+        taken, tokens, documents = 0, 0, 0
+        if x >= 0:
+            taken, tokens, documents = costs[theirs[x]], lengths[theirs[x]], 1
+        if y >= 0:
+            taken, tokens, documents = taken + costs[theirs[y]], tokens + lengths[theirs[y]], 2
+        apart = gap - 2 * (cost - taken)
+        if y < 0:
+            single += 1
+        elif apart > 0:
+            long += 1
+        else:
+            short -= 1
+        if low <= tokens <= high and fewest <= documents <= most:
+            left = max(abs(apart), close)
+            uneven = abs(more_tokens + tokens) + weight * abs(more_documents + documents)
+            if best < 0 or left < best or (left == best and uneven < best_uneven):
+                best, best_uneven = left, uneven
+                first, second = theirs[x] if x >= 0 else -1, theirs[y] if y >= 0 else -1
+    return best, best_uneven, first, second
+
+
+@compiled
+def _best_trade(
+    own: Integers,
+    theirs: Integers,
+    lengths: Integers,
+    costs: Integers,
+    gap: int,
+    close: int,
+    room: int,
+    their_room: int,
+    counts: tuple[int, int, int, int],
+    more_tokens: int,
+    more_documents: int,
+    weight: int,
+) -> tuple[int, tuple[int, int, int, int]]:
+    """The best none, one or two of `own` to give for none, one or two of `theirs`: (left, the four documents).
+
+    See `_counterpart`. A side may take so many tokens more as it has room. `counts` are the documents by which each
+    side may shrink, own and theirs, and by which each may grow.
+    """
+    best, uneven, chosen = -1, 0, (-1, -1, -1, -1)
+    for x in range(-1, len(own)):
+        for y in range(x, len(own) if x >= 0 else 0):
+            cost, tokens, documents = 0, 0, 0
+            if x >= 0:
+                cost, tokens, documents = costs[own[x]], lengths[own[x]], 1
+            if y > x:
+                cost, tokens, documents = cost + costs[own[y]], tokens + lengths[own[y]], 2
+            left, rest, first, second = _counterpart(
+                theirs, lengths, costs, cost, gap, close, tokens - their_room, tokens + room,
+                documents - min(counts[0], counts[3]), documents + min(counts[1], counts[2]),
+                more_tokens - tokens, more_documents - documents, weight,
+            )  # fmt: skip
+            if left >= 0 and (best < 0 or left < best or (left == best and rest < uneven)):
+                best, uneven = left, rest
+                chosen = (own[x] if x >= 0 else -1, own[y] if y > x else -1, first, second)
+    return best, chosen
+
+
+@compiled
+def _trade(
+    order: Integers,
+    offsets: Integers,
+    lengths: Integers,
+    costs: Integers,
+    tokens: Integers,
+    load: Integers,
+    pack: int,
+    other: int,
+    chosen: tuple[int, int, int, int],
+) -> None:
+    """Let the first two documents go from a pack to another, and the last two the other way (−1 is none), in place."""
+    for index in range(4):
+        document = chosen[index]
+        if document < 0:
+            continue
+        source, target = (pack, other) if index < 2 else (other, pack)
+        position = offsets[source]
+        while order[position] != document:
+            position += 1
+        _move(order, offsets, lengths, position, target)
+        tokens[source] -= lengths[document]
+        tokens[target] += lengths[document]
+        load[source] -= costs[document]
+        load[target] += costs[document]
+
+
+@compiled
+def exchange_two(
+    order: Integers,
+    offsets: Integers,
+    lengths: Integers,
+    costs: Integers,
+    capacity: int,
+    max_documents: int,
+    first: int,
+    last: int,
+    close: int,
+) -> int:
+    """Bring the packs first … last − 1 nearer to their mean by trades of up to two documents for up to two, in place.
+
+    Each pack is in falling order. The pack that is furthest from the mean makes the trade after which the further one
+    of it and its partner is nearest, until all are within `close` or the dearest finds no partner; no pack is
+    emptied. Returns the dearest pack's cost.
+    """
+    tokens, load = _loads(order, offsets, lengths, costs)
+    mean = load[first:last].sum() // (last - first)
+    nobody, alone = np.zeros(len(lengths), dtype=np.bool_), np.zeros(len(load), dtype=np.bool_)
+    for _ in range(_TURNS_OF_TWO * (last - first)):
+        pack, far = -1, close
+        for other in range(first, last):
+            if not alone[other] and abs(load[other] - mean) > far:
+                pack, far = other, abs(load[other] - mean)
+        if pack < 0:
+            break
+        own = _choices(order[offsets[pack] : offsets[pack + 1]], lengths, nobody)
+        size = offsets[pack + 1] - offsets[pack]
+        best, partner, chosen = 2 * far, -1, (-1, -1, -1, -1)
+        for other in range(first, last):
+            both = abs(load[pack] + load[other] - 2 * mean)
+            if other == pack or both >= best:
+                continue
+            theirs = order[offsets[other] : offsets[other + 1]]
+            counts = (size - 1, len(theirs) - 1, max_documents - size, max_documents - len(theirs))
+            left, found = _best_trade(
+                own, theirs, lengths, costs, load[pack] - load[other], 0,
+                capacity - tokens[pack], capacity - tokens[other], counts, 0, 0, 0,
+            )  # fmt: skip
+            if 0 <= left < best - both:
+                best, partner, chosen = both + left, other, found  # twice how far the further one is
+                if best <= 2 * close:
+                    break
+        if partner >= 0:
+            _trade(order, offsets, lengths, costs, tokens, load, pack, partner, chosen)
+            alone[partner] = False
+        elif load[pack] > mean:
+            break
+        alone[pack] = partner < 0
+    return load[first:last].max()
+
+
+@compiled
+def exchange_waiting(
+    order: Integers,
+    offsets: Integers,
+    lengths: Integers,
+    costs: Integers,
+    stay: NDArray[np.bool_],
+    capacity: int,
+    max_documents: int,
+    target: int,
+    close: int,
+) -> None:
+    """Bring packs to a cost by trades of up to two of their documents for up to two that wait, in place.
+
+    The last pack is of the documents that wait; each is in falling order. Of the others, those that are further than
+    `close` from `target` trade once each, the furthest first, but documents that shall `stay` do not leave. Of the
+    trades that come close, one is made that keeps the tokens and the number of all documents that do not wait:
+    otherwise two short ones would take the place of a long one more often than the other way round, and the last
+    steps would be of long ones.
+    """
+    tokens, load = _loads(order, offsets, lengths, costs)
+    packs = len(load) - 1
+    weight = tokens[:packs].sum() // max(offsets[packs], 1)
+    unlimited, more_tokens, more_documents = tokens.sum(), 0, 0
+    for pack in np.argsort(-np.abs(load[:packs] - target), kind="mergesort"):
+        far = abs(load[pack] - target)
+        if far <= close:
+            break
+        own = _choices(order[offsets[pack] : offsets[pack + 1]], lengths, stay)
+        size, count = offsets[pack + 1] - offsets[pack], offsets[packs + 1] - offsets[packs]
+        left, chosen = _best_trade(
+            own, order[offsets[packs] : offsets[packs + 1]], lengths, costs, 2 * (load[pack] - target), 2 * close,
+            capacity - tokens[pack], unlimited, (size - 1, count, max_documents - size, 2),
+            more_tokens, more_documents, weight,
+        )  # fmt: skip
+        if 0 <= left < 2 * far:
+            more_tokens -= tokens[pack]
+            more_documents -= size
+            _trade(order, offsets, lengths, costs, tokens, load, pack, packs, chosen)
+            more_tokens += tokens[pack]
+            more_documents += offsets[pack + 1] - offsets[pack]

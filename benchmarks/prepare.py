@@ -1,0 +1,154 @@
+"""How fast documents become a token store, against the `tokenizers` library alone, by turns in one run.
+
+    python benchmarks/prepare.py --megabytes 50 --rounds 3
+
+The documents are prompts and completions of the running Python's standard library (and of ../shared/data's
+conversations, where they are at hand), repeated; the tokenizer is a byte-pair encoding trained on them. A round
+tokenizes all texts twice: with `encode_batch_fast` of the library, all cores, tokens thrown away; and with `multipack
+prepare`: read from JSONL, hashed, tokenized, written and synced. The ratio is that of tokens per second of the same
+round; also that of tokens per CPU second, which other work on the machine disturbs less. Results go to
+results/prepare.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from multipack.data.config import DataConfig
+from multipack.data.prepare import prepare
+from multipack.data.sources import StdlibSource
+from multipack.data.store import TokenStore
+from multipack.data.tokenizer import TokenizerConfig, train_bpe
+from result import write_result
+
+RESULTS = Path(__file__).parent / "results" / "prepare.json"
+CONVERSATIONS = Path(__file__).parents[2] / "shared" / "data" / "text" / "instructlab_sdg_6000.jsonl.gz"
+BATCH = 4096
+
+
+def pairs() -> list[tuple[str, str]]:
+    """Prompts and completions."""
+    found = [(document.parts[0].text, document.parts[-1].text) for document in StdlibSource()]
+    if CONVERSATIONS.is_file():
+        with gzip.open(CONVERSATIONS, "rt", encoding="utf-8") as file:
+            for line in file:
+                texts = [message["content"] for message in json.loads(line)["messages"]]
+                found.append(("\n".join(texts[:-1]), texts[-1]))
+    return found
+
+
+def write_corpus(path: Path, given: list[tuple[str, str]], size: int) -> list[str]:
+    """Write the pairs as JSONL, again and again, until there are so many bytes; returns all texts."""
+    texts: list[str] = []
+    with path.open("w", encoding="utf-8") as file:
+        while file.tell() < size:
+            for prompt, completion in given:
+                file.write(
+                    json.dumps({"prompt": prompt, "completion": completion}, ensure_ascii=False) + "\n"
+                )
+                texts += (prompt + "\n", completion)
+    return texts
+
+
+def timed(function: Callable[[], int]) -> dict[str, float]:
+    """Tokens, seconds and CPU seconds of a call, those of the processes that it started among them."""
+    began, cpu = time.perf_counter(), _cpu_seconds()
+    tokens = function()
+    seconds, cpu = time.perf_counter() - began, _cpu_seconds() - cpu
+    return {
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "tokens_per_cpu_second": tokens / cpu,
+    }
+
+
+def _cpu_seconds() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(entry.ru_utime + entry.ru_stime for entry in used)
+
+
+def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Both ways by turns, the first round not counted."""
+    given = pairs()
+    texts = write_corpus(folder / "corpus.jsonl", given, options.megabytes * 10**6)
+    trained = train_bpe((text for pair in given for text in pair), options.vocabulary_size)
+    trained.save(folder / "tokenizer.json")
+    library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    library.encode_special_tokens = True
+
+    def alone() -> int:
+        tokens = 0
+        for at in range(0, len(texts), BATCH):
+            encodings = library.encode_batch_fast(texts[at : at + BATCH], add_special_tokens=False)
+            tokens += sum(map(len, encodings))
+        return tokens
+
+    def whole() -> int:
+        data = DataConfig(
+            "jsonl", str(folder / "corpus.jsonl"), workers=options.workers, cache=str(folder / "cache")
+        )
+        out = folder / f"{time.monotonic_ns()}.store"
+        prepare(data, TokenizerConfig("file", str(folder / "tokenizer.json")), out)
+        return TokenStore(out).num_tokens
+
+    rounds = []
+    for number in range(options.rounds + 1):
+        found = {"library": timed(alone), "prepare": timed(whole)}
+        if number:
+            rounds.append(found)
+            print(
+                f"round {number}: library {found['library']['tokens_per_second'] / 1e6:.2f} M tokens/s, "
+                f"prepare {found['prepare']['tokens_per_second'] / 1e6:.2f} M tokens/s, "
+                f"ratio {ratio(found, 'tokens_per_second'):.2f} ({ratio(found, 'tokens_per_cpu_second'):.2f} of CPU)",
+                flush=True,
+            )
+    return {"bytes": (folder / "corpus.jsonl").stat().st_size, "documents": len(texts) // 2, "rounds": rounds}
+
+
+def ratio(found: dict[str, dict[str, float]], unit: str) -> float:
+    """What `prepare` does of what the library does."""
+    return found["prepare"][unit] / found["library"][unit]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--megabytes", type=int, default=50, help="size of the corpus")
+    parser.add_argument("--rounds", type=int, default=3, help="after one that is not counted")
+    parser.add_argument("--vocabulary-size", type=int, default=32768, help="tokens of the byte-pair encoding")
+    parser.add_argument("--workers", type=int, default=0, help="data.workers")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="JSON file to write")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(Path(folder), options)
+    summary = {
+        "tokens_per_second": statistics.median(r["prepare"]["tokens_per_second"] for r in found["rounds"]),
+        "ratio": statistics.median(ratio(r, "tokens_per_second") for r in found["rounds"]),
+        "cpu_ratio": statistics.median(ratio(r, "tokens_per_cpu_second") for r in found["rounds"]),
+    }
+    print(
+        f"median: {summary['tokens_per_second'] / 1e6:.2f} M tokens/s,"
+        f" {summary['ratio']:.2f} × the library ({summary['cpu_ratio']:.2f} × per CPU second)"
+    )
+    settings = {"vocabulary_size": options.vocabulary_size, "workers": options.workers}
+    load = {
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg(),
+    }  # more than the cores: other work was under way
+    write_result(options.out, {**summary, **settings, **load, **found})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,400 @@
+"""Real tokens per second of whole training runs: ours packed and padded, and the trainers people use, by turns.
+
+    pip install "multipack[bench]"          # transformers, trl, accelerate, datasets
+    python benchmarks/training.py
+
+Every contender trains a Llama of the same shape in fp32 on the same documents for one epoch, with AdamW and clipping.
+Its steps are timed from the end of the first to the end of the last, waiting for data included. Rounds alternate; the
+best of each contender counts. The pad factor is slots over real tokens of our own padded run; padded speed times pad
+factor is what equal cost per slot would give: the limit of packing.
+
+    ours packed               the project's trainer: packs of about as many tokens as a padded batch holds
+    ours padded               the same decoder, loss and optimizer on random batches padded to their longest
+    transformers              Trainer, random batches padded to their longest
+    transformers, grouped     the same with group_by_length
+    trl bfd                   SFTTrainer with packing="bfd" (padding-free, sdpa)
+
+A second table is about this trainer alone: MFU against the measured matmul peak, and time outside forward, backward and
+optimizer. Lengths come from ../shared/data/lengths where that folder is there; the embedded corpus always is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import logging
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from multipack.config import compose
+from multipack.data.documents import Document
+from multipack.data.store import TokenStore
+from multipack.data.tokenizer import byte_tokenizer
+from multipack.data.writer import StoreWriter
+from multipack.run import RunDirectory
+from multipack.shapes import ModelShape
+from multipack.training.trainer import train
+from result import write_result
+
+RESULTS = Path(__file__).parent / "results" / "training.json"
+LENGTHS = Path(__file__).parents[2] / "shared" / "data" / "lengths"
+SETS = {"instructlab": "instructlab_sdg_24k", "natural_instructions": "natural_instructions_193k"}
+LONGEST = 2048
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Real tokens, computed slots and seconds of the steps that were timed."""
+
+    tokens: int
+    slots: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Real tokens per second."""
+        return self.tokens / self.seconds
+
+
+class Stopwatch:
+    """Counts the tokens of every batch, and times steps from the end of the first on."""
+
+    def __init__(self) -> None:
+        self.batches: list[tuple[int, int]] = []
+        self.ends: list[float] = []
+
+    def speed(self) -> Speed:
+        """Everything after the first step."""
+        tokens, slots = (sum(column) for column in zip(*self.batches[1 : len(self.ends)], strict=True))
+        return Speed(tokens, slots, self.ends[-1] - self.ends[0])
+
+
+def token_lists(lengths: Sequence[int], vocabulary: int) -> list[list[int]]:
+    """Documents of random tokens."""
+    draw = np.random.default_rng(0)
+    return [draw.integers(0, vocabulary, int(length)).tolist() for length in lengths]
+
+
+def choose(lengths: np.ndarray, count: int) -> list[int]:
+    """`count` lengths as they come in a seeded shuffle, none longer than a pack."""
+    return np.minimum(np.random.default_rng(1).permutation(lengths)[:count], LONGEST).tolist()
+
+
+def sets(count: int, vocabulary: int) -> dict[str, list[list[int]]]:
+    """Name → documents."""
+    found = {}
+    for name, file in SETS.items():
+        path = LENGTHS / f"{file}.npy"
+        if path.is_file():
+            found[name] = token_lists(choose(np.load(path), count), vocabulary)
+        else:
+            print(f"{name}: left out, {path} is not there")
+    from multipack.data.stdlib import library_files, parse_pairs
+
+    folder, files = library_files()
+    sizes = [
+        len(f"{pair.prompt}{pair.completion}".encode()) // 4  # about the tokens of a byte-pair vocabulary
+        for name in files[:: max(len(files) // 60, 1)]
+        for pair in parse_pairs((folder / name).read_bytes())
+    ]
+    found["embedded corpus"] = token_lists(choose(np.maximum(sizes, 2), count), vocabulary)
+    return found
+
+
+def ours(documents: list[list[int]], shape: ModelShape, batch: int, folder: Path, packed: bool) -> Speed:
+    """The project's own trainer on a token store of these documents."""
+    store = folder / "store"
+    if not store.exists():
+        with StoreWriter(store, byte_tokenizer(), source_hash="benchmark") as writer:
+            for number, tokens in enumerate(documents):
+                writer.add(str(number), [(tokens, True)])
+    if not packed:
+        return ours_padded(store, shape, batch)
+    mean = sum(map(len, documents)) / len(documents)
+    capacity = max(int(batch * mean), max(map(len, documents)))
+    run = RunDirectory.at(tempfile.mkdtemp(dir=folder) + "/run")
+    words = [
+        *("data=store", f"data.path={store}", "data.validation=0", "train.eval_every=0", "train.dtype=fp32"),
+        *("train.compare_padding=false", "log.every=0", f"plan.capacity={capacity}", "plan.packs_per_step=1"),
+        *(f"model.{name}={value}" for name, value in shape.to_dict().items() if name in SHAPE_WORDS),
+        f"out={run.path}",
+    ]
+    with contextlib.redirect_stdout(io.StringIO()):
+        train(compose(words))
+    records = list(run.records())[1:]
+    seconds = sum(record["dt"] for record in records)
+    tokens = sum(record["tps"] * record["dt"] for record in records)
+    slots = sum(record["tps"] * record["dt"] / (1 - record["padding"]) for record in records)
+    return Speed(round(tokens), round(slots), seconds)
+
+
+SHAPE_WORDS = ("layers", "heads", "kv_heads", "d_model", "d_ff", "vocabulary_size", "tied")
+
+
+def ours_padded(store: Path, shape: ModelShape, batch: int) -> Speed:
+    """The same decoder and engine on padded batches."""
+    from multipack.data.collate import PaddedCollator
+    from multipack.data.documents import Documents
+    from multipack.models.decoder import Decoder
+    from multipack.parallel.replicate import ReplicatedEngine
+    from multipack.parallel.world import World
+    from multipack.training.optimizer import OptimizerConfig, build_optimizer
+
+    documents = Documents.whole(TokenStore(store))
+    torch.manual_seed(0)
+    model = Decoder(shape)
+    engine = ReplicatedEngine(model, build_optimizer(model, OptimizerConfig()), World())
+    order = np.random.default_rng(0).permutation(len(documents))
+    collate, watch = PaddedCollator(), Stopwatch()
+    for start in range(0, len(order), batch):
+        chosen: list[Document] = [documents[int(number)] for number in order[start : start + batch]]
+        padded = collate(chosen)
+        watch.batches.append((padded.num_tokens, padded.num_slots))
+        engine.forward_backward([padded], padded.denominator)
+        engine.clip(1.0)
+        engine.step(1e-3)
+        watch.ends.append(time.perf_counter())
+    return watch.speed()
+
+
+def hugging_face(documents: list[list[int]], shape: ModelShape, batch: int, folder: Path, kind: str) -> Speed:
+    """The Trainer of transformers, or TRL's SFTTrainer."""
+    from datasets import Dataset
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+    watch = Stopwatch()
+
+    class Ends(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            watch.ends.append(time.perf_counter())
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=shape.vocabulary_size,
+        hidden_size=shape.d_model,
+        intermediate_size=shape.d_ff,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=8192,
+        tie_word_embeddings=shape.tied,
+        use_cache=False,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    model = LlamaForCausalLM(config)
+    common: dict[str, Any] = {
+        "output_dir": tempfile.mkdtemp(dir=folder),
+        "num_train_epochs": 1,
+        "learning_rate": 1e-3,
+        "max_grad_norm": 1.0,
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "bf16": False,
+    }
+    rows = Dataset.from_list([{"input_ids": tokens} for tokens in documents])
+    if kind == "trl":
+        return _trl(rows, documents, model, batch, common, watch, Ends())
+
+    def collate(features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        width = max(len(feature["input_ids"]) for feature in features)
+        ids = torch.zeros(len(features), width, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, feature in enumerate(features):
+            size = len(feature["input_ids"])
+            ids[row, :size] = torch.tensor(feature["input_ids"])
+            mask[row, :size] = 1
+        watch.batches.append((int(mask.sum()), ids.numel()))
+        return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+    grouped: dict[str, Any] = {}
+    if kind == "grouped":
+        names = TrainingArguments.__dataclass_fields__
+        grouped = (
+            {"group_by_length": True}
+            if "group_by_length" in names
+            else {"train_sampling_strategy": "group_by_length"}
+        )
+    arguments = TrainingArguments(**common, **grouped, per_device_train_batch_size=batch)
+    trainer = Trainer(model, arguments, data_collator=collate, train_dataset=rows, callbacks=[Ends()])
+    trainer.train()
+    return watch.speed()
+
+
+def _trl(
+    rows: Any,
+    documents: list[list[int]],
+    model: Any,
+    batch: int,
+    common: dict[str, Any],
+    watch: Stopwatch,
+    ends: Any,
+) -> Speed:
+    import tokenizers
+    from tokenizers import models as token_models
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    library = tokenizers.Tokenizer(
+        token_models.WordLevel({f"t{token}": token for token in range(model.config.vocab_size)})
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=library, eos_token="t1", pad_token="t0")
+    mean = sum(map(len, documents)) / len(documents)
+    capacity = max(int(batch * mean), max(map(len, documents)))
+    arguments = SFTConfig(
+        **common,
+        per_device_train_batch_size=1,
+        packing=True,
+        packing_strategy="bfd",
+        max_length=capacity,
+        gradient_checkpointing=False,
+    )
+    trainer = SFTTrainer(
+        model, args=arguments, train_dataset=rows, processing_class=tokenizer, callbacks=[ends]
+    )
+    inner = trainer.data_collator
+
+    def collate(features: list[dict[str, Any]]) -> Any:
+        made = inner(features)
+        watch.batches.append((int(made["input_ids"].numel()),) * 2)
+        return made
+
+    trainer.data_collator = collate
+    trainer.train()
+    return watch.speed()
+
+
+def contenders(
+    folder: Path, documents: list[list[int]], shape: ModelShape, batch: int
+) -> dict[str, Callable[[], Speed]]:
+    """Name → one timed run."""
+    found: dict[str, Callable[[], Speed]] = {
+        "ours packed": lambda: ours(documents, shape, batch, folder, packed=True),
+        "ours padded": lambda: ours(documents, shape, batch, folder, packed=False),
+    }
+    if importlib.util.find_spec("transformers") and importlib.util.find_spec("accelerate"):
+        found["transformers"] = lambda: hugging_face(documents, shape, batch, folder, "plain")
+        found["transformers, grouped"] = lambda: hugging_face(documents, shape, batch, folder, "grouped")
+        if importlib.util.find_spec("trl"):
+            found["trl bfd"] = lambda: hugging_face(documents, shape, batch, folder, "trl")
+    return found
+
+
+def compare(
+    name: str, documents: list[list[int]], shape: ModelShape, options: argparse.Namespace
+) -> dict[str, Any]:
+    """One table: every contender on one set of documents."""
+    with tempfile.TemporaryDirectory() as temporary:
+        runs = contenders(Path(temporary), documents, shape, options.batch_size)
+        best: dict[str, Speed] = {}
+        for _ in range(options.rounds):
+            for contender, run in runs.items():
+                found = run()
+                if contender not in best or found.rate > best[contender].rate:
+                    best[contender] = found
+    padded, packed = best["ours padded"], best["ours packed"]
+    factor = padded.slots / padded.tokens
+    limit = padded.rate * factor
+    tokens = sum(map(len, documents))
+    print(
+        f"\n{name}: {len(documents)} documents, {tokens:,} tokens, pad factor {factor:.2f}, limit {limit:,.0f} tok/s"
+    )
+    rows = []
+    for contender, found in best.items():
+        row = {
+            "contender": contender,
+            "tokens_per_second": found.rate,
+            "slots_per_token": found.slots / found.tokens,
+            "packed_over_this": packed.rate / found.rate,
+            "share_of_limit": found.rate / limit,
+        }
+        rows.append(row)
+        print(
+            f"  {contender:24}{found.rate:>9,.0f} tok/s{row['slots_per_token']:>7.2f} slots/token"
+            f"{row['packed_over_this']:>8.2f} x ours packed over it{row['share_of_limit']:>8.1%} of the limit",
+            flush=True,
+        )
+    return {"documents": name, "pad_factor": factor, "limit": limit, "rows": rows}
+
+
+def alone(options: argparse.Namespace) -> list[dict[str, float]]:
+    """MFU and the time outside forward, backward and optimizer, of the project's own trainer."""
+    rows = []
+    for words in (
+        ["model.d_model=384", "model.heads=6", "model.d_ff=1024", "model.layers=6", "plan.capacity=4096"],
+        ["model.d_model=512", "model.heads=8", "model.d_ff=1376", "model.layers=6", "plan.capacity=4096"],
+    ):
+        with tempfile.TemporaryDirectory() as folder:
+            quiet = ["train.eval_every=1", "train.eval_packs=1", "train.compare_padding=false", "log.every=0"]
+            with contextlib.redirect_stdout(io.StringIO()):
+                steps = f"train.steps={options.steps}"
+                train(
+                    compose(
+                        [
+                            *quiet,
+                            *words,
+                            "train.dtype=fp32",
+                            "plan.packs_per_step=1",
+                            steps,
+                            f"out={folder}/run",
+                        ]
+                    )
+                )
+            records = [r for r in RunDirectory.at(f"{folder}/run").records() if "dt" in r][2:]
+        parts = ("dtf", "dtb", "dto", "data_time")
+        outside = 1 - sum(r["dtf"] + r["dtb"] + r["dto"] for r in records) / sum(r["dt"] for r in records)
+        found = {
+            "mfu": float(np.median([r["mfu"] for r in records])),
+            "best_mfu": float(max(r["mfu"] for r in records)),
+            "seconds": float(np.median([r["dt"] for r in records])),
+            "outside": outside,
+            **{part: float(np.median([r[part] for r in records])) for part in parts},
+        }
+        print(
+            f"  {' '.join(words)}: MFU {found['mfu']:.1f} % (best step {found['best_mfu']:.1f} %),"
+            f" {found['seconds']:.2f} s a step, {outside:.2%} of it outside forward, backward and optimizer",
+            flush=True,
+        )
+        rows.append({"words": words, **found})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--documents", type=int, default=64, help="documents of each set")
+    parser.add_argument("--batch-size", type=int, default=8, help="documents in a padded batch")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each contender, in alternation")
+    parser.add_argument("--steps", type=int, default=8, help="steps of the runs that MFU is read from")
+    parser.add_argument("--only", choices=("peers", "alone"), help="one of the two tables")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="JSON file to write")
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)
+    shape = ModelShape(layers=4, heads=4, d_model=256, d_ff=704, vocabulary_size=257 * 8)
+    result: dict[str, Any] = {}
+    if options.only != "alone":
+        tables = [
+            compare(name, documents, shape, options)
+            for name, documents in sets(options.documents, 257).items()
+        ]
+        result["peers"] = tables
+    if options.only != "peers":
+        print("\nthis trainer alone, fp32:")
+        result["alone"] = alone(options)
+    write_result(options.out, {**result, "shape": shape.to_dict()})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""What the commands share: words, options, and how a command ends."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from multipack.reports.console import Console
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="SETTING", help="GROUP=PRESET, GROUP.KEY=VALUE, config=FILE or out=DIR.", show_default=False
+    ),
+]
+
+
+def fail(message: str, code: int) -> NoReturn:
+    """End with one line on standard error."""
+    rank = os.environ.get("RANK")
+    where = f"[rank {rank}] " if rank not in (None, "0") else ""
+    print(f"{where}error: {message}", file=sys.stderr, flush=True)
+    sys.exit(code)
+
+
+def shows(schema: str, *groups: str) -> Any:
+    """The option --settings of a command: prints the fields of a dataclass of config, or some groups of them."""
+
+    def show(value: bool) -> None:
+        if not value:
+            return
+        from multipack import config
+        from multipack.reports.console import Console
+        from multipack.reports.summary import settings_text
+
+        rows = [
+            row
+            for row in config.describe(getattr(config, schema))
+            if not groups or row[0].startswith(tuple(f"{group}." for group in groups))
+        ]
+        presets = {group: config.preset_names(group) for group in {row[0].split(".")[0] for row in rows}}
+        typer.echo(settings_text(rows, presets, Console().columns))
+        raise typer.Exit
+
+    return typer.Option(
+        "--settings", help="Print every setting with its meaning and default.", callback=show, is_eager=True
+    )
+
+
+Settings = Annotated[bool, shows("Config")]
+PlanSettings = Annotated[bool, shows("PlanCommand")]
+PackSettings = Annotated[bool, shows("PackCommand")]
+CalibrateSettings = Annotated[bool, shows("Config", "data", "tokenizer", "model", "plan")]
+PrepareSettings = Annotated[bool, shows("Config", "data", "tokenizer")]
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON, and nothing else.")]
+
+
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="LENGTHS", help="A .npy file of whole numbers, or a token store's folder.", show_default=False
+    ),
+]
+
+
+def announce(console: Console) -> Callable[[], None]:
+    """Says, where the planner's loops have to be compiled, why nothing happens for a while."""
+    return lambda: console.line("compiling the planner's loops, once: this takes some seconds …")

@@ -1,0 +1,208 @@
+"""Commands that need lengths only: plan, pack."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from multipack.cli.options import Json, PackSettings, PlanSettings, Source, announce
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from multipack.config import PlanCommand
+    from multipack.planning.packing import Packs
+    from multipack.planning.plan import Plan
+
+
+def plan(
+    source: Source,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SETTING",
+            help="plan.KEY=VALUE, model=PRESET, world_size=RANKS, sync=step, seed=NUMBER, …",
+            show_default=False,
+        ),
+    ] = None,
+    explore: Annotated[
+        bool, typer.Option("--explore", help="Compare windows, budgets and grouping in a table instead.")
+    ] = False,
+    as_json: Json = False,
+    picture: Annotated[
+        bool, typer.Option("--picture", help="Draw more of the step: 24 documents and 8 packs.")
+    ] = False,
+    step: Annotated[int, typer.Option(help="The global step to draw; -1 = the last.")] = 0,
+    tokens_per_character: Annotated[
+        int, typer.Option(min=0, help="Scale of the picture; 0 = so that it fits.")
+    ] = 0,
+    settings: PlanSettings = False,
+) -> None:
+    """Plan an epoch: report how well it packs and balances, and draw one step.
+
+    [bold]Examples[/bold]
+
+      multipack plan lengths.npy plan.capacity=8192 world_size=4
+      multipack plan lengths.npy world_size=4 sync=step model=llama-70b
+      multipack plan books.store model=path/config.json --explore
+
+    Documents cost what model= makes them cost: a preset (llama-8b if nothing
+    is said) or the path of a Hugging Face config.json; or what cost=FILE says,
+    a fit to measured times. `multipack plan --settings` lists every setting.
+    """
+    from multipack.config import PlanCommand, merge
+    from multipack.data.lengths import read_lengths
+    from multipack.planning.first_use import compile_planner
+    from multipack.planning.measure import padded_share, report
+    from multipack.planning.plan import plan as make_plan
+    from multipack.reports.console import Console
+    from multipack.reports.summary import fills_packs, report_rows, training_command
+
+    wanted = merge(PlanCommand, words or [])
+    lengths, targets, fit = read_lengths(Path(source), wanted.plan.capacity)
+    keywords, cost = wanted.plan.keywords(wanted.world_size), wanted.cost_model()
+    console = Console(stream=sys.stderr if as_json else None)
+    compile_planner(keywords, wanted.world_size, wanted.sync, announce(console))
+    if explore:
+        _explore(source, lengths, wanted, as_json)
+        return
+    made = make_plan(lengths, targets=targets, seed=wanted.seed, epoch=wanted.epoch, cost=cost, **keywords)
+    drawn = "" if as_json else _draw(made, step, tokens_per_character, picture, console.columns)
+    found = report(
+        made,
+        wanted.world_size,
+        wanted.sync,
+        sample=wanted.sample or None,
+        window=wanted.plan.window,
+        split_documents=0 if fit is None else fit.split_documents + fit.truncated_documents,
+    )
+    share = padded_share(lengths, wanted.padded_batch_size, wanted.seed)
+    if as_json:
+        told = {**found.to_dict(), "padded_share": share, "fingerprint": made.fingerprint}
+        typer.echo(json.dumps(told, indent=1, ensure_ascii=False))
+        return
+    rows = report_rows(found, share, wanted.padded_batch_size, wanted.world_size, fills_packs(wanted.plan))
+    told_fit = [("too long", fit.describe())] if fit is not None and fit.describe() else []
+    console.section(f"plan of {source}", [*rows, *told_fit])
+    head, _, pictures = drawn.partition("\n")
+    console.paragraph(f"\n{head}")
+    console.line(f"{pictures}\n")
+    console.line(f"to train with these settings:\n  {training_command(Path(source), wanted)}")
+
+
+def _draw(made: Plan, step: int, tokens_per_character: int, whole: bool, columns: int) -> str:
+    """The picture of a step: some 30 lines, or more where the whole is asked for."""
+    from multipack.reports.picture import draw_step
+
+    if not -made.num_steps <= step < made.num_steps:
+        raise ValueError(
+            f"--step {step} is none of the plan's {made.num_steps:,} steps: draw one of 0 … {made.num_steps - 1},"
+            " or -1 for the last"
+        )
+    sizes = {
+        "columns": max(min(columns - 8, 72), 8),
+        **({} if whole else {"max_documents": 4, "max_packs": 4}),
+    }
+    return draw_step(made, step, tokens_per_character=tokens_per_character or None, **sizes)
+
+
+def _explore(source: str, lengths: NDArray[np.int64], wanted: PlanCommand, as_json: bool) -> None:
+    from multipack.planning.explore import explore
+    from multipack.reports.console import Console
+    from multipack.reports.summary import explore_notes, explore_table
+
+    console = Console()
+    with console.progress("exploring") as advance:
+        rows = explore(
+            lengths,
+            world_size=wanted.world_size,
+            sync=wanted.sync,
+            sample=-(-wanted.sample // 3) or None,
+            progress=(lambda *done: None) if as_json else advance,
+            seed=wanted.seed,
+            epoch=wanted.epoch,
+            cost=wanted.cost_model(),
+            **wanted.plan.keywords(wanted.world_size),
+        )
+    if as_json:
+        typer.echo(json.dumps([row.to_dict() for row in rows], indent=1))
+        return
+    ranks = f", {wanted.world_size} ranks, sync={wanted.sync}" if wanted.world_size > 1 else ""
+    console.table(f"plans of {source}{ranks}", *explore_table(rows))
+    console.line()
+    for note in explore_notes(rows):
+        console.paragraph(note)
+
+
+def pack(
+    source: Source,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SETTING", help="capacity=TOKENS, method=NAME, out=FILE.npz, …", show_default=False
+        ),
+    ] = None,
+    as_json: Json = False,
+    settings: PackSettings = False,
+) -> None:
+    """Pack documents, whatever their order, and prove how few packs there could be.
+
+    [bold]Examples[/bold]
+
+      multipack pack lengths.npy capacity=8192
+      multipack pack lengths.npy capacity=8192 method=fewest out=packs.npz
+      multipack pack counts.npy capacity=512 method=fewest histogram=true
+
+    `multipack pack --settings` lists every setting.
+    """
+    from multipack.config import PackCommand, merge
+    from multipack.data.lengths import read_lengths
+    from multipack.planning.first_use import compile_packer
+    from multipack.planning.packing import pack as make_packs
+    from multipack.reports.console import Console
+    from multipack.reports.summary import pack_rows
+
+    wanted = merge(PackCommand, words or [])
+    lengths = read_lengths(Path(source), wanted.capacity, wanted.histogram).lengths
+    limit = wanted.max_documents or None
+    console = Console(stream=sys.stderr if as_json else None)
+    compile_packer(wanted.capacity, wanted.method, limit, announce(console))
+    started = time.perf_counter()
+    packs = make_packs(lengths, wanted.capacity, wanted.method, limit, wanted.time_budget)
+    seconds = time.perf_counter() - started
+    if wanted.out:
+        _save_packs(Path(wanted.out), packs, wanted.capacity)
+    if as_json:
+        tokens = int(lengths.sum())
+        told = {
+            **asdict(wanted),
+            "documents": len(lengths),
+            "tokens": tokens,
+            "packs": len(packs),
+            "lower_bound": packs.lower_bound,
+            "gap": packs.gap,
+            "filled": tokens / (len(packs) * wanted.capacity),
+            "seconds": seconds,
+        }
+        typer.echo(json.dumps(told, indent=1))
+        return
+    console.section(f"packs of {source}", pack_rows(packs, lengths, wanted, seconds))
+
+
+def _save_packs(path: Path, packs: Packs, capacity: int) -> None:
+    import numpy as np
+
+    from multipack.atomic import write_atomically
+
+    buffer = io.BytesIO()
+    bound = packs.lower_bound if packs.lower_bound is not None else 0
+    np.savez(buffer, order=packs.order, offsets=packs.offsets, lower_bound=bound, capacity=capacity)
+    write_atomically(path, buffer.getvalue())

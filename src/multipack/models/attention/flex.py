@@ -1,0 +1,83 @@
+"""FlexAttention with a mask of documents, whose blocks are computed and not searched.
+
+    first visible      0 0 0 0 4 4 4 4 4 9 …      (masks.py) never falls from one position to the next, so the
+    blocks of rows       1  ·  ·                  blocks that a block of queries needs are a range: from that of its
+     ■ partly seen       ■  ■  ·                  first query's first key up to its own; and those that all of its
+     1 wholly            ·  1  ■                  queries see wholly start where its last query's first key allows
+
+`create_block_mask` of torch asks every pair of tokens instead, T² of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from multipack.data.batch import PackedBatch
+from multipack.models.attention.masks import first_visible, once_a_batch
+
+BLOCK_TOKENS = 128
+"""Queries and keys of a block: what torch's kernels expect when nothing is said."""
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None) -> Tensor:
+    """FlexAttention of torch, compiled when first used."""
+    grouped = k.shape[1] != q.shape[1]
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    if torch.compiler.is_compiling():  # it becomes part of what is compiled, and so does making the mask
+        mask, attend = block_mask(batch, window), flex_attention
+    else:
+        mask = once_a_batch(batch, ("flex", window), lambda: block_mask(batch, window))
+        attend = compiled()
+    out: Tensor = attend(q, k, v, block_mask=mask, enable_gqa=grouped, kernel_options={"BACKEND": "TRITON"})
+    return out.squeeze(0).transpose(0, 1)
+
+
+def block_mask(batch: PackedBatch, window: int | None = None) -> BlockMask:
+    """The blocks of `document_mask(batch, window)`, in a number of operations that knows no T².
+
+    Returns:
+        A mask for (1, heads, T, D) queries and keys, on the batch's device; nothing waits for it.
+    """
+    first = first_visible(batch, window)
+    slots = first.shape[0]
+    count = (slots + BLOCK_TOKENS - 1) // BLOCK_TOKENS
+    blocks = torch.arange(count, device=first.device)
+    heads = first[blocks * BLOCK_TOKENS]
+    last = blocks * BLOCK_TOKENS + BLOCK_TOKENS - 1
+    tails = first[last.clamp(max=slots - 1)]
+    needed = (blocks <= blocks[:, None]) & (blocks >= heads[:, None] // BLOCK_TOKENS)
+    whole = (blocks < blocks[:, None]) & (blocks * BLOCK_TOKENS >= tails[:, None])
+    whole &= last[:, None] < slots  # as torch has it: a block that hangs over the end is never whole
+    partial_count, partial = _ordered(needed & ~whole)
+    whole_count, whole_indices = _ordered(whole)
+
+    def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (key >= first[query])
+
+    return BlockMask.from_kv_blocks(
+        partial_count,
+        partial,
+        whole_count,
+        whole_indices,
+        BLOCK_SIZE=BLOCK_TOKENS,
+        mask_mod=sees,
+        seq_lengths=(slots, slots),
+    )
+
+
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """(rows, columns) bool → (1, 1, rows) how many in each row, (1, 1, rows, columns) which, those first."""
+    order = torch.argsort(blocks.to(torch.int8), dim=1, descending=True, stable=True)
+    return blocks.sum(1).to(torch.int32)[None, None], order.to(torch.int32)[None, None]
+
+
+@cache
+def compiled() -> Callable[..., Any]:
+    """`flex_attention`, which without compilation would make all T² scores."""
+    return torch.compile(flex_attention)

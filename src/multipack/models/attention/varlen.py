@@ -1,0 +1,81 @@
+"""Kernels that take `cu_seqlens` themselves: flash-attn, torch's own, and xformers'.
+
+All of them run on GPUs, in half precision, without touching a pair of tokens that the mask forbids. They agree in
+all but how they say it: their windows count the tokens to the left of the query, ours counts the query too.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from multipack.data.batch import PackedBatch
+from multipack.models.attention.loop import repeat_heads
+from multipack.models.attention.masks import once_a_batch
+
+
+def flash3(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None) -> Tensor:
+    """FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608)."""
+    from flash_attn_interface import flash_attn_varlen_func
+
+    bounds, longest = batch.cu_seqlens, batch.max_seqlen
+    out = flash_attn_varlen_func(
+        q, k, v, bounds, bounds, longest, longest, causal=True, window_size=_left_and_right(window)
+    )
+    # Versions differ in whether the log-sum-exp comes along.
+    result: Tensor = out[0] if isinstance(out, tuple) else out
+    return result
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None) -> Tensor:
+    """FlashAttention-2 (Dao 2023, arXiv:2307.08691)."""
+    from flash_attn import flash_attn_varlen_func
+
+    bounds, longest = batch.cu_seqlens, batch.max_seqlen
+    result: Tensor = flash_attn_varlen_func(
+        q, k, v, bounds, bounds, longest, longest, causal=True, window_size=_left_and_right(window)
+    )
+    return result
+
+
+def varlen(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None) -> Tensor:
+    """torch.nn.attention.varlen: FlashAttention-2 as torch ships it; being causal is a window to the left."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    grouped: dict[str, Any] = {}
+    if k.shape[1] != q.shape[1]:
+        if "enable_gqa" in (varlen_attn.__kwdefaults__ or {}):
+            grouped = {"enable_gqa": True}
+        else:  # torch 2.11
+            k, v = repeat_heads(k, q), repeat_heads(v, q)
+    bounds, longest = batch.cu_seqlens, batch.max_seqlen
+    result = varlen_attn(
+        q, k, v, bounds, bounds, longest, longest, window_size=_left_and_right(window), **grouped
+    )
+    return cast("Tensor", result)
+
+
+def xformers(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None) -> Tensor:
+    """Memory-efficient attention of xFormers with a block-diagonal mask; its window counts the query, as ours does."""
+    from xformers.ops import memory_efficient_attention
+
+    bias = once_a_batch(batch, ("xformers", window), lambda: xformers_mask(batch, window, q.device))
+    query, key, value = (x.unsqueeze(0) for x in (q, repeat_heads(k, q), repeat_heads(v, q)))
+    result: Tensor = memory_efficient_attention(query, key, value, attn_bias=bias)
+    return result.squeeze(0)
+
+
+def xformers_mask(batch: PackedBatch, window: int | None, device: torch.device) -> object:
+    """The mask that xFormers takes, made from lengths on the host; it has no empty documents."""
+    from xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask
+
+    lengths = [length for length in batch.lengths if length]
+    mask = BlockDiagonalCausalMask.from_seqlens(lengths, device=device)
+    return mask if window is None else mask.make_local_attention(window)
+
+
+def _left_and_right(window: int | None) -> tuple[int, int]:
+    """Tokens that a query sees before and after itself; −1 = all."""
+    return (-1 if window is None else window - 1), 0

@@ -1,0 +1,193 @@
+"""Keys and values that a decoder has computed already, so that one more token costs one token's work.
+
+    row 0   k k k k k + · ·      every layer keeps (rows, K, capacity, D) keys, and as many values;
+    row 1   k k + · · · · ·      a row is a sequence; + is where its next token goes;
+    row 2   k k k k k k + ·      · is room: finite numbers that are masked, so that they weigh nothing
+
+Rows 0 … n − 1 are in use, and a sequence that ends leaves its row to the last of them. Whole sequences come in as
+one pack (`admit`), which the model reads as it reads any pack; after that every row takes one token a pass
+(`advance`), all rows at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from multipack.data.batch import IGNORE, PackedBatch
+from multipack.models.attention import attention
+
+SMALLEST = 64
+"""Tokens of a row for which memory is taken at first; it doubles when it is full."""
+
+
+class KeyValueCache:
+    """What all layers of a decoder keep of up to `rows` sequences.
+
+    Args:
+        layers: blocks of the decoder.
+        rows: most sequences at a time.
+        limit: most tokens of a sequence: the model's context.
+
+    Attributes:
+        layers: one `LayerCache` a block.
+        lengths: tokens of each row in use, those of the pass under way included.
+        fresh: whether the pass under way brings whole sequences, which see nothing but themselves.
+    """
+
+    def __init__(self, layers: int, rows: int, limit: int) -> None:
+        self.rows, self.limit = rows, limit
+        self.layers = tuple(LayerCache(self) for _ in range(layers))
+        self.lengths: list[int] = []
+        self.fresh = True
+        self.capacity = 0
+        self._singles = _single_tokens(0, torch.device("cpu"))
+        self._slots: tuple[Tensor, Tensor] = (torch.empty(0), torch.empty(0))
+        self._seen: dict[int | None, tuple[int, int, Tensor | None]] = {}
+
+    def admit(self, batch: PackedBatch) -> None:
+        """Announce a pack of whole sequences: each gets a row behind those in use.
+
+        Raises:
+            ValueError: more sequences or tokens than there is room for.
+        """
+        first, lengths = len(self.lengths), torch.tensor(batch.lengths, device=batch.input_ids.device)
+        rows = torch.arange(first, first + len(lengths), device=lengths.device)
+        self._announce([*self.lengths, *batch.lengths], fresh=True)
+        self._slots = rows.repeat_interleave(lengths), batch.position_ids
+
+    def advance(self, tokens: Sequence[int], device: torch.device) -> PackedBatch:
+        """Announce the next token of every row, in their order.
+
+        Returns:
+            The pack of these tokens: documents of one token each, which begin where their rows end.
+
+        Raises:
+            ValueError: a row is full.
+        """
+        # One copy to the device for both.
+        input_ids, positions = torch.tensor([list(tokens), self.lengths]).to(device)
+        self._announce([length + 1 for length in self.lengths], fresh=False)
+        count = len(self.lengths)
+        if count != self._singles.num_slots:
+            self._singles = _single_tokens(count, device)
+        self._slots = self._singles.input_ids, positions
+        return replace(self._singles, input_ids=input_ids, position_ids=positions)
+
+    def remove(self, row: int) -> None:
+        """Forget a sequence; the last row in use moves to `row`."""
+        last = len(self.lengths) - 1
+        for layer in self.layers:
+            layer.move(last, row, self.lengths[last])
+        self.lengths[row] = self.lengths[last]
+        self.lengths.pop()
+
+    def seen(self, window: int | None) -> tuple[int, int, Tensor | None]:
+        """What the newest token of each row looks at, worked out once for all layers.
+
+        Returns:
+            (first, last, mask): columns first … last − 1, of which row r sees those where `mask` (rows, 1, 1, columns)
+            is True; None = all of them.
+        """
+        if window not in self._seen:
+            starts = [0 if window is None else max(length - window, 0) for length in self.lengths]
+            first, last = min(starts), max(self.lengths)
+            mask = None
+            if len(set(self.lengths)) > 1:
+                device = self._slots[0].device
+                begin, end = (torch.tensor(x, device=device)[:, None] for x in (starts, self.lengths))
+                columns = torch.arange(first, last, device=device)
+                mask = ((begin <= columns) & (columns < end))[:, None, None, :]
+            self._seen[window] = first, last, mask
+        return self._seen[window]
+
+    @property
+    def slots(self) -> tuple[Tensor, Tensor]:
+        """Row and column of each token of the pass under way: two (T,) tensors."""
+        return self._slots
+
+    def _announce(self, lengths: Sequence[int], fresh: bool) -> None:
+        longest = max(lengths, default=0)
+        if len(lengths) > self.rows or longest > self.limit:
+            raise ValueError(
+                f"the cache has room for {self.rows} sequences of {self.limit:,} tokens each,"
+                f" not for {len(lengths)} of up to {longest:,}"
+            )
+        if longest > self.capacity:
+            self.capacity = min(max(longest, 2 * self.capacity, SMALLEST), self.limit)
+        self.lengths, self.fresh = list(lengths), fresh
+        self._seen.clear()
+
+
+class LayerCache:
+    """Keys and values of one layer, in the dtype in which they are computed (autocast's where it is on)."""
+
+    def __init__(self, cache: KeyValueCache) -> None:
+        self._cache = cache
+        self.keys = self.values = torch.empty(0)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch, backend: str, window: int | None
+    ) -> Tensor:
+        """Keep the pack's keys and values, then attend to all that each token may see.
+
+        Args:
+            query: (T, H, D).
+            key: (T, K, D).
+            value: (T, K, D).
+            batch: the pack that was announced to the cache.
+            backend: of `attention`, for whole sequences.
+            window: tokens that each position sees, itself included; None = all.
+
+        Returns:
+            (T, H, D), what `attention` over the whole sequences gives at these tokens.
+        """
+        self._reserve(key)
+        rows, columns = self._cache.slots
+        self.keys[rows, :, columns] = key
+        self.values[rows, :, columns] = value
+        if self._cache.fresh:
+            return attention(query, key, value, batch, backend, window=window)
+        first, last, mask = self._cache.seen(window)
+        # The H / K query heads that share a key head are that head's queries: no key is copied for them.
+        queries = query.reshape(len(query), key.shape[1], -1, query.shape[2])
+        keys, values = (held[: len(query), :, first:last] for held in (self.keys, self.values))
+        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask).flatten(1, 2)
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy the `length` tokens of one row over another."""
+        if source != target:
+            for held in (self.keys, self.values):
+                held[target, :, :length] = held[source, :, :length]
+
+    def _reserve(self, key: Tensor) -> None:
+        size = (self._cache.rows, key.shape[1], self._cache.capacity, key.shape[2])
+        if self.keys.shape == size:
+            return
+        # Zeros: a masked column has no weight, but 0 · NaN of memory never written would still be NaN.
+        keys, values = key.new_zeros(size), key.new_zeros(size)
+        if self.keys.numel():
+            keys[:, :, : self.keys.shape[2]] = self.keys
+            values[:, :, : self.values.shape[2]] = self.values
+        self.keys, self.values = keys, values
+
+
+def _single_tokens(count: int, device: torch.device) -> PackedBatch:
+    """A pack of so many documents of one token each, which are numbered instead of filled in."""
+    return PackedBatch(
+        input_ids=torch.arange(count, device=device),
+        targets=torch.full((count,), IGNORE, device=device),
+        position_ids=torch.zeros(count, dtype=torch.int64, device=device),
+        cu_seqlens=torch.arange(count + 2, dtype=torch.int32, device=device).clamp(max=count),
+        max_seqlen=1,
+        num_documents=count,
+        num_tokens=count,
+        num_target_tokens=0,
+        lengths=(1,) * count,
+        longest=1,
+        num_target_documents=0,
+    )

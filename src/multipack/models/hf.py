@@ -1,0 +1,323 @@
+"""A decoder's weights and shape in Hugging Face's names, and back: Llama, Mistral and GPT-2.
+
+    ours                                   Llama, Mistral                      GPT-2
+    embedding                              model.embed_tokens                  transformer.wte
+    positions                                                                  transformer.wpe
+    blocks.N.attention_norm                model.layers.N.input_layernorm      transformer.h.N.ln_1
+    blocks.N.attention.query, key, value   ….self_attn.q_proj, k_proj, v_proj  ….attn.c_attn, one beside the other
+    blocks.N.attention.output              ….self_attn.o_proj                  ….attn.c_proj
+    blocks.N.feed_forward_norm             ….post_attention_layernorm          ….ln_2
+    blocks.N.feed_forward.gate, up         ….mlp.gate_proj, up_proj            ….mlp.c_fc
+    blocks.N.feed_forward.down             ….mlp.down_proj                     ….mlp.c_proj
+    norm                                   model.norm                          transformer.ln_f
+    head                                   lm_head                             lm_head
+
+GPT-2 keeps matrices as (in, out), the transpose of everybody else's. Rotary pairs are the two halves of a head in both
+worlds, so that no row is moved. hf_files.py reads folders.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multipack.models.decoder import Decoder
+from multipack.shapes import ModelShape
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family of models names its tensors.
+
+    Attributes:
+        model_types: what config.json calls it.
+        prefix: of everything but the head; files of models without a head leave it away.
+        layers: between the prefix and the number of a layer.
+        outer: its module → ours, outside the layers.
+        inner: its module → ours (several are joined along their rows), in a layer.
+        transposed: modules whose matrices are (in, out).
+        ignored: names of buffers that old files hold.
+    """
+
+    model_types: tuple[str, ...]
+    prefix: str
+    layers: str
+    outer: dict[str, str]
+    inner: dict[str, tuple[str, ...]]
+    transposed: frozenset[str]
+    ignored: re.Pattern[str]
+
+    def modules(self, layers: int) -> Iterator[tuple[str, tuple[str, ...], bool]]:
+        """(its module, ours, whether its matrix is transposed), for a model of so many layers."""
+        for theirs, ours in self.outer.items():
+            yield self.prefix + theirs, (ours,), False
+        for number in range(layers):
+            for theirs, names in self.inner.items():
+                where = f"{self.prefix}{self.layers}.{number}.{theirs}"
+                yield where, tuple(f"blocks.{number}.{name}" for name in names), theirs in self.transposed
+        yield "lm_head", ("head",), False
+
+    def full_name(self, name: str) -> str:
+        """A tensor's name with the prefix that files of models without a head leave away."""
+        bare = (*self.outer, self.layers)
+        return self.prefix + name if name.startswith(tuple(f"{part}." for part in bare)) else name
+
+
+LLAMA = Family(
+    model_types=("llama", "mistral"),
+    prefix="model.",
+    layers="layers",
+    outer={"embed_tokens": "embedding", "norm": "norm"},
+    inner={
+        "input_layernorm": ("attention_norm",),
+        "self_attn.q_proj": ("attention.query",),
+        "self_attn.k_proj": ("attention.key",),
+        "self_attn.v_proj": ("attention.value",),
+        "self_attn.o_proj": ("attention.output",),
+        "post_attention_layernorm": ("feed_forward_norm",),
+        "mlp.gate_proj": ("feed_forward.gate",),
+        "mlp.up_proj": ("feed_forward.up",),
+        "mlp.down_proj": ("feed_forward.down",),
+    },
+    transposed=frozenset(),
+    ignored=re.compile(r".*\.rotary_emb\.inv_freq"),
+)
+GPT2 = Family(
+    model_types=("gpt2",),
+    prefix="transformer.",
+    layers="h",
+    outer={"wte": "embedding", "wpe": "positions", "ln_f": "norm"},
+    inner={
+        "ln_1": ("attention_norm",),
+        "attn.c_attn": ("attention.query", "attention.key", "attention.value"),
+        "attn.c_proj": ("attention.output",),
+        "ln_2": ("feed_forward_norm",),
+        "mlp.c_fc": ("feed_forward.up",),
+        "mlp.c_proj": ("feed_forward.down",),
+    },
+    transposed=frozenset({"attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"}),
+    ignored=re.compile(r".*\.attn\.(masked_)?bias"),
+)
+
+
+def family_of(shape: ModelShape) -> Family:
+    """The family whose models can hold a decoder of this shape.
+
+    Raises:
+        ValueError: there is none; the message says what stands against both.
+    """
+    llama = {"positions": "rope", "norm": "rmsnorm", "activation": "swiglu"}
+    gpt2 = {
+        "positions": "learned",
+        "norm": "layernorm",
+        "activation": "gelu",
+        "kv_heads": shape.heads,
+        "window": 0,
+    }
+    obstacles = {}
+    for name, wanted, family in (("Llama", llama, LLAMA), ("GPT-2", gpt2, GPT2)):
+        other = [
+            f"{key}={getattr(shape, key)}" for key, value in wanted.items() if getattr(shape, key) != value
+        ]
+        if family is LLAMA and shape.window and shape.bias:
+            other.append(f"bias={shape.bias} with window={shape.window}")
+        if family is LLAMA and shape.sliding_layers not in (0, shape.layers):
+            other.append(f"window_layers={shape.window_layers}")
+        if family is GPT2 and shape.head_width * shape.heads != shape.d_model:
+            other.append(f"head_dim={shape.head_dim}")
+        if not other:
+            return family
+        obstacles[name] = ", ".join(f"model.{entry}" for entry in other)
+    reasons = "; ".join(f"{name} has no {what}" for name, what in obstacles.items())
+    raise ValueError(
+        f"this decoder is neither a Llama nor a GPT-2, so transformers has no model for it: {reasons}"
+    )
+
+
+def to_huggingface(shape: ModelShape, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A decoder's tensors under Hugging Face's names.
+
+    GPT-2 always has biases there: where the decoder has none, they are zeros.
+
+    Args:
+        shape: of the decoder.
+        state: its parameters by our names.
+
+    Raises:
+        ValueError: see `family_of`.
+    """
+    family, made = family_of(shape), dict[str, Tensor]()
+    for theirs, ours, transposed in family.modules(shape.layers):
+        for kind in ("weight", "bias"):
+            parts = [state[f"{name}.{kind}"] for name in ours if f"{name}.{kind}" in state]
+            if parts:
+                joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+                turned = transposed and kind == "weight"
+                made[f"{theirs}.{kind}"] = (joined.t() if turned else joined).contiguous()
+        if (
+            family is GPT2
+            and f"{theirs}.weight" in made
+            and ours[0] not in ("embedding", "positions", "head")
+        ):
+            weight = made[f"{theirs}.weight"]
+            made.setdefault(f"{theirs}.bias", weight.new_zeros(weight.shape[-1]))
+    return made
+
+
+def from_huggingface(shape: ModelShape, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of `to_huggingface`, for tensors that were checked.
+
+    Raises:
+        ValueError: see `family_of`.
+    """
+    made, sizes = dict[str, Tensor](), parameter_shapes(shape)
+    for theirs, ours, transposed in family_of(shape).modules(shape.layers):
+        for kind in ("weight", "bias"):
+            names = [f"{name}.{kind}" for name in ours if f"{name}.{kind}" in sizes]
+            if not names:
+                continue
+            tensor = tensors[f"{theirs}.{kind}"]
+            matrix = tensor.t() if transposed and kind == "weight" else tensor
+            rows = torch.split(matrix, [sizes[name][0] for name in names])
+            made |= {name: part.contiguous() for name, part in zip(names, rows, strict=True)}
+    return made
+
+
+def parameter_shapes(shape: ModelShape) -> dict[str, torch.Size]:
+    """Name → shape of a decoder's parameters; nothing is allocated.
+
+    Raises:
+        ValueError: the decoder does not build this shape; see `Decoder`.
+    """
+    with torch.device("meta"):
+        return {name: parameter.shape for name, parameter in Decoder(shape).named_parameters()}
+
+
+def build_decoder(shape: ModelShape, state: Mapping[str, Tensor], attention: str = "auto") -> Decoder:
+    """A decoder that holds these very tensors, in evaluation mode.
+
+    Raises:
+        ValueError: names or shapes of the tensors are not those of `shape`.
+    """
+    with torch.device("meta"):
+        model = Decoder(shape, attention=attention)
+    sizes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    if sizes != {name: tensor.shape for name, tensor in state.items()}:
+        raise ValueError("the weights are not those of a decoder of their shape")
+    model.load_state_dict(dict(state), assign=True)
+    return model.eval()
+
+
+def config_of(shape: ModelShape) -> dict[str, Any]:
+    """The content of a config.json from which transformers builds the same model.
+
+    Raises:
+        ValueError: see `family_of`.
+    """
+    common = {"vocab_size": shape.vocabulary_size, "tie_word_embeddings": shape.tied, "use_cache": True}
+    if family_of(shape) is GPT2:
+        return {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            **common,
+            "n_embd": shape.d_model,
+            "n_layer": shape.layers,
+            "n_head": shape.heads,
+            "n_inner": shape.d_ff,
+            "n_positions": shape.context,
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": shape.norm_eps,
+            "embd_pdrop": shape.dropout,
+            "resid_pdrop": shape.dropout,
+            "attn_pdrop": 0.0,
+        }
+    only = (
+        {"sliding_window": shape.window}
+        if shape.window
+        else {"attention_bias": shape.bias, "mlp_bias": shape.bias}
+    )
+    return {
+        "architectures": ["MistralForCausalLM" if shape.window else "LlamaForCausalLM"],
+        "model_type": "mistral" if shape.window else "llama",
+        **common,
+        "hidden_size": shape.d_model,
+        "intermediate_size": shape.d_ff,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_width,
+        "max_position_embeddings": shape.context,
+        "hidden_act": "silu",
+        "rms_norm_eps": shape.norm_eps,
+        # Both spellings: transformers 4 reads the first, 5 the second.
+        "rope_theta": shape.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "attention_dropout": 0.0,
+        **only,
+    }
+
+
+def shape_of(config: Mapping[str, Any], where: str = "config.json") -> ModelShape:
+    """The shape of the decoder that computes what a config.json describes, exactly.
+
+    Args:
+        config: its content.
+        where: the file, for messages.
+
+    Raises:
+        ValueError: a family that the decoder does not build, or a setting in which it differs; each is named.
+    """
+    kind = config.get("model_type")
+    if kind not in (*LLAMA.model_types, *GPT2.model_types):
+        known = ", ".join((*LLAMA.model_types, *GPT2.model_types))
+        why = " (it has biases in query, key and value alone)" if kind == "qwen2" else ""
+        raise ValueError(
+            f"{where}: model_type={kind!r}{why} is not built here; weights of {known} can be read"
+        )
+    differing = [f"{name}={config[name]!r}" for name in _odd(config, kind) if name in config]
+    if differing:
+        raise ValueError(
+            f"{where}: {', '.join(differing)} describes a model that this decoder does not compute"
+        )
+    try:
+        shape = ModelShape.from_huggingface(config)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    biased = kind in GPT2.model_types or bool(config.get("attention_bias"))
+    # All layers slide, or none: models of these families have no third way, and the shape says so without a number.
+    return replace(shape, bias=biased, window_layers=0)
+
+
+def _odd(config: Mapping[str, Any], kind: Any) -> Iterator[str]:
+    """Settings whose value makes another computation than ours."""
+    if config.get("quantization_config"):
+        yield "quantization_config"
+    if kind in GPT2.model_types:
+        if config.get("activation_function", "gelu_new") not in ("gelu_new", "gelu_pytorch_tanh"):
+            yield "activation_function"
+        if not config.get("scale_attn_weights", True):
+            yield "scale_attn_weights"
+        for name in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
+            if config.get(name):
+                yield name
+        return
+    if config.get("hidden_act", "silu") not in ("silu", "swish"):
+        yield "hidden_act"
+    for name in ("rope_scaling", "rope_parameters"):
+        scaling = config.get(name)
+        if scaling is not None and not _plain_rotation(scaling):
+            yield name
+    if bool(config.get("attention_bias")) != bool(config.get("mlp_bias")):
+        yield from ("attention_bias", "mlp_bias")
+
+
+def _plain_rotation(scaling: Any) -> bool:
+    if not isinstance(scaling, Mapping):
+        return False
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    return bool(kind == "default" and scaling.get("partial_rotary_factor", 1.0) == 1.0)

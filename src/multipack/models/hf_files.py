@@ -1,0 +1,139 @@
+"""Weights and shape from a Hugging Face folder: config.json and safetensors.
+
+What the files hold is compared with what config.json promises before a tensor is read; nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from multipack.models.hf import family_of, from_huggingface, parameter_shapes, shape_of, to_huggingface
+from multipack.shapes import ModelShape
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+"""Names of files in a Hugging Face folder."""
+_LARGEST_JSON = 1 << 26
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of a folder's config.json.
+
+    Raises:
+        ValueError: it is missing, too large, or not a JSON object.
+    """
+    return _json_object(folder / CONFIG)
+
+
+def load_weights(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[ModelShape, dict[str, Tensor]]:
+    """Shape and weights from a Hugging Face folder: config.json and safetensors, in one file or in several.
+
+    Args:
+        folder: as `save_pretrained` or `multipack export` writes it.
+        dtype: of the tensors that are returned.
+
+    Returns:
+        The decoder's shape, and its parameters by our names.
+
+    Raises:
+        ValueError: a model that the decoder does not build; weights that are pickled, missing, of other shapes or no
+            floating point numbers; a damaged file. The message names the file and the tensors.
+    """
+    shape = shape_of(read_config(folder), str(folder / CONFIG))
+    family = family_of(shape)
+    with ExitStack() as stack:
+        try:
+            files = {file: stack.enter_context(safe_open(file, "pt")) for file in _weight_files(folder)}
+            held = {
+                family.full_name(name): (file, name)
+                for file, opened in files.items()
+                for name in opened.keys()  # noqa: SIM118 - no mapping
+                if not family.ignored.fullmatch(name)
+            }
+            _check_tensors(
+                shape, folder, {name: files[file].get_slice(own) for name, (file, own) in held.items()}
+            )
+            tensors = {name: files[file].get_tensor(own).to(dtype) for name, (file, own) in held.items()}
+        except (SafetensorError, OSError) as error:
+            raise ValueError(
+                f"{folder}: the weights are damaged ({error}); copy or download them again"
+            ) from error
+    if shape.tied and "lm_head.weight" in tensors:
+        embedding = f"{family.prefix}{next(iter(family.outer))}.weight"
+        if not torch.equal(tensors["lm_head.weight"], tensors[embedding]):
+            raise ValueError(
+                f"{folder}: tie_word_embeddings is true, but lm_head.weight differs from {embedding}: set it to false"
+            )
+    return shape, from_huggingface(shape, tensors)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder, all of them there."""
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if not (folder / INDEX).is_file():
+        pickled = sorted(path.name for path in folder.glob("*") if path.suffix in (".bin", ".pt", ".pth"))
+        why = (
+            f"{pickled[0]} is a pickle, which can run code when it is read: save the model again with"
+            " save_pretrained(…, safe_serialization=True)"
+            if pickled
+            else "there is no model.safetensors and no index of several"
+        )
+        raise ValueError(f"{folder} holds no weights that can be read: {why}")
+    names = _json_object(folder / INDEX).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise ValueError(f"{folder / INDEX} has no weight_map from tensors to files")
+    files = sorted(set(names.values()))
+    for name in files:
+        if Path(name).name != name or not name.endswith(".safetensors") or not (folder / name).is_file():
+            raise ValueError(f"{folder / INDEX} names {name!r}, which is no safetensors file of that folder")
+    return [folder / name for name in files]
+
+
+def _check_tensors(shape: ModelShape, folder: Path, held: Mapping[str, Any]) -> None:
+    """Compare names, shapes and types of what the files hold with the shape, before anything is read."""
+    with torch.device("meta"):
+        empty = {name: torch.empty(size) for name, size in parameter_shapes(shape).items()}
+    wanted = {name: list(tensor.shape) for name, tensor in to_huggingface(shape, empty).items()}
+    found = {name: list(part.get_shape()) for name, part in held.items()}
+    if shape.tied and "lm_head.weight" in found:
+        wanted["lm_head.weight"] = [shape.vocabulary_size, shape.d_model]
+    problems = {
+        "lack": sorted(wanted.keys() - found.keys()),
+        "have unknown": sorted(found.keys() - wanted.keys()),
+        "have other shapes than config.json says for": [
+            f"{name} {found[name]} instead of {wanted[name]}"
+            for name in wanted
+            if name in found and found[name] != wanted[name]
+        ],
+        "have no floating point numbers in": [
+            f"{name} ({part.get_dtype()})" for name, part in held.items() if part.get_dtype() not in _FLOATS
+        ],
+    }
+    for problem, names in problems.items():
+        if names:
+            raise ValueError(f"{folder}: the weights {problem} {', '.join(names[:3])} ({len(names)} in all)")
+
+
+def _json_object(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise ValueError(
+            f"{file} is not there; give a folder that save_pretrained or `multipack export` wrote"
+        )
+    if file.stat().st_size > _LARGEST_JSON:
+        raise ValueError(f"{file} is too large to be what its name says")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds {type(content).__name__}, not an object")
+    return content

@@ -1,0 +1,136 @@
+"""Direct preference optimization on packs: both halves of every pair in one forward pass.
+
+    hidden ─ head ─▶ log-probability of each target (T,) ─ sum by document ─▶ (pairs, 2)
+                         │ c c c c │ r r r │ c c │ r r r r │                 minus the reference's
+    loss = Σ −log σ(β · ((π_chosen − π_rejected) − (ρ_chosen − ρ_rejected)))
+
+π and ρ are sums of log-probabilities of an answer's tokens under the model and under the reference (Rafailov et al.
+2023, arXiv:2305.18290, equation 7). A share ε of the preferences may be taken as wrong (Mitchell 2023,
+"cDPO"): loss = −(1 − ε) log σ(x) − ε log σ(−x).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from multipack.data.batch import PackedBatch
+from multipack.data.preference import PreferenceBatch
+from multipack.models.decoder import Decoder
+from multipack.models.loss import linear_log_probabilities
+from multipack.shapes import ModelShape
+
+
+@dataclass
+class PreferenceConfig:
+    """Direct preference optimization (DPO)."""
+
+    beta: float = 0.1
+    """How strongly the model is held to the reference: larger values let it move less."""
+    label_smoothing: float = 0.0
+    """Share of the preferences that is taken as wrong, below 0.5; 0 = plain DPO."""
+    reference: str = ""
+    """The reference model: a run, a checkpoint or a Hugging Face folder; empty = the run's own initial weights."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        if self.beta <= 0:
+            raise ValueError(f"preference.beta must be positive, got {self.beta}")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ValueError(f"preference.label_smoothing must be in [0, 0.5), got {self.label_smoothing}")
+
+
+class PreferenceDecoder(Decoder):
+    """A decoder whose loss is that of preference pairs; its parameters are a decoder's, by the same names.
+
+    Args:
+        shape: as for `Decoder`.
+        attention: as for `Decoder`.
+        beta: how strongly it is held to the reference.
+        label_smoothing: share of the preferences that is taken as wrong.
+        log_probabilities: (hidden, weight, targets, num_targets=…) → (T,); tensor parallelism hands in its own.
+
+    Raises:
+        ValueError: as `Decoder` and `PreferenceConfig` do.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        attention: str = "auto",
+        beta: float = 0.1,
+        label_smoothing: float = 0.0,
+        log_probabilities: Callable[..., Tensor] = linear_log_probabilities,
+    ) -> None:
+        PreferenceConfig(beta, label_smoothing)
+        super().__init__(shape, attention)
+        self.beta, self.label_smoothing = beta, label_smoothing
+        self.log_probabilities = log_probabilities
+        self._tallies: dict[bool, Tensor | None] = {True: None, False: None}
+
+    def forward(self, batch: PackedBatch) -> Tensor:
+        """The summed loss over the batch's pairs: 0-d, in the dtype of the parameters.
+
+        A batch without reference values gives (pairs, 2) summed log-probabilities of chosen and rejected instead,
+        which is how a reference model is asked.
+
+        Raises:
+            ValueError: a batch that holds no pairs; in training mode, one without reference values.
+        """
+        if not isinstance(batch, PreferenceBatch):
+            raise ValueError(
+                "preferences are trained on pairs: collate the documents with PreferenceCollator"
+            )
+        policy = self.pair_log_probabilities(batch)
+        if batch.reference is None:
+            if self.training:
+                raise ValueError("this batch has no reference values, which the loss of preferences needs")
+            return policy
+        rewards = self.beta * (policy - batch.reference)
+        margins = rewards[:, 0] - rewards[:, 1]
+        losses = -(1.0 - self.label_smoothing) * F.logsigmoid(margins)
+        if self.label_smoothing:
+            losses = losses - self.label_smoothing * F.logsigmoid(-margins)
+        self._count(rewards.detach(), margins.detach())
+        return losses.sum().to(self.output_weight.dtype)
+
+    def pair_log_probabilities(self, batch: PreferenceBatch) -> Tensor:
+        """(pairs, 2) float64 log-probabilities of chosen and rejected, each summed over its targets."""
+        of_tokens = self.log_probabilities(
+            self.hidden(batch), self.output_weight, batch.targets, num_targets=batch.num_target_tokens
+        )
+        # The repeated end of cu_seqlens gives empty sums; those, and padding's, are not taken.
+        of_documents = torch.segment_reduce(of_tokens.double(), "sum", offsets=batch.cu_seqlens.long())
+        return of_documents[: batch.num_documents].view(-1, 2)
+
+    def take_tally(self, training: bool = True) -> list[float]:
+        """Sums over the pairs seen in training mode (or in evaluation mode) since this was last asked.
+
+        Returns:
+            Pairs, pairs whose chosen answer has the higher reward, and the sums of margins, of chosen and of rejected
+            rewards. Sums over ranks are sums of these: see `preference_metrics`.
+        """
+        found = self._tallies[training]
+        self._tallies[training] = None
+        return [0.0] * 5 if found is None else cast(list[float], found.tolist())
+
+    def _count(self, rewards: Tensor, margins: Tensor) -> None:
+        accurate = (margins > 0).sum(dtype=margins.dtype)
+        sums = [accurate, *(values.sum() for values in (margins, *rewards.unbind(1)))]
+        seen = torch.stack([torch.full_like(accurate, len(margins)), *sums])
+        before = self._tallies[self.training]
+        self._tallies[self.training] = seen if before is None else before + seen
+
+
+def preference_metrics(tally: list[float], prefix: str = "") -> dict[str, float]:
+    """What `take_tally` gave, summed over ranks, as means over pairs; nothing where there were none."""
+    pairs, *sums = tally
+    names = ("reward_accuracy", "reward_margin", "reward_chosen", "reward_rejected")
+    return (
+        {f"{prefix}{name}": total / pairs for name, total in zip(names, sums, strict=True)} if pairs else {}
+    )

@@ -1,0 +1,141 @@
+"""What a run minimizes: the next token of documents, or preferences between pairs of them. The documents decide.
+
+An objective says which decoder is trained, how its packs are made, and what is told of them; the loop, the engine and
+the plan know only that a model takes a batch and returns a summed loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from multipack.data.collate import PackedCollator
+from multipack.data.corpus import Corpus
+from multipack.data.preference import PreferenceCollator
+from multipack.data.sampler import PackedBatchSampler
+from multipack.models.decoder import Decoder
+from multipack.models.loss import training_loss
+from multipack.models.preference import PreferenceDecoder, preference_metrics
+from multipack.parallel.engine import Engine
+from multipack.parallel.world import World
+from multipack.shapes import ModelShape
+from multipack.training.observer import Observer
+from multipack.training.preference import PREFERENCE_LEGEND, PreferenceMetrics, with_reference
+
+if TYPE_CHECKING:
+    from multipack.config import Config
+
+Collator = PackedCollator | PreferenceCollator
+
+
+class NextToken:
+    """Cross-entropy of the target tokens: pre-training and supervised fine-tuning.
+
+    Args:
+        config: of the run.
+        corpus: what it trains and validates on.
+    """
+
+    legend: Mapping[str, str] = MappingProxyType({})
+    """Metrics that this objective adds to a step's record, and their meaning."""
+    needs_initial = False
+    """Whether a run that resumes still needs the weights that it began with."""
+
+    def __init__(self, config: Config, corpus: Corpus) -> None:
+        self.config, self.corpus = config, corpus
+
+    def settings(self) -> dict[str, Any]:
+        """Settings of `TrainConfig` that this objective decides."""
+        return {}
+
+    def decoder(self, shape: ModelShape) -> Decoder:
+        """The model to train, its weights drawn from torch's global generator."""
+        train = self.config.train
+        loss = training_loss(train.z_loss, train.label_smoothing)
+        return Decoder(shape, attention=self.config.model.attention, training_loss=loss)
+
+    def views(
+        self,
+        engine: Engine,
+        dtype: torch.dtype,
+        capacity: int,
+        pad_to: int | None,
+        progress: Callable[..., None],
+    ) -> tuple[list[Any], list[str]]:
+        """Training and validation documents as the collator takes them, and notes; before weights are resumed."""
+        return [self.corpus.train, self.corpus.validation], []
+
+    def collator(self, sampler: PackedBatchSampler, pad_to: int | None) -> Collator:
+        """Makes a batch of a pack's documents."""
+        return PackedCollator.of(sampler, pad_to=pad_to, pad_id=self.corpus.tokenizer.end_id or 0)
+
+    def observers(self, decoder: Decoder) -> list[Observer]:
+        """What this objective adds to a step's record."""
+        return []
+
+    def evaluated(self, decoder: Decoder, world: World) -> dict[str, float]:
+        """Metrics of the validation packs that were just run, over all ranks."""
+        return {}
+
+
+class Preferences(NextToken):
+    """Direct preference optimization of pairs (models/preference.py)."""
+
+    legend = PREFERENCE_LEGEND
+    needs_initial = True
+
+    def settings(self) -> dict[str, Any]:
+        """A pair counts as one, and would be two rows where it is padded."""
+        return {"loss_weighting": "document", "compare_padding": False}
+
+    def decoder(self, shape: ModelShape) -> Decoder:
+        """See `NextToken`."""
+        preference = self.config.preference
+        return PreferenceDecoder(
+            shape, self.config.model.attention, preference.beta, preference.label_smoothing
+        )
+
+    def views(
+        self,
+        engine: Engine,
+        dtype: torch.dtype,
+        capacity: int,
+        pad_to: int | None,
+        progress: Callable[..., None],
+    ) -> tuple[list[Any], list[str]]:
+        """Pairs with the reference's log-probabilities: of what the run begins with, unless another is named."""
+        pairs, notes = with_reference(
+            self.config.preference,
+            engine,
+            [self.corpus.train, self.corpus.validation],
+            self.corpus.tokenizer,
+            self.corpus.store_path,
+            dtype=dtype,
+            capacity=capacity,
+            pad_to=pad_to,
+            progress=progress,
+        )
+        return list(pairs), notes
+
+    def collator(self, sampler: PackedBatchSampler, pad_to: int | None) -> Collator:
+        """See `NextToken`."""
+        return PreferenceCollator.of(sampler, pad_to=pad_to, pad_id=self.corpus.tokenizer.end_id or 0)
+
+    def observers(self, decoder: Decoder) -> list[Observer]:
+        """Rewards of the step's pairs."""
+        assert isinstance(decoder, PreferenceDecoder)
+        return [PreferenceMetrics(decoder)]
+
+    def evaluated(self, decoder: Decoder, world: World) -> dict[str, float]:
+        """Rewards of the validation pairs."""
+        assert isinstance(decoder, PreferenceDecoder)
+        return preference_metrics(world.sum(decoder.take_tally(training=False)), "val_")
+
+
+def objective_of(config: Config, corpus: Corpus) -> NextToken:
+    """Preferences where the documents are pairs, the next token where they are not."""
+    pairs = corpus.arriving is None and corpus.train.store.has_pairs
+    return (Preferences if pairs else NextToken)(config, corpus)

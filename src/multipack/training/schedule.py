@@ -1,0 +1,97 @@
+"""The learning rate of every step: pure functions, so that a resumed run needs no scheduler state.
+
+    cosine   ╱‾‾╲        constant   ╱‾‾‾‾‾      wsd   ╱‾‾‾‾╲         linear   ╱╲
+            ╱     ╲___             ╱                 ╱      ╲___             ╱   ╲___
+
+A warm-up rises linearly to the peak; what follows ends at `optimizer.min_lr`, in step `optimizer.decay_steps`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from multipack.training.optimizer import OptimizerConfig
+
+
+def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
+    """Learning rate of a step.
+
+    `wsd` (warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395) stays at its peak and decays over the last
+    `decay_share` of the steps, along a line or along 1 − √progress (Hägele et al. 2024, arXiv:2405.18392): a run
+    can be prolonged from any checkpoint before the decay.
+
+    Args:
+        step: the step about to be taken, from 1.
+        steps: the last step of the run.
+        config: peak, floor, warm-up and schedule.
+    """
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    begin, last = _decay(steps, config)
+    progress = min(max((step - begin) / max(last - begin, 1), 0.0), 1.0)
+    floor = _floor(config)
+    if config.schedule == "cosine":
+        return floor + 0.5 * (config.lr - floor) * (1 + math.cos(math.pi * progress))
+    bent = config.schedule == "wsd" and config.decay_shape == "sqrt"
+    return floor + (config.lr - floor) * (1 - (math.sqrt(progress) if bent else progress))
+
+
+def rate_factor(config: OptimizerConfig, targets_per_step: float) -> float:
+    """What every learning rate of a run is multiplied by, for the size of its steps: 1 at the reference.
+
+    With κ times the reference's targets in a step the factor is κ (`linear`: Goyal et al. 2017, arXiv:1706.02677,
+    for SGD) or √κ (`sqrt`: Malladi et al. 2022, arXiv:2205.10287, for Adam). Only rates are scaled: the latter's
+    betas and epsilon stay as they are set.
+
+    Args:
+        config: `lr_scaling` and `reference_tokens`.
+        targets_per_step: target tokens of a global step, the mean of the plan.
+    """
+    if config.lr_scaling == "none":
+        return 1.0
+    if targets_per_step <= 0:
+        raise ValueError(
+            f"optimizer.lr_scaling={config.lr_scaling} needs steps with targets, got {targets_per_step} a step"
+        )
+    kappa = targets_per_step / config.reference_tokens
+    return kappa if config.lr_scaling == "linear" else math.sqrt(kappa)
+
+
+def schedule_text(config: OptimizerConfig, steps: int, targets_per_step: float) -> str:
+    """One line for the run header: schedule, its turning points, and how the rate was scaled.
+
+    Args:
+        config: as the user set it.
+        steps: the last step of the run.
+        targets_per_step: target tokens of a global step, the mean of the plan.
+    """
+    factor = rate_factor(config, targets_per_step)
+    begin, last = _decay(steps, config)
+    parts = [f"{config.schedule}, peak lr {factor * config.lr:g} after {config.warmup_steps} steps"]
+    if config.schedule == "wsd":
+        shape = "1 - sqrt" if config.decay_shape == "sqrt" else "linear"
+        parts.append(f"{shape} decay from step {begin} to {factor * _floor(config):g} at step {last}")
+    elif config.schedule != "constant":
+        parts.append(f"{factor * _floor(config):g} at step {last}")
+    if config.lr_scaling != "none":
+        parts.append(
+            f"lr {config.lr:g} x {factor:.3g} ({config.lr_scaling} in"
+            f" {targets_per_step:,.0f} targets a step over {config.reference_tokens:,})"
+        )
+    return "; ".join(parts)
+
+
+def _decay(steps: int, config: OptimizerConfig) -> tuple[int, int]:
+    """The steps after which the decay begins, and in which it ends."""
+    last = config.decay_steps or steps
+    if config.schedule != "wsd":
+        return config.warmup_steps, last
+    return max(config.warmup_steps, last - round(config.decay_share * last)), last
+
+
+def _floor(config: OptimizerConfig) -> float:
+    return config.min_lr if config.min_lr >= 0 else config.lr / 10

@@ -1,0 +1,115 @@
+import json
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from multipack.cli import app
+from multipack.data.corpus_report import CAPACITIES, report_corpus
+from multipack.data.header import HEADER
+from multipack.data.prepare import prepare
+from multipack.data.store import StoreWriter
+from multipack.data.tokenizer import TokenizerConfig, byte_tokenizer
+from multipack.reports.summary import histogram_lines, store_rows
+
+BYTE = TokenizerConfig("byte")
+
+
+def test_the_figures_of_a_corpus(write_store):
+    draw = np.random.default_rng(3)
+    lengths = [int(length) for length in np.clip(draw.lognormal(5, 1.5, 300), 2, 5000)]
+    report = report_corpus(write_store([[(1, False), (length - 1, True)] for length in lengths]).path)
+    assert (report.documents, report.tokens) == (300, sum(lengths))
+    assert report.targets == sum(lengths) - 300
+    assert report.target_share == report.targets / report.tokens
+    assert report.mean == pytest.approx(np.mean(lengths))
+    assert (report.median, report.p99) == (np.median(lengths), np.percentile(lengths, 99))
+    assert report.longest == max(lengths)
+    assert report.longest_name == f"doc{lengths.index(max(lengths))}"
+    for bar in report.histogram:
+        inside = [length for length in lengths if bar.first <= length <= bar.last]
+        assert (bar.documents, bar.tokens) == (len(inside), sum(inside))
+    assert sum(bar.documents for bar in report.histogram) == 300
+    assert report.histogram[0].documents
+    assert report.histogram[-1].documents
+    expected = [
+        (capacity, len(longer), sum(longer) - capacity * len(longer))
+        for capacity in CAPACITIES
+        if (longer := [length for length in lengths if length > capacity])
+    ]
+    assert [tuple(entry) for entry in report.excess] == expected
+    assert expected[-1][0] == 4096
+    assert json.loads(json.dumps(report.to_dict()))["histogram"][0]["first"] == report.histogram[0].first
+    assert (report.shards, report.is_complete, report.pairs) == (1, True, False)
+
+
+def test_bars_are_exact_at_powers_of_two(tmp_path):
+    lengths = [1, 2, 3, 4, 7, 8, 1023, 1024]
+    with StoreWriter(tmp_path / "s", byte_tokenizer(), source_hash="s") as writer:
+        for length in lengths:
+            writer.add("d", [([0] * length, True)])
+    bars = [(bar.first, bar.last, bar.documents) for bar in report_corpus(tmp_path / "s").histogram]
+    assert bars[:4] == [(1, 1, 1), (2, 3, 2), (4, 7, 2), (8, 15, 1)]
+    assert bars[-2:] == [(512, 1023, 1), (1024, 2047, 1)]
+    assert len(bars) == 11
+
+
+def test_shards_are_reported_as_one_corpus(config, text_file, tmp_path):
+    lines = [json.dumps({"text": "a" * (n % 17 + 1)}) for n in range(40)]
+    data = config(source="jsonl", path=text_file("\n\n".join(lines), "c.jsonl"), dedup=True)
+    whole = report_corpus(prepare(data, BYTE, tmp_path / "whole"))
+    folder = prepare(data, BYTE, tmp_path / "shards", shards=4)
+    shards = report_corpus(folder)
+    alike = ("documents", "tokens", "targets", "longest_name", "skipped", "histogram", "description", "p99")
+    assert [getattr(shards, name) for name in alike] == [getattr(whole, name) for name in alike]
+    assert (shards.shards, shards.duplicates) == (4, 23)
+    assert shards.skipped == {"blank lines": 39, "duplicates": 23}
+    (folder / HEADER).unlink()
+    growing = report_corpus(folder)
+    assert (growing.is_complete, growing.description) == (False, "4 shards so far")
+    assert growing.skipped == whole.skipped
+    assert ("stores", "4 shards so far") in store_rows(folder, growing)
+
+
+def test_what_people_see(config, text_file, tmp_path):
+    lines = [json.dumps({"prompt": "Q", "completion": "a" * (3 + 600 * (n == 7))}) for n in range(16)]
+    data = config(source="jsonl", path=text_file("\n".join(lines), "c.jsonl"), dedup=True)
+    report = report_corpus(prepare(data, BYTE, tmp_path / "out"))
+    rows = dict(store_rows(tmp_path / "out", report))
+    assert rows["documents"] == "2"
+    assert rows["longest"] == "606 tokens: c.jsonl:8"
+    assert rows["targets"] == "608 (99.3% of the tokens)"
+    assert rows["too long"] == "for packs of 512: 50.00% of the documents, with 15.36% of the tokens beyond"
+    assert rows["left out"] == "14 duplicates"
+    drawn = histogram_lines(report, 60)
+    assert [line.split()[0] for line in drawn] == ["4", "8", "16", "32", "64", "128", "256", "512"]
+    assert max(map(len, drawn)) <= 60
+    assert drawn[0].count("█") == drawn[-1].count("█") > 20
+    assert drawn[1].rstrip().endswith("0 (0.0%)")
+    assert "█" not in drawn[1]
+
+
+def test_there_must_be_a_corpus(tmp_path):
+    with pytest.raises(ValueError, match="not a token store"):
+        report_corpus(tmp_path)
+    with StoreWriter(tmp_path / "empty", byte_tokenizer(), source_hash="s"):
+        pass
+    with pytest.raises(ValueError, match="has no documents"):
+        report_corpus(tmp_path / "empty")
+
+
+def test_the_command_line_reports_what_it_prepares(text_file, tmp_path):
+    lines = [json.dumps({"text": "a" * (n % 7 + 1)}) for n in range(20)]
+    words = ["data=jsonl", f"data.path={text_file(chr(10).join(lines), 'c.jsonl')}", "tokenizer=byte"]
+    folder = tmp_path / "out"
+    shown = CliRunner().invoke(
+        app, ["prepare", *words, "data.dedup=true", "--store", str(folder), "--shards", "2"]
+    )
+    assert "13 duplicates" in shown.output
+    assert "2 shards" in shown.output
+    assert CliRunner().invoke(app, ["prepare", "--report", str(folder)]).output == shown.output
+    told = json.loads(CliRunner().invoke(app, ["prepare", "--report", str(folder), "--json"]).stdout)
+    assert (told["documents"], told["duplicates"], told["shards"]) == (7, 13, 2)
+    assert told["histogram"] == report_corpus(folder).to_dict()["histogram"]
+    refused = CliRunner().invoke(app, ["prepare", *words, "--report", str(folder)])
+    assert "prepares nothing: leave out settings, --store and --shards" in str(refused.exception)

@@ -1,0 +1,202 @@
+"""Mixtures: exact shares of documents and of tokens, nothing lost, nothing counted wrongly, validation untouched."""
+
+import json
+from collections import Counter
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from multipack.data.corpus import load_corpus
+from multipack.data.documents import Documents
+from multipack.data.joint import JointStore
+from multipack.data.mixture import largest_remainders, mix
+from multipack.data.sampler import PackedBatchSampler
+from multipack.data.store import TokenStore
+from multipack.data.tokenizer import TokenizerConfig, byte_tokenizer
+from multipack.data.writer import StoreWriter
+
+
+def joint_of(folder, sources):
+    """A joint store of these lists of lengths, and a view of each of its stores."""
+    stores = []
+    for number, lengths in enumerate(sources):
+        with StoreWriter(folder / f"s{number}", byte_tokenizer(), source_hash=str(number)) as writer:
+            for document, length in enumerate(lengths):
+                writer.add(f"{number}.{document}", [([number] * length, True)])
+        stores.append(TokenStore(folder / f"s{number}"))
+    joint = JointStore(folder, stores)
+    return [Documents.whole(store).within(joint, number) for number, store in enumerate(stores)]
+
+
+def counts_of(view, sources):
+    """How often each document of each source is seen."""
+    seen = Counter(view.pieces.document.tolist())
+    first = sources[0].store.first
+    return [[seen[int(first[i]) + n] for n in range(len(source))] for i, source in enumerate(sources)]
+
+
+def test_documents_in_exact_shares(tmp_path):
+    sources = joint_of(tmp_path, [[3] * 10, [5] * 4])
+    view, (a, b) = mix(sources, ["a", "b"], [0.3, 0.1], "documents", "all")
+    assert (a.documents, b.documents) == (12, 4)  # three to one, all of a and of b
+    assert (a.got, a.asked, a.times, a.left_out) == (0.75, 0.75, 1.2, 0)
+    counts = counts_of(view, sources)
+    assert sorted(counts[0]) == [1] * 8 + [2] * 2
+    assert counts[1] == [1] * 4
+    assert "12 documents, 36 tokens: 75.00% of the mixture (asked 75.00%), 1.20 times its 10" in a.describe()
+    owners = [0 if number < 10 else 1 for number in view.pieces.document]
+    assert [sum(owners[:at]) for at in (4, 8, 12, 16)] == [1, 2, 3, 4]  # evenly interleaved
+    view, (a, b) = mix(sources, ["a", "b"], [0.3, 0.1], "documents", "first")
+    assert (a.documents, b.documents, a.left_out, b.left_out) == (10, 3, 0, 1)
+    assert max(map(max, counts_of(view, sources))) == 1
+    assert b.describe().endswith("; 1 documents left out")
+
+
+def test_tokens_in_shares_within_a_document(tmp_path):
+    sources = joint_of(tmp_path, [[7, 2, 9, 4], [50, 30]])
+    view, (a, b) = mix(sources, ["a", "b"], [1, 1], "tokens", "all")
+    assert b.tokens == 80
+    assert 80 <= a.tokens < 80 + 9
+    assert min(map(min, counts_of(view, sources))) == 1
+    assert a.left_out == b.left_out == 0
+    assert a.got + b.got == pytest.approx(1)
+
+
+def test_without_weights_every_document_is_seen_once(tmp_path):
+    sources = joint_of(tmp_path, [[7, 2, 9, 4], [50, 30]])
+    for unit in ("documents", "tokens"):
+        for ends in ("all", "first"):
+            view, shares = mix(sources, ["a", "b"], [], unit, ends)
+            assert counts_of(view, sources) == [[1] * 4, [1] * 2]
+            assert [share.times for share in shares] == [1, 1]
+
+
+def test_impossible_mixtures_are_refused(tmp_path):
+    sources = joint_of(tmp_path, [[1] * 1000, [1]])
+    with pytest.raises(ValueError, match=r"s1 is seen 9,999,000,000 times.*mixture_ends=first"):
+        mix(sources, ["s0", "s1"], [1e-7, 1 - 1e-4], "tokens", "all")
+    with pytest.raises(ValueError, match="s1 has no documents"):
+        mix([sources[0], sources[1].take([])], ["s0", "s1"])
+    with pytest.raises(ValueError, match="positive numbers"):
+        mix(sources, ["s0", "s1"], [1, float("nan")])
+
+
+def test_largest_remainders_serve_the_largest_first():
+    assert largest_remainders(10, [Fraction(1, 3)] * 3) == [4, 3, 3]
+    assert largest_remainders(5, [Fraction(26, 100), Fraction(74, 100)]) == [1, 4]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_any_mixture_is_exact(tmp_path_factory, data):
+    lengths = st.lists(st.integers(1, 12), min_size=1, max_size=9)
+    sources = joint_of(tmp_path_factory.mktemp("mix"), data.draw(st.lists(lengths, min_size=2, max_size=4)))
+    weights = data.draw(
+        st.lists(st.sampled_from([0.1, 0.25, 0.3, 1, 2.5, 7]), min_size=len(sources), max_size=len(sources))
+    )
+    unit, ends = (
+        data.draw(st.sampled_from(["documents", "tokens"])),
+        data.draw(st.sampled_from(["all", "first"])),
+    )
+    seed, names = data.draw(st.integers(0, 3)), [str(number) for number in range(len(sources))]
+    view, shares = mix(sources, names, weights, unit, ends, seed)
+    exact = [Fraction(str(weight)) for weight in weights]
+    asked = [weight / sum(exact) for weight in exact]
+    counts = counts_of(view, sources)
+    for share, source, seen in zip(shares, sources, counts, strict=True):
+        assert max(seen) - min(seen) <= 1  # as even as can be
+        assert share.documents == sum(seen)
+        assert share.tokens == sum(
+            n * length for n, length in zip(seen, source.lengths.tolist(), strict=True)
+        )
+        assert share.left_out == seen.count(0)
+        assert (min(seen) >= 1) if ends == "all" else (max(seen) <= 1)
+    if unit == "documents":
+        total = sum(share.documents for share in shares)
+        assert all(abs(share.documents - total * p) < 1 for share, p in zip(shares, asked, strict=True))
+        sizes = [len(source) for source in sources]
+    else:
+        sizes = [source.num_tokens for source in sources]
+        bound = max if ends == "all" else min
+        total = bound(size / p for size, p in zip(sizes, asked, strict=True))
+        for share, source, p in zip(shares, sources, asked, strict=True):
+            assert 0 <= share.tokens - total * p < source.lengths.max()
+    # The source that decides how long the epoch is, is seen whole, once.
+    decisive = [size / p for size, p in zip(sizes, asked, strict=True)]
+    place = decisive.index(max(decisive) if ends == "all" else min(decisive))
+    assert unit == "documents" or counts[place] == [1] * len(sources[place])
+    again, _ = mix(sources, names, weights, unit, ends, seed)
+    assert again.fingerprint == view.fingerprint
+
+
+@pytest.fixture
+def stores(tmp_path):
+    """Two stores: 40 documents of 1 to 40 tokens, 10 of 30."""
+    for name, lengths in (("small", range(1, 41)), ("large", [30] * 10)):
+        with StoreWriter(tmp_path / name, byte_tokenizer(), source_hash=name) as writer:
+            for number, length in enumerate(lengths):
+                writer.add(f"doc{number}", [([7] * length, True)])
+    return [str(tmp_path / "small"), str(tmp_path / "large")]
+
+
+def test_a_mixture_is_loaded_split_and_fitted_by_source(stores, config):
+    data = config(
+        source="mixture",
+        paths=stores,
+        weights=[0.5, 0.5],
+        weigh_by="documents",
+        validation=0.2,
+        overlong="split",
+    )
+    corpus = load_corpus(data, TokenizerConfig(), limit=16)
+    small, large = corpus.mixture
+    assert (small.name, large.name) == ("small", "large")
+    assert small.documents == large.documents
+    assert corpus.train_fit.split_documents > 0
+    own = [
+        load_corpus(
+            config(source="store", path=path, validation=0.2, overlong="split"), TokenizerConfig(), limit=16
+        )
+        for path in stores
+    ]
+    assert len(corpus.validation) == sum(len(each.validation) for each in own)
+    names = [corpus.validation.names(number) for number in range(len(corpus.validation))]
+    assert names[0] == f"small: {own[0].validation.names(0)}"
+    assert names[-1] == f"large: {own[1].validation.names(len(own[1].validation) - 1)}"
+    held = {name.split(" [")[0] for name in names}
+    trained = {corpus.train.names(number).split(" [")[0] for number in range(len(corpus.train))}
+    assert not held & trained
+    assert len(held | trained) == 50
+    assert corpus.description == "mixture by documents: small 50.0%, large 50.0%"
+
+
+def test_a_mixture_resumes_exactly(stores, config):
+    data = config(source="mixture", paths=stores, weights=[1, 3], weigh_by="tokens", validation=0.0)
+    made = []
+    for _ in range(2):
+        documents = load_corpus(data, TokenizerConfig(), limit=64).train
+        made.append(
+            PackedBatchSampler(
+                documents.lengths, capacity=64, packs_per_step=4, targets=documents.target_counts
+            )
+        )
+    first, second = made
+    whole = list(first)
+    part = iter(made[0])
+    head = [next(part) for _ in range(5)]
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert head + list(second) == whole
+    assert sorted(np.concatenate(whole).tolist()) == list(range(len(documents)))
+
+
+def test_a_mixture_of_two_tokenizers_is_refused(stores, config, tmp_path):
+    from multipack.data.tokenizer import character_tokenizer
+
+    with StoreWriter(tmp_path / "letters", character_tokenizer(iter("ab")), source_hash="s") as writer:
+        writer.add("a", [([0, 1], True)])
+    data = config(source="mixture", paths=[stores[0], str(tmp_path / "letters")], validation=0.0)
+    with pytest.raises(ValueError, match=r"small was tokenized with byte.*letters was tokenized with char"):
+        load_corpus(data, TokenizerConfig(), limit=64)

@@ -1,0 +1,304 @@
+import gzip
+import io
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from multipack.data import record_source
+from multipack.data.messages import read_messages, without_nulls
+from multipack.data.record_source import list_items
+from multipack.data.sources import open_source
+from multipack.data.tokenizer import TokenizerConfig
+
+USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+OTHER = {"role": "assistant", "content": "Go away"}
+SYSTEM = {"role": "system", "content": "Be nice."}
+
+
+@pytest.fixture
+def read(config, text_file):
+    """The source of records, written as JSONL."""
+
+    def make(*records, tokenizer=None, **fields):
+        path = text_file("".join(json.dumps(record) + "\n" for record in records), "a.jsonl")
+        return open_source(config(source="jsonl", path=path, **fields), tokenizer)
+
+    return make
+
+
+def text(parts, targets=False):
+    return "".join(part.text for part in parts if part.is_target or not targets)
+
+
+def halves(document):
+    return document.parts[: document.border], document.parts[document.border :]
+
+
+# --- what a record is ------------------------------------------------------------------------------------
+
+
+def test_messages_are_written_by_a_template(read):
+    source = read({"messages": [USER, ANSWER], "id": 1}, {"messages": [SYSTEM, USER, OTHER]})
+    first, second = source
+    assert text(first.parts) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
+    assert text(first.parts, targets=True) == "Hello<|im_end|>"
+    assert text(second.parts, targets=True) == "Go away<|im_end|>"
+    assert (first.closed, first.border, source.pairs) == (True, 0, False)
+    assert source.special_tokens == ("<|im_start|>", "<|im_end|>")
+    assert json.loads(source.chat_template)["name"] == "chatml"
+    assert source.describe(2) == "a.jsonl, 2 documents (messages, chatml)"
+
+
+def test_sharegpt_is_read_as_messages(read):
+    tools = json.dumps([{"name": "add"}])
+    record = {
+        "conversations": [
+            {"from": "human", "value": "Hi", "weight": None},
+            {"from": "function_call", "value": "{}"},
+            {"from": "observation", "value": "4"},
+            {"from": "gpt", "value": "Hello"},
+        ],
+        "system": "Be nice.",
+        "tools": tools,
+    }
+    (document,) = read(record, chat_template="llama3")
+    assert text(document.parts, targets=True) == "{}<|eot_id|>Hello<|eot_id|>"
+    assert '{"name": "add"}' in text(document.parts)
+    assert "system<|end_header_id|>\n\nBe nice." in text(document.parts)
+    assert "ipython<|end_header_id|>\n\n4" in text(document.parts)
+
+
+def test_fields_of_other_names_are_chats_where_they_are_named(read):
+    source = read({"dialog": [USER, ANSWER], "functions": [{"name": "f"}]}, fields=["dialog"])
+    assert text(next(iter(source)).parts, targets=True) == "Hello<|im_end|>"
+    source = read(
+        {"dialog": [USER, ANSWER], "functions": [{"name": "f"}]},
+        fields=["dialog", "functions"],
+        format="chat",
+    )
+    assert '{"name": "f"}' in text(next(iter(source)).parts)
+
+
+def test_prompts_and_completions_may_be_messages(read):
+    source = read(
+        {"prompt": [USER, ANSWER, USER], "completion": [OTHER]}, {"prompt": "Hi", "completion": "Hello"}
+    )
+    first, second = source
+    assert text(first.parts, targets=True) == "Go away<|im_end|>"
+    assert text(second.parts, targets=True) == "Hello<|im_end|>"
+    assert first.closed
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": [USER], "chosen": [ANSWER], "rejected": [OTHER]},
+        {"messages": [USER], "chosen": ANSWER, "rejected": OTHER},
+        {"conversations": [{"from": "human", "value": "Hi"}], "chosen": "Hello", "rejected": "Go away"},
+        {"prompt": "Hi", "chosen": [USER, ANSWER], "rejected": [USER, OTHER], "messages": [USER, ANSWER]},
+        {"chosen": [USER, ANSWER], "rejected": [USER, OTHER]},
+    ],
+)
+def test_preferences_of_messages(read, record):
+    source = read(record)
+    (document,) = source
+    chosen, rejected = halves(document)
+    begin = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert text(chosen) == f"{begin}Hello<|im_end|>\n"
+    assert text(rejected) == f"{begin}Go away<|im_end|>\n"
+    assert text(chosen, targets=True) == "Hello<|im_end|>"
+    assert text(rejected, targets=True) == "Go away<|im_end|>"
+    assert document.closed
+    assert source.pairs
+
+
+def test_earlier_answers_of_a_preference_are_context(read):
+    (document,) = read({"messages": [USER, ANSWER, USER], "chosen": ANSWER, "rejected": OTHER})
+    for half, answer in zip(halves(document), ("Hello", "Go away"), strict=True):
+        assert text(half, targets=True) == f"{answer}<|im_end|>"
+        assert text(half).count("Hello") == 1 + (answer == "Hello")
+
+
+def test_preferences_of_text(read):
+    source = read({"prompt": "p", "chosen": "c", "rejected": "r"})
+    (document,) = source
+    assert document.parts == (
+        ("p\n", False, False),
+        ("c", True, False),
+        ("p\n", False, False),
+        ("r", True, False),
+    )
+    assert (document.border, document.closed, source.pairs, source.chat_template) == (2, False, True, "")
+    assert source.describe(1) == "a.jsonl, 1 documents (prompt → chosen | rejected)"
+    (document,) = read({"a": "c", "b": "r"}, fields=["a", "b"], format="preference")
+    assert document.parts == (("c", True, False), ("r", True, False))
+    assert document.border == 1
+
+
+def test_what_has_nothing_to_learn_is_counted(read):
+    silent = {"role": "assistant", "content": " "}
+    source = read(
+        {"messages": [USER, ANSWER]}, {"messages": [USER]}, {"messages": []}, {"messages": [USER, silent]}
+    )
+    assert len(list(source)) == 1
+    assert source.skipped == {"conversations without an answer": 3}
+    source = read(
+        {"prompt": [USER], "chosen": [ANSWER], "rejected": [OTHER]},
+        {"prompt": [USER], "chosen": [ANSWER], "rejected": [silent]},
+        {"prompt": [USER], "chosen": [ANSWER], "rejected": [ANSWER]},
+        {"prompt": [USER], "chosen": [USER, ANSWER], "rejected": [USER]},
+    )
+    assert len(list(source)) == 1
+    assert source.skipped == {"pairs with an empty answer": 2, "pairs of equal answers": 1}
+    source = read(
+        {"prompt": "p", "chosen": "", "rejected": "r"}, {"prompt": "p", "chosen": "a", "rejected": "a"}
+    )
+    assert list(source) == []
+    assert source.skipped == {"pairs with an empty answer": 1, "pairs of equal answers": 1}
+
+
+@pytest.mark.parametrize(
+    ("record", "complaint"),
+    [
+        ({"messages": "Hi"}, "field 'messages' is a str, not a list of messages"),
+        ({"messages": [3]}, r"messages\[0\] is a int, not a message"),
+        ({"messages": [USER, {"content": "a"}]}, r"messages\[1\] has neither `role` nor `from` \(content\)"),
+        ({"messages": [{"role": "robot", "content": "a"}]}, "role 'robot'; known are system, "),
+        ({"messages": [{"role": ["user"], "content": "a"}]}, "role "),
+        ({"messages": [{"role": "user"}]}, r"messages\[0\] has no content"),
+        ({"messages": [{"role": "user", "content": 3}]}, "is a int, not text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "holds 'image_url'; only 'text' can be trained on",
+        ),
+        ({"messages": [USER, ANSWER], "tools": "x"}, "field 'tools' is text, but not a list in JSON"),
+        ({"messages": [USER, ANSWER], "tools": 3}, "field 'tools' is a int"),
+        ({"messages": [USER, {**ANSWER, "content": "\ud800"}]}, "half a surrogate pair"),
+        ({"message": []}, "no field 'messages'"),
+    ],
+)
+def test_malformed_conversations_are_named_by_file_and_line(read, record, complaint):
+    with pytest.raises(ValueError, match=rf"a\.jsonl, line 2: .*{complaint}"):
+        list(read({"messages": [USER, ANSWER]}, record))
+
+
+def test_a_conversation_that_contradicts_its_prompt_is_named(read):
+    with pytest.raises(
+        ValueError, match=r"line 1: chosen is a conversation of its own, .*data\.fields=\[chosen,rejected\]"
+    ):
+        list(read({"prompt": "other", "chosen": [USER, ANSWER], "rejected": [USER, OTHER]}))
+
+
+def test_a_template_without_messages_is_refused(read):
+    with pytest.raises(
+        ValueError, match=r"line 1: data\.chat_template=llama3 is for messages, but this is text"
+    ):
+        list(read({"text": "a"}, chat_template="llama3"))
+
+
+def test_content_may_be_a_list_of_texts_and_calls_need_none():
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}], "name": None}
+    texts = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    assert read_messages([texts, call], "x") == [
+        {"role": "user", "content": "ab"},
+        {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]},
+    ]
+    assert without_nulls({"a": None, "b": [{"c": None, "d": [None, 1]}]}) == {"b": [{"d": [None, 1]}]}
+
+
+def test_the_hash_knows_the_form_and_the_template(read):
+    chat, pair = {"messages": [USER, ANSWER]}, {"prompt": "p", "chosen": "c", "rejected": "r"}
+    hashes = [
+        read(chat).hash,
+        read(chat, chat_template="llama3").hash,
+        read(chat, tokenizer=TokenizerConfig("gpt2"), chat_template="plain").hash,
+        read(pair).hash,
+        read(pair, between="").hash,
+        read(pair, fields=["chosen", "rejected"], format="preference").hash,
+    ]
+    assert len(set(hashes)) == len(hashes)
+    assert read(chat).hash == hashes[0] == read(chat, chat_template="chatml").hash
+    source = read(chat)
+    assert source.hash == hashes[0]
+    assert len(list(source)) == 1
+    assert source.done == source.total
+    assert read().hash != hashes[0]
+    assert (read().special_tokens, read().pairs, read().chat_template) == ((), False, "")
+
+
+# --- files of one list -----------------------------------------------------------------------------------------
+
+
+def test_a_list_is_read_record_by_record(config, text_file):
+    content = json.dumps([{"text": "a"}, {"text": "b"}], indent=1).encode()
+    for name, stored in {"a.json": b"\xef\xbb\xbf\n" + content, "b.json.gz": gzip.compress(content)}.items():
+        source = open_source(config(source="jsonl", path=text_file(stored, name)))
+        assert [(document.name, document.parts[0].text) for document in source] == [
+            (f"{name}:1", "a"),
+            (f"{name}:2", "b"),
+        ]
+        assert source.done == source.total
+    lines = open_source(config(source="jsonl", path=text_file('{"text": "a"}\n\n{"text": "b"}\n', "c.json")))
+    assert [document.name for document in lines] == ["c.json:1", "c.json:3"]
+
+
+RECORDS = st.lists(
+    st.dictionaries(st.sampled_from("ab"), st.text('é"[{,]} \\', max_size=9), max_size=2), max_size=6
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(RECORDS, st.integers(1, 40), st.sampled_from([None, 1]))
+def test_reading_a_list_in_chunks_changes_nothing(records, chunk, indent):
+    before, record_source.CHUNK = record_source.CHUNK, chunk
+    try:
+        content = io.BytesIO(json.dumps(records, indent=indent, ensure_ascii=False).encode())
+        assert list(list_items(content, "x")) == records
+    finally:
+        record_source.CHUNK = before
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b'[{"text": "a"}, {"text": ', r"record 2: not JSON"),
+        (b'[{"text": "a"} {"text": "b"}]', r"record 2: not JSON: neither a comma"),
+        (b'[{"text": "a"},]', r"record 2: not JSON"),
+        (b'[{"text": "a"}, 3]', r"record 2: a JSON int, not an object"),
+        (b'[{"text": "a"}, {"text": "\xff"}]', "not UTF-8"),
+        (b'[{"text": "a"}, ' + b"[" * 100_000, r"record 2: not JSON"),
+        (b'[{"text": "a"}', r"record 2: not JSON"),
+        (b'[{"text": "a"}, {"text": 3}]', "record 2: field 'text' is a int"),
+    ],
+)
+def test_malformed_lists_are_named_by_record(config, text_file, content, complaint):
+    with pytest.raises(ValueError, match=rf"bad\.json.*{complaint}"):
+        list(open_source(config(source="jsonl", path=text_file(content, "bad.json"))))
+
+
+# --- real data -------------------------------------------------------------------------------------------------
+
+
+def test_instructlab(shared_data, config):
+    source = open_source(
+        config(source="jsonl", path=str(shared_data / "text" / "instructlab_sdg_6000.jsonl.gz"))
+    )
+    documents = list(source)
+    assert len(documents) == 6000
+    assert source.skipped == {}
+    assert all([part.is_target for part in d.parts][-4:] == [False, True, True, False] for d in documents)
+
+
+def test_preferences(shared_data, config):
+    source = open_source(config(source="jsonl", path=str(shared_data / "text" / "dpo_en_demo_300.json.gz")))
+    documents = list(source)
+    assert len(documents) == 300
+    assert source.skipped == {}
+    assert source.pairs
+    for document in documents:
+        chosen, rejected = halves(document)
+        assert text(chosen, targets=True) != text(rejected, targets=True)
+        prompts = [text(half)[: text(half).rindex(text(half, targets=True))] for half in (chosen, rejected)]
+        assert prompts[0] == prompts[1]

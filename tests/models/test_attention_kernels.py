@@ -1,0 +1,259 @@
+"""Kernels that need a GPU: what they are asked, proven here by stand-ins; what they answer, where there is one."""
+
+from __future__ import annotations
+
+import math
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.attention.varlen
+from torch.nn.attention.flex_attention import flex_attention
+
+from multipack.data.collate import PackedCollator
+from multipack.models.attention import BACKENDS, attention, document_mask, find_backend, flex, table
+from multipack.models.attention.varlen import xformers_mask
+
+HEADS = [(4, 4), (6, 2)]
+WINDOWS = [None, 4, 100]
+
+
+def plain(q, k, v, seen):
+    """(T, H, D) attention over the pairs that `seen` (T, T) names, written out, with gradients."""
+    repeat = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[2])
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -math.inf).softmax(-1), v)
+
+
+def told_by(bounds, slots, left, right):
+    """(T, T) who sees whom, as flash-attn's documentation has it, one document and one query at a time."""
+    seen = torch.zeros(slots, slots, dtype=torch.bool)
+    for start, stop in zip(bounds.tolist(), bounds.tolist()[1:], strict=False):
+        for i in range(start, stop):
+            first = start if left < 0 else max(start, i - left)
+            last = stop if right < 0 else min(stop, i + right + 1)
+            seen[i, first:last] = True
+    return seen
+
+
+def kernel(q, k, v, bounds, key_bounds, longest, longest_key, left, right):
+    """What every varlen kernel computes, and what it asks of its arguments."""
+    assert bounds.dtype == torch.int32
+    assert torch.equal(bounds, key_bounds)
+    assert longest == longest_key >= int(bounds.diff().max())
+    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+    return plain(q, k, v, told_by(bounds, len(q), left, right))
+
+
+def flash_attn_varlen_func(
+    q, k, v, cu_q, cu_k, max_q, max_k, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1)
+):
+    assert softmax_scale is None
+    assert dropout_p == 0.0
+    left, right = window_size
+    return kernel(q, k, v, cu_q, cu_k, max_q, max_k, left, 0 if causal else right)
+
+
+def varlen_attn(
+    q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False, num_splits=None
+):
+    assert isinstance(window_size, tuple)  # torch compares it with (-1, 0)
+    if not enable_gqa and q.shape[1] != k.shape[1]:
+        raise ValueError("as torch says")
+    return kernel(q, k, v, cu_q, cu_k, max_q, max_k, *window_size)
+
+
+def varlen_attn_2_11(q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+    return varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, window_size=window_size)
+
+
+@pytest.fixture(
+    params=["flash3", "flash3 with sums", "flash", "varlen", "varlen of torch 2.11", "xformers", "flex"]
+)
+def row(request, monkeypatch):
+    """The row's function, its package replaced by one that computes the same here."""
+    name = request.param.split()[0]
+    if name == "flash3":
+        module = ModuleType("flash_attn_interface")
+        if request.param == name:
+            module.flash_attn_varlen_func = flash_attn_varlen_func
+        else:
+            module.flash_attn_varlen_func = lambda *args, **named: (
+                flash_attn_varlen_func(*args, **named),
+                None,
+            )
+        monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    elif name == "flash":
+        module = ModuleType("flash_attn")
+        module.flash_attn_varlen_func = flash_attn_varlen_func
+        monkeypatch.setitem(sys.modules, "flash_attn", module)
+    elif name == "varlen":
+        stand_in = varlen_attn if request.param == name else varlen_attn_2_11
+        monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", stand_in)
+    elif name == "xformers":
+        install_xformers(monkeypatch)
+    else:
+        monkeypatch.setattr(flex, "compiled", lambda: flex_by_mask)
+    return find_backend(name)
+
+
+def install_xformers(monkeypatch):
+    class BlockDiagonalCausalMask(SimpleNamespace):
+        @classmethod
+        def from_seqlens(cls, lengths, *, device):
+            assert all(lengths)
+            assert device.type == "cpu"
+            bounds = torch.tensor([0, *lengths]).cumsum(0)
+            return cls(left=-1, bounds=bounds)
+
+        def make_local_attention(self, window):
+            return type(self)(left=window - 1, bounds=self.bounds)
+
+    def memory_efficient_attention(q, k, v, attn_bias):
+        assert q.shape == k.shape == v.shape
+        seen = told_by(attn_bias.bounds, q.shape[1], attn_bias.left, 0)
+        return plain(q[0], k[0], v[0], seen)[None]
+
+    for name in ("xformers", "xformers.ops", "xformers.ops.fmha", "xformers.ops.fmha.attn_bias"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["xformers.ops"].memory_efficient_attention = memory_efficient_attention
+    sys.modules["xformers.ops.fmha.attn_bias"].BlockDiagonalCausalMask = BlockDiagonalCausalMask
+
+
+def flex_by_mask(q, k, v, block_mask, enable_gqa, kernel_options):
+    """What FlexAttention computes: blocks that are whole are not asked for their pairs, others outside are skipped."""
+    assert enable_gqa == (q.shape[1] != k.shape[1])
+    slots, size = q.shape[2], flex.BLOCK_TOKENS
+    positions = torch.arange(slots)
+    asked = block_mask.mask_mod(torch.tensor(0), torch.tensor(0), positions[:, None], positions)
+    seen = torch.zeros(slots, slots, dtype=torch.bool)
+    for whole, prefix in ((False, "kv"), (True, "full_kv")):
+        count, indices = (getattr(block_mask, f"{prefix}_{part}")[0, 0] for part in ("num_blocks", "indices"))
+        for row, number in enumerate(count.tolist()):
+            for column in indices[row, :number].tolist():
+                here = slice(row * size, (row + 1) * size), slice(column * size, (column + 1) * size)
+                seen[here] = True if whole else asked[here]
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+    return plain(q, k, v, seen).transpose(0, 1)[None]
+
+
+@pytest.fixture(params=["packed", "padding document", "padded rows", "several blocks"])
+def batch(request, pack, pad, documents, document):
+    """Packs whose `cu_seqlens` repeats T, one padded batch, and one of more tokens than a block has."""
+    if request.param == "padded rows":
+        return pad(documents)
+    if request.param == "several blocks":
+        return PackedCollator(5, 300)([document(150), document(3), document(90), document(40)])
+    return pack(documents, pad_to=40 if request.param == "padding document" else None)
+
+
+def inputs_of(batch, heads, kv_heads, width=8, dtype=torch.float64, device="cpu"):
+    """Three views of one tensor, as a fused projection gives them."""
+    fused = torch.randn(batch.num_slots, heads + 2 * kv_heads, width, dtype=dtype, device=device)
+    return [x.requires_grad_() for x in fused.split([heads, kv_heads, kv_heads], dim=1)]
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+def test_kernels_are_asked_for_our_attention(row, batch, heads, kv_heads, window):
+    inputs = inputs_of(batch, heads, kv_heads)
+    upstream = torch.randn_like(inputs[0])
+    asked = row.function(*inputs, batch, window)
+    ours = attention(*inputs, batch, "loop", window)
+    torch.testing.assert_close(asked, ours, rtol=0, atol=1e-13)
+    grads = (torch.autograd.grad(out, inputs, upstream) for out in (asked, ours))
+    for got, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_layers_share_what_is_made_from_boundaries(monkeypatch, pack, documents, window):
+    made = []
+    monkeypatch.setattr(
+        flex, "compiled", lambda: lambda q, k, v, block_mask, **rest: made.append(block_mask) or q
+    )
+    batch = pack(documents)
+    inputs = inputs_of(batch, 4, 4)
+    for _ in range(3):
+        find_backend("flex").function(*inputs, batch, window)
+    assert len({id(mask) for mask in made}) == 1
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("window", [None, 1, 5, 200])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2)])
+def test_flex_itself_takes_our_blocks(monkeypatch, document, heads, kv_heads, window):
+    """Torch's own FlexAttention, not compiled, which a CPU can run forward."""
+    monkeypatch.setattr(flex, "compiled", lambda: flex_attention)
+    batch = PackedCollator(5, 300)([document(150), document(3), document(90), document(40)])
+    inputs = [x.detach().float() for x in inputs_of(batch, heads, kv_heads, 16)]
+    with torch.no_grad():
+        asked = find_backend("flex").function(*inputs, batch, window)
+    torch.testing.assert_close(asked, attention(*inputs, batch, "loop", window), rtol=0, atol=1e-6)
+
+
+def test_flex_is_compiled_once_for_all_layouts(monkeypatch, document):
+    graphs = []
+    compiled = torch.compile(flex_attention, backend=lambda graph, _: graphs.append(graph) or graph)
+    monkeypatch.setattr(flex, "compiled", lambda: compiled)
+    torch.compiler.reset()
+    expected = iter([1, 1, 1, 2, 2, 2])  # one number of slots, then any
+    for lengths in ([100, 50, 106], [256], [1, 255], [30, 400], [300, 9, 2], [520]):
+        batch = PackedCollator(4, 600)([document(length) for length in lengths])
+        for window in (None, 7):
+            inputs = [x.detach().float() for x in inputs_of(batch, 4, 2, 16)]
+            with torch.no_grad():
+                asked = find_backend("flex").function(*inputs, batch, window)
+            torch.testing.assert_close(asked, attention(*inputs, batch, "loop", window), rtol=0, atol=1e-6)
+        assert len(graphs) == next(expected)
+
+
+@pytest.mark.parametrize("window", [None, 1, 4])
+def test_masks_of_xformers_itself(pack, documents, window):
+    pytest.importorskip("xformers", reason="xformers is not installed")
+    batch = pack(documents, pad_to=40)
+    mask = xformers_mask(batch, window, torch.device("cpu")).materialize((40, 40))
+    assert torch.equal(mask == 0, document_mask(batch, window))
+
+
+GPU_ROWS = [row.name for row in BACKENDS if not row.devices or "cuda" in row.devices]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("window", [None, 1, 50])
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(8, 8, 64), (8, 2, 128), (6, 2, 64)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", GPU_ROWS)
+def test_rows_on_a_gpu(document, distance, name, dtype, heads, kv_heads, width, window):
+    """Each row against the loop in float32, forward and backward, to the noise of its dtype."""
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    device = torch.device("cuda", 0)
+    torch.compiler.reset()  # torch gives up on compiling one function after a few kinds of calls
+    request = table.Request(device, dtype, heads, kv_heads, width, window, True)
+    obstacle = find_backend(name).obstacle(request)
+    if obstacle:
+        pytest.skip(f"{name} cannot take {obstacle}")
+    lengths = [700, 1, 33, 128, 300, 2]
+    collate = PackedCollator(9, 1000, pad_to=1300)
+    batch = collate([document(length) for length in lengths]).to(device)
+    inputs = inputs_of(batch, heads, kv_heads, width, dtype, device)
+    exact = [x.detach().float().requires_grad_() for x in inputs]
+    upstream = torch.randn_like(inputs[0])
+    out, expected = attention(*inputs, batch, name, window), attention(*exact, batch, "loop", window)
+    assert out.dtype == dtype
+    noise = {torch.float16: 2e-3, torch.bfloat16: 1.5e-2, torch.float32: 2e-3}[dtype]  # TF32 may be on
+    assert distance(out.float(), expected) < noise
+    ours = torch.autograd.grad(out, inputs, upstream)
+    theirs = torch.autograd.grad(expected, exact, upstream.float())
+    for got, wanted in zip(ours, theirs, strict=True):
+        # A window of one token has gradients of exactly zero for queries and keys.
+        assert (got.float() - wanted).norm() < 2 * noise * max(wanted.norm(), math.sqrt(wanted.numel()) * 0.1)
+    before = out.detach().clone()
+    for x in inputs:
+        x.data[701:734] = 9 * torch.randn_like(x[701:734])  # the third document
+    after = attention(*inputs, batch, name, window).detach()
+    assert torch.equal(before[:701], after[:701])
+    assert torch.equal(before[734:], after[734:])

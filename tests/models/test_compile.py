@@ -1,0 +1,183 @@
+"""Blocks compiled one by one: one graph for all layers and all packs, and the numbers of the model as it was."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torch.library import opcheck
+
+from multipack.data.collate import PackedCollator
+from multipack.models.attention import attention, table
+from multipack.models.attention.loop import document_attention
+from multipack.models.compile import compile_blocks
+from multipack.models.decoder import Decoder
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    """What other tests compiled does not count here."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def packs(document):
+    """pad_to → twelve packs of different layouts, of one number of slots or of many."""
+
+    def make(pad_to=None):
+        draw = np.random.default_rng(3)
+        collate = PackedCollator(6, 96 if pad_to else 16, pad_to=pad_to)
+        for number in range(12):
+            lengths = draw.integers(1, 17, draw.integers(2, 7))
+            yield collate([document(int(length), seed=number) for length in lengths])
+
+    return make
+
+
+class Count:
+    """A backend that runs what it is given as it is, and counts."""
+
+    def __init__(self):
+        self.graphs = 0
+
+    def __call__(self, graph, _):
+        self.graphs += 1
+        return graph
+
+
+def breaks():
+    """Where torch.compile could not go on."""
+    return dict(torch._dynamo.utils.counters["graph_break"])
+
+
+def compare(model, reference, batch, distance, gradients, tolerance):
+    """The loss of both, and their gradients."""
+    losses = []
+    for each in (model, reference):
+        each.zero_grad()
+        loss = each(batch)
+        loss.backward()
+        losses.append(loss.detach())
+    torch.testing.assert_close(losses[0], losses[1], rtol=tolerance, atol=0)
+    assert distance(gradients(model), gradients(reference)) < tolerance
+
+
+@pytest.mark.parametrize(("pad_to", "graphs"), [(96, 1), (None, 2)])
+def test_one_graph_serves_all_layers_and_packs(model, packs, distance, gradients, pad_to, graphs):
+    reference = copy.deepcopy(model)
+    count = Count()
+    compile_blocks(model, backend=count)
+    for batch in packs(pad_to):
+        compare(model, reference, batch, distance, gradients, 1e-6)
+    assert count.graphs == graphs
+    assert not breaks()
+    assert list(model.state_dict()) == list(reference.state_dict())
+
+
+@pytest.mark.parametrize("shape", ["llama-gqa"], indirect=True)
+def test_one_graph_for_any_number_of_slots(model, packs):
+    count = Count()
+    compile_blocks(model, backend=count, dynamic=True)
+    for batch in packs():
+        model(batch)
+    assert count.graphs == 1
+
+
+@pytest.mark.parametrize("shape", ["llama-gqa"], indirect=True)
+def test_gradients_that_torch_compile_makes(shape, packs, distance, gradients):
+    torch.manual_seed(5)
+    model = Decoder(dataclasses.replace(shape, window=3))
+    reference = copy.deepcopy(model)
+    compile_blocks(model, backend="aot_eager")
+    for batch in packs():
+        compare(model, reference, batch, distance, gradients, 1e-6)
+
+
+@pytest.mark.parametrize("shape", ["llama-gqa"], indirect=True)
+def test_autocast_is_compiled_in(model, packs, distance):
+    reference, count = copy.deepcopy(model), Count()
+    compile_blocks(model, backend=count)
+    for batch in packs():
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            assert distance(model.hidden(batch), reference.hidden(batch)) < 0.01
+    assert count.graphs == 2
+    assert not breaks()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["llama-gqa"], indirect=True)
+def test_flex_becomes_part_of_the_graph(monkeypatch, shape, packs, distance):
+    """On a CPU it goes forward only; its mask is made inside, from `cu_seqlens`, for every layout."""
+    wide = dataclasses.replace(shape, head_dim=16)
+    rows = [dataclasses.replace(row, devices=()) if row.name == "flex" else row for row in table.BACKENDS]
+    monkeypatch.setattr(table, "BACKENDS", tuple(rows))
+    model, count = Decoder(wide, "flex"), Count()
+    reference = Decoder(wide, "loop")
+    reference.load_state_dict(model.state_dict())
+    compile_blocks(model, backend=count)
+    with torch.no_grad():
+        for batch in packs():
+            assert distance(model.hidden(batch), reference.hidden(batch)) < 1e-6
+    assert count.graphs == 2
+    assert not breaks()
+
+
+@pytest.mark.parametrize("shape", ["llama-gqa"], indirect=True)
+def test_rows_that_would_be_compiled_for_every_pack_are_refused(shape, packs):
+    model = Decoder(shape, "padded")
+    model(next(packs()))
+    compile_blocks(model, backend="eager")
+    with pytest.raises(Exception, match=r"attention=padded cannot take torch.compile on cpu.*'loop'"):
+        model(next(packs()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["gpt2", "llama-gqa"], indirect=True)
+def test_inductor(model, packs, distance, gradients):
+    reference = copy.deepcopy(model)
+    compile_blocks(model)
+    for batch in packs():
+        compare(model, reference, batch, distance, gradients, 1e-6)
+
+
+def arguments(dtype, window, lengths=(5, 140, 140, 1, 0, 0), heads=4, kv_heads=2, width=8):
+    slots = sum(lengths)
+    tensors = [
+        torch.randn(slots, n, width, dtype=dtype, requires_grad=True) for n in (heads, kv_heads, kv_heads)
+    ]
+    return (*tensors, torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), window)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_operator_keeps_torchs_rules(dtype, window):
+    opcheck(document_attention, arguments(dtype, window))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_gradients_of_the_operator(window):
+    q, k, v, bounds, window = arguments(torch.float64, window, (5, 3, 3, 0), 2, 1, 4)
+    assert torch.autograd.gradcheck(lambda *x: document_attention(*x, bounds, window)[0], (q, k, v))
+
+
+def test_operator_refuses_boundaries_of_other_tensors():
+    q, k, v, bounds, window = arguments(torch.float32, None)
+    with pytest.raises(ValueError, match=r"from 0 to 286, the tokens of q; it goes 0 … 145"):
+        document_attention(q, k, v, bounds[:3], window)
+
+
+def test_bfloat16_goes_back_by_what_was_not_rounded(document, distance):
+    """Short documents have the gradients of float32 attention, rounded once."""
+    batch = PackedCollator(3, 300)([document(300), document(20), document(5)])
+    half = [torch.randn(325, n, 16).bfloat16().requires_grad_() for n in (4, 2, 2)]
+    full = [x.detach().float().requires_grad_() for x in half]
+    upstream = torch.randn(325, 4, 16).bfloat16()
+    ours = torch.autograd.grad(attention(*half, batch), half, upstream)
+    theirs = torch.autograd.grad(attention(*full, batch), full, upstream.float())
+    for got, expected in zip(ours, theirs, strict=True):
+        assert torch.equal(got, expected.bfloat16())

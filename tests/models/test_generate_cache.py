@@ -1,0 +1,254 @@
+"""The cache against reading everything again: tokens, logits, windows, half precision, and who stands beside whom."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from multipack.models.attention import attention
+from multipack.models.cache import SMALLEST, KeyValueCache
+from multipack.models.decoder import Decoder
+from multipack.models.generate import (
+    PACK_TOKENS,
+    _pack,
+    _packs,
+    _Text,
+    generate,
+    generate_batch,
+    single_document,
+)
+from multipack.models.sampling import Sampling
+
+LONG = 256
+GREEDY = Sampling(max_tokens=16, temperature=0)
+
+
+def longer(model: Decoder, context: int) -> Decoder:
+    """The same family with a longer context; its weights are so large that greedy text is varied."""
+    torch.manual_seed(11)
+    grown = Decoder(dataclasses.replace(model.shape, context=context))
+    with torch.no_grad():
+        for name, parameter in grown.named_parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.5 if name.startswith("blocks") else 0.1)
+    return grown
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 50, (length,), generator=generator).tolist()
+
+
+def generate_pack(lengths: list[int]):
+    """A pack of documents of these lengths."""
+    return _pack([[0] * length for length in lengths])
+
+
+def test_greedy_with_the_cache_equals_the_whole_forward_pass_over_220_tokens(model):
+    model = longer(model, LONG)
+    cached = generate(model, prompt_of(9), 220, temperature=0)
+    assert cached == generate(model, prompt_of(9), 220, temperature=0, use_cache=False)
+    assert len(set(cached)) > 5  # no single token repeated, which anything would get right
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-13)])
+def test_logits_equal_those_of_the_whole_text(model, dtype, tolerance):
+    model = longer(model, LONG).eval().to(dtype)
+    ids, cache = prompt_of(150), KeyValueCache(model.shape.layers, rows=1, limit=LONG)
+    batch = single_document(ids[:9])
+    cache.admit(batch)
+    rows = [model.hidden(batch, cache)]
+    for position in range(9, len(ids)):
+        batch = cache.advance([ids[position]], torch.device("cpu"))
+        assert batch.position_ids.tolist() == [position]
+        rows.append(model.hidden(batch, cache))
+    assert cache.lengths == [150]
+    assert cache.capacity == 4 * SMALLEST == LONG
+    found = F.linear(torch.cat(rows), model.output_weight)
+    expected = model.logits(single_document(ids))
+    assert (found - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+def test_text_that_outgrows_the_context_equals_the_uncached_path(model):
+    for length in (3, 15, 16, 40):  # the context has 16 tokens
+        cached = generate(model, prompt_of(length), 20, temperature=0)
+        assert cached == generate(model, prompt_of(length), 20, temperature=0, use_cache=False)
+
+
+@pytest.mark.parametrize("together", [2, 64])
+def test_prompts_together_are_each_as_alone(model, together):
+    model = longer(model, 64)
+    prompts = [prompt_of(length, seed) for seed, length in enumerate((5, 31, 1, 60, 80, 2))]
+    found = generate_batch(model, prompts, GREEDY, together=together)
+    alone = [generate(model, prompt, 16, temperature=0) for prompt in prompts]
+    assert [completion.tokens for completion in found] == alone
+    assert {completion.reason for completion in found} == {"length"}
+    assert found == generate_batch(model, prompts, GREEDY, use_cache=False)
+
+
+def test_texts_that_end_leave_the_batch_and_the_others_go_on(model):
+    model = longer(model, 128)
+    prompts = [prompt_of(length, seed) for seed, length in enumerate((4, 30, 11, 7, 19))]
+    free = [generate(model, prompt, 16, temperature=0) for prompt in prompts]
+    # A token that some of the texts have, and some have not.
+    ends = {next(token for token in range(50) if 1 < sum(token in text for text in free) < 4)}
+    for together in (2, 5):
+        found = generate_batch(model, prompts, GREEDY, end_ids=ends, together=together)
+        for completion, whole in zip(found, free, strict=True):
+            expected = list(itertools.takewhile(lambda token: token not in ends, whole))
+            assert completion.tokens == expected
+            assert completion.reason == ("end" if len(expected) < 16 else "length")
+        assert {completion.reason for completion in found} == {"end", "length"}
+
+
+def test_draws_do_not_depend_on_who_is_beside(model):
+    model = longer(model, 64)
+    prompts = [prompt_of(length, length) for length in (6, 3, 20)]
+    sampling = Sampling(max_tokens=30, temperature=1.5, top_k=20, top_p=0.9, seed=4)
+    found = generate_batch(model, prompts, sampling)
+    for number, prompt in enumerate(prompts):
+        generator = torch.Generator().manual_seed(4 + number)
+        alone = generate(model, prompt, 30, 1.5, 20, generator=generator, top_p=0.9)
+        assert found[number].tokens == alone
+    twins = generate_batch(model, [prompts[0], prompts[0]], sampling)
+    assert twins[0].tokens == found[0].tokens != twins[1].tokens
+
+
+@pytest.mark.parametrize("window", [1, 6])
+def test_sliding_layers_see_their_window_only(model, window):
+    sliding = Decoder(dataclasses.replace(model.shape, context=64, window=window))
+    sliding.load_state_dict(longer(model, 64).state_dict())
+    prompts = [prompt_of(length, length) for length in (3, 30, 60)]
+    found = generate_batch(sliding, prompts, GREEDY)
+    assert found == generate_batch(sliding, prompts, GREEDY, use_cache=False)
+    assert found != generate_batch(longer(model, 64), prompts, GREEDY)
+
+
+def test_each_token_costs_one_token(model, monkeypatch):
+    model, passes = longer(model, LONG), []
+    whole = model.hidden
+    monkeypatch.setattr(
+        model, "hidden", lambda batch, cache=None: passes.append(batch.num_slots) or whole(batch, cache)
+    )
+    generate_batch(model, [prompt_of(30), prompt_of(7)], Sampling(max_tokens=5, temperature=0))
+    assert passes == [37, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 100])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
+def test_a_layer_attends_as_attention_does_over_the_whole_sequences(window, heads):
+    """Three sequences of unequal lengths, read as a pack, then grown by 90 tokens: past the first memory taken."""
+    grown, lengths, width = 90, (7, 1, 30), 8
+    wholes = [
+        [torch.randn(length + grown, count, width) for count in (heads[0], *heads[1:] * 2)]
+        for length in lengths
+    ]
+    expected = []
+    for q, k, v in wholes:
+        expected.append(attention(q, k, v, single_document([0] * len(q)), window=window))
+    cache = KeyValueCache(1, rows=4, limit=200)
+    packed = generate_pack(list(lengths))
+    cache.admit(packed)
+    begun = [
+        torch.cat([whole[i][:length] for whole, length in zip(wholes, lengths, strict=True)])
+        for i in range(3)
+    ]
+    found = cache.layers[0].attend(*begun, packed, "auto", window).split(lengths)
+    for part, whole in zip(found, expected, strict=True):
+        torch.testing.assert_close(part, whole[: len(part)], rtol=1e-5, atol=1e-6)
+    for step in range(grown):
+        at = [length + step for length in lengths]
+        batch = cache.advance([0, 0, 0], torch.device("cpu"))
+        assert batch.position_ids.tolist() == at
+        new = [
+            torch.stack([whole[i][place] for whole, place in zip(wholes, at, strict=True)]) for i in range(3)
+        ]
+        for row, out in enumerate(cache.layers[0].attend(*new, batch, "auto", window)):
+            torch.testing.assert_close(out, expected[row][at[row]], rtol=1e-5, atol=1e-6)
+
+
+def test_a_removed_row_is_taken_by_the_last_and_used_again():
+    cache = KeyValueCache(1, rows=3, limit=10)
+    (layer,) = cache.layers
+    pack = generate_pack([2, 3, 4])
+    cache.admit(pack)
+    key = torch.arange(9.0).view(9, 1, 1).expand(9, 1, 2).contiguous()
+    layer.attend(key, key, key, pack, "auto", None)
+    cache.remove(0)
+    assert cache.lengths == [4, 3]
+    assert layer.keys[0, 0, :4, 0].tolist() == [5, 6, 7, 8]
+    assert layer.keys[1, 0, :3, 0].tolist() == [2, 3, 4]
+    cache.remove(1)
+    assert cache.lengths == [4]
+    with pytest.raises(ValueError, match="room for 3 sequences of 10 tokens each, not for 4 of up to 4"):
+        cache.admit(generate_pack([1, 1, 1]))
+    with pytest.raises(ValueError, match="not for 2 of up to 11"):
+        cache.admit(generate_pack([11]))
+    assert cache.lengths == [4]
+
+
+def test_prompts_are_cut_into_packs_of_bounded_size():
+    def text(length):
+        return _Text(0, [0] * length, torch.Generator())
+
+    sizes = [PACK_TOKENS // 2, PACK_TOKENS // 2, 1, 2 * PACK_TOKENS, 5]
+    packs = list(_packs([text(size) for size in sizes], context=4 * PACK_TOKENS))
+    assert [[text.length for text in pack] for pack in packs] == [sizes[:2], [1], [2 * PACK_TOKENS], [5]]
+    assert [len(pack) for pack in _packs([text(PACK_TOKENS)] * 9, context=PACK_TOKENS // 4)] == [4, 4, 1]
+
+
+@pytest.mark.parametrize("how", ["autocast", "weights"])
+def test_half_precision_keeps_half_of_the_bytes(model, how):
+    model = longer(model, 128).eval()
+    if how == "weights":
+        model = model.bfloat16()
+    seen = set()
+    attend = KeyValueCache.seen
+
+    def look(cache, window):
+        seen.update(layer.keys.dtype for layer in cache.layers if layer.keys.numel())
+        return attend(cache, window)
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"),
+    ):
+        patch.setattr(KeyValueCache, "seen", look)
+        cached = generate(model, prompt_of(9), 40, temperature=0)
+        whole = generate(model, prompt_of(9), 40, temperature=0, use_cache=False)
+        logits = model.logits(single_document([*prompt_of(9), *cached])).float()
+    assert seen == {torch.bfloat16}
+    # Rounding differs, so that a near tie may fall the other way; every token is nearly the likeliest.
+    chosen = logits[8:-1].gather(1, torch.tensor(cached)[:, None])[:, 0]
+    assert (logits[8:-1].amax(-1) - chosen).max() < 0.05 * logits.abs().max()
+    assert cached[:3] == whole[:3]
+
+
+def test_compiled_blocks_are_not_compiled_for_generation(model):
+    expected = generate(model, prompt_of(5), 8, temperature=0)
+    torch._dynamo.reset()
+    for block in model.blocks:
+        block.compile(backend=_refuse)
+    assert generate(model, prompt_of(5), 8, temperature=0) == expected
+
+
+def _refuse(graph, inputs):
+    raise AssertionError("generation compiled a block")
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_together_as_alone(model, dtype):
+    model = longer(model, LONG).cuda()
+    prompts = [prompt_of(length, length) for length in (5, 31, 1, 100)]
+    with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+        found = generate_batch(model, prompts, Sampling(max_tokens=100, temperature=0))
+        for prompt, completion in zip(prompts, found, strict=True):
+            alone = generate(model, prompt, 100, temperature=0, use_cache=False)
+            same = 100 if dtype == torch.float32 else 3  # bfloat16 rounds by the shape of a product
+            assert completion.tokens[:same] == alone[:same]

@@ -1,0 +1,157 @@
+"""Preference optimization on packs against the padded computation, each answer alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from multipack.data.documents import Document
+from multipack.data.preference import PreferenceCollator, PreferencePair, halves
+from multipack.models.decoder import Decoder
+from multipack.models.preference import PreferenceConfig, PreferenceDecoder, preference_metrics
+
+VOCABULARY = 50
+SIZES = ((2, 5, 3), (4, 1, 6), (1, 7, 7), (3, 2, 9))
+"""Tokens of prompt, chosen answer and rejected answer."""
+PLAN = SimpleNamespace(most_documents=4, longest=64, align=1, loss_weighting="document")
+
+
+@pytest.fixture
+def pairs():
+    made = []
+    for seed, (prompt, chosen, rejected) in enumerate(SIZES):
+        draw, total = np.random.default_rng(seed), 2 * prompt + chosen + rejected
+        tokens = draw.integers(0, VOCABULARY, total).astype(np.uint16)
+        tokens[prompt + chosen : 2 * prompt + chosen] = tokens[:prompt]
+        border = prompt + chosen
+        spans = np.array([[prompt, border], [border + prompt, total]], dtype=np.int64)
+        reference = -3.0 * draw.random(2) * (chosen, rejected)
+        made.append(PreferencePair(*halves(Document(tokens, spans, border=border)), reference))
+    return made
+
+
+@pytest.fixture
+def decoder(shape, model):
+    """A preference decoder with the weights of `model`."""
+    made = PreferenceDecoder(shape, beta=0.3)
+    made.load_state_dict(model.state_dict())
+    return made
+
+
+def padded_loss(model, pairs, beta, label_smoothing=0.0):
+    """As everybody computes it: one row an answer, padded to the longest, with a mask of the targets."""
+    answers = [half for pair in pairs for half in (pair.chosen, pair.rejected)]
+    log_probabilities = []
+    for (
+        answer
+    ) in answers:  # a row sees its own padding only behind it, so that rows may as well run one by one
+        batch = PreferenceCollator.of(PLAN).packed([answer])
+        logits = model.logits(batch)
+        each = torch.gather(
+            F.log_softmax(logits, -1), 1, torch.from_numpy(answer.shifted_targets()).clamp(min=0)[:, None]
+        )
+        log_probabilities.append((each[:, 0] * torch.from_numpy(answer.shifted_targets() >= 0)).sum())
+    policy = torch.stack(log_probabilities).view(-1, 2)
+    reference = torch.from_numpy(np.stack([pair.reference for pair in pairs])).to(policy.dtype)
+    ratios = policy - reference
+    x = beta * (ratios[:, 0] - ratios[:, 1])
+    loss = -(1 - label_smoothing) * torch.log(torch.sigmoid(x)) - label_smoothing * torch.log(
+        torch.sigmoid(-x)
+    )
+    return loss.sum(), policy
+
+
+@pytest.mark.parametrize("pad_to", [None, 80])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.2])
+def test_loss_and_gradients_equal_the_padded_computation(
+    decoder, pairs, gradients, distance, label_smoothing, pad_to
+):
+    decoder.label_smoothing = label_smoothing
+    batch = PreferenceCollator.of(PLAN, pad_to)(pairs)
+    loss = decoder(batch)
+    loss.backward()
+    ours = gradients(decoder)
+    decoder.zero_grad()
+    expected, policy = padded_loss(decoder, pairs, 0.3, label_smoothing)
+    expected.backward()
+    assert loss.dtype == torch.float32
+    assert abs(loss - expected) < 1e-5 * expected
+    assert distance(ours, gradients(decoder)) < 1e-5
+    assert distance(decoder.pair_log_probabilities(batch), policy) < 1e-6
+
+
+def test_packs_of_any_pairs_add_up(decoder, pairs, gradients, distance):
+    collate = PreferenceCollator.of(PLAN)
+    whole = decoder(collate(pairs))
+    whole.backward()
+    together = gradients(decoder)
+    decoder.zero_grad()
+    parts = [decoder(collate(part)) for part in (pairs[2:], pairs[:1], [], pairs[1:2])]
+    torch.stack(parts).sum().backward()
+    assert abs(sum(parts) - whole) < 1e-5 * whole
+    assert distance(gradients(decoder), together) < 1e-5
+
+
+def test_a_pack_without_pairs_is_zero_and_reaches_every_parameter(decoder):
+    loss = decoder(PreferenceCollator.of(PLAN)([]))
+    loss.backward()
+    assert loss.item() == 0.0
+    assert all(parameter.grad is not None for parameter in decoder.parameters())
+
+
+def test_its_parameters_are_a_decoders(decoder, model):
+    assert decoder.state_dict().keys() == model.state_dict().keys()
+    assert isinstance(decoder, Decoder)
+
+
+def test_without_reference_values_it_is_asked_for_them(decoder, pairs):
+    unknown = [PreferencePair(pair.chosen, pair.rejected) for pair in pairs]
+    batch = PreferenceCollator.of(PLAN)(unknown)
+    with torch.no_grad():
+        found = decoder.eval()(batch)
+    assert found.shape == (4, 2)
+    assert found.dtype == torch.float64
+    with pytest.raises(ValueError, match="no reference values"):
+        decoder.train()(batch)
+
+
+def test_metrics_are_means_over_pairs_by_mode(decoder, pairs):
+    collate = PreferenceCollator.of(PLAN)
+    decoder(collate(pairs[:3]))
+    decoder(collate(pairs[3:]))
+    decoder.eval()(collate(pairs[:1]))
+    policy = padded_loss(decoder, pairs, 0.3)[1].detach()
+    rewards = 0.3 * (policy.double() - torch.from_numpy(np.stack([pair.reference for pair in pairs])))
+    expected = {
+        "reward_accuracy": float((rewards[:, 0] > rewards[:, 1]).double().mean()),
+        "reward_margin": float((rewards[:, 0] - rewards[:, 1]).mean()),
+        "reward_chosen": float(rewards[:, 0].mean()),
+        "reward_rejected": float(rewards[:, 1].mean()),
+    }
+    assert preference_metrics(decoder.take_tally()) == pytest.approx(expected, abs=1e-5)
+    assert decoder.take_tally() == [0.0] * 5
+    assert decoder.take_tally(training=False)[0] == 1
+    assert preference_metrics([0.0] * 5) == {}
+    assert set(preference_metrics([1.0] * 5, "val_")) == {f"val_{name}" for name in expected}
+
+
+def test_bfloat16_is_close(decoder, pairs):
+    batch = PreferenceCollator.of(PLAN)(pairs)
+    exact = decoder(batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = decoder(batch)
+    assert loss.dtype == torch.float32
+    assert abs(loss - exact) < 5e-2 * exact
+
+
+def test_what_cannot_be_meant_is_refused(decoder, shape, pack, documents):
+    with pytest.raises(ValueError, match=r"preference\.beta must be positive, got 0"):
+        PreferenceConfig(beta=0)
+    with pytest.raises(ValueError, match=r"preference\.label_smoothing must be in \[0, 0\.5\), got 0\.5"):
+        PreferenceDecoder(shape, label_smoothing=0.5)
+    with pytest.raises(ValueError, match="collate the documents with PreferenceCollator"):
+        decoder(pack(documents))

@@ -1,0 +1,84 @@
+"""One token from logits: what may be drawn, and how often."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from multipack.models.sampling import Sampling, draw
+
+PROBABILITIES = (0.02, 0.4, 0.08, 0.3, 0.2)
+
+
+def drawn(sampling: Sampling, draws: int = 400, probabilities=PROBABILITIES) -> list[int]:
+    generator, logits = torch.Generator().manual_seed(0), torch.tensor(probabilities).log()
+    return [draw(logits, sampling, generator) for _ in range(draws)]
+
+
+@pytest.mark.parametrize(
+    ("top_p", "nucleus"),
+    [
+        (0.1, {1}),
+        (0.39, {1}),
+        (0.41, {1, 3}),
+        (0.69, {1, 3}),
+        (0.75, {1, 3, 4}),
+        (0.97, {1, 2, 3, 4}),
+        (1.0, set(range(5))),
+    ],
+)
+def test_top_p_draws_among_the_fewest_that_have_the_probability(top_p, nucleus):
+    assert set(drawn(Sampling(top_p=top_p))) == nucleus
+
+
+def test_top_p_keeps_what_is_left_in_proportion():
+    found = drawn(Sampling(top_p=0.65), draws=2000)
+    assert found.count(1) / 2000 == pytest.approx(4 / 7, abs=0.04)
+
+
+def test_top_p_is_applied_to_what_top_k_leaves():
+    # Of the two likeliest, 0.4 and 0.3, the first has 4/7 > 0.55 by itself; of all five it has not.
+    assert set(drawn(Sampling(top_k=2, top_p=0.55))) == {1}
+    assert set(drawn(Sampling(top_p=0.55))) == {1, 3}
+    assert set(drawn(Sampling(top_k=3, top_p=0.99))) == {1, 3, 4}
+
+
+def test_temperature_is_applied_before_top_p():
+    assert set(drawn(Sampling(temperature=0.1, top_p=0.9))) == {1}
+    assert set(drawn(Sampling(temperature=100.0, top_p=0.75))) == {1, 2, 3, 4}
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.integers(-40, 40).map(lambda value: value / 4), min_size=1, max_size=30),
+    st.floats(0.01, 1.0),
+    st.integers(0, 31),
+    st.integers(0, 2**20),
+)
+def test_a_draw_is_in_the_smallest_set_with_the_mass(values, top_p, top_k, seed):
+    logits = torch.tensor(values)
+    token = draw(logits, Sampling(top_k=top_k, top_p=top_p), torch.Generator().manual_seed(seed))
+    kept = sorted(values, reverse=True)[: top_k or None]
+    probabilities = torch.tensor(kept, dtype=torch.float64).softmax(0)
+    likelier = sum(value > values[token] for value in kept)
+    # What is likelier than the drawn token has, by itself, less than the mass asked for.
+    assert values[token] in kept
+    assert probabilities[:likelier].sum() < top_p + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0; temperature=0"),
+        ({"top_p": 1.5}, "top_p must be above 0 and at most 1, got 1.5"),
+        ({"top_p": float("nan")}, "top_p"),
+        ({"temperature": float("nan")}, "temperature must not be negative, got nan"),
+        ({"max_tokens": -1}, "max_tokens must not be negative, got -1"),
+        ({"stop": ("a", "")}, "a stop string is empty"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(options, says):
+    with pytest.raises(ValueError, match=says):
+        Sampling(**options)

@@ -1,0 +1,298 @@
+"""Training on documents that arrive: steps, ranks, going on, growing folders, ends."""
+
+import itertools
+import json
+import threading
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+
+from multipack.config import compose
+from multipack.data.corpus import load_corpus
+from multipack.data.shards import ShardsHeader, shard_name
+from multipack.data.store import TokenStore
+from multipack.data.streamed import StreamedRecords
+from multipack.data.tokenizer import TokenizerConfig, byte_tokenizer
+from multipack.data.writer import StoreWriter
+from multipack.models.decoder import Decoder
+from multipack.parallel.world import World
+from multipack.planning.cost import CostModel
+from multipack.shapes import SHAPES
+from multipack.training.stream_feed import open_feed
+
+LENGTHS = np.random.default_rng(8).lognormal(2.5, 0.8, 90).clip(2, 60).astype(int)
+
+
+@dataclass(frozen=True)
+class Linked(World):
+    """One of several ranks that are threads of this process."""
+
+    meeting: threading.Barrier = field(default_factory=lambda: threading.Barrier(1))
+    brought: dict = field(default_factory=dict)
+
+    def sum(self, values):
+        """Element-wise sum over the threads."""
+        self.brought[self.rank] = values
+        self.meeting.wait(10)
+        total = [sum(each) for each in zip(*(self.brought[rank] for rank in range(self.size)), strict=True)]
+        self.meeting.wait(10)
+        return total
+
+
+def write_shard(path, number, shift=0):
+    with StoreWriter(path / shard_name(number), byte_tokenizer(), source_hash="s") as writer:
+        for document in range(30 * number, 30 * number + 30):
+            tokens = [(document + shift + i) % 250 for i in range(LENGTHS[document])]
+            writer.add(f"doc{document}", [(tokens, True)])
+
+
+def complete(path):
+    stores = [TokenStore(each) for each in sorted(path.glob("shard-*"))]
+    ShardsHeader(
+        [{"name": store.path.name, "checksum": store.checksum} for store in stores],
+        documents=90,
+        tokens=int(LENGTHS.sum()),
+        source_hash="s",
+        tokenizer_hash=stores[0].header.tokenizer_hash,
+        description="shards",
+        skipped={},
+    ).write(path)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Three complete shards of 30 documents."""
+    path = tmp_path / "shards"
+    for number in range(3):
+        write_shard(path, number)
+    complete(path)
+    return path
+
+
+def config_of(path, *words):
+    fixed = "data.source=store data.stream=true data.validation=0 data.patience_seconds=5 model=tiny train.steps=1000"
+    plan = "plan.capacity=64 plan.packs_per_step=4 plan.window=2"
+    return compose([*fixed.split(), *plan.split(), f"data.path={path}", *words])
+
+
+def feed_of(path, *words, world=None):
+    config = config_of(path, *words)
+    arriving = load_corpus(config.data, config.tokenizer, limit=64).arriving
+    return open_feed(config, world or World(), arriving, CostModel.from_shape(), time.perf_counter)
+
+
+def told(data):
+    """What a step is, whoever runs it."""
+    return data.index, sorted(data.documents.tolist()), data.target_tokens, data.denominator
+
+
+def trained(feed, model, steps=None):
+    """The loss of each step, with a plain optimizer."""
+    losses = []
+    for data in itertools.islice(feed, steps):
+        model.zero_grad()
+        total = sum(model(batch) for batch in data.micro_batches) / data.denominator
+        total.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+        losses.append(total.item())
+    feed.close()
+    return losses
+
+
+def tiny():
+    torch.manual_seed(0)
+    return Decoder(SHAPES["tiny"].with_vocabulary(257))
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_every_document_is_trained_on_once_and_then_it_ends(folder, prefetch):
+    feed = feed_of(folder, f"train.prefetch={prefetch}")
+    steps = list(feed)
+    feed.close()
+    assert feed.ended
+    assert sorted(np.concatenate([data.documents for data in steps]).tolist()) == list(range(90))
+    for data in steps:
+        assert len(data.micro_batches) == 4
+        assert data.lengths.tolist() == LENGTHS[data.documents].tolist()
+        assert data.target_tokens == sum(batch.num_target_tokens for batch in data.micro_batches)
+        assert data.denominator == data.target_tokens
+        assert data.cost_spread == 0.0
+        for batch, pack in zip(data.micro_batches, data.packs, strict=True):
+            assert list(batch.lengths)[: len(pack)] == LENGTHS[pack].tolist()
+            assert [int(batch.input_ids[at]) for at in batch.cu_seqlens[: len(pack)]] == (pack % 250).tolist()
+    last = steps[-1].documents[0]
+    assert feed.names(last) == f"{shard_name(last // 30)}: doc{last}"
+    assert feed.names(0) == f"document 0 of {folder}"
+
+
+def test_two_ranks_take_the_steps_of_one(folder):
+    single = [told(data) for data in feed_of(folder)]
+    meeting, brought, found = threading.Barrier(2), {}, {}
+
+    def run(rank):
+        feed = feed_of(folder, world=Linked(rank, 2, meeting=meeting, brought=brought))
+        found[rank] = list(feed)
+        feed.close()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert [told(data) for data in found[0]] == [told(data) for data in found[1]] == single
+    for one, other in zip(found[0], found[1], strict=True):
+        assert len(one.micro_batches) == len(other.micro_batches) == 2
+        own = [batch.num_target_tokens for data in (one, other) for batch in data.micro_batches]
+        assert sum(own) == one.target_tokens
+        assert 0 <= one.cost_spread < 1
+
+
+def test_ranks_that_read_different_documents_stop(folder, tmp_path):
+    other = tmp_path / "other"
+    write_shard(other, 1)  # the second shard's documents come first
+    (other / shard_name(1)).rename(other / shard_name(0))
+    complete(other)
+    meeting, brought, errors = threading.Barrier(2), {}, []
+
+    def run(rank):
+        feed = feed_of((folder, other)[rank], world=Linked(rank, 2, meeting=meeting, brought=brought))
+        try:
+            list(feed)
+        except ValueError as error:
+            errors.append(str(error))
+        feed.close()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(errors) == 2
+    assert all("ranks read different documents" in error for error in errors)
+
+
+@pytest.mark.parametrize("stop", [0, 1, 3, 6])
+def test_a_run_that_goes_on_is_the_run_that_did_not_stop(folder, stop):
+    model = tiny()
+    whole = trained(feed_of(folder), model)
+    assert len(whole) == 7
+    first, half = feed_of(folder), tiny()
+    losses = trained(first, half, stop) if stop else []
+    state = json.loads(json.dumps(first.state_dict()))
+    second = feed_of(folder)
+    second.load_state_dict(state)
+    assert losses + trained(second, half) == whole
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), half.parameters(), strict=True))
+
+
+def test_more_ranks_go_on_where_one_stopped(folder):
+    whole = [told(data) for data in feed_of(folder)]
+    first = feed_of(folder)
+    head = [told(data) for data in itertools.islice(first, 3)]
+    state = first.state_dict()
+    meeting, brought, found = threading.Barrier(2), {}, {}
+
+    def run(rank):
+        feed = feed_of(folder, world=Linked(rank, 2, meeting=meeting, brought=brought))
+        feed.load_state_dict(state)
+        found[rank] = [told(data) for data in feed]
+        assert feed.state_dict() is not state
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert head + found[0] == head + found[1] == whole
+
+
+def test_records_are_trained_on_as_they_arrive_and_a_run_goes_on():
+    def records():
+        return (
+            {"prompt": f"{number}:", "completion": "y" * int(length)} for number, length in enumerate(LENGTHS)
+        )
+
+    def feed():
+        config = config_of("some/set", "data.source=huggingface", "data.overlong=split", "data.overlap=4")
+        arriving = StreamedRecords(config.data, 24, TokenizerConfig(kind="byte"), records)
+        return open_feed(config, World(), arriving, CostModel.from_shape(), time.perf_counter)
+
+    whole, model = trained(feed(), tiny()), tiny()
+    first = feed()
+    losses = trained(first, model, 4)
+    second = feed()
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert losses + trained(second, model) == whole
+    assert second.ended
+    assert sum(data.target_tokens for data in feed()) == int((LENGTHS + 1).sum())
+
+
+def test_a_growing_folder_trains_as_a_complete_one(folder, tmp_path):
+    growing = tmp_path / "growing"
+
+    def grow():
+        for number in range(3):
+            time.sleep(0.05)
+            write_shard(growing, number)
+        time.sleep(0.05)
+        complete(growing)
+
+    thread = threading.Thread(target=grow)
+    thread.start()
+    losses = trained(feed_of(growing), tiny())
+    thread.join()
+    assert losses == trained(feed_of(folder), tiny())
+
+
+def test_a_stop_while_documents_are_awaited_ends_the_steps_and_loses_nothing(folder):
+    (folder / "header.json").unlink()
+    feed = feed_of(folder, "data.patience_seconds=100")
+    threading.Timer(0.3, feed.interrupt).start()
+    head = [told(data) for data in feed]
+    assert not feed.ended  # there may be more
+    state = json.loads(json.dumps(feed.state_dict()))
+    feed.close()
+    complete(folder)
+    second = feed_of(folder)
+    second.load_state_dict(state)
+    assert head + [told(data) for data in second] == [told(data) for data in feed_of(folder)]
+    assert second.ended
+
+
+def test_documents_that_never_come_are_an_error(folder):
+    (folder / "header.json").unlink()
+    feed = feed_of(folder, "data.patience_seconds=0.2")
+    with pytest.raises(ValueError, match=r"waited 0\.2 s for .*shard-00003"):
+        list(feed)
+    feed.close()
+
+
+def test_settings_that_no_stream_can_have_are_refused(folder):
+    for words, message in (
+        (["train.steps=0"], r"set train\.steps"),
+        (["plan.tail=carry"], r"plan\.tail=carry"),
+        (["plan.effort=2"], r"plan\.effort=2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            feed_of(folder, *words)
+    with pytest.raises(ValueError, match=r"5 processes cannot share plan\.packs_per_step=4"):
+        feed_of(folder, world=World(size=5))
+    state = feed_of(folder, "plan.capacity=128").state_dict()
+    with pytest.raises(ValueError, match="capacity was 128 and is 64"):
+        feed_of(folder).load_state_dict(state)
+
+
+def test_prompts_and_validation_come_from_what_is_held_back(folder):
+    config = config_of(folder, "data.validation=0.2")
+    corpus = load_corpus(config.data, config.tokenizer, limit=64)
+    assert len(corpus.validation) == 6
+    assert (len(corpus.train), corpus.store_path) == (0, folder / shard_name(0))
+    assert corpus.prompts
+    feed = open_feed(config, World(), corpus.arriving, CostModel.from_shape(), time.perf_counter)
+    assert sum(len(data.documents) for data in feed) == 84
+    feed.close()
