@@ -6,7 +6,9 @@ import itertools
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
+from multipack.models.compile import compile_blocks
 from multipack.models.decoder import Decoder, rotary_tables, rotate
 from multipack.shapes import SHAPES, ModelShape
 
@@ -324,3 +326,27 @@ def test_token_outside_the_vocabulary_is_named(shape, documents, pack, token):
     batch.input_ids[4] = token
     with pytest.raises(ValueError, match=f"token {token} is outside the vocabulary of 50"):
         Decoder(shape)(batch)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_blocks_can_be_checkpointed_in_training(model, documents, pack, compiled):
+    """The hook computes blocks again on the way back: same loss and gradients; evaluation knows nothing of it."""
+    if compiled:
+        compile_blocks(model, backend="aot_eager")
+    calls, found = [], []
+
+    def around(block, *arguments):
+        calls.append(block)
+        return checkpoint(block, *arguments, use_reentrant=False)
+
+    for hook in (None, around):
+        model.around_block = hook
+        model.zero_grad()
+        loss = model(pack(documents))
+        loss.backward()
+        found.append((loss.detach(), [parameter.grad.clone() for parameter in model.parameters()]))
+    assert calls == list(model.blocks)
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)
+    model.eval()
+    model(pack(documents))
+    assert len(calls) == len(model.blocks)

@@ -55,6 +55,11 @@ class Decoder(nn.Module):
 
     Weights are drawn from torch's global generator: call `torch.manual_seed` before.
 
+    Attributes:
+        around_block: where it is set, training calls around_block(block, x, batch, rotation) in the place of
+            block(x, batch, rotation): the hook for activation checkpointing, `torch.utils.checkpoint.checkpoint` itself
+            included.
+
     Raises:
         ValueError: a shape without a vocabulary, one that serves planning only (experts, latent attention, a
             sliding window in some layers but not in all), or an unknown attention backend.
@@ -91,6 +96,7 @@ class Decoder(nn.Module):
         self.shape = shape
         self.loss_function = loss_function
         self.training_loss = training_loss or loss_function
+        self.around_block: Callable[..., Tensor] | None = None
         self.embedding = nn.Embedding(shape.vocabulary_size, shape.d_model)
         if shape.positions == "learned":
             self.positions = nn.Embedding(shape.context, shape.d_model)
@@ -134,8 +140,9 @@ class Decoder(nn.Module):
         x = self.embed(batch)
         rotation = self.rotation(batch)
         layers = [None] * len(self.blocks) if cache is None else cache.layers
+        around = self.around_block if self.training and cache is None else None
         for block, layer in zip(self.blocks, layers, strict=True):
-            x = block(x, batch, rotation, layer)
+            x = block(x, batch, rotation, layer) if around is None else around(block, x, batch, rotation)
         out: Tensor = self.norm(x)
         return out
 
