@@ -52,6 +52,7 @@ class Session:
         best: the lowest validation loss so far, and
         best_step: the step of it, where this process saw it.
         ending: why the loop stops before its last step; empty while it goes on.
+        interrupted: whether that is a signal, as all ranks have agreed: a rank's own signal may come at any moment.
     """
 
     config: Config
@@ -79,6 +80,7 @@ class Session:
     best: float | None = None
     best_step: int = -1
     ending: str = ""
+    interrupted: bool = False
     ledger: Ledger | None = None
     notes: list[str] = field(default_factory=list)
 

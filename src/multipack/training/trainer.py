@@ -131,12 +131,11 @@ def _loop(session: Session, stop: StopRequest) -> float | None:
             if data is None and session.feed.ended:
                 session.ending = "the stream of documents has ended"
             elif data is None:  # this rank or another was asked to stop while it waited for documents
-                stop.signal = stop.signal or signal.SIGTERM
-                session.ending = stop.signal.name
+                _interrupt(session, stop)
             else:
                 mark = _step(session, data, stop, mark, advance)
             final = session.step == last or bool(session.ending)
-            if stop.signal is None and _evaluation_due(session, final):
+            if not session.interrupted and _evaluation_due(session, final):
                 val_loss = _evaluate(session)
                 mark = clock()
             if _checkpoint_due(session, final or bool(session.ending)):
@@ -198,11 +197,15 @@ def _agree(session: Session, data: StepData, result: StepResult, stop: StopReque
         session.diverged(
             f"the loss of step {session.step + 1} is not finite; the step was not applied", documents
         )
-    if asked and stop.signal is None:
-        stop.signal = signal.SIGTERM  # another rank was asked; this one stops with it
-    if asked and stop.signal is not None:
-        session.ending = stop.signal.name
+    if asked:
+        _interrupt(session, stop)
     return loss_sum, slots
+
+
+def _interrupt(session: Session, stop: StopRequest) -> None:
+    """All ranks know that one was asked to stop: each ends with this step, and none of them evaluates."""
+    stop.signal = stop.signal or signal.SIGTERM  # another rank was asked; this one stops with it
+    session.ending, session.interrupted = stop.signal.name, True
 
 
 def _may_apply(session: Session, data: StepData, loss_sum: float, norm: float) -> bool:
