@@ -42,7 +42,7 @@ def test_help_names_every_command_and_settings_are_listed(run):
     assert "multipack train data=jsonl" in run("train", "--help").output
     settings = run("train", "--settings").output
     assert "plan.packs_per_step" in settings
-    assert "data=huggingface|jsonl|" in settings
+    assert "data=huggingface|jsonl|mixture|" in settings
     assert "Peak learning rate." in settings
     assert "multipack plan lengths.npy plan.capacity=8192" in run("plan", "--help").output
     assert "model=tiny|" in run("plan", "--settings").output

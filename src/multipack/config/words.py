@@ -142,7 +142,7 @@ def _type_name(hint: Any) -> str:
     if typing.get_origin(hint) is typing.Literal:
         return "|".join(str(choice) for choice in typing.get_args(hint))
     if typing.get_origin(hint) is list:
-        return "names"
+        return "numbers" if typing.get_args(hint) == (float,) else "names"
     return {"str": "text", "int": "whole number", "float": "number", "bool": "true|false"}.get(
         getattr(hint, "__name__", str(hint)), str(hint)
     )
