@@ -15,11 +15,12 @@ ORDER = ["atomic", "shapes", "planning", "data", "models", "training", "config",
 BESIDE = {
     "parallel": {"parallel"},
     "integrations": {"shapes", "planning", "data", "integrations"},
+    "launch": {"atomic", "shapes", "planning", "data", "models", "parallel", "run", "launch"},
     "run": {"atomic", "run"},
     "reports": {"shapes", "planning", "data", "run", "reports"},
     "training": {*ORDER[:6], "parallel", "reports", "run"},
     "config": {*ORDER[:7], "parallel", "reports", "run"},
-    "cli": {*ORDER, "parallel", "reports", "run"},
+    "cli": {*ORDER, "launch", "parallel", "reports", "run"},
 }
 TORCH_FREE = ["planning", "shapes", "run.py", "atomic.py"]
 

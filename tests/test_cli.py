@@ -359,6 +359,7 @@ def test_mistakes_are_one_line_and_exit_code_2(monkeypatch, capsys, lengths_file
 
 def test_other_ranks_say_who_they_are(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
     assert _fails(monkeypatch, capsys, "plan", "nowhere.npy")[1].startswith("[rank 3] error: ")
 
 

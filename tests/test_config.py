@@ -63,6 +63,7 @@ def test_wordplays_names_map_to_one_field_of_ours(theirs, field, value):
 
 def test_one_word_changes_what_follows_from_it():
     assert compose(["model=gpt2", "model.n_head=6"]).model.kv_heads == 6
+    assert compose(["model.n_head=2"]).model.kv_heads == 2
     assert compose(["model=tiny", "model.d_model=128"]).model.kv_heads == 1
     assert compose(["optimizer.learning_rate=1e-5"]).optimizer.lr == 1e-5
 
@@ -203,3 +204,15 @@ def test_yaml_booleans_and_packs_from_files_mean_what_they_look_like(tmp_path):
     path.write_text("out: ${oc.env:HOME}\n")
     with pytest.raises(ConfigError, match="cannot hold"):
         compose([f"config={path}"])
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        'optimizer.rules=["embedding lr=0.5", "*.bias weight_decay=0"]',
+        "optimizer.rules=['embedding lr=0.5','*.bias weight_decay=0']",
+        "optimizer.rules=embedding lr=0.5,*.bias weight_decay=0",
+    ],
+)
+def test_lists_may_keep_their_quotes(word):
+    assert compose([word]).optimizer.rules == ["embedding lr=0.5", "*.bias weight_decay=0"]

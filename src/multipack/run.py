@@ -4,10 +4,12 @@
       config.yaml       the resolved configuration; `multipack train config=RUN/config.yaml` starts such a run anew
       metrics.jsonl     a record a step and evaluation, full precision
       samples.txt       what the model wrote at evaluations
+      cost.json         what documents cost, where it was measured; trace.json where train.profile asked for one
       checkpoints/
         latest          the name of the newest complete checkpoint
         best            the name of the one with the lowest validation loss
-        step-00000100/  {model,optimizer,rng}.safetensors state.json config.yaml tokenizer.json
+        step-00000100/  {model,optimizer,observers,rng}.safetensors state.json config.yaml tokenizer.json, and
+                        chat_template.json of chats, cost.json; observers only where one keeps tensors
 
 Files whose names begin with a dot are being written.
 """
@@ -109,8 +111,8 @@ class RunDirectory:
         name = self.best.read_text(encoding="utf-8").strip() if self.best.is_file() else ""
         if not name or not (self.checkpoints / name).is_dir():
             raise FileNotFoundError(
-                f"{self.path} has no best checkpoint: it was never evaluated, or runs from before there was one;"
-                " take the latest"
+                f"{self.path} has no best checkpoint: it was never evaluated (train.eval_every), or the checkpoint"
+                " is gone; take the latest"
             )
         return self.checkpoints / name
 

@@ -89,6 +89,15 @@ def test_what_people_see(config, text_file, tmp_path):
     assert "█" not in drawn[1]
 
 
+def test_of_a_stream_no_document_is_said_to_be_too_long(config, text_file, tmp_path):
+    data = config(source="text", path=text_file("abc " * 400), documents="stream")
+    report = report_corpus(path := prepare(data, BYTE, tmp_path / "out"))
+    rows = dict(store_rows(path, report))
+    assert rows["documents"] == "one stream, cut into blocks by training"
+    assert not {"lengths", "longest", "too long"} & rows.keys()
+    assert "by length" not in CliRunner().invoke(app, ["prepare", "--report", str(path)]).output
+
+
 def test_there_must_be_a_corpus(tmp_path):
     with pytest.raises(ValueError, match="not a token store"):
         report_corpus(tmp_path)
@@ -111,5 +120,8 @@ def test_the_command_line_reports_what_it_prepares(text_file, tmp_path):
     told = json.loads(CliRunner().invoke(app, ["prepare", "--report", str(folder), "--json"]).stdout)
     assert (told["documents"], told["duplicates"], told["shards"]) == (7, 13, 2)
     assert told["histogram"] == report_corpus(folder).to_dict()["histogram"]
-    refused = CliRunner().invoke(app, ["prepare", *words, "--report", str(folder)])
-    assert "prepares nothing: leave out settings, --store and --shards" in str(refused.exception)
+    for more in (words, ["--engine", "ray"], ["--shards", "2"]):
+        refused = CliRunner().invoke(app, ["prepare", *more, "--report", str(folder)])
+        assert "prepares nothing: leave out settings, --store, --shards and --engine" in str(
+            refused.exception
+        )

@@ -36,6 +36,16 @@ def test_rows_are_records_and_only_used_columns_are_read(write, config, monkeypa
     assert source.describe(2500) == "a.parquet, 2,500 documents (text)"
 
 
+def test_a_missing_column_is_named_beside_those_that_are_there(write, config):
+    path = write([{"prompt": "p", "answer": "a", "id": 1}])
+    with pytest.raises(
+        ValueError, match=r"row 1: neither .*\(prompt, answer, id\); name those that are meant"
+    ):
+        list(open_source(config(source="parquet", path=path)))
+    with pytest.raises(ValueError, match=r"no field 'reply', or null in it \(it has prompt, answer, id\)"):
+        list(open_source(config(source="parquet", path=path, fields=["prompt", "reply"])))
+
+
 def test_no_more_than_about_a_row_group_is_in_memory(write, config, monkeypatch):
     import pyarrow
 

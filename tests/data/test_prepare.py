@@ -162,7 +162,7 @@ def test_bad_input_leaves_no_store(config, text_file, tmp_path):
         [tmp_path / "made" / "out"],
         [],
     ]
-    with pytest.raises(ValueError, match=r"the source has no documents \(1 empty documents\)"):
+    with pytest.raises(ValueError, match=r"empty\.txt: there are no documents \(1 empty documents\)"):
         prepare(config(source="text", path=text_file(" ", "empty.txt"), separator="x"), BYTE)
 
 

@@ -132,6 +132,8 @@ def test_preferences_of_text(read):
     )
     assert (document.border, document.closed, source.pairs, source.chat_template) == (2, False, True, "")
     assert source.describe(1) == "a.jsonl, 1 documents (prompt → chosen | rejected)"
+    (named,) = read({"a": "p", "b": "c", "c": "r"}, fields=["a", "b", "c"])  # only a preference has three
+    assert (named.parts, named.border) == (document.parts, 2)
     (document,) = read({"a": "c", "b": "r"}, fields=["a", "b"], format="preference")
     assert document.parts == (("c", True, False), ("r", True, False))
     assert document.border == 1
@@ -270,6 +272,11 @@ def test_reading_a_list_in_chunks_changes_nothing(records, chunk, indent):
         (b'[{"text": "a"}, {"text": "\xff"}]', "not UTF-8"),
         (b'[{"text": "a"}, ' + b"[" * 100_000, r"record 2: not JSON"),
         (b'[{"text": "a"}', r"record 2: not JSON"),
+        (
+            b'[{"text": "a"}]\n[{"text": "b"}]',
+            r"after record 1: '\[\{\"text\": \"b\"\}\]' follows the end of the list",
+        ),
+        (b"[" + b" " * 5 + b"]" + b" " * 40 + b"x", "after record 0: 'x' follows"),
         (b'[{"text": "a"}, {"text": 3}]', "record 2: field 'text' is a int"),
     ],
 )

@@ -74,6 +74,8 @@ def test_shards_are_made_once(config, corpus, tmp_path, text_file):
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
     assert prepare(data, BYTE, out, shards=2) == out
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+    with pytest.raises(ValueError, match="or another number of shards"):
+        prepare(data, BYTE, out, shards=3)
     other = config(source="text", path=text_file("abc\n\ndef"), documents="blank_line")
     with pytest.raises(
         ValueError, match="holds other documents, another tokenizer or another number of shards"
@@ -87,6 +89,22 @@ def test_shards_are_made_once(config, corpus, tmp_path, text_file):
     with pytest.raises(ValueError, match=r"shard-00000 holds other documents; remove .*out"):
         prepare(other, BYTE, out, shards=2)
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*.bin")}.items() <= before.items()
+
+
+def test_what_was_left_out_after_the_last_document_is_counted_also_when_all_shards_are_there(
+    config, text_file, tmp_path
+):
+    lines = [json.dumps({"text": f"t{number}"}) for number in range(4)] + ['{"text": ""}', '{"text": "t0"}']
+    data, out = (
+        config(source="jsonl", path=text_file("\n".join(lines), "a.jsonl"), dedup=True),
+        tmp_path / "out",
+    )
+    prepare(data, BYTE, out, shards=2)
+    header = (out / HEADER).read_bytes()
+    assert json.loads(header)["skipped"] == {"empty documents": 1, "duplicates": 1}
+    (out / HEADER).unlink()  # as after a kill between the last shard and the header
+    prepare(data, BYTE, out, shards=2)
+    assert (out / HEADER).read_bytes() == header
 
 
 def test_impossible_shards(config, corpus, tmp_path, text_file):

@@ -197,7 +197,7 @@ def test_blank_lines_and_empty_documents_are_counted(config, text_file):
         (b'{"text": "a"', "not JSON"),
         (b'["text"]', "a JSON list, not an object"),
         (b"[" * 100_000, "not JSON"),
-        (b'{"txt": "a"}', r"no field 'text' \(it has txt\)"),
+        (b'{"txt": "a"}', r"no field 'text', or null in it \(it has txt\)"),
         (b'{"text": 3}', "field 'text' is a int, not text"),
         (b'{"text": null}', "field 'text' is a NoneType"),
         (b'{"text": "\\ud800"}', "half a surrogate pair"),
@@ -247,7 +247,7 @@ def test_gsm8k(shared_data, config):
         ({"source": "jsonl", "path": "x", "block_size": 8}, r"data\.overlong=split"),
         ({"source": "jsonl", "path": "x", "documents": "file"}, "documents of its own"),
         ({"source": "text", "path": "x", "fields": ["a"]}, r"data\.fields=\['a'\] is about records"),
-        ({"source": "jsonl", "path": "x", "fields": ["a", "b", "c"]}, "one name"),
+        ({"source": "jsonl", "path": "x", "fields": ["a", "b", "c", "d"]}, "one name"),
         ({"source": "jsonl", "path": "x", "fields": ["a", "a"]}, "differ from each other"),
         ({"source": "jsonl", "path": "x", "special_tokens": ["<s>"]}, "those of a tokenizer are known"),
         (
@@ -258,6 +258,20 @@ def test_gsm8k(shared_data, config):
             {"source": "jsonl", "path": "x", "special_tokens": ["a", "a"], "chat_template": "f.jinja"},
             r"special_tokens=\['a', 'a'\]: names that differ",
         ),
+        ({"workers": -1}, r"data\.workers=-1: processes"),
+        ({"patience_seconds": 0.0}, r"data\.patience_seconds=0\.0: seconds"),
+        (
+            {"source": "store", "path": "x", "dedup": True},
+            r"data\.source=store prepares none.*multipack prepare",
+        ),
+        ({"source": "mixture", "paths": ["x", "y"], "dedup": True}, r"data\.source=mixture prepares none"),
+        (
+            {"source": "huggingface", "path": "x", "stream": True, "dedup": True},
+            r"data\.stream=true prepares none",
+        ),
+        ({"weigh_by": "documents"}, r"data\.weigh_by=documents is of a mixture"),
+        ({"source": "mixture", "paths": ["x/a", "x/b/../a"]}, "each once and none inside another"),
+        ({"source": "mixture", "paths": ["x", "x/shard-00000"]}, "each once and none inside another"),
     ],
 )
 def test_impossible_configurations_are_refused(fields, complaint):

@@ -2,13 +2,17 @@
 
 import itertools
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from multipack.data import streamed
+from multipack.data.corpus import Corpus
+from multipack.data.fit import FitReport
 from multipack.data.streamed import StreamedRecords
 from multipack.data.tokenizer import TokenizerConfig
+from multipack.reports.summary import corpus_notes
 
 
 @pytest.fixture(autouse=True)
@@ -152,6 +156,39 @@ def test_chunks_of_which_nothing_remains_are_passed_over(stream):
     assert arriving.report.dropped_documents == 33
     assert arriving.report.dropped_tokens == 330
     assert arriving.skipped == {"empty documents": 16}
+
+
+def test_what_is_left_out_at_the_very_end_is_counted_too(stream):
+    texts = ["ab"] * 20 + ["", "  "]
+    arriving = stream(lambda: [{"text": text} for text in texts])
+    assert len(list(arriving)) == 20
+    assert arriving.skipped == {"empty documents": 2}
+    assert list(arriving) == []
+    assert arriving.skipped == {"empty documents": 2}
+
+
+def test_notes_say_what_became_of_the_documents_that_have_arrived(stream):
+    arriving = stream(lambda: [{"text": "a long text"}] * 30 + [{"text": ""}], overlong="truncate", limit=4)
+    nothing = FitReport(4, "truncate")
+    corpus = Corpus(
+        train=arriving.validation,
+        validation=arriving.validation,
+        tokenizer=arriving.tokenizer,
+        corpus_hash="",
+        description="",
+        train_fit=nothing,
+        validation_fit=nothing,
+        skipped={},
+        prompts=(),
+        store_path=Path(),
+        arriving=arriving,
+    )
+    assert corpus_notes(corpus) == []
+    list(arriving)
+    assert corpus_notes(corpus) == [
+        ("too long, training", "30 documents longer than 4 tokens truncated (240 tokens)"),
+        ("skipped", "1 empty documents"),
+    ]
 
 
 def test_conversations_arrive_too(stream):

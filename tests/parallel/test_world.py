@@ -1,3 +1,7 @@
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -18,6 +22,10 @@ def test_a_half_told_world_is_refused_with_the_command_that_tells_it(monkeypatch
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(ValueError, match=r"RANK.*torchrun --nproc-per-node 4"), connected("cpu"):
+        pass
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(ValueError, match=r"MASTER_ADDR.*multipack launch -n 4"), connected("cpu"):
         pass
 
 
@@ -45,10 +53,36 @@ def test_a_gpu_that_is_not_there_is_refused():
 
 def test_the_launcher_is_recognized():
     assert launched_by({})[0] == "none"
-    assert launched_by({"RANK": "0"})[0].startswith("environment")
-    name, command = launched_by({"TORCHELASTIC_RUN_ID": "none", "RANK": "0"})
+    assert launched_by({"RANK": "0", "WORLD_SIZE": "2"})[0] == "RANK and WORLD_SIZE"
+    assert launched_by({"PMI_RANK": "0", "PMI_SIZE": "2"})[0] == "MPICH"
+    name, command = launched_by({"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "1"})
     assert name == "torchrun"
     assert command
+
+
+SUM = """
+from multipack.parallel.world import connected
+with connected("cpu", 30) as world:
+    print(world.rank, world.local_rank, world.launcher, world.sum([world.rank + 1.0])[0])
+"""
+
+
+@pytest.mark.parametrize("launcher", ["srun", pytest.param("mpiexec", marks=pytest.mark.slow)])
+def test_processes_of_srun_and_mpiexec_meet_without_torchrun(launcher, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    job |= {"SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    started = []
+    for rank in ("0", "1"):
+        own = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank}
+        mpi = {"PMI_RANK": rank, "PMI_SIZE": "2", "MPI_LOCALRANKID": rank, "MPI_LOCALNRANKS": "2"}
+        given = {**job, **own} if launcher == "srun" else {**mpi, "PALS_APID": str(os.getpid())}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen([sys.executable, "-c", SUM], env={**os.environ, **given}, **pipes))
+    ended = [process.communicate(timeout=90) for process in started]
+    named = {"srun": "srun", "mpiexec": "MPICH"}[launcher]
+    assert [out.strip() for out, _ in ended] == [f"{rank} {rank} {named} 3.0" for rank in (0, 1)], ended
 
 
 def test_a_world_is_a_value():

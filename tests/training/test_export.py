@@ -203,7 +203,7 @@ def test_what_is_there_is_never_overwritten(run, tmp_path):
     path, _ = run()
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match="out"):
+    with pytest.raises(FileExistsError, match="out exists and is not empty: choose another folder"):
         export(path, tmp_path / "out")
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["mine.txt"]
 

@@ -78,6 +78,8 @@ def test_no_noise_is_reported_where_the_gradient_is_all_noise_or_unseen():
     noise, engine = GradientNoise(), _engine(Distance(3))
     rows = torch.tensor([[9.0, 0.0, 0.0]])
     assert _watched_step(noise, engine, [rows, -rows]) == {}  # |G|² comes out negative
+    alike = [torch.tensor([[1.0, 0.0, 0.0]]), torch.tensor([[3.0, 0.0, 0.0]])]
+    assert _watched_step(GradientNoise(), engine, alike) == {}  # tr Σ does: the whole has the larger gradient
     noise = GradientNoise()
     assert _watched_step(noise, engine, [rows, torch.zeros(0, 3)]) == {}  # all targets are in one micro-batch
     assert _watched_step(GradientNoise(), engine, [torch.zeros(0, 3), rows]) == {}  # none in the first

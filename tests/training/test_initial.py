@@ -206,6 +206,7 @@ def test_without_a_tokenizer_only_sizes_are_compared(initial):
         ({"kv_heads": 2}, r"model\.kv_heads=2 \(there 1\)"),
         ({"rope_theta": 5.0}, r"model\.rope_theta=5\.0 \(there 10000\.0\)"),
         ({"tied": True}, r"model\.tied=True"),
+        ({"positions": "learned"}, r"model\.positions=learned \(there rope\)"),
         ({"vocabulary_size": 256}, r"model\.vocabulary_size=256 is smaller than that of train\.init_from"),
     ],
 )

@@ -15,6 +15,7 @@ def test_warm_up_rises_to_the_peak_and_cosine_falls_to_the_floor():
     rates = _rates(OptimizerConfig(lr=1.0, min_lr=0.1, warmup_steps=4), 24)
     assert rates[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
     assert rates[13] == pytest.approx(0.1 + 0.9 / 2)  # half-way: the mean of peak and floor
+    assert rates[8] == pytest.approx(0.1 + 0.45 * (1 + math.cos(math.pi / 4)))  # a line would be lower there
     assert rates[-1] == pytest.approx(0.1)
     assert all(a >= b for a, b in itertools.pairwise(rates[4:]))
 

@@ -22,6 +22,7 @@ from multipack.parallel.world import World
 from multipack.planning.cost import CostModel
 from multipack.shapes import SHAPES
 from multipack.training.stream_feed import open_feed
+from multipack.training.trainer import train
 
 LENGTHS = np.random.default_rng(8).lognormal(2.5, 0.8, 90).clip(2, 60).astype(int)
 
@@ -188,6 +189,14 @@ def test_a_run_that_goes_on_is_the_run_that_did_not_stop(folder, stop):
     second.load_state_dict(state)
     assert losses + trained(second, half) == whole
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), half.parameters(), strict=True))
+
+
+def test_a_run_trains_until_its_stream_ends(folder, tmp_path, capsys):
+    more = ["optimizer.lr_scaling=sqrt", "optimizer.reference_tokens=1024", "train.eval_every=0"]
+    result = train(config_of(folder, *more, "plan.budget=48", f"out={tmp_path / 'run'}"))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"ended after step {result.step} of 1000: the stream of documents has ended" in printed
+    assert "sqrt in 192 targets a step over 1,024" in printed  # four packs of 48 tokens in the mean
 
 
 def test_more_ranks_go_on_where_one_stopped(folder):

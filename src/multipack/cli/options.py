@@ -22,8 +22,13 @@ Words = Annotated[
 
 def fail(message: str, code: int) -> NoReturn:
     """End with one line on standard error."""
-    rank = os.environ.get("RANK")
-    where = f"[rank {rank}] " if rank not in (None, "0") else ""
+    from multipack.parallel.ranks import find_ranks
+
+    try:
+        rank = find_ranks(os.environ).rank
+    except ValueError:  # launchers that contradict each other, which may be what failed
+        rank = 0
+    where = f"[rank {rank}] " if rank else ""
     print(f"{where}error: {message}", file=sys.stderr, flush=True)
     sys.exit(code)
 

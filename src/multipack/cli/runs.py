@@ -28,18 +28,19 @@ def train(words: Words = None, settings: Settings = False) -> None:
     `multipack train --settings` lists every setting.
     """
     from multipack.config import compose_run
+    from multipack.parallel.ranks import find_ranks
     from multipack.planning.first_use import compile_planner
     from multipack.reports.console import Console
-    from multipack.training.session import NonFiniteLoss
+    from multipack.training.observer import RunStopped
     from multipack.training.trainer import train as run
 
     wanted = compose_run(words or [])
-    rank, ranks = (int(os.environ.get(name) or default) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
-    keywords, console = wanted.plan.keywords(ranks), Console(rank)
-    compile_planner(keywords, ranks, wanted.parallel.sync, announce(console))
+    ranks = find_ranks(os.environ)
+    keywords, console = wanted.plan.keywords(ranks.size), Console(ranks.rank)
+    compile_planner(keywords, ranks.size, wanted.parallel.sync, announce(console))
     try:
         result = run(wanted)
-    except NonFiniteLoss as error:
+    except RunStopped as error:
         fail(str(error), 3)
     if result.stopped_by is not None:
         sys.exit(128 + int(result.stopped_by))
@@ -71,7 +72,7 @@ def prepare(
 
     [bold]Examples[/bold]
 
-      multipack prepare data=text data.path=books/ tokenizer=bpe --store books.store
+      multipack prepare data=text data.path=books/ --store books.store
       multipack train data=store data.path=books.store
       multipack prepare data=jsonl data.path=web.jsonl --store web --shards 16
       multipack prepare --report books.store
@@ -90,8 +91,10 @@ def prepare(
         with console.progress("tokenizing") as advance:
             options: Any = {"engine": engine, "shards": shards, "tell": console.line}
             path = run(composed.data, composed.tokenizer, store, lambda *told: advance(*told), **options)
-    elif words or store or shards:
-        raise ValueError(f"--report {report} prepares nothing: leave out settings, --store and --shards")
+    elif words or store or shards or engine != "local":
+        raise ValueError(
+            f"--report {report} prepares nothing: leave out settings, --store, --shards and --engine"
+        )
     found = report_corpus(path)
     if as_json:
         typer.echo(json.dumps({"folder": str(path), **found.to_dict()}, indent=1, ensure_ascii=False))
@@ -111,9 +114,9 @@ def calibrate(
 
     [bold]Examples[/bold]
 
-      multipack calibrate data=store data.path=books.store model=small --save cost.json
-      multipack plan books.store cost=cost.json
-      multipack train data=store data.path=books.store model=small plan.cost=cost.json
+      multipack calibrate data=store data.path=books model=small
+      multipack plan books cost=cost.json
+      multipack train data=store data.path=books model=small plan.cost=cost.json
 
     Half of the packs are fitted to; the others show how well times are
     predicted. Nothing else should run meanwhile.

@@ -9,7 +9,12 @@ import typer
 
 
 def generate(
-    run: Annotated[Path, typer.Argument(help="A run, one of its checkpoints, or an export.")],
+    run: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN", help="A run, one of its checkpoints, or an export.", show_default=False
+        ),
+    ],
     prompt: Annotated[list[str] | None, typer.Option(help="What a text begins with; any number.")] = None,
     prompts: Annotated[str, typer.Option(help="File of prompts, one a line; - = standard input.")] = "",
     max_tokens: Annotated[int, typer.Option(min=0, help="Most tokens to write.")] = 200,
@@ -54,7 +59,8 @@ def generate(
 
 def export(
     run: Annotated[
-        Path, typer.Argument(help="A run directory, or one of its checkpoints.", show_default=False)
+        Path,
+        typer.Argument(metavar="RUN", help="A run directory, or one of its checkpoints.", show_default=False),
     ],
     folder: Annotated[
         str,
@@ -67,9 +73,12 @@ def export(
 ) -> None:
     """Write a trained model as a folder that transformers and other tools load, whole or not at all.
 
-    [bold]Example[/bold]
+    [bold]Examples[/bold]
 
+      multipack export runs/a exported
       multipack export runs/a exported --weights best --dtype bf16
+
+    A run has best weights if it was validated, and ema with train.ema_decay.
     """
     from multipack.reports.console import Console
     from multipack.training.export import export as write

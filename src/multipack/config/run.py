@@ -16,7 +16,7 @@ from multipack.parallel.engine import ParallelConfig
 from multipack.planning.plan import PlanConfig
 from multipack.run import find_run
 from multipack.shapes import ModelShape
-from multipack.training.initial import initial_shape
+from multipack.training.initial import initial_folder, initial_shape
 from multipack.training.optimizer import OptimizerConfig
 from multipack.training.settings import LogConfig, TrainConfig
 from multipack.training.trackers import TrackConfig
@@ -82,7 +82,7 @@ def compose_run(words: Iterable[str]) -> Config:
     said = dict(rename(*split(word)) for word in given)
     resume, out = said.get("train.resume", "false"), said.get("out", "")
     if resume.lower() in ("false", ""):
-        return compose(given, _initial_model(said))
+        return _begin(compose(given, _initial_model(said)))
     asked = out if resume.lower() == "true" else resume
     if not asked:
         raise ConfigError("train.resume=true needs out=RUN_DIR (or write train.resume=RUN_DIR)")
@@ -110,11 +110,36 @@ def _initial_model(said: dict[str, str]) -> dict[str, Any] | None:
     free = {"model.attention", "model.dropout"}
     if not path or any(key == "model" or (key.startswith("model.") and key not in free) for key in said):
         return None
-    try:
-        shape = initial_shape(Path(path).expanduser())
-    except FileNotFoundError as error:
-        raise ConfigError(f"train.init_from={path}: {error}") from error
+    shape = initial_shape(_weights(path, "train.init_from"))
     return {"model": {**shape.to_dict(), "vocabulary_size": 0}}
+
+
+def _begin(config: Config) -> Config:
+    """A new run that names the very checkpoints it begins with: a run's latest would be another one tomorrow.
+
+    Where neither words nor token stores say which tokenizer, it is that of the weights.
+    """
+    train, preference = config.train, config.preference
+    if preference.reference:
+        preference.reference = str(_weights(preference.reference, "preference.reference"))
+    if train.init_from:
+        train.init_from = str(_weights(train.init_from, "train.init_from"))
+        file = Path(train.init_from) / "tokenizer.json"
+        if (
+            config.tokenizer.kind == "auto"
+            and config.data.source not in ("store", "mixture")
+            and file.is_file()
+        ):
+            config.tokenizer = TokenizerConfig("file", str(file))
+    return config
+
+
+def _weights(path: str, setting: str) -> Path:
+    """The folder of the weights that a setting names."""
+    try:
+        return initial_folder(Path(path).expanduser())
+    except FileNotFoundError as error:
+        raise ConfigError(f"{setting}={path}: {error}") from error
 
 
 def _refuse_another_run(before: dict[str, Any], said: dict[str, str]) -> None:

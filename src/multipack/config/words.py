@@ -67,6 +67,8 @@ def merge(schema: type[Schema], words: Iterable[str], base: dict[str, Any] | Non
     for name in tree:
         if isinstance(tree[name], DictConfig):
             OmegaConf.set_readonly(tree[name], False)
+    if "model" in tree and tree.model.kv_heads == tree.model.heads:
+        tree.model.kv_heads = 0  # equal numbers of heads stay equal when one of them is changed
     pairs = [rename(*split(word)) for word in words]
     if base is not None:
         _apply(tree, flatten(base))
@@ -187,7 +189,6 @@ def _preset(group: str, name: str, trains: bool) -> dict[str, Any]:
     if group == "model" and shape is None and not trains and Path(name).exists():
         shape = ModelShape.from_huggingface(name)
     if group == "model" and shape is not None:
-        # Equal numbers of heads stay equal when one of them is changed.
         kv_heads = 0 if shape.kv_heads == shape.heads else shape.kv_heads
         vocabulary = 0 if trains else shape.vocabulary_size
         return {"model": {**shape.to_dict(), "vocabulary_size": vocabulary, "kv_heads": kv_heads}}
@@ -250,10 +251,17 @@ def _apply(tree: DictConfig, values: dict[str, Any]) -> None:
             if not _known(tree, key):
                 raise ConfigError(_unknown(key, tree))
             if OmegaConf.is_list(current) and isinstance(value, str):
-                value = [part.strip() for part in value.strip("[]").split(",") if part.strip()]
+                value = [part for part in map(_bare, value.strip().strip("[]").split(",")) if part]
             OmegaConf.update(tree, key, value)
         except OmegaConfBaseException as error:
             raise ConfigError(f"{key}={value}: {_reason(error)}") from error
+
+
+def _bare(part: str) -> str:
+    """An entry of a list, without the quotes that a shell left around it."""
+    part = part.strip()
+    quoted = len(part) > 1 and part[0] == part[-1] and part[0] in "\"'"
+    return part[1:-1] if quoted else part
 
 
 def _known(tree: DictConfig, key: str) -> bool:

@@ -111,7 +111,7 @@ def batches(documents: Iterable[SourceDocument], done: Callable[[], int]) -> Ite
     batch, characters = list[SourceDocument](), 0
     for document in documents:
         batch.append(document)
-        characters += sum(len(part.text) for part in document.parts)
+        characters += document.characters
         if characters >= BATCH_CHARACTERS or len(batch) >= BATCH_DOCUMENTS:
             yield Batch(batch, characters, done())
             batch, characters = [], 0
@@ -121,6 +121,15 @@ def batches(documents: Iterable[SourceDocument], done: Callable[[], int]) -> Ite
 
 class Engine(Protocol):
     """Tokenizes batches somewhere. What it gives does not depend on where."""
+
+    def reads(self, source: Source, tokenizes: bool = True) -> Source:
+        """The documents of `source`, read where this engine reads them; `encode` takes none of another source.
+
+        Args:
+            source: the documents.
+            tokenizes: whether they are for `encode`; False: they are counted alone.
+        """
+        ...
 
     def encode(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, TokenBlock]]:
         """Each batch with its block, in order.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, field
+from itertools import permutations
+from pathlib import Path
 from typing import Literal, get_args
 
 SourceName = Literal["stdlib", "text", "jsonl", "parquet", "huggingface", "store", "mixture"]
@@ -99,10 +101,15 @@ class DataConfig:
         self._check_records()
         self._check_mixture()
         self._check_fit()
-        if self.workers < 0 or self.patience_seconds <= 0:
+        if self.workers < 0:
+            raise ValueError(f"data.workers={self.workers}: processes, 1 or more (or 0: as many as pay)")
+        if not self.patience_seconds > 0:
+            raise ValueError(f"data.patience_seconds={self.patience_seconds}: seconds, more than 0")
+        if self.dedup and (self.stream or self.source in ("store", "mixture")):
+            given = "data.stream=true" if self.stream else f"data.source={self.source}"
             raise ValueError(
-                f"data.workers={self.workers} must not be negative, and"
-                f" data.patience_seconds={self.patience_seconds} must be positive"
+                f"data.dedup=true leaves duplicates out of a store that is prepared, and {given} prepares none: give it"
+                " to `multipack prepare`"
             )
         if self.stream and self.source not in ("store", "huggingface"):
             raise ValueError(
@@ -170,26 +177,34 @@ class DataConfig:
             raise ValueError(f"data.special_tokens={self.special_tokens}: names that differ from each other")
         if len(set(self.fields)) < len(self.fields) or not all(self.fields):
             raise ValueError(f"data.fields={self.fields}: names that differ from each other")
-        least = {"text": (1,), "completion": (2,), "chat": (1, 2), "preference": (2, 3), "auto": (1, 2)}[
+        least = {"text": (1,), "completion": (2,), "chat": (1, 2), "preference": (2, 3), "auto": (1, 2, 3)}[
             self.format
         ]
         if self.fields and len(self.fields) not in least:
             raise ValueError(
-                f"data.fields={self.fields} with data.format={self.format}: one name (text, or messages) or two"
-                " different ones (prompt, completion); a preference has prompt, chosen, rejected"
+                f"data.fields={self.fields} with data.format={self.format}: one name (text, or messages), two"
+                " (prompt, completion; or messages, tools) or three (prompt, chosen, rejected)"
             )
 
     def _check_mixture(self) -> None:
         if self.source != "mixture":
-            if self.paths or self.weights:
-                raise ValueError(
-                    f"data.paths={self.paths}, data.weights={self.weights} are of a mixture: set data.source=mixture"
-                )
+            for name, usual in (
+                ("paths", []),
+                ("weights", []),
+                ("weigh_by", "tokens"),
+                ("mixture_ends", "all"),
+            ):
+                if (given := getattr(self, name)) != usual:
+                    raise ValueError(f"data.{name}={given} is of a mixture: set data.source=mixture")
             return
         if self.path:
             raise ValueError(f"data.path={self.path}: a mixture has data.paths=[STORE,STORE,…]")
-        if len(self.paths) < 2 or len(set(self.paths)) < len(self.paths):
-            raise ValueError(f"data.paths={self.paths}: a mixture needs two token stores or more, each once")
+        places = [Path(path).expanduser().resolve() for path in self.paths]
+        twice = any(one == other or one in other.parents for one, other in permutations(places, 2))
+        if len(places) < 2 or twice:
+            raise ValueError(
+                f"data.paths={self.paths}: a mixture needs two token stores or more, each once and none inside another"
+            )
         if self.weights and (len(self.weights) != len(self.paths) or min(self.weights) <= 0):
             raise ValueError(
                 f"data.weights={self.weights}: one positive number for each of the {len(self.paths)} data.paths"

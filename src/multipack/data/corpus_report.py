@@ -66,6 +66,7 @@ class CorpusReport:
         histogram: documents by length, each bar twice as wide as the one before.
         excess: for some capacities below the longest document: what is longer.
         pairs: whether documents are preference pairs.
+        is_stream: whether all is one document, which training cuts into blocks.
         shards: token stores of which the corpus is made.
         is_complete: False: a folder of shards that still grows.
         bytes: size of all files.
@@ -86,6 +87,7 @@ class CorpusReport:
     histogram: tuple[Bar, ...]
     excess: tuple[Excess, ...]
     pairs: bool
+    is_stream: bool
     shards: int
     is_complete: bool
     bytes: int
@@ -153,6 +155,7 @@ def _report(
         histogram=_histogram(lengths),
         excess=_excess(lengths),
         pairs=any(store.has_pairs for store in stores),
+        is_stream=stores[0].header.split_by == "position",
         shards=len(stores),
         is_complete=is_complete,
         bytes=sum(_size(store) for store in stores),

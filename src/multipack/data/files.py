@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import copy
 import glob
 import gzip
 import hashlib
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, TextIO, cast
+from typing import BinaryIO, NamedTuple, Self, TextIO, cast
+
+from multipack.data.source import Source
 
 CHUNK = 1 << 20
 """Characters read at once."""
+
+
+class FoundFile(NamedTuple):
+    """A file of a `FileSet`, as it travels to another process.
+
+    Attributes:
+        name: what people call it.
+        path: where it is, as it was given.
+        size: bytes, as stored.
+        modified: when it changed last, in nanoseconds.
+    """
+
+    name: str
+    path: str
+    size: int
+    modified: int
 
 
 class FileSet:
@@ -28,6 +47,7 @@ class FileSet:
         paths: where each is.
         ignored: files of the folder with another suffix.
         total_bytes: size of all, as stored.
+        here: the folder in which relative paths begin; of this process, unless another one made the set.
 
     Raises:
         ValueError: nothing is there.
@@ -36,6 +56,7 @@ class FileSet:
     def __init__(self, path: str, suffixes: tuple[str, ...]) -> None:
         root = Path(path).expanduser()
         self.root = root
+        self.here = Path()
         self.ignored = 0
         if root.is_file():
             self.names = [root.name]
@@ -82,16 +103,39 @@ class FileSet:
             raise ValueError(f"data.path={pattern}: no file has such a name (`**` stands for any folders)")
         return root, files
 
-    @staticmethod
-    def _state(path: Path) -> tuple[int, int]:
-        state = path.stat()
+    @property
+    def found(self) -> list[FoundFile]:
+        """The files, as they were when this set was made."""
+        return [
+            FoundFile(name, str(path), *seen)
+            for name, path, seen in zip(self.names, self.paths, self._seen, strict=True)
+        ]
+
+    def only(self, found: Sequence[FoundFile], here: Path, ignored: int = 0) -> FileSet:
+        """A set of some of these files, which may be read by another process.
+
+        Args:
+            found: the files.
+            here: the folder in which relative paths begin; errors name the paths without it.
+            ignored: files of another kind that count as ignored here.
+        """
+        part = copy.copy(self)
+        part.here, part.ignored = here, ignored
+        part.names, part.paths = [file.name for file in found], [Path(file.path) for file in found]
+        part._seen = [(file.size, file.modified) for file in found]
+        part.total_bytes = sum(file.size for file in found)
+        part.restart()
+        return part
+
+    def _state(self, path: Path) -> tuple[int, int]:
+        state = (self.here / path).stat()
         return state.st_size, state.st_mtime_ns
 
     def digest(self) -> bytes:
         """Sha256 of names and contents (as stored, so that a gzipped file differs from itself unpacked)."""
         digest = hashlib.sha256()
         for name, path in zip(self.names, self.paths, strict=True):
-            with open(path, "rb") as file:
+            with open(self.here / path, "rb") as file:
                 content = hashlib.file_digest(file, "sha256").digest()
             digest.update(name.encode("utf-8", "surrogateescape") + b"\0" + content)
         return digest.digest()
@@ -115,7 +159,7 @@ class FileSet:
         path = self.paths[index]
         if self._state(path) != self._seen[index]:
             raise ValueError(f"{path} has changed since its hash was taken; start again when it is complete")
-        with open(path, "rb") as raw:
+        with open(self.here / path, "rb") as raw:
             self._raw = raw
             try:
                 if path.name.lower().endswith(".gz"):
@@ -128,6 +172,24 @@ class FileSet:
             finally:
                 self._finished_bytes += raw.tell()
                 self._raw = None
+
+
+class FileSource(Source):
+    """A source whose documents are those of one file after another."""
+
+    _files: FileSet
+
+    @property
+    def files(self) -> FileSet:
+        """Where the documents are."""
+        return self._files
+
+    def of(self, files: FileSet) -> Self:
+        """The same source of some of its files (but for `total`): those of contiguous ranges have all its documents."""
+        part = copy.copy(self)
+        part._files = files
+        part.__dict__.pop("hash", None)  # it is cached, and that of all files
+        return part
 
 
 def paragraphs(text: TextIO) -> Iterator[tuple[int, str]]:

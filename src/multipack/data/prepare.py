@@ -89,12 +89,11 @@ def prepare(
     made = build_tokenizer(tokenizer, source, cache, progress)
     work = _Work(source, made, data, engine, progress or _silent, tell or _silent)
     path = out if out is not None else cache / "stores" / work.key
-    holds = work.holds_shards if shards else work.holds_store
-    if holds(path) and not folder_of_parts(path).exists():
+    if work.holds(path, shards) and not folder_of_parts(path).exists():
         return path
     place = hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:32]
     with locked(cache / "stores" / f"{place}.lock"):
-        if holds(path):  # another process was faster
+        if work.holds(path, shards):  # another process was faster
             work.open_parts(path, work.corpus_hash).remove()
             return path
         _refuse_foreign(path, shards)
@@ -152,6 +151,10 @@ class _Work:
         """Hash of the documents of a shard."""
         return hashlib.sha256(f"{self.corpus_hash} shard {number} of {shards}".encode()).hexdigest()
 
+    def holds(self, path: Path, shards: int) -> bool:
+        """Whether what shall be made is at `path`, undamaged."""
+        return self.holds_shards(path, shards) if shards else self.holds_store(path)
+
     def holds_store(self, path: Path, corpus_hash: str = "") -> bool:
         """Whether an undamaged store of these documents and this tokenizer is at `path`."""
         try:
@@ -163,17 +166,17 @@ class _Work:
         wanted = (corpus_hash or self.corpus_hash, self.tokenizer.hash)
         return (store.header.source_hash, store.header.tokenizer_hash) == wanted
 
-    def holds_shards(self, path: Path) -> bool:
-        """Whether a complete folder of undamaged shards of these documents and this tokenizer is at `path`."""
+    def holds_shards(self, path: Path, shards: int) -> bool:
+        """Whether a complete folder of so many undamaged shards of these documents and this tokenizer is at `path`."""
         try:
             header = ShardsHeader.read(path)
         except ValueError:
             return False
-        if (header.source_hash, header.tokenizer_hash) != (self.corpus_hash, self.tokenizer.hash):
+        found = header.source_hash, header.tokenizer_hash, len(header.shards)
+        if found != (self.corpus_hash, self.tokenizer.hash, shards):
             return False
-        count = len(header.shards)
         return all(
-            self.holds_store(path / entry["name"], self.shard_hash(number, count))
+            self.holds_store(path / entry["name"], self.shard_hash(number, shards))
             for number, entry in enumerate(header.shards)
         )
 
@@ -208,14 +211,14 @@ class _Work:
         Raises:
             ValueError: the source is malformed or empty.
         """
-        documents = KeptDocuments(self.source, self.data.dedup)
         parts = self.open_parts(path, self.corpus_hash)
-        with closing(self.open_engine()) as engine, _no_parts_of_bad_input(parts):  # noqa: SIM117
+        with closing(self.open_engine()) as engine, _no_parts_of_bad_input(parts):
+            documents = KeptDocuments(engine.reads(self.source), self.data.dedup)
             with self.open_writer(path, self.corpus_hash, replace) as writer:
                 left_out = self._fill(writer, documents, parts, engine)
                 writer.skipped = _counted(documents.skipped, left_out)
                 if not writer.tokens:
-                    raise ValueError(_no_documents(writer.skipped))
+                    raise ValueError(self._no_documents(writer.skipped))
                 if self.source.is_stream:
                     writer.end_document(documents.last_name)
                 writer.description = self.source.describe(writer.documents)
@@ -256,18 +259,18 @@ class _Work:
                 f"{path} holds other documents, another tokenizer or another number of shards;"
                 " remove it or choose another folder"
             )
-        total = self._count()
-        if not shards <= total:
-            raise ValueError(f"--shards {shards} of {total:,} documents: at most one shard a document")
-        path.mkdir(parents=True, exist_ok=True)
-        documents, left_out = KeptDocuments(self.source, self.data.dedup), 0
         with closing(self.open_engine()) as engine:
+            total = self._count(engine)
+            if not shards <= total:
+                raise ValueError(f"--shards {shards} of {total:,} documents: at most one shard a document")
+            path.mkdir(parents=True, exist_ok=True)
+            documents, left_out = KeptDocuments(engine.reads(self.source), self.data.dedup), 0
             for number in range(shards):
                 count = total * (number + 1) // shards - total * number // shards
                 left_out += self._shard(path, number, shards, documents, count, engine)
         headers = [StoreHeader.read(path / shard_name(number)) for number in range(shards)]
         if not sum(header.tokens for header in headers):
-            raise ValueError(_no_documents(_counted(documents.skipped, left_out)))
+            raise ValueError(self._no_documents(_counted(documents.skipped, left_out)))
         ShardsHeader(
             shards=[_entry(number, header) for number, header in enumerate(headers)],
             documents=sum(header.documents for header in headers),
@@ -278,10 +281,10 @@ class _Work:
             skipped=_counted(documents.skipped, left_out),
         ).write(path)
 
-    def _count(self) -> int:
+    def _count(self, engine: Engine) -> int:
         """Documents that are kept."""
-        count = 0
-        for batch in batches(KeptDocuments(self.source, self.data.dedup), lambda: self.source.done):
+        count, source = 0, engine.reads(self.source, tokenizes=False)
+        for batch in batches(KeptDocuments(source, self.data.dedup), lambda: source.done):
             count += len(batch.documents)
             self.progress(batch.done, self.source.total, f"{self.source.unit} read to count documents")
         return count
@@ -291,23 +294,23 @@ class _Work:
     ) -> int:
         """Write one shard, or find it; returns how many of its documents have no tokens."""
         place, corpus_hash = path / shard_name(number), self.shard_hash(number, shards)
-        before, mine = documents.skipped, islice(documents, count)
+        before, mine, is_last = documents.skipped, islice(documents, count), number == shards - 1
         if self.holds_store(place, corpus_hash):
             self.tell(f"{place.name} is there already")
             self.open_parts(place, corpus_hash).remove()  # a kill may have come between the two
             left_out = StoreHeader.read(place).skipped.get(_WITHOUT_TOKENS, 0)
             for _ in mine:
                 pass
+            if is_last:
+                _expect_end(documents)  # and count what was left out after the last document
         else:
             if not is_free(place):
                 raise ValueError(f"{place} holds other documents; remove {path} or choose another folder")
             parts = self.open_parts(place, corpus_hash)
             with _no_parts_of_bad_input(parts), self.open_writer(place, corpus_hash) as writer:
                 left_out = self._fill(writer, mine, parts, engine)
-                if number == shards - 1 and next(documents, None) is not None:
-                    raise ValueError(
-                        "the source has more documents than were counted: it has changed meanwhile"
-                    )
+                if is_last:
+                    _expect_end(documents)
                 skipped = {
                     reason: found - before.get(reason, 0) for reason, found in documents.skipped.items()
                 }
@@ -318,17 +321,22 @@ class _Work:
             parts.remove()
         return left_out
 
+    def _no_documents(self, skipped: dict[str, int]) -> str:
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in skipped.items())
+        where = f"data.path={self.data.path}" if self.data.path else f"data.source={self.data.source}"
+        return f"{where}: there are no documents{f' ({reasons})' if reasons else ''}"
+
 
 _WITHOUT_TOKENS = "documents without tokens"
 
 
+def _expect_end(documents: KeptDocuments) -> None:
+    if next(documents, None) is not None:
+        raise ValueError("the source has more documents than were counted: it has changed meanwhile")
+
+
 def _counted(skipped: dict[str, int], left_out: int) -> dict[str, int]:
     return {**skipped, **({_WITHOUT_TOKENS: left_out} if left_out else {})}
-
-
-def _no_documents(skipped: dict[str, int]) -> str:
-    reasons = ", ".join(f"{count:,} {reason}" for reason, count in skipped.items())
-    return f"the source has no documents{f' ({reasons})' if reasons else ''}"
 
 
 def _entry(number: int, header: StoreHeader) -> dict[str, Any]:

@@ -15,15 +15,16 @@ import json
 from abc import abstractmethod
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TextIO
 
 from multipack.data.config import DataConfig
-from multipack.data.files import CHUNK, FileSet
+from multipack.data.files import CHUNK, FileSet, FileSource
 from multipack.data.records import RecordReader, Shape
 from multipack.data.source import Source, SourceDocument
 from multipack.data.tokenizer import TokenizerConfig
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
+_SPACES = " \t\r\n"
 
 
 class Row(NamedTuple):
@@ -51,13 +52,38 @@ class RecordSource(Source):
     def __init__(self, config: DataConfig, tokenizer: TokenizerConfig | None = None) -> None:
         super().__init__()
         self.config = config
+        self._tokenizer = tokenizer or TokenizerConfig()
+        self._reader = RecordReader(config, self._open_template)
 
-        def template() -> Any:
-            from multipack.data.templates import resolve_template  # Jinja is loaded for chats alone
+    def _open_template(self) -> Any:
+        from multipack.data.templates import resolve_template  # Jinja is loaded for chats alone
 
-            return resolve_template(config, tokenizer or TokenizerConfig())
+        return resolve_template(self.config, self._tokenizer)
 
-        self._reader = RecordReader(config, template)
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy needs, here or in another process: there the template is compiled anew, from its text."""
+        shape, template = self.shape, self._reader.template
+        written = (template.to_json(), template.identity) if template is not None else None
+        return {**self.__dict__, "_reader": (shape, written)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """See `__getstate__`.
+
+        Raises:
+            ValueError: the template asks for the day, and here it is another one.
+        """
+        self.__dict__.update(state)
+        shape, written = state["_reader"]
+        self._reader = RecordReader(self.config, self._open_template)
+        self._reader.shape = shape
+        if written is not None:
+            from multipack.data.chat import ChatTemplate
+
+            self._reader.template = ChatTemplate.from_json(written[0])
+            if self._reader.template.identity != written[1]:
+                raise ValueError(
+                    f"{self._reader.template.name} writes the day, which has changed meanwhile: start again"
+                )
 
     @abstractmethod
     def _rows(self) -> Iterator[Row]:
@@ -134,7 +160,7 @@ class RecordSource(Source):
         return f"{self._place}, {documents:,} documents ({what})"
 
 
-class FileRecords(RecordSource):
+class FileRecords(RecordSource, FileSource):
     """Records in files."""
 
     def __init__(
@@ -218,6 +244,9 @@ def list_items(file: BinaryIO, where: str) -> Iterator[dict[str, Any]]:
                 buffer, position, size = buffer[position:] + more, 0, size * 2  # so that reading stays linear
                 continue
             if item is None:
+                _expect_end(
+                    buffer[position:].lstrip(_SPACES)[1:], text, f"{where}, after record {number - 1}"
+                )
                 return
             record, position = item
             if not isinstance(record, dict):
@@ -244,8 +273,18 @@ def _next_item(buffer: str, position: int, is_first: bool) -> tuple[Any, int] | 
     return json.JSONDecoder().raw_decode(buffer, position)
 
 
+def _expect_end(rest: str, text: TextIO, where: str) -> None:
+    """Refuse what follows a list, and would not be read; of a gzipped file, the checksum is verified on the way."""
+    while not rest.strip(_SPACES):
+        if not (rest := text.read(CHUNK)):
+            return
+    raise ValueError(
+        f"{where}: {rest.strip(_SPACES)[:20]!r} follows the end of the list; a file holds one list"
+    )
+
+
 def _spaces_end(text: str, position: int) -> int:
-    while position < len(text) and text[position] in " \t\r\n":
+    while position < len(text) and text[position] in _SPACES:
         position += 1
     return position
 

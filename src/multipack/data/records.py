@@ -25,6 +25,13 @@ Form = Literal["text", "completion", "chat", "preference"]
 CONVERSATIONS = ("messages", "conversations")
 KNOWN_FIELDS = ("text", "prompt", "completion", *CONVERSATIONS, "chosen", "rejected")
 """What is read without `data.fields`."""
+_LEAST_FIELDS = (
+    {"text"},
+    {"prompt", "completion"},
+    *({name} for name in CONVERSATIONS),
+    {"chosen", "rejected"},
+)
+"""Without one of these nothing can be made of a record."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +75,13 @@ class RecordReader:
         self.template: ChatTemplate | None = None
 
     def columns(self, names: Iterable[str]) -> list[str]:
-        """Those of a table's columns that are read; all, if it has none of them, so that an error can name them."""
+        """Those of a table's columns that are read; all, if a field is missing, so that an error can name them."""
         names = list(names)
+        given = self.shape.fields if self.shape is not None else self._config.fields
+        if not any(fields <= {*names} for fields in ([{*given}] if given else _LEAST_FIELDS)):
+            return names
         wanted = {*(self._config.fields or KNOWN_FIELDS), "tools", "system"}
-        return [name for name in names if name in wanted] or names
+        return [name for name in names if name in wanted]
 
     def begin(self, record: dict[str, Any], where: str) -> Shape:
         """Let the first record decide what all are.
@@ -183,8 +193,8 @@ def _shape(config: DataConfig, record: dict[str, Any], where: str) -> Shape:
 def _form(fields: list[str], record: dict[str, Any], where: str) -> Form:
     """What a record is, by the number of names that were given, or else by the fields that it has."""
     if fields:
-        if len(fields) == 2:
-            return "completion"
+        if len(fields) > 1:
+            return "completion" if len(fields) == 2 else "preference"
         return "chat" if isinstance(record.get(fields[0]), list) else "text"
     if "chosen" in record and "rejected" in record:
         return "preference"
@@ -196,7 +206,7 @@ def _form(fields: list[str], record: dict[str, Any], where: str) -> Form:
         return "completion"
     raise ValueError(
         f"{where}: neither `text` nor `prompt` and `completion` nor `messages` nor `chosen` and `rejected` among the "
-        f"fields ({', '.join(record) or 'none'}); name one or two of them in data.fields"
+        f"fields ({', '.join(record) or 'none'}); name those that are meant in data.fields"
     )
 
 
@@ -240,8 +250,8 @@ def _with_system(messages: list[Message], record: dict[str, Any], where: str) ->
 
 
 def _field(record: dict[str, Any], field: str, where: str) -> Any:
-    if field not in record:
-        raise ValueError(f"{where}: no field {field!r} (it has {', '.join(record) or 'none'})")
+    if field not in record:  # as in tables' rows where it is null
+        raise ValueError(f"{where}: no field {field!r}, or null in it (it has {', '.join(record) or 'none'})")
     return record[field]
 
 

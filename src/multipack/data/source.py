@@ -43,6 +43,11 @@ class SourceDocument:
     closed: bool = False
     border: int = 0
 
+    @property
+    def characters(self) -> int:
+        """Of all its text."""
+        return sum(len(part.text) for part in self.parts)
+
 
 class Source(ABC):
     """Documents to be tokenized. While it is iterated, `done` of `total` `unit`s tell how far it is.

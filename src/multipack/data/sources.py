@@ -24,7 +24,7 @@ from typing import BinaryIO, TextIO
 
 from multipack.data import stdlib
 from multipack.data.config import DataConfig
-from multipack.data.files import FileSet, paragraphs, separated, stretches
+from multipack.data.files import FileSet, FileSource, paragraphs, separated, stretches
 from multipack.data.huggingface import HuggingFaceSource
 from multipack.data.parquet import ParquetSource
 from multipack.data.record_source import JsonlSource
@@ -115,7 +115,7 @@ class StdlibSource(Source):
         return f"Python {platform.python_version()} standard library, {documents:,} functions with docstring"
 
 
-class TextSource(Source):
+class TextSource(FileSource):
     """Plain text in UTF-8, divided as `DataConfig.documents` says; empty documents are left out."""
 
     def __init__(self, config: DataConfig) -> None:

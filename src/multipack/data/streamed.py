@@ -140,9 +140,9 @@ class StreamedRecords(Arriving):
             if len(block.lengths):
                 pairs = self._reader.shape is not None and self._reader.shape.form == "preference"
                 return MemoryStore(Path(self.name), block, self.tokenizer.vocabulary_size, pairs)
+            self._leave()
             if len(records) < size:
                 return None
-            self._leave()
 
     def _leave(self) -> None:
         self._begin = self._end

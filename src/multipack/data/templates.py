@@ -8,6 +8,7 @@ from pathlib import Path
 
 from multipack.data.chat import ChatTemplate
 from multipack.data.config import BUILT_IN_TEMPLATES, DataConfig
+from multipack.data.header import CHAT_TEMPLATE
 from multipack.data.tokenizer import TokenizerConfig, load_tokenizer, tokenizer_facts
 
 _SPECIAL = {
@@ -25,6 +26,8 @@ _LOOKS_SPECIAL = re.compile(r"<\|\w+\|>")
 def resolve_template(data: DataConfig, tokenizer: TokenizerConfig) -> ChatTemplate:
     """The template that writes the chats of `data`: of the name, of the file, the tokenizer's own, or else chatml.
 
+    The own one of a tokenizer in a checkpoint is the run's.
+
     Raises:
         ImportError: a package that the tokenizer needs is not installed.
         ValueError: no such template or file; a file that writes special tokens which nobody has named.
@@ -32,6 +35,11 @@ def resolve_template(data: DataConfig, tokenizer: TokenizerConfig) -> ChatTempla
     name = data.chat_template
     if name and name not in BUILT_IN_TEMPLATES:
         return _of_file(Path(name).expanduser(), data.special_tokens, tokenizer)
+    if tokenizer.kind == "file" and not name:
+        beside = Path(tokenizer.path).expanduser()
+        beside = (beside if beside.is_dir() else beside.parent) / CHAT_TEMPLATE
+        if beside.is_file():
+            return ChatTemplate.from_json(beside.read_text("utf-8"))
     facts = tokenizer_facts(tokenizer) if name in ("", "plain") else None
     if facts is not None and not name:
         if facts.chat_template:

@@ -48,7 +48,7 @@ class TokenizerConfig:
     """How text becomes tokens."""
 
     kind: TokenizerKind = "auto"
-    """Kind of tokenizer; auto: byte-pair encoding trained on the corpus, or that of the token store."""
+    """Kind of tokenizer; auto: that of the token store or of train.init_from, else byte pairs of the corpus."""
     path: str = ""
     """A tokenizer.json (kind=file), folder or name (transformers), tekken.json (mistral; empty: the package's own)."""
     vocabulary_size: int = 2048
@@ -203,6 +203,15 @@ class Tokenizer:
             )
         return self._special[name]
 
+    def grown(self, special_tokens: Sequence[str]) -> Tokenizer:
+        """The same tokenizer with special tokens behind its last one: those that it has no token for at all."""
+        lacking = [name for name in special_tokens if self._library.token_to_id(name) is None]
+        if not lacking:
+            return self
+        library = tokenizers.Tokenizer.from_str(self._definition)
+        library.add_special_tokens(_special_tokens(lacking))
+        return Tokenizer(library.to_str(), self.name)
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; special tokens, the end token among them, have none.
 
@@ -351,7 +360,7 @@ def load_tokenizer(config: TokenizerConfig, special_tokens: Sequence[str] = ()) 
 
     Args:
         config: of a kind that is not trained.
-        special_tokens: what chats need beside the end token; only `kind=byte` can still add them.
+        special_tokens: what chats need beside the end token; `kind=byte` and `kind=file` get those that they lack.
 
     Raises:
         ImportError: a package that `config.kind` needs is not installed.
@@ -371,7 +380,7 @@ def load_tokenizer(config: TokenizerConfig, special_tokens: Sequence[str] = ()) 
         return Tokenizer(mistral_definition(tekken_path(config.path)), config.name)
     if config.kind == "transformers":
         return Tokenizer(load_transformers(config.path)[0], config.name)
-    return Tokenizer.load(Path(config.path).expanduser(), config.name)
+    return Tokenizer.load(Path(config.path).expanduser(), config.name).grown(special_tokens)
 
 
 def tokenizer_facts(config: TokenizerConfig) -> TokenizerFacts:

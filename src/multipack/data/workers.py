@@ -25,6 +25,7 @@ from typing import IO
 
 from multipack.data.batches import Batch, in_order
 from multipack.data.blocks import TokenBlock, documents_from_bytes, documents_to_bytes, encode
+from multipack.data.source import Source
 from multipack.data.tokenizer import Tokenizer
 
 WORTH_WORKERS = 4 << 20
@@ -50,6 +51,10 @@ class LocalEngine:
         self._count = workers or _cores()
         self._characters_left = 0 if workers else WORTH_WORKERS
         self._workers: Workers | None = None
+
+    def reads(self, source: Source, tokenizes: bool = True) -> Source:
+        """See `Engine`: this process reads."""
+        return source
 
     def encode(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, TokenBlock]]:
         """See `Engine`.

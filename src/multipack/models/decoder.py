@@ -48,7 +48,7 @@ class Decoder(nn.Module):
 
     Args:
         shape: layers, widths and switches; its vocabulary must be set.
-        attention: a backend's name, or `"auto"` (models/attention.py).
+        attention: a backend's name, or `"auto"` (models/attention/table.py).
         loss_function: (hidden, weight, targets, num_targets=…) → Σ loss, with `weights=` too where a batch has
             some; tensor parallelism hands in its own.
         training_loss: the same with the terms that only training adds (models/loss.py); None = the same.

@@ -1,8 +1,7 @@
 """Who takes part in a run: ranks, device, backend, and how the processes were launched.
 
-`World` is a value that is asked for and handed around; nothing here is kept at module level. Processes are
-expected from a launcher that sets RANK, WORLD_SIZE and LOCAL_RANK (torchrun does); without one the world is a
-single process and no process group exists.
+`World` is a value that is asked for and handed around; nothing here is kept at module level. Which process this is says
+the launcher that started it (ranks.py); without one the world is a single process and no process group exists.
 """
 
 from __future__ import annotations
@@ -21,6 +20,8 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from multipack.parallel.ranks import Ranks, find_ranks, rendezvous
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -128,11 +129,10 @@ def launched_by(environment: Mapping[str, str]) -> tuple[str, str]:
     """
     program = Path(sys.argv[0]).name
     own = " ".join(["python -m multipack" if program == "__main__.py" else program, *sys.argv[1:]])
-    if "TORCHELASTIC_RUN_ID" in environment:
-        return "torchrun", _parent_command() or own
-    if "RANK" in environment:
-        return "environment (RANK is set)", own
-    return "none", own
+    launcher = find_ranks(environment).launcher
+    if launcher == "torchrun":
+        return launcher, _parent_command() or own
+    return launcher, own
 
 
 def _parent_command() -> str:
@@ -160,70 +160,49 @@ def connected(device: Device = "auto", timeout_seconds: float = 600.0) -> Iterat
         The world, with its process group initialized if there is more than one process.
 
     Raises:
-        ValueError: the launcher's variables are incomplete, or the device is not there.
+        ValueError: the launcher's variables are incomplete or disagree, or the device is not there.
     """
     environment = os.environ
-    size = int(environment.get("WORLD_SIZE", "1"))
-    _refuse_unknown_launchers(environment)
+    ranks = find_ranks(environment)
     launcher, command = launched_by(environment)
-    if size == 1:
+    if ranks.size == 1:
         yield World(device=choose_device(device, 0), launcher=launcher, command=command)
         return
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environment]
-    if missing:
-        raise ValueError(
-            f"WORLD_SIZE={size} is set, but {', '.join(missing)} is not; start the processes with a launcher:"
-            f" torchrun --nproc-per-node {size} -m multipack …"
-        )
-    rank, local_rank = int(environment["RANK"]), int(environment.get("LOCAL_RANK", environment["RANK"]))
-    target = choose_device(device, local_rank)
+    meeting = rendezvous(environment, ranks)
+    target = choose_device(device, ranks.local_rank)
     if target.type == "cuda":
         torch.cuda.set_device(target)
     backend = "nccl" if target.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_seconds)
-    _join(environment, backend, rank, size, timeout, target if target.type == "cuda" else None)
+    _join(environment, backend, ranks, meeting, timeout, target if target.type == "cuda" else None)
     try:
-        yield World(rank, size, local_rank, target, backend, launcher, command)
+        yield World(ranks.rank, ranks.size, ranks.local_rank, target, backend, launcher, command)
         dist.barrier()
     finally:
         dist.destroy_process_group()
 
 
-def _refuse_unknown_launchers(environment: Mapping[str, str]) -> None:
-    """N independent copies of a run are never what `srun -n N` or `mpiexec -n N` meant."""
-    if "WORLD_SIZE" in environment:
-        return
-    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        if environment.get(name, "1") not in ("", "1"):
-            raise ValueError(
-                f"{name}={environment[name]}, but RANK and WORLD_SIZE are not set: start one torchrun per node instead"
-                " (torchrun --nproc-per-node …), or export RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
-            )
-
-
 def _join(
     environment: Mapping[str, str],
     backend: str,
-    rank: int,
-    size: int,
+    ranks: Ranks,
+    meeting: tuple[str, int],
     timeout: timedelta,
     device_id: torch.device | None,
 ) -> None:
     """Initialize the process group; under torchrun in a key space of its own for each restart.
 
-    A restarted worker would otherwise read the addresses that its predecessor left in the store.
+    A restarted worker would otherwise read the addresses that its predecessor left in the store. Without torchrun,
+    whose agent keeps one, rank 0 opens the store.
     """
     restart = environment.get("TORCHELASTIC_RESTART_COUNT")
-    if restart is None or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout, device_id=device_id)
-        return
-    address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-    store = TCPStore(address, port, size, is_master=False, timeout=timeout)
+    kept = restart is not None and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = TCPStore(*meeting, ranks.size, is_master=not kept and ranks.rank == 0, timeout=timeout)
     dist.init_process_group(
         backend,
-        store=PrefixStore(f"attempt-{restart}", store),
-        rank=rank,
-        world_size=size,
+        store=PrefixStore(f"attempt-{restart}" if kept else "run", store),
+        rank=ranks.rank,
+        world_size=ranks.size,
         timeout=timeout,
         device_id=device_id,
     )

@@ -274,11 +274,18 @@ def pack_rows(packs: Packs, lengths: NDArray[np.int64], wanted: PackCommand, sec
 
 
 def corpus_notes(corpus: Corpus) -> Rows:
-    """What happened to documents on their way from the source: cut, dropped or skipped, never in silence."""
-    fits = [("training", corpus.train_fit), ("validation", corpus.validation_fit)]
+    """What happened to documents on their way from the source: cut, dropped or skipped, never in silence.
+
+    Of documents that arrive: to those that have, until now.
+    """
+    arriving = corpus.arriving
+    train_fit, skipped = (
+        (corpus.train_fit, corpus.skipped) if arriving is None else (arriving.report, arriving.skipped)
+    )
+    fits = [("training", train_fit), ("validation", corpus.validation_fit)]
     rows = [(f"too long, {which}", fit.describe()) for which, fit in fits if fit.describe()]
     rows += [(f"mixture, {share.name}", share.describe()) for share in corpus.mixture]
-    return rows + [("skipped", f"{count:,} {reason}") for reason, count in corpus.skipped.items()]
+    return rows + [("skipped", f"{count:,} {reason}") for reason, count in skipped.items()]
 
 
 def store_rows(path: Path, report: CorpusReport) -> Rows:
@@ -289,10 +296,22 @@ def store_rows(path: Path, report: CorpusReport) -> Rows:
         ("folder", str(path)),
         *([("stores", shards)] if report.shards > 1 or not report.is_complete else []),
         ("corpus", report.description),
-        ("documents", f"{report.documents:,}{' preference pairs' if report.pairs else ''}"),
+        ("documents", "one stream, cut into blocks by training" if report.is_stream else _documents(report)),
         ("tokens", f"{report.tokens:,}"),
         ("vocabulary", f"{report.vocabulary_size:,}"),
         ("targets", f"{report.targets:,} ({report.target_share:.1%} of the tokens)"),
+        *(_length_rows(report) if not report.is_stream else []),
+        *left_out,
+        ("size", f"{report.bytes / 2**20:,.1f} MiB"),
+    ]
+
+
+def _documents(report: CorpusReport) -> str:
+    return f"{report.documents:,}{' preference pairs' if report.pairs else ''}"
+
+
+def _length_rows(report: CorpusReport) -> Rows:
+    return [
         (
             "lengths",
             f"{report.mean:,.1f} mean, {report.median:,.0f} median; 99 % have at most {report.p99:,.0f} tokens",
@@ -306,14 +325,14 @@ def store_rows(path: Path, report: CorpusReport) -> Rows:
             )
             for number, entry in enumerate(report.excess)
         ],
-        *left_out,
-        ("size", f"{report.bytes / 2**20:,.1f} MiB"),
     ]
 
 
 def tell_store(console: Console, path: Path, report: CorpusReport) -> None:
     """Print a token store, or a folder of shards: its figures, and its documents by length."""
     console.section("token store", store_rows(path, report))
+    if report.is_stream:  # of one document, which training cuts, its length says nothing
+        return
     console.line("\ndocuments by length in tokens")
     for line in histogram_lines(report, console.columns):
         console.line(line)

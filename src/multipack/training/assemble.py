@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from multipack.data.corpus import load_corpus
+from multipack.data.corpus import Corpus, load_corpus
 from multipack.data.documents import Documents
 from multipack.data.loader import PackedLoader
 from multipack.data.sampler import PackedBatchSampler
@@ -35,9 +35,10 @@ from multipack.training.checkpoint import (
     load_checkpoint,
 )
 from multipack.training.feed import Feed, Steps
+from multipack.training.inference import find_template
 from multipack.training.initial import Initial, begin_from, initial_weights
 from multipack.training.metrics import RunningLoss
-from multipack.training.objective import NextToken, objective_of
+from multipack.training.objective import Objective, objective_of
 from multipack.training.observer import Observers
 from multipack.training.optimizer import build_optimizer
 from multipack.training.precision import mean_peak, name_of_dtype, resolve_dtype
@@ -133,6 +134,7 @@ def assemble(
         lr_factor=rate_factor(config.optimizer, feed.targets_per_step),
         targets_per_step=feed.targets_per_step,
         notes=[*notes, *told_views],
+        chat_template=_chat_template(corpus, checkpoint, initial),
     )
     session.begin(checkpoint)
     return session
@@ -141,7 +143,7 @@ def assemble(
 def _steps(
     config: Config,
     world: World,
-    objective: NextToken,
+    objective: Objective,
     view: Any,
     cost_model: CostModel,
     clock: Callable[[], float],
@@ -165,11 +167,21 @@ def _run_and_checkpoint(config: Config) -> tuple[RunDirectory, Checkpoint | None
     return run, load_checkpoint(path or run.latest_checkpoint())
 
 
-def _initial(config: Config, checkpoint: Checkpoint | None, objective: NextToken) -> Initial | None:
+def _initial(config: Config, checkpoint: Checkpoint | None, objective: Objective) -> Initial | None:
     """The weights to begin with. A run that goes on has its own, and may need these as its reference only."""
     if not config.train.init_from or (checkpoint is not None and not objective.needs_initial):
         return None
-    return initial_weights(Path(config.train.init_from).expanduser())
+    try:
+        return initial_weights(Path(config.train.init_from).expanduser())
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"train.init_from={config.train.init_from}: {error}") from error
+
+
+def _chat_template(corpus: Corpus, checkpoint: Checkpoint | None, initial: Initial | None) -> str:
+    """The template of the run's chats; without any, that of the weights it goes on with."""
+    before = checkpoint.path if checkpoint is not None else initial.folder if initial is not None else None
+    template = find_template(before) if before is not None and not corpus.chat_template else None
+    return corpus.chat_template if template is None else template.to_json()
 
 
 def _reading(advance: Any) -> Callable[[int, int | None, str], None]:
@@ -237,7 +249,7 @@ def _slots(config: Config) -> int | None:
 
 
 def _validation(
-    config: Config, world: World, objective: NextToken, view: Any, cost_model: CostModel
+    config: Config, world: World, objective: Objective, view: Any, cost_model: CostModel
 ) -> tuple[PackedLoader, int]:
     """This rank's validation packs, and how many of them an evaluation takes."""
     documents = objective.corpus.validation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ class MovingAverage(Observer):
     """
 
     name = "average"
+    legend: Mapping[str, str] = MappingProxyType(
+        {"val_loss_ema": "val_loss of the running mean of the weights"}
+    )
     suffix = "_ema"
     """Of the metrics that are measured with the mean."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ class Checkpoint:
     Attributes:
         path: its folder.
         step: steps taken when it was written.
-        tensors: {"model": …, "optimizer": …} as `Engine.state` gives them.
+        tensors: {"model": …, "optimizer": …} as `Engine.state` gives them, and {"observers": …} where one keeps some.
         progress: plan state, file marks, running loss: whatever the trainer asked to keep.
         rng: generator states by "rank-<r>.<device type>".
     """
@@ -120,8 +121,12 @@ def _prune(run: RunDirectory, newest: Path, keep: int) -> None:
         shutil.rmtree(path)
 
 
-def load_checkpoint(path: Path) -> Checkpoint:
+def load_checkpoint(path: Path, groups: Collection[str] | None = None) -> Checkpoint:
     """Read a checkpoint.
+
+    Args:
+        path: its folder.
+        groups: of tensors to read, as far as it has them; None = all. An optimizer is twice as large as its model.
 
     Raises:
         ValueError: a file is missing or has another size than when it was written, or the format is newer.
@@ -141,7 +146,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
         return Checkpoint(
             path=path,
             step=state["step"],
-            tensors={name: load_file(path / f"{name}.safetensors") for name in _groups(state)},
+            tensors={name: load_file(path / f"{name}.safetensors") for name in _groups(state, groups)},
             progress=state["progress"],
             rng=load_file(path / "rng.safetensors"),
         )
@@ -149,10 +154,11 @@ def load_checkpoint(path: Path) -> Checkpoint:
         raise ValueError(f"checkpoint {path} is damaged: {error}; resume from an older one") from error
 
 
-def _groups(state: dict[str, Any]) -> list[str]:
+def _groups(state: dict[str, Any], wanted: Collection[str] | None) -> list[str]:
     """Names of the groups of tensors; only those that the checkpoint also lists as files of its own are opened."""
     groups = state.get("groups", ["model", "optimizer"])
-    return [name for name in groups if f"{name}.safetensors" in state["files"]]
+    listed = [name for name in groups if f"{name}.safetensors" in state["files"]]
+    return [name for name in listed if wanted is None or name in wanted]
 
 
 def gather_rng(world: World) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from multipack.atomic import atomic_folder
+from multipack.atomic import atomic_folder, is_free
 from multipack.data.tokenizer import Tokenizer
 from multipack.models.decoder import Decoder
 from multipack.models.hf import build_decoder, config_of, to_huggingface
@@ -96,6 +96,8 @@ def export(path: Path, folder: Path, weights: str = "latest", dtype: str = "fp32
     for name, value, choices in (("weights", weights, get_args(Weights)), ("dtype", dtype, tuple(DTYPES))):
         if value not in choices:
             raise ValueError(f"--{name} {value}: one of {', '.join(choices)}")
+    if not is_free(folder):
+        raise FileExistsError(f"{folder} exists and is not empty: choose another folder, or move it away")
     initial = initial_weights(path, cast(Weights, weights))
     if initial.tokenizer is None:
         raise ValueError(f"{path} has no tokenizer.json, which an export holds too")

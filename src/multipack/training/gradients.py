@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,6 +28,12 @@ class LayerNorms(Observer):
     """
 
     name = "layer_norms"
+    legend: Mapping[str, str] = MappingProxyType(
+        {
+            "grad_norm/PART": "norm of the gradient of a block, of the embedding or the head, before clipping",
+            "weight_norm/PART": "norm of its weights",
+        }
+    )
 
     @torch.no_grad()
     def gradient(self, step: int, engine: Engine) -> Mapping[str, float]:
@@ -74,12 +81,15 @@ class GradientNoise(Observer):
         tr Σ = mean(|g_b|² − |g_B|²) / mean(1/b − 1/B)        |G|² = mean |g_B|² − tr Σ · mean 1/B
 
     The metric is `gradient_noise`, in targets (in documents where the loss is a mean over documents); there is none
-    while |G|² does not come out positive. Documents stay whole, so that what their targets have in common counts as
-    noise; and they are dealt to micro-batches by their cost, not drawn: where long documents have other gradients than
-    short ones, the scale is too high.
+    while one of both does not come out positive. Documents stay whole, so that what their targets have in common counts
+    as noise; and they are dealt to micro-batches by their cost, not drawn: where long documents have other gradients
+    than short ones, the scale is too high.
     """
 
     name = "gradient_noise"
+    legend: Mapping[str, str] = MappingProxyType(
+        {"gradient_noise": "the gradient's noise scale, in targets: beyond it a larger step helps little"}
+    )
     decay = 0.99
     """Share of the running means that a step keeps."""
 
@@ -142,7 +152,7 @@ class GradientNoise(Observer):
             return None  # in every step all targets stood in one micro-batch
         trace = means["squares"] / means["inverses"]
         square = means["whole_square"] - trace * means["whole_inverse"]
-        return trace / square if square > 0 else None
+        return trace / square if min(trace, square) > 0 else None
 
     def state(self) -> dict[str, Any]:
         """The running means."""

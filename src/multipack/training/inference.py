@@ -37,13 +37,29 @@ def load_run(path: Path) -> tuple[Decoder, Tokenizer]:
 
 
 def load_template(path: Path) -> ChatTemplate:
-    """The chat template that a run was trained with, or that an export holds.
+    """The chat template that a run was trained with, or that an export holds; see `find_template`.
+
+    Raises:
+        FileNotFoundError: there is nothing at `path`.
+        ValueError: there is no template; the message says how a run gets one.
+    """
+    template = find_template(path)
+    if template is None:
+        raise ValueError(
+            f"{path} has no chat template ({CHAT_TEMPLATE}): it was not trained on conversations. Train on records with"
+            " `messages` (data.format=chat; data.chat_template says how they are written), or leave --chat away"
+        )
+    return template
+
+
+def find_template(path: Path) -> ChatTemplate | None:
+    """The chat template of a run, a checkpoint or an export; None = it has none.
 
     Looked for beside the weights, in the run directory, and in the token store that the run names.
 
     Raises:
         FileNotFoundError: there is nothing at `path`.
-        ValueError: there is no template; the message says how a run gets one.
+        ValueError: a file of a template that holds none.
     """
     from multipack.data.chat import ChatTemplate  # training itself needs no templates
     from multipack.data.vocabularies import facts_of_file
@@ -61,10 +77,7 @@ def load_template(path: Path) -> ChatTemplate:
     facts = facts_of_file(folder)
     if facts.chat_template:
         return ChatTemplate(facts.chat_template, facts.special_tokens, facts.bos_token, facts.eos_token)
-    raise ValueError(
-        f"{path} has no chat template ({CHAT_TEMPLATE}): it was not trained on conversations. Train on records with"
-        " `messages` (data.format=chat; data.chat_template says how they are written), or leave --chat away"
-    )
+    return None
 
 
 def complete(

@@ -68,7 +68,16 @@ def initial_shape(path: Path) -> ModelShape:
     """
     if is_export(path):
         return shape_of(read_config(path), str(path / CONFIG))
-    return _saved_model(_checkpoint(path, "latest"))[0]
+    return _saved_model(initial_folder(path))[0]
+
+
+def initial_folder(path: Path) -> Path:
+    """The very folder that weights are read from: of a run its latest checkpoint, which moves on as it trains.
+
+    Raises:
+        FileNotFoundError: see `initial_weights`.
+    """
+    return path if is_export(path) else _checkpoint(path, "latest")
 
 
 def initial_weights(path: Path, weights: Weights = "latest") -> Initial:
@@ -92,7 +101,7 @@ def initial_weights(path: Path, weights: Weights = "latest") -> Initial:
         return Initial(path, shape, state, Tokenizer.load(path) if has_tokenizer else None)
     folder = _checkpoint(path, weights)
     shape, attention = _saved_model(folder)
-    checkpoint = load_checkpoint(folder)
+    checkpoint = load_checkpoint(folder, ("model", "observers") if weights == "ema" else ("model",))
     state = checkpoint.tensors["model"]
     if weights == "ema":
         state = {**state, **_averages(checkpoint.tensors.get("observers", {}), folder)}
@@ -201,8 +210,9 @@ def fit_vocabulary(shape: ModelShape, tokenizer: Tokenizer) -> ModelShape:
 
 def _check_same_shape(initial: Initial, shape: ModelShape, setting: str) -> None:
     ours, theirs = _in_effect(shape), _in_effect(initial.shape)
+    both = [name for name in ours if name in theirs]  # one of context and rope_theta goes with positions
     differing = [
-        f"model.{name}={ours[name]} (there {theirs[name]})" for name in ours if ours[name] != theirs[name]
+        f"model.{name}={ours[name]} (there {theirs[name]})" for name in both if ours[name] != theirs[name]
     ]
     if differing:
         raise ValueError(

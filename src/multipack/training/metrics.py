@@ -35,15 +35,11 @@ LEGEND: dict[str, str] = {
 }
 """Metric → meaning, in the order in which they are printed."""
 
-OPTIONAL: dict[str, str] = {
-    "dt_predicted": "seconds that the plan's measured cost predicts for dtf + dtb",
-    "skipped": "1 where the step was left out: fp16 overflowed, or the loss or gradient jumped",
-    "gradient_noise": "the gradient's noise scale, in targets: beyond it a larger step helps little",
-    "grad_norm/PART": "norm of the gradient of a block, of the embedding or the head, before clipping",
-    "weight_norm/PART": "norm of its weights",
-    "val_loss_ema": "val_loss of the running mean of the weights",
-}
-"""Metrics of runs that ask for them."""
+PREDICTED = "seconds that the plan's measured cost predicts for dtf + dtb"
+"""Meaning of `dt_predicted`, which runs with a measured cost have."""
+
+SKIPPED = "1 where the step was left out: fp16 overflowed, or the loss or gradient jumped"
+"""Meaning of `skipped`."""
 
 
 @dataclass(frozen=True)

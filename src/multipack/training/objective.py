@@ -6,8 +6,8 @@ the plan know only that a model takes a batch and returns a summed loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,12 +18,12 @@ from multipack.data.preference import PreferenceCollator
 from multipack.data.sampler import PackedBatchSampler
 from multipack.models.decoder import Decoder
 from multipack.models.loss import training_loss
-from multipack.models.preference import PreferenceDecoder, preference_metrics
+from multipack.models.preference import PreferenceConfig, PreferenceDecoder, preference_metrics
 from multipack.parallel.engine import Engine
 from multipack.parallel.world import World
 from multipack.shapes import ModelShape
 from multipack.training.observer import Observer
-from multipack.training.preference import PREFERENCE_LEGEND, PreferenceMetrics, with_reference
+from multipack.training.preference import PreferenceMetrics, with_reference
 
 if TYPE_CHECKING:
     from multipack.config import Config
@@ -31,31 +31,35 @@ if TYPE_CHECKING:
 Collator = PackedCollator | PreferenceCollator
 
 
-class NextToken:
-    """Cross-entropy of the target tokens: pre-training and supervised fine-tuning.
+class Objective(ABC):
+    """What a run minimizes.
 
     Args:
         config: of the run.
         corpus: what it trains and validates on.
+
+    Raises:
+        ValueError: settings that mean nothing to this objective.
     """
 
-    legend: Mapping[str, str] = MappingProxyType({})
-    """Metrics that this objective adds to a step's record, and their meaning."""
     needs_initial = False
     """Whether a run that resumes still needs the weights that it began with."""
 
     def __init__(self, config: Config, corpus: Corpus) -> None:
         self.config, self.corpus = config, corpus
+        self.check()
+
+    @abstractmethod
+    def check(self) -> None:
+        """Refuse settings that mean nothing to this objective."""
 
     def settings(self) -> dict[str, Any]:
         """Settings of `TrainConfig` that this objective decides."""
         return {}
 
+    @abstractmethod
     def decoder(self, shape: ModelShape) -> Decoder:
         """The model to train, its weights drawn from torch's global generator."""
-        train = self.config.train
-        loss = training_loss(train.z_loss, train.label_smoothing)
-        return Decoder(shape, attention=self.config.model.attention, training_loss=loss)
 
     def views(
         self,
@@ -68,9 +72,9 @@ class NextToken:
         """Training and validation documents as the collator takes them, and notes; before weights are resumed."""
         return [self.corpus.train, self.corpus.validation], []
 
+    @abstractmethod
     def collator(self, sampler: PackedBatchSampler, pad_to: int | None) -> Collator:
         """Makes a batch of a pack's documents."""
-        return PackedCollator.of(sampler, pad_to=pad_to, pad_id=self.corpus.tokenizer.end_id or 0)
 
     def observers(self, decoder: Decoder) -> list[Observer]:
         """What this objective adds to a step's record."""
@@ -81,18 +85,48 @@ class NextToken:
         return {}
 
 
-class Preferences(NextToken):
+class NextToken(Objective):
+    """Cross-entropy of the target tokens: pre-training and supervised fine-tuning."""
+
+    def check(self) -> None:
+        """See `Objective`."""
+        if self.config.preference != PreferenceConfig():
+            raise ValueError(
+                "preference.* is about preference pairs (chosen, rejected), and these documents are none: leave it out"
+            )
+
+    def decoder(self, shape: ModelShape) -> Decoder:
+        """See `Objective`."""
+        train = self.config.train
+        loss = training_loss(train.z_loss, train.label_smoothing)
+        return Decoder(shape, attention=self.config.model.attention, training_loss=loss)
+
+    def collator(self, sampler: PackedBatchSampler, pad_to: int | None) -> Collator:
+        """See `Objective`."""
+        return PackedCollator.of(sampler, pad_to=pad_to, pad_id=self.corpus.tokenizer.end_id or 0)
+
+
+class Preferences(Objective):
     """Direct preference optimization of pairs (models/preference.py)."""
 
-    legend = PREFERENCE_LEGEND
     needs_initial = True
+
+    def check(self) -> None:
+        """See `Objective`."""
+        train = self.config.train
+        for name in ("label_smoothing", "z_loss"):
+            if getattr(train, name):
+                raise ValueError(
+                    f"train.{name}={getattr(train, name)} is about the loss of tokens, and these documents are"
+                    " preference pairs: leave it out (preference.label_smoothing smooths preferences)"
+                )
 
     def settings(self) -> dict[str, Any]:
         """A pair counts as one, and would be two rows where it is padded."""
         return {"loss_weighting": "document", "compare_padding": False}
 
     def decoder(self, shape: ModelShape) -> Decoder:
-        """See `NextToken`."""
+        """See `Objective`."""
         preference = self.config.preference
         return PreferenceDecoder(
             shape, self.config.model.attention, preference.beta, preference.label_smoothing
@@ -121,7 +155,7 @@ class Preferences(NextToken):
         return list(pairs), notes
 
     def collator(self, sampler: PackedBatchSampler, pad_to: int | None) -> Collator:
-        """See `NextToken`."""
+        """See `Objective`."""
         return PreferenceCollator.of(sampler, pad_to=pad_to, pad_id=self.corpus.tokenizer.end_id or 0)
 
     def observers(self, decoder: Decoder) -> list[Observer]:
@@ -135,7 +169,7 @@ class Preferences(NextToken):
         return preference_metrics(world.sum(decoder.take_tally(training=False)), "val_")
 
 
-def objective_of(config: Config, corpus: Corpus) -> NextToken:
+def objective_of(config: Config, corpus: Corpus) -> Objective:
     """Preferences where the documents are pairs, the next token where they are not."""
     pairs = corpus.arriving is None and corpus.train.store.has_pairs
     return (Preferences if pairs else NextToken)(config, corpus)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any, Literal
 
 from torch import Tensor
@@ -21,11 +22,17 @@ Verdict = Literal["apply", "skip"]
 """What becomes of a step: its gradient is applied, or thrown away."""
 
 
+class RunStopped(RuntimeError):
+    """The run must stop here: nothing of the present step was applied, and the last checkpoint is still good."""
+
+
 class Observer:
     """Watches a run. Every method does nothing, unless a kind of observer has something to do there."""
 
     name = "observer"
     """Of its state in checkpoints; no two observers of a run share one."""
+    legend: Mapping[str, str] = MappingProxyType({})
+    """Metrics that it adds to records, and their meaning."""
 
     def before_step(self, step: int) -> None:
         """`step` (from 1) begins: its batches are not yet taken."""
@@ -48,7 +55,7 @@ class Observer:
         """Whether the step is applied. Both values are the same on every rank, and finite.
 
         Raises:
-            RuntimeError: the run must stop, and why; nothing of the step was applied.
+            RunStopped: on every rank, with the reason; nothing of the step was applied.
         """
         return "apply"
 
@@ -97,6 +104,11 @@ class Observers:
 
     def __iter__(self) -> Iterator[Observer]:
         return iter(self._all)
+
+    @property
+    def legend(self) -> dict[str, str]:
+        """Metrics of all, and their meaning."""
+        return {name: meaning for observer in self._all for name, meaning in observer.legend.items()}
 
     def before_step(self, step: int) -> None:
         """See `Observer`."""

@@ -1,6 +1,6 @@
 """AdamW over groups of parameters, which follow from their dimensions and from rules on their names.
 
-    optimizer.rules=["embedding lr=0.5", "*.bias lr=2 weight_decay=0", "blocks.0 freeze"]
+    'optimizer.rules=[embedding lr=0.5, *.bias lr=2 weight_decay=0, blocks.0 freeze]'
 
 The first rule whose pattern matches a parameter's name, or the name of a module that holds it, decides; what it does
 not say is as for parameters without a rule: learning rate × 1, weight decay where there are two dimensions or more.

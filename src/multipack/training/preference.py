@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -255,6 +256,15 @@ def _write(file: Path, key: Mapping[str, str], values: NDArray[np.float64]) -> s
     return f"{told} and kept in {file}"
 
 
+PREFERENCE_LEGEND = {
+    "reward_accuracy": "share of pairs whose chosen answer has the higher reward",
+    "reward_margin": "mean difference of both rewards; a reward is beta × (log-probability − the reference's)",
+    "reward_chosen": "mean reward of chosen answers",
+    "reward_rejected": "mean reward of rejected answers",
+}
+"""Metric → meaning, for the run's legend."""
+
+
 class PreferenceMetrics(Observer):
     """Puts the rewards of a step's pairs into its record: `reward_accuracy`, `reward_margin` and both means.
 
@@ -263,6 +273,7 @@ class PreferenceMetrics(Observer):
     """
 
     name = "preference"
+    legend: Mapping[str, str] = MappingProxyType(PREFERENCE_LEGEND)
 
     def __init__(self, decoder: PreferenceDecoder) -> None:
         self._decoder = decoder
@@ -270,12 +281,3 @@ class PreferenceMetrics(Observer):
     def gradient(self, step: int, engine: Engine) -> Mapping[str, float]:
         """Means over the pairs of this step, on all ranks."""
         return preference_metrics(engine.world.sum(self._decoder.take_tally()))
-
-
-PREFERENCE_LEGEND = {
-    "reward_accuracy": "share of pairs whose chosen answer has the higher reward",
-    "reward_margin": "mean difference of both rewards; a reward is beta × (log-probability − the reference's)",
-    "reward_chosen": "mean reward of chosen answers",
-    "reward_rejected": "mean reward of rejected answers",
-}
-"""Metric → meaning, for the run's legend."""

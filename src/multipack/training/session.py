@@ -10,6 +10,7 @@ import torch
 
 from multipack.atomic import write_atomically
 from multipack.data.corpus import Corpus
+from multipack.data.header import CHAT_TEMPLATE
 from multipack.data.loader import PackedLoader
 from multipack.parallel.engine import Engine
 from multipack.parallel.world import World
@@ -21,21 +22,22 @@ from multipack.training.calibrate import cost_files
 from multipack.training.checkpoint import (
     Checkpoint,
     gather_rng,
+    name_of,
     restore_rng,
     save_checkpoint,
 )
 from multipack.training.feed import Steps
 from multipack.training.ledger import NOTHING, Ledger
 from multipack.training.metrics import Prediction, RunningLoss
-from multipack.training.objective import NextToken
-from multipack.training.observer import Observers
+from multipack.training.objective import Objective
+from multipack.training.observer import Observers, RunStopped
 from multipack.training.precision import mean_peak, resolve_dtype
 
 if TYPE_CHECKING:
     from multipack.config import Config
 
 
-class NonFiniteLoss(RuntimeError):
+class NonFiniteLoss(RunStopped):
     """A loss, gradient or weight is NaN or infinite; the last checkpoint is still good."""
 
 
@@ -50,8 +52,9 @@ class Session:
         targets_per_step: mean targets of a step when the run began, which that follows from.
         evaluated: the step of the last evaluation.
         best: the lowest validation loss so far, and
-        best_step: the step of it, where this process saw it.
+        best_step: the step of it; -1 = not known.
         ending: why the loop stops before its last step; empty while it goes on.
+        chat_template: that the weights are to be talked to with, as JSON; empty = none.
         interrupted: whether that is a signal, as all ranks have agreed: a rank's own signal may come at any moment.
     """
 
@@ -62,7 +65,7 @@ class Session:
     corpus: Corpus
     shape: ModelShape
     cost_model: CostModel
-    objective: NextToken
+    objective: Objective
     feed: Steps
     validation: PackedLoader | None
     validation_packs: int
@@ -81,6 +84,7 @@ class Session:
     best_step: int = -1
     ending: str = ""
     interrupted: bool = False
+    chat_template: str = ""
     ledger: Ledger | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -97,6 +101,7 @@ class Session:
             self.feed.load_state_dict(checkpoint.progress["data"])
             self.step, self.evaluated = checkpoint.step, checkpoint.progress["evaluated"]
             self.best = checkpoint.progress.get("best")
+            self.best_step = checkpoint.progress.get("best_step", -1)
             self.running = RunningLoss(*checkpoint.progress["running"])
             self.observers.load_state(checkpoint.progress.get("observers", {}))
             self.observers.load_tensors(checkpoint.tensors.get("observers", {}))
@@ -123,6 +128,15 @@ class Session:
         write_atomically(self.run.config, self._saved_config().encode())
         if checkpoint is not None:
             self.run.point_to(checkpoint.path)
+            self._point_to_best()
+
+    def _point_to_best(self) -> None:
+        """Let `best` name the checkpoint that was best so far, and none of a course that is abandoned."""
+        best = self.run.checkpoints / name_of(self.best_step)
+        if best.is_dir():
+            self.run.point_to(best, self.run.best)
+        elif self.best_step >= 0:
+            self.run.best.unlink(missing_ok=True)
 
     def _check_same_documents(self, checkpoint: Checkpoint) -> None:
         saved, own = checkpoint.progress["corpus"], self._corpus_hashes()
@@ -189,6 +203,7 @@ class Session:
                 "running": list(astuple(self.running)),
                 "evaluated": self.evaluated,
                 "best": self.best,
+                "best_step": self.best_step,
                 "observers": self.observers.state(),
                 "marks": self.ledger.marks(),
                 "corpus": self._corpus_hashes(),
@@ -197,27 +212,26 @@ class Session:
             }
             files = {"config.yaml": self._saved_config(), "tokenizer.json": self.corpus.tokenizer.to_json()}
             files |= cost_files(self.cost_model)
-            if self.corpus.chat_template:
-                files["chat_template.json"] = self.corpus.chat_template
+            if self.chat_template:
+                files[CHAT_TEMPLATE] = self.chat_template
             keep, best = self.config.train.keep_checkpoints, self.best_step == self.step
             return str(save_checkpoint(self.run, self.step, state, progress, rng, files, keep, best))
 
         return self.world.on_main(write)
 
     def diverged(self, what: str, documents: list[int]) -> NoReturn:
-        """Raise NonFiniteLoss, naming documents and the checkpoint that is still good."""
+        """Raise NonFiniteLoss, naming documents."""
         names = [f"{number} ({self.feed.names(number)})" for number in documents[:20]]
         more = f" and {len(documents) - 20} more" if len(documents) > 20 else ""
         of = f" Its documents: {', '.join(names)}{more}." if names else ""
-        kept = (
-            self.run.latest.read_text(encoding="utf-8").strip()
-            if self.run.latest.is_file()
-            else "none so far"
-        )
         raise NonFiniteLoss(
-            f"{what}.{of} Last good checkpoint: {kept}. Lower optimizer.lr (now {self.config.optimizer.lr:g})"
+            f"{what}.{of} Lower optimizer.lr (now {self.config.optimizer.lr:g})"
             + (", or look at these documents" if names else "")
         )
+
+    def last_checkpoint(self) -> str:
+        """The newest complete checkpoint, for people."""
+        return str(self.run.latest_checkpoint()) if self.run.latest.is_file() else "none so far"
 
     def _saved_config(self) -> str:
         """The configuration that starts such a run again: anew, in a directory of its own."""

@@ -58,7 +58,7 @@ class TrainConfig:
     deterministic: bool = False
     """Only kernels whose results never differ between runs: two runs are equal to the last bit, maybe slower."""
     init_from: str = ""
-    """Weights to begin with: a run, a checkpoint, or a folder in Hugging Face's format (`multipack export`)."""
+    """Weights (and tokenizer) to begin with: a run, a checkpoint, or a folder in Hugging Face's format."""
     z_loss: float = 0.0
     """Weight of (log Σ exp logits)² in the loss of training, which keeps logits small; 1e-4 is usual."""
     label_smoothing: float = 0.0

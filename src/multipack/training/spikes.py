@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
-from multipack.training.observer import Observer, Verdict
+from multipack.training.metrics import SKIPPED
+from multipack.training.observer import Observer, RunStopped, Verdict
 
 DECAY = 0.98
 """Share of the statistics that a step keeps: they are over about 50 steps."""
@@ -57,6 +59,7 @@ class SpikeGuard(Observer):
     """
 
     name = "spikes"
+    legend: Mapping[str, str] = MappingProxyType({"skipped": SKIPPED})
 
     def __init__(
         self, action: Literal["skip", "stop"], factor: float, tell: Callable[[str], None] = print
@@ -72,7 +75,7 @@ class SpikeGuard(Observer):
         """Whether the step is applied.
 
         Raises:
-            RuntimeError: the action is to stop; or too many steps in a row were left out.
+            RunStopped: the action is to stop; or too many steps in a row were left out.
         """
         values = {"loss": loss, "grad_norm": grad_norm}
         jumps = [text for name, value in values.items() if (text := self._jump(name, value))]
@@ -83,14 +86,14 @@ class SpikeGuard(Observer):
             return "apply"
         why = f"step {step} jumps: {' and '.join(jumps)}"
         if self.action == "stop":
-            raise RuntimeError(
+            raise RunStopped(
                 f"{why}; the step was not applied, and train.spike=stop ends the run. Lower optimizer.lr, use"
                 " train.spike=skip to leave such steps out, or raise train.spike_factor"
             )
         self.skipped += 1
         self._in_a_row += 1
         if self._in_a_row >= MOST_IN_A_ROW:
-            raise RuntimeError(
+            raise RunStopped(
                 f"{why}; it is the {self._in_a_row}th step in a row that train.spike=skip left out: this is no spike."
                 " Lower optimizer.lr, or raise train.spike_factor"
             )

@@ -211,7 +211,7 @@ class StreamFeed:
     def targets_per_step(self) -> float:
         """What packs that are full of targets have: nobody knows the documents that are to come."""
         options = self._state["options"]
-        return float(options["packs_per_step"] * (options["budget"] or options["capacity"]))
+        return float(options["packs_per_step"] * options["mean"])
 
     def names(self, position: int) -> str:
         """The name of a document of the last step that was handed out; of others their position."""

@@ -26,7 +26,8 @@ from multipack.training.evaluate import validation_loss
 from multipack.training.feed import StepData
 from multipack.training.header import header_rows
 from multipack.training.inference import complete
-from multipack.training.metrics import LEGEND, OPTIONAL, StepMeasure, format_line
+from multipack.training.metrics import LEGEND, PREDICTED, SKIPPED, StepMeasure, format_line
+from multipack.training.observer import RunStopped
 from multipack.training.precision import deterministic
 from multipack.training.schedule import learning_rate
 from multipack.training.session import Session
@@ -90,7 +91,7 @@ def train(config: Config, clock: Callable[[], float] = time.perf_counter) -> Run
     Raises:
         ValueError: the configuration does not fit the documents, device or world.
         FileExistsError: the run directory is taken.
-        NonFiniteLoss: training diverged; the last checkpoint is untouched.
+        RunStopped: training diverged (NonFiniteLoss) or a guard ended it; the last checkpoint is untouched, and named.
     """
     began = clock()
     with (
@@ -109,8 +110,10 @@ def train(config: Config, clock: Callable[[], float] = time.perf_counter) -> Run
             comparison = _compare(session) if stop.signal is None and session.step > first else None
             result = RunResult(str(session.run.path), session.step, val_loss, early, comparison)
             _conclude(session, result)
-        except BaseException:
+        except BaseException as error:
             session.close(failed=True)
+            if isinstance(error, RunStopped):
+                raise type(error)(f"{error}. Last good checkpoint: {session.last_checkpoint()}") from error
             raise
         session.close()
     return result
@@ -120,8 +123,11 @@ def _loop(session: Session, stop: StopRequest) -> float | None:
     """Train to the last step, or until something ends the run; returns the last validation loss."""
     clock = session.clock
     last = session.step if session.config.train.eval_only else session.steps
-    # Also of a run that was stopped between a step and its evaluation.
-    val_loss = _evaluate(session) if _evaluation_due(session, session.step == last) else None
+    val_loss = None
+    if _evaluation_due(session, session.step == last):  # also of a run that was stopped between a step and it
+        val_loss = _evaluate(session)
+        if session.step and _is_best(session):
+            session.save()
     feed = iter(session.feed)
     with session.console.progress("training") as advance:
         mark = clock()
@@ -215,6 +221,9 @@ def _may_apply(session: Session, data: StepData, loss_sum: float, norm: float) -
         NonFiniteLoss: the gradient is not finite, and that is no overflow.
     """
     if session.engine.overflowed:
+        if session.engine.loss_scale < 1:
+            what = f"the gradient of step {session.step + 1} overflows fp16 however little the loss is scaled"
+            session.diverged(f"{what}; train in bf16 or fp32", [int(number) for number in data.documents])
         return False
     if not math.isfinite(norm):
         what = f"the gradient of step {session.step + 1} is not finite; the step was not applied"
@@ -282,8 +291,12 @@ def _evaluation_due(session: Session, final: bool) -> bool:
 
 def _checkpoint_due(session: Session, final: bool) -> bool:
     every = session.config.train.checkpoint_every or session.config.train.eval_every
-    better = session.best_step == session.step == session.evaluated
-    return final or better or (every > 0 and session.step % every == 0)
+    return final or _is_best(session) or (every > 0 and session.step % every == 0)
+
+
+def _is_best(session: Session) -> bool:
+    """Whether the weights are those with the lowest validation loss so far."""
+    return not session.config.train.eval_only and session.best_step == session.step
 
 
 def _evaluate(session: Session) -> float:
@@ -365,28 +378,18 @@ def _introduce(session: Session, seconds: float) -> None:
         plan, ranks, sync = session.feed.plan, session.world.size, session.config.parallel.sync
         rows = stream_rows(session) if plan is None else plan_rows(session, plan.report(ranks, sync))
         console.section("plan", rows)
-    console.table("legend", ["metric", "meaning"], [*LEGEND.items(), *_optional_metrics(session)])
+    legend = LEGEND | session.observers.legend
+    if session.cost_model.timed is not None:
+        legend["dt_predicted"] = PREDICTED
+    if session.config.train.dtype == "fp16":
+        legend["skipped"] = SKIPPED
+    console.table("legend", ["metric", "meaning"], list(legend.items()))
     for note in session.notes:
         console.paragraph(f"note: {note}")
     start = f"continuing after step {session.step}" if session.step else "starting"
     console.line(f"\nstart-up time {seconds:.1f} s; {start}, {session.steps} steps in all")
     if session.step >= session.steps and not session.config.train.eval_only:
         console.line(f"nothing to train: the run has taken {session.step} steps; raise train.steps to go on")
-
-
-def _optional_metrics(session: Session) -> list[tuple[str, str]]:
-    """Legend of the metrics that this run has beside the usual ones."""
-    train, log = session.config.train, session.config.log
-    asked = {
-        "dt_predicted": session.cost_model.timed is not None,
-        "skipped": train.dtype == "fp16" or train.spike == "skip",
-        "gradient_noise": log.gradient_noise,
-        "grad_norm/PART": log.layer_norms,
-        "weight_norm/PART": log.layer_norms,
-        "val_loss_ema": train.ema_decay > 0,
-    }
-    own = [(name, meaning) for name, meaning in OPTIONAL.items() if asked[name]]
-    return [*own, *session.objective.legend.items()]
 
 
 def _conclude(session: Session, result: RunResult) -> None:

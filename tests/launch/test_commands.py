@@ -1,0 +1,72 @@
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from multipack.cli import app
+from multipack.launch.doctor import Finding
+
+
+@pytest.fixture
+def run(monkeypatch):
+    for name in ("SLURM_JOB_ID", "PBS_JOBID", "RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    return lambda *words: CliRunner().invoke(app, list(words))
+
+
+def test_launch_prints_its_command(run):
+    done = run("launch", "-n", "2", "--dry-run", "--", "train", "model=tiny", "out=a b")
+    assert done.exit_code == 0, done.output
+    assert done.output.strip().endswith(
+        "--standalone --nproc-per-node 2 -m multipack train model=tiny 'out=a b'"
+    )
+
+
+def test_flags_go_to_the_launcher(run):
+    done = run("launch", "-n", "2", "--flags", "--log-dir 'my logs'", "--dry-run", "--", "train")
+    assert "--log-dir 'my logs' -m multipack train" in done.output
+
+
+@pytest.mark.parametrize("start", [["launch", "-n", "2", "--dry-run"], ["submit", "--scheduler", "slurm"]])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["trian"], "write -- train"), (["train", "nonsense=1"], "nonsense"), ([], "behind --")],
+)
+def test_mistakes_are_found_before_anything_starts(run, start, words, message):
+    done = run(*start, "--", *words)
+    assert isinstance(done.exception, ValueError)
+    assert message in str(done.exception)
+
+
+def test_submit_prints_or_writes(run, tmp_path):
+    words = ["submit", "--scheduler", "pbs", "-N", "2", "--ppn", "4", "--time", "02:00:00"]
+    done = run(*words, "--", "train", "model=tiny")
+    assert done.output.startswith("#!/bin/bash\n#PBS -N multipack\n#PBS -l select=2:mpiprocs=4\n")
+    path = tmp_path / "job.sh"
+    told = run(*words, "-o", str(path), "--", "train", "model=tiny")
+    assert path.read_text() == done.output
+    assert f"qsub {path}" in told.output
+
+
+@pytest.mark.parametrize(("status", "code"), [("ok", 0), ("warn", 0), ("fail", 1)])
+def test_doctor_says_by_its_exit_code_whether_training_works(run, monkeypatch, status, code):
+    found = [Finding("devices", "gpu", status, "seen", "" if status == "ok" else "mend it")]
+    monkeypatch.setattr("multipack.launch.doctor.examine", lambda *_: found)
+    done = run("doctor", "--json")
+    assert done.exit_code == code
+    told = json.loads(done.stdout)
+    assert told["findings"][0] == {
+        "area": "devices",
+        "name": "gpu",
+        "status": status,
+        "detail": "seen",
+        "remedy": found[0].remedy,
+    }
+    assert told["counts"] == {status: 1}
+    shown = run("doctor").output
+    assert ("→ mend it" in shown) == (status != "ok")
+
+
+def test_quick_starts_no_processes(run, monkeypatch):
+    monkeypatch.setattr("multipack.launch.doctor.smoke_test", lambda *_: pytest.fail("it started processes"))
+    assert run("doctor", "--quick", "--json").exit_code == 0
