@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from multipack.data.corpus import load_corpus
 from multipack.data.documents import Documents
+from multipack.data.fit import Fit
 from multipack.data.joint import JointStore, open_store, spans_of_each
-from multipack.data.lengths import read_lengths
+from multipack.data.lengths import LengthsConfig, read_lengths
 from multipack.data.shards import ShardsHeader, shard_name
 from multipack.data.store import TokenStore
 from multipack.data.tokenizer import TokenizerConfig, byte_tokenizer, character_tokenizer
@@ -140,3 +141,14 @@ def test_any_documents_of_any_stores_have_their_ranges(tmp_path_factory, data):
     assert spans.tolist() == [row for each in expected for row in each.tolist()]
     view = Documents.whole(joint).take(numbers)
     assert view.target_counts.tolist() == [int((each.shifted_targets() >= 0).sum()) for each in view]
+
+
+def test_lengths_of_documents_that_are_too_long_are_those_of_training(write_store):
+    store = write_store([[(3, False), (9, True)], [(4, True)]])
+    with pytest.raises(ValueError, match=r"more than the limit of 8 .*data\.overlong=truncate"):
+        read_lengths(store.path, 8)
+    data = LengthsConfig("split", overlap=1, repeat_prompt=True)
+    found = read_lengths(store.path, 8, data=data)
+    documents, report = Documents.whole(store).fit(8, Fit("split", 1, True))
+    assert found.lengths.tolist() == documents.lengths.tolist() == [8, 8, 4]
+    assert (found.targets.tolist(), found.fit) == (documents.target_counts.tolist(), report)

@@ -241,6 +241,21 @@ def test_documents_without_tokens_and_unended_ones_are_not_written(tmp_path):
 # --- damaged and foreign stores -------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("size", [9000, 20_000, 200_000])
+def test_a_full_disk_is_named_and_leaves_nothing(tmp_path, size):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))  # no file may become larger
+    try:
+        with (
+            pytest.raises(OSError, match=r"File too large: '.*tokens\.bin'"),
+            StoreWriter(tmp_path / "s", byte_tokenizer(), source_hash="s") as writer,
+        ):
+            writer.add("d", [([0] * (size // 2), True)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_foreign_folder(tmp_path, path):
     with pytest.raises(ValueError, match=r"not a token store \(it has no header\.json\).*multipack prepare"):
         TokenStore(tmp_path)

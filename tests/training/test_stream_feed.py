@@ -273,12 +273,27 @@ def test_a_stop_while_documents_are_awaited_ends_the_steps_and_loses_nothing(fol
     assert second.ended
 
 
-def test_documents_that_never_come_are_an_error(folder):
-    (folder / "header.json").unlink()
-    feed = feed_of(folder, "data.patience_seconds=0.2")
-    with pytest.raises(ValueError, match=r"waited 0\.2 s for .*shard-00003"):
-        list(feed)
+def test_documents_that_never_come_end_a_run_that_is_saved_and_can_go_on(tmp_path, capsys):
+    path = tmp_path / "shards"
+    for number in range(2):
+        with StoreWriter(path / shard_name(number), byte_tokenizer(), source_hash="s") as writer:
+            for document in range(400):
+                writer.add(f"doc{document}", [([document % 250] * 20, True)])
+    words = ["data.patience_seconds=0.2", "train.eval_every=0"]
+    feed = feed_of(path, *words)
+    steps = len(list(feed))
     feed.close()
+    assert steps > 0
+    assert not feed.ended
+    assert "waited 0.2 s for" in feed.late
+    words.append(f"out={tmp_path / 'run'}")
+    with pytest.raises(ValueError, match=rf"shard-00002 .*train\.resume.*saved after step {steps}\)"):
+        train(config_of(path, *words))
+    complete(path)
+    capsys.readouterr()
+    result = train(config_of(path, *words, "train.resume=true"))
+    assert f"continuing after step {steps}" in capsys.readouterr().out
+    assert result.step > steps
 
 
 def test_settings_that_no_stream_can_have_are_refused(folder):

@@ -67,7 +67,7 @@ def plan(
     from multipack.reports.summary import fills_packs, report_rows, training_command
 
     wanted = merge(PlanCommand, words or [])
-    lengths, targets, fit = read_lengths(Path(source), wanted.plan.capacity)
+    lengths, targets, fit = read_lengths(Path(source), wanted.plan.capacity, data=wanted.data)
     keywords, cost = wanted.plan.keywords(wanted.world_size), wanted.cost_model()
     console = Console(stream=sys.stderr if as_json else None)
     compile_planner(keywords, wanted.world_size, wanted.sync, announce(console))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from multipack.data.lengths import LengthsConfig
 from multipack.planning.cost import CostModel
 from multipack.planning.packing import Method
 from multipack.planning.plan import PlanConfig
@@ -17,6 +18,7 @@ class PlanCommand:
     """What `multipack plan` depends on, beside the lengths."""
 
     plan: PlanConfig = field(default_factory=PlanConfig)
+    data: LengthsConfig = field(default_factory=LengthsConfig)
     model: ModelShape = field(default_factory=lambda: SHAPES["llama-8b"])
     cost: str = ""
     """File of a cost model that was fitted to measured times (JSON, as a run saves it); empty = the model's FLOPs."""

@@ -39,6 +39,10 @@ class StreamInterrupted(Exception):
     """Waiting for documents was ended, because the run shall stop."""
 
 
+class DocumentsLate(ValueError):
+    """The next documents did not come in time; whoever waits may save what was done before."""
+
+
 class Arriving(ABC):
     """Documents that arrive, as items; it goes on where it stands whenever it is iterated.
 

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-from multipack.data.arriving import Arriving, StreamInterrupted
+from multipack.data.arriving import Arriving, DocumentsLate, StreamInterrupted
 from multipack.data.config import DataConfig
 from multipack.data.documents import Document, Documents
 from multipack.data.fit import FitPolicy
@@ -38,7 +38,8 @@ class GrowingFolder(Arriving):
         limit: most tokens of a document.
 
     Raises:
-        ValueError: nothing appeared in time; a shard of another tokenizer than the first; see `Arriving`.
+        DocumentsLate: nothing appeared in time.
+        ValueError: a shard of another tokenizer than the first; see `Arriving`.
     """
 
     def __init__(self, data: DataConfig, limit: int) -> None:
@@ -103,7 +104,7 @@ class GrowingFolder(Arriving):
             if self._is_complete:
                 return None
             if time.monotonic() - began > self._patience_seconds:
-                raise ValueError(
+                raise DocumentsLate(
                     f"waited {self._patience_seconds:g} s for {self._folder / shard_name(shard)} ({shard:,} shards are"
                     f" there, and no {HEADER} that says these are all): go on with train.resume when it has arrived, or"
                     " raise data.patience_seconds"

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from multipack.data.fit import FitReport
+from multipack.data.config import Overlong
+from multipack.data.fit import Fit, FitReport
 from multipack.planning.lengths import check_lengths
+
+
+@dataclass
+class LengthsConfig:
+    """What becomes of a store's documents before they are planned, as `DataConfig` says it for training."""
+
+    overlong: Overlong = "auto"
+    """Documents longer than a pack; auto: what the store says, mostly an error."""
+    overlap: int = 0
+    """Tokens that a split piece repeats from the one before, as context."""
+    repeat_prompt: bool = False
+    """Whether each piece of a split document begins with the document's prompt."""
 
 
 class Lengths(NamedTuple):
@@ -26,14 +40,17 @@ class Lengths(NamedTuple):
     fit: FitReport | None
 
 
-def read_lengths(path: Path, capacity: int, histogram: bool = False) -> Lengths:
+def read_lengths(
+    path: Path, capacity: int, histogram: bool = False, data: LengthsConfig | None = None
+) -> Lengths:
     """Lengths in tokens, and target tokens where the source knows them.
 
     Args:
         path: a .npy file of whole numbers, or the folder of a token store or of its shards.
         capacity: most tokens of a pack: a store's stream is cut into documents of this length, and its other
-            documents are treated as training would by default.
+            documents are treated as training would with the same `data`.
         histogram: the file counts documents by length: entry i is the number of documents of i + 1 tokens.
+        data: what becomes of a store's documents that are too long; None = the default.
 
     Returns:
         The documents; those of a histogram in rising length.
@@ -49,7 +66,11 @@ def read_lengths(path: Path, capacity: int, histogram: bool = False) -> Lengths:
     if path.is_dir():
         if histogram:
             raise ValueError(f"histogram=true reads a .npy file of counts, and {path} is a folder")
-        return _of_store(path, capacity)
+        return _of_store(path, capacity, data or LengthsConfig())
+    if data is not None and data != LengthsConfig():
+        raise ValueError(
+            f"data.overlong={data.overlong} is about a store's documents, and {path} is a file of lengths"
+        )
     try:
         numbers = np.load(path, allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
@@ -59,7 +80,7 @@ def read_lengths(path: Path, capacity: int, histogram: bool = False) -> Lengths:
     return Lengths(_of_histogram(numbers, path) if histogram else check_lengths(numbers), None, None)
 
 
-def _of_store(path: Path, capacity: int) -> Lengths:
+def _of_store(path: Path, capacity: int, data: LengthsConfig) -> Lengths:
     from multipack.data.documents import Documents
     from multipack.data.joint import open_store
 
@@ -67,7 +88,8 @@ def _of_store(path: Path, capacity: int) -> Lengths:
     documents = Documents.whole(store)
     if store.header.split_by == "position":
         documents = documents.cut(capacity)
-    documents, fit = documents.fit(capacity, store.overlong)
+    policy = store.overlong if data.overlong == "auto" else data.overlong
+    documents, fit = documents.fit(capacity, Fit(policy, data.overlap, data.repeat_prompt))
     return Lengths(documents.lengths, documents.target_counts, fit)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -28,22 +28,33 @@ class _HashedFile:
     """A file that is written once, from start to end, and hashed on the way."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("xb")
+        self._file, self._path = path.open("xb"), path
         self._digest = hashlib.sha256()
         self._size = 0
 
     def write(self, content: bytes) -> None:
-        self._file.write(content)
+        with self._named_in_errors():
+            self._file.write(content)
         self._digest.update(content)
         self._size += len(content)
 
     def sync(self) -> dict[str, Any]:
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with self._named_in_errors():
+            self._file.flush()
+            os.fsync(self._file.fileno())
         return {"bytes": self._size, "sha256": self._digest.hexdigest()}
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # all was synced, or else what failed is known already
+            self._file.close()
+
+    @contextmanager
+    def _named_in_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:  # a full disk does not say which one
+            error.filename = str(self._path)
+            raise
 
 
 class StoreWriter:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -207,6 +207,11 @@ def training_command(source: Path, wanted: PlanCommand) -> str:
     """The command that trains with a plan's settings, the documents left open where only lengths are known."""
     plan, usual = wanted.plan, PlanConfig()
     words = [f"data=store data.path={source}" if source.is_dir() else "data=…"]
+    words += [
+        f"data.{name}={str(value).lower()}"
+        for name, value in asdict(wanted.data).items()
+        if value not in ("auto", 0)
+    ]
     for entry in fields(plan):
         value = getattr(plan, entry.name)
         decided = entry.name == "packs_per_step" and plan.micro_batches  # … by the other

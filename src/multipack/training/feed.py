@@ -59,6 +59,8 @@ class Steps(Protocol):
     """Packs of a rank in a step."""
     ended: bool
     """Whether there is no further step."""
+    late: str
+    """What did not come in time, where that ended the steps; empty otherwise."""
 
     @property
     def plan(self) -> Plan | None:
@@ -104,6 +106,7 @@ class Feed:
     """
 
     ended = False
+    late = ""
 
     def __init__(
         self,

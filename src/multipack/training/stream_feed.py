@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from multipack.data.arriving import Arriving, StreamInterrupted
+from multipack.data.arriving import Arriving, DocumentsLate, StreamInterrupted
 from multipack.data.collate import PackedCollator
 from multipack.data.loader import PackedLoader
 from multipack.data.stream import StreamSampler
@@ -123,10 +123,11 @@ class StreamFeed:
         sampler: this rank's packs.
         micro_batches: packs of a rank in a step.
         ended: whether the stream has ended, and no step follows.
+        late: what did not come in time, where that ended the steps on this rank; empty otherwise.
 
     Raises:
         ValueError: more ranks than packs of a step. While iterating: ranks that read different documents; whatever is
-            wrong with a document, or with waiting for one.
+            wrong with a document.
     """
 
     def __init__(
@@ -148,7 +149,7 @@ class StreamFeed:
         self.micro_batches = -(-self._state["options"]["packs_per_step"] // world.size)
         collator = PackedCollator.of(stream, pad_to, pad_id)
         self.loader = PackedLoader(self.sampler, self.sampler, collator, prefetch)
-        self.ended = False
+        self.ended, self.late = False, ""
         self.plan: Plan | None = None
         self._cost_model, self._clock = cost_model, clock
         self._last: StreamStep | None = None  # that was handed out
@@ -162,6 +163,10 @@ class StreamFeed:
                 micro_batches = list(islice(batches, self.micro_batches))
             except StreamInterrupted:
                 interrupted = True
+            except (
+                DocumentsLate
+            ) as error:  # on all ranks, sooner or later: none goes on, and what was done is saved
+                interrupted, self.late = True, str(error)
             step: StreamStep | None = self.loader.state_dict()["step"] if micro_batches else None
             if self._all_stop(step, interrupted):
                 return

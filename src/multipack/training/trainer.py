@@ -19,7 +19,7 @@ from multipack.models.decoder import Decoder
 from multipack.parallel.replicate import StepResult
 from multipack.parallel.world import connected
 from multipack.reports.console import Console
-from multipack.reports.summary import plan_rows, stream_rows
+from multipack.reports.summary import corpus_notes, plan_rows, stream_rows
 from multipack.training.assemble import assemble
 from multipack.training.compare import Comparison, compare_with_padding
 from multipack.training.evaluate import validation_loss
@@ -105,6 +105,8 @@ def train(config: Config, clock: Callable[[], float] = time.perf_counter) -> Run
             _introduce(session, clock() - began)
             with StopRequest(session.feed.interrupt) as stop:
                 val_loss = _loop(session, stop)
+            if session.feed.late:
+                raise ValueError(f"{session.feed.late} (the run is saved after step {session.step})")
             # From here on everything is saved: a signal may end the process at once.
             early = stop.signal if stop.signal is not None and session.step < session.steps else None
             comparison = _compare(session) if stop.signal is None and session.step > first else None
@@ -136,7 +138,9 @@ def _loop(session: Session, stop: StopRequest) -> float | None:
             data = next(feed, None)
             if data is None and session.feed.ended:
                 session.ending = "the stream of documents has ended"
-            elif data is None:  # this rank or another was asked to stop while it waited for documents
+            elif (
+                data is None
+            ):  # this rank or another was asked to stop, or gave up, while it waited for documents
                 _interrupt(session, stop)
             else:
                 mark = _step(session, data, stop, mark, advance)
@@ -394,6 +398,8 @@ def _introduce(session: Session, seconds: float) -> None:
 
 def _conclude(session: Session, result: RunResult) -> None:
     console, run, found = session.console, session.run, result.comparison
+    if session.corpus.arriving is not None and (notes := corpus_notes(session.corpus)):
+        console.section("what arrived", notes)
     if session.ending and result.stopped_by is None:
         console.line(f"\nended after step {result.step} of {session.steps}: {session.ending}")
     if result.stopped_by is not None:
