@@ -272,6 +272,7 @@ def test_gsm8k(shared_data, config):
         ({"weigh_by": "documents"}, r"data\.weigh_by=documents is of a mixture"),
         ({"source": "mixture", "paths": ["x/a", "x/b/../a"]}, "each once and none inside another"),
         ({"source": "mixture", "paths": ["x", "x/shard-00000"]}, "each once and none inside another"),
+        ({"source": "text", "path": "x", "separator": r"\n\n"}, "holds a backslash and a letter"),
     ],
 )
 def test_impossible_configurations_are_refused(fields, complaint):

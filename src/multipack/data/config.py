@@ -140,6 +140,11 @@ class DataConfig:
             )
         if self.separator and self.documents not in ("auto", "separator"):
             raise ValueError(f"data.separator={self.separator!r} contradicts data.documents={self.documents}")
+        if "\\n" in self.separator or "\\t" in self.separator:
+            raise ValueError(
+                f"data.separator={self.separator!r} holds a backslash and a letter, not a line end or tab: let the"
+                " shell write it, data.separator=$'\\n\\n'"
+            )
         if self.documents == "separator" and not self.separator:
             raise ValueError("data.documents=separator needs data.separator=TEXT")
         if self.block_size:

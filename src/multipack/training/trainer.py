@@ -427,7 +427,8 @@ def _conclude(session: Session, result: RunResult) -> None:
     rows = [(name, str(path)) for name, path in written]
     if run.latest.is_file():
         rows.append(("checkpoint", str(run.latest_checkpoint())))
-    rows.append(("token store", str(session.corpus.store_path)))
+    if session.corpus.arriving is None:  # documents that arrive may never have been a store
+        rows.append(("token store", str(session.corpus.store_path)))
     console.section("written", rows)
     if result.val_loss is not None and session.evaluated == result.step:
         console.line(f"\nfinal validation loss {result.val_loss:.4f} after {result.step} steps")
