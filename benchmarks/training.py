@@ -374,7 +374,7 @@ def alone(options: argparse.Namespace) -> list[dict[str, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--documents", type=int, default=64, help="documents of each set")
+    parser.add_argument("--documents", type=int, default=96, help="documents of each set")
     parser.add_argument("--batch-size", type=int, default=8, help="documents in a padded batch")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each contender, in alternation")
     parser.add_argument("--steps", type=int, default=8, help="steps of the runs that MFU is read from")
