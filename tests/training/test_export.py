@@ -24,7 +24,7 @@ from multipack.parallel.world import World
 from multipack.run import RunDirectory, config_yaml
 from multipack.shapes import ModelShape
 from multipack.training.checkpoint import gather_rng, save_checkpoint
-from multipack.training.export import export, load_export
+from multipack.training.export import export
 from multipack.training.inference import load_run, load_template
 from multipack.training.initial import initial_weights
 
@@ -95,7 +95,7 @@ def test_an_export_holds_all_and_loads_here(run, shape, tmp_path):
     }
     assert {file.name for file in (tmp_path / "out").iterdir()} == names == {name for name, _ in made.files}
     assert made.source == path / "checkpoints" / "step-00000007"
-    decoder, tokenizer = load_export(tmp_path / "out")
+    decoder, tokenizer = load_run(tmp_path / "out")
     assert tokenizer.hash == byte_tokenizer().hash
     batch = single_document(tokenizer.encode("some text"))
     assert torch.equal(decoder.logits(batch), model.logits(batch))
@@ -226,8 +226,8 @@ def test_choices_and_shapes_that_cannot_be_are_refused(run, tmp_path):
 def test_an_export_without_a_tokenizer_is_no_model_to_write_with(run, tmp_path):
     export(run()[0], tmp_path / "out")
     (tmp_path / "out" / "tokenizer.json").unlink()
-    with pytest.raises(ValueError, match=r"there is no tokenizer\.json"):
-        load_export(tmp_path / "out")
+    with pytest.raises(ValueError, match=r"out has no tokenizer\.json: without it nothing can be read"):
+        load_run(tmp_path / "out")
 
 
 def test_an_interrupted_export_leaves_nothing(run, tmp_path, monkeypatch):

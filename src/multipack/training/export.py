@@ -23,8 +23,7 @@ from torch import Tensor
 
 from multipack.atomic import atomic_folder, is_free
 from multipack.data.tokenizer import Tokenizer
-from multipack.models.decoder import Decoder
-from multipack.models.hf import build_decoder, config_of, to_huggingface
+from multipack.models.hf import config_of, to_huggingface
 from multipack.models.hf_files import CONFIG, WEIGHTS
 from multipack.shapes import ModelShape
 from multipack.training.inference import load_template
@@ -125,18 +124,6 @@ def export(path: Path, folder: Path, weights: str = "latest", dtype: str = "fp32
         files=sizes,
         notes=(told, *_notes(initial.shape, initial.tokenizer)),
     )
-
-
-def load_export(path: Path) -> tuple[Decoder, Tokenizer]:
-    """The model, in evaluation mode, and the tokenizer of an export, or of any such folder.
-
-    Raises:
-        ValueError: see `load_weights`; there is no tokenizer.json.
-    """
-    initial = initial_weights(path)
-    if initial.tokenizer is None:
-        raise ValueError(f"{path}: there is no tokenizer.json")
-    return build_decoder(initial.shape, initial.state), initial.tokenizer
 
 
 def _converted(tensors: dict[str, Tensor], dtype: torch.dtype, source: Path) -> dict[str, Tensor]:
