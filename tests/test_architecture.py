@@ -13,7 +13,7 @@ ROOT = Path(multipack.__file__).parent
 ORDER = ["atomic", "shapes", "planning", "data", "models", "training", "config", "cli"]
 """A room may import itself and what stands left of it."""
 BESIDE = {
-    "parallel": {"parallel"},
+    "parallel": {"shapes", "planning", "data", "parallel"},
     "integrations": {"shapes", "planning", "data", "integrations"},
     "launch": {"atomic", "shapes", "planning", "data", "models", "parallel", "run", "launch"},
     "run": {"atomic", "run"},

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from multipack.atomic import atomic_folder, sweep, write_atomically
+from multipack.atomic import atomic_folder, is_free, sweep, write_atomically
 
 
 def test_a_file_is_replaced_whole(tmp_path, monkeypatch):
@@ -81,3 +81,14 @@ def test_sweep_takes_what_the_dead_left_and_leaves_the_living_alone(tmp_path):
         assert folder.exists()
     assert path.is_dir()
     assert (tmp_path / ".other.dead.partial").exists()
+
+
+def test_what_killed_writers_left_is_nothing_to_those_who_ask_so(tmp_path):
+    assert is_free(tmp_path / "none")
+    assert is_free(tmp_path)
+    (tmp_path / ".a.12ab.partial").write_text("")
+    assert not is_free(tmp_path)
+    assert is_free(tmp_path, leftovers=True)
+    (tmp_path / "a").write_text("")
+    assert not is_free(tmp_path, leftovers=True)
+    assert not is_free(tmp_path / "a", leftovers=True)

@@ -196,6 +196,26 @@ def test_a_checkpoint_goes_on_with_its_own_settings(tmp_path):
     assert compose_run([f"train.resume={run.path}"]).train.seed == 22
 
 
+def test_auto_begins_a_run_and_continues_it_by_the_same_words(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    words = ["train.resume=auto", f"out={run.path}", "train.seed=11", "plan.micro_batches=2", "train.steps=9"]
+    begun = compose_run(words)
+    assert (begun.train.resume, begun.out, begun.plan.micro_batches) == ("false", str(run.path), 2)
+    run.path.mkdir()
+    (run.path / ".config.yaml.12ab.partial").write_text("tra")  # of a process that was killed as it began
+    assert compose_run(words).train.resume == "false"
+    # On two ranks this run settled on four packs a step; whoever continues it on one has four as well.
+    run.create(config_yaml(compose([*words[2:3], "plan.packs_per_step=4", "optimizer.lr=1e-5"])))
+    continued = compose_run(words)
+    assert (continued.train.resume, continued.out, continued.train.steps) == ("true", str(run.path), 9)
+    assert (continued.plan.packs_per_step, continued.plan.micro_batches) == (4, 0)
+    assert continued.optimizer.lr == 1e-5
+    # The weights that it began with are named in it; words that would look for the newest ones do not count again.
+    assert compose_run([*words, "train.init_from=nowhere"]).train.init_from == ""
+    with pytest.raises(ConfigError, match=r"train\.resume=auto needs out=RUN_DIR"):
+        compose_run(["train.resume=auto"])
+
+
 def test_yaml_booleans_and_packs_from_files_mean_what_they_look_like(tmp_path):
     path = tmp_path / "file.yaml"
     path.write_text("train:\n  resume: false\nplan:\n  micro_batches: 2\n")

@@ -29,14 +29,15 @@ def test_library_examples_run(block, tmp_path):
 def test_settings_in_commands_are_legal(command):
     """Every `group.key=value` of every command composes (paths need not exist for that)."""
     from multipack.config import Config, PackCommand, PlanCommand, compose, merge
+    from multipack.launch.advise_request import AdviseRequest
 
     name, *words = command.split()
     settings = [
         word for word in words if "=" in word and not word.startswith("--") and word != "train.resume=true"
     ]
-    commands = {"plan": PlanCommand, "pack": PackCommand}
+    commands = {"plan": PlanCommand, "pack": PackCommand, "advise": AdviseRequest}
     composed = merge(commands[name], settings) if name in commands else compose(settings)
-    assert isinstance(composed, Config | PlanCommand | PackCommand)
+    assert isinstance(composed, Config | PlanCommand | PackCommand | AdviseRequest)
 
 
 def test_every_module_is_on_the_map():

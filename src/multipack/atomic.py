@@ -70,9 +70,11 @@ def atomic_folder(path: Path, replace: bool = False) -> Iterator[Path]:
     sync_folder(path.parent)
 
 
-def is_free(path: Path) -> bool:
-    """Whether there is nothing at `path`, or an empty folder."""
-    return not path.exists() or (path.is_dir() and not any(path.iterdir()))
+def is_free(path: Path, leftovers: bool = False) -> bool:
+    """Whether there is nothing at `path`, or an empty folder; with `leftovers`, one with what killed writers left."""
+    if not path.is_dir():
+        return not path.exists()
+    return all(leftovers and entry.name.endswith(PARTIAL) for entry in path.iterdir())
 
 
 def _move_into_place(partial: Path, path: Path, replace: bool) -> None:

@@ -9,7 +9,8 @@
         latest          the name of the newest complete checkpoint
         best            the name of the one with the lowest validation loss
         step-00000100/  {model,optimizer,observers,rng}.safetensors state.json config.yaml tokenizer.json, and
-                        chat_template.json of chats, cost.json; observers only where one keeps tensors
+                        chat_template.json of chats, cost.json; observers only where one keeps tensors. A group that
+                        ranks divide is a folder, shard-0000N.safetensors and index.json; .complete is written last
 
 Files whose names begin with a dot are being written.
 """
@@ -72,7 +73,7 @@ class RunDirectory:
         Raises:
             FileExistsError: the message says how to go on.
         """
-        if not is_free(self.path):
+        if not is_free(self.path, leftovers=True):
             raise FileExistsError(
                 f"{self.path} exists and is not empty. Continue that run with `train.resume=true out={self.path}`,"
                 " or choose another out="
@@ -85,8 +86,9 @@ class RunDirectory:
     def create(self, config_yaml: str) -> None:
         """Make the directory for a new run; see `check_free`."""
         self.check_free()
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        # The configuration comes first: a process killed here leaves nothing that has a name, or a run.
         write_atomically(self.config, config_yaml.encode())
+        self.checkpoints.mkdir(exist_ok=True)
 
     def latest_checkpoint(self) -> Path:
         """The folder of the newest complete checkpoint.

@@ -25,7 +25,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-PRELOADED = ["torch", "torch.distributed", "numpy", "pytest", "multipack.parallel.world"]
+PRELOADED = ["torch", "numpy", "pytest", "multipack.parallel.engine", "multipack.models.decoder"]
 
 
 @dataclass(frozen=True)

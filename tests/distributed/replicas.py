@@ -11,7 +11,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
 from multipack.models.decoder import Decoder
-from multipack.parallel.replicate import ReplicatedEngine, state_hash
+from multipack.parallel.base import state_hash
+from multipack.parallel.config import ParallelConfig
+from multipack.parallel.engine import plain_engine
+from multipack.parallel.mesh import build_mesh
 from multipack.parallel.world import connected
 from multipack.shapes import SHAPES
 from multipack.training.optimizer import OptimizerConfig, build_optimizer
@@ -30,14 +33,15 @@ def main():
         torch.manual_seed(100 + world.rank)  # replicas start apart on purpose
         model = Decoder(SHAPES["tiny"].with_vocabulary(50))
         own = state_hash({"model": dict(model.named_parameters())})
-        engine = ReplicatedEngine(model, build_optimizer(model, OptimizerConfig()), world)
+        optimizer = build_optimizer(model, OptimizerConfig())
+        engine = plain_engine(model, optimizer, build_mesh(ParallelConfig(), world))
         buckets = []
 
         def counting(state, bucket):
             buckets.append(bucket.index())
             return allreduce_hook(state, bucket)
 
-        engine._replica.register_comm_hook(None, counting)
+        engine._call.register_comm_hook(None, counting)
         hashes = [engine.check_replicas()]
         for step in range(3):
             batches = [batch(10 * step + 3 * world.rank + i, 5 + 7 * i + world.rank) for i in range(3)]

@@ -7,7 +7,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from multipack.parallel.replicate import ReplicatedEngine, state_hash
+from multipack.parallel.base import state_hash
+from multipack.parallel.config import ParallelConfig
+from multipack.parallel.engine import plain_engine
+from multipack.parallel.mesh import build_mesh
 from multipack.parallel.world import connected
 from multipack.training.averaging import MovingAverage
 from multipack.training.gradients import GradientNoise, LayerNorms
@@ -30,7 +33,8 @@ def main():
     with connected("cpu", timeout_seconds=20) as world:
         torch.manual_seed(0)
         model = Distance()
-        engine = ReplicatedEngine(model, build_optimizer(model, OptimizerConfig()), world)
+        optimizer = build_optimizer(model, OptimizerConfig())
+        engine = plain_engine(model, optimizer, build_mesh(ParallelConfig(), world))
         average, noise, norms = MovingAverage(0.9), GradientNoise(), LayerNorms()
         noise.decay = 0.9999
         draw = torch.Generator().manual_seed(world.rank)

@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
@@ -36,6 +37,36 @@ def test_mistakes_are_found_before_anything_starts(run, start, words, message):
     done = run(*start, "--", *words)
     assert isinstance(done.exception, ValueError)
     assert message in str(done.exception)
+
+
+@pytest.mark.parametrize("start", [["launch", "-n", "2", "--dry-run"], ["submit", "--scheduler", "slurm"]])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train"], r"add train.resume=auto out=RUN_DIR \("),
+        (["train", "out=run"], r"add train.resume=auto \("),
+        (["train", "train.resume=auto"], r"add out=RUN_DIR \("),
+        (
+            ["train", "train.resume=runs/a/checkpoints/step-00000002", "out=runs/a"],
+            r"add train.resume=auto \(",
+        ),
+        (["doctor"], r"`multipack doctor` would start from its beginning each time; only train"),
+    ],
+)
+def test_restarts_of_what_cannot_go_on_are_refused(run, start, words, message):
+    done = run(*start, "--max-restarts", "3", "--", *words)
+    assert isinstance(done.exception, ValueError)
+    assert re.search(message, str(done.exception))
+
+
+def test_restarts_of_what_goes_on(run):
+    done = run(
+        *("launch", "-n", "2", "--max-restarts", "3", "--dry-run", "--"),
+        "train",
+        "train.resume=auto",
+        "out=run",
+    )
+    assert done.output.strip().endswith("--max-restarts 3 -m multipack train train.resume=auto out=run")
 
 
 def test_submit_prints_or_writes(run, tmp_path):

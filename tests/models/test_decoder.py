@@ -335,12 +335,13 @@ def test_blocks_can_be_checkpointed_in_training(model, documents, pack, compiled
         compile_blocks(model, backend="aot_eager")
     calls, found = [], []
 
-    def around(block, *arguments):
-        calls.append(block)
-        return checkpoint(block, *arguments, use_reentrant=False)
+    def around(compute, *arguments):
+        calls.append(compute.__self__)
+        return checkpoint(compute, *arguments, use_reentrant=False)
 
     for hook in (None, around):
-        model.around_block = hook
+        for block in model.blocks:
+            block.around = hook
         model.zero_grad()
         loss = model(pack(documents))
         loss.backward()

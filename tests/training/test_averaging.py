@@ -5,7 +5,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from multipack.parallel.replicate import ReplicatedEngine
+from multipack.parallel.loop import LoopEngine
+from multipack.parallel.mesh import Mesh
 from multipack.parallel.world import World
 from multipack.training.averaging import MovingAverage
 from multipack.training.optimizer import OptimizerConfig, build_optimizer
@@ -26,7 +27,7 @@ class SumOfSquares(nn.Module):
 def _engine(dtype=torch.float32, rules=()):
     torch.manual_seed(0)
     model = SumOfSquares(dtype)
-    return ReplicatedEngine(model, build_optimizer(model, OptimizerConfig(rules=list(rules))), World())
+    return LoopEngine(model, build_optimizer(model, OptimizerConfig(rules=list(rules))), Mesh(World()))
 
 
 def _steps(engine, average, first, last, left_out=()):

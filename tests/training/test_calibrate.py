@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from multipack.config import compose, compose_run
+from multipack.parallel.mesh import Mesh
 from multipack.parallel.world import World
 from multipack.planning.cost import CostModel
 from multipack.reports.console import Console
@@ -148,7 +149,7 @@ def _fingerprint_with(words, cost, tmp_path):
 
     config = compose(words)
     documents = load_corpus(config.data, config.tokenizer, limit=config.plan.capacity).train
-    return _sampler(config, World(), documents, CostModel.from_dict(cost), "training").plan.fingerprint
+    return _sampler(config, Mesh(World()), documents, CostModel.from_dict(cost), "training").plan.fingerprint
 
 
 def test_a_run_stopped_before_its_first_checkpoint_plans_alike(words, tmp_path):

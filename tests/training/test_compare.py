@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from multipack.config import compose
+from multipack.parallel.mesh import Mesh
 from multipack.parallel.world import World
 from multipack.reports.console import Console
 from multipack.training.assemble import assemble
@@ -67,7 +68,7 @@ def test_losses_of_both_ways_agree(session):
 def test_several_processes_are_refused(session):
     from dataclasses import replace
 
-    session.engine.world = replace(session.engine.world, size=2)
+    session.engine.mesh = Mesh.plain(replace(session.world, size=2))
     with pytest.raises(ValueError, match="one process only"):
         compare_with_padding(session.engine, session.corpus.train, session.feed.plan)
-    session.engine.world = World()
+    session.engine.mesh = Mesh.plain(World())

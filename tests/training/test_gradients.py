@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from multipack.models.decoder import Decoder
-from multipack.parallel.replicate import ReplicatedEngine
+from multipack.parallel.loop import LoopEngine
+from multipack.parallel.mesh import Mesh
 from multipack.parallel.world import World
 from multipack.shapes import SHAPES
 from multipack.training.gradients import GradientNoise, LayerNorms, layer_of
@@ -25,7 +26,7 @@ class Distance(nn.Module):
 
 
 def _engine(model, dtype=torch.float32, **options):
-    return ReplicatedEngine(model, build_optimizer(model, OptimizerConfig(**options)), World(), dtype)
+    return LoopEngine(model, build_optimizer(model, OptimizerConfig(**options)), Mesh(World()), dtype)
 
 
 def _watched_step(noise, engine, micro_batches):

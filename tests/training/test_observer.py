@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from multipack.config import compose, compose_run
+from multipack.parallel.state import Whole
 from multipack.run import RunDirectory
 from multipack.training import trainer
 from multipack.training.assemble import assemble
@@ -138,7 +139,7 @@ def test_an_observer_ends_a_run_which_can_go_on(words, tmp_path, watched, capsys
     assert "ended after step 2 of 6: enough is enough" in capsys.readouterr().out
     checkpoint = load_checkpoint(RunDirectory.at(out).latest_checkpoint())
     assert checkpoint.step == 2
-    assert float(checkpoint.tensors["observers"]["recorder.total"]) == 3.0
+    assert float(checkpoint.source.tensor("observers", "recorder.total")) == 3.0
     watched[0] = Recorder()
     result = train(compose_run([f"out={out}", "train.resume=true"]))
     assert result.step == 6
@@ -173,7 +174,7 @@ def test_many_observers_are_one():
     assert both.judge(4, 1.0, 1.0) == "apply"
     assert both.evaluated(1, 2.0) == ""
     assert set(both.tensors()) == {"recorder.total", "other.total"}
-    both.load_tensors({"recorder.total": torch.tensor(5.0)})
+    both.load_tensors(Whole({"observers": {"recorder.total": torch.tensor(5.0)}}), None)
     assert (float(one.total), float(other.total)) == (5.0, 0.0)
     both.close(True)
     assert one.seen[-1] == other.seen[-1] == ("close", True)

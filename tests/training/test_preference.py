@@ -19,7 +19,9 @@ from multipack.data.sampler import PackedBatchSampler
 from multipack.data.store import StoreWriter, TokenStore
 from multipack.data.tokenizer import byte_tokenizer, train_bpe
 from multipack.models.preference import PreferenceDecoder
-from multipack.parallel.replicate import ReplicatedEngine
+from multipack.parallel.base import weights_hash
+from multipack.parallel.loop import LoopEngine
+from multipack.parallel.mesh import Mesh
 from multipack.parallel.world import World
 from multipack.shapes import ModelShape
 from multipack.training import preference
@@ -27,7 +29,6 @@ from multipack.training.preference import (
     PREFERENCE_LEGEND,
     PreferenceMetrics,
     reference_log_probabilities,
-    weights_hash,
 )
 
 SHAPE = ModelShape(2, 2, 1, 32, 48, vocabulary_size=257)
@@ -55,14 +56,19 @@ def decoder():
 
 
 def engine_of(decoder, dtype=torch.float32, lr=1e-3):
-    return ReplicatedEngine(decoder, torch.optim.AdamW(decoder.parameters(), lr=lr), World(), dtype)
+    return LoopEngine(decoder, torch.optim.AdamW(decoder.parameters(), lr=lr), Mesh(World()), dtype)
 
 
 def ask(decoder, documents, **options):
     engine = engine_of(decoder)
-    settings = {"weights": weights_hash(engine), "dtype": torch.float32, "capacity": CAPACITY, **options}
+    settings = {
+        "weights": weights_hash(engine.whole_parameters()),
+        "dtype": torch.float32,
+        "capacity": CAPACITY,
+        **options,
+    }
     return reference_log_probabilities(
-        engine.evaluating, documents, documents.store.path, World(), **settings
+        engine.evaluating, documents, documents.store.path, Mesh(World()), **settings
     )
 
 
@@ -91,8 +97,8 @@ def test_it_is_kept_beside_the_store_and_read_by_later_runs(decoder, pairs):
         never,
         pairs,
         pairs.store.path,
-        World(),
-        weights=weights_hash(engine_of(decoder)),
+        Mesh(World()),
+        weights=weights_hash(decoder.named_parameters()),
         dtype=torch.float32,
         capacity=4 * CAPACITY,
     )
@@ -158,7 +164,13 @@ def test_ranks_compute_shares_that_add_up(decoder, pairs, size):
     for rank in range(size):
         share = np.zeros((20, 2))
         preference._compute(
-            share, engine.evaluating, pairs, World(rank=rank, size=size), CAPACITY, None, None
+            share,
+            engine.evaluating,
+            pairs,
+            Mesh.plain(World(rank=rank, size=size)),
+            CAPACITY,
+            (None, 1),
+            None,
         )
         assert not (parts.any(axis=1) & share.any(axis=1)).any()
         parts += share

@@ -5,6 +5,7 @@ import torch
 
 from multipack.config import compose
 from multipack.data.corpus import load_corpus
+from multipack.parallel.mesh import Mesh
 from multipack.parallel.world import World
 from multipack.planning.cost import CostModel
 from multipack.reports.console import Console
@@ -29,15 +30,20 @@ def _corpus(config):
 def test_fewer_documents_than_ranks_are_refused(few):
     config = compose([*few, "data.validation=0"])
     documents = _corpus(config).train
-    assert _sampler(config, World(size=3), documents, CostModel.from_shape(), "training").micro_batches == 3
+    assert (
+        _sampler(
+            config, Mesh.plain(World(size=3)), documents, CostModel.from_shape(), "training"
+        ).micro_batches
+        == 3
+    )
     with pytest.raises(ValueError, match="3 training documents for 4 processes"):
-        _sampler(config, World(size=4), documents, CostModel.from_shape(), "training")
+        _sampler(config, Mesh.plain(World(size=4)), documents, CostModel.from_shape(), "training")
 
 
 def test_more_ranks_than_packs_are_refused_with_what_to_set(few):
     config = compose([*few, "data.validation=0", "plan.packs_per_step=2"])
     with pytest.raises(ValueError, match=r"plan\.packs_per_step=2 packs: set it to at least 3"):
-        _sampler(config, World(size=3), _corpus(config).train, CostModel.from_shape(), "training")
+        _sampler(config, Mesh.plain(World(size=3)), _corpus(config).train, CostModel.from_shape(), "training")
 
 
 def test_a_validation_without_targets_is_refused(few):
@@ -45,14 +51,15 @@ def test_a_validation_without_targets_is_refused(few):
     corpus = _corpus(config)
     objective = objective_of(config, corpus)
     with pytest.raises(ValueError, match=r"train\.eval_every=0"):
-        _validation(config, World(), objective, corpus.validation, CostModel.from_shape())
+        _validation(config, Mesh.plain(World()), objective, corpus.validation, CostModel.from_shape())
 
 
 def test_the_header_says_what_is_in_effect(words, tmp_path):
     session = assemble(compose([*words, f"out={tmp_path / 'run'}"]), World(), Console(rank=1))
     rows = dict(header_rows(session))
     session.close()
-    assert rows["backend"] == "none, ddp, attention loop"  # auto, resolved
+    assert rows["backend"] == "none, attention loop"  # auto, resolved
+    assert rows["parallel"] == "ddp 1"
     assert rows["parameters"].endswith("(fp32)")
     assert len(rows["corpus hash"]) == 16
     assert set(rows) >= {

@@ -18,6 +18,7 @@ from multipack.data.streamed import StreamedRecords
 from multipack.data.tokenizer import TokenizerConfig, byte_tokenizer
 from multipack.data.writer import StoreWriter
 from multipack.models.decoder import Decoder
+from multipack.parallel.mesh import Mesh
 from multipack.parallel.world import World
 from multipack.planning.cost import CostModel
 from multipack.shapes import SHAPES
@@ -82,7 +83,9 @@ def config_of(path, *words):
 def feed_of(path, *words, world=None):
     config = config_of(path, *words)
     arriving = load_corpus(config.data, config.tokenizer, limit=64).arriving
-    return open_feed(config, world or World(), arriving, CostModel.from_shape(), time.perf_counter)
+    return open_feed(
+        config, Mesh.plain(world or World()), arriving, CostModel.from_shape(), time.perf_counter
+    )
 
 
 def told(data):
@@ -229,7 +232,7 @@ def test_records_are_trained_on_as_they_arrive_and_a_run_goes_on():
     def feed():
         config = config_of("some/set", "data.source=huggingface", "data.overlong=split", "data.overlap=4")
         arriving = StreamedRecords(config.data, 24, TokenizerConfig(kind="byte"), records)
-        return open_feed(config, World(), arriving, CostModel.from_shape(), time.perf_counter)
+        return open_feed(config, Mesh.plain(World()), arriving, CostModel.from_shape(), time.perf_counter)
 
     whole, model = trained(feed(), tiny()), tiny()
     first = feed()
@@ -317,6 +320,6 @@ def test_prompts_and_validation_come_from_what_is_held_back(folder):
     assert len(corpus.validation) == 6
     assert (len(corpus.train), corpus.store_path) == (0, folder / shard_name(0))
     assert corpus.prompts
-    feed = open_feed(config, World(), corpus.arriving, CostModel.from_shape(), time.perf_counter)
+    feed = open_feed(config, Mesh.plain(World()), corpus.arriving, CostModel.from_shape(), time.perf_counter)
     assert sum(len(data.documents) for data in feed) == 84
     feed.close()

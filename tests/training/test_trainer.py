@@ -50,7 +50,7 @@ def _losses(out):
 
 
 def _weights(out):
-    return load_checkpoint(RunDirectory(out).latest_checkpoint()).tensors["model"]
+    return load_checkpoint(RunDirectory(out).latest_checkpoint()).whole("model")
 
 
 def _with(words, *more):
@@ -395,7 +395,7 @@ def test_weights_that_are_not_finite_are_never_saved(words, tmp_path):
     with pytest.raises(NonFiniteLoss, match="not finite"):
         train(compose([*wild, f"out={out}"]))
     for path in (out / "checkpoints").glob("step-*"):
-        assert all(torch.isfinite(weight).all() for weight in load_checkpoint(path).tensors["model"].values())
+        assert all(torch.isfinite(weight).all() for weight in load_checkpoint(path).whole("model").values())
 
 
 def test_evaluation_leaves_the_random_numbers_alone(words, tmp_path):

@@ -68,7 +68,8 @@ def test_everything_that_watches_goes_on_bit_for_bit(watched, tmp_path, capsys):
     assert sum(v**2 for k, v in steps[0].items() if k.startswith("grad_norm/")) ** 0.5 == pytest.approx(
         steps[0]["grad_norm"], rel=1e-4
     )
-    saved = [load_checkpoint(RunDirectory(out).latest_checkpoint()).tensors for out in (whole, parts)]
+    sources = [load_checkpoint(RunDirectory(out).latest_checkpoint()).source for out in (whole, parts)]
+    saved = [{group: source.whole(group) for group in source.groups} for source in sources]
     assert saved[0]["observers"]
     assert not any(name.startswith("average.blocks.0.attention.") for name in saved[0]["observers"])
     for group in ("model", "observers"):

@@ -8,7 +8,7 @@ import sys
 
 import typer
 
-from multipack.cli import bench, launching, planning, runs, text
+from multipack.cli import advising, bench, launching, planning, runs, text
 from multipack.cli.options import fail
 
 app = typer.Typer(
@@ -23,7 +23,7 @@ app = typer.Typer(
 for _command in (
     *(runs.train, runs.config, runs.prepare, planning.plan, planning.pack, runs.calibrate),
     *(text.generate, text.export),
-    *(launching.launch, launching.submit, launching.doctor, text.version),
+    *(advising.advise, launching.launch, launching.submit, launching.doctor, text.version),
 ):
     app.command()(_command)
 app.add_typer(bench.app, name="bench")

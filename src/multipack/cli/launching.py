@@ -24,25 +24,40 @@ Command = Annotated[
 ]
 
 
-def _check_words(words: list[str]) -> None:
+def _check_words(words: list[str], processes: int = 0, max_restarts: int = 0) -> None:
     """Find a mistake here, once, and not in every process, or after hours in a queue.
 
+    Args:
+        words: of a command of multipack.
+        processes: that are to run it; 0 = not known.
+        max_restarts: how often it may be started again.
+
     Raises:
-        ValueError: an unknown command, or settings of `train` that cannot be.
+        ValueError: an unknown command, settings of `train` that cannot be, or restarts of what cannot go on.
     """
     from multipack.cli import app
     from multipack.config import compose_run
+    from multipack.launch.launcher import check_restarts
 
     names = [command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands]
     names += [group.name or "" for group in app.registered_groups]
     if words and words[0] not in names:
         near = difflib.get_close_matches(words[0], names, 1) or ["train"]
         raise ValueError(f"there is no command `multipack {words[0]}`; write -- {near[0]} …")
+    if words:
+        check_restarts(words, max_restarts)
     if words and words[0] == "train" and not any(word.startswith("-") for word in words):
-        compose_run(words[1:])
+        wanted = compose_run(words[1:])
+        if processes:
+            wanted.check(processes)
 
 
-Restarts = Annotated[int, typer.Option("--max-restarts", help="Start again so often after a process died.")]
+Restarts = Annotated[
+    int,
+    typer.Option(
+        "--max-restarts", help="Start again so often after a process died: train.resume=auto out=RUN_DIR."
+    ),
+]
 
 
 def launch(
@@ -70,7 +85,8 @@ def launch(
 
       multipack launch -n 4 -- train model=small
       multipack launch -n 8 --ppn 4 --dry-run -- train plan.packs_per_step=16
-      multipack launch -n 4 --max-restarts 3 -- train out=runs/a
+      multipack launch -n 8 -- train parallel.data=zero3 parallel.tensor=2
+      multipack launch -n 4 --max-restarts 3 -- train train.resume=auto out=runs/a
       multipack launch --launcher mpiexec -n 8 --cores 16 -- train
 
     Hosts and their number come from the job, or from --hostfile. Signals and exit
@@ -79,7 +95,7 @@ def launch(
     from multipack.launch.launcher import LaunchRequest
     from multipack.launch.launcher import launch as start
 
-    _check_words(words or [])
+    _check_words(words or [], processes or nodes * per_node, max_restarts)
     request = LaunchRequest(
         words=words or [],
         processes=processes,
@@ -125,7 +141,7 @@ def submit(
     """
     from multipack.launch.submit import SubmitRequest, batch_script, write_script
 
-    _check_words(words or [])
+    _check_words(words or [], nodes * per_node, max_restarts)
     request = SubmitRequest(
         scheduler=scheduler,  # type: ignore[arg-type]  # checked there
         words=words or [],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -33,8 +34,8 @@ def fail(message: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
-def shows(schema: str, *groups: str) -> Any:
-    """The option --settings of a command: prints the fields of a dataclass of config, or some groups of them."""
+def shows(schema: str, *groups: str, module: str = "multipack.config") -> Any:
+    """The option --settings of a command: prints the fields of a module's dataclass, or some groups of them."""
 
     def show(value: bool) -> None:
         if not value:
@@ -45,7 +46,7 @@ def shows(schema: str, *groups: str) -> Any:
 
         rows = [
             row
-            for row in config.describe(getattr(config, schema))
+            for row in config.describe(getattr(import_module(module), schema))
             if not groups or row[0].startswith(tuple(f"{group}." for group in groups))
         ]
         presets = {group: config.preset_names(group) for group in {row[0].split(".")[0] for row in rows}}
@@ -61,6 +62,7 @@ Settings = Annotated[bool, shows("Config")]
 PlanSettings = Annotated[bool, shows("PlanCommand")]
 PackSettings = Annotated[bool, shows("PackCommand")]
 CalibrateSettings = Annotated[bool, shows("Config", "data", "tokenizer", "model", "plan")]
+AdviseSettings = Annotated[bool, shows("AdviseRequest", module="multipack.launch.advise_request")]
 PrepareSettings = Annotated[bool, shows("Config", "data", "tokenizer")]
 
 

@@ -23,6 +23,7 @@ def train(words: Words = None, settings: Settings = False) -> None:
       multipack train
       multipack train data=jsonl data.path=train.jsonl model=gpt2 out=runs/a
       multipack train train.resume=true out=runs/a
+      multipack train train.resume=auto out=runs/a   # begins it, or goes on: for jobs that are started again
       torchrun --nproc-per-node 4 -m multipack train plan.packs_per_step=8
 
     `multipack train --settings` lists every setting.
@@ -36,8 +37,9 @@ def train(words: Words = None, settings: Settings = False) -> None:
 
     wanted = compose_run(words or [])
     ranks = find_ranks(os.environ)
-    keywords, console = wanted.plan.keywords(ranks.size), Console(ranks.rank)
-    compile_planner(keywords, ranks.size, wanted.parallel.sync, announce(console))
+    wanted.check(ranks.size)
+    packed, console = wanted.parallel.data_size(ranks.size), Console(ranks.rank)
+    compile_planner(wanted.plan.keywords(packed), packed, wanted.parallel.sync, announce(console))
     try:
         result = run(wanted)
     except RunStopped as error:

@@ -12,9 +12,10 @@ from multipack.data.config import DataConfig
 from multipack.data.tokenizer import TokenizerConfig
 from multipack.models.attention import find_backend
 from multipack.models.preference import PreferenceConfig
-from multipack.parallel.engine import ParallelConfig
+from multipack.parallel.config import ParallelConfig
+from multipack.parallel.readers import check_readers
 from multipack.planning.plan import PlanConfig
-from multipack.run import find_run
+from multipack.run import RunDirectory, find_run
 from multipack.shapes import ModelShape
 from multipack.training.initial import initial_folder, initial_shape
 from multipack.training.optimizer import OptimizerConfig
@@ -58,6 +59,36 @@ class Config:
                 f"train.seed must not be negative, got {self.train.seed}: torch's generators take none"
             )
 
+    def check(self, processes: int) -> None:
+        """Refuse what so many processes cannot run. To be called before any of them joins the others.
+
+        Raises:
+            ValueError: settings that do not go together, the nearest legal choice named.
+        """
+        parallel, train = self.parallel, self.train
+        parallel.check(self.model, processes, self.plan.capacity)
+        check_readers(self.data.readers, parallel.data_size(processes))
+        if parallel.shards_parameters and processes > 1 and train.dtype == "fp16":
+            raise ValueError(
+                f"train.dtype=fp16 with parallel.data={parallel.data}: scaled gradients would overflow unseen where"
+                " they are reduced; use train.dtype=bf16, or parallel.data=ddp or zero1"
+            )
+        if parallel.tensor > 1 and train.tiles > 1:
+            raise ValueError(
+                f"train.tiles={train.tiles} and parallel.tensor={parallel.tensor} both cut the feed-forward layers and"
+                " the vocabulary: use one of them"
+            )
+        if parallel.context > 1 and parallel.context_method == "ring" and self.model.attention != "auto":
+            raise ValueError(
+                f"model.attention={self.model.attention}: a ring has kernels of its own; use model.attention=auto, or"
+                " parallel.context_method=ulysses"
+            )
+        if self.log.gradient_noise and not parallel.keeps_own_gradients:
+            raise ValueError(
+                "log.gradient_noise=true looks at the gradient of a rank's first micro-batch, which only"
+                " parallel.data=ddp and zero1 without parallel.tensor, context and pipeline keep whole: leave it out"
+            )
+
 
 def compose(words: Iterable[str], base: dict[str, Any] | None = None) -> Config:
     """Build the configuration of a run from command-line words.
@@ -75,12 +106,17 @@ def compose(words: Iterable[str], base: dict[str, Any] | None = None) -> Config:
 def compose_run(words: Iterable[str]) -> Config:
     """The configuration of `multipack train`: a new run's, or a saved run's with `words` over it.
 
+    With `train.resume=auto` the same words begin a run in out= and, whenever they are given again, continue it: what a
+    launcher or a scheduler needs that starts the same command again.
+
     Raises:
         ConfigError: also when `train.resume` and `out` do not name one run.
     """
     given = list(words)
     said = dict(rename(*split(word)) for word in given)
     resume, out = said.get("train.resume", "false"), said.get("out", "")
+    if resume.lower() == "auto":
+        return compose_run(_begun_or_not(given, out))
     if resume.lower() in ("false", ""):
         return _begin(compose(given, _initial_model(said)))
     asked = out if resume.lower() == "true" else resume
@@ -102,6 +138,20 @@ def compose_run(words: Iterable[str]) -> Config:
     _refuse_another_run(before, said)
     config.out = str(run.path)
     return config
+
+
+SETTLED = ("train.init_from", "preference.reference", "plan.packs_per_step", "plan.micro_batches")
+"""Words that a run settles for good when it begins: which checkpoints they name, and packs for so many ranks."""
+
+
+def _begun_or_not(words: list[str], out: str) -> list[str]:
+    """The words of `train.resume=auto`, which are the same each time a run is started, as those of this time."""
+    if not out:
+        raise ConfigError("train.resume=auto needs out=RUN_DIR: a run that is started again must find itself")
+    begun = RunDirectory.at(out).config.is_file()
+    known = ("train.resume", *(SETTLED if begun else ()))
+    left = [word for word in words if rename(*split(word))[0] not in known]
+    return [*left, f"train.resume={str(begun).lower()}"]
 
 
 def _initial_model(said: dict[str, str]) -> dict[str, Any] | None:

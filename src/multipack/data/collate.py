@@ -51,6 +51,8 @@ class PackedCollator:
             fp8 matrix products (16) ask. Attention is causal, so that losses and gradients stay the same.
         loss_weighting: `token`: every target weighs 1; `document`: one over the targets of its document
             (`PackedBatch.weights`), the denominator being the documents that have a target.
+        multiple: slots of every pack are a multiple of this, by a padding document at the end: ranks that divide the
+            tokens of a pack get equally many. The capacity must be one too.
 
     A pack without documents (a rank that has nothing to do in a micro-batch) becomes one weightless padding
     document, so that every rank runs the same collectives.
@@ -65,10 +67,16 @@ class PackedCollator:
     pad_id: int = 0
     align: int = 1
     loss_weighting: LossWeighting = "token"
+    multiple: int = 1
 
     def __post_init__(self) -> None:
         check_integer("align", self.align)
+        check_integer("multiple", self.multiple)
         check_loss_weighting(self.loss_weighting)
+        if self.pad_to is not None and self.pad_to % self.multiple:
+            raise ValueError(
+                f"pad_to={self.pad_to:,} is not a multiple of {self.multiple}, so that ranks cannot divide a pack's slots"
+            )
         if self.pad_to is not None and self.pad_to % self.align:
             below = self.pad_to // self.align * self.align
             raise ValueError(
@@ -77,9 +85,13 @@ class PackedCollator:
             )
 
     @classmethod
-    def of(cls, plan: Planned, pad_to: int | None = None, pad_id: int = 0) -> PackedCollator:
+    def of(
+        cls, plan: Planned, pad_to: int | None = None, pad_id: int = 0, multiple: int = 1
+    ) -> PackedCollator:
         """The collator of a plan, or of a sampler: what both must agree in is taken from there."""
-        return cls(plan.most_documents, plan.longest, pad_to, pad_id, plan.align, plan.loss_weighting)
+        return cls(
+            plan.most_documents, plan.longest, pad_to, pad_id, plan.align, plan.loss_weighting, multiple
+        )
 
     def __call__(self, documents: Sequence[Document]) -> PackedBatch:
         """Pack `documents` in the order given.
@@ -93,12 +105,14 @@ class PackedCollator:
             )
         sizes = [-(-len(document.tokens) // self.align) * self.align for document in documents]
         used = sum(sizes)
-        slots = self.pad_to if self.pad_to is not None else max(used, self.align)
+        slots = self.pad_to
+        if slots is None:
+            slots = -(-max(used, self.align) // self.multiple) * self.multiple
         if used > slots:
             raise ValueError(f"a pack of {used:,} tokens{self._aligned} does not fit into pad_to={slots:,}")
         if used < slots:
             sizes.append(slots - used)
-        max_seqlen = max(self.max_seqlen, self.pad_to or self.align)
+        max_seqlen = max(self.max_seqlen, self.pad_to or max(self.align, self.multiple))
         if max(sizes) > max_seqlen:
             raise ValueError(
                 f"a document of {max(sizes):,} tokens{self._aligned} exceeds max_seqlen={max_seqlen:,}"

@@ -76,6 +76,10 @@ class DataConfig:
     """How long a stream waits for the next store of a folder that is not complete before it is an error."""
     verify: bool = True
     """Whether the checksums of a token store are verified before it is used."""
+    stage: str = ""
+    """Copy token stores first: `memory` = into every process, or a folder of this host; empty = read in place."""
+    readers: int = 0
+    """Data-parallel ranks that open tokens, and scatter packs to the others; 0 = every rank reads its own."""
     cache: str = ""
     """Folder for trained tokenizers and stores (empty: the user's cache folder)."""
 
@@ -101,6 +105,7 @@ class DataConfig:
         self._check_records()
         self._check_mixture()
         self._check_fit()
+        self._check_reading()
         if self.workers < 0:
             raise ValueError(f"data.workers={self.workers}: processes, 1 or more (or 0: as many as pay)")
         if not self.patience_seconds > 0:
@@ -116,6 +121,18 @@ class DataConfig:
                 f"data.stream=true follows a folder of stores or a streamed data set, not data.source={self.source}:"
                 " set data.source=store (and data.path) or huggingface"
             )
+
+    def _check_reading(self) -> None:
+        if self.readers < 0:
+            raise ValueError(
+                f"data.readers={self.readers}: data-parallel ranks, 1 or more (or 0: every rank reads its own)"
+            )
+        for name, given in (("stage", self.stage), ("readers", self.readers)):
+            if given and self.stream:
+                raise ValueError(
+                    f"data.{name}={given} is about documents that are all there, and with data.stream=true they arrive:"
+                    f" leave data.{name} out"
+                )
 
     def _check_path(self) -> None:
         if self.source == "stdlib" and self.path:

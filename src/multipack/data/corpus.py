@@ -22,6 +22,7 @@ from multipack.data.joint import JointStore, Store, open_store
 from multipack.data.memory import MemoryStore
 from multipack.data.mixture import Share, mix
 from multipack.data.prepare import prepare
+from multipack.data.staging import Staging
 from multipack.data.streamed import StreamedRecords
 from multipack.data.tokenizer import Progress, Tokenizer, TokenizerConfig
 
@@ -43,6 +44,7 @@ class Corpus:
         store_path: the token store behind all this; of a mixture, the first one.
         mixture: what an epoch has of each source of a mixture.
         arriving: the documents to train on where they arrive during the run; `train` is empty then.
+        staged: where tokens were copied before training, in a sentence for people; empty = nowhere.
     """
 
     train: Documents
@@ -57,6 +59,7 @@ class Corpus:
     store_path: Path
     mixture: tuple[Share, ...] = ()
     arriving: Arriving | None = None
+    staged: str = ""
 
     @property
     def chat_template(self) -> str:
@@ -68,7 +71,12 @@ class Corpus:
 
 
 def load_corpus(
-    data: DataConfig, tokenizer: TokenizerConfig, *, limit: int, progress: Progress | None = None
+    data: DataConfig,
+    tokenizer: TokenizerConfig,
+    *,
+    limit: int,
+    progress: Progress | None = None,
+    reads: bool = True,
 ) -> Corpus:
     """The documents that a run trains and validates on; prepared first, where they are not yet.
 
@@ -77,23 +85,28 @@ def load_corpus(
         tokenizer: the tokenizer; `auto` takes a store's own.
         limit: most tokens of a document: a pack's capacity or the model's context, whichever is less.
         progress: see `prepare`.
+        reads: whether this process reads documents to train on. One that gets packs of another (`data.readers`) copies
+            and verifies no tokens; it plans from lengths and ranges of targets.
 
     Raises:
-        ValueError: see `prepare` and `TokenStore`; a store of another tokenizer; too few documents or tokens
+        ValueError: see `prepare`, `TokenStore` and `Staging`; a store of another tokenizer; too few documents or tokens
             to validate on; documents that are too long, unless `data.overlong` says what becomes of them.
     """
     data.check()
     tokenizer.check()
     if data.stream:
         return _load_stream(data, tokenizer, limit)
+    staging = Staging(data.stage if reads else "", data.verify and reads, progress)
     if data.source == "mixture":
-        return _load_mixture(data, tokenizer, limit, progress)
+        return _load_mixture(data, tokenizer, limit, staging)
     if data.source == "store":
-        store = _open(data.path, data, tokenizer, progress)
+        store = staging.take([_open(data.path, tokenizer)])[0]
     else:
         store = open_store(prepare(data, tokenizer, progress=progress))
+        if staging.where:  # what `prepare` gives back was verified
+            store = staging.take([store])[0]
     views = _views(store, data, limit)
-    return _corpus(store, views, store.header.description, limit)
+    return _corpus(store, views, store.header.description, limit, staging)
 
 
 @dataclass(frozen=True)
@@ -115,7 +128,12 @@ def _views(store: Store, data: DataConfig, limit: int) -> _Views:
 
 
 def _corpus(
-    store: Store, views: _Views, description: str, limit: int, mixture: tuple[Share, ...] = ()
+    store: Store,
+    views: _Views,
+    description: str,
+    limit: int,
+    staging: Staging,
+    mixture: tuple[Share, ...] = (),
 ) -> Corpus:
     first = store.stores[0] if mixture and isinstance(store, JointStore) else store
     return Corpus(
@@ -130,21 +148,18 @@ def _corpus(
         prompts=_prompts(views.validation if len(views.validation) else views.train, store.tokenizer, limit),
         store_path=first.path,
         mixture=mixture,
+        staged=staging.told,
     )
 
 
-def _open(path: str, data: DataConfig, tokenizer: TokenizerConfig, progress: Progress | None) -> Store:
+def _open(path: str, tokenizer: TokenizerConfig) -> Store:
     store = open_store(Path(path).expanduser())
-    if data.verify:
-        store.verify(progress)
     _check_tokenizer(store, tokenizer)
     return store
 
 
-def _load_mixture(
-    data: DataConfig, tokenizer: TokenizerConfig, limit: int, progress: Progress | None
-) -> Corpus:
-    stores = [_open(path, data, tokenizer, progress) for path in data.paths]
+def _load_mixture(data: DataConfig, tokenizer: TokenizerConfig, limit: int, staging: Staging) -> Corpus:
+    stores = staging.take([_open(path, tokenizer) for path in data.paths])
     names = _names([store.path for store in stores])
     joint = JointStore(stores[0].path.parent, stores, names)
     # Each source is split and fitted by itself: what validates is what validates when it is trained on alone.
@@ -159,7 +174,7 @@ def _load_mixture(
         validation_fit=reduce(add, (part.validation_fit for part in parts)),
     )
     said = ", ".join(f"{share.name} {share.got:.1%}" for share in shares)
-    return _corpus(joint, views, f"mixture by {data.weigh_by}: {said}", limit, shares)
+    return _corpus(joint, views, f"mixture by {data.weigh_by}: {said}", limit, staging, shares)
 
 
 def _load_stream(data: DataConfig, tokenizer: TokenizerConfig, limit: int) -> Corpus:

@@ -35,8 +35,18 @@ class Sampler(Protocol):
         """Go on from there."""
 
 
-_Item = tuple[PackedBatch, dict[str, Any]]
+Item = tuple[PackedBatch, dict[str, Any]]
 """A batch, and the sampler's state after it."""
+
+
+class Worker(Protocol):
+    """What makes items ahead, in a thread."""
+
+    def items(self) -> Iterator[Item]:
+        """What the thread made, in order; an exception in it is raised here."""
+
+    def stop(self) -> None:
+        """End the thread; what it made ahead is forgotten."""
 
 
 class Indexed(Protocol):
@@ -79,7 +89,7 @@ class PackedLoader:
         self._collator = collator
         self._prefetch = prefetch
         self._state: dict[str, Any] | None = None
-        self._worker: _Worker | None = None
+        self._worker: Worker | None = None
         self._iteration = 0
 
     def __len__(self) -> int:
@@ -92,10 +102,10 @@ class PackedLoader:
     def _hand_out(self, iteration: int) -> Iterator[PackedBatch]:
         # Runs when the first batch is asked for: an iterator that is never used moves no sampler.
         self._check_current(iteration)
-        items: Iterator[_Item] = _collated(self.documents, self.sampler, self._collator)
+        items = self._items()
         worker = None
         if self._prefetch:
-            worker = self._worker = _Worker(items, self._prefetch)
+            worker = self._worker = self._ahead(items)
             items = worker.items()
         try:
             for batch, state in items:
@@ -107,6 +117,14 @@ class PackedLoader:
         finally:
             if worker is not None:
                 worker.stop()
+
+    def _items(self) -> Iterator[Item]:
+        """The batches of an iteration, each with the sampler's state after it."""
+        return _collated(self.documents, self.sampler, self._collator)
+
+    def _ahead(self, items: Iterator[Item]) -> Worker:
+        """Makes items ahead of whoever takes them."""
+        return _Worker(items, self._prefetch)
 
     def _check_current(self, iteration: int) -> None:
         if iteration != self._iteration:
@@ -146,7 +164,7 @@ class PackedLoader:
 
 def _collated(
     documents: Indexed, sampler: Sampler, collator: Callable[[Sequence[Any]], PackedBatch]
-) -> Iterator[_Item]:
+) -> Iterator[Item]:
     for numbers in sampler:
         state = sampler.state_dict()
         try:
@@ -160,13 +178,13 @@ def _collated(
 class _Worker:
     """Runs an iterator in a thread, at most `size` items ahead of whoever takes them."""
 
-    def __init__(self, items: Iterator[_Item], size: int) -> None:
-        self._queue: queue.Queue[_Item | BaseException | None] = queue.Queue(size)
+    def __init__(self, items: Iterator[Item], size: int) -> None:
+        self._queue: queue.Queue[Item | BaseException | None] = queue.Queue(size)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(items,), name="multipack-loader", daemon=True)
         self._thread.start()
 
-    def _run(self, items: Iterator[_Item]) -> None:
+    def _run(self, items: Iterator[Item]) -> None:
         last: BaseException | None = None
         try:
             for item in items:
@@ -176,7 +194,7 @@ class _Worker:
             last = error
         self._put(last)
 
-    def _put(self, item: _Item | BaseException | None) -> bool:
+    def _put(self, item: Item | BaseException | None) -> bool:
         while not self._stopped.is_set():
             try:
                 self._queue.put(item, timeout=0.1)
@@ -185,7 +203,7 @@ class _Worker:
                 continue
         return False
 
-    def items(self) -> Iterator[_Item]:
+    def items(self) -> Iterator[Item]:
         """What the thread made, in order; an exception in it is raised here."""
         while True:
             try:

@@ -135,7 +135,9 @@ class PreferenceCollator:
     packed: PackedCollator
 
     @classmethod
-    def of(cls, plan: Planned, pad_to: int | None = None, pad_id: int = 0) -> PreferenceCollator:
+    def of(
+        cls, plan: Planned, pad_to: int | None = None, pad_id: int = 0, multiple: int = 1
+    ) -> PreferenceCollator:
         """The collator of a plan over pairs, or of a sampler.
 
         Raises:
@@ -145,7 +147,7 @@ class PreferenceCollator:
             raise ValueError(
                 f"plan.align={plan.align} does not go with preference pairs, whose halves lie side by side: use 1"
             )
-        return cls(PackedCollator(2 * plan.most_documents, plan.longest, pad_to, pad_id))
+        return cls(PackedCollator(2 * plan.most_documents, plan.longest, pad_to, pad_id, multiple=multiple))
 
     def __call__(self, pairs: Sequence[PreferencePair]) -> PreferenceBatch:
         """Pack `pairs` in the order given.

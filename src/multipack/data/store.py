@@ -18,6 +18,7 @@ are believed.
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -42,9 +43,13 @@ class TokenStore:
 
     Args:
         path: its folder.
+        folder: where its files are read, if that is a copy of them elsewhere (see `data/staging.py`).
+        in_memory: read all arrays into memory now, each from its beginning to its end, instead of mapping them.
 
     Attributes:
-        path: its folder.
+        path: its folder, by which people know it.
+        folder: where its files are read.
+        in_memory: as given.
         header: what it says about itself.
         tokens: (tokens,) uint16 or uint32, memory-mapped.
         offsets: (documents + 1,) int64: document d is `tokens[offsets[d]:offsets[d + 1]]`.
@@ -57,11 +62,16 @@ class TokenStore:
         ValueError: there is no store at `path`, or it is truncated, edited, or of a newer format.
     """
 
-    def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
-        self.header = header = StoreHeader.read(self.path)
+    def __init__(
+        self, path: Path | str, folder: Path | str | None = None, *, in_memory: bool = False
+    ) -> None:
+        self.path, self.in_memory = Path(path), in_memory
+        self.folder = self.path if folder is None else Path(folder)
+        self._arrays: dict[str, NDArray[Any]] = {}
+        self._bytes_asked, self._counting = 0, threading.Lock()
+        self.header = header = StoreHeader.read(self.folder)
         for name, entry in header.files.items():
-            file = self.path / name
+            file = self.folder / name
             size = file.stat().st_size if file.is_file() else -1
             if size != entry["bytes"]:
                 has = "is missing" if size < 0 else f"has {size:,} bytes instead of {entry['bytes']:,}"
@@ -84,13 +94,32 @@ class TokenStore:
     def _map(self, name: str, dtype: str) -> NDArray[Any]:
         if name not in self.header.files or self.header.files[name]["bytes"] == 0:  # which cannot be mapped
             return np.zeros(0, dtype=dtype)
-        return np.memmap(self.path / name, dtype=dtype, mode="r").view(np.ndarray)
+        if not self.in_memory:
+            return np.memmap(self.folder / name, dtype=dtype, mode="r").view(np.ndarray)
+        array = np.fromfile(self.folder / name, dtype=dtype)
+        array.flags.writeable = False
+        self._arrays[name] = array
+        self._count(array.nbytes)
+        return array
+
+    def _count(self, size: int) -> None:
+        with self._counting:  # a thread that prefetches counts too
+            self._bytes_asked += size
 
     def _damaged(self, what: str) -> ValueError:
-        return ValueError(f"{self.path}: {what}: the store is damaged; prepare it again")
+        return ValueError(f"{self.folder}: {what}: the store is damaged; prepare it again")
 
-    def __reduce__(self) -> tuple[type[TokenStore], tuple[Path]]:
-        return TokenStore, (self.path.absolute(),)  # other processes open the files for themselves
+    def __reduce__(self) -> tuple[Any, ...]:  # other processes open the files for themselves
+        return _reopen, (self.path.absolute(), self.folder.absolute(), self.in_memory)
+
+    @property
+    def bytes_asked(self) -> int:
+        """Bytes of documents (tokens, and their ranges of targets) that were asked of storage so far, here.
+
+        In memory these are the bytes of all arrays, read once. Otherwise offsets and ranges that every rank looks
+        at to plan are not counted, nor what `verify` reads.
+        """
+        return self._bytes_asked
 
     @property
     def num_documents(self) -> int:
@@ -147,7 +176,7 @@ class TokenStore:
         Raises:
             ValueError: its file is not the one that the header speaks of.
         """
-        tokenizer = Tokenizer.load(self.path / "tokenizer.json", self.header.tokenizer)
+        tokenizer = Tokenizer.load(self.folder / "tokenizer.json", self.header.tokenizer)
         if tokenizer.hash != self.header.tokenizer_hash:
             raise self._damaged("tokenizer.json was exchanged")
         return tokenizer
@@ -162,7 +191,7 @@ class TokenStore:
         entry = self.header.files.get(CHAT_TEMPLATE)
         if entry is None:
             return ""
-        content = (self.path / CHAT_TEMPLATE).read_bytes()
+        content = (self.folder / CHAT_TEMPLATE).read_bytes()
         if hashlib.sha256(content).hexdigest() != entry["sha256"]:
             raise self._damaged(f"{CHAT_TEMPLATE} was exchanged")
         return content.decode("utf-8", "replace")
@@ -199,6 +228,8 @@ class TokenStore:
         stop = end - first if length is None else start + length
         if not 0 <= start <= stop <= end - first:
             raise IndexError(f"tokens {start} to {stop} of document {document}, which has {end - first}")
+        if not self.in_memory:
+            self._count((stop - start) * self.tokens.itemsize)
         return self.tokens[first + start : first + stop]
 
     def border(self, document: int) -> int:
@@ -216,7 +247,10 @@ class TokenStore:
 
     def spans_of(self, document: int) -> NDArray[np.int64]:
         """(k, 2) ranges of targets of a document."""
-        return self.spans[self.span_offsets[document] : self.span_offsets[document + 1]]
+        spans = self.spans[self.span_offsets[document] : self.span_offsets[document + 1]]
+        if not self.in_memory:
+            self._count(spans.nbytes)
+        return spans
 
     def name(self, document: int) -> str:
         """The name of a document, as its source gave it."""
@@ -231,8 +265,11 @@ class TokenStore:
         """
         total, done = sum(entry["bytes"] for entry in self.header.files.values()), 0
         for name, entry in self.header.files.items():
-            with open(self.path / name, "rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
+            if name in self._arrays:  # what will be used, and no second reading
+                found = hashlib.sha256(self._arrays[name].data).hexdigest()
+            else:
+                with open(self.folder / name, "rb") as file:
+                    found = hashlib.file_digest(file, "sha256").hexdigest()
             if found != entry["sha256"]:
                 raise self._damaged(f"{name} was edited (its sha256 differs)")
             done += entry["bytes"]
@@ -241,3 +278,7 @@ class TokenStore:
 
     def __repr__(self) -> str:
         return f"TokenStore({str(self.path)!r}, {self.num_documents:,} documents, {self.num_tokens:,} tokens)"
+
+
+def _reopen(path: Path, folder: Path, in_memory: bool) -> TokenStore:
+    return TokenStore(path, folder, in_memory=in_memory)

@@ -19,6 +19,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, NoReturn
 
 from multipack.launch.allocation import Allocation, find_allocation, find_launchers
@@ -74,6 +75,35 @@ class LaunchRequest:
                 raise ValueError(f"{name} {value}: it cannot be negative; leave it out, or give at least 1")
         if not 0 <= self.port < 65_536:
             raise ValueError(f"--port {self.port} is no port: give 1 … 65535, or leave it out")
+
+
+def check_restarts(words: Sequence[str], max_restarts: int) -> None:
+    """Refuse to start again what would not go on where it was.
+
+    A command is started again with the same words, so these must say "go on, if there is something to go on with".
+
+    Raises:
+        ValueError: restarts are wanted of a command other than train, or of a run that would begin anew each time.
+    """
+    if not max_restarts:
+        return
+    if words[0] != "train":
+        raise ValueError(
+            f"--max-restarts {max_restarts}: `multipack {words[0]}` would start from its beginning each time; only"
+            " train goes on where it was: leave --max-restarts out"
+        )
+    said = {key: value for key, _, value in (word.partition("=") for word in words[1:])}
+    resume, out = said.get("train.resume", "false"), said.get("out", "")
+    add = []
+    if resume.lower() in ("false", "") or Path(resume).parent.name == "checkpoints":
+        add.append("train.resume=auto")
+    if not out and (add or resume.lower() in ("auto", "true")):
+        add.append("out=RUN_DIR")
+    if add:
+        raise ValueError(
+            f"--max-restarts {max_restarts}: started again with the same words, this run would not go on where it was;"
+            f" add {' '.join(add)} (train.resume=auto begins the run in out= and, when started again, continues it)"
+        )
 
 
 @dataclass(frozen=True)

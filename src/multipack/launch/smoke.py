@@ -74,7 +74,9 @@ def _train(world: World) -> tuple[torch.Tensor, torch.Tensor]:
     from multipack.data.collate import PackedCollator
     from multipack.data.documents import Document
     from multipack.models.decoder import Decoder
-    from multipack.parallel.engine import ParallelConfig, build_engine
+    from multipack.parallel.config import ParallelConfig
+    from multipack.parallel.engine import plain_engine
+    from multipack.parallel.mesh import Mesh, build_mesh
     from multipack.parallel.world import World
     from multipack.shapes import SHAPES
 
@@ -90,17 +92,17 @@ def _train(world: World) -> tuple[torch.Tensor, torch.Tensor]:
     packs = [pack(seed) for seed in range(world.size)]
     targets = float(sum(batch.num_target_tokens for batch in packs))
 
-    def step(over: World, batches: list[Any]) -> torch.Tensor:
+    def step(over: Mesh, batches: list[Any]) -> torch.Tensor:
         torch.manual_seed(0)
-        model = Decoder(SHAPES["tiny"].with_vocabulary(50)).to(over.device)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine = build_engine(model, optimizer, over, ParallelConfig(), torch.float32)
+        model = Decoder(SHAPES["tiny"].with_vocabulary(50)).to(world.device)
+        engine = plain_engine(model, torch.optim.SGD(model.parameters(), lr=0.1), over)
         engine.forward_backward(batches, targets)
         norm = engine.clip(0)
         engine.step(0.1)
         return torch.tensor([norm, float(next(model.parameters()).detach().abs().sum())])
 
-    return step(world, [packs[world.rank]]), step(World(device=world.device), packs)
+    both = build_mesh(ParallelConfig(), world)
+    return step(both, [packs[world.rank]]), step(Mesh.plain(World(device=world.device)), packs)
 
 
 def _check(name: str, world: World) -> str:

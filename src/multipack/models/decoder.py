@@ -24,7 +24,8 @@ the same order of rows (a head's two halves rotate), and GPT-2's fused one is th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,6 +43,52 @@ INITIAL_STD = 0.02
 
 Rotation = tuple[Tensor, Tensor]
 
+PARALLEL_PLAN = {
+    "embedding": "vocabulary",
+    "positions": "positions",
+    "blocks.*.attention_norm": "norm",
+    "blocks.*.attention": "gathers",
+    "blocks.*.attention.query": "column",
+    "blocks.*.attention.key": "column",
+    "blocks.*.attention.value": "column",
+    "blocks.*.attention.output": "row",
+    "blocks.*.feed_forward_norm": "norm",
+    "blocks.*.feed_forward": "gathers",
+    "blocks.*.feed_forward.gate": "column",
+    "blocks.*.feed_forward.up": "column",
+    "blocks.*.feed_forward.down": "row",
+    "norm": "norm",
+    "head": "vocabulary",
+}
+"""What tensor parallelism may know of a decoder: which matrices split by their rows (`column`: their outputs are
+divided) or their columns (`row`), what is divided over the vocabulary, what works on a share of the tokens (`norm`),
+and which modules need all tokens of what they are given (`gathers`). Names are patterns; some shapes lack some."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive blocks of a decoder, as a stage of a pipeline holds them.
+
+    Attributes:
+        first: number of the first block.
+        stop: number behind the last one.
+        layers: blocks of the whole decoder.
+    """
+
+    first: int
+    stop: int
+    layers: int
+
+    @property
+    def begins(self) -> bool:
+        """Whether tokens are embedded here."""
+        return self.first == 0
+
+    @property
+    def ends(self) -> bool:
+        """Whether the loss is computed here."""
+        return self.stop == self.layers
+
 
 class Decoder(nn.Module):
     """A decoder-only transformer over packed documents.
@@ -53,12 +100,11 @@ class Decoder(nn.Module):
             some; tensor parallelism hands in its own.
         training_loss: the same with the terms that only training adds (models/loss.py); None = the same.
 
-    Weights are drawn from torch's global generator: call `torch.manual_seed` before.
+        part: build these blocks only, under the names that they have in the whole: with the embedding (and positions)
+            if it begins there, with the last norm and the head if it ends there, where tied weights need the embedding
+            too. A part is filled by `initial_parameters` or from a checkpoint.
 
-    Attributes:
-        around_block: where it is set, training calls around_block(block, x, batch, rotation) in the place of
-            block(x, batch, rotation): the hook for activation checkpointing, `torch.utils.checkpoint.checkpoint` itself
-            included.
+    Weights are drawn from torch's global generator: call `torch.manual_seed` before.
 
     Raises:
         ValueError: a shape without a vocabulary, one that serves planning only (experts, latent attention, a
@@ -71,6 +117,7 @@ class Decoder(nn.Module):
         attention: str = "auto",
         loss_function: Callable[..., Tensor] = linear_cross_entropy,
         training_loss: Callable[..., Tensor] | None = None,
+        part: Part | None = None,
     ) -> None:
         super().__init__()
         if not shape.vocabulary_size:
@@ -96,26 +143,43 @@ class Decoder(nn.Module):
         self.shape = shape
         self.loss_function = loss_function
         self.training_loss = training_loss or loss_function
-        self.around_block: Callable[..., Tensor] | None = None
-        self.embedding = nn.Embedding(shape.vocabulary_size, shape.d_model)
-        if shape.positions == "learned":
-            self.positions = nn.Embedding(shape.context, shape.d_model)
-        self.blocks = nn.ModuleList(Block(shape, attention) for _ in range(shape.layers))
-        self.norm = _norm(shape)
-        if not shape.tied:
-            self.head = nn.Linear(shape.d_model, shape.vocabulary_size, bias=False)
+        self.part = part or Part(0, shape.layers, shape.layers)
+        with torch.device("meta"):  # so that nothing is drawn but by reset_parameters
+            self._make(shape, attention)
+        self.to_empty(device=torch.get_default_device())
         self.reset_parameters()
 
-    def forward(self, batch: PackedBatch) -> Tensor:
+    def _make(self, shape: ModelShape, attention: str) -> None:
+        """Modules of this part, without values."""
+        part = self.part
+        if part.begins or (part.ends and shape.tied):
+            self.embedding = nn.Embedding(shape.vocabulary_size, shape.d_model)
+        if part.begins and shape.positions == "learned":
+            self.positions = nn.Embedding(shape.context, shape.d_model)
+        self.blocks = nn.ModuleList()
+        for number in range(part.first, part.stop):
+            self.blocks.add_module(str(number), Block(shape, attention))
+        if part.ends:
+            self.norm = _norm(shape)
+        if part.ends and not shape.tied:
+            self.head = nn.Linear(shape.d_model, shape.vocabulary_size, bias=False)
+
+    def forward(self, batch: PackedBatch, x: Tensor | None = None) -> Tensor:
         """The summed loss over the batch's targets, weighted where it has weights: 0-d float32; nothing is divided.
+
+        Args:
+            batch: the pack.
+            x: (T, d) what the part before this one gave; a part that is not the last gives the same.
 
         Raises:
             ValueError: as `hidden` does, and as the loss does for targets.
         """
+        if not self.part.ends:
+            return self.hidden(batch, x=x)
         weighted = {} if batch.weights is None else {"weights": batch.weights}
         loss_function = self.training_loss if self.training else self.loss_function
         return loss_function(
-            self.hidden(batch),
+            self.hidden(batch, x=x),
             self.output_weight,
             batch.targets,
             num_targets=batch.num_target_tokens,
@@ -126,24 +190,26 @@ class Decoder(nn.Module):
         """(T, V) logits, all of them at once: for tests and small batches."""
         return F.linear(self.hidden(batch), self.output_weight)
 
-    def hidden(self, batch: PackedBatch, cache: KeyValueCache | None = None) -> Tensor:
-        """(T, d) what the last norm gives.
+    def hidden(
+        self, batch: PackedBatch, cache: KeyValueCache | None = None, x: Tensor | None = None
+    ) -> Tensor:
+        """(T, d) what the last norm gives (or, in a part without it, the last block).
 
         Args:
             batch: the pack.
             cache: keeps keys and values for generation; the pack was announced to it.
+            x: (T, d) what the part before this one gave; None = this one begins with the tokens.
 
         Raises:
             ValueError: a document longer than a learned position table; on the CPU a token outside the
                 vocabulary.
         """
-        x = self.embed(batch)
-        rotation = self.rotation(batch)
+        x = self.embed(batch) if x is None else x
+        rotation = self.rotation(batch, x.dtype)
         layers = [None] * len(self.blocks) if cache is None else cache.layers
-        around = self.around_block if self.training and cache is None else None
         for block, layer in zip(self.blocks, layers, strict=True):
-            x = block(x, batch, rotation, layer) if around is None else around(block, x, batch, rotation)
-        out: Tensor = self.norm(x)
+            x = block(x, batch, rotation, layer)
+        out: Tensor = self.norm(x) if self.part.ends else x
         return out
 
     def embed(self, batch: PackedBatch) -> Tensor:
@@ -154,11 +220,16 @@ class Decoder(nn.Module):
             x = x + self.positions(self._table_rows(batch))
         return F.dropout(x, self.shape.dropout, self.training)
 
-    def rotation(self, batch: PackedBatch) -> Rotation | None:
-        """Cosines and sines that all layers share, or None where positions are learned."""
+    def rotation(self, batch: PackedBatch, dtype: torch.dtype = torch.float32) -> Rotation | None:
+        """Cosines and sines that all layers share, or None where positions are learned.
+
+        Args:
+            batch: the pack.
+            dtype: of what is turned; tables are float32 or wider.
+        """
         if self.shape.positions == "learned":
             return None
-        dtype = torch.float64 if self.embedding.weight.dtype == torch.float64 else torch.float32
+        dtype = torch.float64 if dtype == torch.float64 else torch.float32
         return rotary_tables(batch.position_ids, self.shape.head_width, self.shape.rope_theta, dtype)
 
     @property
@@ -178,15 +249,8 @@ class Decoder(nn.Module):
         The two projections of each block that write into the residual stream are drawn with
         0.02 / √(2 · layers), so that the stream's variance does not grow with depth.
         """
-        residual_std = INITIAL_STD / (2 * self.shape.layers) ** 0.5
         for name, module in self.named_modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                writes_residual = name.endswith((".attention.output", ".feed_forward.down"))
-                nn.init.normal_(module.weight, std=residual_std if writes_residual else INITIAL_STD)
-                if isinstance(module, nn.Linear) and module.bias is not None:
-                    nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
-                module.reset_parameters()
+            _draw(name, module, self.shape)
 
     def _table_rows(self, batch: PackedBatch) -> Tensor:
         context = self.shape.context
@@ -200,8 +264,45 @@ class Decoder(nn.Module):
         return batch.position_ids
 
 
+@torch.no_grad()
+def initial_parameters(shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
+    """Names and values of a new decoder's parameters, one layer at a time, on the CPU.
+
+    They are those of `Decoder(shape)` after the same `torch.manual_seed`, without the memory of the whole: for models
+    that are larger than one rank.
+    """
+    with torch.device("meta"):
+        whole = Decoder(shape)
+    for name, module in whole.named_modules():
+        if next(module.parameters(recurse=False), None) is None:
+            continue
+        module.to_empty(device="cpu", recurse=False)
+        _draw(name, module, shape)
+        for own, parameter in module.named_parameters(recurse=False):
+            yield f"{name}.{own}", parameter.detach()
+        module.to_empty(device="meta", recurse=False)
+
+
+def _draw(name: str, module: nn.Module, shape: ModelShape) -> None:
+    """Initial values of a module's own parameters."""
+    if isinstance(module, nn.Linear | nn.Embedding):
+        writes_residual = name.endswith((".attention.output", ".feed_forward.down"))
+        std = INITIAL_STD / (2 * shape.layers) ** 0.5 if writes_residual else INITIAL_STD
+        nn.init.normal_(module.weight, std=std)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+    elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        module.reset_parameters()
+
+
 class Block(nn.Module):
-    """Attention and feed-forward, each on a normalized copy of the residual stream and added to it."""
+    """Attention and feed-forward, each on a normalized copy of the residual stream and added to it.
+
+    Attributes:
+        around: where it is set, training calls around(compute, x, batch, rotation) in the place of
+            compute(x, batch, rotation): the hook for activation checkpointing. It stands inside the block, so that what
+            wraps the block (shards, torch.compile) stays outside.
+    """
 
     def __init__(self, shape: ModelShape, attention: str) -> None:
         super().__init__()
@@ -210,11 +311,20 @@ class Block(nn.Module):
         self.attention = Attention(shape, attention)
         self.feed_forward_norm = _norm(shape)
         self.feed_forward = FeedForward(shape)
+        self.around: Callable[..., Tensor] | None = None
 
     def forward(
         self, x: Tensor, batch: PackedBatch, rotation: Rotation | None, cache: LayerCache | None = None
     ) -> Tensor:
         """(T, d) → (T, d)."""
+        if self.around is not None and self.training and cache is None:
+            return self.around(self.compute, x, batch, rotation)
+        return self.compute(x, batch, rotation, cache)
+
+    def compute(
+        self, x: Tensor, batch: PackedBatch, rotation: Rotation | None, cache: LayerCache | None = None
+    ) -> Tensor:
+        """What `forward` gives."""
         branch = self.attention(self.attention_norm(x), batch, rotation, cache)
         x = x + F.dropout(branch, self.dropout, self.training)
         branch = self.feed_forward(self.feed_forward_norm(x))
@@ -222,7 +332,12 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Projections around `attention`. Heads are counted from the tensors: a shard of them works too."""
+    """Projections around `attention`. Heads are counted from the tensors: a shard of them works too.
+
+    Attributes:
+        attend: (query, key, value, batch, backend, window) → (T, H, D); context parallelism hands in its own, which
+            sees the tokens of other ranks too.
+    """
 
     def __init__(self, shape: ModelShape, backend: str) -> None:
         super().__init__()
@@ -232,12 +347,13 @@ class Attention(nn.Module):
         self.key = nn.Linear(shape.d_model, shape.kv_heads * width, bias=shape.bias)
         self.value = nn.Linear(shape.d_model, shape.kv_heads * width, bias=shape.bias)
         self.output = nn.Linear(shape.heads * width, shape.d_model, bias=shape.bias)
+        self.attend: Callable[..., Tensor] = attention
 
     def forward(
         self, x: Tensor, batch: PackedBatch, rotation: Rotation | None, cache: LayerCache | None = None
     ) -> Tensor:
         """(T, d) → (T, d)."""
-        x = _cast_once(x)
+        x = cast_once(x)
         heads = (-1, self.head_width)
         query = self.query(x).unflatten(-1, heads)
         key = self.key(x).unflatten(-1, heads)
@@ -245,7 +361,7 @@ class Attention(nn.Module):
         if rotation is not None:
             query, key = rotate(query, *rotation), rotate(key, *rotation)
         if cache is None:
-            mixed = attention(query, key, value, batch, self.backend, self.window)
+            mixed = self.attend(query, key, value, batch, self.backend, self.window)
         else:
             mixed = cache.attend(query, key, value, batch, self.backend, self.window)
         out: Tensor = self.output(mixed.flatten(1))
@@ -265,7 +381,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(T, d) → (T, d)."""
-        x = _cast_once(x)
+        x = cast_once(x)
         if self.gated:
             inner = F.silu(self.gate(x)) * self.up(x)
         else:
@@ -336,7 +452,7 @@ def _norm(shape: ModelShape) -> nn.Module:
     return nn.RMSNorm(shape.d_model, eps=shape.norm_eps)
 
 
-def _cast_once(x: Tensor) -> Tensor:
+def cast_once(x: Tensor) -> Tensor:
     """The same in autocast's dtype where it is on: else every projection would cast a copy of its own."""
     device = x.device.type
     if torch.is_autocast_enabled(device) and x.dtype != torch.float64:

@@ -169,23 +169,53 @@ def to_huggingface(shape: ModelShape, state: Mapping[str, Tensor]) -> dict[str, 
     return made
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Where one of our tensors is among Hugging Face's.
+
+    Attributes:
+        name: of their tensor.
+        first, stop: its rows that are ours.
+        transposed: whether these are its columns.
+    """
+
+    name: str
+    first: int
+    stop: int
+    transposed: bool
+
+    def of(self, tensor: Any) -> Tensor:
+        """Ours, from theirs: a tensor, or a slice of a safetensors file, of which no more is read."""
+        rows: Tensor = (
+            tensor[:, self.first : self.stop].t() if self.transposed else tensor[self.first : self.stop]
+        )
+        return rows.contiguous()
+
+
+def origins(shape: ModelShape) -> dict[str, Origin]:
+    """Where each of a decoder's parameters is, in the order of its parameters.
+
+    Raises:
+        ValueError: see `family_of`.
+    """
+    found, sizes = dict[str, Origin](), parameter_shapes(shape)
+    for theirs, ours, transposed in family_of(shape).modules(shape.layers):
+        for kind in ("weight", "bias"):
+            first = 0
+            for name in (f"{name}.{kind}" for name in ours if f"{name}.{kind}" in sizes):
+                stop = first + sizes[name][0]
+                found[name] = Origin(f"{theirs}.{kind}", first, stop, transposed and kind == "weight")
+                first = stop
+    return {name: found[name] for name in sizes}
+
+
 def from_huggingface(shape: ModelShape, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The inverse of `to_huggingface`, for tensors that were checked.
 
     Raises:
         ValueError: see `family_of`.
     """
-    made, sizes = dict[str, Tensor](), parameter_shapes(shape)
-    for theirs, ours, transposed in family_of(shape).modules(shape.layers):
-        for kind in ("weight", "bias"):
-            names = [f"{name}.{kind}" for name in ours if f"{name}.{kind}" in sizes]
-            if not names:
-                continue
-            tensor = tensors[f"{theirs}.{kind}"]
-            matrix = tensor.t() if transposed and kind == "weight" else tensor
-            rows = torch.split(matrix, [sizes[name][0] for name in names])
-            made |= {name: part.contiguous() for name, part in zip(names, rows, strict=True)}
-    return made
+    return {name: origin.of(tensors[origin.name]) for name, origin in origins(shape).items()}
 
 
 def parameter_shapes(shape: ModelShape) -> dict[str, torch.Size]:

@@ -6,8 +6,9 @@ What the files hold is compared with what config.json promises before a tensor i
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from multipack.models.hf import family_of, from_huggingface, parameter_shapes, shape_of, to_huggingface
+from multipack.models.hf import Origin, family_of, origins, parameter_shapes, shape_of, to_huggingface
 from multipack.shapes import ModelShape
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -34,14 +35,22 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def load_weights(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[ModelShape, dict[str, Tensor]]:
-    """Shape and weights from a Hugging Face folder: config.json and safetensors, in one file or in several.
+    """Shape and weights from a Hugging Face folder, all of them; see `open_weights`."""
+    shape, readers = open_weights(folder, dtype)
+    return shape, {name: read() for name, read in readers.items()}
+
+
+def open_weights(
+    folder: Path, dtype: torch.dtype = torch.float32
+) -> tuple[ModelShape, dict[str, Callable[[], Tensor]]]:
+    """Shape and weights of a Hugging Face folder: config.json and safetensors, in one file or in several.
 
     Args:
         folder: as `save_pretrained` or `multipack export` writes it.
-        dtype: of the tensors that are returned.
+        dtype: of the tensors.
 
     Returns:
-        The decoder's shape, and its parameters by our names.
+        The decoder's shape, and what reads each of its parameters, by our names in the order of its parameters.
 
     Raises:
         ValueError: a model that the decoder does not build; weights that are pickled, missing, of other shapes or no
@@ -61,18 +70,30 @@ def load_weights(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Mode
             _check_tensors(
                 shape, folder, {name: files[file].get_slice(own) for name, (file, own) in held.items()}
             )
-            tensors = {name: files[file].get_tensor(own).to(dtype) for name, (file, own) in held.items()}
+            embedding = f"{family.prefix}{next(iter(family.outer))}.weight"
+            if shape.tied and "lm_head.weight" in held:
+                (one, head), (other, table) = held["lm_head.weight"], held[embedding]
+                if not torch.equal(files[one].get_tensor(head), files[other].get_tensor(table)):
+                    raise ValueError(
+                        f"{folder}: tie_word_embeddings is true, but lm_head.weight differs from {embedding}: set it to"
+                        " false"
+                    )
         except (SafetensorError, OSError) as error:
-            raise ValueError(
-                f"{folder}: the weights are damaged ({error}); copy or download them again"
-            ) from error
-    if shape.tied and "lm_head.weight" in tensors:
-        embedding = f"{family.prefix}{next(iter(family.outer))}.weight"
-        if not torch.equal(tensors["lm_head.weight"], tensors[embedding]):
-            raise ValueError(
-                f"{folder}: tie_word_embeddings is true, but lm_head.weight differs from {embedding}: set it to false"
-            )
-    return shape, from_huggingface(shape, tensors)
+            raise _damaged(folder, error) from error
+
+    def read(origin: Origin) -> Tensor:
+        file, own = held[origin.name]
+        try:
+            with safe_open(file, "pt") as opened:
+                return origin.of(opened.get_slice(own)).to(dtype)
+        except (SafetensorError, OSError) as error:
+            raise _damaged(folder, error) from error
+
+    return shape, {name: partial(read, origin) for name, origin in origins(shape).items()}
+
+
+def _damaged(folder: Path, error: Exception) -> ValueError:
+    return ValueError(f"{folder}: the weights are damaged ({error}); copy or download them again")
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -22,6 +22,10 @@ z · lse² for each target, which keeps logits from drifting (Chowdhery et al. 2
     loss = (1 − ε) · (lse − logit[target]) + ε · mean(lse − logit) + z · lse²
     g    = softmax · (1 + 2 z · lse) − (1 − ε) · one-hot − ε / V
 
+Where even a chunk's logits do not fit, they exist for a slice of the vocabulary at a time (`vocabulary_tiles`). The
+log-sum-exp is then gathered over the slices (each new maximum rescales what was summed: Milakov and Gimelshein 2018,
+arXiv:1805.02867), and logits are computed once more for the gradient.
+
 Preferences need the log-probability of every target by itself. Its gradient is known only when the loss is, so
 `linear_log_probabilities` computes a chunk's logits again in the backward pass.
 """
@@ -33,11 +37,20 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from multipack.data.batch import IGNORE
+from multipack.models.vocabulary import (
+    add_product,
+    at_once,
+    exact_dtype,
+    gradient_of,
+    logits_of,
+    slices,
+    statistics,
+    tiled,
+)
 
 
 def linear_cross_entropy(
@@ -49,6 +62,7 @@ def linear_cross_entropy(
     weights: Tensor | None = None,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
+    vocabulary_tiles: int = 1,
 ) -> Tensor:
     """Σ cross-entropy of `hidden @ weight.T` over the targets that are not −100, each times its weight if it has one.
 
@@ -66,16 +80,18 @@ def linear_cross_entropy(
         weights: (T,) floating point weight of each row's loss, a constant: it gets no gradient. None = all 1.
         z_loss: z, the weight of lse² of each row that has a target, which counts times the row's weight too.
         label_smoothing: ε, the share of each target's probability that is spread over the vocabulary.
+        vocabulary_tiles: slices of the vocabulary, of which one chunk's logits exist at a time; with several, logits
+            are computed once more for the gradient.
 
     Returns:
         The 0-d sum; 0, still connected to `hidden` and `weight`, when there is no target.
 
     Raises:
-        ValueError: shapes or dtypes that do not go together; a chunk below 1; a negative z_loss, or a
-            label_smoothing outside [0, 1); on the CPU also a target outside the vocabulary or a wrong
+        ValueError: shapes or dtypes that do not go together; fewer chunk_tokens or vocabulary_tiles than 1; a negative
+            z_loss, or a label_smoothing outside [0, 1); on the CPU also a target outside the vocabulary or a wrong
             `num_targets` (elsewhere looking would stall the device).
     """
-    _check(hidden, weight, targets, chunk_tokens, num_targets)
+    _check(hidden, weight, targets, chunk_tokens, num_targets, vocabulary_tiles)
     _check_weights(hidden, weights)
     _check_terms(z_loss, label_smoothing)
     rows = _rows_with_targets(targets, num_targets)
@@ -83,7 +99,7 @@ def linear_cross_entropy(
         # Inside the function gradient mode is always off: only here can it learn that none is wanted.
         hidden, weight = hidden.detach(), weight.detach()
     loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, rows, chunk_tokens, weights, z_loss, label_smoothing
+        hidden, weight, targets, rows, chunk_tokens, weights, z_loss, label_smoothing, vocabulary_tiles
     )
     return loss
 
@@ -106,6 +122,7 @@ def linear_log_probabilities(
     targets: Tensor,
     chunk_tokens: int = 1024,
     num_targets: int | None = None,
+    vocabulary_tiles: int = 1,
 ) -> Tensor:
     """Log-probability of each target under `softmax(hidden @ weight.T)`; 0 where the target is −100.
 
@@ -118,6 +135,7 @@ def linear_log_probabilities(
         targets: (T,) int64, already shifted.
         chunk_tokens: most rows whose logits exist at a time.
         num_targets: how many targets are not −100, when the caller knows.
+        vocabulary_tiles: slices of the vocabulary, of which one chunk's logits exist at a time.
 
     Returns:
         (T,) float32 (float64 for float64 inputs).
@@ -125,10 +143,10 @@ def linear_log_probabilities(
     Raises:
         ValueError: as `linear_cross_entropy` does.
     """
-    _check(hidden, weight, targets, chunk_tokens, num_targets)
+    _check(hidden, weight, targets, chunk_tokens, num_targets, vocabulary_tiles)
     rows = _rows_with_targets(targets, num_targets)
     found: Tensor = _LinearLogProbabilities.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, rows, chunk_tokens
+        hidden, weight, targets, rows, chunk_tokens, vocabulary_tiles
     )
     return found
 
@@ -152,6 +170,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weights: Tensor | None,
         z_loss: float,
         label_smoothing: float,
+        vocabulary_tiles: int,
     ) -> Tensor:
         device, dtype = hidden.device.type, _product_dtype(hidden, weight)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
@@ -164,6 +183,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 chunk_tokens,
                 z_loss,
                 label_smoothing,
+                vocabulary_tiles,
                 wants_hidden,
                 wants_weight,
             )
@@ -180,7 +200,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             hidden_grad = _scattered(ctx.hidden_like, rows, hidden_grad * upstream)
         if weight_grad is not None:
             weight_grad = (weight_grad * upstream).to(ctx.weight_dtype)
-        return hidden_grad, weight_grad, *(None,) * 6
+        return hidden_grad, weight_grad, *(None,) * 7
 
 
 def _chunks(
@@ -191,11 +211,12 @@ def _chunks(
     chunk_tokens: int,
     z_loss: float,
     label_smoothing: float,
+    vocabulary_tiles: int,
     wants_hidden: bool,
     wants_weight: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Loss and gradients of (N, d) rows that all have a target and, if any has, a weight."""
-    exact = _exact_dtype(weight)
+    exact = exact_dtype(weight)
     loss = torch.zeros((), dtype=exact, device=hidden.device)
     hidden_grad = torch.empty_like(hidden) if wants_hidden else None
     weight_grad = torch.zeros_like(weight, dtype=exact) if wants_weight else None
@@ -203,86 +224,75 @@ def _chunks(
         rows = slice(start, start + chunk_tokens)
         chunk, target = hidden[rows], targets[rows, None]
         scale = None if weights is None else weights[rows, None].to(exact)
-        logits = F.linear(chunk, weight)
-        log_probabilities = F.log_softmax(logits, dim=-1, dtype=exact)
-        losses, lse = _row_losses(logits, log_probabilities, target, z_loss, label_smoothing)
-        del logits  # the memory of a chunk
+        if vocabulary_tiles == 1:
+            losses, gradients = at_once(chunk, weight, target, z_loss, label_smoothing)
+        else:
+            losses, gradients = tiled(chunk, weight, target, z_loss, label_smoothing, vocabulary_tiles)
         loss += losses.sum() if scale is None else (losses * scale).sum()
         if hidden_grad is None and weight_grad is None:
             continue
-        gradient = log_probabilities.exp_()
-        if lse is not None:
-            gradient *= 1.0 + 2.0 * z_loss * lse
-        if label_smoothing:
-            gradient -= label_smoothing / weight.shape[0]
-        gradient.scatter_add_(1, target, gradient.new_full((), label_smoothing - 1.0).expand_as(target))
-        gradient = gradient.to(weight.dtype)
+        of_chunk = torch.zeros_like(chunk, dtype=exact)
+        into_weight = chunk if scale is None else (chunk * scale).to(weight.dtype)
+        for columns, gradient in gradients:
+            if hidden_grad is not None:
+                add_product(of_chunk, gradient, weight[columns])
+            if weight_grad is not None:  # rounded once per chunk; the sum over chunks stays exact
+                add_product(weight_grad[columns], gradient.t(), into_weight)
         if hidden_grad is not None:
-            torch.mm(gradient, weight, out=hidden_grad[rows])
-            if scale is not None:
-                hidden_grad[rows] *= scale
-        if weight_grad is not None:
-            if scale is not None:
-                chunk = (chunk * scale).to(weight.dtype)
-            if weight.dtype == exact:
-                weight_grad.addmm_(gradient.t(), chunk)
-            else:  # the product is rounded once per chunk; the sum over chunks stays exact
-                weight_grad += gradient.t() @ chunk
+            hidden_grad[rows] = of_chunk if scale is None else of_chunk * scale
     return loss, hidden_grad, weight_grad
-
-
-def _row_losses(
-    logits: Tensor, log_probabilities: Tensor, target: Tensor, z_loss: float, label_smoothing: float
-) -> tuple[Tensor, Tensor | None]:
-    """(rows, 1) losses of a chunk and, where the z-loss needs it, the log of the sum of its exponentials."""
-    of_target = log_probabilities.gather(1, target)
-    losses = -of_target
-    if label_smoothing:
-        losses = losses * (1.0 - label_smoothing)
-        losses -= label_smoothing * log_probabilities.mean(dim=1, keepdim=True)
-    if not z_loss:
-        return losses, None
-    lse = logits.gather(1, target).to(losses.dtype) - of_target
-    return losses + z_loss * lse.square(), lse
 
 
 class _LinearLogProbabilities(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor, chunk_tokens: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        rows: Tensor,
+        chunk_tokens: int,
+        vocabulary_tiles: int,
     ) -> Tensor:
         dtype = _product_dtype(hidden, weight)
-        out = torch.zeros(hidden.shape[0], dtype=_exact_dtype(weight), device=hidden.device)
+        out = torch.zeros(hidden.shape[0], 1, dtype=exact_dtype(weight), device=hidden.device)
+        sums = torch.zeros_like(out)
         with torch.autocast(hidden.device.type, enabled=False):
             projection = weight.detach().to(dtype)
             for part in _pieces(rows, chunk_tokens):
-                logits = F.linear(hidden.index_select(0, part).to(dtype), projection)
-                chosen = F.log_softmax(logits, dim=-1, dtype=out.dtype).gather(1, targets[part, None])
-                out.index_copy_(0, part, chosen.squeeze(1))
-        ctx.save_for_backward(hidden, weight, targets, rows)
-        ctx.chunk_tokens, ctx.dtype = chunk_tokens, dtype
-        return out
+                chunk = hidden.index_select(0, part).to(dtype)
+                lse, logit, _ = statistics(chunk, projection, targets[part, None], vocabulary_tiles)
+                out.index_copy_(0, part, logit - lse)
+                sums.index_copy_(0, part, lse)
+        ctx.save_for_backward(hidden, weight, targets, rows, sums)
+        ctx.chunk_tokens, ctx.vocabulary_tiles, ctx.dtype = chunk_tokens, vocabulary_tiles, dtype
+        return out.squeeze(1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, rows = ctx.saved_tensors
+        hidden, weight, targets, rows, sums = ctx.saved_tensors
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        exact = _exact_dtype(weight)
+        exact = exact_dtype(weight)
         hidden_grad = torch.zeros_like(hidden) if wants_hidden else None
         weight_grad = torch.zeros_like(weight, dtype=exact) if wants_weight else None
         with torch.autocast(hidden.device.type, enabled=False):
             projection = weight.to(ctx.dtype)
             for part in _pieces(rows, ctx.chunk_tokens):
-                chunk, target = hidden.index_select(0, part).to(ctx.dtype), targets[part, None]
-                gradient = F.softmax(F.linear(chunk, projection), dim=-1, dtype=exact).neg_()
-                gradient.scatter_add_(1, target, gradient.new_ones(()).expand_as(target))
-                gradient = (gradient * upstream[part, None]).to(ctx.dtype)
+                chunk = hidden.index_select(0, part).to(ctx.dtype)
+                of_chunk = torch.zeros_like(chunk, dtype=exact)
+                for columns in slices(weight.shape[0], ctx.vocabulary_tiles):
+                    probabilities = logits_of(chunk, projection, columns).sub_(sums[part]).exp_()
+                    target = targets[part, None] - columns.start
+                    gradient = gradient_of(probabilities, target, None, 0.0, 0.0, weight.shape[0])
+                    gradient = (gradient * -upstream[part, None]).to(ctx.dtype)
+                    if hidden_grad is not None:
+                        add_product(of_chunk, gradient, projection[columns])
+                    if weight_grad is not None:
+                        add_product(weight_grad[columns], gradient.t(), chunk)
                 if hidden_grad is not None:
-                    hidden_grad.index_copy_(0, part, (gradient @ projection).to(hidden_grad.dtype))
-                if weight_grad is not None:
-                    weight_grad += gradient.t() @ chunk
-        return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), None, None, None
+                    hidden_grad.index_copy_(0, part, of_chunk.to(hidden_grad.dtype))
+        return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), *(None,) * 4
 
 
 def _pieces(rows: Tensor, chunk_tokens: int) -> Iterator[Tensor]:
@@ -296,11 +306,6 @@ def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if autocast else weight.dtype
 
 
-def _exact_dtype(weight: Tensor) -> torch.dtype:
-    """The dtype of softmax and of sums."""
-    return torch.float64 if weight.dtype == torch.float64 else torch.float32
-
-
 def _scattered(like: tuple[torch.Size, torch.dtype], rows: Tensor, values: Tensor) -> Tensor:
     """Zeros of that shape and dtype, but for `rows`."""
     shape, dtype = like
@@ -308,7 +313,12 @@ def _scattered(like: tuple[torch.Size, torch.dtype], rows: Tensor, values: Tenso
 
 
 def _check(
-    hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int, num_targets: int | None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk_tokens: int,
+    num_targets: int | None,
+    vocabulary_tiles: int,
 ) -> None:
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
@@ -321,8 +331,11 @@ def _check(
         )
     if hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
         raise ValueError(f"hidden is {hidden.dtype} but weight is {weight.dtype}: use one, or autocast")
-    if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
+    if chunk_tokens < 1 or vocabulary_tiles < 1:
+        name, value = (
+            ("chunk_tokens", chunk_tokens) if chunk_tokens < 1 else ("vocabulary_tiles", vocabulary_tiles)
+        )
+        raise ValueError(f"{name} must be at least 1, got {value}")
     if targets.device.type != "cpu" or not targets.numel():
         return
     wrong = ((targets >= weight.shape[0]) | (targets < 0)) & (targets != IGNORE)

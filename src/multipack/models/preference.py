@@ -73,7 +73,7 @@ class PreferenceDecoder(Decoder):
         self.log_probabilities = log_probabilities
         self._tallies: dict[bool, Tensor | None] = {True: None, False: None}
 
-    def forward(self, batch: PackedBatch) -> Tensor:
+    def forward(self, batch: PackedBatch, x: Tensor | None = None) -> Tensor:
         """The summed loss over the batch's pairs: 0-d, in the dtype of the parameters.
 
         A batch without reference values gives (pairs, 2) summed log-probabilities of chosen and rejected instead,
@@ -86,6 +86,8 @@ class PreferenceDecoder(Decoder):
             raise ValueError(
                 "preferences are trained on pairs: collate the documents with PreferenceCollator"
             )
+        if x is not None or not self.part.ends:
+            raise ValueError("preferences are trained on whole decoders, not on parts of a pipeline")
         policy = self.pair_log_probabilities(batch)
         if batch.reference is None:
             if self.training:

@@ -1,34 +1,40 @@
 """A run assembled: documents, plan, model, engine and files, ready for the loop.
 
     config ─▶ corpus ─▶ sampler (plan) ─▶ loader ─▶ feed
-       └────▶ shape ──▶ decoder ─▶ optimizer ─▶ engine
+       └────▶ shape ──▶ blueprint ─▶ engine (model, optimizer)
 
 Nothing is written before everything is known to fit together.
 """
 
 from __future__ import annotations
 
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from multipack.data.corpus import Corpus, load_corpus
 from multipack.data.documents import Documents
 from multipack.data.loader import PackedLoader
 from multipack.data.sampler import PackedBatchSampler
 from multipack.data.tokenizer import Tokenizer
-from multipack.models.compile import compile_blocks
+from multipack.parallel.config import fit_micro_batches
 from multipack.parallel.engine import build_engine
+from multipack.parallel.mesh import Mesh, build_mesh
+from multipack.parallel.readers import open_loader, opens_tokens
 from multipack.parallel.world import World
 from multipack.planning.cost import CostModel
 from multipack.reports.console import Console
 from multipack.run import RunDirectory, find_run
 from multipack.shapes import ModelShape
+from multipack.training.blueprint import blueprint_of
 from multipack.training.calibrate import run_cost
 from multipack.training.checkpoint import (
     Checkpoint,
@@ -40,7 +46,7 @@ from multipack.training.initial import Initial, begin_from, initial_weights
 from multipack.training.metrics import RunningLoss
 from multipack.training.objective import Objective, objective_of
 from multipack.training.observer import Observers
-from multipack.training.optimizer import build_optimizer
+from multipack.training.optimizer import build_optimizer, described
 from multipack.training.precision import mean_peak, name_of_dtype, resolve_dtype
 from multipack.training.schedule import rate_factor
 from multipack.training.session import Session
@@ -67,11 +73,15 @@ def assemble(
     run, checkpoint = _run_and_checkpoint(config)
     if config.train.resume == "false":
         world.on_main(run.check_free)
-    plan = config.plan
-    packs_per_step = plan.keywords(world.size)["packs_per_step"]
+    mesh = build_mesh(config.parallel, world)
+    packs_per_step, notes = _packs_per_step(config, mesh)
     limit = document_limit(config)
     with console.progress("reading documents") as advance:
-        corpus = load_corpus(config.data, config.tokenizer, limit=limit, progress=_reading(advance))
+        reads = opens_tokens(mesh, config.data.readers)
+        corpus = load_corpus(
+            config.data, config.tokenizer, limit=limit, progress=_reading(advance), reads=reads
+        )
+    notes += [corpus.staged] if corpus.staged else []
     if config.train.sample_prompt and not corpus.tokenizer.encode(config.train.sample_prompt):
         raise ValueError(f"train.sample_prompt={config.train.sample_prompt!r} has no tokens")
     objective = objective_of(config, corpus)
@@ -82,25 +92,30 @@ def assemble(
         config,
         model=replace(config.model, vocabulary_size=shape.vocabulary_size),
         train=replace(config.train, dtype=name_of_dtype(dtype), **objective.settings()),
-        plan=replace(plan, packs_per_step=packs_per_step, micro_batches=0),
+        plan=replace(config.plan, packs_per_step=packs_per_step, micro_batches=0),
     )
+    config.parallel.check(shape, world.size, config.plan.capacity)  # now that the vocabulary is known
     cost_model = run_cost(config, shape, world, run, checkpoint, dtype, limit)
-    torch.manual_seed(config.train.seed)
-    model, notes = objective.decoder(shape), []
+    state: Mapping[str, Tensor] | None = None
     if initial is not None:
         state, told = begin_from(initial, shape, corpus.tokenizer)
-        model.load_state_dict(state)
         notes.append(told)
-    optimizer = build_optimizer(model.to(world.device), config.optimizer)
-    if config.train.compile:
-        compile_blocks(model)
-    engine = build_engine(model, optimizer, world, config.parallel, dtype, clock)
+    blueprint = blueprint_of(config, objective, shape, state)
+    engine = build_engine(
+        blueprint,
+        partial(build_optimizer, config=config.optimizer, whole=described(blueprint.shapes)),
+        mesh,
+        config.parallel,
+        dtype,
+        micro_batches=-(-packs_per_step // mesh.data_size),
+        clock=clock,
+    )
     with console.progress("asking the reference model") as advance:  # before the weights of a checkpoint
         views, told_views = objective.views(engine, dtype, limit, _slots(config), _reading(advance))
-    feed, steps = _steps(config, world, objective, views[0], cost_model, clock)
+    feed, steps = _steps(config, mesh, objective, views[0], cost_model, clock)
     validation, validation_packs = None, 0
     if config.train.eval_every or config.train.eval_only:
-        validation, validation_packs = _validation(config, world, objective, views[1], cost_model)
+        validation, validation_packs = _validation(config, mesh, objective, views[1], cost_model)
     # From here on ranks draw their own random numbers (dropout): a distinct, reproducible stream each.
     torch.manual_seed(int(np.random.SeedSequence([config.train.seed, world.rank]).generate_state(1)[0]))
     observers = build_observers(
@@ -130,7 +145,7 @@ def assemble(
         peak_flops=mean_peak(world, dtype),
         clock=clock,
         running=RunningLoss(loss_weighting=config.train.loss_weighting),
-        observers=Observers([*objective.observers(model), *observers]),
+        observers=Observers([*objective.observers(engine), *observers]),
         lr_factor=rate_factor(config.optimizer, feed.targets_per_step),
         targets_per_step=feed.targets_per_step,
         notes=[*notes, *told_views],
@@ -140,9 +155,44 @@ def assemble(
     return session
 
 
+def _packs_per_step(config: Config, mesh: Mesh) -> tuple[int, list[str]]:
+    """Packs of a global step, and what people should know of them and of the ranks.
+
+    Raises:
+        ValueError: a run that resumes has a plan that its pipeline cannot run.
+    """
+    parallel, notes = config.parallel, []
+    packs = int(config.plan.keywords(mesh.data_size)["packs_per_step"])
+    micro_batches = -(-packs // mesh.data_size)
+    fitting = fit_micro_batches(parallel, micro_batches)
+    if fitting > micro_batches:
+        if config.train.resume != "false":
+            raise ValueError(
+                f"parallel.pipeline={parallel.pipeline} ({parallel.schedule}) needs {fitting} packs a step of every"
+                f" data-parallel rank, and the run that goes on has {micro_batches}: use parallel.pipeline="
+                f"{max(micro_batches, 1)} or fewer"
+            )
+        packs = fitting * mesh.data_size
+        notes.append(
+            f"plan.packs_per_step is {packs}, so that the {parallel.pipeline} ranks of a pipeline have {fitting}"
+            " micro-batches each"
+        )
+    if parallel.pipeline > 1 and not config.train.fixed_shape:
+        notes.append(f"packs are filled up to plan.capacity={config.plan.capacity}: pipelines need one shape")
+    if parallel.tensor > 1:
+        places = mesh.world.gather(socket.gethostname())
+        first = mesh.world.rank - mesh.coordinate("tp")
+        if len(set(places[first : first + parallel.tensor])) > 1:
+            notes.append(
+                f"parallel.tensor={parallel.tensor} spans several hosts: its ranks talk in every layer, which only a"
+                " link within a host is quick enough for"
+            )
+    return packs, notes
+
+
 def _steps(
     config: Config,
-    world: World,
+    mesh: Mesh,
     objective: Objective,
     view: Any,
     cost_model: CostModel,
@@ -151,9 +201,10 @@ def _steps(
     """Where global steps come from, and the last step of the run."""
     corpus = objective.corpus
     if corpus.arriving is not None:  # there is no plan of an epoch: documents are planned as they come
-        return open_feed(config, world, corpus.arriving, cost_model, clock), config.train.steps
-    sampler = _sampler(config, world, corpus.train, cost_model, "training")
-    loader = PackedLoader(view, sampler, objective.collator(sampler, _slots(config)), config.train.prefetch)
+        pad = _slots(config) is not None
+        return open_feed(config, mesh, corpus.arriving, cost_model, clock, pad), config.train.steps
+    sampler = _sampler(config, mesh, corpus.train, cost_model, "training")
+    loader = _loader(config, mesh, objective, view, sampler)
     feed = Feed(loader, sampler, corpus.train, clock)
     return feed, config.train.steps or max(1, round(config.train.epochs * sampler.steps_per_epoch))
 
@@ -215,24 +266,24 @@ def shape_of(config: Config, tokenizer: Tokenizer, initial: Initial | None = Non
 
 
 def _sampler(
-    config: Config, world: World, documents: Documents, cost_model: CostModel, what: str, **options: Any
+    config: Config, mesh: Mesh, documents: Documents, cost_model: CostModel, what: str, **options: Any
 ) -> PackedBatchSampler:
-    plan = config.plan
-    if world.size > plan.packs_per_step:
+    plan, ranks = config.plan, mesh.data_size
+    if ranks > plan.packs_per_step:
         raise ValueError(
-            f"{world.size} processes cannot share plan.packs_per_step={plan.packs_per_step} packs:"
-            f" set it to at least {world.size} (a multiple of {world.size} keeps all of them busy)"
+            f"{ranks} processes cannot share plan.packs_per_step={plan.packs_per_step} packs:"
+            f" set it to at least {ranks} (a multiple of {ranks} keeps all of them busy)"
         )
-    if len(documents) < world.size:
+    if len(documents) < ranks:
         raise ValueError(
-            f"there are {len(documents)} {what} documents for {world.size} processes:"
+            f"there are {len(documents)} {what} documents for {ranks} processes:"
             " start fewer processes or add documents"
         )
     settings: dict[str, Any] = {
-        **plan.keywords(world.size),
+        **plan.keywords(ranks),
         "targets": documents.target_counts,
-        "rank": world.rank,
-        "world_size": world.size,
+        "rank": mesh.data_rank,
+        "world_size": ranks,
         "seed": config.train.seed,
         "sync": config.parallel.sync,
         "cost": cost_model,
@@ -242,14 +293,29 @@ def _sampler(
     return PackedBatchSampler(documents.lengths, **settings)
 
 
+def _loader(
+    config: Config, mesh: Mesh, objective: Objective, view: Any, sampler: PackedBatchSampler
+) -> PackedLoader:
+    return open_loader(
+        view,
+        sampler,
+        objective.collator(sampler, _slots(config)),
+        mesh,
+        readers=config.data.readers,
+        prefetch=config.train.prefetch,
+        timeout_seconds=config.parallel.timeout_seconds,
+    )
+
+
 def _slots(config: Config) -> int | None:
     """Slots of every pack, where all have one shape: what aligned documents can fill."""
     plan = config.plan
-    return plan.capacity // plan.align * plan.align if config.train.fixed_shape else None
+    one_shape = config.train.fixed_shape or config.parallel.pipeline > 1
+    return plan.capacity // plan.align * plan.align if one_shape else None
 
 
 def _validation(
-    config: Config, world: World, objective: Objective, view: Any, cost_model: CostModel
+    config: Config, mesh: Mesh, objective: Objective, view: Any, cost_model: CostModel
 ) -> tuple[PackedLoader, int]:
     """This rank's validation packs, and how many of them an evaluation takes."""
     documents = objective.corpus.validation
@@ -258,8 +324,8 @@ def _validation(
             f"validation has {len(documents)} documents and no target tokens: raise data.validation"
             f" (now {config.data.validation}), add documents, or set train.eval_every=0"
         )
-    sampler = _sampler(config, world, documents, cost_model, "validation", order="given", tail="keep")
-    loader = PackedLoader(view, sampler, objective.collator(sampler, _slots(config)), config.train.prefetch)
+    sampler = _sampler(config, mesh, documents, cost_model, "validation", order="given", tail="keep")
+    loader = _loader(config, mesh, objective, view, sampler)
     steps, limit = sampler.steps_per_epoch, config.train.eval_packs
     if limit:
         steps = min(steps, -(-limit // sampler.plan.packs_per_step))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from multipack.parallel.engine import Engine
+from multipack.parallel.state import local
 from multipack.training.gradients import trainable
 from multipack.training.observer import Observer
 
@@ -20,7 +21,8 @@ class MovingAverage(Observer):
 
     After t of them it is Σ decay^(t−i) · w_i / Σ decay^(t−i) over the weights w_i after step i: a mean with weights
     that sum to 1, so that the random weights which the run began with have no part in it (the bias correction of
-    Adam: Kingma & Ba 2015, arXiv:1412.6980, section 3). Replicas hold the same weights, and so the same mean.
+    Adam: Kingma & Ba 2015, arXiv:1412.6980, section 3). A rank keeps the mean of what it holds of the weights: replicas
+    hold the same, and so the same mean.
 
     Args:
         decay: share of the mean that a step keeps; 0.999 remembers about 1,000 steps.
@@ -47,7 +49,7 @@ class MovingAverage(Observer):
         means = self._means_like(weights)
         self.steps += 1
         share = (1 - self.decay) / (1 - self.decay**self.steps)
-        torch._foreach_lerp_(means, [weight.float() for weight in weights.values()], share)
+        torch._foreach_lerp_(means, [local(weight).float() for weight in weights.values()], share)
 
     def weightings(self, engine: Engine) -> Sequence[tuple[str, AbstractContextManager[None]]]:
         """The mean, once there is one."""
@@ -57,8 +59,9 @@ class MovingAverage(Observer):
     def _swapped(self, engine: Engine) -> Iterator[None]:
         """The model has the mean as its weights; after that its own, to the last bit."""
         weights = trainable(engine)
-        tensors, means = list(weights.values()), self._means_like(weights)
+        means = self._means_like(weights)
         with torch.no_grad():
+            tensors = [local(weight) for weight in weights.values()]
             own = [tensor.detach().clone() for tensor in tensors]
             torch._foreach_copy_(tensors, means)
         try:
@@ -68,7 +71,7 @@ class MovingAverage(Observer):
                 torch._foreach_copy_(tensors, own)
 
     def _means_like(self, weights: Mapping[str, Tensor]) -> list[Tensor]:
-        """The means in the weights' order and on their devices; zeros at first.
+        """What this rank holds of the means, in the weights' order and on their devices; zeros at first.
 
         Raises:
             ValueError: those of a checkpoint are of other weights.
@@ -91,7 +94,7 @@ class MovingAverage(Observer):
                 )
             if self._means[name].device != weight.device:  # just loaded
                 self._means[name] = self._means[name].to(weight.device)
-        return [self._means[name] for name in weights]
+        return [local(self._means[name]) for name in weights]
 
     def state(self) -> dict[str, Any]:
         """How many steps the mean is over."""
@@ -105,6 +108,13 @@ class MovingAverage(Observer):
         """The means by parameters' names; empty before the first applied step."""
         return dict(self._means)
 
+    def blank(self, shapes: Mapping[str, tuple[int, ...]], engine: Engine) -> dict[str, Tensor]:
+        """See `Observer`: divided as the weights are."""
+        weights = engine.state()["model"]
+        return {
+            name: torch.zeros_like(weights[name], dtype=torch.float32) for name in shapes if name in weights
+        }
+
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over what `tensors()` gave."""
-        self._means = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        self._means = dict(tensors)

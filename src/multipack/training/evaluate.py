@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 from multipack.data.loader import PackedLoader
 from multipack.parallel.engine import Engine
 
 
-def validation_loss(engine: Engine, loader: PackedLoader, packs: int) -> float:
+def validation_loss(engine: Engine, loader: PackedLoader, packs: int, micro_batches: int = 1) -> float:
     """Mean loss over the validation packs, every rank taking its own; weighted as the packs are.
 
     That is the mean over their target tokens or, where packs have weights, over their documents.
@@ -14,15 +16,15 @@ def validation_loss(engine: Engine, loader: PackedLoader, packs: int) -> float:
     Args:
         engine: the model in the run's precision.
         loader: this rank's validation packs, always from the first one.
-        packs: how many of them to take.
+        packs: how many of them to take: a multiple of `micro_batches`.
+        micro_batches: packs that the engine is given at once.
     """
-    world, loss, denominator = engine.world, 0.0, 0
+    loss, denominator = 0.0, 0
     batches = iter(loader)
-    with engine.evaluating() as model:
-        for _ in range(packs):
-            batch = next(batches)
-            loss += float(model(batch.to(world.device)))
-            denominator += batch.denominator
+    for _ in range(packs // micro_batches):
+        step = list(islice(batches, micro_batches))
+        loss += sum(engine.evaluate(step))
+        denominator += sum(batch.denominator for batch in step) if engine.mesh.speaks else 0
     loader.close()
-    total_loss, total = world.sum([loss, float(denominator)])
+    total_loss, total = engine.world.sum([loss, float(denominator)])
     return total_loss / max(total, 1.0)

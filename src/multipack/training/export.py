@@ -127,7 +127,8 @@ def export(path: Path, folder: Path, weights: str = "latest", dtype: str = "fp32
 
 
 def _converted(tensors: dict[str, Tensor], dtype: torch.dtype, source: Path) -> dict[str, Tensor]:
-    converted = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    """The tensors in another type; one after the other, so that there are never two of all."""
+    converted = {name: tensors.pop(name).to(dtype) for name in list(tensors)}
     broken = [name for name, tensor in converted.items() if not bool(torch.isfinite(tensor).all())]
     if broken:
         raise ValueError(

@@ -16,7 +16,7 @@ from multipack.training.observer import Observer
 
 def trainable(engine: Engine) -> dict[str, Tensor]:
     """The live parameters that have a gradient, by name."""
-    return {name: tensor for name, tensor in engine.state()["model"].items() if tensor.requires_grad}
+    return {name: tensor for name, tensor in engine.parameters.items() if tensor.requires_grad}
 
 
 class LayerNorms(Observer):
@@ -38,23 +38,20 @@ class LayerNorms(Observer):
     @torch.no_grad()
     def gradient(self, step: int, engine: Engine) -> Mapping[str, float]:
         """Both norms of every layer that is trained."""
-        parameters = {name: tensor for name, tensor in trainable(engine).items() if tensor.grad is not None}
-        if not parameters:
+        held = {name: tensor for name, tensor in trainable(engine).items() if tensor.grad is not None}
+        gradients = engine.squared_norms(
+            {name: tensor.grad for name, tensor in held.items() if tensor.grad is not None}
+        )
+        weights = engine.squared_norms(held)
+        if not math.isfinite(sum(gradients.values())):
             return {}
-        of_layer = [layer_of(name) for name in parameters]
-        layers = {layer: number for number, layer in enumerate(dict.fromkeys(of_layer))}
-        gradients = [tensor.grad for tensor in parameters.values()]
-        norms = torch.stack([_norms(gradients), _norms(list(parameters.values()))])
-        index = torch.tensor([layers[layer] for layer in of_layer], device=norms.device)
-        squares = torch.zeros(2, len(layers), dtype=norms.dtype, device=norms.device)
-        by_kind = squares.index_add_(1, index, norms.square()).sqrt().tolist()  # the only look at the device
-        if not math.isfinite(sum(by_kind[0])):
-            return {}
-        return {
-            f"{kind}/{layer}": values[number]
-            for kind, values in zip(("grad_norm", "weight_norm"), by_kind, strict=True)
-            for layer, number in layers.items()
-        }
+        trained = [name for name, square in gradients.items() if square or weights[name]]
+        found: dict[str, float] = {}
+        for kind, squares in (("grad_norm", gradients), ("weight_norm", weights)):
+            for name in trained:
+                key = f"{kind}/{layer_of(name)}"
+                found[key] = found.get(key, 0.0) + squares[name]
+        return {key: math.sqrt(square) for key, square in found.items()}
 
 
 def layer_of(name: str) -> str:
@@ -118,7 +115,7 @@ class GradientNoise(Observer):
         self._whole = whole
         self._small = (0.0, 0.0)  # a rank without documents in this micro-batch knows nothing
         if own:
-            scale = engine.world.size * engine.loss_scale / whole
+            scale = engine.mesh.gradient_size * engine.loss_scale / whole
             self._small = (_squared_norm(engine) / (scale * own) ** 2, 1.0 / own)
 
     @torch.no_grad()

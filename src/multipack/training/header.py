@@ -12,7 +12,7 @@ import multipack
 from multipack.models.attention import select
 from multipack.parallel.world import hosts
 from multipack.training.calibrate import cost_rows
-from multipack.training.optimizer import optimizer_text
+from multipack.training.optimizer import described, optimizer_text
 from multipack.training.precision import DTYPES
 from multipack.training.schedule import schedule_text
 
@@ -23,15 +23,16 @@ if TYPE_CHECKING:
 def header_rows(session: Session) -> list[tuple[str, str]]:
     """The run header: what anyone would ask of a log a month later."""
     world, config, shape = session.world, session.config, session.shape
-    parameters = session.engine.state()["model"]
+    parameters = described(session.engine.shapes)
     threads = torch.get_num_threads()
     cpu = f"{threads} thread{'s' if threads > 1 else ''}"
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else cpu
     family = "Llama" if shape.positions == "rope" else "GPT-2"
     return [
         ("device", f"{world.device} ({name})"),
-        ("backend", f"{world.backend}, {config.parallel.data}, attention {_attention_row(session)}"),
+        ("backend", f"{world.backend}, attention {_attention_row(session)}"),
         ("world size", f"{world.size} process{'es' if world.size > 1 else ''}"),
+        ("parallel", config.parallel.text(world.size)),
         ("hosts", ", ".join(hosts(world))),
         ("launcher", f"{world.launcher}: {world.command}"),
         (

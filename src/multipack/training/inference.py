@@ -33,7 +33,7 @@ def load_run(path: Path) -> tuple[Decoder, Tokenizer]:
     initial = initial_weights(path)
     if initial.tokenizer is None:
         raise ValueError(f"{path} has no tokenizer.json: without it nothing can be read or written")
-    return build_decoder(initial.shape, initial.state, initial.attention), initial.tokenizer
+    return build_decoder(initial.shape, dict(initial.state), initial.attention), initial.tokenizer
 
 
 def load_template(path: Path) -> ChatTemplate:

@@ -5,12 +5,14 @@
     FOLDER                  config.json and safetensors, as `multipack export` and save_pretrained write them
 
 A run begins with them by `train.init_from=PATH`; `multipack export` and `multipack generate` read them here, too.
+Tensors are read when they are asked for, one at a time: where ranks divide the model none of them holds the whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,10 +23,10 @@ from torch import Tensor
 
 from multipack.data.tokenizer import Tokenizer
 from multipack.models.hf import parameter_shapes, shape_of
-from multipack.models.hf_files import CONFIG, load_weights, read_config
+from multipack.models.hf_files import CONFIG, open_weights, read_config
 from multipack.run import find_run
 from multipack.shapes import ModelShape
-from multipack.training.checkpoint import load_checkpoint
+from multipack.training.checkpoint import Checkpoint, load_checkpoint
 
 Weights = Literal["latest", "best", "ema"]
 """Which weights of a run: its newest, those with the lowest validation loss, or the newest moving average."""
@@ -34,6 +36,29 @@ _FREE = ("dropout", "vocabulary_size", "kv_heads", "head_dim", "window_layers")
 """Fields of a shape that do not decide what weights compute, or that are compared in effect."""
 
 
+class Tensors(Mapping[str, Tensor]):
+    """Tensors by name, each of which is read whenever it is asked for.
+
+    Args:
+        readers: what gives each.
+    """
+
+    def __init__(self, readers: Mapping[str, Callable[[], Tensor]]) -> None:
+        self._readers = dict(readers)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._readers[name]()
+
+    def __contains__(self, name: object) -> bool:  # without reading it
+        return name in self._readers
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._readers)
+
+    def __len__(self) -> int:
+        return len(self._readers)
+
+
 @dataclass(frozen=True)
 class Initial:
     """Weights, and what they belong to.
@@ -41,7 +66,7 @@ class Initial:
     Attributes:
         folder: what they were read from: a checkpoint, or a Hugging Face folder.
         shape: of the decoder.
-        state: its parameters by our names.
+        state: its parameters by our names; a tensor is read when it is asked for, and not kept.
         tokenizer: whose tokens the vocabulary means; None = the folder has no tokenizer.json.
         attention: the backend that its configuration names.
         step: steps that it was trained in its run; None = not known.
@@ -49,7 +74,7 @@ class Initial:
 
     folder: Path
     shape: ModelShape
-    state: dict[str, Tensor]
+    state: Mapping[str, Tensor]
     tokenizer: Tokenizer | None
     attention: str = "auto"
     step: int | None = None
@@ -96,18 +121,38 @@ def initial_weights(path: Path, weights: Weights = "latest") -> Initial:
             raise ValueError(
                 f"{path} is an export, which has no {weights} weights; name the run that it came from"
             )
-        shape, state = load_weights(path)
-        has_tokenizer = (path / "tokenizer.json").is_file()
-        return Initial(path, shape, state, Tokenizer.load(path) if has_tokenizer else None)
+        tokenizer = Tokenizer.load(path) if (path / "tokenizer.json").is_file() else None
+        shape, readers = open_weights(path)
+        return Initial(path, shape, Tensors(readers), tokenizer)
     folder = _checkpoint(path, weights)
     shape, attention = _saved_model(folder)
-    checkpoint = load_checkpoint(folder, ("model", "observers") if weights == "ema" else ("model",))
-    state = checkpoint.tensors["model"]
-    if weights == "ema":
-        state = {**state, **_averages(checkpoint.tensors.get("observers", {}), folder)}
-    if parameter_shapes(shape) != {name: tensor.shape for name, tensor in state.items()}:
-        raise ValueError(f"{folder} does not hold the weights of its own config.yaml")
+    checkpoint = load_checkpoint(folder)
+    state = _saved(checkpoint, shape, _averages(checkpoint) if weights == "ema" else {})
     return Initial(folder, shape, state, Tokenizer.load(folder), attention, checkpoint.step)
+
+
+def _saved(checkpoint: Checkpoint, shape: ModelShape, averages: Mapping[str, str]) -> Tensors:
+    """The weights of a checkpoint, in the order of a decoder's parameters.
+
+    Args:
+        checkpoint: of a run.
+        shape: of its decoder.
+        averages: names of weights → names of their averages among the tensors of observers, which take their place.
+    """
+    source = checkpoint.source
+    found, means = source.shapes("model"), source.shapes("observers")
+    found |= {name: means[own] for name, own in averages.items()}
+    shapes = parameter_shapes(shape)
+    if shapes != found:
+        raise ValueError(f"{checkpoint.path} does not hold the weights of its own config.yaml")
+    return Tensors(
+        {
+            name: partial(source.tensor, "observers", averages[name])
+            if name in averages
+            else partial(source.tensor, "model", name)
+            for name in shapes
+        }
+    )
 
 
 def _checkpoint(path: Path, weights: Weights) -> Path:
@@ -140,19 +185,20 @@ def _saved_model(checkpoint: Path) -> tuple[ModelShape, str]:
         raise ValueError(f"{file} does not describe a model: {error}") from error
 
 
-def _averages(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
-    """The moving averages of trainable weights; those that are frozen have none."""
-    found = {name.removeprefix(AVERAGE): value for name, value in tensors.items() if name.startswith(AVERAGE)}
+def _averages(checkpoint: Checkpoint) -> dict[str, str]:
+    """Names of trainable weights → names of their moving averages; weights that are frozen have none."""
+    names = checkpoint.source.shapes("observers")
+    found = {name.removeprefix(AVERAGE): name for name in names if name.startswith(AVERAGE)}
     if not found:
         raise ValueError(
-            f"{folder} has no moving average of the weights: set train.ema_decay, or take the latest"
+            f"{checkpoint.path} has no moving average of the weights: set train.ema_decay, or take the latest"
         )
     return found
 
 
 def begin_from(
     initial: Initial, shape: ModelShape, tokenizer: Tokenizer, setting: str = "train.init_from"
-) -> tuple[dict[str, Tensor], str]:
+) -> tuple[Tensors, str]:
     """The weights that a run of this shape and tokenizer begins with.
 
     Rows of the vocabulary that `initial` did not know get the mean of those that it knew: a new token is at first like
@@ -166,7 +212,7 @@ def begin_from(
         setting: that named these weights, for messages.
 
     Returns:
-        The parameters, and one line on what was done.
+        The parameters, read one at a time as they are asked for, and one line on what was done.
 
     Raises:
         ValueError: another shape, or another tokenizer; the message names the settings.
@@ -183,17 +229,23 @@ def begin_from(
     new[:old] = False
     if initial.tokenizer is not None:
         new[[token for token in vocabulary_of(tokenizer).values() if token not in known]] = True
-    state, added = dict(initial.state), int(new.sum())
-    for name in ("embedding.weight", "head.weight"):
-        if added and name in state:
-            rows = state[name].new_empty(shape.vocabulary_size, state[name].shape[1])
-            rows[:old] = state[name]
-            rows[new] = state[name][sorted(known)].mean(dim=0)
-            state[name] = rows
+    state, added = initial.state, int(new.sum())
+
+    def with_new_rows(name: str) -> Tensor:
+        before = state[name]
+        rows = before.new_empty(shape.vocabulary_size, before.shape[1])
+        rows[:old] = before
+        rows[new] = before[sorted(known)].mean(dim=0)
+        return rows
+
+    readers = {name: partial(state.__getitem__, name) for name in state}
+    if added:
+        rows_of = [name for name in ("embedding.weight", "head.weight") if name in state]
+        readers |= {name: partial(with_new_rows, name) for name in rows_of}
     told = f"begins with the weights of {initial.folder}"
     if initial.step is not None:
         told += f" (step {initial.step:,})"
-    return state, told + (
+    return Tensors(readers), told + (
         f"; {added:,} rows of the vocabulary are new and begin as the mean of the others" if added else ""
     )
 

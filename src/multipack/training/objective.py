@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -16,11 +16,10 @@ from multipack.data.collate import PackedCollator
 from multipack.data.corpus import Corpus
 from multipack.data.preference import PreferenceCollator
 from multipack.data.sampler import PackedBatchSampler
-from multipack.models.decoder import Decoder
+from multipack.models.decoder import Decoder, Part
 from multipack.models.loss import training_loss
 from multipack.models.preference import PreferenceConfig, PreferenceDecoder, preference_metrics
 from multipack.parallel.engine import Engine
-from multipack.parallel.world import World
 from multipack.shapes import ModelShape
 from multipack.training.observer import Observer
 from multipack.training.preference import PreferenceMetrics, with_reference
@@ -58,8 +57,8 @@ class Objective(ABC):
         return {}
 
     @abstractmethod
-    def decoder(self, shape: ModelShape) -> Decoder:
-        """The model to train, its weights drawn from torch's global generator."""
+    def decoder(self, shape: ModelShape, part: Part | None = None) -> Decoder:
+        """The model to train, or a part of it, its weights drawn from torch's global generator."""
 
     def views(
         self,
@@ -76,11 +75,11 @@ class Objective(ABC):
     def collator(self, sampler: PackedBatchSampler, pad_to: int | None) -> Collator:
         """Makes a batch of a pack's documents."""
 
-    def observers(self, decoder: Decoder) -> list[Observer]:
+    def observers(self, engine: Engine) -> list[Observer]:
         """What this objective adds to a step's record."""
         return []
 
-    def evaluated(self, decoder: Decoder, world: World) -> dict[str, float]:
+    def evaluated(self, engine: Engine) -> dict[str, float]:
         """Metrics of the validation packs that were just run, over all ranks."""
         return {}
 
@@ -95,15 +94,16 @@ class NextToken(Objective):
                 "preference.* is about preference pairs (chosen, rejected), and these documents are none: leave it out"
             )
 
-    def decoder(self, shape: ModelShape) -> Decoder:
+    def decoder(self, shape: ModelShape, part: Part | None = None) -> Decoder:
         """See `Objective`."""
         train = self.config.train
         loss = training_loss(train.z_loss, train.label_smoothing)
-        return Decoder(shape, attention=self.config.model.attention, training_loss=loss)
+        return Decoder(shape, attention=self.config.model.attention, training_loss=loss, part=part)
 
     def collator(self, sampler: PackedBatchSampler, pad_to: int | None) -> Collator:
         """See `Objective`."""
-        return PackedCollator.of(sampler, pad_to=pad_to, pad_id=self.corpus.tokenizer.end_id or 0)
+        pad_id, multiple = self.corpus.tokenizer.end_id or 0, self.config.parallel.token_multiple
+        return PackedCollator.of(sampler, pad_to, pad_id, multiple)
 
 
 class Preferences(Objective):
@@ -113,7 +113,13 @@ class Preferences(Objective):
 
     def check(self) -> None:
         """See `Objective`."""
-        train = self.config.train
+        train, parallel = self.config.train, self.config.parallel
+        for name in ("pipeline", "context"):
+            if getattr(parallel, name) > 1:
+                raise ValueError(
+                    f"parallel.{name}={getattr(parallel, name)} divides documents or layers, and the loss of"
+                    " preferences needs both answers of a pair at one place: use parallel.data=zero3 or parallel.tensor"
+                )
         for name in ("label_smoothing", "z_loss"):
             if getattr(train, name):
                 raise ValueError(
@@ -125,7 +131,7 @@ class Preferences(Objective):
         """A pair counts as one, and would be two rows where it is padded."""
         return {"loss_weighting": "document", "compare_padding": False}
 
-    def decoder(self, shape: ModelShape) -> Decoder:
+    def decoder(self, shape: ModelShape, part: Part | None = None) -> Decoder:
         """See `Objective`."""
         preference = self.config.preference
         return PreferenceDecoder(
@@ -150,23 +156,29 @@ class Preferences(Objective):
             dtype=dtype,
             capacity=capacity,
             pad_to=pad_to,
+            multiple=self.config.parallel.token_multiple,
             progress=progress,
         )
         return list(pairs), notes
 
     def collator(self, sampler: PackedBatchSampler, pad_to: int | None) -> Collator:
         """See `Objective`."""
-        return PreferenceCollator.of(sampler, pad_to=pad_to, pad_id=self.corpus.tokenizer.end_id or 0)
+        pad_id, multiple = self.corpus.tokenizer.end_id or 0, self.config.parallel.token_multiple
+        return PreferenceCollator.of(sampler, pad_to, pad_id, multiple)
 
-    def observers(self, decoder: Decoder) -> list[Observer]:
+    def observers(self, engine: Engine) -> list[Observer]:
         """Rewards of the step's pairs."""
-        assert isinstance(decoder, PreferenceDecoder)
-        return [PreferenceMetrics(decoder)]
+        return [PreferenceMetrics(_decoder(engine))]
 
-    def evaluated(self, decoder: Decoder, world: World) -> dict[str, float]:
+    def evaluated(self, engine: Engine) -> dict[str, float]:
         """Rewards of the validation pairs."""
-        assert isinstance(decoder, PreferenceDecoder)
-        return preference_metrics(world.sum(decoder.take_tally(training=False)), "val_")
+        return preference_metrics(engine.world.sum(_decoder(engine).take_tally(training=False)), "val_")
+
+
+def _decoder(engine: Engine) -> PreferenceDecoder:
+    """The decoder that the engine runs; ranks that divide it all count its pairs, which means do not notice."""
+    (decoder,) = engine.modules
+    return cast(PreferenceDecoder, decoder)
 
 
 def objective_of(config: Config, corpus: Corpus) -> Objective:

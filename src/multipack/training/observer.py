@@ -14,9 +14,11 @@ from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from multipack.parallel.engine import Engine
+from multipack.parallel.state import Source
 
 Verdict = Literal["apply", "skip"]
 """What becomes of a step: its gradient is applied, or thrown away."""
@@ -87,8 +89,17 @@ class Observer:
         """What a checkpoint keeps, as tensors."""
         return {}
 
+    def blank(self, shapes: Mapping[str, tuple[int, ...]], engine: Engine) -> dict[str, Tensor]:
+        """Tensors for `load_tensors` that a checkpoint's values are copied into: on this rank, as far as it needs them.
+
+        Args:
+            shapes: names and whole shapes of what the checkpoint has of `tensors()`, of all ranks.
+            engine: whose parameters these may be like.
+        """
+        return {name: torch.zeros(shape) for name, shape in shapes.items()}
+
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what `tensors()` gave."""
+        """Take over what `tensors()` gave: tensors of its own."""
 
     def close(self, failed: bool) -> None:
         """The run is over; `failed`: by an exception."""
@@ -176,15 +187,18 @@ class Observers:
             for name, tensor in observer.tensors().items()
         }
 
-    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what `tensors()` gave."""
+    def load_tensors(self, source: Source, engine: Engine) -> None:
+        """Take over what a checkpoint has kept of `tensors()`, on any mesh; an observer that is new begins anew."""
+        saved = source.shapes("observers")
         for observer in self._all:
             prefix = f"{observer.name}."
             own = {
-                name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)
+                name.removeprefix(prefix): shape for name, shape in saved.items() if name.startswith(prefix)
             }
             if own:
-                observer.load_tensors(own)
+                tensors = observer.blank(own, engine)
+                source.fill("observers", {f"{prefix}{name}": tensor for name, tensor in tensors.items()})
+                observer.load_tensors(tensors)
 
     def close(self, failed: bool) -> None:
         """Close all, in the opposite order."""

@@ -198,25 +198,59 @@ def _useless(rule: Rule, before: Sequence[Rule], names: Sequence[str]) -> str:
     return f"optimizer.rules: {rule.text!r} matches no parameter; there are {', '.join(near)}, …"
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over the model's groups; parameters that a rule freezes need no gradient from here on.
+def described(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, nn.Parameter]:
+    """Parameters without values, for what depends on names and shapes of a whole model only."""
+    return {name: nn.Parameter(torch.empty(shape, device="meta")) for name, shape in shapes.items()}
 
-    Every group has `lr_scale` beside torch's own settings: whoever sets a group's learning rate multiplies by it.
-    To be called before the model is wrapped: DDP asks once which parameters have a gradient.
+
+def freeze(
+    parameters: Mapping[str, nn.Parameter],
+    config: OptimizerConfig,
+    whole: Mapping[str, Tensor] | None = None,
+) -> dict[str, Treatment]:
+    """Let the parameters that a rule freezes need no gradient from here on; returns what becomes of the others.
+
+    To be called before the model is wrapped: DDP and FSDP ask once which parameters have a gradient.
+
+    Args:
+        parameters: of this rank, by name.
+        config: the rules.
+        whole: all the model's parameters, which rules speak of; None = the same.
 
     Raises:
-        ValueError: see `treatments`; nothing is left to train; `optimizer.fused=true` where the device has no such
-            kernel.
+        ValueError: see `treatments`; nothing is left to train.
     """
-    named = dict(model.named_parameters())
-    groups: dict[Treatment, list[nn.Parameter]] = {}
-    for name, treatment in treatments(named, config).items():
-        named[name].requires_grad_(not treatment.frozen)
-        if not treatment.frozen:
-            groups.setdefault(treatment, []).append(named[name])
-    if not groups:
+    found = treatments(whole if whole is not None else parameters, config)
+    if all(treatment.frozen for treatment in found.values()):
         raise ValueError(f"optimizer.rules={config.rules} freeze every parameter: nothing is left to train")
-    described = [
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(parameter.requires_grad and not found[name].frozen)
+    return {name: found[name] for name in parameters}
+
+
+def build_optimizer(
+    model: nn.Module | Mapping[str, nn.Parameter],
+    config: OptimizerConfig,
+    whole: Mapping[str, Tensor] | None = None,
+) -> torch.optim.AdamW:
+    """AdamW over the model's groups; parameters that a rule freezes are left out, see `freeze`.
+
+    Every group has `lr_scale` beside torch's own settings: whoever sets a group's learning rate multiplies by it.
+
+    Args:
+        model: or its parameters by name; where ranks hold parts, this rank's.
+        config: settings and rules.
+        whole: all the model's parameters, which rules speak of; None = the same.
+
+    Raises:
+        ValueError: see `freeze`; `optimizer.fused=true` where the device has no such kernel.
+    """
+    named = dict(model.named_parameters()) if isinstance(model, nn.Module) else dict(model)
+    groups: dict[Treatment, list[nn.Parameter]] = {}
+    for name, treatment in freeze(named, config, whole).items():
+        if named[name].requires_grad:
+            groups.setdefault(treatment, []).append(named[name])
+    described_groups = [
         {
             "params": parameters,
             "weight_decay": treatment.weight_decay,
@@ -227,7 +261,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
     ]
     fused = _fused(config, {parameter.device.type for group in groups.values() for parameter in group})
     return torch.optim.AdamW(
-        described,
+        described_groups or [{"params": []}],
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,

@@ -30,8 +30,9 @@ from multipack.data.preference import PreferenceCollator, PreferencePairs
 from multipack.data.sampler import PackedBatchSampler
 from multipack.data.tokenizer import Tokenizer
 from multipack.models.preference import PreferenceConfig, PreferenceDecoder, preference_metrics
+from multipack.parallel.base import weights_hash
 from multipack.parallel.engine import Engine
-from multipack.parallel.replicate import state_hash
+from multipack.parallel.mesh import Mesh
 from multipack.parallel.world import World
 from multipack.training.initial import begin_from, fit_vocabulary, initial_weights
 from multipack.training.observer import Observer
@@ -55,12 +56,6 @@ class Reference:
     note: str
 
 
-def weights_hash(engine: Engine) -> str:
-    """Sha256 over the names and bytes of the model's weights, the same on every rank."""
-    weights = engine.state()["model"]
-    return engine.world.from_main(state_hash({"model": weights}) if engine.world.is_main else "")
-
-
 def with_reference(
     config: PreferenceConfig,
     engine: Engine,
@@ -71,6 +66,7 @@ def with_reference(
     dtype: torch.dtype,
     capacity: int,
     pad_to: int | None = None,
+    multiple: int = 1,
     progress: Callable[[int, int | None, str], None] | None = None,
 ) -> tuple[list[PreferencePairs], list[str]]:
     """Each view of pairs with what the reference model gives them, and notes for people.
@@ -84,28 +80,31 @@ def with_reference(
         dtype: the precision of forward passes.
         capacity: most tokens of a pack.
         pad_to: see `reference_log_probabilities`.
+        multiple: likewise.
         progress: told how far it is.
 
     Raises:
         ValueError: documents that are no pairs, a reference of another tokenizer, or values that are not finite.
     """
-    world, evaluating = engine.world, engine.evaluating
-    if config.reference:
+    world, evaluating, mesh = engine.world, engine.evaluating, engine.mesh
+    if config.reference:  # every rank holds it whole
+        mesh = Mesh.plain(world)
         model = _reference_model(config, tokenizer).to(world.device)
-        weights = state_hash({"model": dict(model.named_parameters())})
+        weights = weights_hash(model.named_parameters())
         evaluating = partial(_asking, model, world.device, dtype)
     else:
-        weights = weights_hash(engine)
+        weights = weights_hash(engine.whole_parameters())
     found = [
         reference_log_probabilities(
             evaluating,
             documents,
             folder,
-            world,
+            mesh,
             weights=weights,
             dtype=dtype,
             capacity=capacity,
             pad_to=pad_to,
+            multiple=multiple,
             progress=progress,
         )
         for documents in views
@@ -135,12 +134,13 @@ def reference_log_probabilities(
     evaluating: Callable[[], AbstractContextManager[nn.Module]],
     documents: Documents,
     folder: Path,
-    world: World,
+    mesh: Mesh,
     *,
     weights: str,
     dtype: torch.dtype,
     capacity: int,
     pad_to: int | None = None,
+    multiple: int = 1,
     progress: Callable[[int, int | None, str], None] | None = None,
 ) -> Reference:
     """What the reference model gives each pair: read where an earlier run has kept it, else computed and kept.
@@ -152,16 +152,18 @@ def reference_log_probabilities(
             precision of forward passes; an engine's `evaluating`.
         documents: the pairs.
         folder: where the file is kept: the token store's.
-        world: the ranks.
+        mesh: the ranks; those that hold one model ask it together.
         weights: hash of the reference's weights; see `weights_hash`.
         dtype: the precision of forward passes.
         capacity: most tokens of a pack; also slots of every pack where the engine wants one shape.
         pad_to: slots of every pack; None = as many as it has tokens.
+        multiple: what these are a multiple of.
         progress: told how far it is.
 
     Raises:
         ValueError: a document that is no pair, or values that are not finite.
     """
+    world = mesh.world
     key = {"format": FORMAT, "weights": weights, "dtype": str(dtype), "documents": documents.fingerprint}
     name = hashlib.sha256("\n".join(key.values()).encode()).hexdigest()[:32]
     file = folder / f"reference-{name}.safetensors"
@@ -172,7 +174,7 @@ def reference_log_probabilities(
         return Reference(values, file, f"reference log-probabilities of {len(documents):,} pairs from {file}")
     if outcome:
         note = f"{file.name} was not usable ({outcome}) and is made anew; "
-    _compute(values, evaluating, documents, world, capacity, pad_to, progress)
+    _compute(values, evaluating, documents, mesh, capacity, (pad_to, multiple), progress)
     _share(values, world)
     if not np.isfinite(values).all():
         first = int(np.flatnonzero(~np.isfinite(values).all(axis=1))[0])
@@ -188,9 +190,9 @@ def _compute(
     values: NDArray[np.float64],
     evaluating: Callable[[], AbstractContextManager[nn.Module]],
     documents: Documents,
-    world: World,
+    mesh: Mesh,
     capacity: int,
-    pad_to: int | None,
+    slots: tuple[int | None, int],
     progress: Callable[[int, int | None, str], None] | None,
 ) -> None:
     """Fill in the rows of this rank's packs."""
@@ -199,23 +201,23 @@ def _compute(
     sampler = PackedBatchSampler(
         documents.lengths,
         capacity=capacity,
-        packs_per_step=world.size,
+        packs_per_step=mesh.data_size,
         targets=documents.target_counts,
-        rank=world.rank,
-        world_size=world.size,
+        rank=mesh.data_rank,
+        world_size=mesh.data_size,
         order="given",
     )
-    pairs, collate = PreferencePairs(documents), PreferenceCollator.of(sampler, pad_to)
+    pairs, collate = PreferencePairs(documents), PreferenceCollator.of(sampler, slots[0], multiple=slots[1])
     done = 0
     with evaluating() as model:
         for numbers in sampler:
             batch = collate([pairs[number] for number in numbers])
-            found = model(batch.to(world.device))  # a rank without pairs runs a pack of padding
-            if numbers:
+            found = model(batch.to(mesh.world.device))  # a rank without pairs runs a pack of padding
+            if numbers and mesh.speaks:
                 values[numbers] = found.cpu().numpy()
             done += len(numbers)
             if progress is not None:
-                progress(done, -(-len(documents) // world.size), "pairs asked of the reference")
+                progress(done, -(-len(documents) // mesh.data_size), "pairs asked of the reference")
 
 
 def _share(values: NDArray[np.float64], world: World) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -13,6 +14,7 @@ from multipack.data.corpus import Corpus
 from multipack.data.header import CHAT_TEMPLATE
 from multipack.data.loader import PackedLoader
 from multipack.parallel.engine import Engine
+from multipack.parallel.state import local
 from multipack.parallel.world import World
 from multipack.planning.cost import CostModel
 from multipack.reports.console import Console
@@ -21,10 +23,11 @@ from multipack.shapes import ModelShape
 from multipack.training.calibrate import cost_files
 from multipack.training.checkpoint import (
     Checkpoint,
+    CheckpointWriter,
+    Content,
     gather_rng,
     name_of,
     restore_rng,
-    save_checkpoint,
 )
 from multipack.training.feed import Steps
 from multipack.training.ledger import NOTHING, Ledger
@@ -56,6 +59,7 @@ class Session:
         ending: why the loop stops before its last step; empty while it goes on.
         chat_template: that the weights are to be talked to with, as JSON; empty = none.
         interrupted: whether that is a signal, as all ranks have agreed: a rank's own signal may come at any moment.
+        writer: of checkpoints.
     """
 
     config: Config
@@ -87,6 +91,14 @@ class Session:
     chat_template: str = ""
     ledger: Ledger | None = None
     notes: list[str] = field(default_factory=list)
+    writer: CheckpointWriter = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Nothing is written so far."""
+        train, seconds = self.config.train, self.config.parallel.timeout_seconds
+        self.writer = CheckpointWriter(
+            self.run, self.world, train.keep_checkpoints, train.checkpoint_async, seconds
+        )
 
     def begin(self, checkpoint: Checkpoint | None) -> None:
         """Take the run directory and, from a checkpoint, put everything where it was.
@@ -97,14 +109,14 @@ class Session:
         only_looks = train.eval_only and train.resume != "false"
         if checkpoint is not None:
             self._check_same_documents(checkpoint)
-            self.engine.load_state(checkpoint.tensors)
+            self.engine.load_state(checkpoint.source)
             self.feed.load_state_dict(checkpoint.progress["data"])
             self.step, self.evaluated = checkpoint.step, checkpoint.progress["evaluated"]
             self.best = checkpoint.progress.get("best")
             self.best_step = checkpoint.progress.get("best_step", -1)
             self.running = RunningLoss(*checkpoint.progress["running"])
             self.observers.load_state(checkpoint.progress.get("observers", {}))
-            self.observers.load_tensors(checkpoint.tensors.get("observers", {}))
+            self.observers.load_tensors(checkpoint.source, self.engine)
             self.notes += self.running.weigh(train.loss_weighting)
             if not restore_rng(self.world, checkpoint.rng):
                 self.notes.append(
@@ -165,13 +177,24 @@ class Session:
             self.peak_flops = max(self.peak_flops, mean_peak(self.world, dtype, seconds=0.1))
 
     def close(self, failed: bool = False) -> None:
-        """Stop the loader's thread, observers, and close files."""
-        self.observers.close(failed)
-        self.feed.close()
-        if self.validation is not None:
-            self.validation.close()
-        if self.ledger is not None:
-            self.ledger.close()
+        """Stop the loader's thread, observers, and close files; a checkpoint in the background is waited for.
+
+        Raises:
+            ValueError: on every rank: that checkpoint could not be written. After a failure it is told instead, because
+                other ranks may not be there to agree.
+        """
+        try:
+            if not failed:
+                self.writer.wait()
+            elif told := self.writer.abandon():
+                self.console.line(told)
+        finally:
+            self.observers.close(failed)
+            self.feed.close()
+            if self.validation is not None:
+                self.validation.close()
+            if self.ledger is not None:
+                self.ledger.close()
 
     def improve(self, val_loss: float) -> bool:
         """Whether a validation loss is the lowest so far; it is remembered."""
@@ -183,41 +206,62 @@ class Session:
     def save(self) -> str:
         """Write a checkpoint; every rank takes part. Returns its path.
 
-        `checkpoints/best` names it if the evaluation at this step was the best so far.
+        `checkpoints/best` names it if the evaluation at this step was the best so far. With `train.checkpoint_async` it
+        is written in the background, but for the last one.
 
         Raises:
             NonFiniteLoss: the weights are not finite; nothing was written.
+            ValueError: this checkpoint, or the one before it in the background, could not be written.
         """
         state, rng = self.engine.state(), gather_rng(self.world)
         watched = self.observers.tensors()
         if watched:
             state["observers"] = watched
-        broken = sum(not bool(torch.isfinite(tensor).all()) for tensor in state["model"].values())
-        if self.world.sum([float(broken)])[0]:
-            self.diverged(f"after step {self.step} {broken} weight tensors are not finite", [])
+        broken = [
+            name for name, tensor in state["model"].items() if not bool(torch.isfinite(local(tensor)).all())
+        ]
+        everywhere = sorted(
+            {name for rank in self.world.gather(json.dumps(broken)) for name in json.loads(rank)}
+        )
+        if everywhere:
+            count, first = len(everywhere), ", ".join(everywhere[:3])
+            self.diverged(f"after step {self.step} {count} weight tensors are not finite ({first})", [])
+        progress, files = dict[str, Any](), dict[str, str]()
 
-        def write() -> str:
-            assert self.ledger is not None
-            progress = {
-                "data": self.feed.state_dict(),
-                "running": list(astuple(self.running)),
-                "evaluated": self.evaluated,
-                "best": self.best,
-                "best_step": self.best_step,
-                "observers": self.observers.state(),
-                "marks": self.ledger.marks(),
-                "corpus": self._corpus_hashes(),
-                "world_size": self.world.size,
-                "threads": torch.get_num_threads(),
-            }
-            files = {"config.yaml": self._saved_config(), "tokenizer.json": self.corpus.tokenizer.to_json()}
-            files |= cost_files(self.cost_model)
-            if self.chat_template:
-                files[CHAT_TEMPLATE] = self.chat_template
-            keep, best = self.config.train.keep_checkpoints, self.best_step == self.step
-            return str(save_checkpoint(self.run, self.step, state, progress, rng, files, keep, best))
+        def describe() -> None:
+            progress.update(self._progress())
+            files.update(self._files())
 
-        return self.world.on_main(write)
+        self.world.on_main(describe)
+        best = self.best_step == self.step
+        path = self.writer.save(Content(self.step, state, progress, rng, files, best))
+        if self.step >= self.steps or self.ending:
+            self.writer.wait()
+        return str(path)
+
+    def _progress(self) -> dict[str, Any]:
+        """Where the run stands, as plain values."""
+        assert self.ledger is not None
+        return {
+            "data": self.feed.state_dict(),
+            "running": list(astuple(self.running)),
+            "evaluated": self.evaluated,
+            "best": self.best,
+            "best_step": self.best_step,
+            "observers": self.observers.state(),
+            "marks": self.ledger.marks(),
+            "corpus": self._corpus_hashes(),
+            "world_size": self.world.size,
+            "threads": torch.get_num_threads(),
+        }
+
+    def _files(self) -> dict[str, str]:
+        """Texts that a checkpoint holds."""
+        files = {"config.yaml": self._saved_config(), "tokenizer.json": self.corpus.tokenizer.to_json()}
+        files |= cost_files(self.cost_model)
+        if self.chat_template:
+            files[CHAT_TEMPLATE] = self.chat_template
+        return files
 
     def diverged(self, what: str, documents: list[int]) -> NoReturn:
         """Raise NonFiniteLoss, naming documents."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from multipack.models.recompute import Recompute
 from multipack.parallel.world import Device
 from multipack.planning.options import LossWeighting
 
@@ -27,8 +28,10 @@ class TrainConfig:
     """Steps between checkpoints; 0 = at evaluations. There is one at the end in any case."""
     keep_checkpoints: int = 2
     """Newest checkpoints that are kept; 0 = all."""
+    checkpoint_async: bool = False
+    """Write checkpoints in the background while training goes on; each is first copied to the CPU's memory."""
     resume: str = "false"
-    """`true` continues the run in out=; a run directory or checkpoint continues that one."""
+    """`true` continues the run in out=; `auto` does so too, or begins it; a run directory or checkpoint: that one."""
     loss_weighting: LossWeighting = "token"
     """What the loss is a mean over: every target `token` alike, or every `document` alike (a cut piece is one)."""
     seed: int = 0
@@ -55,6 +58,10 @@ class TrainConfig:
     """Packs collated ahead in a background thread; 0 = none."""
     compile: bool = False
     """Compile every block with torch.compile: the first steps take longer, the others less time."""
+    recompute: Recompute = "none"
+    """What the backward pass computes again instead of keeping: whole blocks (full), or what is cheap (selective)."""
+    tiles: int = 1
+    """Pieces in which feed-forwards and the vocabulary are computed one after the other: less memory, more work."""
     deterministic: bool = False
     """Only kernels whose results never differ between runs: two runs are equal to the last bit, maybe slower."""
     init_from: str = ""
@@ -99,6 +106,8 @@ class TrainConfig:
             raise ValueError(f"train.spike_factor must be positive, got {self.spike_factor}")
         if self.padded_batch_size < 1 or self.sample_tokens < 1:
             raise ValueError("train.padded_batch_size and train.sample_tokens must be at least 1")
+        if self.tiles < 1:
+            raise ValueError(f"train.tiles must be at least 1, got {self.tiles}")
 
 
 @dataclass

@@ -19,7 +19,7 @@ from multipack.data.arriving import Arriving, DocumentsLate, StreamInterrupted
 from multipack.data.collate import PackedCollator
 from multipack.data.loader import PackedLoader
 from multipack.data.stream import StreamSampler
-from multipack.parallel.world import World
+from multipack.parallel.mesh import Mesh
 from multipack.planning.cost import CostModel
 from multipack.planning.deal import Sync
 from multipack.planning.measure import predicted_seconds
@@ -35,25 +35,27 @@ if TYPE_CHECKING:
 
 def open_feed(
     config: Config,
-    world: World,
+    mesh: Mesh,
     arriving: Arriving,
     cost_model: CostModel,
     clock: Callable[[], float],
+    pad: bool = False,
 ) -> StreamFeed:
     """The feed of a run that trains on documents which arrive.
 
     Args:
         config: of the run.
-        world: its ranks.
+        mesh: its ranks.
         arriving: its documents.
         cost_model: what a document costs.
         clock: seconds.
+        pad: give every pack one shape.
 
     Raises:
         ValueError: settings that only documents which are all there can have, or more ranks than packs of a step.
     """
     plan, train = config.plan, config.train
-    packs = plan.keywords(world.size)["packs_per_step"]
+    packs, ranks = plan.packs_per_step, mesh.data_size
     if not train.steps:
         raise ValueError("data.stream=true: nobody knows how many documents are to come; set train.steps")
     if arriving.has_pairs:
@@ -69,10 +71,10 @@ def open_feed(
         raise ValueError(
             f"plan.effort={plan.effort} is for documents that are all there: leave it out of a stream"
         )
-    if world.size > packs:
+    if ranks > packs:
         raise ValueError(
-            f"{world.size} processes cannot share plan.packs_per_step={packs} packs:"
-            f" set it to at least {world.size} (a multiple of {world.size} keeps all of them busy)"
+            f"{ranks} processes cannot share plan.packs_per_step={packs} packs:"
+            f" set it to at least {ranks} (a multiple of {ranks} keeps all of them busy)"
         )
     stream = PackStream(
         arriving,
@@ -96,13 +98,14 @@ def open_feed(
     return StreamFeed(
         arriving,
         stream,
-        world,
+        mesh,
         cost_model=cost_model,
         sync=config.parallel.sync,
         prefetch=train.prefetch,
         clock=clock,
-        pad_to=stream.longest if train.fixed_shape else None,
+        pad_to=stream.longest if pad else None,
         pad_id=arriving.tokenizer.end_id or 0,
+        multiple=config.parallel.token_multiple,
     )
 
 
@@ -112,12 +115,12 @@ class StreamFeed:
     Args:
         arriving: the documents.
         stream: plans them.
-        world: the ranks that share each step.
+        mesh: the ranks that share each step.
         cost_model: what a document costs.
         sync: where they wait for each other.
         prefetch: packs collated ahead.
         clock: seconds.
-        pad_to, pad_id: see `PackedCollator`.
+        pad_to, pad_id, multiple: see `PackedCollator`.
 
     Attributes:
         sampler: this rank's packs.
@@ -134,7 +137,7 @@ class StreamFeed:
         self,
         arriving: Arriving,
         stream: PackStream,
-        world: World,
+        mesh: Mesh,
         *,
         cost_model: CostModel,
         sync: Sync = "micro",
@@ -142,12 +145,15 @@ class StreamFeed:
         clock: Callable[[], float],
         pad_to: int | None = None,
         pad_id: int = 0,
+        multiple: int = 1,
     ) -> None:
-        self.arriving, self.stream, self.world = arriving, stream, world
-        self.sampler = StreamSampler(stream, arriving, rank=world.rank, world_size=world.size, sync=sync)
+        self.arriving, self.stream, self.world = arriving, stream, mesh.world
+        self.sampler = StreamSampler(
+            stream, arriving, rank=mesh.data_rank, world_size=mesh.data_size, sync=sync
+        )
         self._state = stream.state_dict()
-        self.micro_batches = -(-self._state["options"]["packs_per_step"] // world.size)
-        collator = PackedCollator.of(stream, pad_to, pad_id)
+        self.micro_batches = -(-self._state["options"]["packs_per_step"] // mesh.data_size)
+        collator = PackedCollator.of(stream, pad_to, pad_id, multiple)
         self.loader = PackedLoader(self.sampler, self.sampler, collator, prefetch)
         self.ended, self.late = False, ""
         self.plan: Plan | None = None
@@ -195,7 +201,7 @@ class StreamFeed:
         return bool(stopped) or step is None
 
     def _data(self, step: StreamStep, micro_batches: list[Any], began: float) -> StepData:
-        align, ranks, sync = self.stream.align, self.world.size, self.sampler.sync
+        align, ranks, sync = self.stream.align, self.sampler.world_size, self.sampler.sync
         dealt = step.deal(ranks, sync)
         dealt_costs = self._cost_model, -(-step.lengths // align) * align, dealt, ranks, sync
         return StepData(

@@ -6,6 +6,7 @@ for each step:  feed ▸ forward_backward ▸ clip ▸ step ▸ metrics ▸ (eva
 from __future__ import annotations
 
 import math
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -16,7 +17,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from multipack.models.decoder import Decoder
-from multipack.parallel.replicate import StepResult
+from multipack.parallel.base import StepResult
+from multipack.parallel.ranks import find_ranks
 from multipack.parallel.world import connected
 from multipack.reports.console import Console
 from multipack.reports.summary import corpus_notes, plan_rows, stream_rows
@@ -94,6 +96,7 @@ def train(config: Config, clock: Callable[[], float] = time.perf_counter) -> Run
         RunStopped: training diverged (NonFiniteLoss) or a guard ended it; the last checkpoint is untouched, and named.
     """
     began = clock()
+    config.check(find_ranks(os.environ).size)
     with (
         connected(config.train.device, config.parallel.timeout_seconds) as world,
         deterministic(config.train.deterministic, world.device),
@@ -193,12 +196,12 @@ def _agree(session: Session, data: StepData, result: StepResult, stop: StopReque
     Raises:
         NonFiniteLoss: on every rank, naming the documents of the packs whose loss is not finite.
     """
-    world, packs = session.world, len(result.losses)
-    broken = [0.0] * (packs * world.size)
+    world, mesh, packs = session.world, session.engine.mesh, len(result.losses)
+    broken = [0.0] * (packs * mesh.data_size)
     for index, loss in enumerate(result.losses):
-        broken[index * world.size + world.rank] = 0.0 if math.isfinite(loss) else 1.0
+        broken[index * mesh.data_size + mesh.data_rank] = 0.0 if math.isfinite(loss) else 1.0
     finite_loss = sum(loss for loss in result.losses if math.isfinite(loss))
-    own_slots = float(sum(batch.num_slots for batch in data.micro_batches))
+    own_slots = float(sum(batch.num_slots for batch in data.micro_batches)) if mesh.speaks else 0.0
     asked = float(stop.signal or 0)
     loss_sum, slots, asked, *flags = world.sum([finite_loss, own_slots, asked, *broken])
     if any(flags):
@@ -309,14 +312,15 @@ def _evaluate(session: Session) -> float:
     losses: dict[str, float] = {}
     for suffix, weights in session.observers.weightings(session.engine):
         with weights:
-            loss = validation_loss(session.engine, session.validation, session.validation_packs)
+            loss = validation_loss(
+                session.engine, session.validation, session.validation_packs, session.feed.micro_batches
+            )
         losses[f"val_loss{suffix}"] = loss
     values: dict[str, float] = {"step": session.step}
     train_loss = session.running.take()
     if train_loss is not None:
         values["train_loss"] = train_loss
-    with session.engine.evaluating() as model:
-        values |= {**losses, **session.objective.evaluated(cast(Decoder, model), session.world)}
+    values |= {**losses, **session.objective.evaluated(session.engine)}
     session.evaluated = session.step
     session.look_again_at_peak()
     session.console.line(f"evaluation {format_line(values)}", style="bold")
@@ -327,8 +331,7 @@ def _evaluate(session: Session) -> float:
     if not session.config.train.eval_only:
         session.improve(val_loss)
         session.ending = session.ending or session.observers.evaluated(session.step, val_loss)
-    if session.world.is_main:
-        _sample(session)
+    _sample(session)
     return val_loss
 
 
@@ -339,7 +342,9 @@ def _sample(session: Session) -> None:
     if not prompts:  # no document begins with text
         return
     prompt = prompts[(session.step // max(train.eval_every, 1)) % len(prompts)]
-    with session.engine.evaluating() as model:
+    with session.engine.gathered() as model:
+        if model is None:
+            return
         text = complete(
             cast(Decoder, model),
             session.corpus.tokenizer,
@@ -379,7 +384,8 @@ def _introduce(session: Session, seconds: float) -> None:
     console = session.console
     console.section("run", header_rows(session))
     if console.enabled:
-        plan, ranks, sync = session.feed.plan, session.world.size, session.config.parallel.sync
+        ranks = session.engine.mesh.data_size
+        plan, sync = session.feed.plan, session.config.parallel.sync
         rows = stream_rows(session) if plan is None else plan_rows(session, plan.report(ranks, sync))
         console.section("plan", rows)
     legend = LEGEND | session.observers.legend

@@ -1,0 +1,237 @@
+"""Context parallelism: ranks divide the tokens of every pack, and attend to each other's.
+
+    ulysses    rank 0  a a a b      tokens ↔ heads     all of a a a b b b b c with half of the heads: the model's own
+               rank 1  b b b c      all_to_all         attention, windows included; then back
+
+    ring       rank 0  a a · · · · b c                 two chunks each; keys and values of the documents that cross
+               rank 1  · · a b b b · ·                 chunks are shown to the ranks that need them (ring.py)
+
+Everything but attention works on a token by itself and needs no change: `divide_context` replaces the `attend` of every
+module that has one, and gives back a function from a pack to this rank's share of it. Losses and gradients of the
+ranks add up to those of the whole. What a rank sends for one layer and pack of T slots, forward, in elements (n ranks,
+H query heads and K key heads of width D on this rank):
+
+    ulysses    (n − 1)/n · T/n · (2 H + 2 K) · D       and as much backward; K is first raised to a
+               multiple of n, by copies
+    ring       at most 2 (n − 1) · T/n · K · D         and twice as much backward; less the shorter documents are
+
+Ulysses is Jacobs et al. 2023, arXiv:2309.14509.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from typing import Any, get_args
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from multipack.data.batch import IGNORE, PackedBatch
+from multipack.parallel.collectives import all_reduce, all_to_all
+from multipack.parallel.config import ContextMethod
+from multipack.parallel.ring import Ring, head_tail, ring_attention
+from multipack.parallel.rollcall import Group
+
+Attend = Callable[..., Tensor]
+"""(query, key, value, batch, backend, window) → (tokens, H, D)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextBatch(PackedBatch):
+    """One rank's tokens of a pack.
+
+    `input_ids`, `targets`, `position_ids` and `weights` are this rank's (T/ranks,); `num_target_tokens` counts its
+    targets, and `num_target_documents` the documents whose first target it has, so that both add up to the pack's over
+    the ranks. All else says what it says of the whole pack: `cu_seqlens`, `lengths`, `longest`, `max_seqlen`,
+    `num_documents` and `num_tokens`.
+
+    Attributes:
+        whole: the whole pack.
+        ring: this rank's work in a ring; None = Ulysses.
+        own_cu_seqlens: (N + 1,) int32 starts of the pieces of documents in this rank's chunks; None = Ulysses.
+    """
+
+    whole: PackedBatch
+    ring: Ring | None = None
+    own_cu_seqlens: Tensor | None = None
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> PackedBatch:
+        whole = self.whole._each(change)
+        own = ("input_ids", "targets", "position_ids", "weights", "own_cu_seqlens")
+        held = {name: getattr(self, name) for name in own}
+        changed: dict[str, Any] = {name: change(value) for name, value in held.items() if value is not None}
+        return replace(self, **changed, cu_seqlens=whole.cu_seqlens, whole=whole)
+
+
+def divide_context(
+    model: nn.Module, mesh: DeviceMesh, method: ContextMethod
+) -> Callable[[PackedBatch], ContextBatch]:
+    """Let the model attend over tokens that the ranks of `mesh` divide, in place; collective.
+
+    Heads are counted from tensors, so that tensor parallelism may have divided them before.
+
+    Args:
+        model: has modules with an `attend` (query, key, value, batch, backend, window).
+        mesh: of one dimension; ranks in it hold the same model and are given the same packs.
+        method: how ranks attend to each other's tokens.
+
+    Returns:
+        A function from a pack to this rank's share, which the model then takes in its place. It counts targets: call
+        it while they are on the host.
+
+    Raises:
+        ValueError: an unknown method, a mesh of several dimensions, or a model that attends nowhere.
+    """
+    if method not in get_args(ContextMethod):
+        known = " or ".join(get_args(ContextMethod))
+        raise ValueError(f"parallel.context_method={method} is unknown: use {known}")
+    if mesh.ndim != 1:
+        raise ValueError(f"tokens are divided along one axis, but the mesh has {mesh.ndim}: pass one of them")
+    modules: list[Any] = [module for module in model.modules() if callable(getattr(module, "attend", None))]
+    if not modules:
+        raise ValueError(
+            f"{type(model).__name__} has no module with `attend`, so its attention cannot see the tokens of other"
+            " ranks: use parallel.context=1"
+        )
+    group = mesh.get_group()
+    if method == "ring":
+        # nccl opens a group's connections in its first collective, which no rank may be missing from; in a ring, some
+        # have nothing to send.
+        all_reduce(torch.zeros(1, device=mesh.device_type), group=group)
+    for module in modules:
+        attend = _ring if method == "ring" else partial(_ulysses, module.attend)
+        # torch.compile cannot follow what reads lengths on the host and talks to other ranks: it goes around it.
+        module.attend = torch.compiler.disable(partial(attend, group))  # type: ignore[no-untyped-call]
+    return partial(_share, mesh.get_local_rank(), mesh.size(), method)
+
+
+def _share(rank: int, ranks: int, method: ContextMethod, batch: PackedBatch) -> ContextBatch:
+    """A rank's share of a pack.
+
+    Raises:
+        ValueError: slots that ranks cannot divide, or a batch whose loss needs whole documents.
+    """
+    if type(batch) is not PackedBatch:
+        raise ValueError(
+            f"the tokens of a {type(batch).__name__} cannot be divided over ranks, as its loss needs whole documents:"
+            " use parallel.context=1"
+        )
+    slots, multiple = batch.num_slots, ranks * (2 if method == "ring" else 1)
+    if not slots or slots % multiple:
+        near = max(multiple, slots // multiple * multiple)
+        raise ValueError(
+            f"a pack of {slots:,} slots cannot be divided evenly by parallel.context={ranks} ({method}): pad packs to"
+            f" a multiple of {multiple}, such as {near:,} (plan.capacity, and pad_to=capacity)"
+        )
+    if method == "ring":
+        pieces: tuple[slice, ...] = head_tail(slots, rank, ranks)
+        ring = Ring.of(batch.lengths, rank, ranks)
+        starts = torch.tensor(
+            [0, *accumulate(ring.lengths)], dtype=torch.int32, device=batch.cu_seqlens.device
+        )
+    else:
+        each = slots // ranks
+        pieces, ring, starts = (slice(rank * each, (rank + 1) * each),), None, None
+    targets, documents = _count_targets(batch, pieces)
+
+    def own(tensor: Tensor) -> Tensor:
+        return torch.cat([tensor[piece] for piece in pieces])
+
+    held = {name: value for name, value in vars(batch).items() if name != "weights"}
+    held.update(
+        input_ids=own(batch.input_ids),
+        targets=own(batch.targets),
+        position_ids=own(batch.position_ids),
+        weights=None if batch.weights is None else own(batch.weights),
+        num_target_tokens=targets,
+        num_target_documents=documents,
+    )
+    return ContextBatch(**held, whole=batch, ring=ring, own_cu_seqlens=starts)
+
+
+def _count_targets(batch: PackedBatch, pieces: tuple[slice, ...]) -> tuple[int, int]:
+    """Targets within these slots, and documents whose first target is."""
+    places = np.flatnonzero(batch.targets.cpu().numpy() != IGNORE)
+    documents = np.searchsorted(np.cumsum(batch.lengths), places, side="right")
+    firsts = places[np.unique(documents, return_index=True)[1]]
+
+    def within(numbers: Any) -> int:
+        return sum(int(np.count_nonzero((numbers >= p.start) & (numbers < p.stop))) for p in pieces)
+
+    return within(places), within(firsts)
+
+
+def _ulysses(
+    attend: Attend,
+    group: Group,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: PackedBatch,
+    backend: str,
+    window: int | None,
+) -> Tensor:
+    """Exchange tokens of all heads for all tokens of some heads, attend as the model does, and exchange back."""
+    whole, ranks = _divided(batch).whole, torch.distributed.get_world_size(group)
+    q, k, v = _in_autocast_dtype(q, k, v)
+    heads, kv_heads = q.shape[1], k.shape[1]
+    if heads % ranks:
+        raise ValueError(
+            f"parallel.context={ranks} (ulysses) divides heads among its ranks, and there are {heads} on each: use a"
+            " divisor of that, or parallel.context_method=ring"
+        )
+    # Where ranks outnumber key heads, or do not divide them, some ranks read the same one: each has its copy.
+    copies = math.lcm(kv_heads, ranks) // kv_heads
+    if copies > 1:
+        k, v = (x.repeat_interleave(copies, dim=1) for x in (k, v))
+    shares = [x.reshape(len(x), ranks, -1, x.shape[2]) for x in (q, k, v)]
+    sizes = [share.shape[2] for share in shares]
+    mixed = all_to_all(torch.cat(shares, dim=2).flatten(1, 2), split_dim=1, join_dim=0, group=group)
+    out = attend(*torch.split(mixed, sizes, dim=1), whole, backend, window)
+    return all_to_all(out, split_dim=0, join_dim=1, group=group)
+
+
+def _ring(
+    group: Group, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, backend: str, window: int | None
+) -> Tensor:
+    """Attend in a ring; the arguments are those of `Attend`."""
+    share = _divided(batch)
+    if share.ring is None or share.own_cu_seqlens is None:
+        raise ValueError(
+            "this share of a pack was made for parallel.context_method=ulysses, not for this ring"
+        )
+    if window is not None:
+        raise ValueError(
+            f"parallel.context_method=ring attends to whole documents, but model.window={window}: use"
+            " parallel.context_method=ulysses"
+        )
+    if backend != "auto":
+        raise ValueError(
+            f"parallel.context_method=ring computes attention by itself, but model.attention={backend}: use"
+            " model.attention=auto, or parallel.context_method=ulysses"
+        )
+    return ring_attention(*_in_autocast_dtype(q, k, v), share.ring, share.own_cu_seqlens, group)
+
+
+def _divided(batch: PackedBatch) -> ContextBatch:
+    if isinstance(batch, ContextBatch):
+        return batch
+    raise ValueError(
+        "this model's attention expects one rank's share of a pack, and was given all of it: call it with what the"
+        " function from divide_context gives"
+    )
+
+
+def _in_autocast_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As attention casts: before anything is sent, because half as many bytes travel then."""
+    device = q.device.type
+    if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        return q.to(dtype), k.to(dtype), v.to(dtype)
+    return q, k, v

@@ -1,0 +1,156 @@
+"""Models that are larger than a rank: built without memory, filled tensor by tensor from rank 0.
+
+    meta device        every rank: names and shapes, no values; tensors divided, sharded, cut into stages
+    materialize        rank 0 draws a tensor ─ broadcast ─▶ every rank keeps its piece, if it has one; the next tensor
+    check_equal        ranks that hold the same piece compare its hash
+
+Beside its own pieces a rank never holds more than one whole tensor (rank 0: what the source needs to make it).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from multipack.parallel.state import local, piece_of
+from multipack.parallel.world import World
+
+HASH_CHARACTERS = 16
+"""Of a tensor's sha256 in hexadecimal, as ranks exchange it: 64 bits."""
+
+
+@torch.no_grad()
+def materialize(
+    models: Sequence[nn.Module],
+    source: Callable[[], Iterable[tuple[str, Tensor]]],
+    shapes: Mapping[str, tuple[int, ...]],
+    world: World,
+    device: torch.device | None = None,
+) -> None:
+    """Give models on the meta device memory, and rank 0's values; collective.
+
+    Args:
+        models: what this rank holds: a model, or stages of one, whose parameters may be `DTensor`s. Names are those in
+            the whole model, and two stages of one rank may have the same (tied weights).
+        source: gives names and whole values, in the order of `shapes`; asked on rank 0 alone, so that one random
+            generator draws them all.
+        shapes: names and whole shapes of the whole model's parameters, the same on every rank.
+        world: all ranks. With one, values are copied.
+        device: where parameters live; None = the world's.
+
+    Raises:
+        ValueError: a model holds what `shapes` has not, or in another shape, or a buffer; on rank 0 also where the
+            source gives other names or shapes.
+    """
+    _held(models, shapes)
+    for model in models:
+        model.to_empty(device=device or world.device)
+    held = _held(models, shapes)  # to_empty puts new parameters in the place of the old ones
+    dtype = next((tensor.dtype for tensors in held.values() for tensor in tensors), torch.float32)
+    values = _checked(source(), shapes) if world.is_main else ((name, None) for name in shapes)
+    for name, value in values:
+        if value is None:
+            whole = torch.empty(shapes[name], dtype=dtype, device=world.device)
+        else:
+            whole = value.detach().to(world.device, dtype).contiguous()
+        if world.size > 1:
+            dist.broadcast(whole, src=0)
+        for tensor in held.get(name, ()):
+            local(tensor).copy_(piece_of(whole, tensor))
+        del whole, value
+
+
+def _held(models: Sequence[nn.Module], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[Tensor]]:
+    """This rank's parameters by name, of all its models."""
+    held: dict[str, list[Tensor]] = {}
+    for model in models:
+        for name, _ in model.named_buffers():
+            raise ValueError(f"{name} is a buffer, which no source fills: compute it in the forward pass")
+        for name, parameter in model.named_parameters():
+            if name not in shapes:
+                raise ValueError(f"{name} of shape {tuple(parameter.shape)} is not in the whole model")
+            if tuple(parameter.shape) != tuple(shapes[name]):
+                raise ValueError(
+                    f"{name} of shape {tuple(parameter.shape)} has shape {tuple(shapes[name])} in the whole model"
+                )
+            held.setdefault(name, []).append(parameter)
+    return held
+
+
+def _checked(
+    values: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterable[tuple[str, Tensor]]:
+    """The same, making sure that they are those that the other ranks wait for."""
+    given = iter(values)
+    for name, shape in shapes.items():
+        other, value = next(given, ("nothing more", None))
+        if other != name or value is None:
+            raise ValueError(f"the source of weights gives {other} where {name} is due")
+        if tuple(value.shape) != tuple(shape):
+            raise ValueError(
+                f"the source of weights gives {name} of shape {tuple(value.shape)} instead of {tuple(shape)}"
+            )
+        yield name, value
+        del value
+    for name, _ in given:
+        raise ValueError(f"the source of weights gives {name}, which the model has not")
+
+
+@torch.no_grad()
+def check_equal(tensors: Mapping[str, Tensor], world: World) -> str:
+    """Make sure that ranks which should hold the same hold the same; collective.
+
+    Two ranks should, where they hold the same piece of a tensor of one name: a piece is known by its offsets and sizes.
+
+    Args:
+        tensors: what this rank holds; `DTensor`s are pieces, others are whole.
+        world: all ranks.
+
+    Returns:
+        A hash of all pieces of all ranks, the same on every rank.
+
+    Raises:
+        RuntimeError: they do not; a tensor and the ranks that differ from the first one that holds it are named. Every
+            rank raises it.
+    """
+    own = {_piece_name(name, tensor): _hash(tensor) for name, tensor in tensors.items()}
+    seen: dict[str, tuple[int, str]] = {}
+    differing: dict[tuple[str, int], list[int]] = {}
+    for rank, text in enumerate(world.gather(json.dumps(own))):
+        for piece, digest in json.loads(text).items():
+            first, expected = seen.setdefault(piece, (rank, digest))
+            if digest != expected:
+                differing.setdefault((piece, first), []).append(rank)
+    if differing:
+        (piece, first), ranks = next(iter(differing.items()))
+        raise RuntimeError(
+            f"ranks {ranks} hold another {piece} than rank {first} ({len(differing)} tensors in all);"
+            " all must start from the same weights or checkpoint"
+        )
+    known = json.dumps({piece: digest for piece, (_, digest) in sorted(seen.items())})
+    return hashlib.sha256(known.encode()).hexdigest()
+
+
+def _piece_name(name: str, tensor: Tensor) -> str:
+    """A tensor's name and, of a shard, which part of the whole it is: rows 2:4 of all columns are `[2:4, 0:8]`."""
+    if not isinstance(tensor, DTensor):
+        return name
+    sizes, offsets = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    if tuple(sizes) == tuple(tensor.shape):
+        return name
+    ranges = (f"{offset}:{offset + size}" for size, offset in zip(sizes, offsets, strict=True))
+    return f"{name}[{', '.join(ranges)}]"
+
+
+def _hash(tensor: Tensor) -> str:
+    held = local(tensor).detach().cpu().contiguous()
+    return hashlib.sha256(held.reshape(-1).view(torch.uint8).numpy().data).hexdigest()[:HASH_CHARACTERS]

@@ -1,0 +1,109 @@
+"""The ranks of a run as one grid: every strategy has an axis, and the innermost ranks are neighbors.
+
+    (pp, dp_replicate, dp_shard, cp, tp) = (2, 1, 2, 1, 2)
+
+    pp 0    ┌ dp 0: rank 0 ─ rank 1 ┐  tp         ranks 0, 1, 4 and 5 hold one model and see the same packs;
+            └ dp 1: rank 2 ─ rank 3 ┘             0 and 2 hold shards of the same weights (data parallel);
+    pp 1    ┌ dp 0: rank 4 ─ rank 5 ┐             0 and 1 halves of every matrix (tensor parallel);
+            └ dp 1: rank 6 ─ rank 7 ┘             0 and 4 different layers (pipeline parallel)
+
+Tensor parallelism talks most, in every layer, and is innermost: its ranks should share a host.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from multipack.parallel.config import ParallelConfig
+from multipack.parallel.world import World
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""Outermost first."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The grid, seen from one rank.
+
+    Attributes:
+        world: all ranks.
+        sizes: ranks along each of `AXES`.
+        weights: torch's mesh of pipeline, replicas, shards and tensors: `cp` is folded into the shards of parameters
+            or, where there are none, into replicas, because ranks that divide tokens hold the same weights and add their
+            gradients. None where there is one process and no process group.
+        tokens: the mesh of all five axes, where ranks divide tokens; else None.
+    """
+
+    world: World
+    sizes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(AXES, 1))
+    weights: DeviceMesh | None = None
+    tokens: DeviceMesh | None = None
+
+    @classmethod
+    def plain(cls, world: World) -> Mesh:
+        """Every rank holds the whole model, and has packs of its own; without torch's mesh."""
+        return cls(world, {**dict.fromkeys(AXES, 1), "dp_replicate": world.size})
+
+    def coordinate(self, axis: str) -> int:
+        """This rank's place along an axis."""
+        behind = AXES[AXES.index(axis) + 1 :]
+        stride = math.prod(self.sizes[other] for other in behind)
+        return self.world.rank // stride % self.sizes[axis]
+
+    @property
+    def data_size(self) -> int:
+        """Data-parallel ranks: each has packs of its own."""
+        return self.sizes["dp_replicate"] * self.sizes["dp_shard"]
+
+    @property
+    def data_rank(self) -> int:
+        """Which of them this rank belongs to; ranks that hold one model share it, and see the same packs."""
+        return self.coordinate("dp_replicate") * self.sizes["dp_shard"] + self.coordinate("dp_shard")
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank, of all that hold one model, counts where its packs are counted once."""
+        return all(self.coordinate(axis) == 0 for axis in ("pp", "cp", "tp"))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every rank holds the whole model and its own packs."""
+        return all(self.sizes[axis] == 1 for axis in ("pp", "dp_shard", "cp", "tp"))
+
+    @property
+    def gradient_size(self) -> int:
+        """Ranks over which DDP and FSDP take means of gradients: data-parallel ones and those that divide tokens."""
+        return self.data_size * self.sizes["cp"]
+
+    def axis(self, *names: str) -> DeviceMesh:
+        """The mesh of some axes: `cp`, or axes of `weights`.
+
+        Raises:
+            ValueError: there is no process group.
+        """
+        mesh = self.tokens if names == ("cp",) else self.weights
+        if mesh is None:
+            raise ValueError(f"a run of one process has no mesh of {', '.join(names)}")
+        return mesh[names if len(names) > 1 else names[0]]
+
+
+def build_mesh(config: ParallelConfig, world: World) -> Mesh:
+    """Arrange the ranks; collective.
+
+    Raises:
+        ValueError: their number does not fit the configuration.
+    """
+    sizes = config.axes(world.size)
+    if not dist.is_initialized():
+        return Mesh(world, sizes)
+    tokens = init_device_mesh(world.device.type, tuple(sizes.values()), mesh_dim_names=AXES)
+    if sizes["cp"] == 1:
+        return Mesh(world, sizes, tokens)
+    folded = dict(sizes)
+    folded["dp_shard" if config.shards_parameters else "dp_replicate"] *= folded.pop("cp")
+    weights = init_device_mesh(world.device.type, tuple(folded.values()), mesh_dim_names=tuple(folded))
+    return Mesh(world, sizes, weights, tokens)

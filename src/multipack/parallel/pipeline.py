@@ -1,0 +1,370 @@
+"""Pipeline parallel: ranks hold different layers, and micro-batches run through them one behind the other.
+
+    1f1b: 3 ranks, 4 micro-batches; numbers are forward passes, letters their backward passes, dots wait
+
+    rank 0   0 1 2 . . a 3 b . c . d                   embedding, first blocks        hidden (T, d) →
+    rank 1     0 1 . a 2 b 3 c . d                     blocks                         ← its gradient
+    rank 2       0 a 1 b 2 c 3 d                       last blocks, head, loss
+
+    gpipe        all forward passes, then all backward passes: holds the activations of all M micro-batches
+    1f1b         a backward pass as soon as there is one: holds those of as many micro-batches as there are ranks
+    interleaved  1f1b with several, thinner stages on every rank (stage s on rank s mod P): waits less, sends more
+
+A rank waits while the pipeline fills and drains: of P ranks, each with V stages, the share (P − 1) / (V·M + P − 1) of
+a step (Huang et al. 2019, arXiv:1811.06965; Narayanan et al. 2021, arXiv:2104.04473). The schedules are torch's
+(torch.distributed.pipelining). What this module adds:
+
+- **Batches.** All ranks of a pipeline hold the same packs, and the schedule carries a micro-batch's number to every
+  stage, which looks up its own copy of the pack by it. So documents' boundaries cannot part from their hidden states.
+- **Shapes.** Receivers must know what comes: all packs of a run have one number of slots. It is checked on the host
+  before anything is sent, as a mismatch would hang all ranks; and it spares the schedules their first, real forward
+  pass to look at shapes.
+- **Receive buffers.** Under 1f1b, as many as passes can be in flight, where torch makes one for every micro-batch.
+- **Shared parameters.** Where two stages hold one parameter (tied embeddings), their gradients are added up.
+
+Stages may be sharded by FSDP2 or divided by tensor and context parallelism. Gradients of shards are reduced once a
+step, after the last backward pass: until then a rank holds those of its stages whole, and the parameters that backward
+passes gathered.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from multipack.parallel.config import STAGES_OF_RANK, Schedule
+from multipack.parallel.schedules import Autocast, Pass, Run
+from multipack.parallel.state import local
+
+Share = Callable[[Any], Any]
+
+
+def split_layers(layers: int, stages: int, first: float = 0.0, last: float = 0.0) -> list[range]:
+    """Cut the layers of a model into stages of as equal cost as whole layers allow.
+
+    Args:
+        layers: of the model, all alike.
+        stages: of the pipeline; each gets at least one layer.
+        first: what the first stage does besides (the embedding), in layers.
+        last: what the last stage does besides (the projection onto the vocabulary, d·V to a layer's matrix elements).
+
+    Returns:
+        The layers of every stage. The costliest stage costs as little as it can; where stages would be equally
+        good, the later one gets the layer, because earlier ones hold more micro-batches.
+
+    Raises:
+        ValueError: fewer layers than stages.
+    """
+    if not 1 <= stages <= layers:
+        raise ValueError(
+            f"a pipeline of {stages} stages cannot be cut from model.layers={layers}: use at most {layers} stages"
+            " (parallel.pipeline, twice that with parallel.schedule=interleaved), or more layers"
+        )
+    counts = [1] * stages
+    costs = [1.0] * stages
+    costs[0] += first
+    costs[-1] += last
+    for _ in range(layers - stages):
+        cheapest = min(range(stages), key=lambda stage: (costs[stage], -stage))
+        counts[cheapest] += 1
+        costs[cheapest] += 1.0
+    stops = [sum(counts[: stage + 1]) for stage in range(stages)]
+    return [range(stop - count, stop) for count, stop in zip(counts, stops, strict=True)]
+
+
+def stages_of_rank(rank: int, ranks: int, schedule: Schedule) -> list[int]:
+    """Numbers of the stages that a rank of a pipeline holds.
+
+    Args:
+        rank: within the pipeline.
+        ranks: of the pipeline.
+        schedule: interleaved ranks hold several stages each, so many apart as there are ranks.
+    """
+    return [rank + turn * ranks for turn in range(_stages_per_rank(schedule))]
+
+
+def bubble(ranks: int, micro_batches: int, schedule: Schedule) -> float:
+    """The share of a step in which a rank of a pipeline waits, if all stages take equally long and sending no time.
+
+    (P − 1) / (V·M + P − 1), with V stages a rank (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
+
+    Args:
+        ranks: P.
+        micro_batches: M, of a step.
+        schedule: gpipe and 1f1b differ in memory only.
+
+    Raises:
+        ValueError: that pipeline has no such number of micro-batches.
+    """
+    check_micro_batches(ranks, micro_batches, schedule)
+    return (ranks - 1) / (_stages_per_rank(schedule) * micro_batches + ranks - 1)
+
+
+def check_micro_batches(ranks: int, micro_batches: int, schedule: Schedule) -> None:
+    """Refuse a number of micro-batches that a pipeline cannot run.
+
+    Raises:
+        ValueError: fewer than ranks or, interleaved, no multiple of them; an unknown schedule.
+    """
+    if schedule not in get_args(Schedule):
+        raise ValueError(
+            f"parallel.schedule={schedule} is unknown: use one of {', '.join(get_args(Schedule))}"
+        )
+    wanted = max(micro_batches, ranks)
+    if schedule == "interleaved":
+        wanted = -(-wanted // ranks) * ranks
+    if wanted != micro_batches:
+        rule = "a multiple of" if micro_batches > ranks else "at least"
+        raise ValueError(
+            f"parallel.pipeline={ranks} with parallel.schedule={schedule} needs {rule} {ranks} micro-batches a step,"
+            f" and every rank has {micro_batches}: raise plan.packs_per_step, so that there are {wanted}, or use"
+            " another parallel.pipeline"
+        )
+
+
+class Pipeline:
+    """This rank's stages, and the schedule that all ranks of its pipeline follow.
+
+    Collective over the pipeline's ranks, as all its methods are.
+
+    Args:
+        stages: modules of this rank's stages, in the order of `stages_of_rank`. The first stage of all is called with
+            (batch), others with (batch, x); all but the last return x, which returns the summed loss. Parameters have
+            the names of the whole model; a stage sharded by FSDP2 is its root module itself.
+        mesh: of one dimension, this pipeline's ranks.
+        schedule: in which order passes run.
+        micro_batches: M, of a training step.
+        width: d, of the hidden states that pass from stage to stage.
+        dtype: of these: what blocks add to (float32 under autocast, the parameters' own in FSDP2's mixed precision).
+        tensor_ranks: ranks that divide the tokens of hidden states beside `share` (sequence parallelism): stages
+            exchange (T / tensor_ranks, d), where T is the number of slots that `share` leaves.
+        device: where stages run.
+        clock: seconds; not used on GPUs, whose own events are asked.
+
+    Attributes:
+        duplicates: names of parameters that this rank holds, and an earlier stage on another rank does, too.
+        passes: of the last training step on this rank, in the order in which they ran.
+
+    Raises:
+        ValueError: a number of stages or of micro-batches that the schedule does not have.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        mesh: DeviceMesh,
+        schedule: Schedule,
+        micro_batches: int,
+        *,
+        width: int,
+        dtype: torch.dtype = torch.float32,
+        tensor_ranks: int = 1,
+        device: torch.device | str = "cpu",
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.ranks, self.rank = mesh.size(), mesh.get_local_rank()
+        check_micro_batches(self.ranks, micro_batches, schedule)
+        numbers = stages_of_rank(self.rank, self.ranks, schedule)
+        if len(stages) != len(numbers):
+            raise ValueError(
+                f"parallel.schedule={schedule} has {len(numbers)} stages on every rank, got {len(stages)}"
+            )
+        self.stages = dict(zip(numbers, stages, strict=True))
+        self.group = mesh.get_group()
+        self.schedule, self.micro_batches = schedule, micro_batches
+        self.width, self.dtype, self.tensor_ranks = width, dtype, tensor_ranks
+        self.device = torch.device(device)
+        self.passes: list[Pass] = []
+        self.parameters: dict[str, nn.Parameter] = {}
+        for module in stages:
+            held = dict(module.named_parameters())
+            twice = sorted(held.keys() & self.parameters.keys())
+            if twice:
+                raise ValueError(
+                    f"two stages of one rank hold {twice[0]}: stages of a rank must not share parameters"
+                )
+            self.parameters.update(held)
+        self._holders = self._find_shared()
+        self.duplicates = frozenset(name for name, ranks in self._holders.items() if ranks[0] != self.rank)
+        self._clock = clock
+        self._slots = 0  # of every pack, known after the first
+        self._training: Run | None = None
+
+    @property
+    def holds_last(self) -> bool:
+        """Whether losses are computed on this rank."""
+        return self.rank == self.ranks - 1
+
+    def forward_backward(
+        self,
+        micro_batches: Sequence[Any],
+        scale: float,
+        share: Share = lambda batch: batch,
+        autocast: Autocast = nullcontext,
+    ) -> list[float]:
+        """Compute the gradient of scale × Σ losses, once a step: parameters have none before.
+
+        Args:
+            micro_batches: M packs of equally many slots, the same on every rank of the pipeline.
+            scale: what losses are multiplied by before their backward passes.
+            share: a pack → what this rank has of it, where ranks divide its tokens.
+            autocast: makes the context that forward passes run in.
+
+        Returns:
+            Summed losses by micro-batch (not scaled) on the rank of the last stage; zeros elsewhere.
+
+        Raises:
+            ValueError: another number of micro-batches, or of slots, than the pipeline was built for; what stages
+                raise.
+            RuntimeError: a shared parameter has a gradient already, which would be added to other ranks' twice.
+        """
+        self._check(micro_batches)
+        left = [name for name in self._holders if self.parameters[name].grad is not None]
+        if left:
+            raise RuntimeError(
+                f"{left[0]} has a gradient left from another step: clear gradients before each one"
+            )
+        batches = [share(batch).to(self.device, non_blocking=True) for batch in micro_batches]
+        if self._training is None:
+            self._training = self._run_of(batches[0].num_slots, self.micro_batches, trains=True)
+            self._slots = micro_batches[0].num_slots
+        losses = self._training.step(batches, autocast, scale)
+        self.passes = self._training.passes()
+        self._sum_shared_gradients()
+        return losses
+
+    @torch.no_grad()
+    def evaluate(
+        self,
+        micro_batches: Sequence[Any],
+        share: Share = lambda batch: batch,
+        autocast: Autocast = nullcontext,
+    ) -> list[float]:
+        """Losses in evaluation mode and without gradients, of any number of packs; otherwise as `forward_backward`.
+
+        Raises:
+            ValueError: packs of unlike numbers of slots; what stages raise.
+        """
+        if not micro_batches:
+            return []
+        _check_slots(micro_batches, micro_batches[0].num_slots, "the first of them")
+        batches = [share(batch).to(self.device, non_blocking=True) for batch in micro_batches]
+        before = [(each, each.training) for module in self.stages.values() for each in module.modules()]
+        for module in self.stages.values():
+            module.eval()
+        try:  # Made anew each time: its buffers are of this number and size, and are not kept.
+            run = self._run_of(batches[0].num_slots, len(batches), trains=False)
+            return run.step(batches, autocast, 1.0)
+        finally:
+            for each, training in before:
+                each.training = training
+
+    def seconds(self, kind: Literal["forward", "backward", "reduce"]) -> float:
+        """Time in passes of a kind in the last training step on this rank."""
+        return sum(each.ended - each.began for each in self.passes if each.kind == kind)
+
+    def _run_of(self, slots: int, micro_batches: int, *, trains: bool) -> Run:
+        if slots % self.tensor_ranks:
+            raise ValueError(
+                f"a pack's {slots:,} slots cannot be divided among parallel.tensor={self.tensor_ranks} ranks: make"
+                " plan.capacity a multiple of it"
+            )
+        return Run(
+            self.stages,
+            self.group,
+            self.schedule,
+            ((slots // self.tensor_ranks, self.width), self.dtype),
+            micro_batches,
+            device=self.device,
+            clock=self._clock,
+            trains=trains,
+        )
+
+    def _check(self, micro_batches: Sequence[Any]) -> None:
+        """Refuse, before anything is sent, what would leave ranks waiting for each other."""
+        if len(micro_batches) != self.micro_batches:
+            raise ValueError(
+                f"this step has {len(micro_batches)} micro-batches, and the pipeline was built for"
+                f" {self.micro_batches}: every step of a plan must have as many (plan.packs_per_step)"
+            )
+        if self._slots:
+            _check_slots(micro_batches, self._slots, "those of the first step")
+        else:
+            _check_slots(micro_batches, micro_batches[0].num_slots, "the first of them")
+
+    def _find_shared(self) -> dict[str, list[int]]:
+        """Trained parameters of this rank that others hold, too → all that do, the one that counts it first."""
+        own = [
+            (number, name)
+            for number, module in self.stages.items()
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad
+        ]
+        found: list[list[tuple[int, str]]] = [[] for _ in range(self.ranks)]
+        dist.all_gather_object(found, own, group=self.group)
+        holders: dict[str, list[int]] = {}
+        for number, name in sorted(pair for pairs in found for pair in pairs):
+            holders.setdefault(name, []).append(number % self.ranks)
+        names = {name for _, name in own}
+        return {name: ranks for name, ranks in holders.items() if name in names and len(ranks) > 1}
+
+    @torch.no_grad()
+    def _sum_shared_gradients(self) -> None:
+        """Add up the gradients of parameters that several stages hold, in one order: copies stay equal to the bit."""
+        for name, ranks in self._holders.items():
+            parameter = self.parameters[name]
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradient = local(parameter.grad)
+            if not gradient.numel():  # an uneven shard
+                continue
+            own = gradient.to(self.device).contiguous()
+            pieces = {rank: own if rank == self.rank else torch.empty_like(own) for rank in ranks}
+            operations = []
+            for rank, piece in pieces.items():
+                if rank != self.rank:
+                    operations.append(dist.P2POp(dist.isend, own, group=self.group, group_peer=rank))
+                    operations.append(dist.P2POp(dist.irecv, piece, group=self.group, group_peer=rank))
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+            gradient.copy_(torch.stack(list(pieces.values())).sum(0))
+
+
+def measured_bubble(pipeline: Pipeline, step: Callable[[], object]) -> float:
+    """The share of a training step that ranks of a pipeline did not spend in passes, on average; collective.
+
+    Stages that take unequally long, sending and Python count as waiting, which `bubble` leaves out.
+
+    Args:
+        pipeline: whose step it is.
+        step: runs `pipeline.forward_backward` once.
+    """
+    dist.barrier(group=pipeline.group)
+    step()
+    busy = sum(each.ended - each.began for each in pipeline.passes)
+    ended = max(each.ended for each in pipeline.passes)
+    own = torch.tensor([busy, ended], dtype=torch.float64, device=pipeline.device)
+    every = [torch.empty_like(own) for _ in range(pipeline.ranks)]
+    dist.all_gather(every, own, group=pipeline.group)
+    spent, lasted = torch.stack(every).unbind(1)
+    return 1.0 - float(spent.mean() / lasted.max())
+
+
+def _stages_per_rank(schedule: Schedule) -> int:
+    return STAGES_OF_RANK if schedule == "interleaved" else 1
+
+
+def _check_slots(micro_batches: Sequence[Any], wanted: int, whose: str) -> None:
+    for number, batch in enumerate(micro_batches):
+        if batch.num_slots != wanted:
+            raise ValueError(
+                f"micro-batch {number} has {batch.num_slots:,} slots, and {whose} had {wanted:,}: stages of a pipeline"
+                " exchange tensors of one shape, so set train.fixed_shape=true, which pads every pack to plan.capacity"
+            )

@@ -1,0 +1,365 @@
+"""Ring attention over packed documents: queries stay, keys and values visit (Liu et al. 2023, arXiv:2310.01889).
+
+A pack of T slots is cut into 2n chunks for n ranks, and rank r holds chunks r and 2n−1−r: one early and one late, whose
+triangle of causal work together is as large as any other pair's.
+
+    n = 2              keys   rank 0  rank 1  rank 1  rank 0
+                               ch. 0   ch. 1   ch. 2   ch. 3        ◣ each document by itself, inside a chunk
+    queries rank 0   chunk 0    ◣                                    ■ a rectangle without a mask
+            rank 1   chunk 1    ■       ◣
+            rank 1   chunk 2    ■       ■       ◣
+            rank 0   chunk 3    ■       ■       ■       ◣
+
+Documents cross the borders of chunks. Only one of them can reach from chunk j into a later chunk i: the one that the
+last token of j and the first of i belong to. All its tokens in i see all its tokens in j. So what two ranks have to do
+with each other is one dense rectangle, which `rectangle` finds from lengths on the host: of the keys of one rank, the
+queries of another see one range of rows, or none. That range is all that is sent; packs of short documents send next to
+nothing.
+
+Step s of n: rank r gets such keys and values from rank r − s and shows its own to rank r + s, while it computes step
+s − 1. Results merge by their log-sum-exp (partial.py). Going back, keys and values come again, and their gradients
+go home to the rank that owns them. Every message goes straight to who needs it, and nobody passes on what is another's.
+Where one document fills the pack, the last rank sends as much as each would in a ring of neighbors, and all of them
+together 3/4 of that; in turn, distant ranks talk to each other, which a ring of neighbors avoids:
+
+    elements sent forward ≤ 2 (n − 1) · T/n · K · D  (K key heads of width D), backward twice that
+    over all ranks        ≤ 3 (n − 1)/2 · T · K · D
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from multipack.parallel.collectives import _run
+from multipack.parallel.partial import Documents, Gradients, Kernel, choose_kernel, merge
+from multipack.parallel.rollcall import Group, ranks_of
+
+Wait = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """Queries of one rank that all see the same keys of another; rows are counted in each rank's own tokens.
+
+    Attributes:
+        queries: rows of the rank that asks.
+        keys: rows of the rank that owns them.
+    """
+
+    queries: slice
+    keys: slice
+
+    @property
+    def scores(self) -> int:
+        """Pairs of a query and a key."""
+        rows: int = self.queries.stop - self.queries.start
+        return rows * int(self.keys.stop - self.keys.start)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """One rank's work for one pack, known before any tensor is.
+
+    Attributes:
+        rank: this rank.
+        ranks: how many there are.
+        lengths: tokens of the documents in each of this rank's chunks, those of the early one first.
+        seen: [s] what this rank's queries see of the keys of rank − s, its own included (s = 0); None = nothing.
+        shown: [s] what the queries of rank + s see of this rank's keys.
+    """
+
+    rank: int
+    ranks: int
+    lengths: tuple[int, ...]
+    seen: tuple[Rectangle | None, ...]
+    shown: tuple[Rectangle | None, ...]
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], rank: int, ranks: int) -> Ring:
+        """From the lengths of all documents of the pack, padding's included.
+
+        Raises:
+            ValueError: their sum is no multiple of 2 · ranks.
+        """
+        ends = list(accumulate(lengths))
+        own = [tokens for chunk in head_tail(ends[-1], rank, ranks) for tokens in _inside(ends, chunk)]
+        steps = range(ranks)
+        seen = (rectangle(ends, rank, (rank - step) % ranks, ranks) for step in steps)
+        shown = (rectangle(ends, (rank + step) % ranks, rank, ranks) for step in steps)
+        return cls(rank, ranks, tuple(own), tuple(seen), tuple(shown))
+
+    @property
+    def scores(self) -> int:
+        """Pairs of a query and a key that this rank computes: its work."""
+        squares = sum(length * (length + 1) // 2 for length in self.lengths)
+        return squares + sum(seen.scores for seen in self.seen if seen)
+
+
+def head_tail(slots: int, rank: int, ranks: int) -> tuple[slice, slice]:
+    """The slots of a rank's two chunks in the pack.
+
+    Raises:
+        ValueError: `slots` is no multiple of 2 · ranks.
+    """
+    if slots % (2 * ranks):
+        raise ValueError(f"{slots:,} slots cannot be cut into {2 * ranks} equal chunks")
+    size, late = slots // (2 * ranks), 2 * ranks - 1 - rank
+    return slice(rank * size, (rank + 1) * size), slice(late * size, (late + 1) * size)
+
+
+def rectangle(ends: Sequence[int], asking: int, owner: int, ranks: int) -> Rectangle | None:
+    """What queries of one rank see of the keys of another outside the chunks that they lie in.
+
+    Between each of the two chunks of both it is a rectangle, and these lie side by side: a document that reaches both
+    chunks of one rank fills all between them, and so the rest of the early one.
+
+    Args:
+        ends: where the documents of the pack end, ascending, the last one at T.
+        asking: the rank of the queries.
+        owner: the rank of the keys.
+        ranks: how many there are.
+    """
+    slots = ends[-1]
+    size = slots // (2 * ranks)
+    rows: list[int] = []
+    columns: list[int] = []
+    for query_place, queries in enumerate(head_tail(slots, asking, ranks)):
+        for key_place, keys in enumerate(head_tail(slots, owner, ranks)):
+            crossing = bisect_right(ends, keys.stop - 1)
+            end, start = ends[crossing], ends[crossing - 1] if crossing else 0
+            if keys.start < queries.start < end:
+                rows += query_place * size, query_place * size + min(end - queries.start, size)
+                columns += key_place * size + max(start - keys.start, 0), (key_place + 1) * size
+    return Rectangle(slice(min(rows), max(rows)), slice(min(columns), max(columns))) if rows else None
+
+
+def _inside(ends: Sequence[int], chunk: slice) -> Iterator[int]:
+    """Tokens of each document within a chunk."""
+    cuts = ends[bisect_right(ends, chunk.start) : bisect_right(ends, chunk.stop - 1)]
+    yield from (b - a for a, b in pairwise((chunk.start, *cuts, chunk.stop)) if b > a)
+
+
+class Exchange(Protocol):
+    """Messages between the ranks of a ring."""
+
+    def start(self, sent: Tensor | None, to: int, received: Tensor | None, source: int) -> Wait:
+        """Send to a rank and receive from another, each if there is something; the result waits for both.
+
+        Tensors are contiguous, and stay as they are until then.
+        """
+        ...
+
+
+class GroupExchange:
+    """Messages in a process group.
+
+    nccl opens a group's connections in its first collective, which needs all ranks: let there be one before.
+    """
+
+    def __init__(self, group: Group = None) -> None:
+        self._group = group
+
+    def start(self, sent: Tensor | None, to: int, received: Tensor | None, source: int) -> Wait:
+        """See `Exchange`."""
+        names = ranks_of(self._group)
+        operations = []
+        if sent is not None:
+            operations.append(dist.P2POp(dist.isend, sent, names[to], self._group))
+        if received is not None:
+            operations.append(dist.P2POp(dist.irecv, received, names[source], self._group))
+        if not operations:
+            return _nothing
+        works: list[dist.Work] = []
+
+        def begin(group: Group) -> None:
+            works.extend(dist.batch_isend_irecv(operations))
+
+        def wait(group: Group) -> None:
+            for work in works:
+                work.wait()
+            operations.clear()  # which kept the tensors alive
+
+        _run("ring attention", begin, self._group)
+        return lambda: _run("ring attention", wait, self._group)
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ring: Ring,
+    cu_seqlens: Tensor,
+    group: Group = None,
+    kernel: Kernel | None = None,
+    exchange: Exchange | None = None,
+) -> Tensor:
+    """Causal attention of this rank's queries to the keys of all ranks, each in its own document, scaled by 1/√D.
+
+    Every rank of the group calls it, and runs it backward.
+
+    Args:
+        q: (T/ranks, H, D) queries of this rank's two chunks, the early one first.
+        k: (T/ranks, K, D) keys of the same tokens, where K divides H.
+        v: (T/ranks, K, D) values.
+        ring: this rank's work for this pack.
+        cu_seqlens: (N + 1,) int32 starts of `ring.lengths`, and their sum, on the device of q.
+        group: the ranks.
+        kernel: None = the one for these tensors.
+        exchange: how messages travel; None = in the group.
+
+    Returns:
+        (T/ranks, H, D) in q's dtype.
+
+    Raises:
+        ValueError: tensors that do not go together, or that are not those of this ring.
+    """
+    if not q.dim() == k.dim() == v.dim() == 3 or k.shape != v.shape or q.shape[::2] != k.shape[::2]:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+        raise ValueError(f"ring attention takes q (T, H, D) and k, v (T, K, D), got {shapes}")
+    if q.shape[1] % k.shape[1] or not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            f"the key heads must divide the query heads, in one dtype: got {q.shape[1]} and {k.shape[1]} of"
+            f" {q.dtype}, {k.dtype} and {v.dtype}"
+        )
+    if len(q) != sum(ring.lengths):
+        raise ValueError(f"this rank of the ring has {sum(ring.lengths):,} tokens, but q has {len(q):,}")
+    work = _Work(
+        ring,
+        Documents(ring.lengths, cu_seqlens),
+        kernel or choose_kernel(q),
+        exchange or GroupExchange(group),
+    )
+    out: Tensor = _RingAttention.apply(q, k, v, work)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _RingAttention(torch.autograd.Function):
+    """By hand, because the way back needs the merged result, and sends what autograd knows nothing of."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, work: _Work) -> Tensor:
+        with torch.autocast(q.device.type, enabled=False):
+            merged, lse = work.forward(q, k, v)
+        out = merged.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.work = work
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        with torch.autocast(q.device.type, enabled=False):
+            dq, dk, dv = ctx.work.backward(upstream, q, k, v, out, lse)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+
+
+Visit = tuple[Rectangle, Tensor, Tensor] | None
+"""Which queries see which keys, the keys and the values; None = no query sees any."""
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a rank does for one pack and layer, forward and backward."""
+
+    ring: Ring
+    documents: Documents
+    kernel: Kernel
+    exchange: Exchange
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """(T/n, H, D) results and (T/n, H) log-sum-exps over the keys of all ranks."""
+        visits = self.visits(k, v)
+        out, lse = self.kernel.forward(q, k, v, self.documents)
+        for visit in visits:
+            if visit:
+                seen, key, value = visit
+                rows = seen.queries
+                merge(out[rows], lse[rows], *self.kernel.forward(q[rows], key, value, None))
+        return out, lse
+
+    def backward(
+        self, upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> Gradients:
+        """Gradients of this rank's q, k and v from the queries of all ranks."""
+        visits, come_home = self.visits(k, v), _nothing
+        dq, dk, dv = self.kernel.backward(upstream, q, k, v, out, lse, self.documents)
+        for step, visit in enumerate(visits):
+            parts: list[Tensor] = []
+            if visit:
+                seen, key, value = visit
+                rows = seen.queries
+                more, *parts = self.kernel.backward(
+                    upstream[rows], q[rows], key, value, out[rows], lse[rows], None
+                )
+                dq[rows] += more
+            come_home()
+            come_home = self.send_home(step, parts, dk, dv, k.dtype)
+        come_home()
+        return dq, dk, dv
+
+    def visits(self, k: Tensor, v: Tensor) -> Iterator[Visit]:
+        """What comes in each step, own keys in the first; the next is on its way while one is used, and already now."""
+        return self._visits(k, v, self.fetch(1, k, v))
+
+    def _visits(self, k: Tensor, v: Tensor, coming: tuple[Wait, Tensor | None]) -> Iterator[Visit]:
+        own = self.ring.seen[0]
+        yield (own, k[own.keys], v[own.keys]) if own else None
+        for step in range(1, self.ring.ranks):
+            wait, arrived = coming
+            wait()
+            coming = self.fetch(step + 1, k, v)
+            seen = self.ring.seen[step]
+            yield (seen, arrived[0], arrived[1]) if seen and arrived is not None else None
+
+    def fetch(self, step: int, k: Tensor, v: Tensor) -> tuple[Wait, Tensor | None]:
+        """Start a step's exchange of keys and values: what waits for it, and (2, S, K, D) that it fills."""
+        if step >= self.ring.ranks:
+            return _nothing, None
+        shown, to, source = self.ring.shown[step], self.rank_at(step), self.rank_at(-step)
+        sent = torch.stack((k[shown.keys], v[shown.keys])) if shown else None
+        arriving = _room(self.ring.seen[step], k, k.dtype)
+        return self.exchange.start(sent, to, arriving, source), arriving
+
+    def send_home(self, step: int, parts: list[Tensor], dk: Tensor, dv: Tensor, dtype: torch.dtype) -> Wait:
+        """Send gradients of a step's keys and values to their owner: what waits for own ones' and adds them."""
+        shown, to, source = self.ring.shown[step], self.rank_at(-step), self.rank_at(step)
+        sent = torch.stack(parts).to(dtype) if parts else None
+        if step == 0:
+            wait, arriving = _nothing, sent
+        else:
+            arriving = _room(shown, dk, dtype)
+            wait = self.exchange.start(sent, to, arriving, source)
+
+        def come_home() -> None:
+            wait()
+            if shown and arriving is not None:
+                dk[shown.keys] += arriving[0]
+                dv[shown.keys] += arriving[1]
+
+        return come_home
+
+    def rank_at(self, steps: int) -> int:
+        """The rank so many places on."""
+        return (self.ring.rank + steps) % self.ring.ranks
+
+
+def _nothing() -> None:
+    """Wait for nothing."""
+
+
+def _room(visited: Rectangle | None, like: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """(2, S, K, D) to receive keys and values of a rectangle, or their gradients."""
+    if visited is None:
+        return None
+    tokens = visited.keys.stop - visited.keys.start
+    return like.new_empty((2, tokens, *like.shape[1:]), dtype=dtype)

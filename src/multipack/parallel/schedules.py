@@ -1,0 +1,228 @@
+"""torch's pipeline schedules over the stages of one rank: what `Pipeline` (pipeline.py) runs, steps and looks at.
+
+What is torch's own, private in part, is met here alone: torch.distributed.pipelining, whose versions differ in how they
+learn shapes. Here they are told.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+)
+
+from multipack.parallel.config import Schedule
+
+Autocast = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass of one micro-batch through one stage; waiting for its input is not in it.
+
+    Attributes:
+        stage: number of the stage.
+        micro_batch: number of the micro-batch; −1 where a stage's gradients are reduced.
+        kind: of pass.
+        began: seconds since this rank began the step.
+        ended: likewise.
+    """
+
+    stage: int
+    micro_batch: int
+    kind: Literal["forward", "backward", "reduce"]
+    began: float
+    ended: float
+
+
+class Run:
+    """A schedule over this rank's stages, for one number and one size of micro-batches.
+
+    Training and evaluation have one each: torch's buffers differ in whether they want gradients.
+
+    Args:
+        stages: number → module; see `Pipeline`.
+        group: the ranks of the pipeline.
+        schedule: in which order passes run.
+        hidden: shape and dtype of what stages exchange.
+        micro_batches: how many; in evaluation any number.
+        device: where stages run.
+        clock: seconds, unless the device is a GPU.
+        trains: whether there are backward passes.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        group: dist.ProcessGroup,
+        schedule: Schedule,
+        hidden: tuple[tuple[int, int], torch.dtype],
+        micro_batches: int,
+        *,
+        device: torch.device,
+        clock: Callable[[], float],
+        trains: bool,
+    ) -> None:
+        self.hidden, self.count, self.device = hidden, micro_batches, device
+        self.batches: list[Any] = []
+        self.losses: dict[int, Tensor] = {}
+        self.autocast: Autocast = nullcontext
+        self.scale = 1.0
+        self._clock = clock
+        self._marks: list[tuple[int, int, Any, Any, Any]] = []
+        self._began: Any = None
+        total = dist.get_world_size(group) * len(stages)
+        # Under 1f1b stage s has at most `total − s` forward passes whose backward pass is still to come.
+        bounded = trains and schedule == "1f1b"
+        held = [
+            Stage(self, module, number, total, group, bounded=bounded, trains=trains)
+            for number, module in stages.items()
+        ]
+        loss = self._scaled if trains else None  # without a loss torch's schedules run forward only
+        kinds: dict[Schedule, Any] = {
+            "gpipe": ScheduleGPipe,
+            "1f1b": Schedule1F1B,
+            "interleaved": ScheduleInterleaved1F1B,
+        }
+        kind = kinds[schedule]
+        if not trains:  # these take any number of micro-batches
+            kind = ScheduleGPipe if len(held) == 1 else ScheduleLoopedBFS
+        one_or_all: Any = held[0] if len(held) == 1 else held
+        self._schedule = kind(one_or_all, micro_batches, loss_fn=loss, scale_grads=False)
+
+    def step(self, batches: list[Any], autocast: Autocast, scale: float) -> list[float]:
+        """Run all passes; losses as `Pipeline.forward_backward` gives them."""
+        self.batches, self.autocast, self.scale = batches, autocast, scale
+        self.losses, self._marks = {}, []
+        self._began = self.mark()
+        # The schedule cuts this into its elements: a stage gets the number of the micro-batch beside its input.
+        numbers = torch.arange(self.count)
+        try:
+            self._schedule.step(number=numbers, target=numbers)
+        except RuntimeError as error:  # which torch makes of what a stage raises
+            if isinstance(error.__cause__, ValueError):
+                raise error.__cause__ from None
+            raise
+        finally:
+            self.batches = []
+        return [float(self.losses.get(number, 0.0)) for number in range(self.count)]
+
+    def mark(self) -> Any:
+        """The present, for `passes`: on a GPU an event in its stream, as the host runs ahead of it."""
+        if self.device.type != "cuda":
+            return self._clock()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def note(self, stage: int, micro_batch: int, kind: str, began: Any) -> None:
+        """A pass is over."""
+        self._marks.append((stage, micro_batch, kind, began, self.mark()))
+
+    def passes(self) -> list[Pass]:
+        """The passes of the last step."""
+        return [
+            Pass(stage, number, kind, self._since(began), self._since(ended))
+            for stage, number, kind, began, ended in self._marks
+        ]
+
+    def _since(self, mark: Any) -> float:
+        if self.device.type != "cuda":
+            return float(mark - self._began)
+        mark.synchronize()
+        return float(self._began.elapsed_time(mark)) / 1000.0
+
+    def _scaled(self, loss: Tensor, _: Tensor) -> Tensor:
+        return (loss * self.scale).sum()
+
+
+class Stage(PipelineStage):
+    """torch's stage, which takes its batch from the run, and says what it sends and receives beforehand."""
+
+    def __init__(
+        self,
+        run: Run,
+        module: nn.Module,
+        number: int,
+        total: int,
+        group: dist.ProcessGroup,
+        *,
+        bounded: bool,
+        trains: bool,
+    ) -> None:
+        shape, dtype = run.hidden
+        hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=trains)
+        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        loss = torch.empty(1, dtype=exact, device="meta", requires_grad=trains)
+        super().__init__(
+            module,
+            number,
+            total,
+            run.device,
+            input_args=() if number == 0 else (hidden,),
+            output_args=(loss,) if number == total - 1 else (hidden,),
+            group=group,
+        )
+        self._run: Run = weakref.proxy(run)  # no cycle, so that buffers go as soon as the run does
+        self._receives = total - number if bounded else run.count
+        self._receives_gradients = 2 if bounded else run.count
+
+    def forward_maybe_with_nosync(self, *args: Tensor, number: Tensor) -> Tensor:
+        """The stage's module, called with the pack whose number came along."""
+        index = int(number)
+        began = self._run.mark()
+        with self._run.autocast():
+            output: Tensor = super().forward_maybe_with_nosync(self._run.batches[index], *args)  # type: ignore[no-untyped-call]
+        if self.is_last:
+            self._run.losses[index] = output.detach()
+            output = torch.stack([output])  # torch's schedules want a batch dimension that is no view
+        elif (tuple(output.shape), output.dtype) != self._run.hidden:
+            raise ValueError(
+                f"stage {self.stage_index} of the pipeline gave {tuple(output.shape)} of {output.dtype}, and the next"
+                f" one expects {self._run.hidden[0]} of {self._run.hidden[1]}"
+            )
+        else:
+            output = output.contiguous()
+        self._run.note(self.stage_index, index, "forward", began)
+        return output
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """As torch has it, timed."""
+        began = self._run.mark()
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        if self.has_backward:
+            self._run.note(self.stage_index, bwd_chunk_id, "backward", began)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """As torch has it, timed; schedules that run forward only come here, too."""
+        if self.has_backward:
+            began = self._run.mark()
+            super().perform_reduce_grad(grad_scale_factor)
+            self._run.note(self.stage_index, -1, "reduce", began)
+
+    def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        made = min(num_microbatches, self._receives)
+        result = super()._prepare_forward_infra(made, *args, **kwargs)
+        for number in range(made, num_microbatches):
+            self.args_recv_info[number] = self.args_recv_info[number % made]
+        return result
+
+    def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        made = min(num_microbatches, self._receives_gradients)
+        result = super()._prepare_backward_infra(made, *args, **kwargs)
+        for number in range(made, num_microbatches):
+            self.grad_recv_info[number] = self.grad_recv_info[number % made]
+        self.chunks = num_microbatches
+        return result

@@ -1,0 +1,137 @@
+"""ZeRO 1: ranks that hold the same parameters divide the optimizer's state and work (arXiv:1910.02054, stage "os").
+
+    gradient (all-reduced)   A  B  C  D  E      the same on every rank
+    rank 0 steps             A        D         and has optimizer state for these alone
+    rank 1 steps                B  C     E
+    broadcast                A  B  C  D  E      every rank has all new values
+
+A rank owns whole tensors, so that any optimizer can be divided, and what is computed is what one process computes. They
+are dealt by size, the largest first, each to the rank that has least: shares are even unless one tensor is larger than
+a share. torch's ZeroRedundancyOptimizer does the same for plain tensors, and fails on `DTensor`s (torch 2.13: they
+cannot be broadcast); here each rank of a group broadcasts its local part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from multipack.parallel.state import local
+
+BUCKET_BYTES = 64 * 2**20
+"""Most bytes of small tensors that are sent at once."""
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """An optimizer of which every rank steps its own tensors and gives the others their new values.
+
+    `param_groups` are those of all parameters, as the factory made them, and are read at every step; `state` has
+    this rank's own tensors alone.
+
+    Args:
+        factory: makes the optimizer, from the names and tensors of all parameters.
+        parameters: by name; the same on every rank, or of `DTensor`s the same local parts.
+        mesh: the ranks, in one dimension.
+
+    Attributes:
+        owners: which rank of the mesh owns a parameter, by name; those that the optimizer does not train have none.
+    """
+
+    def __init__(
+        self,
+        factory: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer],
+        parameters: Mapping[str, nn.Parameter],
+        mesh: DeviceMesh,
+    ) -> None:
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"ranks that divide an optimizer have a mesh of one dimension, not of {mesh.ndim}"
+            )
+        self._updates = factory(parameters)
+        super().__init__(self._updates.param_groups, self._updates.defaults)
+        self.state = self._updates.state
+        self._group, self._rank = mesh.get_group(), mesh.get_local_rank()
+        stepped = {id(each) for group in self.param_groups for each in group["params"]}
+        trained = {name: each for name, each in parameters.items() if id(each) in stepped}
+        self.owners = deal({name: local(each).numel() for name, each in trained.items()}, mesh.size())
+        self._owned: list[list[nn.Parameter]] = [[] for _ in range(mesh.size())]
+        for name, parameter in trained.items():
+            self._owned[self.owners[name]].append(parameter)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step this rank's tensors, then exchange; collective. Gradients stay as they are.
+
+        Raises:
+            ValueError: a closure, which only optimizers that evaluate a loss again have a use for.
+        """
+        if closure is not None:
+            raise ValueError(
+                "a divided optimizer steps with the gradients that are there: hand in no closure"
+            )
+        others = [each for rank, held in enumerate(self._owned) if rank != self._rank for each in held]
+        gradients = [each.grad for each in others]
+        for parameter in others:
+            parameter.grad = None  # what an optimizer leaves as it is, without making state for it
+        try:
+            self._updates.step()
+        finally:
+            for parameter, gradient in zip(others, gradients, strict=True):
+                parameter.grad = gradient
+        for owner, held in enumerate(self._owned):
+            for bucket in _buckets([local(each) for each in held]):
+                self._broadcast(bucket, owner)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Settings of all groups, and the state of this rank's own tensors."""
+        return self._updates.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave on this rank."""
+        self._updates.load_state_dict(state_dict)
+        self.param_groups, self.state = self._updates.param_groups, self._updates.state
+
+    def _broadcast(self, tensors: list[Tensor], owner: int) -> None:
+        if len(tensors) == 1 and tensors[0].is_contiguous():
+            dist.broadcast(tensors[0], group=self._group, group_src=owner)
+            return
+        flat = torch.cat([each.reshape(-1) for each in tensors])
+        dist.broadcast(flat, group=self._group, group_src=owner)
+        if owner != self._rank:
+            for tensor, values in zip(
+                tensors, torch.split(flat, [each.numel() for each in tensors]), strict=True
+            ):
+                tensor.copy_(values.view_as(tensor))
+
+
+def deal(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """Which rank owns what: the largest first, each to the rank that has least, the first of several such.
+
+    No rank has more than the mean and the largest together.
+    """
+    loads, owners = [0] * ranks, {}
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        owner = loads.index(min(loads))
+        owners[name] = owner
+        loads[owner] += sizes[name]
+    return owners
+
+
+def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Consecutive tensors of one dtype and device, in at most `BUCKET_BYTES`; a larger one by itself."""
+    bucket: list[Tensor] = []
+    held = 0
+    for tensor in tensors:
+        alike = bucket and (bucket[0].dtype, bucket[0].device) == (tensor.dtype, tensor.device)
+        if bucket and (not alike or held + tensor.nbytes > BUCKET_BYTES):
+            yield bucket
+            bucket, held = [], 0
+        bucket.append(tensor)
+        held += tensor.nbytes
+    if bucket:
+        yield bucket

@@ -1,0 +1,71 @@
+"""The run's model as parallelism asks for it: built whole or in parts, its first weights, what is done to blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from multipack.models.compile import compile_blocks
+from multipack.models.decoder import PARALLEL_PLAN, Decoder, Part, initial_parameters
+from multipack.models.recompute import recompute_blocks
+from multipack.models.tiled import tile_layers
+from multipack.parallel.engine import Blueprint
+from multipack.shapes import ModelShape
+from multipack.training.objective import Objective
+from multipack.training.optimizer import described, freeze
+
+if TYPE_CHECKING:
+    from multipack.config import Config
+
+
+def blueprint_of(
+    config: Config, objective: Objective, shape: ModelShape, weights: Mapping[str, Tensor] | None
+) -> Blueprint:
+    """How to build the run's model.
+
+    Args:
+        config: of the run.
+        objective: which decoder it is.
+        shape: of the decoder.
+        weights: that the run begins with; None = they are drawn from `train.seed`.
+    """
+    with torch.device("meta"):
+        shapes = {name: tuple(each.shape) for name, each in Decoder(shape).named_parameters()}
+    whole = described(shapes)
+
+    def build(blocks: tuple[int, int] | None) -> nn.Module:
+        torch.manual_seed(config.train.seed)
+        part = None if blocks is None else Part(*blocks, shape.layers)
+        model = objective.decoder(shape, part)
+        if weights is not None and not next(model.parameters()).is_meta:
+            model.load_state_dict({name: weights[name] for name, _ in model.named_parameters()})
+        return model
+
+    def initial() -> Iterator[tuple[str, Tensor]]:
+        if weights is not None:
+            return ((name, weights[name]) for name in shapes)
+        torch.manual_seed(config.train.seed)
+        return initial_parameters(shape)
+
+    def prepare(model: nn.Module) -> None:
+        assert isinstance(model, Decoder)
+        freeze(dict(model.named_parameters()), config.optimizer, whole)
+        tile_layers(model, config.train.tiles)
+        recompute_blocks(model, config.train.recompute)
+        if config.train.compile:
+            compile_blocks(model)
+
+    projection = shape.vocabulary_size * shape.d_model
+    return Blueprint(
+        build,
+        shape.layers,
+        shape.d_model,
+        shapes,
+        initial,
+        PARALLEL_PLAN,
+        projection / shape.layer_parameters,
+        prepare,
+    )

@@ -1,0 +1,150 @@
+"""What tests of shards share: tiny decoders, packs with unequal targets, training by one process, and counts."""
+
+import math
+from collections import Counter
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from multipack.data.collate import PackedCollator
+from multipack.data.documents import Document
+from multipack.models.decoder import Decoder
+from multipack.shapes import ModelShape
+
+GPT = ModelShape(
+    layers=3,
+    heads=4,
+    d_model=32,
+    d_ff=64,
+    vocabulary_size=96,
+    context=64,
+    positions="learned",
+    norm="layernorm",
+    activation="gelu",
+    bias=True,
+)
+LLAMA = ModelShape(layers=3, heads=4, kv_heads=2, d_model=32, d_ff=64, vocabulary_size=96, tied=False)
+SHAPES = {"gpt": GPT, "llama": LLAMA}
+SEED = 5
+
+
+def pack(seed, capacity=64):
+    """A pack whose documents, and whose number of targets, depend on the seed: some documents begin with a prompt."""
+    random = np.random.default_rng(seed)
+    documents, left = [], capacity
+    while left > 2 and len(documents) < 6:
+        length = min(left, int(random.integers(3, 30)))
+        tokens = random.integers(0, 96, length).astype(np.uint16)
+        documents.append(Document(tokens, np.array([[int(random.integers(0, length - 1)), length]])))
+        left -= length
+    return PackedCollator(max_documents=6, max_seqlen=capacity)(documents)
+
+
+def packs_of_step(step, ranks, micro_batches=1):
+    """Packs of every rank in a step, and the step's number of targets."""
+    packs = [[pack(1000 * step + 10 * rank + m) for m in range(micro_batches)] for rank in range(ranks)]
+    counts = [sum(each.num_target_tokens for each in own) for own in packs]
+    assert ranks == 1 or len(set(counts)) > 1
+    return packs, sum(counts)
+
+
+def fresh(kind):
+    torch.manual_seed(SEED)
+    return Decoder(SHAPES[kind])
+
+
+def on_meta(kind, part=None):
+    with torch.device("meta"):
+        return Decoder(SHAPES[kind], part=part)
+
+
+def whole_shapes(kind):
+    return {name: tuple(each.shape) for name, each in on_meta(kind).named_parameters()}
+
+
+def drawn(kind):
+    """What rank 0 fills models on the meta device from."""
+    for name, parameter in fresh(kind).named_parameters():
+        yield name, parameter.detach()
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+
+def alone(kind, ranks, steps, micro_batches=1, clip=None):
+    """Training by one process on all ranks' packs: (losses, gradient norms, the model)."""
+    model, clip = fresh(kind), clip or torch.nn.utils.clip_grad_norm_
+    updates = adamw(model.parameters())
+    losses, norms = [], []
+    for step in range(steps):
+        packs, targets = packs_of_step(step, ranks, micro_batches)
+        total = 0.0
+        for each in (each for own in packs for each in own):
+            loss = model(each) / targets
+            loss.backward()
+            total += float(loss.detach())
+        norms.append(float(clip(model.parameters(), 0.5)))
+        updates.step()
+        updates.zero_grad()
+        losses.append(total)
+    return losses, norms, model
+
+
+def together(world, model, call, updates, steps, synchronizing, micro_batches=1, ranks=None, clip=None):
+    """The same on all ranks, of which `ranks` have packs of their own: (losses, gradient norms)."""
+    ranks, clip = ranks or world.size, clip or torch.nn.utils.clip_grad_norm_
+    rank = world.rank // (world.size // ranks)
+    losses, norms = [], []
+    for step in range(steps):
+        packs, targets = packs_of_step(step, ranks, micro_batches)
+        total = 0.0
+        for number, each in enumerate(packs[rank]):
+            with synchronizing(number == micro_batches - 1):
+                loss = call(each) * (ranks / targets)
+                loss.backward()
+            total += float(loss.detach()) / ranks
+        norms.append(float(_whole(clip(model.parameters(), 0.5))))
+        updates.step()
+        updates.zero_grad()
+        losses.append(world.sum([total])[0] * ranks / world.size)
+    return losses, norms
+
+
+def _whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+@torch.no_grad()
+def largest_difference(model, reference):
+    """Over all weights, which shards are gathered for."""
+    expected = dict(reference.named_parameters())
+    found = dict(model.named_parameters())
+    assert found.keys() == expected.keys()
+    return max(float((_whole(found[name]) - expected[name]).abs().max()) for name in expected)
+
+
+def assert_alike(found, expected, loss=1e-5, norm=1e-5):
+    for own, other in zip(found[0], expected[0], strict=True):
+        assert abs(own - other) <= loss * max(1.0, abs(other)), (found[0], expected[0])
+    for own, other in zip(found[1], expected[1], strict=True):
+        assert math.isclose(own, other, rel_tol=norm, abs_tol=1e-7), (found[1], expected[1])
+
+
+class Communication(TorchDispatchMode):
+    """Counts collectives, and the numbers that went into reductions and came out of gathers."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.elements = Counter(), Counter()
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        if function.namespace == "c10d":
+            name = function._opname.strip("_").removesuffix("_base")
+            tensors = arguments[0] if isinstance(arguments[0], list | tuple) else [arguments[0]]
+            if name == "reduce_scatter":
+                tensors = [arguments[1]]
+            self.calls[name] += 1
+            self.elements[name] += sum(each.numel() for each in tensors)
+        return function(*arguments, **(options or {}))

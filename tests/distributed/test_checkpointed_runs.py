@@ -1,0 +1,168 @@
+"""Runs that go on from checkpoints in pieces: means of weights, exports, and the trainer itself on other meshes."""
+
+import io
+import os
+from contextlib import nullcontext, redirect_stdout
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from multipack.config import compose, compose_run
+from multipack.data.tokenizer import byte_tokenizer
+from multipack.models.decoder import Decoder
+from multipack.parallel.state import local, piece_of
+from multipack.run import RunDirectory, config_yaml
+from multipack.shapes import ModelShape
+from multipack.training import sharded, trainer
+from multipack.training.averaging import MovingAverage
+from multipack.training.checkpoint import load_checkpoint, save_checkpoint
+from multipack.training.export import export
+from multipack.training.initial import begin_from, initial_weights
+from multipack.training.observer import Observers
+
+
+class Weights:
+    """What observers see of an engine."""
+
+    def __init__(self, parameters):
+        self.parameters = parameters
+
+    def state(self):
+        return {"model": self.parameters}
+
+
+def _averaged(world, path, sizes):
+    """A mean over three steps of sharded weights, saved; then read on a mesh of `sizes` and continued."""
+    draw = torch.Generator().manual_seed(11)
+    whole = {"uneven": torch.randn(7, 5, generator=draw), "both": torch.randn(10, 8, generator=draw)}
+    names = tuple(whole)
+    expected = MovingAverage(0.5)
+    plain = Weights({name: nn.Parameter(whole[name].clone()) for name in names})
+    line = init_device_mesh("cpu", (world.size,))
+    average = MovingAverage(0.5)
+    engine = Weights({name: nn.Parameter(distribute_tensor(whole[name], line, [Shard(0)])) for name in names})
+    _advance(plain, expected, 3)
+    _advance(engine, average, 3)
+    means = {f"average.{name}": tensor for name, tensor in average.tensors().items()}
+    run = RunDirectory(path)
+    save_checkpoint(
+        run, 3, {"model": dict(engine.parameters), "observers": means}, {}, {}, {}, 0, world=world
+    )
+    grid = init_device_mesh("cpu", sizes)
+    source = load_checkpoint(run.latest_checkpoint()).source
+    other = Weights(
+        {name: nn.Parameter(distribute_tensor(whole[name], grid, [Shard(1), Shard(0)])) for name in names}
+    )
+    source.fill("model", other.parameters)
+    again = MovingAverage(0.5)
+    again.load_state(average.state())
+    Observers([again]).load_tensors(source, other)
+    _advance(plain, expected, 2)
+    _advance(other, again, 2)
+    for name, mean in again.tensors().items():
+        assert torch.equal(local(mean), piece_of(expected.tensors()[name], mean)), name
+    ((_, context),) = again.weightings(other)
+    with context:
+        for name, weight in other.parameters.items():
+            assert torch.equal(local(weight), local(again.tensors()[name])), name
+    for name, weight in other.parameters.items():
+        assert torch.equal(local(weight), piece_of(plain.parameters[name], weight)), name
+
+
+def _advance(engine, average, steps):
+    for step in range(steps):
+        with torch.no_grad():
+            for parameter in engine.parameters.values():
+                local(parameter).mul_(1.5).add_(step)
+        average.after_step(step, engine, applied=True)
+
+
+def test_a_mean_of_sharded_weights_goes_on_on_another_mesh(pools, tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    run.create("")
+    pools(4).run(_averaged, run.path, (2, 2))
+
+
+SHAPE = ModelShape(2, 2, 2, 16, 24, vocabulary_size=257, context=64)
+
+
+def _save_decoder(world, path, files):
+    torch.manual_seed(5)
+    line = init_device_mesh("cpu", (world.size,))
+    model = {
+        name: distribute_tensor(each, line, [Shard(0)]) for name, each in Decoder(SHAPE).named_parameters()
+    }
+    save_checkpoint(RunDirectory(path), 7, {"model": model, "optimizer": {}}, {}, {}, files, 0, world=world)
+
+
+def test_a_checkpoint_in_pieces_is_exported_to_one_file_and_begins_a_run(pools, tmp_path, monkeypatch):
+    run = RunDirectory(tmp_path / "run")
+    values = config_yaml(compose([f"model.{name}={value}" for name, value in SHAPE.to_dict().items()]))
+    run.create(values)
+    files = {"config.yaml": values, "tokenizer.json": byte_tokenizer().to_json()}
+    pools(2).run(_save_decoder, run.path, files)
+    torch.manual_seed(5)
+    expected = Decoder(SHAPE).state_dict()
+    export(run.path, tmp_path / "out")
+    for folder in (run.path, tmp_path / "out"):
+        found = initial_weights(folder)
+        assert list(found.state) == list(expected)
+        state, _ = begin_from(found, found.shape, byte_tokenizer())
+        for name, tensor in state.items():
+            assert torch.equal(tensor, expected[name]), name
+    read = []
+    monkeypatch.setattr(sharded, "read_whole", lambda index, name, where: read.append(name))
+    state, _ = begin_from(initial_weights(run.path), SHAPE, byte_tokenizer())
+    assert not read  # nothing before it is asked for, and then that alone
+    _ = state["norm.weight"]
+    assert read == ["norm.weight"]
+
+
+def _train(world, words, cache):
+    """The trainer on the pool's ranks."""
+    os.environ["XDG_CACHE_HOME"] = str(cache)
+    before = trainer.connected
+    trainer.connected = lambda *_: nullcontext(world)
+    try:
+        with redirect_stdout(io.StringIO()):
+            trainer.train(compose_run(words))
+    finally:
+        trainer.connected = before
+
+
+def test_a_run_goes_on_with_the_same_losses_on_other_meshes(pools, words, tmp_path):
+    """Shards of 4; shards of 2 beside 2 that divide tensors, in the background; 1 process: as if it never changed."""
+    steady = [word for word in words if not word.startswith("train.steps")]
+    steady += [
+        "model.kv_heads=2",
+        "model.vocabulary_size=264",
+        "train.ema_decay=0.9",
+        "optimizer.decay_steps=6",
+    ]
+    whole, parts, cache = tmp_path / "whole", tmp_path / "parts", tmp_path / "cache"
+    trainer.train(compose([*steady, "train.steps=6", f"out={whole}"]))
+    pools(4).run(_train, [*steady, "train.steps=2", "parallel.data=zero3", f"out={parts}"], cache)
+    again = [f"out={parts}", "train.resume=true"]
+    two = ["train.steps=4", "parallel.tensor=2", "train.checkpoint_async=true", "train.checkpoint_every=1"]
+    pools(4).run(_train, [*again, *two], cache)
+    one = ["train.steps=6", "parallel.tensor=1", "parallel.data=ddp", "train.checkpoint_async=false"]
+    trainer.train(compose_run([*again, *one]))
+    expected, found = (
+        {
+            key: {r["step"]: r[key] for r in RunDirectory(out).records() if key in r}
+            for key in ("loss", "val_loss_ema")
+        }
+        for out in (whole, parts)
+    )
+    assert sorted(found["loss"]) == [1, 2, 3, 4, 5, 6]
+    for step, loss in expected["loss"].items():
+        assert found["loss"][step] == pytest.approx(loss, abs=1e-5), step
+    assert found["val_loss_ema"][6] == pytest.approx(expected["val_loss_ema"][6], abs=1e-5)
+    last = [load_checkpoint(RunDirectory(out).latest_checkpoint()) for out in (whole, parts)]
+    for group in ("model", "observers"):
+        one, other = (checkpoint.whole(group) for checkpoint in last)
+        for name, tensor in one.items():
+            torch.testing.assert_close(other[name], tensor, rtol=0, atol=2e-5)

@@ -1,0 +1,301 @@
+"""Context parallelism: losses and gradients of the ranks add up to those of one process, documents crossing ranks."""
+
+import copy
+import dataclasses
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from multipack.data.collate import PackedCollator
+from multipack.data.documents import Document
+from multipack.data.preference import PreferenceBatch
+from multipack.models.compile import compile_blocks
+from multipack.models.decoder import Decoder
+from multipack.models.recompute import recompute_blocks
+from multipack.parallel import collectives
+from multipack.parallel.config import ParallelConfig
+from multipack.parallel.context import ContextBatch, divide_context
+from multipack.parallel.mesh import build_mesh
+from multipack.shapes import ModelShape
+
+SLOTS = 64
+LENGTHS = (3, 30, 1, 11, 9)
+"""With a prompt here and there, and padding behind: no two ranks have equally many targets."""
+LLAMA = ModelShape(layers=2, heads=4, kv_heads=4, d_model=32, d_ff=48, vocabulary_size=50, context=SLOTS)
+GPT = dataclasses.replace(LLAMA, positions="learned", norm="layernorm", activation="gelu", bias=True)
+SHAPES = {
+    "gpt": GPT,
+    "llama": dataclasses.replace(LLAMA, kv_heads=2, tied=False),
+    "one key head": dataclasses.replace(LLAMA, kv_heads=1, head_dim=6),
+    "window": dataclasses.replace(LLAMA, window=12),
+    "three key heads": dataclasses.replace(LLAMA, heads=6, kv_heads=3, head_dim=6),
+    "wide": dataclasses.replace(LLAMA, heads=8, kv_heads=8, d_model=64),
+}
+
+
+def pack(lengths=LENGTHS, weighting="token", pad_to=SLOTS):
+    def document(number, length):
+        tokens = np.random.default_rng([number, length]).integers(0, 50, length).astype(np.uint16)
+        return Document(tokens, np.array([[min(number, length), length]]))
+
+    collate = PackedCollator(len(lengths), pad_to or sum(lengths), pad_to=pad_to, loss_weighting=weighting)
+    return collate([document(number, length) for number, length in enumerate(lengths)])
+
+
+def pair(world, shape, method, mesh=None):
+    """A model, the same one divided, and the function that divides packs."""
+    torch.manual_seed(5)
+    whole = Decoder(shape)
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    divided = copy.deepcopy(whole)
+    mesh = mesh or build_mesh(ParallelConfig(context=world.size), world)
+    return whole, divided, divide_context(divided, mesh.axis("cp"), method)
+
+
+def same_as_one(world, name, method, lengths, options):
+    """Largest relative differences of loss and gradients, and how many targets this rank had."""
+    # Of four ranks, two and two: neighbors with packs of their own, or with a rank of another axis between them.
+    words = {"neighbors": {"context": 2}, "strided": {"context": 2, "tensor": 2}}
+    (asked,) = [words[option] for option in options if option in words] or [{"context": world.size}]
+    mesh = build_mesh(ParallelConfig(**asked), world)
+    group = mesh.axis("cp").get_group()
+    whole, divided, share = pair(world, SHAPES[name], method, mesh)
+    lengths = (*lengths[mesh.data_rank :], *lengths[: mesh.data_rank])
+    batch = pack(lengths, "document" if "weights" in options else "token")
+    own = share(batch)
+    for kind in {"full", "selective"} & {*options}:
+        recompute_blocks(divided, kind)
+    if "compile" in options:
+        compile_blocks(divided, backend="eager")
+    precision = torch.autocast("cpu", torch.bfloat16, enabled="bf16" in options)
+    if "float64" in options:
+        whole.double(), divided.double()
+    with precision:
+        expected = whole(batch)
+        loss = divided(own)
+    expected.backward()
+    loss.backward()
+    total = collectives.all_reduce(loss.detach(), group=group)
+    differences = [((total - expected).abs() / expected.abs()).item()]
+    # Some gradients are nothing but rounding: that of the keys' biases, which softmax does not see.
+    least = 1e-3 * max(parameter.grad.norm() for parameter in whole.parameters())
+    for ours, theirs in zip(divided.parameters(), whole.parameters(), strict=True):
+        summed = collectives.all_reduce(ours.grad, group=group)
+        differences.append(((summed - theirs.grad).norm() / max(theirs.grad.norm(), least)).item())
+    counted = torch.tensor([own.num_target_tokens, own.num_target_documents])
+    counted = collectives.all_reduce(counted, group=group)
+    assert counted.tolist() == [batch.num_target_tokens, batch.num_target_documents]
+    return max(differences), own.num_target_tokens
+
+
+def check(pool, name, method, lengths=LENGTHS, options=(), tolerance=1e-5):
+    found = pool.run(same_as_one, name, method, lengths, options)
+    assert max(difference for difference, _ in found) < tolerance
+    return [targets for _, targets in found]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("method", ["ulysses", "ring"])
+@pytest.mark.parametrize("name", ["gpt", "llama", "one key head"])
+def test_losses_and_gradients_add_up_to_those_of_one_process(pools, name, method, ranks):
+    targets = check(pools(ranks), name, method)
+    assert len(set(targets)) > 1
+
+
+@pytest.mark.parametrize("lengths", [(64,), (2,) * 30, (32, 32), (7,)], ids=str)
+@pytest.mark.parametrize("method", ["ulysses", "ring"])
+def test_any_documents(pools, method, lengths):
+    check(pools(4), "gpt", method, lengths)
+
+
+@pytest.mark.parametrize("method", ["ulysses", "ring"])
+@pytest.mark.parametrize("option", ["weights", "full", "selective", "float64", "compile"])
+def test_goes_together_with(pools, option, method):
+    check(pools(2), "llama", method, options=(option,), tolerance=1e-12 if option == "float64" else 1e-5)
+
+
+def test_bf16_is_right_to_its_noise(pools):
+    for method in ("ulysses", "ring"):
+        check(pools(2), "llama", method, options=("bf16", "full"), tolerance=0.03)
+
+
+def test_ulysses_attends_with_a_window(pools):
+    check(pools(4), "window", "ulysses")
+
+
+def test_ulysses_copies_key_heads_that_its_ranks_do_not_divide(pools):
+    check(pools(2), "three key heads", "ulysses")
+
+
+def mixed_dtypes(world, method):
+    """Attention's result under autocast, from queries and keys that a norm of their own left in float32."""
+    _, divided, share = pair(world, SHAPES["llama"], method)
+    q, k, v = (torch.randn(SLOTS // world.size, heads, 8) for heads in (4, 2, 2))
+    own = share(pack())
+    with torch.autocast("cpu", torch.bfloat16):
+        out = divided.blocks[0].attention.attend(q, k, v.bfloat16(), own, "auto", None)
+    return tuple(out.shape), str(out.dtype)
+
+
+@pytest.mark.parametrize("method", ["ulysses", "ring"])
+def test_casts_as_attention_does_before_anything_is_sent(pools, method):
+    assert pools(2).run(mixed_dtypes, method) == [((SLOTS // 2, 4, 8), "torch.bfloat16")] * 2
+
+
+@pytest.mark.parametrize("method", ["ulysses", "ring"])
+@pytest.mark.parametrize("groups", ["neighbors", "strided"])
+def test_two_ranks_of_four(pools, groups, method):
+    check(pools(4), "gpt", method, options=(groups,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ulysses", "ring"])
+def test_eight_ranks(pools, method):
+    check(pools(8), "wide", method)
+
+
+def sent_bytes(world, name, method, lengths):
+    """Bytes that this rank sends to others for all layers: forward, and backward."""
+    _, divided, share = pair(world, SHAPES[name], method)
+    count = [0]
+
+    def all_to_all(received, sent, group=None):
+        count[0] += sent.nbytes * (world.size - 1) // world.size
+        return exchange(received, sent, group=group)
+
+    def batched(operations):
+        count[0] += sum(operation.tensor.nbytes for operation in operations if operation.op is dist.isend)
+        return messages(operations)
+
+    exchange, messages = dist.all_to_all_single, dist.batch_isend_irecv
+    dist.all_to_all_single, dist.batch_isend_irecv = all_to_all, batched
+    try:
+        loss = divided(share(pack(lengths)))
+        forward = count[0]
+        loss.backward()
+    finally:
+        dist.all_to_all_single, dist.batch_isend_irecv = exchange, messages
+    return forward, count[0] - forward
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sends_as_many_bytes_as_the_formulas_say(pools, ranks):
+    shape = SHAPES["llama"]
+    each, kv_heads = SLOTS // ranks, max(shape.kv_heads, ranks)
+    layers, size = shape.layers, 4 * shape.head_width
+    ulysses = layers * (ranks - 1) * each // ranks * (2 * shape.heads + 2 * kv_heads) * size
+    assert pools(ranks).run(sent_bytes, "llama", "ulysses", LENGTHS) == [(ulysses, ulysses)] * ranks
+    found = pools(ranks).run(sent_bytes, "llama", "ring", (SLOTS,))
+    most = layers * 2 * (ranks - 1) * each * shape.kv_heads * size
+    assert max(forward for forward, _ in found) == most
+    assert sum(forward for forward, _ in found) == most * ranks * 3 // 4
+    assert sum(backward for _, backward in found) == 2 * sum(forward for forward, _ in found)
+    assert pools(ranks).run(sent_bytes, "llama", "ring", (8,) * 8) == [(0, 0)] * ranks
+
+
+def shares(world, method):
+    """What every rank holds of a pack."""
+    *_, share = pair(world, SHAPES["gpt"], method)
+    batch = pack(weighting="document")
+    own = share(batch)
+    moved = own.to("cpu", non_blocking=True)
+    assert type(own) is type(moved) is ContextBatch
+    assert moved.whole.cu_seqlens is moved.cu_seqlens
+    assert (own.lengths, own.longest, own.max_seqlen) == (batch.lengths, batch.longest, batch.max_seqlen)
+    assert torch.equal(own.cu_seqlens, batch.cu_seqlens)
+    meta = own.to("meta")
+    moved = [meta.input_ids, meta.weights, meta.cu_seqlens, meta.whole.targets]
+    assert {tensor.device.type for tensor in moved} == {"meta"}
+    assert method == "ulysses" or meta.own_cu_seqlens.device.type == "meta"
+    return [getattr(own, name).tolist() for name in ("input_ids", "targets", "position_ids", "weights")]
+
+
+def test_a_share_is_this_ranks_tokens_and_says_where_all_documents_begin(pools):
+    batch = pack(weighting="document")
+    for method, order in (("ulysses", range(64)), ("ring", [*range(16), *range(48, 64), *range(16, 48)])):
+        found = pools(2).run(shares, method)
+        for place, name in enumerate(("input_ids", "targets", "position_ids", "weights")):
+            held = [value for own in found for value in own[place]]
+            assert held == getattr(batch, name)[[*order]].tolist()
+
+
+def mistakes(world):
+    """What is said to each mistake."""
+    _, model, share = pair(world, LLAMA, "ring")
+    _, exchanging, halves = pair(
+        world, dataclasses.replace(LLAMA, heads=3, kv_heads=3, head_dim=8), "ulysses"
+    )
+    windowed = pair(world, SHAPES["window"], "ring")[1]
+    chosen = copy.deepcopy(model)
+    for block in chosen.blocks:
+        block.attention.backend = "loop"
+    mesh = build_mesh(ParallelConfig(context=world.size), world).axis("cp")
+    pairs = PreferenceBatch(**vars(pack()))
+    calls = {
+        "slots": lambda: share(pack((30, 20), pad_to=None)),
+        "pairs": lambda: share(pairs),
+        "whole": lambda: model(pack()),
+        "heads": lambda: exchanging(halves(pack())),
+        "other": lambda: model(halves(pack())),
+        "window": lambda: windowed(share(pack())),
+        "backend": lambda: chosen(share(pack())),
+        "method": lambda: divide_context(model, mesh, "rings"),
+        "model": lambda: divide_context(torch.nn.Linear(2, 2), mesh, "ring"),
+        "mesh": lambda: divide_context(model, init_device_mesh("cpu", (2, 1)), "ring"),
+    }
+    said = {}
+    for name, call in calls.items():
+        with pytest.raises(ValueError) as error:
+            call()
+        said[name] = str(error.value)
+    return said
+
+
+def test_mistakes_are_refused_in_words(pools):
+    said, other = pools(2).run(mistakes)
+    assert said == other
+    expected = {
+        "slots": "a pack of 50 slots cannot be divided evenly by parallel.context=2 (ring): pad packs to a multiple of"
+        " 4, such as 48",
+        "pairs": "a PreferenceBatch cannot be divided over ranks",
+        "whole": "expects one rank's share of a pack",
+        "heads": "there are 3 on each",
+        "other": "made for parallel.context_method=ulysses",
+        "window": "model.window=12: use parallel.context_method=ulysses",
+        "backend": "model.attention=loop: use model.attention=auto",
+        "method": "parallel.context_method=rings is unknown: use ulysses or ring",
+        "model": "Linear has no module with `attend`",
+        "mesh": "but the mesh has 2",
+    }
+    for name, words in expected.items():
+        assert words in said[name]
+
+
+def one_leaves(world):
+    """Rank 1 takes no part in the attention."""
+    _, model, share = pair(world, LLAMA, "ring")
+    dist.distributed_c10d._get_default_store().set_timeout(timedelta(seconds=2))
+    if world.rank == 1:
+        dist.distributed_c10d._get_default_store().wait(["rank 0 has given up"], timedelta(seconds=30))
+        return ""
+    try:
+        model(share(pack()))
+        return "not noticed"
+    except TimeoutError as error:
+        return str(error)
+    finally:
+        dist.distributed_c10d._get_default_store().set("rank 0 has given up", "")
+
+
+def test_a_rank_that_takes_no_part_in_a_ring_is_named(pool_type):
+    pool = pool_type(2, timeout_seconds=3)
+    first = pool.outcomes(one_leaves)[0]
+    pool.kill()
+    assert first.value.startswith("ring attention failed (")
+    assert "rank 1 of ranks 0, 1 did not take part" in first.value

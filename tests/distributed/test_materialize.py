@@ -1,0 +1,189 @@
+"""Models filled from rank 0 tensor by tensor: one process's values, in the memory of a tensor beside the pieces."""
+
+import gc
+import importlib
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from multipack.models.decoder import Part, initial_parameters
+from multipack.parallel.materialize import check_equal, materialize
+from multipack.parallel.shard import shard
+from multipack.parallel.state import local, piece_of
+from multipack.parallel.world import World
+
+sys.path.append(str(Path(__file__).parent))
+tiny = importlib.import_module("sharding")
+
+MATRICES = {
+    "attention.query": ColwiseParallel(),
+    "attention.key": ColwiseParallel(),
+    "attention.value": ColwiseParallel(),
+    "attention.output": RowwiseParallel(),
+    "feed_forward.up": ColwiseParallel(),
+    "feed_forward.down": RowwiseParallel(),
+}
+
+
+@cache  # a process serves many cases, and gloo's groups take their time
+def _mesh(*sizes):
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("dp_shard", "tp"))
+
+
+def _divided(world, kind, way):
+    """What a rank holds of a model, on the meta device."""
+    if way == "stages":  # dealt in turn: the first rank has the first and the last, and so tied weights twice
+        layers = tiny.SHAPES[kind].layers
+        stages = [Part(0, 1, layers), Part(1, 2, layers), Part(2, layers, layers)]
+        return [tiny.on_meta(kind, part) for part in stages[world.rank :: world.size]]
+    model = tiny.on_meta(kind)
+    if "tensors" in way:
+        mesh = _mesh(world.size // 2, 2)
+        for block in model.blocks:
+            parallelize_module(block, mesh["tp"], MATRICES)
+    else:
+        mesh = _mesh(world.size, 1)
+    if "shards" in way:
+        shard(model, mesh["dp_shard"], reshard=True)
+    return [model]
+
+
+def _filled(world, kind, way):
+    models = _divided(world, kind, way)
+    materialize(models, lambda: tiny.drawn(kind), tiny.whole_shapes(kind), world)
+    expected = dict(tiny.fresh(kind).named_parameters())
+    held = {}
+    for model in models:
+        for name, parameter in model.named_parameters():
+            assert torch.equal(local(parameter), piece_of(expected[name], parameter)), name
+            assert parameter.requires_grad
+            held[name] = parameter
+    check_equal(held, world)
+    return sorted(held), sum(local(each).numel() for each in held.values())
+
+
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+@pytest.mark.parametrize("way", ["whole", "shards", "tensors", "stages"])
+def test_two_ranks_get_their_pieces_of_what_one_process_draws(pools, kind, way):
+    outcomes = pools(2).run(_filled, kind, way)
+    whole = tiny.whole_shapes(kind)
+    assert set().union(*(names for names, _ in outcomes)) == set(whole)
+    numbers = sum(each.numel() for each in tiny.on_meta(kind).parameters())
+    if way == "shards":
+        assert [held for _, held in outcomes] == [numbers // 2] * 2
+    if way == "tensors":
+        assert numbers // 2 < outcomes[0][1] < numbers
+
+
+def test_four_ranks_get_shards_of_halves_of_matrices(pools):
+    for _, held in pools(4).run(_filled, "gpt", "tensors, shards"):
+        assert held < 0.4 * sum(each.numel() for each in tiny.on_meta("gpt").parameters())
+
+
+def _most_alive(world):
+    """The largest sum of numbers in tensors that are no piece of the model, at any of the broadcasts."""
+    model = tiny.on_meta("llama")
+    shard(model, _mesh(world.size, 1)["dp_shard"], reshard=True)
+    before = {id(each) for each in gc.get_objects() if isinstance(each, torch.Tensor)}
+    broadcast, alive = dist.broadcast, []
+
+    def watched(tensor, src):
+        pieces = {local(each).untyped_storage().data_ptr() for each in model.parameters()}
+        storages = {}
+        for each in gc.get_objects():
+            if isinstance(each, torch.Tensor) and id(each) not in before and each.device.type == "cpu":
+                storage = local(each.detach()).untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes() // 4
+        alive.append(sum(size for place, size in storages.items() if place not in pieces))
+        broadcast(tensor, src=src)
+
+    dist.broadcast = watched
+    try:
+        torch.manual_seed(tiny.SEED)
+        source = lambda: initial_parameters(tiny.SHAPES["llama"])  # noqa: E731
+        materialize([model], source, tiny.whole_shapes("llama"), world)
+    finally:
+        dist.broadcast = broadcast
+    assert len(alive) == len(list(model.parameters()))
+    return max(alive)
+
+
+def test_a_rank_holds_one_whole_tensor_beside_its_pieces(pools):
+    largest = max(torch.Size(shape).numel() for shape in tiny.whole_shapes("llama").values())
+    for most in pools(2).run(_most_alive):
+        assert largest <= most < 1.1 * largest
+
+
+def test_one_process_copies(tmp_path):
+    model = tiny.on_meta("llama")
+    materialize([model], lambda: tiny.drawn("llama"), tiny.whole_shapes("llama"), World())
+    assert tiny.largest_difference(model, tiny.fresh("llama")) == 0
+
+
+def _wrong(name, change):
+    return [(each, change(value)) if each == name else (each, value) for each, value in tiny.drawn("gpt")]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (lambda: list(tiny.drawn("gpt"))[1:], "gives positions.weight where embedding.weight is due"),
+        (lambda: list(tiny.drawn("gpt"))[:-1], "gives nothing more where norm.bias is due"),
+        (lambda: [*tiny.drawn("gpt"), ("more", torch.ones(1))], "gives more, which the model has not"),
+        (
+            lambda: _wrong("norm.bias", lambda value: value[1:]),
+            r"norm.bias of shape \(31,\) instead of \(32,\)",
+        ),
+    ],
+)
+def test_a_source_of_other_tensors_is_refused(source, message):
+    with pytest.raises(ValueError, match=message):
+        materialize([tiny.on_meta("gpt")], source, tiny.whole_shapes("gpt"), World())
+
+
+def test_a_model_that_is_no_part_of_the_whole_is_refused():
+    shapes = tiny.whole_shapes("gpt")
+    model = tiny.on_meta("gpt")
+    with pytest.raises(ValueError, match=r"norm.bias of shape \(32,\) has shape \(31,\) in the whole model"):
+        materialize([model], list, {**shapes, "norm.bias": (31,)}, World())
+    shapes.pop("norm.bias")
+    with pytest.raises(ValueError, match=r"norm.bias of shape \(32,\) is not in the whole model"):
+        materialize([model], list, shapes, World())
+    model.register_buffer("table", torch.ones(2, device="meta"))
+    with pytest.raises(ValueError, match="table is a buffer, which no source fills"):
+        materialize([model], list, shapes, World())
+
+
+def _tampered(world, way, name, rank):
+    (model,) = _divided(world, "gpt", way)
+    materialize([model], lambda: tiny.drawn("gpt"), tiny.whole_shapes("gpt"), world)
+    held = dict(model.named_parameters())
+    same = check_equal(held, world)
+    assert len(set(world.gather(same))) == 1
+    if world.rank == rank:
+        with torch.no_grad():
+            local(held[name]).view(-1)[0] += 1
+    try:
+        other = check_equal(held, world)
+    except RuntimeError as error:
+        return str(error)
+    assert other != same
+    return ""
+
+
+def test_ranks_whose_pieces_differ_are_named(pools):
+    for told in pools(4).run(_tampered, "tensors", "norm.weight", 2):
+        assert told.startswith("ranks [2] hold another norm.weight than rank 0 (1 tensors in all)")
+    name = "blocks.1.feed_forward.up.weight"
+    for told in pools(4).run(_tampered, "tensors", name, 3):  # rows 32 to 64, as rank 1
+        assert told.startswith(f"ranks [3] hold another {name}[32:64, 0:32] than rank 1")
+
+
+def test_pieces_that_only_one_rank_holds_cannot_differ(pools):
+    assert pools(2).run(_tampered, "shards", "norm.weight", 1) == ["", ""]

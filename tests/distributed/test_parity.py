@@ -1,0 +1,223 @@
+"""The parity matrix: every strategy, and their combinations, against one process: losses, norms, weights.
+
+Eight packs of unequal target counts make a global step, on however many data-parallel ranks.
+"""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+
+from multipack.data.collate import PackedCollator
+from multipack.data.documents import Document
+from multipack.models.decoder import PARALLEL_PLAN, Decoder, Part, initial_parameters
+from multipack.parallel.config import ParallelConfig
+from multipack.parallel.engine import Blueprint, build_engine
+from multipack.parallel.mesh import Mesh, build_mesh
+from multipack.parallel.world import World
+from multipack.shapes import ModelShape
+from multipack.training.optimizer import OptimizerConfig, build_optimizer, described
+
+PACKS, STEPS, SLOTS = 8, 5, 64
+SHAPES = {
+    "gpt": ModelShape(
+        layers=4,
+        heads=4,
+        d_model=32,
+        d_ff=64,
+        context=64,
+        vocabulary_size=64,
+        positions="learned",
+        norm="layernorm",
+        activation="gelu",
+        bias=True,
+        tied=True,
+    ),
+    "llama": ModelShape(
+        layers=4, heads=8, kv_heads=4, d_model=32, d_ff=64, context=64, vocabulary_size=64, tied=False
+    ),
+}
+
+
+def packs_of(step):
+    """Eight packs: documents that fill 40 … 64 slots, whose prompts are no targets."""
+    draw = np.random.default_rng(step)
+    made = []
+    for _ in range(PACKS):
+        lengths, left = [], int(draw.integers(40, SLOTS + 1))
+        while left > 2:
+            lengths.append(int(min(left, draw.integers(2, 40))))
+            left -= lengths[-1]
+        documents = []
+        for length in lengths:
+            first = int(draw.integers(0, length - 1))
+            tokens = draw.integers(0, 64, length).astype(np.uint16)
+            documents.append(Document(tokens, np.array([[first, length]])))
+        made.append(PackedCollator(max_documents=40, max_seqlen=SLOTS, pad_to=SLOTS)(documents))
+    return made
+
+
+def blueprint_of(shape):
+    with torch.device("meta"):
+        shapes = {name: tuple(each.shape) for name, each in Decoder(shape).named_parameters()}
+
+    def build(blocks):
+        torch.manual_seed(0)
+        return Decoder(shape, part=None if blocks is None else Part(*blocks, shape.layers))
+
+    def initial():
+        torch.manual_seed(0)
+        return initial_parameters(shape)
+
+    return Blueprint(build, shape.layers, shape.d_model, shapes, initial, PARALLEL_PLAN, 1.0)
+
+
+def optimizer_of(kind, blueprint, parameters):
+    if kind == "sgd":
+        return torch.optim.SGD(list(parameters.values()), lr=0.1)
+    return build_optimizer(parameters, OptimizerConfig(lr=1e-3), described(blueprint.shapes))
+
+
+def run(mesh, config, name, optimizer):
+    """Losses and norms of five steps, and the weights after them; on every rank the same."""
+    blueprint = blueprint_of(SHAPES[name])
+    engine = build_engine(
+        blueprint,
+        functools.partial(optimizer_of, optimizer, blueprint),
+        mesh,
+        config,
+        micro_batches=PACKS // mesh.data_size,
+    )
+    losses, norms = [], []
+    for step in range(STEPS):
+        packs = packs_of(step)
+        targets = sum(pack.num_target_tokens for pack in packs)
+        own = packs[mesh.data_rank :: mesh.data_size]
+        result = engine.forward_backward(own, targets)
+        losses.append(mesh.world.sum([sum(result.losses)])[0] / targets)
+        norms.append(engine.clip(0.5))
+        engine.step(0.1 if optimizer == "sgd" else 1e-3)
+    validation = mesh.world.sum([sum(engine.evaluate(packs_of(99)[mesh.data_rank :: mesh.data_size]))])[0]
+    weights = {key: value.float().cpu().numpy() for key, value in engine.whole_parameters()}
+    return losses, norms, validation, weights
+
+
+def case(world, words, name, optimizer):
+    config = ParallelConfig(**words)
+    config.check(SHAPES[name], world.size, SLOTS)
+    found = run(build_mesh(config, world), config, name, optimizer)
+    return found if world.rank in (0, world.size - 1) else None
+
+
+@functools.cache
+def alone(name, optimizer):
+    """One process: what all are compared with."""
+    return run(Mesh(World()), ParallelConfig(), name, optimizer)
+
+
+def check(pool, words, name, optimizer):
+    losses, norms, validation, weights = alone(name, optimizer)
+    outcomes = pool.run(case, words, name, optimizer, seconds=120)
+    for found in (outcomes[0], outcomes[-1]):
+        np.testing.assert_allclose(found[0], losses, rtol=1e-5)
+        np.testing.assert_allclose(found[1], norms, rtol=1e-4)
+        np.testing.assert_allclose(found[2], validation, rtol=1e-5)
+        for key, value in weights.items():
+            limit = 1e-6 if optimizer == "sgd" else 2e-5
+            np.testing.assert_allclose(found[3][key], value, rtol=0, atol=limit, err_msg=key)
+
+
+ZERO = [{"data": data} for data in ("zero1", "zero2", "zero3")]
+ALONE = [
+    {},
+    *ZERO,
+    {"data": "zero3", "offload": "cpu"},
+    {"tensor": 2},
+    {"context": 2},
+    {"context": 2, "context_method": "ring"},
+    {"pipeline": 2, "schedule": "gpipe"},
+    {"pipeline": 2},
+    {"pipeline": 2, "schedule": "interleaved"},
+]
+FOUR = [
+    {},
+    *ZERO,
+    {"data": "hsdp"},
+    {"tensor": 4},
+    {"context": 4},
+    {"context": 4, "context_method": "ring"},
+    {"pipeline": 4},
+    {"pipeline": 4, "schedule": "gpipe"},
+]
+PAIRS = [
+    {"tensor": 2},  # beside ddp
+    {"data": "zero1", "tensor": 2},
+    {"data": "zero2", "tensor": 2},
+    {"data": "zero3", "tensor": 2},
+    {"context": 2},
+    {"data": "zero1", "context": 2, "context_method": "ring"},
+    {"data": "zero3", "context": 2},
+    {"pipeline": 2},
+    {"data": "zero1", "pipeline": 2},
+    {"data": "zero2", "pipeline": 2, "schedule": "gpipe"},
+    {"data": "zero3", "pipeline": 2, "schedule": "interleaved"},
+    {"tensor": 2, "pipeline": 2},
+    {"tensor": 2, "pipeline": 2, "schedule": "interleaved"},
+    {"context": 2, "tensor": 2},
+    {"context": 2, "context_method": "ring", "tensor": 2},
+    {"context": 2, "pipeline": 2},
+]
+EIGHT = [
+    {"tensor": 2, "pipeline": 2},
+    {"data": "zero1", "tensor": 2, "pipeline": 2},
+    {"data": "zero3", "tensor": 2, "pipeline": 2, "schedule": "interleaved"},
+    {"data": "zero2", "context": 2, "tensor": 2},
+    {"data": "hsdp", "tensor": 2},
+    {"data": "hsdp", "pipeline": 2},
+    {"data": "hsdp", "context": 2},
+    {"data": "zero3", "context": 2, "context_method": "ring", "pipeline": 2},
+    {"context": 2, "tensor": 2, "pipeline": 2},
+    {"context": 2, "context_method": "ring", "tensor": 2, "pipeline": 2, "schedule": "gpipe"},
+]
+
+
+def label(words):
+    return "-".join(f"{key}={value}" for key, value in words.items()) or "ddp"
+
+
+@pytest.mark.parametrize("words", ALONE, ids=label)
+def test_every_method_alone_on_two_ranks(pools, words):
+    check(pools(2), words, "llama", "adamw")
+
+
+@pytest.mark.parametrize("words", [ALONE[1], ALONE[3], ALONE[5], ALONE[6], ALONE[9]], ids=label)
+def test_gpt_on_two_ranks(pools, words):
+    check(pools(2), words, "gpt", "sgd")
+
+
+@pytest.mark.parametrize("words", [FOUR[3], FOUR[4], FOUR[5], FOUR[6], FOUR[8]], ids=label)
+def test_methods_on_four_ranks(pools, words):
+    check(pools(4), words, "gpt", "adamw")
+
+
+@pytest.mark.parametrize("words", PAIRS, ids=label)
+def test_pairs_on_four_ranks(pools, words):
+    check(pools(4), words, "llama", "sgd")
+
+
+@pytest.mark.parametrize("words", [EIGHT[2], EIGHT[8]], ids=label)
+def test_three_and_four_dimensions_on_eight_ranks(pools, words):
+    check(pools(8), words, "llama", "adamw")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("name", list(SHAPES))
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [(ranks, words) for ranks, table in ((2, ALONE), (4, FOUR + PAIRS), (8, EIGHT)) for words in table],
+    ids=lambda value: str(value) if isinstance(value, int) else label(value),
+)
+def test_the_whole_matrix(pools, ranks, words, name, optimizer):
+    check(pools(ranks), words, name, optimizer)

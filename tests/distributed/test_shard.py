@@ -1,0 +1,225 @@
+"""ZeRO 2 and 3, HSDP, and groups of one rank: equal to one process, with the collectives that they are to cost."""
+
+import functools
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from multipack.parallel.materialize import check_equal, materialize
+from multipack.parallel.shard import shard, synchronizing
+
+sys.path.append(str(Path(__file__).parent))
+tiny = importlib.import_module("sharding")
+
+_MATRICES = {
+    **{f"attention.{name}": ColwiseParallel() for name in ("query", "key", "value")},
+    **{f"feed_forward.{name}": ColwiseParallel() for name in ("gate", "up")},
+    **{name: RowwiseParallel() for name in ("attention.output", "feed_forward.down")},
+}
+
+
+def _no_clip(parameters, max_norm):
+    """In the place of torch's, which takes no tensors of different meshes."""
+    return 0.0
+
+
+@functools.cache  # a process serves many cases, and gloo's groups take their time
+def _mesh(*sizes):
+    """Of the last of these axes."""
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("dp_replicate", "dp_shard", "tp")[3 - len(sizes) :])
+
+
+def _mesh_of(world, stage):
+    """Over all ranks, as the stage wants it."""
+    if stage in ("zero2", "zero3"):
+        return _mesh(world.size, 1)["dp_shard"]
+    groups = world.size if stage == "groups of one" else 2
+    return _mesh(groups, world.size // groups, 1)["dp_replicate", "dp_shard"]
+
+
+def _sharded(world, kind, stage, **options):
+    model = tiny.on_meta(kind)
+    shard(model, _mesh_of(world, stage), reshard=stage != "zero2", **options)
+    materialize([model], lambda: tiny.drawn(kind), tiny.whole_shapes(kind), world)
+    return model
+
+
+def _parity(world, kind, stage, micro_batches, options, steps=5):
+    torch.set_num_threads(1)
+    model = _sharded(world, kind, stage, **options)
+    updates = tiny.adamw(model.parameters())
+    when = synchronizing(model, keep=stage == "zero2")
+    found = tiny.together(world, model, model, updates, steps, when, micro_batches)
+    check_equal(dict(model.named_parameters()), world)
+    *expected, reference = tiny.alone(kind, world.size, steps, micro_batches)
+    tiny.assert_alike(found, expected)
+    assert tiny.largest_difference(model, reference) < 2e-5
+    assert all(isinstance(each, DTensor) for each in model.parameters())
+
+
+@pytest.mark.parametrize("stage", ["zero2", "zero3", "groups of one"])
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_two_ranks_train_as_one_process(pools, kind, stage):
+    pools(2).run(_parity, kind, stage, 1, {})
+
+
+@pytest.mark.parametrize(("kind", "stage"), [("llama", "zero2"), ("gpt", "zero3"), ("llama", "hsdp")])
+def test_four_ranks_train_as_one_process_over_three_uneven_micro_batches(pools, kind, stage):
+    pools(4).run(_parity, kind, stage, 3, {})
+
+
+def test_groups_of_one_rank_accumulate_over_three_uneven_micro_batches(pools):
+    pools(2).run(_parity, "llama", "groups of one", 3, {})
+
+
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_offloaded_shards_train_as_one_process(pools, stage):
+    pools(2).run(_parity, "llama", stage, 2, {"offload": True})
+
+
+def _counted(world, stage, micro_batches, keep):
+    """Collectives of the second step, and the numbers that they moved."""
+    model = _sharded(world, "llama", stage)
+    updates = torch.optim.SGD(model.parameters(), lr=0.01)
+    when = synchronizing(model, keep=keep)
+    tiny.together(world, model, model, updates, 1, when, micro_batches)
+    packs, targets = tiny.packs_of_step(1, world.size, micro_batches)
+    with tiny.Communication() as seen:
+        for number, each in enumerate(packs[world.rank]):
+            with when(number == micro_batches - 1):
+                (model(each) / targets).backward()
+    return dict(seen.calls), dict(seen.elements)
+
+
+@pytest.mark.parametrize(
+    ("stage", "keep", "gathers", "gathered"),
+    # A step of 3 micro-batches over 3 blocks and what is outside of them; gathered in Ψ and, outside of blocks, Ω.
+    [
+        ("zero2", True, 4, (1, 0)),
+        ("zero2", False, 3 * 4, (3, 0)),
+        ("zero3", False, 3 * (2 * 3 + 1), (6, -3)),
+        ("hsdp", False, 3 * (2 * 3 + 1), (6, -3)),
+    ],
+)
+def test_shards_reduce_every_micro_batch_and_sum_over_groups_once(pools, stage, keep, gathers, gathered):
+    model = tiny.on_meta("llama")
+    parameters = sum(each.numel() for each in model.parameters())
+    outside = parameters - sum(each.numel() for each in model.blocks.parameters())
+    for calls, elements in pools(4).run(_counted, stage, 3, keep):
+        moved = {
+            "allgather": gathered[0] * parameters + gathered[1] * outside,
+            "reduce_scatter": 3 * parameters,
+        }
+        expected = {"allgather": gathers, "reduce_scatter": 3 * 4}
+        if stage == "hsdp":
+            expected["allreduce"], moved["allreduce"] = 4, parameters // 2
+        assert calls == expected
+        assert elements == moved
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_groups_of_one_rank_reduce_once_a_step_and_gather_nothing(pools, micro_batches):
+    parameters = sum(each.numel() for each in tiny.on_meta("llama").parameters())
+    for calls, elements in pools(2).run(_counted, "groups of one", micro_batches, False):
+        assert calls == {"allreduce": 4}
+        assert elements == {"allreduce": parameters}
+
+
+def _in_bfloat16(world, kind, stage):
+    """Relative errors of loss and gradient, and the dtypes of what a block was given and computed with."""
+    model = _sharded(world, kind, stage, dtype=torch.bfloat16)
+    packs, targets = tiny.packs_of_step(0, world.size)
+    seen = {}
+
+    def look(attention, given, output):
+        rotation = given[2]
+        seen["tables"] = None if rotation is None else str(rotation[0].dtype)
+        seen["weights"] = str(attention.query.weight.dtype)
+        seen["stream"] = str(output.dtype)
+
+    model.get_submodule("blocks.1.attention").register_forward_hook(look)
+    loss = model(packs[world.rank][0]) * (world.size / targets)
+    loss.backward()
+    seen["gradient"] = str({each.grad.dtype for each in model.parameters()})
+    reference = tiny.fresh(kind)
+    expected = sum(reference(own[0]) for own in packs) / targets
+    expected.backward()
+    total = world.sum([float(loss.detach())])[0] / world.size
+    exact = [each.grad for each in reference.parameters()]
+    found = [each.grad.full_tensor() for each in model.parameters()]
+    error = sum(float((a - b).square().sum()) for a, b in zip(found, exact, strict=True))
+    error = (error / sum(float(each.square().sum()) for each in exact)) ** 0.5
+    return seen, abs(total / float(expected.detach()) - 1), error
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage"), [("gpt", "zero3"), ("llama", "zero2"), ("llama", "groups of one")]
+)
+def test_bfloat16_is_gathered_and_float32_reduced(pools, kind, stage):
+    for seen, of_loss, of_gradient in pools(2).run(_in_bfloat16, kind, stage):
+        assert seen["weights"] == seen["stream"] == "torch.bfloat16"
+        assert seen["tables"] == (None if kind == "gpt" else "torch.float32")
+        assert seen["gradient"] == "{torch.float32}"
+        assert of_loss < 2e-3
+        assert 1e-3 < of_gradient < 3e-2  # bfloat16 has 8 bits: each rounding is up to 2**-9 = 2e-3
+
+
+def _evaluated(world, stage):
+    """Whether anything is whole after an evaluation, and whether training goes on as without it."""
+    losses = []
+    for evaluates in (False, True):
+        model = _sharded(world, "llama", stage)
+        updates, when = tiny.adamw(model.parameters()), synchronizing(model, keep=stage == "zero2")
+        if evaluates:
+            model.eval()
+            with torch.no_grad():
+                model(tiny.pack(7))
+            assert all(isinstance(each, DTensor) for each in model.parameters())
+            model.train()
+        losses.append(tiny.together(world, model, model, updates, 2, when)[0])
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_an_evaluation_leaves_nothing_whole(pools, stage):
+    pools(2).run(_evaluated, stage)
+
+
+def _beside_tensor_parallelism(world, micro_batches):
+    """Two groups of one rank (or shards of two), each rank of them two that divide the matrices of blocks."""
+    *expected, reference = tiny.alone("llama", 2, 3, micro_batches, clip=_no_clip)
+    for groups in (2, 1):
+        mesh = _mesh(groups, 2 // groups, 2)
+        model = tiny.on_meta("llama")
+        for block in model.blocks:
+            parallelize_module(block, mesh["tp"], _MATRICES)
+        shard(model, mesh["dp_replicate", "dp_shard"], reshard=True)
+        materialize([model], lambda: tiny.drawn("llama"), tiny.whole_shapes("llama"), world)
+        assert tiny.largest_difference(model, tiny.fresh("llama")) == 0
+        updates, when = tiny.adamw(model.parameters()), synchronizing(model)
+        found = tiny.together(world, model, model, updates, 3, when, micro_batches, ranks=2, clip=_no_clip)
+        check_equal(dict(model.named_parameters()), world)
+        tiny.assert_alike(found, expected)
+        assert tiny.largest_difference(model, reference) < 2e-5
+
+
+def test_shards_and_groups_of_one_rank_stand_beside_tensor_parallelism(pools):
+    pools(4).run(_beside_tensor_parallelism, 3)
+
+
+def _refuses(world):
+    mesh = _mesh(1, world.size, 1)
+    with pytest.raises(ValueError, match="has 3 dimensions"):
+        shard(tiny.on_meta("gpt"), mesh, reshard=True)
+    with pytest.raises(ValueError, match=r"cannot be sharded in float16: use train\.dtype=bf16"):
+        shard(tiny.on_meta("gpt"), mesh["dp_shard"], reshard=True, dtype=torch.float16)
+
+
+def test_what_cannot_be_sharded_is_refused(pools):
+    pools(2).run(_refuses)

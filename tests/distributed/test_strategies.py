@@ -1,0 +1,127 @@
+"""The trainer itself, under every strategy: what a run records, evaluates, samples and saves is that of one process."""
+
+import io
+import json
+import os
+from contextlib import nullcontext, redirect_stdout
+
+import pytest
+
+from multipack.config import compose
+from multipack.run import RunDirectory
+from multipack.training import trainer
+
+STEPS = 4
+
+
+def train_here(world, words, cache):
+    """The trainer on the pool's ranks; what rank 0 printed."""
+    os.environ["XDG_CACHE_HOME"] = str(cache)
+    before, printed = trainer.connected, io.StringIO()
+    trainer.connected = lambda *_: nullcontext(world)
+    try:
+        with redirect_stdout(printed):
+            trainer.train(compose(words))
+    finally:
+        trainer.connected = before
+    return printed.getvalue()
+
+
+@pytest.fixture
+def steady(words):
+    """A model that four ranks can divide in every way, with all that watches a run."""
+    fixed = [word for word in words if not word.startswith("train.steps")]
+    more = "model.layers=4 model.heads=4 model.kv_heads=2 model.vocabulary_size=264 plan.packs_per_step=8"
+    watched = "train.ema_decay=0.9 log.layer_norms=true train.eval_every=2 train.spike=skip"
+    return [*fixed, *more.split(), *watched.split(), f"train.steps={STEPS}"]
+
+
+def records_of(path):
+    return [
+        {key: value for key, value in record.items() if _compared(key)}
+        for record in RunDirectory(path).records()
+    ]
+
+
+def _compared(key):
+    return key.startswith(
+        ("loss", "val_loss", "grad_norm", "weight_norm", "target", "step", "tokens", "documents")
+    )
+
+
+def check(pool, steady, tmp_path, *more):
+    cache = tmp_path / "cache"
+    trainer.train(compose([*steady, f"out={tmp_path / 'alone'}"]))
+    printed = pool.run(train_here, [*steady, *more, f"out={tmp_path / 'found'}"], cache, seconds=120)
+    expected, found = records_of(tmp_path / "alone"), records_of(tmp_path / "found")
+    assert len(found) == len(expected) == STEPS + STEPS // 2 + 1
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        for key, value in theirs.items():
+            assert ours[key] == pytest.approx(value, rel=2e-3 if "norm" in key else 1e-5, abs=1e-5), (
+                key,
+                theirs,
+            )
+    assert not any(printed[1:])  # rank 0 speaks for all
+    return printed[0]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("parallel.data=zero1",),
+        ("parallel.data=zero3", "train.recompute=full"),
+        ("parallel.data=zero2", "parallel.tensor=2"),
+        ("parallel.context=2", "parallel.context_method=ring", "train.recompute=selective"),
+        ("parallel.pipeline=2", "parallel.data=zero3", "data.readers=1", "train.fixed_shape=true"),
+    ],
+    ids=" ".join,
+)
+def test_a_run_is_that_of_one_process(pools, steady, tmp_path, more):
+    if any("pipeline" in word for word in more):
+        steady = [*steady, "train.fixed_shape=true"]
+    printed = check(pools(4), steady, tmp_path, *more)
+    assert "▌" in printed  # a sample, from the model that nobody holds whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("parallel.data=hsdp",),
+        ("parallel.tensor=4", "model.kv_heads=4"),
+        ("parallel.pipeline=4", "plan.packs_per_step=8"),
+        ("parallel.pipeline=2", "parallel.tensor=2", "parallel.schedule=interleaved"),
+        ("parallel.context=2", "parallel.tensor=2"),
+        ("parallel.data=zero3", "parallel.offload=cpu", "train.tiles=3"),
+        ("data.readers=2", "data.stage=memory"),
+    ],
+    ids=" ".join,
+)
+def test_more_runs_are_those_of_one_process(pools, steady, tmp_path, more):
+    steady = [*steady, *(word for word in more if word.startswith("model."))]
+    if any("pipeline" in word for word in more):
+        steady = [*steady, "train.fixed_shape=true"]
+    check(pools(4), steady, tmp_path, *more)
+
+
+@pytest.mark.parametrize("more", [("parallel.data=zero3",), ("parallel.tensor=2",)], ids=" ".join)
+def test_preferences_are_trained_on_divided_models(pools, steady, tmp_path, more):
+    path = tmp_path / "pairs.jsonl"
+    with path.open("w") as file:
+        for number in range(60):
+            pair = {
+                "prompt": f"Q{number}:",
+                "chosen": "yes " * (1 + number % 5),
+                "rejected": "no " * (1 + number % 3),
+            }
+            file.write(json.dumps(pair) + "\n")
+    check(pools(2), [*steady, f"data.path={path}", "data.validation=0.2"], tmp_path, *more)
+
+
+def test_what_pipelines_need_is_set_from_the_plan_and_told(pools, steady, tmp_path):
+    words = [*steady, "plan.packs_per_step=2", f"out={tmp_path / 'run'}"]
+    printed = pools(4).run(train_here, [*words, "parallel.pipeline=2"], tmp_path / "cache")[0]
+    assert "plan.packs_per_step is 4" in printed
+    assert "pipelines need one shape" in printed
+    assert "pipeline 2 (1f1b, 2 stages) x ddp 2" in printed

@@ -1,0 +1,492 @@
+"""Tensor parallelism equals one process: losses, gradients and trained weights, with collectives that are counted."""
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils.checkpoint import checkpoint
+
+from multipack.data.collate import PackedCollator
+from multipack.data.documents import Document
+from multipack.data.preference import PreferenceBatch
+from multipack.models.compile import compile_blocks
+from multipack.models.decoder import PARALLEL_PLAN, Decoder, Part
+from multipack.models.loss import linear_cross_entropy, training_loss
+from multipack.models.preference import PreferenceDecoder
+from multipack.parallel.collectives import all_gather
+from multipack.parallel.config import ParallelConfig
+from multipack.parallel.mesh import build_mesh
+from multipack.parallel.state import Whole
+from multipack.parallel.tensor import divide_tensors
+from multipack.shapes import ModelShape
+
+LLAMA = ModelShape(
+    layers=2, heads=8, kv_heads=4, d_model=32, d_ff=48, vocabulary_size=56, context=64, tied=False
+)
+GPT = replace(
+    LLAMA, kv_heads=8, positions="learned", norm="layernorm", activation="gelu", bias=True, tied=True
+)
+SHAPES = {
+    "gpt": GPT,
+    "gpt-no-bias-untied": replace(GPT, bias=False, tied=False),
+    "llama": LLAMA,
+    "llama-tied-bias": replace(LLAMA, tied=True, bias=True, head_dim=6),
+}
+SLOTS = 64
+
+
+def _batch(number=0, slots=SLOTS, weighting="token"):
+    """Documents of unequal lengths, some with prompts, which no two batches have alike; padded to `slots`."""
+    draw = np.random.default_rng(number)
+    documents = []
+    for length in draw.permutation([19, 1, 12, 3, 7 + number]):
+        tokens = draw.integers(0, LLAMA.vocabulary_size, length).astype(np.uint16)
+        documents.append(Document(tokens, np.array([[draw.integers(0, length), length]])))
+    collator = PackedCollator(max_documents=8, max_seqlen=64, pad_to=slots, loss_weighting=weighting)
+    return collator(documents)
+
+
+def _whole(name, **changes):
+    """The decoder that every rank draws alike, norms and biases far from their initial values too."""
+    torch.manual_seed(3)
+    model = Decoder(replace(SHAPES[name], **changes))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+def _mesh(world, **config):
+    return build_mesh(ParallelConfig(**{"tensor": world.size, **config}), world)
+
+
+def _divided(world, model):
+    divide_tensors(model, _mesh(world).axis("tp"), PARALLEL_PLAN)
+    return model
+
+
+def _distance(found, wanted):
+    return ((found - wanted).norm() / wanted.norm().clamp(min=1e-12)).item()
+
+
+def _gradients(model):
+    return {
+        name: parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        for name, parameter in model.named_parameters()
+    }
+
+
+def _worst(found, wanted):
+    """The worst distance of any tensor; of one that is nothing but rounding (GPT's key biases) next to the others."""
+    assert found.keys() == wanted.keys()
+    floor = 1e-2 * torch.stack([each.norm() for each in wanted.values()]).norm()
+    return max(
+        ((found[name] - wanted[name]).norm() / max(wanted[name].norm(), floor)).item() for name in wanted
+    )
+
+
+def _errors(world, build, batch, autocast=False):
+    """Relative errors of loss and gradients of a divided model, once forward and backward."""
+    losses, models = [], (build(), _divided(world, build()))
+    for model in models:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(batch)
+        assert loss.dtype == torch.float32
+        loss.backward()
+        losses.append(loss.item())
+    return abs(losses[1] / losses[0] - 1), _worst(_gradients(models[1]), _gradients(models[0]))
+
+
+# Against one process.
+
+
+def parity(world, name):
+    whole, divided = _whole(name), _divided(world, _whole(name))
+    errors = {"loss": 0.0, "gradients": 0.0, "norm": 0.0, "same loss": True}
+    optimizers = [
+        torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-4)
+        for model in (whole, divided)
+    ]
+    for step in range(3):
+        losses, norms = [], []
+        for model, optimizer in zip((whole, divided), optimizers, strict=True):
+            optimizer.zero_grad()
+            for micro in range(2):
+                loss = model(_batch(2 * step + micro))
+                (loss / 50).backward()
+            losses.append(loss.item())
+        errors["same loss"] &= len(set(world.gather(losses[1].hex()))) == 1
+        errors["loss"] = max(errors["loss"], abs(losses[1] / losses[0] - 1))
+        errors["gradients"] = max(errors["gradients"], _worst(_gradients(divided), _gradients(whole)))
+        for model, optimizer in zip((whole, divided), optimizers, strict=True):
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+            optimizer.step()
+        errors["norm"] = max(errors["norm"], abs(norms[1] / norms[0] - 1).item())
+    weights = {name: parameter.full_tensor() for name, parameter in divided.named_parameters()}
+    errors["weights"] = _worst(weights, dict(whole.named_parameters()))
+    return errors
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", SHAPES)
+def test_equals_one_process(pools, name, size):
+    for errors in pools(size).run(parity, name):
+        assert errors.pop("same loss")
+        assert max(errors.values()) < 1e-5, errors
+
+
+def in_bf16(world, name):
+    return _errors(world, partial(_whole, name), _batch(), autocast=True)
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_runs_under_autocast(pools, name):
+    for loss, gradients in pools(2).run(in_bf16, name):
+        assert loss < 2e-3
+        assert gradients < 5e-2
+
+
+def with_terms(world, training):
+    """Smoothing, z-loss and weights by documents."""
+
+    def build():
+        model = _whole("llama").train(training)
+        model.training_loss = training_loss(z_loss=1e-2, label_smoothing=0.1)
+        return model
+
+    return _errors(world, build, _batch(1, weighting="document"))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_keeps_the_terms_of_the_training_loss(pools, training):
+    for errors in pools(2).run(with_terms, training):
+        assert max(errors) < 1e-5
+
+
+def evaluated(world):
+    batch, whole, divided = _batch(), _whole("gpt").eval(), _divided(world, _whole("gpt")).eval()
+    with torch.no_grad():
+        loss, hidden = divided(batch), divided.hidden(batch)
+        return abs(loss / whole(batch) - 1).item(), _distance(all_gather(hidden), whole.hidden(batch))
+
+
+def test_evaluates_and_hidden_is_a_share_of_the_tokens(pools):
+    for errors in pools(4).run(evaluated):
+        assert max(errors) < 1e-5
+
+
+def preferences(world):
+    batch = _batch(2)
+    reference = torch.full((2, 2), -3.0, dtype=torch.float64)
+    pairs = PreferenceBatch(**{**vars(batch), "num_documents": 4, "reference": reference})
+
+    def build():
+        torch.manual_seed(5)
+        return PreferenceDecoder(LLAMA)
+
+    return _errors(world, build, pairs)
+
+
+def test_preferences_equal_one_process(pools):
+    for errors in pools(2).run(preferences):
+        assert max(errors) < 1e-5
+
+
+# Collectives, counted.
+
+
+def counted(world, name):
+    layers, found = {}, {}
+    for blocks in (1, 2):
+        model = _divided(world, _whole(name, layers=blocks))
+        batch, counts = _batch(), []
+        with CommDebugMode() as comm:
+            loss = model(batch)
+        counts.append(comm.get_comm_counts())
+        with CommDebugMode() as comm:
+            loss.backward()
+        counts.append(comm.get_comm_counts())
+        layers[blocks] = [{str(op).rsplit(".", 1)[-1]: n for op, n in each.items()} for each in counts]
+    for direction, one, two in zip(("forward", "backward"), layers[1], layers[2], strict=True):
+        block = {op: two[op] - one.get(op, 0) for op in two}
+        found[direction] = (block, {op: one[op] - block[op] for op in one})
+    return found
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_collectives_of_a_block(pools, name):
+    for found in pools(2).run(counted, name):
+        gather, scatter, reduce = "_allgather_base_", "_reduce_scatter_base_", "allreduce_"
+        block, rest = found["forward"]
+        assert block == {gather: 2, scatter: 2}
+        # The embedding's; the loss gathers hidden states, and three numbers a row for its only chunk.
+        assert rest == {scatter: 1, gather: 2}
+        block, rest = found["backward"]
+        assert block == {gather: 2, scatter: 2, reduce: 2}  # one reduction a norm, biases included
+        assert rest == {scatter: 1, gather: 1, reduce: 2 if name == "gpt" else 1}  # norm, positions
+
+
+# With other strategies.
+
+
+def recomputed(compute, *arguments):
+    return checkpoint(compute, *arguments, use_reentrant=False)
+
+
+def with_shards(world, name, around):
+    """dp_shard × tp: FSDP2 over one dimension of the mesh, tensors divided over the other."""
+    mesh = _mesh(world, data="zero3", tensor=2)
+    model = _whole(name)
+    divide_tensors(model, mesh.axis("tp"), PARALLEL_PLAN)
+    for block in model.blocks:
+        block.around = recomputed if around else None
+        fully_shard(block, mesh=mesh.axis("dp_shard"))
+    fully_shard(model, mesh=mesh.axis("dp_shard"))
+    whole, batches = _whole(name), [_batch(number) for number in range(mesh.data_size)]
+    targets = sum(batch.num_target_tokens for batch in batches)
+    wanted = sum(whole(batch) for batch in batches) / targets
+    wanted.backward()
+    loss = model(batches[mesh.data_rank]) * mesh.data_size / targets
+    loss.backward()
+    placed = {tuple(map(str, parameter.grad.placements)) for parameter in model.parameters()}
+    total = world.sum([loss.item()])[0] / world.size
+    return abs(total / wanted.item() - 1), _worst(_gradients(model), _gradients(whole)), placed
+
+
+@pytest.mark.parametrize(("name", "around"), [("gpt", False), ("llama", True)])
+def test_shards_over_another_dimension(pools, name, around):
+    for loss, gradients, placed in pools(4).run(with_shards, name, around):
+        assert loss < 1e-5
+        assert gradients < 1e-5
+        assert all("Partial" not in place for places in placed for place in places)
+
+
+def with_recomputation(world, name):
+    models = [_divided(world, _whole(name, dropout=0.3)) for _ in range(2)]
+    for block in models[0].blocks:
+        block.around = recomputed
+    losses = []
+    for model in models:
+        torch.manual_seed(11 + world.rank)
+        loss = model(_batch())
+        loss.backward()
+        losses.append(loss.item())
+    return losses[0] - losses[1], _worst(*map(_gradients, models))
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_blocks_can_be_recomputed(pools, name):
+    for loss, gradients in pools(2).run(with_recomputation, name):
+        assert loss == 0
+        assert gradients < 1e-6
+
+
+def compiled(world, name):
+    models = [_divided(world, _whole(name)) for _ in range(2)]
+    compile_blocks(models[0], backend="eager")
+    losses = []
+    for model in models:
+        loss = model(_batch())
+        loss.backward()
+        losses.append(loss.item())
+    return abs(losses[0] / losses[1] - 1), _worst(*map(_gradients, models))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_blocks_can_be_compiled(pools, name):
+    for errors in pools(2).run(compiled, name, seconds=120):
+        assert max(errors) < 1e-5
+
+
+def in_parts(world):
+    """Two stages of a pipeline, one after the other: T / ranks tokens pass between them."""
+    whole, batch = _whole("gpt"), _batch()
+    halves = []
+    for part in (Part(0, 1, 2), Part(1, 2, 2)):
+        half = Decoder(GPT, part=part)
+        state = whole.state_dict()
+        half.load_state_dict({name: state[name] for name in half.state_dict()})
+        halves.append(_divided(world, half))
+    between = halves[0](batch)
+    loss = halves[1](batch, between)
+    return tuple(between.shape), abs(loss / whole(batch) - 1).item()
+
+
+def test_parts_of_a_pipeline_pass_shares_of_the_tokens(pools):
+    for shape, error in pools(2).run(in_parts):
+        assert shape == (SLOTS // 2, GPT.d_model)
+        assert error < 1e-5
+
+
+# Random numbers.
+
+
+def dropped(world):
+    """Every embedding alike, so that zeros are dropout's: where each rank's are, in its tokens."""
+    model = Decoder(replace(LLAMA, dropout=0.5))
+    with torch.no_grad():
+        model.embedding.weight.fill_(1.0)
+    _divided(world, model)
+    torch.manual_seed(int(np.random.SeedSequence([0, world.rank]).generate_state(1)[0]))
+    return (model.embed(_batch()) == 0).numpy()
+
+
+def test_ranks_drop_different_elements(pools):
+    masks = pools(4).run(dropped)
+    for rank, mask in enumerate(masks):
+        assert mask.shape == (SLOTS // 4, LLAMA.d_model)
+        for other in masks[:rank]:
+            assert 0.4 < (mask != other).mean() < 0.6
+
+
+# Layout.
+
+
+def layout(world):
+    mesh = _mesh(world).axis("tp")
+    with torch.device("meta"):
+        divided = Decoder(GPT)
+    divide_tensors(divided, mesh, PARALLEL_PLAN)
+    whole = _whole("gpt")
+    assert all(parameter.is_meta for parameter in divided.parameters())
+    divided.to_empty(device="cpu")
+    Whole({"model": dict(whole.named_parameters())}).fill("model", dict(divided.named_parameters()))
+    real = _divided(world, _whole("gpt"))
+    error = max(abs(model(_batch()) / whole(_batch()) - 1).item() for model in (divided, real))
+    local = {name: tuple(parameter.to_local().shape) for name, parameter in divided.named_parameters()}
+    placements = {name: parameter.placements[0] for name, parameter in divided.named_parameters()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
+    assert shapes == {name: tuple(parameter.shape) for name, parameter in divided.named_parameters()}
+    same = all(
+        torch.equal(left.to_local(), right.to_local()) and left.placements == right.placements
+        for left, right in zip(divided.parameters(), real.parameters(), strict=True)
+    )
+    assert isinstance(divided.blocks[0].attention.query, nn.Linear)
+    return error, same, local, {name: str(place) for name, place in placements.items()}
+
+
+def test_layout_of_meta_and_real_parameters(pools):
+    for error, same, local, placements in pools(2).run(layout):
+        assert error < 1e-5
+        assert same
+        attention = "blocks.1.attention"
+        assert local[f"{attention}.query.weight"] == (16, 32)
+        assert local[f"{attention}.query.bias"] == (16,)
+        assert local[f"{attention}.output.weight"] == (32, 16)
+        assert local[f"{attention}.output.bias"] == (32,)
+        assert local["embedding.weight"] == (28, 32)
+        assert local["positions.weight"] == (64, 32)
+        assert placements[f"{attention}.query.bias"] == str(Shard(0))
+        assert placements[f"{attention}.output.weight"] == str(Shard(1))
+        assert placements["norm.weight"] == str(Replicate())
+
+
+def drawn_apart(world):
+    torch.manual_seed(world.rank)
+    model = _divided(world, Decoder(GPT))
+    torch.manual_seed(0)
+    first = Decoder(GPT)
+    return max(
+        _distance(own.full_tensor(), wanted)
+        for own, wanted in zip(model.parameters(), first.parameters(), strict=True)
+    )
+
+
+def test_real_values_are_the_first_rank_s(pools):
+    assert pools(4).run(drawn_apart) == [0.0] * 4
+
+
+# The sum of products.
+
+
+def row_example(world):
+    draw = np.random.default_rng(0)
+    x, weight, bias = (
+        torch.tensor(draw.normal(size=shape), dtype=torch.float64) for shape in ((9, 6), (6, 4), (4,))
+    )
+    model = nn.Sequential(nn.Linear(6, 4, dtype=torch.float64))
+    with torch.no_grad():
+        model[0].weight.copy_(weight.T)
+        model[0].bias.copy_(bias)
+    divide_tensors(model, _mesh(world).axis("tp"), {"0": "row"})
+    part = slice(2 * world.rank, 2 * world.rank + 2)
+    own = model[0].weight.to_local().detach().T
+    assert torch.equal(own, weight[part])
+    y = all_gather(model(x[:, part]))
+    written_out = x[:, :2] @ weight[:2] + x[:, 2:4] @ weight[2:4] + x[:, 4:] @ weight[4:] + bias
+    (y * torch.arange(9.0)[:, None]).sum().div(world.size).backward()
+    bias_error = (model[0].bias.grad.to_local() - 36).abs().max().item()
+    return (y - written_out).abs().max().item(), (y - (x @ weight + bias)).abs().max().item(), bias_error
+
+
+def test_row_parallel_is_a_sum_of_products(pools):
+    for errors in pools(3).run(row_example):
+        assert max(errors) < 1e-12
+
+
+# What is refused.
+
+
+def refused(world):
+    messages = []
+
+    def refuse(function, *arguments):
+        with pytest.raises(ValueError) as caught:
+            function(*arguments)
+        messages.append(str(caught.value))
+
+    mesh = _mesh(world).axis("tp")
+    model = _divided(world, _whole("gpt"))
+    refuse(model, _batch(slots=61))
+    refuse(divide_tensors, model, mesh, PARALLEL_PLAN)
+    unnamed = {name: kind for name, kind in PARALLEL_PLAN.items() if name != "blocks.*.feed_forward.up"}
+    refuse(divide_tensors, _whole("gpt"), mesh, unnamed)
+    refuse(divide_tensors, _whole("gpt"), mesh, {**PARALLEL_PLAN, "norm": "diagonal"})
+    refuse(divide_tensors, _whole("gpt"), mesh, {**PARALLEL_PLAN, "norm": "row"})
+    refuse(divide_tensors, _whole("gpt", vocabulary_size=57), mesh, PARALLEL_PLAN)
+    custom = _whole("gpt")
+    custom.loss_function = _own_loss
+    refuse(divide_tensors, custom, mesh, PARALLEL_PLAN)
+    tiled = _whole("gpt")
+    tiled.training_loss = partial(linear_cross_entropy, vocabulary_tiles=2)
+    refuse(divide_tensors, tiled, mesh, PARALLEL_PLAN)
+    both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    refuse(divide_tensors, _whole("gpt"), both, PARALLEL_PLAN)
+    hidden, targets = torch.zeros(4, 32), torch.zeros(4, dtype=torch.int64)
+    refuse(model.loss_function, hidden, model.output_weight, targets)
+    return messages
+
+
+def _own_loss(hidden, weight, targets):
+    return hidden.sum()
+
+
+def test_mistakes_are_refused_on_all_ranks_alike(pools):
+    first, second = pools(2).run(refused)
+    assert first == second
+    for told, message in zip(
+        (
+            "parallel.tensor=2 divides the slots of every pack, and this one has 61",
+            "is divided already",
+            "does not say how to divide blocks.0.feed_forward.up (Linear with weight, bias)",
+            "the plan calls norm 'diagonal', which is none of column, row",
+            "the plan calls norm 'row', which takes Linear, got LayerNorm",
+            "embedding.weight (57, 32) cannot be divided evenly among parallel.tensor=2 ranks",
+            "the model's loss_function is _own_loss, which needs all of the vocabulary",
+            "the model's training_loss has vocabulary_tiles=2",
+            "a mesh of one dimension",
+            "needs targets (8,) of all of them, got (4,)",
+        ),
+        first,
+        strict=True,
+    ):
+        assert told in message

@@ -1,0 +1,209 @@
+"""An optimizer that ranks divide: the same bits as the whole one, and its state once."""
+
+import importlib
+import sys
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from multipack.parallel import zero1
+from multipack.parallel.materialize import check_equal, materialize
+from multipack.parallel.shard import shard, synchronizing
+from multipack.parallel.state import local
+from multipack.parallel.zero1 import ShardedOptimizer, deal
+
+sys.path.append(str(Path(__file__).parent))
+tiny = importlib.import_module("sharding")
+
+
+@cache  # a process serves many cases, and gloo's groups take their time
+def _mesh(*sizes):
+    names = ("dp_replicate", "dp_shard", "tp")[: len(sizes)]
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+
+
+def _two_groups(parameters):
+    """AdamW whose biases and norms learn at twice the rate and do not decay."""
+    matrices = [each for each in parameters.values() if each.dim() > 1]
+    rest = [each for each in parameters.values() if each.dim() == 1]
+    groups = [
+        {"params": matrices, "weight_decay": 0.1},
+        {"params": rest, "weight_decay": 0.0, "lr_scale": 2.0},
+    ]
+    return torch.optim.AdamW(groups, lr=1e-3, fused=True)
+
+
+def _trained(world, kind, updates, model, steps=3):
+    call = DistributedDataParallel(model)
+    when = synchronizing(call)
+    for step in range(steps):
+        packs, targets = tiny.packs_of_step(step, world.size, 2)
+        for number, each in enumerate(packs[world.rank]):
+            with when(number == 1):
+                (call(each) * (world.size / targets)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for group in updates.param_groups:
+            group["lr"] = 1e-3 / (1 + step) * group.get("lr_scale", 1.0)
+        updates.step()
+        updates.zero_grad()
+
+
+def _equal(world, kind, bucket_bytes):
+    """Divided and whole optimizers of the same gradients; bytes of their states; who owns what."""
+    with mock.patch.object(zero1, "BUCKET_BYTES", bucket_bytes):
+        return _compared(world, kind)
+
+
+def _compared(world, kind):
+    models, optimizers = [], []
+    for divides in (False, True):
+        model = tiny.fresh(kind)
+        model.positions.weight.requires_grad_(False) if kind == "gpt" else None
+        trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        if divides:
+            updates = ShardedOptimizer(_two_groups, trained, _mesh(world.size))
+        else:
+            updates = _two_groups(trained)
+        _trained(world, kind, updates, model)
+        models.append(model)
+        optimizers.append(updates)
+    for (name, one), two in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(one, two), name
+    check_equal(dict(models[1].named_parameters()), world)
+    names = {each: name for name, each in models[1].named_parameters()}
+    owned = {names[each] for each in optimizers[1].state}
+    assert owned == {name for name, rank in optimizers[1].owners.items() if rank == world.rank}
+    of_whole = {
+        name: optimizers[0].state[each] for name, each in models[0].named_parameters() if each.requires_grad
+    }
+    for each, slots in optimizers[1].state.items():
+        for slot, value in slots.items():
+            assert torch.equal(value, of_whole[names[each]][slot]), (names[each], slot)
+    return sorted(owned), sorted(of_whole)
+
+
+@pytest.mark.parametrize(("size", "kind"), [(2, "gpt"), (4, "llama")])
+@pytest.mark.parametrize("bucket_bytes", [64 * 2**20, 6000])
+def test_a_divided_optimizer_gives_the_bits_of_the_whole_one(pools, size, kind, bucket_bytes):
+    outcomes = pools(size).run(_equal, kind, bucket_bytes)
+    owned = [name for names, _ in outcomes for name in names]
+    assert sorted(owned) == outcomes[0][1]
+
+
+def _parity(world, kind, micro_batches):
+    model = tiny.fresh(kind)
+    call = DistributedDataParallel(model)
+    updates = ShardedOptimizer(
+        lambda named: tiny.adamw(named.values()), dict(model.named_parameters()), _mesh(world.size)
+    )
+    found = tiny.together(world, model, call, updates, 5, synchronizing(call), micro_batches)
+    *expected, reference = tiny.alone(kind, world.size, 5, micro_batches)
+    tiny.assert_alike(found, expected)
+    assert tiny.largest_difference(model, reference) < 2e-5
+
+
+@pytest.mark.parametrize(("size", "kind"), [(2, "llama"), (4, "gpt")])
+def test_ranks_that_divide_an_optimizer_train_as_one_process(pools, size, kind):
+    pools(size).run(_parity, kind, 3)
+
+
+def _counted(world):
+    model = tiny.fresh("llama")
+    updates = ShardedOptimizer(_two_groups, dict(model.named_parameters()), _mesh(world.size))
+    for each in model.parameters():
+        each.grad = torch.ones_like(each)
+    with tiny.Communication() as seen:
+        updates.step()
+    assert all(each.grad is not None for each in model.parameters())
+    return dict(seen.calls), dict(seen.elements)
+
+
+def test_a_step_sends_every_parameter_once(pools):
+    parameters = sum(each.numel() for each in tiny.on_meta("llama").parameters())
+    for calls, elements in pools(4).run(_counted):
+        assert calls == {"broadcast": 4}
+        assert elements == {"broadcast": parameters}
+
+
+def _beside_tensor_parallelism(world):
+    """Ranks 0 and 2 divide the optimizer of one half of the matrices, ranks 1 and 3 of the other."""
+    mesh = _mesh(2, 1, 2)
+    plan = {name: ColwiseParallel() for name in ("feed_forward.gate", "feed_forward.up")}
+    models = []
+    for divides in (False, True):
+        model = tiny.on_meta("llama")
+        for block in model.blocks:
+            parallelize_module(block, mesh["tp"], plan)
+        shard(model, mesh["dp_replicate", "dp_shard"], reshard=True)
+        materialize([model], lambda: tiny.drawn("llama"), tiny.whole_shapes("llama"), world)
+        named = dict(model.named_parameters())
+        if divides:
+            updates = ShardedOptimizer(_two_groups, named, mesh["dp_replicate"])
+        else:
+            updates = _two_groups(named)
+        random = torch.Generator().manual_seed(3)
+        for each in named.values():
+            each.grad = torch.zeros_like(each)
+            local(each.grad).normal_(generator=random)
+        updates.step()
+        check_equal(named, world)
+        models.append(model)
+    held = sum(local(each).numel() for each in updates.state)
+    assert held == sum(
+        local(named[n]).numel() for n, r in updates.owners.items() if r == mesh.get_local_rank(0)
+    )
+    for one, two in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(local(one), local(two))
+    return held, sum(local(each).numel() for each in named.values())
+
+
+def test_parts_of_tensor_parallelism_are_owned_as_they_are(pools):
+    for held, parameters in pools(4).run(_beside_tensor_parallelism):
+        assert held == pytest.approx(parameters / 2, rel=0.05)
+
+
+def _round_trip(world):
+    model = tiny.fresh("llama")
+    made = [
+        ShardedOptimizer(_two_groups, dict(model.named_parameters()), _mesh(world.size)) for _ in range(2)
+    ]
+    for each in model.parameters():
+        each.grad = torch.ones_like(each)
+    made[0].step()
+    made[1].load_state_dict(made[0].state_dict())
+    assert made[1].state.keys() == made[0].state.keys()
+    for parameter, slots in made[0].state.items():
+        assert all(torch.equal(value, made[1].state[parameter][slot]) for slot, value in slots.items())
+    made[1].param_groups[0]["lr"] = made[1].param_groups[1]["lr"] = 0.0
+    before = [each.clone() for each in model.parameters()]
+    made[1].step()
+    assert all(torch.equal(each, old) for each, old in zip(model.parameters(), before, strict=True))
+    with pytest.raises(ValueError, match="hand in no closure"):
+        made[1].step(lambda: 0.0)
+    with pytest.raises(ValueError, match="one dimension, not of 3"):
+        ShardedOptimizer(_two_groups, dict(model.named_parameters()), _mesh(2, 1, 1))
+
+
+def test_a_rank_s_own_state_can_be_saved_and_loaded(pools):
+    pools(2).run(_round_trip)
+
+
+@given(st.lists(st.integers(0, 10**6), max_size=60), st.integers(1, 9))
+@settings(deadline=None, max_examples=200)
+def test_no_rank_owns_more_than_the_mean_and_the_largest(sizes, ranks):
+    owners = deal({f"{number}": size for number, size in enumerate(sizes)}, ranks)
+    assert set(owners) == {f"{number}" for number in range(len(sizes))}
+    loads = Counter(dict.fromkeys(range(ranks), 0))
+    for name, rank in owners.items():
+        assert 0 <= rank < ranks
+        loads[rank] += sizes[int(name)]
+    assert max(loads.values()) <= sum(sizes) / ranks + max(sizes, default=0)

@@ -1,0 +1,98 @@
+import pytest
+
+from multipack.parallel.config import ParallelConfig, fit_micro_batches
+from multipack.shapes import SHAPES, ModelShape
+
+SHAPE = ModelShape(layers=4, heads=4, kv_heads=2, d_model=64, d_ff=128, vocabulary_size=96)
+
+
+@pytest.mark.parametrize(
+    ("words", "world", "sizes"),
+    [
+        ({}, 4, (1, 4, 1, 1, 1)),
+        ({"data": "zero1"}, 4, (1, 4, 1, 1, 1)),
+        ({"data": "zero3"}, 4, (1, 1, 4, 1, 1)),
+        ({"data": "hsdp"}, 8, (1, 2, 4, 1, 1)),
+        ({"data": "hsdp", "replicate": 4}, 8, (1, 4, 2, 1, 1)),
+        ({"data": "zero2", "tensor": 2, "pipeline": 2}, 8, (2, 1, 2, 1, 2)),
+        ({"tensor": 2, "context": 2, "pipeline": 2}, 8, (2, 1, 1, 2, 2)),
+    ],
+)
+def test_axes_multiply_to_the_world(words, world, sizes):
+    found = ParallelConfig(**words).axes(world)
+    assert tuple(found.values()) == sizes
+    assert list(found) == ["pp", "dp_replicate", "dp_shard", "cp", "tp"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"tensor": 0}, r"parallel\.tensor must be at least 1"),
+        (
+            {"offload": "cpu"},
+            r"parallel\.offload=cpu .* parallel\.data=ddp has none: set parallel\.data=zero3",
+        ),
+        ({"replicate": 2}, r"parallel\.replicate=2 .* set parallel\.data=hsdp"),
+        ({"timeout_seconds": 0}, r"timeout_seconds"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(words, message):
+    with pytest.raises(ValueError, match=message):
+        ParallelConfig(**words)
+
+
+@pytest.mark.parametrize(
+    ("words", "world", "message"),
+    [
+        (
+            {"tensor": 3},
+            8,
+            r"parallel\.tensor=3: 3 ranks hold one model.*the 8 processes.*start 9 processes, or let 2 hold a model",
+        ),
+        ({"data": "hsdp", "replicate": 3}, 8, r"parallel\.replicate=3 .* use parallel\.replicate=2"),
+        ({"tensor": 4}, 4, r"parallel\.tensor=4 divides heads .* model\.kv_heads=2 .* use 2 ranks"),
+        (
+            {"context": 8},
+            8,
+            r"parallel\.context=8 \(ulysses\).*model\.heads=4.*or parallel\.context_method=ring",
+        ),
+        ({"pipeline": 8}, 8, r"parallel\.pipeline=8 .* 8 stages.*model\.layers=4.*use parallel\.pipeline=4"),
+        ({"pipeline": 4, "schedule": "interleaved"}, 4, r"8 stages.*use parallel\.pipeline=2"),
+    ],
+)
+def test_what_does_not_fit_is_named_with_the_nearest_choice(words, world, message):
+    with pytest.raises(ValueError, match=message):
+        ParallelConfig(**words).check(SHAPE, world, 2048)
+
+
+def test_vocabulary_width_capacity_and_window_are_looked_at():
+    two = ParallelConfig(tensor=2)
+    with pytest.raises(ValueError, match=r"model\.vocabulary_size=97: use model\.vocabulary_size=98"):
+        two.check(SHAPE.with_vocabulary(97), 2, 2048)
+    two.check(SHAPE.with_vocabulary(0), 2, 2048)  # not known yet
+    with pytest.raises(
+        ValueError, match=r"plan\.capacity=2047 must be a multiple of 2.*use plan\.capacity=2046"
+    ):
+        two.check(SHAPE, 2, 2047)
+    ring = ParallelConfig(context=2, context_method="ring")
+    ring.check(SHAPE, 2, 2048)
+    with pytest.raises(ValueError, match=r"model\.window=16.*use parallel\.context_method=ulysses"):
+        ring.check(ModelShape(window=16, vocabulary_size=96), 2, 2048)
+    assert ring.token_multiple == 4
+    with pytest.raises(ValueError, match="multiple of 4"):
+        ring.check(SHAPE, 2, 2046)
+
+
+def test_every_preset_can_stand_alone():
+    for shape in SHAPES.values():
+        ParallelConfig().check(shape, 1, 2048)
+
+
+def test_micro_batches_of_a_pipeline():
+    assert fit_micro_batches(ParallelConfig(), 1) == 1
+    assert fit_micro_batches(ParallelConfig(pipeline=4), 1) == 4
+    assert fit_micro_batches(ParallelConfig(pipeline=4), 6) == 6
+    assert fit_micro_batches(ParallelConfig(pipeline=4, schedule="interleaved"), 6) == 8
+    assert ParallelConfig(pipeline=2).sync == "pipeline"
+    assert ParallelConfig(data="zero2").sync == "micro"
+    assert ParallelConfig(data="zero1", tensor=2).sync == "step"

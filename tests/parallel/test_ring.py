@@ -1,0 +1,330 @@
+"""The ring, its ranks played by threads of one process: exact, balanced, and sending no more than it says."""
+
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from queue import Queue
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from multipack.data.collate import PackedCollator
+from multipack.data.documents import Document
+from multipack.models.attention import attention
+from multipack.parallel.partial import CPU, FLASH, PLAIN, Documents, choose_kernel, merge
+from multipack.parallel.ring import Ring, head_tail, ring_attention
+
+HEADS, KV_HEADS, WIDTH = 4, 2, 8
+
+
+class Threads:
+    """Messages between threads, in the order in which each pair exchanges them."""
+
+    def __init__(self, ranks):
+        self.boxes = {(a, b): Queue() for a in range(ranks) for b in range(ranks)}
+        self.sent_elements = [0] * ranks
+
+    def of(self, rank):
+        return _Place(self, rank)
+
+
+class _Place:
+    def __init__(self, threads, rank):
+        self.threads, self.rank = threads, rank
+
+    def start(self, sent, to, received, source):
+        assert to != self.rank
+        assert source != self.rank
+        if sent is not None:
+            assert sent.is_contiguous()
+            self.threads.sent_elements[self.rank] += sent.numel()
+            self.threads.boxes[self.rank, to].put(sent.clone())
+
+        def wait():
+            if received is not None:
+                message = self.threads.boxes[source, self.rank].get(timeout=20)
+                assert message.shape == received.shape
+                assert message.dtype == received.dtype
+                received.copy_(message)
+
+        return wait
+
+
+def run(lengths, ranks, tensors, upstream, kernel=None):
+    """Output and gradients of the whole pack, computed by so many ranks; and the elements each sent."""
+    slots, threads = sum(lengths), Threads(ranks)
+
+    def one(rank):
+        pieces = head_tail(slots, rank, ranks)
+        own = [torch.cat([x[p] for p in pieces]).requires_grad_() for x in tensors]
+        ring = Ring.of(lengths, rank, ranks)
+        starts = torch.tensor([0, *np.cumsum(ring.lengths)], dtype=torch.int32, device=upstream.device)
+        out = ring_attention(*own, ring, starts, kernel=kernel, exchange=threads.of(rank))
+        forward = threads.sent_elements[rank]
+        out.backward(torch.cat([upstream[p] for p in pieces]))
+        return (out.detach(), *(x.grad for x in own)), forward
+
+    with ThreadPoolExecutor(ranks) as executor:
+        done = list(executor.map(one, range(ranks)))
+    assert all(box.empty() for box in threads.boxes.values())
+    whole = [part.new_empty(slots, *part.shape[1:]) for part in done[0][0]]
+    for rank, (parts, _) in enumerate(done):
+        for target, part in zip(whole, parts, strict=True):
+            for piece, values in zip(head_tail(slots, rank, ranks), part.chunk(2), strict=True):
+                target[piece] = values
+    forward = [elements for _, elements in done]
+    return whole, forward, [all_ - first for all_, first in zip(threads.sent_elements, forward, strict=True)]
+
+
+def pack(lengths):
+    documents = [Document(np.zeros(n, dtype=np.uint16), np.array([[0, n]])) for n in lengths]
+    return PackedCollator(len(lengths), sum(lengths))(documents)
+
+
+def drawn(slots, dtype=torch.float32, kv_heads=KV_HEADS):
+    torch.manual_seed(3)
+    shapes = [(slots, heads, WIDTH) for heads in (HEADS, kv_heads, kv_heads, HEADS)]
+    *tensors, upstream = (torch.randn(shape, dtype=torch.float64).to(dtype) for shape in shapes)
+    return tensors, upstream
+
+
+def reference(lengths, tensors, upstream, backend="dense"):
+    own = [x.clone().requires_grad_() for x in tensors]
+    out = attention(*own, pack(lengths), backend)
+    out.backward(upstream)
+    return [out.detach(), *(x.grad for x in own)]
+
+
+LAYOUTS = {
+    "one document is the pack": (64,),
+    "crossing every border": (20, 21, 23),
+    "longer than a chunk": (3, 50, 11),
+    "many tiny ones": (1, 2, 3, 1, 4, 5) * 4,
+    "borders on chunks": (8, 8, 16, 32),
+    "padding at the end": (30, 9, 25),
+    "the head alone": (32, *(2,) * 16),
+    "the tail alone": (*(2,) * 16, 32),
+    "the last token of a chunk begins": (15, 2, 47),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("kernel", [CPU, PLAIN], ids=["cpu", "plain"])
+@pytest.mark.parametrize("lengths", LAYOUTS.values(), ids=LAYOUTS)
+def test_equals_attention_over_the_whole_pack(lengths, kernel, ranks):
+    tensors, upstream = drawn(sum(lengths))
+    found, *_ = run(lengths, ranks, tensors, upstream, kernel)
+    for ours, theirs in zip(found, reference(lengths, tensors, upstream), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    cuts=st.lists(st.integers(1, 95), max_size=12, unique=True),
+    ranks=st.sampled_from([1, 2, 3, 4, 6, 8]),
+    kv_heads=st.sampled_from([1, 2, 4]),
+    plain=st.booleans(),
+)
+@example(cuts=[], ranks=8, kv_heads=4, plain=False)
+def test_is_exact_for_any_documents(cuts, ranks, kv_heads, plain):
+    edges = [0, *sorted(cuts), 96]
+    lengths = tuple(b - a for a, b in pairwise(edges))
+    tensors, upstream = drawn(96, torch.float64, kv_heads)
+    found, *_ = run(lengths, ranks, tensors, upstream, PLAIN if plain else None)
+    for ours, theirs in zip(found, reference(lengths, tensors, upstream), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
+@settings(deadline=None, max_examples=150)
+@given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=12), ranks=st.integers(1, 6))
+def test_every_pair_of_tokens_is_computed_once(lengths, ranks):
+    slots = -(-max(1, sum(lengths)) // (2 * ranks)) * 2 * ranks
+    lengths = [*lengths, slots - sum(lengths)]
+    seen = np.zeros((slots, slots), dtype=int)
+    slots_of = [
+        np.concatenate([np.arange(slots)[p] for p in head_tail(slots, rank, ranks)]) for rank in range(ranks)
+    ]
+    for rank in range(ranks):
+        ring, first = Ring.of(lengths, rank, ranks), 0
+        for length in ring.lengths:
+            assert length > 0
+            own = slots_of[rank][first : first + length]
+            seen[np.ix_(own, own)] += np.tri(length, dtype=int)
+            first += length
+        for step, piece in enumerate(ring.seen):
+            owner = (rank - step) % ranks
+            assert piece == Ring.of(lengths, owner, ranks).shown[step]
+            if piece:
+                seen[np.ix_(slots_of[rank][piece.queries], slots_of[owner][piece.keys])] += 1
+        assert ring.scores == seen[slots_of[rank]].sum()
+    document = np.repeat(np.arange(len(lengths)), lengths)
+    expected = (document[:, None] == document) & np.tri(slots, dtype=bool)
+    np.testing.assert_array_equal(seen, expected)
+
+
+def test_gradients_are_those_of_finite_differences():
+    lengths, ranks = (7, 14, 3), 2
+    tensors, upstream = drawn(24, torch.float64)
+    _, *grads = run(lengths, ranks, tensors, upstream)[0]
+    for place, (x, grad) in enumerate(zip(tensors, grads, strict=True)):
+        direction, step = torch.randn_like(x), 1e-5
+        ends = []
+        for sign in (1, -1):
+            moved = [*tensors]
+            moved[place] = x + sign * step * direction
+            ends.append((run(lengths, ranks, moved, upstream)[0][0] * upstream).sum())
+        assert (ends[0] - ends[1]) / (2 * step) == pytest.approx((grad * direction).sum().item(), rel=1e-7)
+
+
+@pytest.mark.parametrize("kernel", [CPU, PLAIN], ids=["cpu", "plain"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_right_to_its_noise(kernel, dtype):
+    lengths = LAYOUTS["longer than a chunk"]
+    tensors, upstream = drawn(sum(lengths), dtype)
+    found, *_ = run(lengths, 4, tensors, upstream, kernel)
+    exact = reference(lengths, [x.double() for x in tensors], upstream.double())
+    usual = reference(lengths, tensors, upstream, "loop")
+    for ours, true, theirs in zip(found, exact, usual, strict=True):
+        assert ours.dtype == dtype
+        noise = (theirs.double() - true).norm()
+        assert (ours.double() - true).norm() < 2 * noise + 1e-9
+
+
+def test_plain_products_work_in_tiles(monkeypatch):
+    lengths = LAYOUTS["longer than a chunk"]
+    tensors, upstream = drawn(sum(lengths))
+    whole, *_ = run(lengths, 2, tensors, upstream, PLAIN)
+    monkeypatch.setattr("multipack.parallel.partial.SCORES", 100)
+    tiled, *_ = run(lengths, 2, tensors, upstream, PLAIN)
+    for ours, theirs in zip(tiled, whole, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_parts_merge_to_the_whole_also_where_scores_are_far_apart():
+    (q, k, v), _ = drawn(32, kv_heads=HEADS)
+    q, k = q * 30, k * torch.linspace(0.1, 30, 32)[:, None, None]
+    whole, sums = CPU.forward(q, k, v, None)
+    out, lse = CPU.forward(q, k[:5], v[:5], None)
+    for rows in (slice(5, 6), slice(6, 32)):
+        merge(out, lse, *CPU.forward(q, k[rows], v[rows], None))
+    torch.testing.assert_close(out, whole, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse, sums, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("documents", [(9, 9, 14), None], ids=["documents", "all"])
+def test_kernels_agree(documents):
+    (q, k, v), upstream = drawn(32)
+    seen = None
+    if documents:
+        seen = Documents(documents, torch.tensor([0, *np.cumsum(documents)], dtype=torch.int32))
+    results = []
+    for kernel in (CPU, PLAIN):
+        out, lse = kernel.forward(q, k, v, seen)
+        results.append((out, lse, *kernel.backward(upstream, q, k, v, out, lse, seen)))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert choose_kernel(q) is CPU
+    assert choose_kernel(q.to("meta")) is PLAIN
+
+
+@pytest.mark.parametrize("documents", [(9, 9, 14), None], ids=["documents", "all"])
+def test_flash_attention_takes_and_gives_these_shapes(documents):
+    tensors, upstream = drawn(32, torch.bfloat16)
+    q, k, v, upstream = (x.to("meta") for x in (*tensors, upstream))
+    seen = documents and Documents(documents, torch.empty(4, dtype=torch.int32, device="meta"))
+    out, lse = FLASH.forward(q, k, v, seen)
+    assert (out.shape, lse.shape, out.dtype, lse.dtype) == (
+        q.shape,
+        q.shape[:2],
+        torch.float32,
+        torch.float32,
+    )
+    grads = FLASH.backward(upstream, q, k, v, out, lse, seen)
+    assert [grad.shape for grad in grads] == [x.shape for x in (q, k, v)]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("documents", [(9, 9, 14), None], ids=["documents", "all"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_kernels_for_gpus_agree_with_that_for_cpus(documents, dtype):
+    (q, k, v), upstream = drawn(32, dtype)
+    results = []
+    for device in ("cuda", "cpu"):
+        seen = None
+        if documents:
+            starts = torch.tensor([0, *np.cumsum(documents)], dtype=torch.int32, device=device)
+            seen = Documents(documents, starts)
+        own = [x.to(device) for x in (q, k, v)]
+        kernel = choose_kernel(own[0])
+        out, lse = kernel.forward(*own, seen)
+        results.append((out, lse, *kernel.backward(upstream.to(device), *own, out, lse, seen)))
+    assert choose_kernel(q.cuda()) is (PLAIN if dtype == torch.float32 else FLASH)
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours.cpu() - theirs).norm() < (4 * torch.finfo(dtype).eps + 1e-6) * theirs.norm()
+
+
+def work(lengths, ranks, held):
+    """Pairs of a query and a key of every rank: tokens before each one of its own document, itself included."""
+    seen = np.concatenate([np.arange(1, length + 1) for length in lengths])
+    return np.array([sum(int(seen[piece].sum()) for piece in held(rank)) for rank in range(ranks)])
+
+
+def spread(found):
+    return (found.max() - found.mean()) / found.mean()
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_head_and_tail_balance_the_work(ranks):
+    slots = 1024
+
+    def contiguous(rank):
+        return [slice(rank * slots // ranks, (rank + 1) * slots // ranks)]
+
+    def ours(lengths):
+        found = work(lengths, ranks, lambda rank: head_tail(slots, rank, ranks))
+        assert found.tolist() == [Ring.of(lengths, rank, ranks).scores for rank in range(ranks)]
+        return spread(found)
+
+    assert ours((slots,)) == 0
+    assert spread(work((slots,), ranks, contiguous)) == pytest.approx((ranks - 1) / ranks, abs=0.01)
+    draw, spreads = np.random.default_rng(5), []
+    for _ in range(40):  # skewed packs: most documents short, some longer than a chunk
+        cut = np.cumsum(np.maximum(1, draw.lognormal(4, 1.5, 400).astype(int)))
+        lengths = np.diff([0, *cut[cut < slots], slots]).tolist()
+        spreads.append((ours(lengths), spread(work(lengths, ranks, contiguous))))
+    balanced, unbalanced = np.mean(spreads, axis=0)
+    assert balanced < 0.9 * unbalanced
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sends_what_it_says(ranks):
+    slots = 64
+    tensors, upstream = drawn(slots)
+    _, forward, backward = run((slots,), ranks, tensors, upstream)
+    most = 2 * (ranks - 1) * slots // ranks * KV_HEADS * WIDTH
+    assert max(forward) == most
+    assert sum(forward) == 3 * (ranks - 1) * slots * KV_HEADS * WIDTH // 2
+    # Back, a rank gives its keys away again, and takes the gradients of others' home.
+    assert sum(backward) == 2 * sum(forward)
+    # What is asked of documents that end inside a chunk is their part in it; of those that end with it, nothing.
+    _, forward, backward = run((slots // ranks // 2,) * 2 * ranks, ranks, tensors, upstream)
+    assert forward == backward == [0] * ranks
+    _, forward, _ = run((slots // 2 - 3, 6, slots // 2 - 3), 2, drawn(slots)[0], upstream)
+    crossing = (slots // 4, 3)  # from chunk 0 into 1; from 2 into 3 (that into 2 from 1 stays on its rank)
+    assert forward[0] == 2 * crossing[0] * KV_HEADS * WIDTH
+
+
+def test_refuses_what_is_not_its_own():
+    (q, k, v), _ = drawn(32)
+    ring, starts = Ring.of((32,), 0, 1), torch.tensor([0, 16, 32], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"has 32 tokens, but q has 16"):
+        ring_attention(q[:16], k[:16], v[:16], ring, starts)
+    with pytest.raises(ValueError, match="takes q"):
+        ring_attention(q, k, v[:, :1], ring, starts)
+    with pytest.raises(ValueError, match="in one dtype"):
+        ring_attention(q.half(), k, v, ring, starts)
+    with pytest.raises(ValueError, match="10 slots cannot be cut into 4 equal chunks"):
+        Ring.of((10,), 0, 2)
