@@ -27,7 +27,7 @@ check: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
 bench: $(VENV)/.installed-dev
-	for script in attention precision padding overhead planning prepare generate training; do $(BIN)/python benchmarks/$$script.py || exit 1; done
+	for script in attention precision padding overhead planning prepare generate training parallel; do $(BIN)/python benchmarks/$$script.py || exit 1; done
 
 install: $(VENV)/.installed-dev
 

@@ -360,7 +360,10 @@ def test_mistakes_are_one_line_and_exit_code_2(monkeypatch, capsys, lengths_file
 def test_other_ranks_say_who_they_are(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
+    waited = []
+    monkeypatch.setattr("time.sleep", waited.append)
     assert _fails(monkeypatch, capsys, "plan", "nowhere.npy")[1].startswith("[rank 3] error: ")
+    assert waited  # so that rank 0 can say the same first, and its end ends this one
 
 
 @pytest.mark.parametrize(

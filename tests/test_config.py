@@ -236,3 +236,47 @@ def test_yaml_booleans_and_packs_from_files_mean_what_they_look_like(tmp_path):
 )
 def test_lists_may_keep_their_quotes(word):
     assert compose([word]).optimizer.rules == ["embedding lr=0.5", "*.bias weight_decay=0"]
+
+
+@pytest.mark.parametrize(
+    ("words", "processes", "message"),
+    [
+        (
+            ["plan.packs_per_step=2"],
+            3,
+            "3 data-parallel ranks cannot share plan.packs_per_step=2 packs: set it to at least 3",
+        ),
+        (
+            ["plan.packs_per_step=1", "parallel.tensor=2", "model=small"],
+            4,
+            "2 data-parallel ranks cannot share",
+        ),
+    ],
+)
+def test_steps_with_fewer_packs_than_ranks_are_refused(words, processes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        compose(words).check(processes)
+    compose(["plan.micro_batches=1", *words[1:]]).check(processes)
+
+
+def test_a_pipeline_takes_the_packs_that_it_needs_unless_a_run_has_settled_them(tmp_path):
+    words = ["model=tiny", "model.layers=8", "plan.packs_per_step=3"]
+    compose([*words, "parallel.pipeline=4"]).check(4)
+    run = RunDirectory(tmp_path / "run")
+    run.create(config_yaml(compose(words)))
+    goes_on = ["train.resume=true", f"out={run.path}"]
+    with pytest.raises(ValueError, match=r"needs 4 packs a step .* has 3: use parallel\.pipeline=2$"):
+        compose_run([*goes_on, "parallel.pipeline=4"]).check(4)
+    compose_run([*goes_on, "parallel.pipeline=2"]).check(4)
+    with pytest.raises(ValueError, match=r"\(interleaved\) needs 4 .* has 3: use parallel\.pipeline=1$"):
+        compose_run([*goes_on, "parallel.pipeline=2", "parallel.schedule=interleaved"]).check(2)
+
+
+def test_aligned_packs_of_one_shape_that_ranks_cannot_divide_are_refused():
+    words = ["model=tiny", "model.kv_heads=2", "plan.capacity=256", "plan.align=5", "parallel.tensor=2"]
+    compose(words).check(2)  # packs end anywhere, and are filled up
+    with pytest.raises(
+        ValueError, match=r"plan\.align=5 leaves 255 slots .* use plan\.capacity=250, or plan\.align=2"
+    ):
+        compose([*words, "train.fixed_shape=true"]).check(2)
+    compose([*words, "train.fixed_shape=true", "plan.capacity=250"]).check(2)

@@ -25,7 +25,14 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-PRELOADED = ["torch", "numpy", "pytest", "multipack.parallel.engine", "multipack.models.decoder"]
+PRELOADED = [
+    "torch",
+    "numpy",
+    "pytest",
+    "multipack.parallel.engine",
+    "multipack.parallel.pipelined",
+    "multipack.models.decoder",
+]
 
 
 @dataclass(frozen=True)

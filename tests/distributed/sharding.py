@@ -9,7 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
-from multipack.models.decoder import Decoder
+from multipack.models.decoder import PARALLEL_PLAN, Decoder, Part, initial_parameters
+from multipack.parallel.engine import Blueprint
 from multipack.shapes import ModelShape
 
 GPT = ModelShape(
@@ -67,6 +68,22 @@ def drawn(kind):
     """What rank 0 fills models on the meta device from."""
     for name, parameter in fresh(kind).named_parameters():
         yield name, parameter.detach()
+
+
+def blueprint(shape, head_layers=1.0, seed=SEED):
+    """A decoder as engines ask for it: every process begins with the weights of one seed."""
+    with torch.device("meta"):
+        shapes = {name: tuple(each.shape) for name, each in Decoder(shape).named_parameters()}
+
+    def build(blocks):
+        torch.manual_seed(seed)
+        return Decoder(shape, part=None if blocks is None else Part(*blocks, shape.layers))
+
+    def initial():
+        torch.manual_seed(seed)
+        return initial_parameters(shape)
+
+    return Blueprint(build, shape.layers, shape.d_model, shapes, initial, PARALLEL_PLAN, head_layers)
 
 
 def adamw(parameters):

@@ -13,6 +13,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from multipack.config import compose, compose_run
 from multipack.data.tokenizer import byte_tokenizer
 from multipack.models.decoder import Decoder
+from multipack.parallel.loop import LoopEngine
+from multipack.parallel.mesh import Mesh
 from multipack.parallel.state import local, piece_of
 from multipack.run import RunDirectory, config_yaml
 from multipack.shapes import ModelShape
@@ -166,3 +168,21 @@ def test_a_run_goes_on_with_the_same_losses_on_other_meshes(pools, words, tmp_pa
         one, other = (checkpoint.whole(group) for checkpoint in last)
         for name, tensor in one.items():
             torch.testing.assert_close(other[name], tensor, rtol=0, atol=2e-5)
+
+
+def _resumed(world):
+    """Ranks that hold a tensor each, as stages do, take over a state that lacks what the second one trains."""
+    held = nn.ParameterDict({f"stage-{world.rank}": nn.Parameter(torch.ones(3))})
+    engine = LoopEngine(
+        held, torch.optim.AdamW(held.values()), Mesh.plain(world), shapes={"stage-0": (3,), "stage-1": (3,)}
+    )
+    saved = {
+        "model": {name: torch.ones(3) for name in engine.shapes},
+        "optimizer": {"stage-0.exp_avg": torch.ones(3)},
+    }
+    with pytest.raises(ValueError, match="optimizer lacks stage-1"):
+        engine.load_state(saved)
+
+
+def test_what_one_stage_lacks_in_a_checkpoint_all_ranks_refuse(pools):
+    pools(2).run(_resumed)

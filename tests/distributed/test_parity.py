@@ -4,6 +4,9 @@ Eight packs of unequal target counts make a global step, on however many data-pa
 """
 
 import functools
+import importlib
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,13 +14,15 @@ import torch
 
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
-from multipack.models.decoder import PARALLEL_PLAN, Decoder, Part, initial_parameters
 from multipack.parallel.config import ParallelConfig
-from multipack.parallel.engine import Blueprint, build_engine
+from multipack.parallel.engine import build_engine
 from multipack.parallel.mesh import Mesh, build_mesh
 from multipack.parallel.world import World
 from multipack.shapes import ModelShape
 from multipack.training.optimizer import OptimizerConfig, build_optimizer, described
+
+sys.path.append(str(Path(__file__).parent))
+tiny = importlib.import_module("sharding")
 
 PACKS, STEPS, SLOTS = 8, 5, 64
 SHAPES = {
@@ -58,21 +63,6 @@ def packs_of(step):
     return made
 
 
-def blueprint_of(shape):
-    with torch.device("meta"):
-        shapes = {name: tuple(each.shape) for name, each in Decoder(shape).named_parameters()}
-
-    def build(blocks):
-        torch.manual_seed(0)
-        return Decoder(shape, part=None if blocks is None else Part(*blocks, shape.layers))
-
-    def initial():
-        torch.manual_seed(0)
-        return initial_parameters(shape)
-
-    return Blueprint(build, shape.layers, shape.d_model, shapes, initial, PARALLEL_PLAN, 1.0)
-
-
 def optimizer_of(kind, blueprint, parameters):
     if kind == "sgd":
         return torch.optim.SGD(list(parameters.values()), lr=0.1)
@@ -81,7 +71,7 @@ def optimizer_of(kind, blueprint, parameters):
 
 def run(mesh, config, name, optimizer):
     """Losses and norms of five steps, and the weights after them; on every rank the same."""
-    blueprint = blueprint_of(SHAPES[name])
+    blueprint = tiny.blueprint(SHAPES[name])
     engine = build_engine(
         blueprint,
         functools.partial(optimizer_of, optimizer, blueprint),

@@ -2,10 +2,14 @@
 
 import io
 import json
+import logging
 import os
 from contextlib import nullcontext, redirect_stdout
 
+import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from multipack.config import compose
 from multipack.run import RunDirectory
@@ -15,15 +19,18 @@ STEPS = 4
 
 
 def train_here(world, words, cache):
-    """The trainer on the pool's ranks; what rank 0 printed."""
+    """The trainer on the pool's ranks; what it printed, and what torch warned of."""
     os.environ["XDG_CACHE_HOME"] = str(cache)
     before, printed = trainer.connected, io.StringIO()
     trainer.connected = lambda *_: nullcontext(world)
+    warned = logging.StreamHandler(printed)
+    logging.getLogger("torch.distributed.tensor").addHandler(warned)
     try:
         with redirect_stdout(printed):
             trainer.train(compose(words))
     finally:
         trainer.connected = before
+        logging.getLogger("torch.distributed.tensor").removeHandler(warned)
     return printed.getvalue()
 
 
@@ -63,7 +70,16 @@ def check(pool, steady, tmp_path, *more):
                 theirs,
             )
     assert not any(printed[1:])  # rank 0 speaks for all
+    check_random_numbers(tmp_path / "found", pool.size)
     return printed[0]
+
+
+def check_random_numbers(path, ranks):
+    """Without dropout nothing draws: evaluations and samples leave every rank's generator as the run seeded it."""
+    saved = load_file(RunDirectory(path).latest_checkpoint() / "rng.safetensors")
+    for rank in range(ranks):
+        seed = int(np.random.SeedSequence([0, rank]).generate_state(1)[0])
+        assert torch.equal(saved[f"rank-{rank}.cpu"], torch.Generator().manual_seed(seed).get_state()), rank
 
 
 @pytest.mark.parametrize(
@@ -119,9 +135,18 @@ def test_preferences_are_trained_on_divided_models(pools, steady, tmp_path, more
     check(pools(2), [*steady, f"data.path={path}", "data.validation=0.2"], tmp_path, *more)
 
 
+def test_a_stage_that_is_frozen_is_averaged_and_saved_with_the_others(pools, steady, tmp_path):
+    frozen = "[blocks.2 freeze,blocks.3 freeze,norm freeze,head freeze]"
+    steady = [*steady, "model.tied=false", f"optimizer.rules={frozen}", "train.fixed_shape=true"]
+    check(pools(2), steady, tmp_path, "parallel.pipeline=2")
+
+
 def test_what_pipelines_need_is_set_from_the_plan_and_told(pools, steady, tmp_path):
     words = [*steady, "plan.packs_per_step=2", f"out={tmp_path / 'run'}"]
     printed = pools(4).run(train_here, [*words, "parallel.pipeline=2"], tmp_path / "cache")[0]
     assert "plan.packs_per_step is 4" in printed
     assert "pipelines need one shape" in printed
     assert "pipeline 2 (1f1b, 2 stages) x ddp 2" in printed
+    told = " ".join(printed.split())
+    assert "2 a data-parallel rank" in told  # the pair that holds one model shares its packs
+    assert "over the fullest, 2 ranks)" in told

@@ -1,11 +1,19 @@
 import json
 import re
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from multipack.cli import app
+from multipack.cli import app, launching
+from multipack.config import compose_run
 from multipack.launch.doctor import Finding
+
+ROOT = Path(__file__).parents[2]
+PAGES = [page.read_text() for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
+TEXTS = [*PAGES, launching.launch.__doc__, launching.submit.__doc__]
+COMMAND = re.compile(r"^ *multipack ((?:launch|submit) [^|#\n]*-- train[^|#\n]*)", re.MULTILINE)
+DOCUMENTED = sorted({found.strip() for text in TEXTS for found in COMMAND.findall(text)})
 
 
 @pytest.fixture
@@ -37,6 +45,24 @@ def test_mistakes_are_found_before_anything_starts(run, start, words, message):
     done = run(*start, "--", *words)
     assert isinstance(done.exception, ValueError)
     assert message in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        ["launch", "-n", "3", "--dry-run"],
+        ["launch", "--hostfile", "hosts", "--dry-run"],
+        ["submit", "--scheduler", "pbs", "-N", "3"],
+    ],
+)
+def test_settings_that_so_many_processes_cannot_run_are_refused(run, start, tmp_path, monkeypatch):
+    (tmp_path / "hosts").write_text("localhost slots=3\n")
+    monkeypatch.chdir(tmp_path)
+    done = run(*start, "--", "train", "parallel.tensor=2")
+    assert isinstance(done.exception, ValueError)
+    assert "parallel.tensor=2: 2 ranks hold one model, which do not divide the 3 processes" in str(
+        done.exception
+    )
 
 
 @pytest.mark.parametrize("start", [["launch", "-n", "2", "--dry-run"], ["submit", "--scheduler", "slurm"]])
@@ -71,10 +97,10 @@ def test_restarts_of_what_goes_on(run):
 
 def test_submit_prints_or_writes(run, tmp_path):
     words = ["submit", "--scheduler", "pbs", "-N", "2", "--ppn", "4", "--time", "02:00:00"]
-    done = run(*words, "--", "train", "model=tiny")
+    done = run(*words, "--", "train", "plan.packs_per_step=8")
     assert done.output.startswith("#!/bin/bash\n#PBS -N multipack\n#PBS -l select=2:mpiprocs=4\n")
     path = tmp_path / "job.sh"
-    told = run(*words, "-o", str(path), "--", "train", "model=tiny")
+    told = run(*words, "-o", str(path), "--", "train", "plan.packs_per_step=8")
     assert path.read_text() == done.output
     assert f"qsub {path}" in told.output
 
@@ -101,3 +127,19 @@ def test_doctor_says_by_its_exit_code_whether_training_works(run, monkeypatch, s
 def test_quick_starts_no_processes(run, monkeypatch):
     monkeypatch.setattr("multipack.launch.doctor.smoke_test", lambda *_: pytest.fail("it started processes"))
     assert run("doctor", "--quick", "--json").exit_code == 0
+
+
+def test_there_are_commands_to_test():
+    assert len(DOCUMENTED) >= 15
+
+
+@pytest.mark.parametrize("command", DOCUMENTED)
+def test_documented_commands_are_not_refused(command, tmp_path, monkeypatch):
+    """So many processes can run the settings; and files that pages tell to write are written."""
+    monkeypatch.chdir(tmp_path)
+    for name, text in re.findall(r"`(\w+\.yaml)`:\n\n```yaml\n(.*?)```", "\n".join(PAGES), re.DOTALL):
+        Path(name).write_text(text)
+    options, _, words = command.partition(" -- train")
+    given = {name: int(number) for name, number in re.findall(r"(-n|-N|--ppn) (\d+)", options)}
+    processes = given.get("-n", given.get("-N", 1) * given.get("--ppn", 1))
+    compose_run(words.split()).check(processes)

@@ -36,7 +36,7 @@ META = "env MASTER_ADDR={} MASTER_PORT={} WORLD_SIZE={} " + TRAIN
 
 
 def test_alone_it_is_torchrun():
-    torchrun = "python -m torch.distributed.run --standalone --nproc-per-node 4"
+    torchrun = "python -m multipack.launch.torchrun --standalone --nproc-per-node 4"
     assert command(Allocation(), processes=4) == f"{torchrun} -m multipack train model=gpt2"
     more = command(Allocation(), processes=4, max_restarts=3, cores=8, flags=("--log-dir", "logs"))
     assert more == (
@@ -96,7 +96,7 @@ def test_restarts_are_torchruns_one_on_each_host():
 def test_the_command_on_each_host_is_torchrun_with_its_number():
     found = command(Allocation(), nodes=2, processes_per_node=4, node_rank=1, address="a", port=29500)
     assert found == (
-        "python -m torch.distributed.run --nnodes 2 --node-rank 1 --master-addr a --master-port 29500"
+        "python -m multipack.launch.torchrun --nnodes 2 --node-rank 1 --master-addr a --master-port 29500"
         " --nproc-per-node 4 -m multipack train model=gpt2"
     )
     with pytest.raises(ValueError, match=r"--node-rank 2: hosts are numbered 0 … 1"):
@@ -113,8 +113,10 @@ def test_a_hostfile_alone_wants_mpiexec_unless_it_is_this_host():
     with pytest.raises(ValueError, match=r"starts processes on a, b: put mpiexec or mpirun.*--node-rank"):
         command(Allocation(**hosts))
     one = {"hosts": {"a.site": 2}, "processes": 2, "here": "a"}
-    assert command(Allocation(**one)).startswith("python -m torch.distributed.run --standalone")
-    assert command(Allocation(**one, launchers={"mpiexec": "mpich"})).startswith("python -m torch")
+    assert command(Allocation(**one)).startswith("python -m multipack.launch.torchrun --standalone")
+    assert command(Allocation(**one, launchers={"mpiexec": "mpich"})).startswith(
+        "python -m multipack.launch.torchrun"
+    )
     with pytest.raises(ValueError, match=r"starts processes on a\.site"):
         command(Allocation(**{**one, "here": "other"}), launcher="torchrun")
 

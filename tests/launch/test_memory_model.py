@@ -180,6 +180,26 @@ def test_zero1_deals_whole_tensors():
     assert shares == [8 * (parameters_of(shape) // 2), 8 * 50_257 * 768, 8 * 50_257 * 768]
 
 
+def test_replicas_have_buckets_for_gradients_all_the_time():
+    alone, two = (memory(LLAMA, ParallelConfig(), ranks, SLOTS) for ranks in (1, 2))
+    assert two.instants["loss"] - alone.instants["loss"] == two.gradients == alone.gradients
+    assert two.instants["step"] == alone.instants["step"]
+
+
+def test_parallelism_without_shards_computes_under_autocast():
+    """Parameters stay float32 where `fully_shard` divides them among one rank, and so does what blocks add up."""
+    shape = dataclasses.replace(LLAMA, kv_heads=4)
+    for words in ({"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "pipeline": 2}):
+        plain, shards = (
+            memory(shape, ParallelConfig(data=data, **words), 8, SLOTS, micro_batches=2)
+            for data in ("ddp", "zero2")
+        )
+        assert plain.copies > 0 == shards.copies
+        if "pipeline" in words:
+            assert plain.gathered == plain.parameters
+        assert plain.activations > shards.activations
+
+
 def test_offload_keeps_shards_on_the_host():
     there = memory(LLAMA, ParallelConfig(data="zero3"), 4, SLOTS)
     gone = memory(LLAMA, ParallelConfig(data="zero3", offload="cpu"), 4, SLOTS)

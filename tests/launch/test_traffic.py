@@ -56,13 +56,14 @@ def test_groups_of_shards_reduce_once_a_step():
     assert groups["reduce_scatter"][1] == pytest.approx(3 / 4 * 4 * 3 * ELEMENTS)
 
 
+@pytest.mark.parametrize(("data", "stream"), [("ddp", 4), ("zero3", 2)])
 @pytest.mark.parametrize(("recompute", "gathers", "scatters"), [("none", 4, 4), ("selective", 6, 5)])
-def test_tensor_parallel_exchanges_hidden_states(recompute, gathers, scatters):
-    found = sent("tensor", recompute, tensor=4)
-    around = 2  # embedding and loss
+def test_tensor_parallel_exchanges_hidden_states(recompute, gathers, scatters, data, stream):
+    found = sent("tensor", recompute, tensor=4, data=data)
     for kind, times in (("all_gather", gathers), ("reduce_scatter", scatters)):
-        count = 3 * (32 * times + around)
-        assert found[kind] == (count, count * SLOTS * 4096 * 2 * 3 // 4)
+        products = 32 * times + 1  # of blocks, and the loss's; the embedding's are of the residual stream
+        size = 3 * (products * 2 + stream) * SLOTS * 4096 * 3 // 4
+        assert found[kind] == (3 * (products + 1), size)
 
 
 def test_context_parallel_exchanges_heads_or_keys():
@@ -70,17 +71,28 @@ def test_context_parallel_exchanges_heads_or_keys():
     ulysses = sent("context", context=4)["all_to_all"]
     assert ulysses == (3 * 32 * 4, 3 * 32 * 2 * (2 * 32 + 2 * 8) * token * 3 // 4)
     ring = sent("context", context=4, context_method="ring")["send"]
-    assert ring == (3 * 32 * 9, 3 * 32 * 3 * 3 * 2 * 8 * token)
+    assert ring == (3 * 32 * 9, 3 * 32 * 3 * 5 * 8 * token)  # keys and values twice, half of their gradients
     assert sent("context", "full", context=4)["all_to_all"][1] == 1.5 * ulysses[1]
 
 
 def test_pipelines_send_hidden_states_and_their_gradients():
-    once = sent("pipeline", pipeline=4)["send"]
-    assert once == (2 * 3, 2 * 3 * SLOTS * 4096 * 2)
-    twice = sent("pipeline", pipeline=4, schedule="interleaved")["send"]
+    once = sent("pipeline", world_size=4, pipeline=4)["send"]  # a rank in the middle
+    assert once == (2 * 3, 2 * 3 * SLOTS * 4096 * 4)  # the residual stream, which autocast leaves in float32
+    assert sent("pipeline", world_size=4, pipeline=4, data="zero3")["send"][1] == once[1] // 2
+    twice = sent("pipeline", world_size=4, pipeline=4, schedule="interleaved")["send"]
     assert twice == (2 * once[0], 2 * once[1])
-    halved = sent("pipeline", pipeline=2, tensor=2)["send"]
-    assert 2 * halved[1] == once[1]
+    ends = sent("pipeline", world_size=2, pipeline=2)["send"]  # one sends hidden states, the other gradients
+    assert ends == (3, 3 * SLOTS * 4096 * 4)
+    assert sent("pipeline", world_size=2, pipeline=2, schedule="interleaved")["send"] == (9, 3 * ends[1])
+    halved = sent("pipeline", world_size=4, pipeline=2, tensor=2)["send"]
+    assert 2 * halved[1] == ends[1]
+
+
+def test_stages_keep_what_backward_passes_gathered():
+    third = sent("data", data="zero3", pipeline=2, dtype="fp32")
+    layers = 17  # of the first stage: the last one has the head
+    assert third["all_gather"][0] == (3 + 1) * layers + 1
+    assert third["reduce_scatter"][0] == layers + 1
 
 
 def test_inner_axes_reach_fewer_ranks():

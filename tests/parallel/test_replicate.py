@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from multipack.parallel.engine import plain_engine
 from multipack.parallel.base import state_hash
+from multipack.parallel.engine import plain_engine
 from multipack.parallel.loop import LoopEngine
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.world import World

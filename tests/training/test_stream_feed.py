@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from multipack.config import compose
+from multipack.data.arriving import DocumentsLate
 from multipack.data.corpus import load_corpus
 from multipack.data.shards import ShardsHeader, shard_name
 from multipack.data.store import TokenStore
@@ -261,6 +262,42 @@ def test_a_growing_folder_trains_as_a_complete_one(folder, tmp_path):
     assert losses == trained(feed_of(folder), tiny())
 
 
+def test_ranks_end_alike_where_documents_come_too_late_for_one_of_them(folder):
+    meeting, brought, found = threading.Barrier(2), {}, {}
+
+    def run(rank):
+        feed = feed_of(folder, world=Linked(rank, 2, meeting=meeting, brought=brought))
+        if rank:
+            feed.loader = late_after(feed.loader, 4)
+        found[rank] = [told(data) for data in feed], feed.late, feed.ended
+        feed.close()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    (steps, here, ended), (others, there, _) = found[0], found[1]
+    assert steps == others
+    assert len(steps) == 2
+    assert not ended
+    assert here == "documents came too late on 1 of 2 ranks, and here in time"
+    assert there == "waited in vain"
+
+
+def late_after(loader, batches):
+    """The same loader, for which documents come too late after so many batches."""
+
+    class Late:
+        state_dict, close = loader.state_dict, loader.close
+
+        def __iter__(self):
+            yield from itertools.islice(loader, batches)
+            raise DocumentsLate("waited in vain")
+
+    return Late()
+
+
 def test_a_stop_while_documents_are_awaited_ends_the_steps_and_loses_nothing(folder):
     (folder / "header.json").unlink()
     feed = feed_of(folder, "data.patience_seconds=100")
@@ -307,7 +344,7 @@ def test_settings_that_no_stream_can_have_are_refused(folder):
     ):
         with pytest.raises(ValueError, match=message):
             feed_of(folder, *words)
-    with pytest.raises(ValueError, match=r"5 processes cannot share plan\.packs_per_step=4"):
+    with pytest.raises(ValueError, match=r"5 data-parallel ranks cannot share plan\.packs_per_step=4"):
         feed_of(folder, world=World(size=5))
     state = feed_of(folder, "plan.capacity=128").state_dict()
     with pytest.raises(ValueError, match="capacity was 128 and is 64"):

@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -24,19 +25,17 @@ Command = Annotated[
 ]
 
 
-def _check_words(words: list[str], processes: int = 0, max_restarts: int = 0) -> None:
+def _check_words(words: list[str], max_restarts: int) -> None:
     """Find a mistake here, once, and not in every process, or after hours in a queue.
 
     Args:
         words: of a command of multipack.
-        processes: that are to run it; 0 = not known.
         max_restarts: how often it may be started again.
 
     Raises:
-        ValueError: an unknown command, settings of `train` that cannot be, or restarts of what cannot go on.
+        ValueError: an unknown command, or restarts of what cannot go on.
     """
     from multipack.cli import app
-    from multipack.config import compose_run
     from multipack.launch.launcher import check_restarts
 
     names = [command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands]
@@ -46,10 +45,18 @@ def _check_words(words: list[str], processes: int = 0, max_restarts: int = 0) ->
         raise ValueError(f"there is no command `multipack {words[0]}`; write -- {near[0]} …")
     if words:
         check_restarts(words, max_restarts)
+
+
+def _check_run(words: Sequence[str], processes: int) -> None:
+    """Refuse settings of `train` that cannot be, or that so many processes cannot run.
+
+    Raises:
+        ValueError: they are named, and the nearest choice.
+    """
+    from multipack.config import compose_run
+
     if words and words[0] == "train" and not any(word.startswith("-") for word in words):
-        wanted = compose_run(words[1:])
-        if processes:
-            wanted.check(processes)
+        compose_run(words[1:]).check(processes)
 
 
 Restarts = Annotated[
@@ -87,7 +94,7 @@ def launch(
       multipack launch -n 8 --ppn 4 --dry-run -- train plan.packs_per_step=16
       multipack launch -n 8 -- train parallel.data=zero3 parallel.tensor=2
       multipack launch -n 4 --max-restarts 3 -- train train.resume=auto out=runs/a
-      multipack launch --launcher mpiexec -n 8 --cores 16 -- train
+      multipack launch --launcher mpiexec -n 8 --cores 16 -- train plan.micro_batches=2
 
     Hosts and their number come from the job, or from --hostfile. Signals and exit
     code are the launcher's own.
@@ -95,7 +102,7 @@ def launch(
     from multipack.launch.launcher import LaunchRequest
     from multipack.launch.launcher import launch as start
 
-    _check_words(words or [], processes or nodes * per_node, max_restarts)
+    _check_words(words or [], max_restarts)
     request = LaunchRequest(
         words=words or [],
         processes=processes,
@@ -109,7 +116,7 @@ def launch(
         node_rank=node_rank,
         flags=shlex.split(flags),
     )
-    start(request, hostfile, dry_run)
+    start(request, hostfile, dry_run, lambda processes: _check_run(request.words, processes))
 
 
 def submit(
@@ -135,13 +142,14 @@ def submit(
 
     [bold]Examples[/bold]
 
-      multipack submit --scheduler slurm -N 2 --ppn 4 --gpus 4 -o job.sh -- train model=gpt2
+      multipack submit --scheduler slurm -N 2 --ppn 4 --gpus 4 -o job.sh -- train plan.micro_batches=4
       sbatch job.sh
-      multipack submit --scheduler pbs -N 2 --ppn 4 --queue debug --account mine -- train | qsub
+      multipack submit --scheduler pbs -N 2 --ppn 4 --queue debug -- train parallel.tensor=4 | qsub
     """
     from multipack.launch.submit import SubmitRequest, batch_script, write_script
 
-    _check_words(words or [], nodes * per_node, max_restarts)
+    _check_words(words or [], max_restarts)
+    _check_run(words or [], nodes * per_node)
     request = SubmitRequest(
         scheduler=scheduler,  # type: ignore[arg-type]  # checked there
         words=words or [],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -20,6 +21,9 @@ Words = Annotated[
     ),
 ]
 
+RANK_0_SPEAKS_SECONDS = 2.0
+"""How long other ranks wait with an error of theirs."""
+
 
 def fail(message: str, code: int) -> NoReturn:
     """End with one line on standard error."""
@@ -30,6 +34,10 @@ def fail(message: str, code: int) -> NoReturn:
     except ValueError:  # launchers that contradict each other, which may be what failed
         rank = 0
     where = f"[rank {rank}] " if rank else ""
+    if (
+        rank
+    ):  # most errors are those of all ranks: rank 0 tells, and its end ends the others before they repeat it
+        time.sleep(RANK_0_SPEAKS_SECONDS)
     print(f"{where}error: {message}", file=sys.stderr, flush=True)
     sys.exit(code)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from multipack.data.config import DataConfig
 from multipack.data.tokenizer import TokenizerConfig
 from multipack.models.attention import find_backend
 from multipack.models.preference import PreferenceConfig
-from multipack.parallel.config import ParallelConfig
+from multipack.parallel.config import ParallelConfig, fit_micro_batches
 from multipack.parallel.readers import check_readers
 from multipack.planning.plan import PlanConfig
 from multipack.run import RunDirectory, find_run
@@ -68,11 +69,9 @@ class Config:
         parallel, train = self.parallel, self.train
         parallel.check(self.model, processes, self.plan.capacity)
         check_readers(self.data.readers, parallel.data_size(processes))
-        if parallel.shards_parameters and processes > 1 and train.dtype == "fp16":
-            raise ValueError(
-                f"train.dtype=fp16 with parallel.data={parallel.data}: scaled gradients would overflow unseen where"
-                " they are reduced; use train.dtype=bf16, or parallel.data=ddp or zero1"
-            )
+        self._check_packs(processes)
+        self._check_slots()
+        parallel.check_dtype(train.dtype, processes)
         if parallel.tensor > 1 and train.tiles > 1:
             raise ValueError(
                 f"train.tiles={train.tiles} and parallel.tensor={parallel.tensor} both cut the feed-forward layers and"
@@ -88,6 +87,50 @@ class Config:
                 "log.gradient_noise=true looks at the gradient of a rank's first micro-batch, which only"
                 " parallel.data=ddp and zero1 without parallel.tensor, context and pipeline keep whole: leave it out"
             )
+
+    def _check_slots(self) -> None:
+        """Packs of one shape end where aligned documents do, and ranks that divide their slots get equally many."""
+        align, multiple = self.plan.align, self.parallel.token_multiple
+        one_shape = self.train.fixed_shape or self.parallel.pipeline > 1
+        slots = self.plan.capacity // align * align
+        if one_shape and slots % multiple:
+            both = math.lcm(align, multiple)
+            raise ValueError(
+                f"plan.align={align} leaves {slots} slots of plan.capacity={self.plan.capacity}, which parallel.context"
+                f" and parallel.tensor divide by {multiple}: use plan.capacity={max(slots // both, 1) * both}, or"
+                f" plan.align={multiple}"
+            )
+
+    def _check_packs(self, processes: int) -> None:
+        """Every data-parallel rank has a pack of each step; a new run's pipeline gets as many as it needs."""
+        parallel, ranks = self.parallel, self.parallel.data_size(processes)
+        packs = int(self.plan.keywords(ranks)["packs_per_step"])
+        if parallel.pipeline == 1 and ranks > packs:
+            raise ValueError(
+                f"{ranks} data-parallel ranks cannot share plan.packs_per_step={packs} packs: set it to at least"
+                f" {ranks} (a multiple of {ranks} keeps all of them busy)"
+            )
+        each = -(-packs // ranks)
+        needed = fit_micro_batches(parallel, each)
+        if self.train.resume != "false" and needed > each:
+            raise ValueError(
+                f"parallel.pipeline={parallel.pipeline} ({parallel.schedule}) needs {needed} packs a step of every"
+                f" data-parallel rank, and the run that goes on has {each}: use parallel.pipeline="
+                f"{_shorter_pipeline(parallel, processes, packs)}"
+            )
+
+
+def _shorter_pipeline(parallel: ParallelConfig, processes: int, packs: int) -> int:
+    """The most ranks of a pipeline, fewer than there are, for which a step has packs enough."""
+
+    def enough(pipeline: int) -> bool:
+        other = replace(parallel, pipeline=pipeline)
+        if processes % other.model_ranks:
+            return False
+        each = -(-packs // other.data_size(processes))
+        return fit_micro_batches(other, each) == each
+
+    return max(ranks for ranks in range(1, parallel.pipeline) if enough(ranks))
 
 
 def compose(words: Iterable[str], base: dict[str, Any] | None = None) -> Config:

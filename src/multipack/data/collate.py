@@ -75,7 +75,7 @@ class PackedCollator:
         check_loss_weighting(self.loss_weighting)
         if self.pad_to is not None and self.pad_to % self.multiple:
             raise ValueError(
-                f"pad_to={self.pad_to:,} is not a multiple of {self.multiple}, so that ranks cannot divide a pack's slots"
+                f"pad_to={self.pad_to:,} is not a multiple of {self.multiple}: ranks could not divide a pack's slots"
             )
         if self.pad_to is not None and self.pad_to % self.align:
             below = self.pad_to // self.align * self.align

@@ -272,7 +272,7 @@ def _rows(every: list[Candidate], fitting: list[Candidate], chosen: Candidate | 
 
 def _refused(setting: Setting) -> dict[str, str]:
     """Settings of one method that a run would refuse, in its own words; of each message the first."""
-    tried: Iterable[tuple[str, dict[str, Any]]] = (
+    powers: Iterable[tuple[str, dict[str, Any]]] = (
         (axis, {axis: 2**power, **more})
         for axis, others in (
             ("tensor", [{}]),
@@ -284,7 +284,7 @@ def _refused(setting: Setting) -> dict[str, str]:
     )
     refused: dict[str, str] = {}
     seen: set[tuple[str, ...]] = set()
-    for axis, words in tried:
+    for axis, words in (("data", {"data": "zero3"}), *powers):
         try:
             check(setting, ParallelConfig(**words))
         except ValueError as error:

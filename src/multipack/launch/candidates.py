@@ -12,7 +12,6 @@ from multipack.launch.memory_model import (
     Dtype,
     Memory,
     Recompute,
-    is_wrapped,
     memory,
 )
 from multipack.launch.stages import bubble, imbalance
@@ -270,11 +269,7 @@ def check(setting: Setting, config: ParallelConfig) -> None:
         ValueError: the settings and the nearest legal choice.
     """
     config.check(setting.shape, setting.devices, setting.capacity)
-    if setting.dtype == "fp16" and is_wrapped(config):
-        raise ValueError(
-            "train.dtype=fp16 cannot be sharded or divided by tensors or stages: use train.dtype=bf16, or"
-            " parallel.data=ddp or zero1 alone"
-        )
+    config.check_dtype(setting.dtype, setting.devices)
 
 
 def configurations(setting: Setting) -> Iterator[ParallelConfig]:

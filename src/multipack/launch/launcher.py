@@ -1,7 +1,7 @@
 """One command that starts the processes of a run, whatever starts processes here.
 
     multipack launch -n 8 --ppn 4 -- train model=gpt2
-      alone      →  python -m torch.distributed.run --standalone --nproc-per-node 8 -m multipack train model=gpt2
+      alone      →  python -m multipack.launch.torchrun --standalone --nproc-per-node 8 -m multipack train model=gpt2
       Slurm      →  srun --nodes=2 --ntasks=8 … env MASTER_ADDR=… MASTER_PORT=… WORLD_SIZE=8 python -m multipack train …
       PBS        →  mpiexec -n 8 --ppn 4 --hosts … env … python -m multipack train …
       restarts   →  the same, but one `multipack launch --launcher torchrun` on each host, which becomes torchrun
@@ -17,7 +17,7 @@ import os
 import shlex
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NoReturn
@@ -243,7 +243,7 @@ def _is_here(host: str, allocation: Allocation) -> bool:
 
 def _torchrun(request: LaunchRequest, allocation: Allocation, layout: Layout) -> list[str]:
     """The command for this host's processes."""
-    words = [request.python, "-m", "torch.distributed.run"]
+    words = [request.python, "-m", "multipack.launch.torchrun"]
     if layout.nodes == 1:
         words += ["--standalone"]
     else:
@@ -313,8 +313,19 @@ def _port(request: LaunchRequest, allocation: Allocation) -> int:
     return request.port or port_of(allocation.job)
 
 
-def launch(request: LaunchRequest, hostfile: str = "", dry_run: bool = False) -> None:
+def launch(
+    request: LaunchRequest,
+    hostfile: str = "",
+    dry_run: bool = False,
+    check: Callable[[int], None] = lambda processes: None,
+) -> None:
     """Print the command and become it; with `dry_run`, print it only.
+
+    Args:
+        request: what is to be started.
+        hostfile: of the hosts; empty = those of the job.
+        dry_run: start nothing.
+        check: raises a ValueError where so many processes cannot run these words.
 
     Raises:
         ValueError: see `launch_command`; or launch itself runs as one of several processes.
@@ -335,6 +346,7 @@ def launch(request: LaunchRequest, hostfile: str = "", dry_run: bool = False) ->
     if not request.port and not allocation.job and len(allocation.hosts) <= 1 and request.node_rank < 0:
         request = replace(request, port=free_port())  # two runs on one host must not meet each other
     command = launch_command(request, allocation)
+    check(lay_out(request, allocation).processes)
     if dry_run:
         print(shlex.join(command))
         return

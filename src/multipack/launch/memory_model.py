@@ -12,7 +12,9 @@ divides these 4 + 4 + 8 bytes by the N ranks that share them (Rajbhandari et al.
 
 where zero1 deals whole tensors, so that no share is smaller than the largest of them.
 zero2 and zero3 differ in what is gathered: all blocks throughout a step, or two blocks at a time, and in both what
-stands outside of blocks. Pipelines keep stages gathered and their gradients whole throughout a step.
+stands outside of blocks. Pipelines keep stages gathered and their gradients whole throughout a step. Beside tensor and
+pipeline parallelism `fully_shard` also does what ddp and zero1 ask for, with shards of one rank, of which it makes the
+same copies, in float32.
 
 Activations are counted tensor by tensor as the decoder saves them (`saved_by_block`); how tensor parallelism with
 divided sequences, pipelines and recomputation change them follows Korthikanti et al. 2022 (arXiv:2205.05198, §4 and 5).
@@ -52,7 +54,8 @@ class Memory:
         parameters: float32, or this rank's shards of them.
         gradients: likewise.
         optimizer: AdamW's two moments.
-        weights: parameters in another form for as long as products need them: autocast's copies, or gathered shards.
+        gathered: parameters that are whole beside their shards, for as long as products need them.
+        copies: of parameters in the dtype of products, where autocast makes them.
         activations: saved by blocks, embedding and last norm for the backward pass, of all micro-batches in flight.
         loss: saved by the loss: the gradients of the hidden states and of the output matrix, which it computes at once.
         instants: all that the device holds, temporaries too, at the times at which it may hold most: the `loss`, the
@@ -63,11 +66,17 @@ class Memory:
     parameters: int
     gradients: int
     optimizer: int
-    weights: int
+    gathered: int
+    copies: int
     activations: int
     loss: int
     instants: dict[str, int]
     host: int = 0
+
+    @property
+    def weights(self) -> int:
+        """Parameters in another form than the one in which they rest."""
+        return self.gathered + self.copies
 
     @property
     def state(self) -> int:
@@ -105,11 +114,25 @@ def memory(
     Raises:
         ValueError: the ranks cannot be arranged so.
     """
-    found = [
+    found = memory_of_stages(shape, config, world_size, tokens, dtype, recompute, micro_batches, device)
+    return max(found, key=lambda each: each.peak)
+
+
+def memory_of_stages(
+    shape: ModelShape,
+    config: ParallelConfig,
+    world_size: int,
+    tokens: int,
+    dtype: Dtype = "bf16",
+    recompute: Recompute = "none",
+    micro_batches: int = 1,
+    device: DeviceKind = "gpu",
+) -> list[Memory]:
+    """The same of a rank at each place along the pipeline; one without a pipeline."""
+    return [
         _of_part(shape, config, world_size, part, tokens, dtype, recompute, micro_batches, device)
         for part in parts_of_ranks(shape, config, micro_batches)
     ]
-    return max(found, key=lambda each: each.peak)
 
 
 def _of_part(
@@ -136,11 +159,14 @@ def _of_part(
     host, state = (sum(state), (0, 0, 0)) if config.offload == "cpu" else (0, state)
     if config.pipeline > 1:  # gradients stay whole until the step's last backward pass
         state = (state[0], FLOAT32 * held, state[2])
+    narrow = config.shards_parameters  # gathered, and so computed with, in the dtype of products
     saved = sum(saved_by_block(shape, config, slots, dtype, device).values())
     kept = sum(kept_by_block(shape, config, slots, dtype, recompute, device).values())
     ends = part.ends_in_flight * saved_around(shape, part, config, slots, dtype, device)
     loss = part.ends_in_flight * sum(saved_by_loss(shape, slots, tensor, dtype).values()) if part.ends else 0
-    weights = _weights(shape, config, part, shards, dtype, recompute)
+    gathered = _gathered(shape, config, part, dtype) if wrapped else 0
+    copies = 0 if narrow or dtype == "fp32" else _copies(shape, config, part, product, recompute)
+    weights = gathered + copies
     activations = round(part.in_flight * part.layers * kept) + ends
 
     resting, gradients = state[0] + state[2], state[1]
@@ -148,16 +174,18 @@ def _of_part(
     working = saved - kept + _block_temporaries(shape, slots, tensor, product)
     if wrapped:
         # A block's gradients as computed and as reduced; those outside of blocks wait for the last of them.
-        working += (product + FLOAT32) * block + product * around
-    if micro_batches > 1:
-        # Gradients of other micro-batches, which these are added to, are there all the time.
+        computed = product if narrow else FLOAT32
+        working += (computed + FLOAT32) * block + computed * around
+    bucketed = not wrapped and axes["dp_replicate"] * axes["cp"] > 1
+    if micro_batches > 1 or bucketed:
+        # Gradients of other micro-batches, which these are added to, or DDP's buckets, are there all the time.
         before = first = last = gradients
     else:
         early = matrix + FLOAT32 * _norm_elements(shape) if part.ends else 0  # of the loss and the last norm
         before, first = 0, matrix if part.ends and not wrapped else 0
         last = max(0, gradients - (FLOAT32 * (block + around) - early) // shards)
     # Autocast forgets its copies after the forward pass, and makes those of a block anew where it is computed again.
-    multiplied = weights if wrapped or recompute == "none" else weights // part.layers
+    multiplied = gathered + (copies if recompute == "none" else copies // part.layers)
     instants = {
         "backward": resting + first + multiplied + activations + working,
         "last block": resting + last + multiplied + ends + kept + working,
@@ -165,26 +193,32 @@ def _of_part(
         "step": resting + gradients,
     }
     if part.ends:
-        needed = _loss_temporaries(shape, slots, tensor, dtype, wrapped, device)
+        needed = _loss_temporaries(shape, slots, tensor, dtype, narrow, device)
         instants["loss"] = resting + before + weights + activations + loss + needed
-    return Memory(*state, weights, activations, loss, instants, host)
+    return Memory(*state, gathered, copies, activations, loss, instants, host)
 
 
-def _weights(
-    shape: ModelShape, config: ParallelConfig, part: RankPart, shards: int, dtype: Dtype, recompute: Recompute
+def _gathered(shape: ModelShape, config: ParallelConfig, part: RankPart, dtype: Dtype) -> int:
+    """Bytes of parameters that `fully_shard` holds whole beside the shards, which may be of one rank."""
+    keeps = config.data == "zero2" or config.pipeline > 1  # from a step's first pass to its last
+    blocks = part.layers if keeps else min(GATHERED_BLOCKS, part.layers)
+    elements = parameters_around(shape, part, config.tensor) + blocks * parameters_of_block(
+        shape, config.tensor
+    )
+    return elements * (product_bytes(dtype) if config.shards_parameters else FLOAT32)
+
+
+def _copies(
+    shape: ModelShape, config: ParallelConfig, part: RankPart, product: int, recompute: Recompute
 ) -> int:
-    """Bytes of parameters in the form in which they are multiplied; 0 where that is the one in which they rest."""
-    product, tensor = product_bytes(dtype), config.tensor
-    block = parameters_of_block(shape, tensor)
-    if dtype == "fp32" and shards == 1:
-        return 0
-    if is_wrapped(config):
-        keeps = config.data == "zero2" or config.pipeline > 1  # from a step's first pass to its last
-        blocks = part.layers if keeps else min(GATHERED_BLOCKS, part.layers)
-        return product * (parameters_around(shape, part, tensor) + blocks * block)
-    # Autocast's copies of matrices and biases: every micro-batch saves its own, or they live for a forward pass.
+    """Bytes of autocast's copies of matrices and biases: every micro-batch saves its own, or forgets them."""
     copies = math.ceil(part.in_flight) if recompute == "none" else 1
-    return copies * product * part.layers * (block - 2 * _norm_elements(shape))
+    return (
+        copies
+        * product
+        * part.layers
+        * (parameters_of_block(shape, config.tensor) - 2 * _norm_elements(shape))
+    )
 
 
 def product_bytes(dtype: Dtype) -> int:
@@ -198,8 +232,8 @@ def is_wrapped(config: ParallelConfig) -> bool:
 
 
 def stream_bytes(config: ParallelConfig, dtype: Dtype) -> int:
-    """Bytes of an element of the residual stream: float32 under autocast, that of gathered parameters otherwise."""
-    return product_bytes(dtype) if is_wrapped(config) else FLOAT32
+    """Bytes of an element of the residual stream: float32 under autocast, that of gathered shards otherwise."""
+    return product_bytes(dtype) if config.shards_parameters else FLOAT32
 
 
 # --- parameters ---------------------------------------------------------------------------------------
@@ -282,10 +316,11 @@ def saved_by_block(
     gives_wide = (
         device == "cpu" and product < FLOAT32
     )  # the loop attends in float32, and rounds what it gives
+    widens = device == "cpu" and shape.norm == "rmsnorm"
     saved = {
-        "residual": 2 * here * d * stream,
+        "residual": 2 * here * d * (FLOAT32 if widens else stream),
         "statistics": 2 * here * FLOAT32 * (2 if shape.norm == "layernorm" else 1),
-        "normalized": 2 * here * d * FLOAT32 if device == "cpu" and shape.norm == "rmsnorm" else 0,
+        "normalized": 2 * here * d * FLOAT32 if widens else 0,
         "projected": 2 * slots * d * product,
         "heads": slots * (heads + 2 * key_heads) * width * product,
         "attention": slots * heads * width * (product + (FLOAT32 if gives_wide else 0)),
@@ -313,7 +348,7 @@ def kept_by_block(
     saved = saved_by_block(shape, config, slots, dtype, device)
     if recompute == "none":
         return saved
-    kept = {"residual": saved["residual"] // 2}
+    kept = {"residual": slots // config.tensor * shape.d_model * stream_bytes(config, dtype)}
     if recompute == "full":
         return kept
     product = product_bytes(dtype)
@@ -344,9 +379,9 @@ def saved_around(
     if part.begins and shape.dropout:
         total += here * shape.d_model * (FLOAT32 if device == "cpu" else 1)
     if part.ends:
-        total += here * (shape.d_model * stream_bytes(config, dtype) + 2 * FLOAT32)
-        if device == "cpu" and shape.norm == "rmsnorm":
-            total += here * shape.d_model * FLOAT32
+        widens = device == "cpu" and shape.norm == "rmsnorm"
+        stream = 2 * FLOAT32 if widens else stream_bytes(config, dtype)
+        total += here * (shape.d_model * stream + 2 * FLOAT32)
     return total
 
 
@@ -371,15 +406,15 @@ def logits_chunk(
 
 
 def _loss_temporaries(
-    shape: ModelShape, slots: int, tensor: int, dtype: Dtype, wrapped: bool, device: DeviceKind
+    shape: ModelShape, slots: int, tensor: int, dtype: Dtype, narrow: bool, device: DeviceKind
 ) -> int:
     """The larger of a chunk with its products, and the output matrix's gradient times what flows back."""
     matrix, product = shape.vocabulary_size // tensor * shape.d_model, product_bytes(dtype)
     rounded = matrix * product if product < FLOAT32 else 0  # the matrix itself, if no shards are gathered so
     chunk = logits_chunk(shape, slots, tensor, dtype, device)
     logits = min(slots, LOSS_CHUNK_TOKENS) * (shape.vocabulary_size // tensor) * (FLOAT32 + product)
-    forward = (0 if wrapped else rounded) + max(chunk, logits + rounded)
-    return max(forward, matrix * FLOAT32 + (rounded if wrapped else 0))
+    forward = (0 if narrow else rounded) + max(chunk, logits + rounded)
+    return max(forward, matrix * FLOAT32 + (rounded if narrow else 0))
 
 
 def _block_temporaries(shape: ModelShape, slots: int, tensor: int, product: int) -> int:

@@ -15,8 +15,11 @@ is exchanged, for P parameters of a rank's part, M micro-batches, T slots of a r
     tensor          a block: 2 all-gathers and 2 reduce-scatters of T·d forward, as many backward, in each micro-batch;
                     once more for embedding and loss
     context         ulysses: an all-to-all of query, key and value, one of attention's result, forward and backward;
-                    ring: keys and values to n − 1 ranks forward, they and their gradients backward, at most
-    pipeline        T·d to the next stage and its gradient back, in each micro-batch
+                    ring: keys and values to n − 1 ranks forward and backward, and half as many gradients: the rank
+                    that has the pack's middle, for one long document; others and shorter documents send less
+    pipeline        T·d to the next stage and its gradient back, in each micro-batch; the first stage sends no
+                    gradient, the last none but that. With zero3 or hsdp stages keep what backward passes gathered:
+                    blocks are gathered M + 1 times, the rest once
 
 Blocks that are computed again exchange again what they exchange forward, but for what nobody reads again.
 """
@@ -102,7 +105,7 @@ def communication(
             *_data(shape, config, axes, part, dtype, micro_batches),
             *_tensor(shape, config, part, slots, dtype, recompute, micro_batches),
             *_context(shape, config, part, slots, dtype, recompute, micro_batches),
-            *_pipeline(shape, config, axes, slots, dtype, micro_batches),
+            *_pipeline(shape, config, axes, part, slots, dtype, micro_batches),
         ]
         found.append([each for each in traffic if each.ranks > 1 and each.payload])
     return max(found, key=lambda each: sum(one.sent for one in each))
@@ -128,10 +131,14 @@ def _data(
         if config.data == "zero1":
             found.append(Traffic("data", "broadcast", ranks, reach, units, FLOAT32 * held))
         return found
-    # zero2 gathers once a step, and keeps what it gathered; gradients of a pipeline's stages are reduced once a step.
-    twice, gathers = (1, 1) if config.data == "zero2" else (2, micro_batches)
-    reduces = 1 if config.pipeline > 1 else micro_batches
-    gathered, calls = gathers * (twice * blocks + around), gathers * (twice * part.layers + 1)
+    # zero2 gathers once a step, and keeps what it gathered. Stages of a pipeline keep what their first backward pass
+    # gathered, but free blocks after each forward pass; their gradients are reduced once a step.
+    reduces, of_blocks, of_rest = micro_batches, 2 * micro_batches, micro_batches
+    if config.pipeline > 1:
+        reduces, of_blocks, of_rest = 1, micro_batches + 1, 1
+    if config.data == "zero2":
+        of_blocks = of_rest = 1
+    gathered, calls = of_blocks * blocks + of_rest * around, of_blocks * part.layers + of_rest
     reach = shards * tensor
     found = [
         Traffic("data", "all_gather", shards, reach, calls, product * gathered),
@@ -197,15 +204,18 @@ def _context(
         exchanged = 2 * heads + 2 * math.lcm(key_heads, ranks)  # copies of keys, where ranks outnumber them
         calls = passes * times * 2
         return [Traffic("context", "all_to_all", ranks, reach, calls, passes * times * exchanged * token)]
-    # At most, for one long document: keys and values forward, and again with their gradients backward.
+    # At most, for one long document: the last rank shows all its keys and values to all others, forward and backward,
+    # and has gradients for the earlier one of the two chunks of each.
     sends = (ranks - 1) * (4 if recompute != "none" else 3)
-    return [Traffic("context", "send", ranks, reach, passes * sends, passes * sends * 2 * key_heads * token)]
+    whole = 2 * sends - (ranks - 1)  # in halves
+    return [Traffic("context", "send", ranks, reach, passes * sends, passes * whole * key_heads * token)]
 
 
 def _pipeline(
     shape: ModelShape,
     config: ParallelConfig,
     axes: dict[str, int],
+    part: RankPart,
     slots: int,
     dtype: Dtype,
     micro_batches: int,
@@ -213,6 +223,6 @@ def _pipeline(
     ranks = config.pipeline
     hidden = slots // config.tensor * shape.d_model * stream_bytes(config, dtype)
     inner = axes["dp_replicate"] * axes["dp_shard"] * axes["cp"] * axes["tp"]
-    # To the next stage, and its gradient to the one before.
-    sends = 2 * config.stages // ranks * micro_batches
+    # To the next stage, and its gradient to the one before, where there are such.
+    sends = (2 * config.stages // ranks - part.begins - part.ends) * micro_batches
     return [Traffic("pipeline", "send", ranks, ranks * inner, sends, sends * hidden)]

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from multipack.parallel.materialize import check_equal
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.norms import squared_norms
 from multipack.parallel.scaling import LossScaler
-from multipack.parallel.state import Source, State, Whole, local
+from multipack.parallel.state import Source, State, Whole, local, whole
 from multipack.parallel.world import World
 
 
@@ -225,8 +224,7 @@ class ModelEngine(ABC):
         for name, shape in self.shapes.items():
             own = self.parameters.get(name)
             if own is not None and name not in self.duplicates:
-                value = own.full_tensor() if isinstance(own, DTensor) else own.detach()
-                value = value.to(self.world.device)
+                value = whole(own.detach().to(self.world.device))  # which can send it, if it is offloaded
             else:
                 value = torch.empty(shape, device=self.world.device)
             if self.mesh.sizes["pp"] > 1:
@@ -253,14 +251,13 @@ class ModelEngine(ABC):
             with self.evaluating() as own:
                 yield own if self.world.is_main else None
             return
-        model = self._whole() if self.world.is_main else None
-        held = dict(model.named_parameters()) if model is not None else {}
-        for name, value in self.whole_parameters():
-            if model is not None:
-                held[name].data = value.detach().to(self.world.device)
-        if model is None:
+        values = {name: value for name, value in self.whole_parameters() if self.world.is_main}
+        if not self.world.is_main:
             yield None
             return
+        with torch.device("meta"):  # where nothing is drawn: the run's random numbers stay as they are
+            model = self._whole()
+        model.load_state_dict(values, assign=True)
         model.eval()
         with torch.no_grad(), self.autocast():
             yield model
@@ -299,7 +296,7 @@ class ModelEngine(ABC):
             parameter.grad = None
 
     def _check_slots(self, given: Mapping[str, tuple[int, ...]]) -> None:
-        """Moments for all parameters that are trained here, of their shapes, and for none that is not there."""
+        """Moments for all parameters that are trained, of their shapes, and for none that is not there; collective."""
         saved: dict[str, dict[str, tuple[int, ...]]] = {}
         for key, shape in given.items():
             name, _, slot = key.rpartition(".")
@@ -314,11 +311,18 @@ class ModelEngine(ABC):
             for slot, shape in saved[name].items()
             if len(shape) and tuple(shape) != self.shapes[name]
         ]
-        for problem, names in (("lacks", missing), ("has unknown", extra), ("has other shapes for", shapes)):
-            if names:
-                raise ValueError(
-                    f"the checkpoint's optimizer {problem} {', '.join(names[:3])} ({len(names)} in all)"
-                )
+        problems = (("lacks", missing), ("has unknown", extra), ("has other shapes for", shapes))
+        own = next(
+            (
+                f"the checkpoint's optimizer {problem} {', '.join(names[:3])} ({len(names)} in all)"
+                for problem, names in problems
+                if names
+            ),
+            "",
+        )
+        for told in self.world.gather(own):  # stages of a pipeline look at their own: all fail, or none
+            if told:
+                raise ValueError(told)
 
     def _told(self, losses: Sequence[float]) -> list[float]:
         """This rank's shares: ranks that divide tensors compute one and the same loss, and the first tells it."""

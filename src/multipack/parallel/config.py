@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -54,12 +55,12 @@ class ParallelConfig:
         if self.replicate and self.data != "hsdp":
             raise ValueError(
                 f"parallel.replicate={self.replicate} is the number of groups of parallel.data=hsdp, and"
-                f" parallel.data={self.data} has none: set parallel.data=hsdp, or leave parallel.replicate out"
+                f" parallel.data={self.data} has none: use parallel.data=hsdp, or parallel.replicate=0"
             )
         if self.offload != "none" and not self.shards_parameters:
             raise ValueError(
                 f"parallel.offload={self.offload} moves shards of parameters, and parallel.data={self.data} has none:"
-                " set parallel.data=zero3 (or zero2, hsdp), or leave parallel.offload out"
+                " use parallel.data=zero3 (or zero2, hsdp), or parallel.offload=none"
             )
 
     @property
@@ -105,18 +106,12 @@ class ParallelConfig:
             ValueError: the world is not a multiple of what one model takes.
         """
         if world_size % self.model_ranks:
-            fit = (d for d in range(1, world_size + 1) if world_size % d == 0)
-            near = min(fit, key=lambda d: abs(d - self.model_ranks))
-            named = [
-                f"parallel.{name}={n}"
-                for name in ("pipeline", "context", "tensor")
-                if (n := getattr(self, name)) > 1
-            ]
+            named = {name: n for name in ("pipeline", "context", "tensor") if (n := getattr(self, name)) > 1}
             count = max(1, round(world_size / self.model_ranks)) * self.model_ranks
             raise ValueError(
-                f"{' x '.join(named)}: {self.model_ranks} ranks hold one model, which do not divide the {world_size}"
-                f" process{'es' if world_size > 1 else ''} of this run: start {count} processes, or let {near} hold a"
-                " model"
+                f"{_words(named, ' x ')}: {self.model_ranks} ranks hold one model, which do not divide the {world_size}"
+                f" process{'es' if world_size > 1 else ''} of this run: start {count} (multipack launch -n {count}), or"
+                f" use {_words(_nearest_shares(named, world_size))}"
             )
         return world_size // self.model_ranks
 
@@ -131,10 +126,11 @@ class ParallelConfig:
         if self.shards_parameters:
             groups = (self.replicate or 2) if self.data == "hsdp" else 1
         if data % groups:
-            near = _nearest_divisor(data, groups)
+            given = "" if self.replicate else " (the default)"
             raise ValueError(
-                f"parallel.replicate={groups} groups of parallel.data=hsdp do not divide the {data} data-parallel ranks"
-                f" of this run: use parallel.replicate={near}"
+                f"parallel.replicate={groups}{given}: so many groups of parallel.data=hsdp do not divide the {data}"
+                f" data-parallel rank{'s' if data > 1 else ''} of this run: use"
+                f" parallel.replicate={_nearest(_divisors(data), groups)}"
             )
         return {
             "pp": self.pipeline,
@@ -146,6 +142,8 @@ class ParallelConfig:
 
     def text(self, world_size: int) -> str:
         """One line for people: the strategies in effect, outermost first."""
+        if world_size == 1:
+            return "none: one process"
         axes = self.axes(world_size)
         stages = f" ({self.schedule}, {self.stages} stages)"
         named = [f"pipeline {self.pipeline}{stages}"] if self.pipeline > 1 else []
@@ -174,48 +172,84 @@ class ParallelConfig:
             ValueError: the settings and the nearest legal choice are named.
         """
         self.axes(world_size)
-        self._check_heads(shape)
-        if self.tensor > 1:
-            _divides("parallel.tensor", self.tensor, "model.d_ff", shape.d_ff)
-            if shape.vocabulary_size:
-                _divides("parallel.tensor", self.tensor, "model.vocabulary_size", shape.vocabulary_size)
-        if self.context > 1 and self.context_method == "ring" and shape.window:
+        if world_size == 1 and self.offload != "none":
             raise ValueError(
-                "parallel.context_method=ring passes keys and values of whole documents, and"
-                f" model.window={shape.window} sees the last ones only: use parallel.context_method=ulysses"
+                f"parallel.offload={self.offload} moves shards, and one process has none: start several (multipack"
+                " launch -n 2), or use parallel.offload=none"
             )
+        self._check_tensor(shape, world_size)
+        self._check_context(shape, world_size)
         if capacity % self.token_multiple:
+            named = [f"parallel.context={self.context} ({self.context_method})"] if self.context > 1 else []
+            named += [f"parallel.tensor={self.tensor}"] if self.tensor > 1 else []
             below = capacity // self.token_multiple * self.token_multiple
-            near = below or self.token_multiple
             raise ValueError(
-                f"plan.capacity={capacity} must be a multiple of {self.token_multiple}, so that parallel.context="
-                f"{self.context} ({self.context_method}) and parallel.tensor={self.tensor} can divide its slots:"
-                f" use plan.capacity={near}"
+                f"plan.capacity={capacity} must be a multiple of {self.token_multiple}, so that {' and '.join(named)}"
+                f" can divide its slots: use plan.capacity={below or self.token_multiple}"
             )
         if self.stages > shape.layers:
+            each = self.stages // self.pipeline
+            near = self._nearest(
+                "pipeline", world_size, lambda ranks: ranks == 1 or ranks * each <= shape.layers
+            )
+            one_each = ", or parallel.schedule=1f1b" if each > 1 and self.pipeline <= shape.layers else ""
             raise ValueError(
                 f"parallel.pipeline={self.pipeline} with parallel.schedule={self.schedule} has {self.stages} stages,"
-                f" and model.layers={shape.layers} are fewer: use parallel.pipeline="
-                f"{max(1, shape.layers // (self.stages // self.pipeline))}"
+                f" and model.layers={shape.layers} are fewer: use parallel.pipeline={near}{one_each}"
             )
 
-    def _check_heads(self, shape: ModelShape) -> None:
-        """Tensors divide heads and key heads; Ulysses divides heads again, and copies key heads that are too few."""
-        exchanged = self.context if self.context_method == "ulysses" else 1
-        named = [f"parallel.tensor={self.tensor}"] if self.tensor > 1 else []
-        for name, divided in (("kv_heads", self.tensor), ("heads", self.tensor * exchanged)):
-            if name == "heads" and exchanged > 1:
-                named.append(f"parallel.context={self.context} (ulysses)")
-            heads = getattr(shape, name)
-            if heads % divided:
-                near = _nearest_divisor(
-                    math.gcd(shape.heads, shape.kv_heads) if name == "kv_heads" else heads, divided
-                )
-                ring = ", or parallel.context_method=ring" if exchanged > 1 and name == "heads" else ""
-                raise ValueError(
-                    f"{' x '.join(named)} divides heads among {divided} ranks, and model.{name}={heads} is no multiple"
-                    f" of that: use {near} ranks{ring}"
-                )
+    def check_dtype(self, dtype: str, world_size: int) -> None:
+        """Refuse a precision of forward passes that shards cannot have.
+
+        Raises:
+            ValueError: both settings are named, and what goes together.
+        """
+        if self.shards_parameters and world_size > 1 and dtype == "fp16":
+            raise ValueError(
+                f"train.dtype=fp16 with parallel.data={self.data}: scaled gradients would overflow unseen where they"
+                " are reduced; use train.dtype=bf16, or parallel.data=ddp or zero1"
+            )
+
+    def _check_tensor(self, shape: ModelShape, world_size: int) -> None:
+        """Every rank has equally many heads, and equal pieces of matrices and vocabulary."""
+        names = ("kv_heads", "heads", "d_ff", "vocabulary_size")
+        divided = {name: getattr(shape, name) for name in names}  # a vocabulary of 0 is not known yet
+        for name, size in divided.items():
+            if size % self.tensor == 0:
+                continue
+            near = self._nearest(
+                "tensor", world_size, lambda ranks: not any(one % ranks for one in divided.values())
+            )
+            above = -(-size // self.tensor) * self.tensor
+            wider = "" if name.endswith("heads") else f"model.{name}={above}, or "
+            raise ValueError(
+                f"parallel.tensor={self.tensor} does not divide model.{name}={size}: use {wider}parallel.tensor={near}"
+            )
+
+    def _check_context(self, shape: ModelShape, world_size: int) -> None:
+        """Ulysses divides heads, once more where tensors do; a ring has whole documents."""
+        if self.context == 1:
+            return
+        near = self._nearest("context", world_size, lambda ranks: shape.heads % (self.tensor * ranks) == 0)
+        if self.context_method == "ring" and shape.window:
+            fewer = f" parallel.context={near}" if near != self.context else ""
+            raise ValueError(
+                "parallel.context_method=ring passes keys and values of whole documents, and"
+                f" model.window={shape.window} sees the last ones only: use parallel.context_method=ulysses{fewer}"
+            )
+        if self.context_method == "ulysses" and near != self.context:
+            beside = f" x parallel.tensor={self.tensor}" if self.tensor > 1 else ""
+            ring = "" if shape.window else ", or parallel.context_method=ring"
+            raise ValueError(
+                f"parallel.context={self.context} (ulysses){beside} divides heads among {self.tensor * self.context}"
+                f" ranks, and model.heads={shape.heads} is no multiple of that: use parallel.context={near}{ring}"
+            )
+
+    def _nearest(self, name: str, world_size: int, legal: Callable[[int], bool]) -> int:
+        """The number of ranks nearest to what an axis has that is legal and, beside the other axes, fits the world."""
+        asked = int(getattr(self, name))
+        room = world_size // (self.model_ranks // asked)
+        return _nearest((ranks for ranks in _divisors(room) if legal(ranks)), asked)
 
 
 def fit_micro_batches(config: ParallelConfig, micro_batches: int) -> int:
@@ -233,14 +267,26 @@ def fit_micro_batches(config: ParallelConfig, micro_batches: int) -> int:
     return wanted
 
 
-def _divides(setting: str, ranks: int, name: str, size: int) -> None:
-    if size % ranks:
-        raise ValueError(
-            f"{setting}={ranks} does not divide {name}={size}: use {name}={-(-size // ranks) * ranks}, or"
-            f" {setting}={_nearest_divisor(size, ranks)}"
-        )
+def _nearest_shares(asked: Mapping[str, int], world_size: int) -> dict[str, int]:
+    """Ranks along axes that fit the world: as few axes as can be are changed, by as little as can be; only these."""
+    choices = (
+        dict(zip(asked, sizes, strict=True))
+        for sizes in itertools.product(_divisors(world_size), repeat=len(asked))
+        if world_size % math.prod(sizes) == 0
+    )
+    changed = ({name: n for name, n in choice.items() if n != asked[name]} for choice in choices)
+    return min(
+        changed, key=lambda words: (len(words), sum(abs(n - asked[name]) for name, n in words.items()))
+    )
 
 
-def _nearest_divisor(size: int, wanted: int) -> int:
-    fit: Iterable[int] = (n for n in range(1, size + 1) if size % n == 0)
-    return min(fit, key=lambda n: abs(n - wanted))
+def _words(values: Mapping[str, int], between: str = " ") -> str:
+    return between.join(f"parallel.{name}={value}" for name, value in values.items())
+
+
+def _divisors(size: int) -> list[int]:
+    return [n for n in range(1, size + 1) if size % n == 0]
+
+
+def _nearest(legal: Iterable[int], wanted: int) -> int:
+    return min(legal, key=lambda n: abs(n - wanted))

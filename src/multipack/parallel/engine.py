@@ -23,8 +23,6 @@ from multipack.parallel.context import divide_context
 from multipack.parallel.loop import LoopEngine
 from multipack.parallel.materialize import materialize
 from multipack.parallel.mesh import Mesh
-from multipack.parallel.pipeline import Pipeline, split_layers, stages_of_rank
-from multipack.parallel.pipelined import PipelineEngine
 from multipack.parallel.replicate import replicate
 from multipack.parallel.shard import shard, synchronizing
 from multipack.parallel.state import Source, State
@@ -231,6 +229,10 @@ def _pipeline_engine(
     clock: Callable[[], float],
 ) -> Engine:
     """Ranks hold stages of the model, each of which may be divided and sharded as a whole model is."""
+    # Only here: torch's pipelining imports its compiler, which no other run should wait for.
+    from multipack.parallel.pipeline import Pipeline, split_layers, stages_of_rank
+    from multipack.parallel.pipelined import PipelineEngine
+
     ranges = split_layers(blueprint.layers, config.stages, last=blueprint.head_layers)
     numbers = stages_of_rank(mesh.coordinate("pp"), mesh.sizes["pp"], config.schedule)
     blocks = [(ranges[number].start, ranges[number].stop) for number in numbers]
@@ -241,7 +243,8 @@ def _pipeline_engine(
     if mesh.world.sum([float(0 in numbers and not trained)])[0]:
         raise ValueError(
             "optimizer.rules freeze all that the first stage of the pipeline holds, which then has no gradients to"
-            f" compute: use fewer stages (parallel.pipeline={config.pipeline}), or parallel.data=zero3"
+            f" compute: use fewer than the {config.stages} stages of parallel.pipeline={config.pipeline}, or"
+            " parallel.pipeline=1 with parallel.data=zero3"
         )
     narrow = config.shards_parameters and dtype != torch.float32
     pipeline = Pipeline(

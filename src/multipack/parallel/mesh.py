@@ -33,8 +33,8 @@ class Mesh:
         world: all ranks.
         sizes: ranks along each of `AXES`.
         weights: torch's mesh of pipeline, replicas, shards and tensors: `cp` is folded into the shards of parameters
-            or, where there are none, into replicas, because ranks that divide tokens hold the same weights and add their
-            gradients. None where there is one process and no process group.
+            or, where there are none, into replicas, because ranks that divide tokens hold the same weights and add
+            their gradients. None where there is one process and no process group.
         tokens: the mesh of all five axes, where ranks divide tokens; else None.
     """
 

@@ -5,6 +5,7 @@ names are those of a whole model in one process; a rank may hold a tensor whole,
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -52,6 +53,19 @@ class Whole:
 def local(tensor: Tensor) -> Tensor:
     """The part of a tensor that this rank holds; writing to it writes to the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor of which ranks may hold pieces; collective where they do."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    log = logging.getLogger("torch.distributed.tensor._redistribute")
+    level = log.level
+    log.setLevel(logging.ERROR)  # torch warns, on every rank, that shards of pieces are gathered axis by axis
+    try:
+        return tensor.full_tensor()
+    finally:
+        log.setLevel(level)
 
 
 def piece_of(whole: Tensor, like: Tensor) -> Tensor:

@@ -167,12 +167,14 @@ def plan_rows(session: Session, report: PlanReport) -> Rows:
     config, packs = session.config, session.config.plan.packs_per_step
     batch_size = config.train.padded_batch_size
     share = padded_share(session.corpus.train.lengths, batch_size, config.train.seed)
+    mesh = session.engine.mesh
+    rank = "rank" if mesh.data_size == session.world.size else "data-parallel rank"
     dealt = (
         f"{packs} packs of at most {config.plan.capacity:,} tokens,"
-        f" {session.feed.micro_batches} a rank, one micro-batch each"
+        f" {session.feed.micro_batches} a {rank}, one micro-batch each"
     )
     return [
-        *report_rows(report, share, batch_size, session.world.size, fills_packs(config.plan)),
+        *report_rows(report, share, batch_size, mesh.data_size, fills_packs(config.plan)),
         ("a step", dealt),
         (
             "validation",

@@ -156,22 +156,12 @@ def assemble(
 
 
 def _packs_per_step(config: Config, mesh: Mesh) -> tuple[int, list[str]]:
-    """Packs of a global step, and what people should know of them and of the ranks.
-
-    Raises:
-        ValueError: a run that resumes has a plan that its pipeline cannot run.
-    """
+    """Packs of a global step, and what people should know of them and of the ranks."""
     parallel, notes = config.parallel, []
     packs = int(config.plan.keywords(mesh.data_size)["packs_per_step"])
     micro_batches = -(-packs // mesh.data_size)
     fitting = fit_micro_batches(parallel, micro_batches)
     if fitting > micro_batches:
-        if config.train.resume != "false":
-            raise ValueError(
-                f"parallel.pipeline={parallel.pipeline} ({parallel.schedule}) needs {fitting} packs a step of every"
-                f" data-parallel rank, and the run that goes on has {micro_batches}: use parallel.pipeline="
-                f"{max(micro_batches, 1)} or fewer"
-            )
         packs = fitting * mesh.data_size
         notes.append(
             f"plan.packs_per_step is {packs}, so that the {parallel.pipeline} ranks of a pipeline have {fitting}"
@@ -269,14 +259,9 @@ def _sampler(
     config: Config, mesh: Mesh, documents: Documents, cost_model: CostModel, what: str, **options: Any
 ) -> PackedBatchSampler:
     plan, ranks = config.plan, mesh.data_size
-    if ranks > plan.packs_per_step:
-        raise ValueError(
-            f"{ranks} processes cannot share plan.packs_per_step={plan.packs_per_step} packs:"
-            f" set it to at least {ranks} (a multiple of {ranks} keeps all of them busy)"
-        )
     if len(documents) < ranks:
         raise ValueError(
-            f"there are {len(documents)} {what} documents for {ranks} processes:"
+            f"there are {len(documents)} {what} documents for {ranks} data-parallel ranks:"
             " start fewer processes or add documents"
         )
     settings: dict[str, Any] = {

@@ -49,7 +49,8 @@ class MovingAverage(Observer):
         means = self._means_like(weights)
         self.steps += 1
         share = (1 - self.decay) / (1 - self.decay**self.steps)
-        torch._foreach_lerp_(means, [local(weight).float() for weight in weights.values()], share)
+        if means:  # a stage of a pipeline may be frozen, and has none
+            torch._foreach_lerp_(means, [local(weight).float() for weight in weights.values()], share)
 
     def weightings(self, engine: Engine) -> Sequence[tuple[str, AbstractContextManager[None]]]:
         """The mean, once there is one."""
@@ -63,12 +64,12 @@ class MovingAverage(Observer):
         with torch.no_grad():
             tensors = [local(weight) for weight in weights.values()]
             own = [tensor.detach().clone() for tensor in tensors]
-            torch._foreach_copy_(tensors, means)
+            _copy(tensors, means)
         try:
             yield
         finally:
             with torch.no_grad():
-                torch._foreach_copy_(tensors, own)
+                _copy(tensors, own)
 
     def _means_like(self, weights: Mapping[str, Tensor]) -> list[Tensor]:
         """What this rank holds of the means, in the weights' order and on their devices; zeros at first.
@@ -118,3 +119,8 @@ class MovingAverage(Observer):
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over what `tensors()` gave."""
         self._means = dict(tensors)
+
+
+def _copy(into: list[Tensor], values: list[Tensor]) -> None:
+    if into:  # torch's own refuses an empty list
+        torch._foreach_copy_(into, values)

@@ -37,7 +37,8 @@ def blueprint_of(
     whole = described(shapes)
 
     def build(blocks: tuple[int, int] | None) -> nn.Module:
-        torch.manual_seed(config.train.seed)
+        if torch.get_default_device().type != "meta":  # where nothing is drawn
+            torch.manual_seed(config.train.seed)
         part = None if blocks is None else Part(*blocks, shape.layers)
         model = objective.decoder(shape, part)
         if weights is not None and not next(model.parameters()).is_meta:

@@ -427,10 +427,9 @@ def gather_rng(world: World) -> dict[str, Tensor]:
 
 
 def restore_rng(world: World, rng: dict[str, Tensor]) -> bool:
-    """Set this rank's generators as they were; False where the checkpoint had fewer ranks than this one."""
-    if f"rank-{world.rank}.cpu" not in rng:
-        return False
-    torch.set_rng_state(rng[f"rank-{world.rank}.cpu"])
+    """Set this rank's generators as they were, if it is known; False on all ranks where the checkpoint had fewer."""
+    if f"rank-{world.rank}.cpu" in rng:
+        torch.set_rng_state(rng[f"rank-{world.rank}.cpu"])
     if world.device.type == "cuda" and f"rank-{world.rank}.cuda" in rng:
         torch.cuda.set_rng_state(rng[f"rank-{world.rank}.cuda"], world.device)
-    return True
+    return f"rank-{world.size - 1}.cpu" in rng

@@ -65,6 +65,9 @@ def header_rows(session: Session) -> list[tuple[str, str]]:
 
 def _attention_row(session: Session) -> str:
     """The attention backend in effect, `auto` resolved."""
+    parallel = session.config.parallel
+    if parallel.context > 1 and parallel.context_method == "ring":
+        return "ring"
     shape, device = session.shape, session.world.device
     dtype = DTYPES[session.config.train.dtype]
     q = torch.empty(1, shape.heads, shape.head_width, device=device, dtype=dtype, requires_grad=True)

@@ -100,6 +100,11 @@ class Session:
             self.run, self.world, train.keep_checkpoints, train.checkpoint_async, seconds
         )
 
+    @property
+    def predicts(self) -> bool:
+        """Whether a rank takes as long as the cost predicts, which is of ranks that hold the whole model."""
+        return self.config.parallel.model_ranks == 1
+
     def begin(self, checkpoint: Checkpoint | None) -> None:
         """Take the run directory and, from a checkpoint, put everything where it was.
 
@@ -215,14 +220,13 @@ class Session:
         """
         state, rng = self.engine.state(), gather_rng(self.world)
         watched = self.observers.tensors()
-        if watched:
-            state["observers"] = watched
         broken = [
             name for name, tensor in state["model"].items() if not bool(torch.isfinite(local(tensor)).all())
         ]
-        everywhere = sorted(
-            {name for rank in self.world.gather(json.dumps(broken)) for name in json.loads(rank)}
-        )
+        ranks = [json.loads(text) for text in self.world.gather(json.dumps([bool(watched), broken]))]
+        if any(watches for watches, _ in ranks):  # a group of tensors is one of all ranks, or of none
+            state["observers"] = watched
+        everywhere = sorted({name for _, names in ranks for name in names})
         if everywhere:
             count, first = len(everywhere), ", ".join(everywhere[:3])
             self.diverged(f"after step {self.step} {count} weight tensors are not finite ({first})", [])

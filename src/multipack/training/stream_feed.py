@@ -73,7 +73,7 @@ def open_feed(
         )
     if ranks > packs:
         raise ValueError(
-            f"{ranks} processes cannot share plan.packs_per_step={packs} packs:"
+            f"{ranks} data-parallel ranks cannot share plan.packs_per_step={packs} packs:"
             f" set it to at least {ranks} (a multiple of {ranks} keeps all of them busy)"
         )
     stream = PackStream(
@@ -126,7 +126,7 @@ class StreamFeed:
         sampler: this rank's packs.
         micro_batches: packs of a rank in a step.
         ended: whether the stream has ended, and no step follows.
-        late: what did not come in time, where that ended the steps on this rank; empty otherwise.
+        late: what did not come in time, on this rank or another, where that ended the steps; empty otherwise.
 
     Raises:
         ValueError: more ranks than packs of a step. While iterating: ranks that read different documents; whatever is
@@ -169,9 +169,8 @@ class StreamFeed:
                 micro_batches = list(islice(batches, self.micro_batches))
             except StreamInterrupted:
                 interrupted = True
-            except (
-                DocumentsLate
-            ) as error:  # on all ranks, sooner or later: none goes on, and what was done is saved
+            except DocumentsLate as error:
+                # On all ranks, or on some alone: none goes on, and what was done is saved.
                 interrupted, self.late = True, str(error)
             step: StreamStep | None = self.loader.state_dict()["step"] if micro_batches else None
             if self._all_stop(step, interrupted):
@@ -190,8 +189,10 @@ class StreamFeed:
         if step is not None:
             digest = 1 + int(np.bitwise_xor.reduce(step.positions * 40503 + step.lengths)) % (1 << 20)
         # Equal on all ranks if and only if ranks · Σ d² = (Σ d)²: exact, as whole numbers below 2⁵³ are.
-        found = self.world.sum([float(interrupted), float(digest), float(digest) ** 2])
-        stopped, total, squares = (int(each) for each in found)
+        values = [float(interrupted), float(bool(self.late)), float(digest), float(digest) ** 2]
+        stopped, late, total, squares = (int(each) for each in self.world.sum(values))
+        if late and not self.late:
+            self.late = f"documents came too late on {late} of {self.world.size} ranks, and here in time"
         if not stopped and self.world.size * squares != total * total:
             raise ValueError(
                 f"ranks read different documents in step {self.stream.step}: every rank must see the same documents in"

@@ -185,7 +185,7 @@ def _step(
     engine.world.synchronize()
     now = clock()
     measure = _measure(session, data, result, loss_sum, slots, rate, norm, (now - mark, now - middle))
-    session.prediction.add(data.predicted_seconds, result.forward_seconds + result.backward_seconds)
+    session.prediction.add(measure.predicted_seconds, result.forward_seconds + result.backward_seconds)
     _record(session, replace(measure, skipped=not applied), found, advance)
     return now
 
@@ -267,7 +267,7 @@ def _measure(
         learning_rate=rate,
         grad_norm=norm,
         cost_spread=data.cost_spread,
-        predicted_seconds=data.predicted_seconds,
+        predicted_seconds=data.predicted_seconds if session.predicts else None,
     )
 
 
@@ -389,7 +389,7 @@ def _introduce(session: Session, seconds: float) -> None:
         rows = stream_rows(session) if plan is None else plan_rows(session, plan.report(ranks, sync))
         console.section("plan", rows)
     legend = LEGEND | session.observers.legend
-    if session.cost_model.timed is not None:
+    if session.cost_model.timed is not None and session.predicts:
         legend["dt_predicted"] = PREDICTED
     if session.config.train.dtype == "fp16":
         legend["skipped"] = SKIPPED

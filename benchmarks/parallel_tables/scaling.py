@@ -1,0 +1,110 @@
+"""Weak scaling: the same work for every rank, on one process and on two."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from statistics import mean, median
+from typing import Any
+
+import torch.distributed as dist
+
+from multipack.parallel.config import ParallelConfig
+from multipack.parallel.world import World
+from multipack.shapes import SHAPES
+from parallel_tables.ranks import Ranks
+from parallel_tables.setups import engine_of, filling, pack_of, train_step
+from planning_tables.table import Table
+
+PROCESSES = 2
+WAYS: dict[str, ParallelConfig | None] = {
+    "alone": None,
+    "side by side": None,
+    "ddp": ParallelConfig(),
+    "zero3": ParallelConfig(data="zero3"),
+}
+"""One process while the other sleeps; both without a word to each other; both together."""
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds of a step: on the wall, and of the processor."""
+
+    wall: float
+    cpu: float
+
+
+def table(quick: bool) -> Table:
+    """Step times of two processes over those of one."""
+    slots, rounds, steps = (512, 3, 1) if quick else (4096, 7, 2)
+    shape = SHAPES["small"].with_vocabulary(2048)
+    made = Table(
+        "scaling",
+        f"weak scaling over {PROCESSES} processes of one thread: a decoder of {shape.layers} layers, width"
+        f" {shape.d_model}, fp32, a pack of {slots:,} slots for each rank in a step; medians of {rounds} rounds",
+        {
+            "way": "",
+            "seconds a step": ".3f",
+            "efficiency": ".1%",
+            "of the floor": ".1%",
+            "CPU seconds a step": ".3f",
+            "every round": "",
+        },
+    )
+    with Ranks(PROCESSES) as ranks:
+        ranks.run(prepare, shape, slots)
+        for way in WAYS:
+            ranks.run(timed, way, 1, only=[0] if way == "alone" else ())
+        found: dict[str, list[Spent]] = {way: [] for way in WAYS}
+        for turn in range(rounds):
+            names = list(WAYS)[turn % len(WAYS) :] + list(WAYS)[: turn % len(WAYS)]
+            for way in names:
+                found[way].append(_round(ranks, way, steps))
+    walls = {way: [each.wall for each in spent] for way, spent in found.items()}
+    for way, wall in walls.items():
+        made.row(
+            way,
+            median(wall),
+            median(one / own for one, own in zip(walls["alone"], wall, strict=True)),
+            median(one / own for one, own in zip(walls["side by side"], wall, strict=True)),
+            median(each.cpu for each in found[way]),
+            " ".join(f"{seconds:.2f}" for seconds in wall),
+        )
+    made.notes.append(
+        "`alone`: each process in its turn while the other sleeps. `side by side`: both at once, without any"
+        " communication: the floor, what this machine itself loses (memory bandwidth, caches, clock)"
+    )
+    made.notes.append(
+        "a step lasts as long as its slower rank takes; efficiency is `alone` over it, round by round. CPU seconds are"
+        " a process's own and leave waiting out"
+    )
+    return made
+
+
+def prepare(world: World, kept: dict[str, Any], shape: Any, slots: int) -> None:
+    """Engines of all ways, and this rank's pack: all ranks' documents are as long, and their tokens differ."""
+    kept["pack"] = pack_of(filling(slots, 300), slots, shape.vocabulary_size, seed=world.rank)
+    plain = engine_of(world, shape)
+    kept["engines"] = {
+        way: plain if config is None else engine_of(world, shape, config) for way, config in WAYS.items()
+    }
+
+
+def timed(world: World, kept: dict[str, Any], way: str, steps: int) -> Spent:
+    """What a step takes on this rank; ranks begin together, unless one of them is alone."""
+    engine, together = kept["engines"][way], 1 if WAYS[way] is None else world.size
+    if way != "alone":
+        dist.barrier()
+    wall, cpu = time.perf_counter(), time.process_time()
+    for _ in range(steps):
+        train_step(engine, [kept["pack"]], together)
+    return Spent((time.perf_counter() - wall) / steps, (time.process_time() - cpu) / steps)
+
+
+def _round(ranks: Ranks, way: str, steps: int) -> Spent:
+    """One measurement of a way: the mean of ranks that are alone in turn, else the slower of them."""
+    if way != "alone":
+        each = ranks.run(timed, way, steps)
+        return Spent(max(spent.wall for spent in each), mean(spent.cpu for spent in each))
+    each = [ranks.run(timed, way, steps, only=[rank])[0] for rank in range(ranks.size)]
+    return Spent(mean(spent.wall for spent in each), mean(spent.cpu for spent in each))

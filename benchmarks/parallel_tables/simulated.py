@@ -1,0 +1,178 @@
+"""Many ranks, simulated: what a step takes where ranks wait for the slowest, under a cost measured on this machine."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from multipack.planning.ceiling import least_step_cost
+from multipack.planning.cost import CostModel
+from multipack.planning.deal import Sync
+from multipack.planning.measure import even, predicted_seconds
+from multipack.planning.packing import Packs, pack
+from multipack.planning.plan import Plan, plan
+from multipack.shapes import SHAPES
+from multipack.training.calibrate import DecoderTimer, calibrate
+from planning_tables.lengths import Integers, load, lognormal
+from planning_tables.table import Table
+
+MICRO_BATCHES = 4
+RANKS = (8, 64, 256, 1024)
+SYNCS: dict[Sync, str] = {"step": "once a step", "micro": "each micro-batch"}
+STEPS = 2
+
+
+@dataclass(frozen=True)
+class Found:
+    """Seconds of a step, over those of perfect balance: all packs' seconds divided evenly among the ranks.
+
+    Attributes:
+        own: as the plan deals it.
+        least: no arrangement of these documents into these packs takes less (proven for the cost that the plan
+            balances by).
+        dealt: the plan's packs, dealt to ranks at random.
+        sequential: the documents in the order in which they were drawn, packed one after the other.
+        seconds: CPU seconds that dealing took.
+    """
+
+    own: float
+    least: float
+    dealt: float
+    sequential: float
+    seconds: float
+
+
+def table(quick: bool) -> Table:
+    """Step time over perfect balance, from 8 to 1,024 ranks."""
+    cost = fitted(quick)
+    timed = cost.timed
+    assert timed is not None  # it was fitted
+    made = Table(
+        "simulated",
+        f"step time over perfect balance, {MICRO_BATCHES} packs a rank, means of up to {STEPS} steps",
+        {
+            "documents": "",
+            "capacity": ",",
+            "ranks": ",",
+            "ranks meet": "",
+            "the plan": ".4f",
+            "no less than": ".4f",
+            "random dealing": ".3f",
+            "sequential packs": ".3f",
+            "CPU s to deal": ".2f",
+        },
+    )
+    for ranks in RANKS[:2] if quick else RANKS:
+        for name, lengths, capacity in _sets(ranks):
+            epoch = _few_steps(lengths, capacity, ranks, cost)
+            for sync, told in SYNCS.items():
+                found = _mean(
+                    [
+                        arranged(epoch, int(step), ranks, sync, cost)
+                        for step in even(epoch.num_steps - 1, STEPS)
+                    ]
+                )
+                made.row(
+                    name,
+                    capacity,
+                    ranks,
+                    told,
+                    found.own,
+                    found.least,
+                    found.dealt,
+                    found.sequential,
+                    found.seconds,
+                )
+    made.notes += [
+        f"seconds of a pack: {1e3 * timed.micro_batch:.2f} ms + {1e6 * timed.token:.2f} µs a token +"
+        f" {1e9 * timed.pair:.2f} ns an l(l + 1) + {1e6 * timed.document:.1f} µs a document, fitted to timed packs of a"
+        f" decoder of the preset `small` on this machine (error {timed.error:.1%})",
+        "once a step: ddp, zero1; each micro-batch: zero2, zero3 and hsdp, which gather there, and pipelines, which are"
+        " dealt the same packs so that stages keep step",
+        "no less than: proven for any arrangement of a step's documents in as many packs. Where it is well above 1, the"
+        " longest documents decide, and plan.budget would give the others room to catch up",
+        "random dealing: the plan's packs in random places; sequential packs: next fit over the same documents in a"
+        " random order, which also takes more packs",
+    ]
+    return made
+
+
+def fitted(quick: bool) -> CostModel:
+    """A cost model of the preset `small` on this machine's CPU, one thread, fp32."""
+    torch.set_num_threads(1)
+    shape = SHAPES["small"].with_vocabulary(2048)
+    timer = DecoderTimer(shape, "auto", torch.device("cpu"), torch.float32)
+    capacity = 512 if quick else 4096
+    return calibrate(timer, shape, capacity, capacity, budget_seconds=3.0 if quick else 20.0)
+
+
+def arranged(epoch: Plan, step: int, ranks: int, sync: Sync, cost: CostModel) -> Found:
+    """One step, dealt in three ways."""
+    slots, costs = epoch.slots, cost.cost(epoch.slots)
+    began = time.process_time()
+    dealt = epoch.deal(step, ranks, sync)
+    seconds = time.process_time() - began
+
+    def taken(packs: Packs) -> float:
+        return predicted_seconds(cost, slots, packs, ranks, sync) or 0.0
+
+    each = [cost.seconds(slots[documents]) for documents in dealt]
+    perfect = sum(each) / ranks
+    micro_batches = len(each) // ranks
+    documents = epoch.documents(step)
+    bound = least_step_cost(slots[documents], costs[documents], ranks, micro_batches, epoch.capacity, sync)
+    # What a micro-batch takes whatever is in it is no part of the cost.
+    always = cost.timed.micro_batch * micro_batches if cost.timed else 0.0
+    least = always + (perfect - always) * max(1.0, bound * ranks / int(costs[documents].sum()))
+    draw = np.random.default_rng(step)
+    return Found(
+        taken(dealt) / perfect,
+        least / perfect,
+        taken(_shuffled(epoch.packs(step), ranks, draw)) / perfect,
+        taken(_sequential(draw.permutation(documents), slots, epoch.capacity, ranks)) / perfect,
+        seconds,
+    )
+
+
+def _shuffled(packs: Packs, ranks: int, draw: np.random.Generator) -> Packs:
+    """The same packs in random places, empty ones added until ranks have equally many."""
+    places = draw.permutation(-(-len(packs) // ranks) * ranks)
+    return _joined([packs[place] if place < len(packs) else packs.order[:0] for place in places.tolist()])
+
+
+def _sequential(documents: Integers, slots: Integers, capacity: int, ranks: int) -> Packs:
+    """Next fit in this order, pack after pack to rank after rank."""
+    made = [documents[numbers] for numbers in pack(slots[documents], capacity, "next_fit")]
+    return _joined(made + [documents[:0]] * (-len(made) % ranks))
+
+
+def _joined(packs: list[Integers]) -> Packs:
+    offsets = np.cumsum([0, *map(len, packs)])
+    return Packs(np.concatenate(packs), offsets.astype(np.int64))
+
+
+def _sets(ranks: int) -> list[tuple[str, Integers, int]]:
+    """Name, lengths, capacity: real ones where there are enough for a step, and drawn ones."""
+    found = []
+    for name in ("instructlab_sdg_24k", "natural_instructions_193k"):
+        lengths = load(name)
+        if lengths is not None and lengths.sum() > 1.2 * ranks * MICRO_BATCHES * 4096:
+            found.append((name, np.minimum(lengths, 4096), 4096))
+            break
+    drawn = lognormal(int(3 * ranks * MICRO_BATCHES * 16_384 / 2000), 6.5, 1.5, 16_384)
+    return [*found, ("lognormal (6.5, 1.5)", drawn, 16_384)]
+
+
+def _few_steps(lengths: Integers, capacity: int, ranks: int, cost: CostModel) -> Plan:
+    """A plan of the first documents of a seeded order: as many as fill `STEPS` steps and begin another."""
+    order = np.random.default_rng(0).permutation(lengths)
+    packs = ranks * MICRO_BATCHES
+    enough = int(np.searchsorted(np.cumsum(order), (STEPS + 0.2) * packs * capacity)) + 1
+    return plan(order[:enough], capacity=capacity, packs_per_step=packs, cost=cost, window=2)
+
+
+def _mean(found: list[Found]) -> Found:
+    return Found(**{name: float(np.mean([vars(each)[name] for each in found])) for name in vars(found[0])})

@@ -1,0 +1,249 @@
+"""benchmarks/parallel.py: what its tables compute, that it runs, and that the page shows its last figures."""
+
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from multipack.config import compose_run
+from multipack.launch.traffic import communication
+from multipack.parallel.config import ParallelConfig
+from multipack.planning.cost import CostModel
+from multipack.planning.measure import predicted_seconds
+from multipack.planning.plan import plan
+from multipack.shapes import ModelShape
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"^multipack launch (.*)$", PAGE, re.MULTILINE)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder():
+    """The scripts import each other by name, and processes that they start find them by this path too."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    yield
+    sys.path.remove(str(ROOT / "benchmarks"))
+
+
+def module(name):
+    return importlib.import_module(f"parallel_tables.{name}")
+
+
+@pytest.fixture(scope="module")
+def script(folder):
+    spec = importlib.util.spec_from_file_location("parallel_benchmark", ROOT / "benchmarks" / "parallel.py")
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+@pytest.mark.parametrize("slots", [2, 3, 100, 4096])
+def test_lengths_fill_a_pack(slots):
+    lengths = module("setups").filling(slots, 30)
+    assert sum(lengths) == slots
+    assert min(lengths) >= 2
+
+
+# Traffic
+
+
+def test_a_row_compares_totals_and_the_worst_kind():
+    traffic = module("traffic")
+    case = traffic.Case(2, {"data": "zero2"})
+    expected = communication(
+        traffic.SHAPE, ParallelConfig(data="zero2"), 2, traffic.SLOTS, "fp32", micro_batches=4
+    )
+    found = traffic.Counted(written=3_000)
+    for each in expected:
+        found.calls[each.kind] += each.count
+        found.sent[each.kind] += each.sent
+    total = found.total
+    title, ranks, calls, counted, formula, ratio, worst, written = traffic.compared(case, found, expected)
+    assert (title, ranks, calls) == ("data=zero2", 2, "5 all-gather, 20 reduce-scatter")
+    assert (counted, formula, ratio, worst) == (total, total, 1.0, 1.0)
+    assert written == 3_000 / total
+    found.sent["all_gather"] //= 2
+    found.sent["all_reduce"] = total - found.total  # as many bytes, of another kind
+    assert traffic.compared(case, found, expected)[5:7] == [1.0, pytest.approx(0.5)]
+
+
+def test_a_collective_that_nobody_counts_is_an_error():
+    with pytest.raises(ValueError, match="torch's collective barter is not counted"):
+        module("traffic").Counting()._count("barter", [])
+
+
+def test_bytes_are_counted_of_two_processes():
+    traffic = module("traffic")
+    with module("ranks").Ranks(2) as ranks:
+        for words in ({"data": "zero3"}, {"context": 2}):
+            expected = communication(
+                traffic.SHAPE, ParallelConfig(**words), 2, traffic.SLOTS, "fp32", micro_batches=4
+            )
+            total = sum(each.sent for each in expected)
+            for found in ranks.run(traffic.count, traffic.Case(2, words)):
+                assert found.total == pytest.approx(total, rel=0.01)
+                assert found.written is None or found.written > 0.9 * total
+
+
+def test_a_rank_that_fails_is_named():
+    def fail():
+        with module("ranks").Ranks(1) as ranks:
+            ranks.run(traffic.count, traffic.Case(1, {"tensor": 3}))
+
+    traffic = module("traffic")
+    with pytest.raises(RuntimeError, match=r"(?s)count, rank 0 of 1: Traceback.*parallel\.tensor=3"):
+        fail()
+
+
+# Many ranks
+
+
+def measured_cost():
+    """Seconds with every term, as a fit finds them."""
+    draw, timings = np.random.default_rng(0), []
+    for _ in range(20):
+        lengths = draw.integers(1, 400, draw.integers(1, 20))
+        seconds = 2e-3 + 3e-6 * lengths.sum() + 2e-9 * (lengths * (lengths + 1)).sum() + 5e-6 * len(lengths)
+        timings.append((lengths, float(seconds)))
+    return CostModel.fit(timings)
+
+
+@pytest.mark.parametrize("sync", ["step", "micro"])
+def test_the_plan_lies_between_its_bound_and_other_dealings(sync):
+    cost = measured_cost()
+    lengths = np.random.default_rng(1).lognormal(4, 1, 2_000).clip(1, 1024).astype(np.int64)
+    epoch = plan(lengths, capacity=1024, packs_per_step=32, cost=cost)
+    found = module("simulated").arranged(epoch, 1, 8, sync, cost)
+    assert 1.0 <= found.least <= found.own * (1 + 1e-9)
+    assert found.own < found.dealt < 4
+    assert found.own < found.sequential < 4
+    seconds = [cost.seconds(lengths[pack]) for pack in epoch.deal(1, 8, sync)]
+    taken = predicted_seconds(cost, lengths, epoch.deal(1, 8, sync), 8, sync)
+    assert found.own == pytest.approx(taken * 8 / sum(seconds))
+
+
+def test_other_dealings_have_every_document_and_whole_micro_batches():
+    simulated = module("simulated")
+    lengths = np.random.default_rng(1).integers(1, 300, 500)
+    epoch = plan(lengths, capacity=512, packs_per_step=14)
+    packs, draw = epoch.packs(0), np.random.default_rng(0)
+    documents = np.sort(packs.order)
+    for made in (
+        simulated._shuffled(packs, 8, draw),
+        simulated._sequential(draw.permutation(documents), lengths, 512, 8),
+    ):
+        assert len(made) % 8 == 0
+        assert (np.sort(made.order) == documents).all()
+        assert made.totals(lengths).max() <= 512
+
+
+# On a GPU, whose code runs on any device
+
+
+def test_plain_loop_and_trainer_are_timed(monkeypatch):
+    gpu = module("gpu")
+    monkeypatch.setattr(gpu, "matmul_peak", lambda device, dtype: 1e12)
+    shape = ModelShape(
+        layers=1, heads=2, d_model=16, d_ff=64, context=32, vocabulary_size=512, positions="learned",
+        norm="layernorm", activation="gelu", bias=True,
+    )  # fmt: skip
+    setting = gpu.Setting(shape, 2, 4, torch.device("cpu"), torch.float32, False)
+    made = gpu.Table("gpu", "here", dict.fromkeys(["way", "tokens", "seconds", "rate", "MFU", "over"], ""))
+    gpu.add_rows(made, setting, rounds=1)
+    rows = {row[0]: row for row in made.rows}
+    assert list(rows) == ["plain loop", "ours, blocks", "ours, documents"]
+    assert rows["plain loop"][1] == rows["ours, blocks"][1] == 64  # tokens of a step
+    assert 32 < rows["ours, documents"][1] <= 64
+    assert rows["plain loop"][5] == 1.0
+    assert all(0 < row[4] < 1 for row in made.rows)
+
+
+def test_kernels_are_read_from_the_benchmark_of_attention():
+    made = module("gpu").Table("kernels", "here", dict.fromkeys(["kernel", "ms", "difference"], ""))
+    most = module("gpu").add_kernels(made, "--tokens 512 --heads 2 --head-width 8 --repeats 1")
+    rows = {row[0]: row for row in made.rows}
+    assert {"loop", "padded", "dense"} <= rows.keys()
+    assert all(row[1] > 0 for row in made.rows)
+    assert most == max(row[2] for row in made.rows if row[2] is not None) < 1e-4
+
+
+def test_without_a_gpu_its_tables_say_so(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for made in (module("gpu").table(True), module("gpu").kernels(True)):
+        assert made.rows == []
+        assert made.notes == [module("gpu").ABSENT]
+
+
+# The script and its page
+
+
+def test_every_table_is_written_and_shown_again(script, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(script.TABLES, "traffic", lambda quick: _small(script, quick))
+    out = tmp_path / "found.json"
+    monkeypatch.setattr(sys, "argv", ["parallel.py", "--table", "traffic", "--quick", "--out", str(out)])
+    script.main()
+    first = capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["parallel.py", "--show", "--out", str(out)])
+    script.main()
+    assert capsys.readouterr().out.strip() in first
+    saved = json.loads(out.read_text())
+    assert saved["quick"] is True
+    assert [values["name"] for values in saved["tables"]] == ["traffic"]
+    assert len(saved["tables"][0]["load_before_and_after"]) == 2
+    assert "| data=ddp | 2 |" in script.page(saved)
+
+
+def _small(script, quick):
+    assert quick
+    made = script.Table("traffic", "bytes of a step", {"settings": "", "ranks": ""})
+    made.row("data=ddp", 2)
+    made.notes.append("few")
+    return made
+
+
+def test_the_page_shows_the_figures_of_the_last_full_run(script):
+    saved = json.loads((ROOT / "benchmarks" / "results" / "parallel.json").read_text(encoding="utf-8"))
+    assert saved["quick"] is False
+    assert [values["name"] for values in saved["tables"]] == list(script.TABLES)
+    assert script.page(saved) in PAGE
+
+
+def test_the_commands_of_the_page_can_run(tmp_path, monkeypatch):
+    (settings,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "laptop.yaml").write_text(settings)
+    monkeypatch.chdir(tmp_path)
+    assert len(COMMANDS) == 14
+    for command in COMMANDS:
+        options, words = command.split(" -- train ")
+        config = compose_run(words.split())
+        assert config.plan.capacity == 1024
+        config.check(int(options.split()[1]))
+
+
+def test_the_page_names_tests_and_files_that_are_there():
+    for name in re.findall(r"`(test_\w+)`", PAGE):
+        parity = (ROOT / "tests" / "distributed" / "test_parity.py").read_text()
+        assert f"def {name}(" in parity
+    for name in re.findall(r"`(test_\w+\.py)`", PAGE):
+        assert (ROOT / "tests" / "distributed" / name).is_file()
+    for path in re.findall(r"`((?:src|tests)/[\w/]+\.py)`|\(([\w-]+\.md)\)", PAGE):
+        assert (ROOT / path[0]).is_file() if path[0] else (ROOT / "docs" / path[1]).is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_all_tables_of_this_machine_run(script, tmp_path, monkeypatch):
+    out = tmp_path / "found.json"
+    monkeypatch.setattr(sys, "argv", ["parallel.py", "--quick", "--out", str(out)])
+    script.main()
+    tables = {values["name"]: values for values in json.loads(out.read_text())["tables"]}
+    assert tables.keys() >= set(script.TABLES)
+    assert {row[0] for row in tables["overhead"]["rows"]} == set(script.overhead.STRATEGIES)
+    assert {row[0] for row in tables["scaling"]["rows"]} == set(script.scaling.WAYS)
+    assert all(each["met"] for each in tables["traffic"]["asked"])

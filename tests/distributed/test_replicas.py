@@ -1,0 +1,116 @@
+"""Replicas: alike from the start and after loading, which hashes prove; gradients synchronized once a step, counted."""
+
+import gc
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from multipack.parallel.base import state_hash
+from multipack.parallel.config import ParallelConfig
+from multipack.parallel.engine import build_engine
+from multipack.parallel.mesh import build_mesh
+
+sys.path.append(str(Path(__file__).parent))
+tiny = importlib.import_module("sharding")
+
+STEPS, MICRO_BATCHES = 3, 3
+
+
+def engine_of(world, words, seed):
+    config = ParallelConfig(**words)
+    blueprint = tiny.blueprint(tiny.SHAPES["llama"], seed=seed)
+    return build_engine(
+        blueprint,
+        lambda named: tiny.adamw(named.values()),
+        build_mesh(config, world),
+        config,
+        micro_batches=MICRO_BATCHES,
+    )
+
+
+def train(engine, steps):
+    for step in range(steps):
+        packs, targets = tiny.packs_of_step(step, engine.mesh.data_size, MICRO_BATCHES)
+        engine.forward_backward(packs[engine.mesh.data_rank], targets)
+        engine.clip(1.0)
+        engine.step(1e-3)
+        yield engine.check_replicas()
+
+
+def synchronized(world, words):
+    """Reductions of buckets that DDP made in some steps, how many buckets there are, and hashes from the start on."""
+    engine = engine_of(world, words, 100 + world.rank)  # replicas would start apart
+    buckets = []
+
+    def counting(state, bucket):
+        buckets.append(bucket.index())
+        return allreduce_hook(state, bucket)
+
+    engine._call.register_comm_hook(engine.mesh.axis("dp_replicate").get_group(), counting)
+    hashes = [engine.check_replicas(), *train(engine, STEPS)]
+    del engine  # the hook is Python: it must be gone before the process group that would call it
+    gc.collect()
+    return len(buckets), len(set(buckets)), hashes
+
+
+@pytest.mark.parametrize("words", [{}, {"data": "zero1"}, {"context": 2}], ids=str)
+def test_gradients_synchronize_once_a_step_and_replicas_start_alike(pools, words):
+    found = pools(2).run(synchronized, words)
+    for reductions, buckets, hashes in found:
+        assert reductions == STEPS * buckets > 0
+        assert hashes == found[0][2]
+        assert len(set(hashes)) == STEPS + 1  # and it is not one hash for all
+
+
+def loaded(world, words):
+    """What is said where a rank loads another state than the others, or has changed its own; and the hashes."""
+    engine, told = engine_of(world, words, 5), []
+    own, *_ = train(engine, 1)
+    saved = {group: {} for group in engine.state()}
+    for group, tensors in engine.state().items():
+        for name, tensor in tensors.items():
+            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            saved[group][name] = whole.detach().clone()
+    name = "norm.weight"
+    for group, key in (("model", name), ("optimizer", f"{name}.exp_avg")):
+        other = {each: dict(tensors) for each, tensors in saved.items()}
+        if world.rank == 1:
+            other[group][key] = other[group][key] + 1
+        try:
+            engine.load_state(other)
+        except RuntimeError as error:
+            told.append(str(error))
+    engine.load_state(saved)
+    again = engine.check_replicas()
+    if world.rank == 1:
+        with torch.no_grad():
+            local = engine.parameters[name]
+            (local.to_local() if hasattr(local, "to_local") else local)[0] += 1
+    try:
+        engine.check_replicas()
+    except RuntimeError as error:
+        told.append(str(error))
+    return told, own == again
+
+
+@pytest.mark.parametrize("words", [{}, {"tensor": 2}], ids=str)
+def test_a_rank_that_holds_something_else_is_named_on_loading_too(pools, words):
+    for told, same in pools(2).run(loaded, words):
+        assert same
+        pieces = ("model.norm.weight", "optimizer.norm.weight.exp_avg", "model.norm.weight")
+        for message, piece in zip(told, pieces, strict=True):
+            assert message.startswith(f"ranks [1] hold another {piece} than rank 0 (1 tensors in all)")
+
+
+def drawn_apart(world):
+    """Hashes of what each rank would draw by itself."""
+    model = tiny.blueprint(tiny.SHAPES["llama"], seed=100 + world.rank).build(None)
+    return state_hash({"model": dict(model.named_parameters())})
+
+
+def test_they_would_start_apart(pools):
+    assert len(set(pools(2).run(drawn_apart))) == 2

@@ -1,0 +1,33 @@
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import os, signal, sys, time
+if os.environ["RANK"] == "1":
+    {end}
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "told"),
+    [
+        ("sys.exit('error: the one line')", 1, "error: the one line\n"),
+        (
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            137,
+            "error: rank 1 was ended by SIGKILL, as the system does where memory runs out\n",
+        ),
+    ],
+    ids=["exit", "killed"],
+)
+def test_a_failure_is_one_line_and_its_exit_code(tmp_path, end, code, told):
+    (tmp_path / "program.py").write_text(PROGRAM.format(end=end))
+    start = [sys.executable, "-m", "multipack.launch.torchrun", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*start, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr.endswith(told)
+    assert "Traceback" not in done.stderr
+    assert "closing signal" not in done.stderr
