@@ -139,6 +139,8 @@ FOUR = [
     {"context": 4, "context_method": "ring"},
     {"pipeline": 4},
     {"pipeline": 4, "schedule": "gpipe"},
+    {"data": "hsdp", "replicate": 4},
+    {"data": "zero3", "offload": "cpu", "tensor": 2},
 ]
 PAIRS = [
     {"tensor": 2},  # beside ddp
@@ -169,6 +171,15 @@ EIGHT = [
     {"data": "zero3", "context": 2, "context_method": "ring", "pipeline": 2},
     {"context": 2, "tensor": 2, "pipeline": 2},
     {"context": 2, "context_method": "ring", "tensor": 2, "pipeline": 2, "schedule": "gpipe"},
+    {"data": "hsdp", "context": 2, "tensor": 2},
+    {"data": "hsdp", "replicate": 4, "tensor": 2},
+    {"data": "zero1", "context": 2, "tensor": 2},
+    {"data": "zero1", "pipeline": 4},
+    {"data": "zero2", "context": 2, "context_method": "ring", "pipeline": 2, "schedule": "interleaved"},
+    {"data": "zero2", "offload": "cpu", "tensor": 2, "pipeline": 2},
+    {"tensor": 2, "pipeline": 4},
+    {"context": 4, "context_method": "ring", "tensor": 2},
+    {"context": 8, "context_method": "ring"},
 ]
 
 

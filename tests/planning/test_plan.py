@@ -162,11 +162,11 @@ def test_carried_documents_come_first():
 
 
 GOLDEN = {
-    "cost": ({}, 153, "d7796f16d18f98d9", "b8cafc39f0cfbc0b"),
+    "cost": ({}, 153, "603e7603a4549f56", "b8cafc39f0cfbc0b"),
     "joint, drop": (
         {"balance": "joint", "tail": "drop", "window": 1},
         153,
-        "da5131352312fa93",
+        "74dc06d7f56a5243",
         "61507fffd384ae7f",
     ),
     "carry, not grouped": (
@@ -181,7 +181,7 @@ GOLDEN = {
         "fe0bbab5ba0b2c76",
         "0a0128f6febba127",
     ),
-    "budget": ({"budget": 1500, "balance": "tokens"}, 208, "ecd365190d14e9fa", "8995da013cb21089"),
+    "budget": ({"budget": 1500, "balance": "tokens"}, 208, "5d9010b9548f73f5", "8995da013cb21089"),
 }
 """Options, and what they must give on every platform and with every numpy: steps, and digests of the plan and of two
 steps dealt to 8 and to 3 ranks."""
@@ -207,7 +207,7 @@ def sha256(*arrays):
 def test_golden_fingerprint():
     lengths = 1 + np.arange(5000) * 7919 % 997
     made = plan(lengths, capacity=2048, packs_per_step=8)
-    assert made.fingerprint == "3-fdbd6c56e34e15b5-e3b0c44298fc1c14-977e346b2959a155"
+    assert made.fingerprint == "4-fdbd6c56e34e15b5-e3b0c44298fc1c14-977e346b2959a155"
 
 
 def test_given_order_is_kept_to_within_a_window():

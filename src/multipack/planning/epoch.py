@@ -2,12 +2,20 @@
 
     sequence   a b c d e f g h i j k l m n o p …        seeded order (or the documents' own)
     blocks     |───── window steps ─────|─────           cut evenly over the steps that are needed
-    packs      |aeh| |bcm| |dfk| |gij| …                 longest first, each into the cheapest pack with room
-    steps      packs by cost, `packs_per_step` at a time; a block's steps in seeded order
     waiting    what found no room opens the next block
 
 A block never looks at the number of ranks. Entries are positions in the sequence, so that a document which
 occurs twice (carried from the last epoch, and once of its own) is two entries.
+
+**The promise of the window**: no entry is passed over by more than two blocks, so that fewer than 3 · window steps
+lie between the first that trained a later entry and its own. (A window of 1 counts as 2: there the last four steps may
+be one block, and where few documents share a pack, balance looks a block further.) It holds for every sequence,
+because a block takes no more from it than the two blocks that follow are sure to have room for: what waits fits, by
+first fit, into the packs of these two, and what was passed over twice into those of the first. A block that would
+leave more behind stops earlier in the sequence, and later blocks share the rest; at the worst it takes nothing new and
+gives those that wait the packs that first fit found, which leaves later blocks what they are sure to hold. The price is
+paid in steps where their number is open, in a wider window where it is fixed and every document must be trained
+(`Plan.window` says which), and in documents left over where the tail allows that.
 """
 
 from __future__ import annotations
@@ -15,15 +23,17 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from multipack.planning.kernels import placing
-from multipack.planning.level import few, level_tokens, trade, trade_two
-from multipack.planning.permutation import BLOCKS, falling, keys
+from multipack.planning.block import MOST_TRADERS, Rules, arrange, first_fit, fits, place
+from multipack.planning.level import few
+from multipack.planning.permutation import falling
+
+__all__ = ["AHEAD", "Cut", "Progress", "Rules", "block", "cut"]
 
 Integers = NDArray[np.int64]
 
@@ -31,48 +41,11 @@ AHEAD = 96
 """Documents after a block that are looked at, at most, to fill its gaps and to make its packs alike."""
 
 _WIDEST = 2  # windows that are cut as one where documents would be left over at the end
-_TOLERANCE = 500  # best fit is tried when more than 1/500 of a block's tokens found no room
+_LEAST = 2  # steps that a window counts as, at least, in its promise and where the last blocks are one
 _TIGHT = 64  # blocks filled to more than 63/64 look at the documents after them
 _SPARE = 4096  # full packs keep 1/4096 of their room on average, so that ranks can be balanced
-_FEW = 64  # packs of a block whose documents are made alike first when they do not all fit
-_MOST_TRADERS = 1024  # packs of a block beyond which they do not trade: the window averages enough
-_ALIKE = 1024  # packs within 1/1024 of the mean cost do not trade
-_GROUPED = 8192  # … and within 1/8192 of it they stand in any step of their block
 _BLOCKS_AHEAD = 2  # for balance, at most as many documents are looked at as two blocks have …
 _LEFT_AHEAD = 8  # … and at most an eighth of those left, so that the last steps are like the others
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What every block obeys.
-
-    Attributes:
-        capacity: most tokens of a pack.
-        packs_per_step: most packs of a step.
-        step_tokens: tokens to aim at in a step at most.
-        max_documents: most documents of a pack.
-        price: lengths → the costs that are balanced.
-        group: packs that are dearer than the rest stand together in steps.
-        full: steps shall be filled as far as documents allow, not evenly.
-        shuffled: a block's steps come in seeded order; else in the order of their documents.
-        seed, epoch: of the seeded order.
-    """
-
-    capacity: int
-    packs_per_step: int
-    step_tokens: int
-    max_documents: int
-    price: Callable[[Integers], Integers]
-    group: bool
-    full: bool
-    shuffled: bool
-    seed: int
-    epoch: int
-
-    @property
-    def free(self) -> bool:
-        """Whether documents may wait so that others make packs alike: no order is given, nor steps to be filled."""
-        return self.shuffled and not self.full
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,8 +74,9 @@ class Progress:
         packs: in these steps.
         placed: entries in these packs.
         next: first position not looked at yet.
-        old: positions below were passed over by two blocks or more; or had their turn, where documents wait for
-            balance.
+        seen: the same, a block before.
+        old: positions below were passed over by two blocks, or had their turn where documents wait for balance; those
+            that wait are placed before all others.
         waiting: rising positions that were looked at and have no place.
         blocks: made so far; their steps are drawn by this number.
     """
@@ -111,9 +85,53 @@ class Progress:
     packs: int = 0
     placed: int = 0
     next: int = 0
+    seen: int = 0
     old: int = 0
     waiting: Integers = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     blocks: int = 0
+
+    @property
+    def waiting_old(self) -> int:
+        """Entries that wait and are old."""
+        return int(np.searchsorted(self.waiting, self.old))
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What a block takes from the front of the queue: those that wait, then the sequence.
+
+    Attributes:
+        count: entries.
+        more: entries after them that it may look at to fill gaps.
+        most: entries that it may take at most.
+        aim: tokens that it aims at.
+        balance: some that it takes may wait for others, to make packs alike.
+        sure: those that waited have the packs that they are sure to have.
+    """
+
+    count: int
+    more: int
+    most: int
+    aim: int
+    balance: bool
+    sure: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class _Filled:
+    """Entries of a block in falling order, and what it leaves.
+
+    Attributes:
+        positions: of the entries.
+        costs: theirs.
+        placed: their packs, −1 for those without.
+        after: the queue; of steps and packs it does not know yet.
+    """
+
+    positions: Integers
+    costs: Integers
+    placed: Integers
+    after: Progress
 
 
 def cut(
@@ -137,7 +155,8 @@ def cut(
         rules: what blocks obey.
         steps: steps to spread the documents over, at most as many as there are entries.
         window: steps of a block.
-        extend: (tokens left, entries left) → further steps, asked when the steps are used up.
+        extend: (tokens left, entries left) → further steps, asked when the steps are used up. A block after which the
+            further ones would not hold what waits is cut again together with them.
         settle: every entry shall find a place. Where the last block leaves some over, the last blocks are cut
             again as one, up to 2 windows wide (or 4 steps); and when steps are added after all, that block is cut
             again together with them, so that no nearly empty step trails behind.
@@ -149,25 +168,27 @@ def cut(
     pack_sizes, step_sizes = array("i"), array("i")  # grow with the packs that there are
     while True:
         rest = steps - state.made
-        width = -(-rest // max(1, -(-rest // window)))  # blocks of even width, none above the window
         if rest == 0:
             tokens = int(ends[-1] - ends[state.next]) + _tokens(ends, state.waiting)
             entries = len(ends) - 1 - state.next + len(state.waiting)
             more = min(extend(tokens, entries), entries)
             if more <= 0:
                 break
-            if settle and len(history) > 1 and steps - history[-2].made <= max(_WIDEST * window, 4):
-                history.pop()
-                state = history.pop()
-                width = steps - state.made  # the last two blocks, as one
-            else:
+            if not (settle and _as_one(ends, history, rules, steps, window)):
                 steps += more
-                if settle and history:
+                if history and (settle or not _kept(ends, state, rules, _ahead(more, window))):
                     state = history.pop()
                 continue
+            history.pop()
+            state = history.pop()
+            width = steps - state.made  # the last two blocks, as one
+        else:
+            width, following = _ahead(rest, window)
+            if not _kept(ends, state, rules, (width, following)):
+                width = min(window, rest)  # steps were added, and blocks of even width became narrower
         history.append(state)
         del pack_sizes[state.packs :], step_sizes[state.made :]
-        chosen, packs, per_step, after = block(ends, repeats, rules, state, steps, width)
+        chosen, packs, per_step, after = block(ends, repeats, rules, state, steps, width, window)
         order[state.placed : after.placed] = sequence[chosen]
         pack_sizes.frombytes(packs.astype(np.int32).tobytes())
         step_sizes.frombytes(per_step.astype(np.int32).tobytes())
@@ -177,12 +198,44 @@ def cut(
     return Cut(order[: state.placed], of_packs, of_steps, left)
 
 
+def _ahead(steps: int, window: int) -> tuple[int, int]:
+    """Steps of the next two blocks, where so many are left: blocks of even width, none above the window."""
+    first = -(-steps // max(1, -(-steps // window)))
+    rest = steps - first
+    return first, -(-rest // max(1, -(-rest // window)))
+
+
+def _as_one(ends: Integers, history: deque[Progress], rules: Rules, steps: int, window: int) -> bool:
+    """Whether the last two blocks may be cut again as one, with its old entries in the first `window` steps."""
+    if len(history) < 2:
+        return False
+    window, begin = max(window, _LEAST), history[-2]
+    width, entries = steps - begin.made, len(ends) - 1 - begin.next + len(begin.waiting)
+    packs = min(width * rules.packs_per_step, entries)
+    return width <= _WIDEST * window and begin.waiting_old <= window * packs // width
+
+
+def _kept(ends: Integers, state: Progress, rules: Rules, ahead: tuple[int, int]) -> bool:
+    """Whether what waits is sure to find a place in blocks of so many steps, and what is old in the first."""
+    return fits(_lengths(ends, state.waiting), state.waiting_old, rules, ahead)
+
+
+def _lengths(ends: Integers, positions: Integers) -> Integers:
+    return ends[positions + 1] - ends[positions]
+
+
 def _tokens(ends: Integers, positions: Integers) -> int:
-    return int((ends[positions + 1] - ends[positions]).sum())
+    return int(_lengths(ends, positions).sum())
 
 
 def block(
-    ends: Integers, repeats: Integers | None, rules: Rules, state: Progress, steps: int, width: int
+    ends: Integers,
+    repeats: Integers | None,
+    rules: Rules,
+    state: Progress,
+    steps: int,
+    width: int,
+    window: int | None = None,
 ) -> tuple[Integers, Integers, Integers, Progress]:
     """Make a block of `width` steps.
 
@@ -193,56 +246,120 @@ def block(
         state: where the queue stands; at least one entry is in it.
         steps: all steps, those made before included; the rest shares the tokens that are left evenly.
         width: steps of the block; fewer are made where there are fewer entries.
+        window: steps of a block at most, where `cut` makes them; None = blocks like this one follow.
 
     Returns:
         Positions of the entries, pack after pack; documents of each pack; packs of each step; and where that
         leaves the queue.
     """
-    count, more, aim, balance = _take(ends, repeats, rules, state, steps, width)
-    kept = min(len(state.waiting), count + more)
-    stop = state.next + count + more - kept
-    positions = np.concatenate([state.waiting[:kept], np.arange(state.next, stop, dtype=np.int64)])
-    last = positions[count - 1]
-    width = min(width, count)
-    packs = width * rules.packs_per_step
-    spare = max(packs * rules.capacity - aim, packs * (rules.capacity // _SPARE) if rules.full else 0)
-    lengths = ends[positions + 1] - ends[positions]
-    order = falling(lengths)
-    positions, lengths = positions[order], lengths[order]
-    costs = rules.price(lengths)
-    waited = np.flatnonzero(positions < state.old)
-    old = waited[np.argsort(positions[waited], kind="stable")]
-    placed = _place(lengths, costs, old, positions <= last, rules, packs, spare)
-    furthest = max(state.next, int(positions[placed >= 0].max()) + 1, int(last) + 1)
-    unused = positions[(placed < 0) & (positions < furthest)]
-    entries, pack_sizes, step_sizes = _arrange(positions, costs, placed, rules, width, state.blocks)
-    after = Progress(
+    ahead = (width, width) if window is None else _ahead(steps - state.made - width, window)
+    share = _take(ends, repeats, rules, state, steps, width)
+    while True:
+        filled = _fill(ends, rules, state, share, width, window)
+        if ahead[0] == 0 or _kept(ends, filled.after, rules, ahead):
+            break
+        fewer = _smaller(ends, rules, state, share, filled.after, width, ahead)
+        if fewer is None:
+            break
+        share = fewer
+    width, within = min(width, share.count), max(window or width, _LEAST)
+    first = filled.positions < state.old if width > within else None
+    entries, pack_sizes, step_sizes = arrange(
+        filled.positions, filled.costs, filled.placed, rules, width, state.blocks, first, within
+    )
+    after = replace(
+        filled.after,
         made=state.made + width,
         packs=state.packs + len(pack_sizes),
         placed=state.placed + len(entries),
-        next=furthest,
-        old=max(state.old, int(last) + 1) if balance else state.next,
-        waiting=np.sort(np.concatenate([unused, state.waiting[kept:]])),
         blocks=state.blocks + 1,
     )
     return entries, pack_sizes, step_sizes, after
 
 
+def _fill(
+    ends: Integers, rules: Rules, state: Progress, share: _Share, width: int, window: int | None
+) -> _Filled:
+    """A block's share of the queue into its packs."""
+    kept = min(len(state.waiting), share.count + share.more)
+    stop = state.next + share.count + share.more - kept
+    positions = np.concatenate([state.waiting[:kept], np.arange(state.next, stop, dtype=np.int64)])
+    last = int(positions[share.count - 1])
+    packs = min(width, share.count) * rules.packs_per_step
+    full = packs * (rules.capacity // _SPARE) if rules.full else 0
+    spare = max(packs * rules.capacity - share.aim, full)
+    order = falling(_lengths(ends, positions))
+    positions = positions[order]
+    lengths = _lengths(ends, positions)
+    costs = rules.price(lengths)
+    waited = np.flatnonzero(positions < state.old)
+    old = waited[np.argsort(positions[waited], kind="stable")]
+    sought = (lengths, costs, old, positions <= last, rules, packs, spare)
+    placed = np.full(len(positions), -1, dtype=np.int64) if share.sure else place(*sought)
+    if share.sure or (len(old) and placed[old].min() < 0):
+        begin = np.full(len(positions), -1, dtype=np.int64)
+        begin[:kept] = first_fit(_lengths(ends, state.waiting[:kept]), len(old), rules)
+        begin[begin >= packs] = -1
+        begin = begin[order]
+        if share.sure or begin[old].min() >= 0:
+            placed = place(*sought, begin)
+    furthest = max(state.next, int(positions[placed >= 0].max()) + 1, last + 1)
+    unused = positions[(placed < 0) & (positions < furthest)]
+    passed = state.seen if share.balance and window == 1 else state.next
+    after = Progress(
+        next=furthest,
+        seen=state.next,
+        old=max(state.old, last + 1, passed) if share.balance else passed,
+        waiting=np.sort(np.concatenate([unused, state.waiting[kept:]])),
+    )
+    return _Filled(positions, costs, placed, after)
+
+
+def _smaller(
+    ends: Integers,
+    rules: Rules,
+    state: Progress,
+    share: _Share,
+    after: Progress,
+    width: int,
+    ahead: tuple[int, int],
+) -> _Share | None:
+    """A smaller share for a block after which too much would wait; None = there is none.
+
+    It ends before the first entry that would wait and be too much. Where those that waited before are too much
+    already, they have the packs that they are sure to have.
+    """
+    lengths = _lengths(ends, after.waiting)
+    low, high = int(np.searchsorted(after.waiting, state.next)), len(lengths)  # waited before; waits now
+    if fits(lengths[:low], min(after.waiting_old, low), rules, ahead):
+        while low + 1 < high:  # the first `low` fit, the first `high` do not
+            middle = (low + high) // 2
+            if fits(lengths[:middle], min(after.waiting_old, middle), rules, ahead):
+                low = middle
+            else:
+                high = middle
+        entries = len(state.waiting) + int(after.waiting[low]) - state.next
+        count = min(share.count, max(entries, width))
+        more = min(share.more, max(entries - count, 0))
+        if count + more < share.count + share.more:
+            return replace(share, count=count, more=more)
+    if share.sure:
+        return None
+    count = max(share.count, min(len(state.waiting), share.most))
+    return replace(share, count=count, more=min(share.more, share.most - count), sure=True)
+
+
 def _take(
     ends: Integers, repeats: Integers | None, rules: Rules, state: Progress, steps: int, width: int
-) -> tuple[int, int, int, bool]:
+) -> _Share:
     """What a block takes from the front of the queue: those that wait, then the sequence.
 
     It aims at an even share of the tokens that are left, and no more than its steps may hold; it takes at least one
-    entry a step, and leaves one for every later step.
-
-    Returns:
-        How many entries it takes; how many after them it may look at to fill gaps; the tokens that it aims at; and
-        whether some that it takes may wait for others, to make packs alike.
+    entry a step and all that are old, and leaves one for every later step.
     """
     waiting, remaining = len(state.waiting), len(ends) - 1 - state.next
     later = steps - state.made - width
-    behind = np.cumsum(ends[state.waiting + 1] - ends[state.waiting])
+    behind = np.cumsum(_lengths(ends, state.waiting))
     waiting_tokens = int(behind[-1]) if waiting else 0
     tokens = int(ends[-1] - ends[state.next]) + waiting_tokens
     share = -(-tokens * width // (steps - state.made))
@@ -259,10 +376,10 @@ def _take(
         count += _nearer(
             ends, state, count, aim
         )  # else every block falls short, and the last ones take it all
-    count = min(max(count, width), left, packs * rules.max_documents)
+    count = min(max(count, width, state.waiting_old), left, packs * rules.max_documents)
     kept = min(count, waiting)
     own = np.concatenate([state.waiting[:kept], np.arange(state.next, state.next + count - kept)])
-    balance = rules.free and packs <= _MOST_TRADERS and few(ends[own + 1] - ends[own], packs, rules.capacity)
+    balance = rules.free and packs <= MOST_TRADERS and few(_lengths(ends, own), packs, rules.capacity)
     beyond = (left - count) // _LEFT_AHEAD if balance else left - count if tight else 0
     more = min(AHEAD, _BLOCKS_AHEAD * count if balance else count, beyond)
     if repeats is not None:
@@ -270,7 +387,7 @@ def _take(
         stop = state.next + max(count - waiting, 0)
         third = np.flatnonzero(repeats[state.next : stop] >= oldest)
         count, more = (min(count, waiting + int(third[0])), 0) if len(third) else (count, 0)
-    return count, more, aim, balance
+    return _Share(count, more, left, aim, balance)
 
 
 def _nearer(ends: Integers, state: Progress, count: int, aim: int) -> bool:
@@ -281,90 +398,3 @@ def _nearer(ends: Integers, state: Progress, count: int, aim: int) -> bool:
         state.waiting[count] if count < len(state.waiting) else state.next + count - len(state.waiting)
     )
     return 2 * (aim - without) >= int(ends[following + 1] - ends[following])
-
-
-def _place(
-    lengths: Integers,
-    costs: Integers,
-    old: Integers,
-    wanted: NDArray[np.bool_],
-    rules: Rules,
-    packs: int,
-    spare: int,
-) -> Integers:
-    """Pack number of each entry (in falling order), −1 for those that must wait.
-
-    `old` entries choose first, in their order. Those not `wanted` are looked at only to fill the gaps that remain,
-    but `spare` tokens.
-    """
-    visit = np.flatnonzero(wanted)
-    if len(old):
-        visit = np.concatenate([old, visit[~np.isin(visit, old)]])
-    tokens = int(lengths[wanted].sum())
-    room = min(rules.capacity, int(lengths.sum()))
-    spare -= packs * (rules.capacity - room)
-    limit = rules.max_documents
-
-    def gathered(placed: Integers) -> tuple[Integers, int]:
-        if placed.min() < 0:
-            placing.gather(placed, lengths, wanted, packs, room, limit, spare)
-        return placed, int(lengths[wanted & (placed < 0)].sum())
-
-    best, missed = gathered(placing.place(lengths, costs, visit, packs, room, limit, True))
-    last = bool(wanted.all()) and missed > 0  # nothing comes after that could fill the gaps
-    if missed * _TOLERANCE > tokens or (last and packs <= _FEW):
-        leveled = np.full(len(lengths), -1, dtype=np.int64)
-        leveled[wanted] = level_tokens(lengths[wanted], costs[wanted], packs, room, limit)
-        if not len(old) or leveled[old].min() >= 0:
-            leveled, missed_leveled = gathered(leveled)
-            if missed_leveled < missed:
-                best, missed = leveled, missed_leveled
-    if missed * _TOLERANCE > tokens or (last and missed):
-        tight, missed_tight = gathered(placing.place(lengths, costs, visit, packs, room, limit, False))
-        if 2 * missed_tight <= missed or (last and missed_tight < missed):
-            best = tight
-    placing.fill_empty(best, packs)
-    if packs <= _MOST_TRADERS:
-        mean = int(costs[best >= 0].sum()) // packs
-        trade(best, lengths, costs, packs, room, limit, mean + mean // _ALIKE)
-        if few(lengths[visit], packs, room):
-            trade_two(best, lengths, costs, old if rules.free else None, packs, room, limit, _ALIKE)
-    return best
-
-
-def _arrange(
-    positions: Integers, costs: Integers, placed: Integers, rules: Rules, width: int, block: int
-) -> tuple[Integers, Integers, Integers]:
-    """Packs of a block into steps, then the steps into their order.
-
-    With `group`, packs that are dearer or cheaper than the rest stand together, by falling cost; all others,
-    and without it all packs, in seeded order (or in the order of their documents).
-    """
-    packs = width * rules.packs_per_step
-    cost, sizes = placing.tally(placed, costs, packs)
-    used = np.flatnonzero(sizes)
-    cost, mean = cost[used], int(cost.sum()) // len(used)
-    random = keys(rules.seed, rules.epoch + (block << 32), np.arange(len(used) + width), BLOCKS)
-    mean_position = placing.tally(placed, positions, packs)[0][used] // sizes[used]
-    tie: NDArray[Any] = random[:-width] if rules.shuffled else mean_position
-    if rules.group:
-        cost[np.abs(cost - mean) * _GROUPED <= mean] = mean
-        used = used[np.lexsort((tie, -cost))]
-    else:
-        used = used[np.argsort(tie, kind="stable")]
-    bounds = np.arange(width + 1) * len(used) // width
-    if rules.shuffled:
-        turns = np.argsort(random[-width:], kind="stable")
-    else:
-        step_of = np.full(packs, -1, dtype=np.int64)
-        step_of[used] = np.repeat(np.arange(width), np.diff(bounds))
-        steps = np.where(placed >= 0, step_of[placed], -1)
-        total, count = placing.tally(steps, positions, width)
-        turns = np.argsort(total // count, kind="stable")
-    final = np.concatenate([used[bounds[turn] : bounds[turn + 1]] for turn in turns])
-    number = np.full(packs, -1, dtype=np.int64)
-    number[final] = np.arange(len(final))
-    offsets = np.zeros(len(final) + 1, dtype=np.int64)
-    np.cumsum(sizes[final], out=offsets[1:])
-    order = placing.in_packs(np.where(placed >= 0, number[placed], -1), offsets)
-    return positions[order], sizes[final], np.diff(bounds)[turns]

@@ -58,6 +58,7 @@ def compile_planner(
         report(made, min(world_size, packs), sync, window=made.window)
     hard = np.array([6, 6, 5], dtype=np.int64)  # two packs of 10 cannot hold these
     level_tokens(hard, hard, 2, 10, 3)
+    packing.first_fit(hard, 10, 3)  # for what waits, where it is more than a pack each
 
 
 def compile_packer(

@@ -22,7 +22,7 @@ Tail = Literal["keep", "drop", "carry"]
 Balance = Literal["cost", "joint", "tokens"]
 LossWeighting = Literal["token", "document"]
 
-ALGORITHM = 3
+ALGORITHM = 4
 """Changes whenever the same options give other steps; part of the fingerprint."""
 
 

@@ -1,0 +1,86 @@
+"""The grid: ranks that hold one model get the same packs, all others packs of their own; hosts are looked at."""
+
+import socket
+
+import numpy as np
+import pytest
+
+from multipack.config import compose
+from multipack.data.sampler import PackedBatchSampler
+from multipack.parallel.config import ParallelConfig
+from multipack.parallel.mesh import AXES, Mesh, build_mesh
+from multipack.parallel.world import World
+from multipack.training import assemble
+
+LENGTHS = np.random.default_rng(3).integers(5, 60, 200)
+
+
+def packs_of(mesh):
+    """Documents that a rank gets in an epoch."""
+    sampler = PackedBatchSampler(
+        LENGTHS, capacity=64, packs_per_step=8, rank=mesh.data_rank, world_size=mesh.data_size
+    )
+    return [[int(document) for document in pack] for pack in sampler]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {},
+        {"data": "zero3"},
+        {"data": "hsdp", "tensor": 2},
+        {"data": "zero1", "context": 2, "pipeline": 2},
+        {"context": 2, "tensor": 2},
+        {"context": 2, "tensor": 2, "pipeline": 2},
+    ],
+    ids=str,
+)
+def test_ranks_of_one_model_see_the_same_packs_and_others_their_own(words):
+    config = ParallelConfig(**words)
+    meshes = [Mesh(World(rank, 8), config.axes(8)) for rank in range(8)]
+    groups = {}
+    for mesh in meshes:
+        data = mesh.coordinate("dp_replicate"), mesh.coordinate("dp_shard")
+        groups.setdefault(data, []).append(packs_of(mesh))
+    assert len(groups) == config.data_size(8)
+    seen = []
+    for packs, *others in groups.values():
+        assert len(others) == config.model_ranks - 1
+        assert all(other == packs for other in others)
+        seen += [document for pack in packs for document in pack]
+    assert sorted(seen) == list(range(len(LENGTHS)))
+    assert [mesh.speaks for mesh in meshes].count(True) == config.data_size(8)
+
+
+def coordinates(world, words):
+    """This rank's places by our arithmetic and by torch's mesh, and how many ranks talk along each axis."""
+    config = ParallelConfig(**words)
+    mesh = build_mesh(config, world)
+    torchs = mesh.tokens if mesh.tokens is not None else mesh.weights
+    assert dict(zip(torchs.mesh_dim_names, torchs.mesh.shape, strict=True)) == mesh.sizes
+    return [mesh.coordinate(axis) for axis in AXES], [torchs.get_local_rank(axis) for axis in AXES]
+
+
+@pytest.mark.parametrize(
+    "words", [{"data": "hsdp"}, {"data": "zero3", "tensor": 2}, {"context": 2, "pipeline": 2}], ids=str
+)
+def test_torchs_mesh_is_the_same_grid(pools, words):
+    for ours, torchs in pools(4).run(coordinates, words):
+        assert ours == torchs
+
+
+def told_of_hosts(world, of_host):
+    """What a run tells about its ranks, so many of which share a host."""
+    config = compose(["parallel.tensor=2"])
+    before = socket.gethostname
+    socket.gethostname = lambda: f"host{world.rank // of_host}"
+    try:
+        return assemble._packs_per_step(config, build_mesh(config.parallel, world))[1]
+    finally:
+        socket.gethostname = before
+
+
+def test_tensors_divided_over_hosts_are_warned_about(pools):
+    assert pools(4).run(told_of_hosts, 2) == [[]] * 4
+    for notes in pools(4).run(told_of_hosts, 1):
+        assert notes[0].startswith("parallel.tensor=2 spans several hosts")
