@@ -139,8 +139,11 @@ class Pool:
 
 def _serve(rank: int, size: int, port: int, timeout_seconds: float, connection: Any) -> None:
     """One process: join the others, run cases until there are no more, leave past a barrier."""
+    import torch
+
     from multipack.parallel.world import connected
 
+    torch.set_num_threads(1)  # processes share the cores: more threads would wait for each other, spinning
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(size),
