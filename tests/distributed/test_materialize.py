@@ -90,12 +90,17 @@ def _most_alive(world):
     """The largest sum of numbers in tensors that are no piece of the model, at any of the broadcasts."""
     model = tiny.on_meta("llama")
     shard(model, _mesh(world.size, 1)["dp_shard"], reshard=True)
-    before = {id(each) for each in gc.get_objects() if isinstance(each, torch.Tensor)}
+    gc.collect()
+    kept = [
+        each for each in gc.get_objects() if isinstance(each, torch.Tensor)
+    ]  # so that no id is used again
+    before = {id(each) for each in kept}
     broadcast, alive = dist.broadcast, []
 
     def watched(tensor, src):
         pieces = {local(each).untyped_storage().data_ptr() for each in model.parameters()}
         storages = {}
+        gc.collect()  # cycles that nobody refers to are not alive
         for each in gc.get_objects():
             if isinstance(each, torch.Tensor) and id(each) not in before and each.device.type == "cpu":
                 storage = local(each.detach()).untyped_storage()
