@@ -91,7 +91,10 @@ def _most_alive(world):
     model = tiny.on_meta("llama")
     shard(model, _mesh(world.size, 1)["dp_shard"], reshard=True)
     gc.collect()
-    gc.freeze()  # what is there already is not looked at
+    kept = [
+        each for each in gc.get_objects() if isinstance(each, torch.Tensor)
+    ]  # so that no id is used again
+    before = {id(each) for each in kept}
     broadcast, alive = dist.broadcast, []
 
     def watched(tensor, src):
@@ -99,7 +102,7 @@ def _most_alive(world):
         storages = {}
         gc.collect()  # cycles that nobody refers to are not alive
         for each in gc.get_objects():
-            if isinstance(each, torch.Tensor) and each.device.type == "cpu":
+            if isinstance(each, torch.Tensor) and id(each) not in before and each.device.type == "cpu":
                 storage = local(each.detach()).untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes() // 4
         alive.append(sum(size for place, size in storages.items() if place not in pieces))
@@ -112,7 +115,6 @@ def _most_alive(world):
         materialize([model], source, tiny.whole_shapes("llama"), world)
     finally:
         dist.broadcast = broadcast
-        gc.unfreeze()
     assert len(alive) == len(list(model.parameters()))
     return max(alive)
 
