@@ -8,10 +8,14 @@ Processes are forked by a server that has imported torch once, so that a pool of
 The process group's timeout is seconds: a collective that lacks a rank fails instead of hanging, and `run` has a
 deadline besides, after which the processes are killed. After a failure, whose collectives may be half done, the pool
 starts anew.
+
+Meshes of the same sizes and names are one mesh for all cases of a pool: each has groups, and every group has threads
+and sockets that live as long as torch remembers it (its caches of sharded operations do, to the end).
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import multiprocessing
 import os
@@ -140,9 +144,12 @@ class Pool:
 def _serve(rank: int, size: int, port: int, timeout_seconds: float, connection: Any) -> None:
     """One process: join the others, run cases until there are no more, leave past a barrier."""
     import torch
+    from torch.distributed import device_mesh
 
+    from multipack.parallel import mesh
     from multipack.parallel.world import connected
 
+    mesh.init_device_mesh = device_mesh.init_device_mesh = functools.cache(device_mesh.init_device_mesh)
     torch.set_num_threads(1)  # processes share the cores: more threads would wait for each other, spinning
     os.environ.update(
         RANK=str(rank),

@@ -25,7 +25,6 @@ sys.path.append(str(Path(__file__).parent))
 tiny = importlib.import_module("sharding")
 
 PACKS, STEPS, SLOTS = 8, 5, 64
-MESHES = {}
 SHAPES = {
     "gpt": ModelShape(
         layers=4,
@@ -97,10 +96,7 @@ def run(mesh, config, name, optimizer):
 def case(world, words, name, optimizer):
     config = ParallelConfig(**words)
     config.check(SHAPES[name], world.size, SLOTS)
-    key = (tuple(config.axes(world.size).values()), config.shards_parameters)
-    if key not in MESHES:  # a mesh has groups, whose threads stay: each is made once
-        MESHES[key] = build_mesh(config, world)
-    found = run(MESHES[key], config, name, optimizer)
+    found = run(build_mesh(config, world), config, name, optimizer)
     return found if world.rank in (0, world.size - 1) else None
 
 
