@@ -135,6 +135,10 @@ def test_preferences_are_trained_on_divided_models(pools, steady, tmp_path, more
     check(pools(2), [*steady, f"data.path={path}", "data.validation=0.2"], tmp_path, *more)
 
 
+def test_a_mean_over_documents_is_that_of_one_process(pools, steady, tmp_path):
+    check(pools(2), [*steady, "train.loss_weighting=document"], tmp_path)
+
+
 def test_a_stage_that_is_frozen_is_averaged_and_saved_with_the_others(pools, steady, tmp_path):
     frozen = "[blocks.2 freeze,blocks.3 freeze,norm freeze,head freeze]"
     steady = [*steady, "model.tied=false", f"optimizer.rules={frozen}", "train.fixed_shape=true"]

@@ -1,5 +1,6 @@
 """`multipack train` under torchrun with gloo: the same run as one process, and orderly ends."""
 
+import io
 import json
 import os
 import signal
@@ -7,9 +8,15 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+
+from multipack.config import compose_run
+from multipack.run import RunDirectory
+from multipack.training import trainer
+from multipack.training.checkpoint import load_checkpoint
 
 
 def _free_port():
@@ -33,6 +40,11 @@ def _run(processes, program, timeout=120):
 
 
 def _train(processes, words, out, *more):
+    if processes == 1:  # here: a process of its own imports for seconds
+        printed = io.StringIO()
+        with redirect_stdout(printed):
+            trainer.train(compose_run([*words, f"out={out}", *more]))
+        return printed.getvalue()
     done = _run(processes, ["-m", "multipack", "train", *words, f"out={out}", *more])
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -46,47 +58,30 @@ def _losses(out):
     return [record["loss"] for record in _records(out) if "loss" in record]
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Output folder of the same run on 1, 2 and 4 processes, made once."""
-    return tmp_path_factory.mktemp("runs")
-
-
-def test_losses_are_the_same_on_1_2_and_4_processes(runs, words):
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_losses_are_those_of_one_process(processes, words, tmp_path):
     twenty = [word for word in words if not word.startswith("train.steps")] + [
         "train.steps=20",
         "train.eval_every=10",
         "parallel.timeout_seconds=30",
     ]
-    printed = {n: _train(n, twenty, runs / str(n)) for n in (1, 2, 4)}
-    alone = _records(runs / "1")
-    assert len(_losses(runs / "1")) == 20
-    for processes in (2, 4):
-        together = _records(runs / str(processes))
-        assert len(together) == len(alone)
-        for a, b in zip(alone, together, strict=True):
-            for key in {"loss", "grad_norm", "val_loss", "train_loss"} & a.keys():
-                assert b[key] == pytest.approx(a[key], abs=1e-5), (processes, a["step"], key)
-            assert a.get("target_tokens") == b.get("target_tokens")
-        # Only rank 0 prints: every step's line is there once.
-        assert printed[processes].count("step=20 loss=") == 1
-        assert f"{processes} processes" in printed[processes]
-        assert "torchrun" in printed[processes]
-
-
-def test_a_mean_over_documents_is_the_same_on_1_and_2_processes(words, tmp_path):
-    more = ["train.loss_weighting=document", "model.kv_heads=1", "parallel.timeout_seconds=30"]
-    for processes in (1, 2):
-        _train(processes, [*words, *more], tmp_path / str(processes))
-    alone, together = _records(tmp_path / "1"), _records(tmp_path / "2")
-    assert len(together) == len(alone) > 6
+    _train(1, twenty, tmp_path / "1")
+    printed = _train(processes, twenty, tmp_path / "together")
+    alone, together = _records(tmp_path / "1"), _records(tmp_path / "together")
+    assert len(_losses(tmp_path / "1")) == 20
+    assert len(together) == len(alone)
     for a, b in zip(alone, together, strict=True):
         for key in {"loss", "grad_norm", "val_loss", "train_loss"} & a.keys():
             assert b[key] == pytest.approx(a[key], abs=1e-5), (a["step"], key)
+        assert a.get("target_tokens") == b.get("target_tokens")
+    # Only rank 0 prints: every step's line is there once.
+    assert printed.count("step=20 loss=") == 1
+    assert f"{processes} processes" in printed
+    assert "torchrun" in printed
 
 
-def test_a_run_goes_on_with_another_number_of_processes(runs, words, tmp_path):
-    """4 processes for 10 steps, then 1: the losses of the run that never stopped."""
+def test_a_run_goes_on_with_another_number_of_processes(words, tmp_path):
+    """2 processes for 6 steps, then 1: the losses of the run that never stopped."""
     long = [word for word in words if not word.startswith("train.steps")] + [
         "train.steps=12",
         "parallel.timeout_seconds=30",
@@ -111,7 +106,7 @@ def test_more_processes_than_packs_are_refused_by_every_rank_at_once(words, tmp_
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_sigterm_saves_and_stops_and_the_run_goes_on_bit_for_bit(processes, words, tmp_path):
     long = [word for word in words if not word.startswith("train.steps")] + [
         "train.steps=40",
@@ -168,7 +163,4 @@ def test_a_rank_that_dies_ends_the_run_within_the_timeout(words, tmp_path):
     process.stdout.close()
     assert process.wait(60) != 0
     assert time.monotonic() - began < 60
-    from multipack.run import RunDirectory
-    from multipack.training.checkpoint import load_checkpoint
-
     assert load_checkpoint(RunDirectory(out).latest_checkpoint()).step >= 6
