@@ -11,10 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
 
+from multipack.parallel.base import forget
+from multipack.parallel.config import ParallelConfig
+from multipack.parallel.engine import plain_engine
 from multipack.parallel.materialize import materialize
 from multipack.parallel.memory import count_bytes, zero_bytes
+from multipack.parallel.mesh import build_mesh
+from multipack.parallel.replicate import clear, replicate
 from multipack.parallel.shard import shard, synchronizing
 from multipack.parallel.zero1 import ShardedOptimizer
 
@@ -33,7 +37,7 @@ def _built(world, data, dtype=torch.float32):
     """(model, model as it is called, optimizer), as the stage has them."""
     if data in ("ddp", "zero1"):
         model = tiny.fresh("llama")
-        call = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        call = replicate(model, _mesh(world.size, 1)["dp_replicate"])
         factory = lambda named: tiny.adamw(named.values())  # noqa: E731
         named = dict(model.named_parameters())
         mesh = _mesh(world.size, 1)["dp_replicate"]
@@ -62,7 +66,7 @@ def _measured(world, data, dtype=torch.float32, micro_batches=2):
         found["backward"] = count_bytes([model], updates)
         updates.step()
         found["step"] = count_bytes([model], updates)
-        updates.zero_grad()
+        forget(model.parameters()) if call is model else clear(model.parameters())
     return found
 
 
@@ -87,6 +91,33 @@ def test_ranks_hold_what_the_formulas_say(pools, size, data):
         for instant in INSTANTS:
             expected = zero_bytes(data, parameters, size, instant, outside=outside)
             assert _close(found[instant], expected), (instant, found[instant], expected)
+
+
+def _where_gradients_are(world):
+    """Addresses of an engine's gradients before and after each of three micro-batches, in two steps."""
+    model = tiny.fresh("llama")
+    engine = plain_engine(model, tiny.adamw(model.parameters()), build_mesh(ParallelConfig(), world))
+    found = []
+
+    def look(_=None):
+        found.append([each.grad.data_ptr() for each in model.parameters()])
+
+    for step in range(4):
+        if step == 2:  # in the second step DDP makes its buckets anew, in the order in which gradients came
+            found.clear()
+        if step:
+            look()
+            assert not any(each.grad.any() for each in model.parameters())
+        packs, targets = tiny.packs_of_step(step, world.size, 3)
+        engine.forward_backward(packs[world.rank], targets, look)
+        look()
+        engine.step(1e-3)
+    return found
+
+
+def test_gradients_of_replicas_stay_in_their_buckets(pools):
+    for found in pools(2).run(_where_gradients_are):
+        assert all(each == found[0] for each in found)
 
 
 def _in_bfloat16(world, data):

@@ -39,6 +39,12 @@ class StepResult:
     backward_seconds: float
 
 
+def forget(parameters: Iterable[nn.Parameter]) -> None:
+    """Free gradients: the next backward pass makes them anew."""
+    for parameter in parameters:
+        parameter.grad = None
+
+
 class ModelEngine(ABC):
     """An engine without its forward and backward passes.
 
@@ -51,6 +57,7 @@ class ModelEngine(ABC):
         shapes: names and shapes of the whole model's parameters, in one order on every rank; None = `modules` are all.
         duplicates: names of parameters that this rank holds, and another stage counts.
         whole: makes an empty whole model, for `gathered`; None = `modules` are it.
+        clear: clears gradients.
         clock: seconds; replaced in tests.
     """
 
@@ -64,6 +71,7 @@ class ModelEngine(ABC):
         shapes: Mapping[str, tuple[int, ...]] | None = None,
         duplicates: Collection[str] = (),
         whole: Callable[[], nn.Module] | None = None,
+        clear: Callable[[Iterable[nn.Parameter]], None] = forget,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.modules = list(modules)
@@ -78,6 +86,7 @@ class ModelEngine(ABC):
         self._scaler = LossScaler(dtype == torch.float16)
         self._unscaled = False
         self._whole = whole
+        self._clear = clear
         self._clock = clock
         self.check_replicas()
 
@@ -166,8 +175,7 @@ class ModelEngine(ABC):
         if self._unscaled:
             self._scaler.update(self.overflowed)
         self.overflowed = self._unscaled = False
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        self._clear(self.parameters.values())
 
     def state(self) -> State:
         """Named live tensors: "model" parameters, "optimizer" as "<parameter>.<slot>", in fp16 "scaler" too.

@@ -17,13 +17,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from multipack.parallel.base import StepResult
+from multipack.parallel.base import StepResult, forget
 from multipack.parallel.config import ParallelConfig
 from multipack.parallel.context import divide_context
 from multipack.parallel.loop import LoopEngine
 from multipack.parallel.materialize import materialize
 from multipack.parallel.mesh import Mesh
-from multipack.parallel.replicate import replicate
+from multipack.parallel.replicate import clear, replicate
 from multipack.parallel.shard import shard, synchronizing
 from multipack.parallel.state import Source, State
 from multipack.parallel.tensor import divide_tensors
@@ -189,7 +189,14 @@ def plain_engine(
     if mesh.world.size > 1:
         call = replicate(model, mesh.axis("dp_replicate"))
     return LoopEngine(
-        model, optimizer, mesh, dtype, call=call, synchronizing=synchronizing(call), clock=clock
+        model,
+        optimizer,
+        mesh,
+        dtype,
+        call=call,
+        synchronizing=synchronizing(call),
+        clear=forget if call is model else clear,
+        clock=clock,
     )
 
 
@@ -213,6 +220,7 @@ def _looping_engine(
         call=call,
         share=share,
         synchronizing=synchronizing(call, keep=config.data == "zero2"),
+        clear=forget if call is model else clear,
         shapes=blueprint.shapes,
         whole=lambda: blueprint.build(None),
         clock=clock,

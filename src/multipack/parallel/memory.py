@@ -6,13 +6,14 @@ AdamW, a parameter takes 4 bytes, its gradient 4 and its two moments 8:
     ┌──────────────┬─────────────────────┬──────────────────────────┬─────────────────────────┬───────────────┐
     │              │ rest                │ forward                  │ backward, step          │ paper, mixed  │
     ├──────────────┼─────────────────────┼──────────────────────────┼─────────────────────────┼───────────────┤
-    │ ddp          │ 4Ψ     + 8Ψ         │ as at rest               │ 4Ψ   + 4Ψ   + 8Ψ        │ (2 + 2 + 12)Ψ │
-    │ zero1        │ 4Ψ     + 8Ψ/N       │ as at rest               │ 4Ψ   + 4Ψ   + 8Ψ/N      │ 4Ψ + 12Ψ/N    │
+    │ ddp          │ 4Ψ + 4Ψ + 8Ψ        │ as at rest               │ as at rest              │ (2 + 2 + 12)Ψ │
+    │ zero1        │ 4Ψ + 4Ψ + 8Ψ/N      │ as at rest               │ as at rest              │ 4Ψ + 12Ψ/N    │
     │ zero2        │ (4     + 8)Ψ/S      │ 4Ψ/S + cΨ + 8Ψ/S         │ (4   + 4    + 8)Ψ/S     │ 2Ψ + 14Ψ/N    │
     │ zero3, hsdp  │ (4     + 8)Ψ/S      │ 4Ψ/S + cΩ + 8Ψ/S         │ (4   + 4    + 8)Ψ/S     │ 16Ψ/N         │
     └──────────────┴─────────────────────┴──────────────────────────┴─────────────────────────┴───────────────┘
 
-c is 4 or, where bfloat16 is gathered, 2; Ω are the parameters outside of blocks. The paper's are those of Rajbhandari
+DDP's buckets are its gradients, there from its first backward pass on. c is 4 or, where bfloat16 is gathered, 2; Ω are
+the parameters outside of blocks. The paper's are those of Rajbhandari
 et al. 2020 (arXiv:1910.02054, figure 1): 2 bytes for parameters and gradients, 12 for the optimizer with its float32
 copy of the parameters. Here shards are that copy. Nothing of this needs torch until something is counted.
 """
@@ -75,7 +76,8 @@ def zero_bytes(
     held = parameters / shards * parameter_bytes
     if instant == "forward" and data not in ("ddp", "zero1"):
         held += (parameters if data == "zero2" else outside) * compute_bytes
-    gradients = parameters / shards * gradient_bytes if instant in ("backward", "step") else 0.0
+    bucketed = data in ("ddp", "zero1") and ranks > 1
+    gradients = parameters / shards * gradient_bytes if bucketed or instant in ("backward", "step") else 0.0
     stepped = parameters / (ranks if data == "zero1" else shards)
     return {"parameters": held, "gradients": gradients, "optimizer": stepped * optimizer_bytes}
 
@@ -83,8 +85,8 @@ def zero_bytes(
 def count_bytes(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Bytes that this rank holds: of storages, each counted once, however many tensors are views of it.
 
-    Shards and what is gathered of them both count, while they exist. DDP's buckets count as long as gradients are
-    views of them; between steps DDP keeps them, which nobody can see.
+    Shards and what is gathered of them both count, while they exist. DDP's buckets count from its first backward pass
+    on, after which gradients are views of them.
 
     Args:
         modules: what this rank holds of the model.
