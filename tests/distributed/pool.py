@@ -9,8 +9,8 @@ The process group's timeout is seconds: a collective that lacks a rank fails ins
 deadline besides, after which the processes are killed. After a failure, whose collectives may be half done, the pool
 starts anew.
 
-Meshes of the same sizes and names are one mesh for all cases of a pool: each has groups, and every group has threads
-and sockets that live as long as torch remembers it (its caches of sharded operations do, to the end).
+torch's meshes of the same sizes and names are one mesh for all cases of a pool: each has groups, and every group has
+threads and sockets that live as long as torch remembers it (its caches of sharded operations do, to the end).
 """
 
 from __future__ import annotations
@@ -146,10 +146,9 @@ def _serve(rank: int, size: int, port: int, timeout_seconds: float, connection: 
     import torch
     from torch.distributed import device_mesh
 
-    from multipack.parallel import mesh
     from multipack.parallel.world import connected
 
-    mesh.init_device_mesh = device_mesh.init_device_mesh = functools.cache(device_mesh.init_device_mesh)
+    device_mesh.init_device_mesh = functools.cache(device_mesh.init_device_mesh)
     torch.set_num_threads(1)  # processes share the cores: more threads would wait for each other, spinning
     os.environ.update(
         RANK=str(rank),

@@ -2,7 +2,9 @@
 
 import gc
 import importlib
+import math
 import sys
+import time
 from functools import cache
 from pathlib import Path
 
@@ -86,21 +88,33 @@ def test_four_ranks_get_shards_of_halves_of_matrices(pools):
         assert held < 0.4 * sum(each.numel() for each in tiny.on_meta("gpt").parameters())
 
 
+def _storages():
+    """Storages of all tensors with memory on the CPU, by their address."""
+    tensors = [
+        each for each in gc.get_objects() if isinstance(each, torch.Tensor) and each.device.type == "cpu"
+    ]
+    storages = [local(each.detach()).untyped_storage() for each in tensors]
+    return {each.data_ptr(): each for each in storages if each.nbytes()}
+
+
 def _most_alive(world):
     """The largest sum of numbers in tensors that are no piece of the model, at any of the broadcasts."""
     model = tiny.on_meta("llama")
     shard(model, _mesh(world.size, 1)["dp_shard"], reshard=True)
-    before = {id(each) for each in gc.get_objects() if isinstance(each, torch.Tensor)}
+    before = _storages()  # kept, so that nothing new comes to stand in their places
     broadcast, alive = dist.broadcast, []
 
     def watched(tensor, src):
         pieces = {local(each).untyped_storage().data_ptr() for each in model.parameters()}
-        storages = {}
-        for each in gc.get_objects():
-            if isinstance(each, torch.Tensor) and id(each) not in before and each.device.type == "cpu":
-                storage = local(each.detach()).untyped_storage()
-                storages[storage.data_ptr()] = storage.nbytes() // 4
-        alive.append(sum(size for place, size in storages.items() if place not in pieces))
+        alive.append(math.inf)
+        for _ in range(100):  # a thread of gloo may hold what was sent before for a moment longer
+            there = _storages()
+            found = sum(there[place].nbytes() // 4 for place in there.keys() - before.keys() - pieces)
+            alive[-1] = min(alive[-1], found)
+            if found <= tensor.numel():
+                break
+            del there
+            time.sleep(0.01)
         broadcast(tensor, src=src)
 
     dist.broadcast = watched
@@ -114,11 +128,12 @@ def _most_alive(world):
     return max(alive)
 
 
-@pytest.mark.slow  # it looks at every object of processes that other tests have used
-def test_a_rank_holds_one_whole_tensor_beside_its_pieces(pools):
+def test_a_rank_holds_one_whole_tensor_beside_its_pieces(pool_type):
+    """In processes of its own: it looks at every tensor that there is."""
     largest = max(torch.Size(shape).numel() for shape in tiny.whole_shapes("llama").values())
-    for most in pools(2).run(_most_alive):
-        assert largest <= most < 1.1 * largest
+    with pool_type(2) as pool:
+        for most in pool.run(_most_alive):
+            assert largest <= most < 1.1 * largest
 
 
 def test_one_process_copies(tmp_path):

@@ -1,9 +1,12 @@
 """The grid: ranks that hold one model get the same packs, all others packs of their own; hosts are looked at."""
 
 import socket
+from datetime import timedelta
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
 from multipack.config import compose
 from multipack.data.sampler import PackedBatchSampler
@@ -84,3 +87,40 @@ def test_tensors_divided_over_hosts_are_warned_about(pools):
     assert pools(4).run(told_of_hosts, 2) == [[]] * 4
     for notes in pools(4).run(told_of_hosts, 1):
         assert notes[0].startswith("parallel.tensor=2 spans several hosts")
+
+
+def _without_a_neighbor(world):
+    """Rank 1 takes no part in its tensor group until rank 0 has given up on it."""
+    mesh = build_mesh(ParallelConfig(tensor=2), world)
+    store = dist.distributed_c10d._get_default_store()
+    if world.rank == 1:
+        store.wait(["given up"], timedelta(seconds=20))
+        return ""
+    try:
+        dist.all_reduce(torch.ones(3), group=mesh.axis("tp").get_group())
+    except RuntimeError as error:
+        store.set("given up", "")
+        return str(error)
+    return ""
+
+
+def test_groups_of_a_mesh_wait_as_long_as_the_world(pool_type):
+    with pool_type(4, timeout_seconds=2) as pool:
+        told = pool.run(_without_a_neighbor, seconds=30)
+    assert "Timed out waiting 2000ms" in told[0]
+    assert told[1:] == [""] * 3
+
+
+def _groups(world):
+    made = []
+    for words in ({}, {"data": "zero3"}, {"tensor": 2}, {"context": 2}, {"tensor": 2, "pipeline": 2}):
+        mesh = build_mesh(ParallelConfig(**words), world)
+        made.append({name for each in (mesh.weights, mesh.tokens) if each for name in each._dim_group_names})
+    return [sorted(each) for each in made], len(world.groups)
+
+
+def test_meshes_share_groups_of_the_same_ranks(pool_type):
+    with pool_type(4) as pool:
+        for found, groups in pool.run(_groups):
+            assert groups == 3  # single ranks, neighbors, and every other one; beside the world
+            assert [len(each) for each in found] == [2, 2, 3, 4, 3]

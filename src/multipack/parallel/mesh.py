@@ -15,8 +15,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from multipack.parallel.config import ParallelConfig
 from multipack.parallel.world import World
@@ -100,10 +101,19 @@ def build_mesh(config: ParallelConfig, world: World) -> Mesh:
     sizes = config.axes(world.size)
     if not dist.is_initialized():
         return Mesh(world, sizes)
-    tokens = init_device_mesh(world.device.type, tuple(sizes.values()), mesh_dim_names=AXES)
+    tokens = _arranged(world, sizes)
     if sizes["cp"] == 1:
         return Mesh(world, sizes, tokens)
     folded = dict(sizes)
     folded["dp_shard" if config.shards_parameters else "dp_replicate"] *= folded.pop("cp")
-    weights = init_device_mesh(world.device.type, tuple(folded.values()), mesh_dim_names=tuple(folded))
-    return Mesh(world, sizes, weights, tokens)
+    return Mesh(world, sizes, _arranged(world, folded), tokens)
+
+
+def _arranged(world: World, sizes: dict[str, int]) -> DeviceMesh:
+    """A mesh of torch: all ranks in their order, with groups that the world keeps. Axes of one rank share theirs."""
+    grid = torch.arange(world.size).reshape(tuple(sizes.values()))
+    groups = [
+        world.divided(grid.movedim(axis, -1).reshape(-1, size).tolist())
+        for axis, size in enumerate(grid.shape)
+    ]
+    return DeviceMesh.from_group(groups, world.device.type, mesh=grid, mesh_dim_names=tuple(sizes))

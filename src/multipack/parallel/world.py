@@ -10,7 +10,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -28,7 +28,17 @@ Device = Literal["auto", "cpu", "cuda"]
 
 @dataclass(frozen=True)
 class World:
-    """The processes of a run, seen from one of them."""
+    """The processes of a run, seen from one of them.
+
+    Attributes:
+        rank, size: this process and how many there are.
+        local_rank: this process among those of its host.
+        device: where it computes.
+        backend: of its process group: gloo, nccl, or none.
+        launcher, command: what started it.
+        timeout_seconds: how long a collective waits for a missing rank.
+        groups: of parts of the world, by parts: see `divided`.
+    """
 
     rank: int = 0
     size: int = 1
@@ -37,6 +47,10 @@ class World:
     backend: str = "none"
     launcher: str = "none"
     command: str = ""
+    timeout_seconds: float = 600.0
+    groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @property
     def is_main(self) -> bool:
@@ -47,6 +61,35 @@ class World:
         """Wait until the device has done what it was given, so that a clock read now is honest."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def divided(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+        """This rank's group, where the ranks are divided into parts; collective the first time.
+
+        A group has threads and connections of its own, so that parts which were asked for before have the groups that
+        were made then. They wait for a missing rank as long as the world does; torch's own would wait half an hour.
+
+        Args:
+            parts: every rank in one of them, the same on all ranks.
+
+        Raises:
+            ValueError: there is no process group.
+        """
+        key = tuple(tuple(part) for part in parts)
+        world = dist.group.WORLD
+        if world is None:
+            raise ValueError("a run of one process has no groups")
+        if len(key) == 1:
+            return world
+        if key not in self.groups:
+            timeout = timedelta(seconds=self.timeout_seconds)
+            if self.backend == "nccl":  # divides its communicator at once
+                own = dist.split_group(split_ranks=[list(part) for part in key], timeout=timeout)
+            else:
+                made = [dist.new_group(list(part), timeout=timeout) for part in key]
+                own = made[next(number for number, part in enumerate(key) if self.rank in part)]
+            assert own is not None, "this rank is in one of the parts"
+            self.groups[key] = own
+        return self.groups[key]
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -176,7 +219,9 @@ def connected(device: Device = "auto", timeout_seconds: float = 600.0) -> Iterat
     timeout = timedelta(seconds=timeout_seconds)
     _join(environment, backend, ranks, meeting, timeout, target if target.type == "cuda" else None)
     try:
-        yield World(ranks.rank, ranks.size, ranks.local_rank, target, backend, launcher, command)
+        yield World(
+            ranks.rank, ranks.size, ranks.local_rank, target, backend, launcher, command, timeout_seconds
+        )
         dist.barrier()
     finally:
         dist.destroy_process_group()
