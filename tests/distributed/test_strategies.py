@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from multipack.config import compose
+from multipack.config import compose, compose_run
 from multipack.run import RunDirectory
 from multipack.training import trainer
 
@@ -27,7 +27,7 @@ def train_here(world, words, cache):
     logging.getLogger("torch.distributed.tensor").addHandler(warned)
     try:
         with redirect_stdout(printed):
-            trainer.train(compose(words))
+            trainer.train(compose_run(words))
     finally:
         trainer.connected = before
         logging.getLogger("torch.distributed.tensor").removeHandler(warned)
