@@ -58,7 +58,7 @@ def _losses(out):
     return [record["loss"] for record in _records(out) if "loss" in record]
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes", [2, 4])
 def test_losses_are_those_of_one_process(processes, words, tmp_path):
     twenty = [word for word in words if not word.startswith("train.steps")] + [
         "train.steps=20",
@@ -106,7 +106,7 @@ def test_more_processes_than_packs_are_refused_by_every_rank_at_once(words, tmp_
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes", [1, 2])
 def test_sigterm_saves_and_stops_and_the_run_goes_on_bit_for_bit(processes, words, tmp_path):
     long = [word for word in words if not word.startswith("train.steps")] + [
         "train.steps=40",

@@ -13,6 +13,7 @@ from operator import add
 from pathlib import Path
 
 from multipack.data.arriving import Arriving
+from multipack.data.cache import cache_folder
 from multipack.data.config import DataConfig
 from multipack.data.documents import Documents
 from multipack.data.fit import Fit, FitReport
@@ -22,9 +23,10 @@ from multipack.data.joint import JointStore, Store, open_store
 from multipack.data.memory import MemoryStore
 from multipack.data.mixture import Share, mix
 from multipack.data.prepare import prepare
+from multipack.data.sources import open_source
 from multipack.data.staging import Staging
 from multipack.data.streamed import StreamedRecords
-from multipack.data.tokenizer import Progress, Tokenizer, TokenizerConfig
+from multipack.data.tokenizer import Progress, Tokenizer, TokenizerConfig, build_tokenizer
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,27 @@ def load_corpus(
             store = staging.take([store])[0]
     views = _views(store, data, limit)
     return _corpus(store, views, store.header.description, limit, staging)
+
+
+def find_tokenizer(
+    data: DataConfig, tokenizer: TokenizerConfig, *, limit: int, progress: Progress | None = None
+) -> Tokenizer:
+    """The tokenizer that `load_corpus` will have, before it tokenizes; one that is trained is made now, and kept.
+
+    Args:
+        data: the source, or a token store.
+        tokenizer: the tokenizer; `auto` takes a store's own.
+        limit: most tokens of a document.
+        progress: see `prepare`.
+
+    Raises:
+        ValueError: see `load_corpus`.
+    """
+    if data.stream:
+        return _load_stream(data, tokenizer, limit).tokenizer
+    if data.source in ("store", "mixture"):
+        return _open(data.path if data.source == "store" else data.paths[0], tokenizer).tokenizer
+    return build_tokenizer(tokenizer, open_source(data, tokenizer), cache_folder(data.cache), progress)
 
 
 @dataclass(frozen=True)

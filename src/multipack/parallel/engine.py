@@ -249,11 +249,7 @@ def _pipeline_engine(
     materialize(stages, blueprint.initial, blueprint.shapes, mesh.world, _home(mesh, config))
     trained = any(each.requires_grad for each in stages[0].parameters())
     if mesh.world.sum([float(0 in numbers and not trained)])[0]:
-        raise ValueError(
-            "optimizer.rules freeze all that the first stage of the pipeline holds, which then has no gradients to"
-            f" compute: use fewer than the {config.stages} stages of parallel.pipeline={config.pipeline}, or"
-            " parallel.pipeline=1 with parallel.data=zero3"
-        )
+        raise frozen_stage(config)
     narrow = config.shards_parameters and dtype != torch.float32
     pipeline = Pipeline(
         stages,
@@ -276,6 +272,15 @@ def _pipeline_engine(
         shapes=blueprint.shapes,
         whole=lambda: blueprint.build(None),
         clock=clock,
+    )
+
+
+def frozen_stage(config: ParallelConfig) -> ValueError:
+    """What is said of a pipeline that could not send gradients back to its first stage."""
+    return ValueError(
+        "optimizer.rules freeze all that the first stage of the pipeline holds, which then has no gradients to"
+        f" compute: use fewer than the {config.stages} stages of parallel.pipeline={config.pipeline}, or"
+        " parallel.pipeline=1 with parallel.data=zero3"
     )
 
 

@@ -13,9 +13,9 @@ AdamW, a parameter takes 4 bytes, its gradient 4 and its two moments 8:
     └──────────────┴─────────────────────┴──────────────────────────┴─────────────────────────┴───────────────┘
 
 DDP's buckets are its gradients, there from its first backward pass on. c is 4 or, where bfloat16 is gathered, 2; Ω are
-the parameters outside of blocks. The paper's are those of Rajbhandari
-et al. 2020 (arXiv:1910.02054, figure 1): 2 bytes for parameters and gradients, 12 for the optimizer with its float32
-copy of the parameters. Here shards are that copy. Nothing of this needs torch until something is counted.
+the parameters outside of blocks. The paper's are those of Rajbhandari et al. 2020 (arXiv:1910.02054, figure 1): 2 bytes
+for parameters and gradients, 12 for the optimizer with its float32 copy of the parameters. Here shards are that copy.
+Nothing of this needs torch until something is counted.
 """
 
 from __future__ import annotations

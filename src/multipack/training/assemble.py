@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multipack.data.corpus import Corpus, load_corpus
+from multipack.data.corpus import Corpus, find_tokenizer, load_corpus
 from multipack.data.documents import Documents
 from multipack.data.loader import PackedLoader
 from multipack.data.sampler import PackedBatchSampler
@@ -34,7 +34,7 @@ from multipack.planning.cost import CostModel
 from multipack.reports.console import Console
 from multipack.run import RunDirectory, find_run
 from multipack.shapes import ModelShape
-from multipack.training.blueprint import blueprint_of
+from multipack.training.blueprint import blueprint_of, check_first_stage
 from multipack.training.calibrate import run_cost
 from multipack.training.checkpoint import (
     Checkpoint,
@@ -42,11 +42,11 @@ from multipack.training.checkpoint import (
 )
 from multipack.training.feed import Feed, Steps
 from multipack.training.inference import find_template
-from multipack.training.initial import Initial, begin_from, initial_weights
+from multipack.training.initial import Initial, begin_from, initial_shape, initial_weights
 from multipack.training.metrics import RunningLoss
 from multipack.training.objective import Objective, objective_of
 from multipack.training.observer import Observers
-from multipack.training.optimizer import build_optimizer, described
+from multipack.training.optimizer import build_optimizer, described, read_rule
 from multipack.training.precision import mean_peak, name_of_dtype, resolve_dtype
 from multipack.training.schedule import rate_factor
 from multipack.training.session import Session
@@ -55,6 +55,32 @@ from multipack.training.watch import build_observers
 
 if TYPE_CHECKING:
     from multipack.config import Config
+
+
+def check_model(config: Config, processes: int, console: Console) -> None:
+    """Refuse what only the vocabulary or the names of parameters tell against, before a process joins the others.
+
+    Looks where it matters: tensor parallelism divides the vocabulary, and the first stage of a pipeline must train.
+
+    Raises:
+        ValueError: settings that do not go together, the nearest legal choice named.
+    """
+    parallel, size = config.parallel, config.model.vocabulary_size
+    freezes = parallel.pipeline > 1 and any(read_rule(rule).freeze for rule in config.optimizer.rules)
+    if not freezes and (parallel.tensor == 1 or size):
+        return
+    if not size:
+        with console.progress("looking at the vocabulary") as advance:
+            tokenizer = find_tokenizer(
+                config.data, config.tokenizer, limit=document_limit(config), progress=_reading(advance)
+            )
+        begun = config.train.init_from
+        rows = initial_shape(Path(begun).expanduser()).vocabulary_size if begun else 0
+        size = max(rows, tokenizer.vocabulary_size)
+    shape = _with_vocabulary(config, size)
+    parallel.check(shape, processes, config.plan.capacity)
+    if freezes:
+        check_first_stage(config, shape)
 
 
 def assemble(
@@ -94,7 +120,6 @@ def assemble(
         train=replace(config.train, dtype=name_of_dtype(dtype), **objective.settings()),
         plan=replace(config.plan, packs_per_step=packs_per_step, micro_batches=0),
     )
-    config.parallel.check(shape, world.size, config.plan.capacity)  # now that the vocabulary is known
     cost_model = run_cost(config, shape, world, run, checkpoint, dtype, limit)
     state: Mapping[str, Tensor] | None = None
     if initial is not None:
@@ -241,8 +266,6 @@ def shape_of(config: Config, tokenizer: Tokenizer, initial: Initial | None = Non
     Raises:
         ValueError: the vocabulary is smaller than the tokenizer's.
     """
-    values = config.model.to_dict()
-    values.pop("attention")
     size = config.model.vocabulary_size
     if size and size < tokenizer.vocabulary_size:
         raise ValueError(
@@ -252,7 +275,13 @@ def shape_of(config: Config, tokenizer: Tokenizer, initial: Initial | None = Non
     rows = (
         initial.shape.vocabulary_size if initial is not None else 0
     )  # which may be more than there are tokens
-    return ModelShape(**{**values, "vocabulary_size": size or max(rows, tokenizer.vocabulary_size)})
+    return _with_vocabulary(config, size or max(rows, tokenizer.vocabulary_size))
+
+
+def _with_vocabulary(config: Config, size: int) -> ModelShape:
+    values = config.model.to_dict()
+    values.pop("attention")
+    return ModelShape(**{**values, "vocabulary_size": size})
 
 
 def _sampler(

@@ -12,7 +12,7 @@ from multipack.models.compile import compile_blocks
 from multipack.models.decoder import PARALLEL_PLAN, Decoder, Part, initial_parameters
 from multipack.models.recompute import recompute_blocks
 from multipack.models.tiled import tile_layers
-from multipack.parallel.engine import Blueprint
+from multipack.parallel.engine import Blueprint, frozen_stage
 from multipack.shapes import ModelShape
 from multipack.training.objective import Objective
 from multipack.training.optimizer import described, freeze
@@ -32,8 +32,7 @@ def blueprint_of(
         shape: of the decoder.
         weights: that the run begins with; None = they are drawn from `train.seed`.
     """
-    with torch.device("meta"):
-        shapes = {name: tuple(each.shape) for name, each in Decoder(shape).named_parameters()}
+    shapes = _shapes(shape)
     whole = described(shapes)
 
     def build(blocks: tuple[int, int] | None) -> nn.Module:
@@ -59,7 +58,6 @@ def blueprint_of(
         if config.train.compile:
             compile_blocks(model)
 
-    projection = shape.vocabulary_size * shape.d_model
     return Blueprint(
         build,
         shape.layers,
@@ -67,6 +65,32 @@ def blueprint_of(
         shapes,
         initial,
         PARALLEL_PLAN,
-        projection / shape.layer_parameters,
+        _head_layers(shape),
         prepare,
     )
+
+
+def check_first_stage(config: Config, shape: ModelShape) -> None:
+    """Refuse rules that leave the first stage of a pipeline nothing to train; needs no process group.
+
+    Raises:
+        ValueError: see above; or a rule that matches nothing.
+    """
+    from multipack.parallel.pipeline import split_layers  # imports torch's compiler, as every pipeline does
+
+    stop = split_layers(shape.layers, config.parallel.stages, last=_head_layers(shape))[0].stop
+    with torch.device("meta"):
+        first = dict(Decoder(shape, part=Part(0, stop, shape.layers)).named_parameters())
+    freeze(first, config.optimizer, described(_shapes(shape)))
+    if not any(each.requires_grad for each in first.values()):
+        raise frozen_stage(config.parallel)
+
+
+def _shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        return {name: tuple(each.shape) for name, each in Decoder(shape).named_parameters()}
+
+
+def _head_layers(shape: ModelShape) -> float:
+    """What the projection onto the vocabulary costs, in layers."""
+    return shape.vocabulary_size * shape.d_model / shape.layer_parameters

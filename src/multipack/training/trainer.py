@@ -22,7 +22,7 @@ from multipack.parallel.ranks import find_ranks
 from multipack.parallel.world import connected
 from multipack.reports.console import Console
 from multipack.reports.summary import corpus_notes, plan_rows, stream_rows
-from multipack.training.assemble import assemble
+from multipack.training.assemble import assemble, check_model
 from multipack.training.compare import Comparison, compare_with_padding
 from multipack.training.evaluate import validation_loss
 from multipack.training.feed import StepData
@@ -96,12 +96,14 @@ def train(config: Config, clock: Callable[[], float] = time.perf_counter) -> Run
         RunStopped: training diverged (NonFiniteLoss) or a guard ended it; the last checkpoint is untouched, and named.
     """
     began = clock()
-    config.check(find_ranks(os.environ).size)
+    ranks = find_ranks(os.environ)
+    console = Console(ranks.rank, config.log.all_ranks)
+    config.check(ranks.size)
+    check_model(config, ranks.size, console)
     with (
         connected(config.train.device, config.parallel.timeout_seconds) as world,
         deterministic(config.train.deterministic, world.device),
     ):
-        console = Console(world.rank, config.log.all_ranks)
         session = assemble(config, world, console, clock)
         first = session.step
         try:
