@@ -29,8 +29,8 @@ from torch import Tensor
 from multipack.data.batch import PackedBatch
 from multipack.data.collate import PackedCollator, PaddedCollator
 from multipack.data.documents import Document
-from multipack.models.attention import BACKENDS, attention, select
-from multipack.models.attention.table import Request
+from multipack.ops.attention import BACKENDS, attention, select
+from multipack.ops.attention.table import Request
 from result import write_result
 
 RESULTS = Path(__file__).parent / "results"

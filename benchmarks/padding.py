@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from multipack.config import compose
-from multipack.models.loss import linear_cross_entropy
+from multipack.ops.loss import linear_cross_entropy
 from multipack.parallel.world import World
 from multipack.reports.console import Console
 from multipack.training.assemble import assemble

@@ -28,9 +28,9 @@ _PUBLIC = {
     "PackedCollator": "multipack.data.collate",
     "PackedStreamDataset": "multipack.data.stream",
     "PackedLoader": "multipack.data.loader",
-    "attention": "multipack.models.attention",
+    "attention": "multipack.ops.attention",
     "Decoder": "multipack.models.decoder",
-    "linear_cross_entropy": "multipack.models.loss",
+    "linear_cross_entropy": "multipack.ops.loss",
     "generate": "multipack.models.generate",
 }
 
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
     from multipack.data.sampler import PackedBatchSampler as PackedBatchSampler
     from multipack.data.store import TokenStore as TokenStore
     from multipack.data.stream import PackedStreamDataset as PackedStreamDataset
-    from multipack.models.attention import attention as attention
     from multipack.models.decoder import Decoder as Decoder
     from multipack.models.generate import generate as generate
-    from multipack.models.loss import linear_cross_entropy as linear_cross_entropy
+    from multipack.ops.attention import attention as attention
+    from multipack.ops.loss import linear_cross_entropy as linear_cross_entropy
     from multipack.planning.cost import CostModel as CostModel
     from multipack.planning.measure import PlanReport as PlanReport
     from multipack.planning.packing import Packs as Packs

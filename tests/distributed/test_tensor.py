@@ -18,8 +18,8 @@ from multipack.data.documents import Document
 from multipack.data.preference import PreferenceBatch
 from multipack.models.compile import compile_blocks
 from multipack.models.decoder import PARALLEL_PLAN, Decoder, Part
-from multipack.models.loss import linear_cross_entropy, training_loss
 from multipack.models.preference import PreferenceDecoder
+from multipack.ops.loss import linear_cross_entropy, training_loss
 from multipack.parallel.collectives import all_gather
 from multipack.parallel.config import ParallelConfig
 from multipack.parallel.mesh import build_mesh

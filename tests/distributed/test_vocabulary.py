@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from multipack.models.loss import linear_cross_entropy, linear_log_probabilities
+from multipack.ops.loss import linear_cross_entropy, linear_log_probabilities
 from multipack.parallel.vocabulary import vocabulary_cross_entropy, vocabulary_log_probabilities
 
 

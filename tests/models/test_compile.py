@@ -11,10 +11,10 @@ import torch
 from torch.library import opcheck
 
 from multipack.data.collate import PackedCollator
-from multipack.models.attention import attention, table
-from multipack.models.attention.loop import document_attention
 from multipack.models.compile import compile_blocks
 from multipack.models.decoder import Decoder
+from multipack.ops.attention import attention, table
+from multipack.ops.attention.loop import document_attention
 
 
 @pytest.fixture(autouse=True)

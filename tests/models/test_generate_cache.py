@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from multipack.models.attention import attention
 from multipack.models.cache import SMALLEST, KeyValueCache
 from multipack.models.decoder import Decoder
 from multipack.models.generate import (
@@ -22,6 +21,7 @@ from multipack.models.generate import (
     single_document,
 )
 from multipack.models.sampling import Sampling
+from multipack.ops.attention import attention
 
 LONG = 256
 GREEDY = Sampling(max_tokens=16, temperature=0)

@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_leaves
 from multipack.models import tiled as module
 from multipack.models.compile import compile_blocks
 from multipack.models.decoder import Decoder
-from multipack.models.loss import linear_cross_entropy, linear_log_probabilities
 from multipack.models.preference import PreferenceDecoder
 from multipack.models.recompute import recompute_blocks
 from multipack.models.tiled import TiledFeedForward, tile_layers, tiled_feed_forward
+from multipack.ops.loss import linear_cross_entropy, linear_log_probabilities
 
 TOKENS, WIDTH, VOCABULARY = 37, 12, 29
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
-from multipack.models.attention import attention
-from multipack.parallel.partial import CPU, FLASH, PLAIN, Documents, choose_kernel, merge
+from multipack.ops.attention import attention
+from multipack.ops.partial import CPU, FLASH, PLAIN, Documents, choose_kernel, merge
 from multipack.parallel.ring import Ring, head_tail, ring_attention
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
@@ -196,7 +196,7 @@ def test_plain_products_work_in_tiles(monkeypatch):
     lengths = LAYOUTS["longer than a chunk"]
     tensors, upstream = drawn(sum(lengths))
     whole, *_ = run(lengths, 2, tensors, upstream, PLAIN)
-    monkeypatch.setattr("multipack.parallel.partial.SCORES", 100)
+    monkeypatch.setattr("multipack.ops.partial.SCORES", 100)
     tiled, *_ = run(lengths, 2, tensors, upstream, PLAIN)
     for ours, theirs in zip(tiled, whole, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multipack.models.loss import linear_cross_entropy, linear_log_probabilities
+from multipack.ops.loss import linear_cross_entropy, linear_log_probabilities
 from multipack.parallel.vocabulary import vocabulary_cross_entropy, vocabulary_log_probabilities
 
 PAIRS = [

@@ -20,8 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
-from multipack.models.attention import loop, table
 from multipack.models.decoder import Decoder
+from multipack.ops.attention import loop, table
 from multipack.planning.cost import CostModel
 from multipack.shapes import ModelShape
 

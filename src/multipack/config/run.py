@@ -11,8 +11,8 @@ from typing import Any
 from multipack.config.words import ConfigError, flatten, merge, read_yaml, rename, split
 from multipack.data.config import DataConfig
 from multipack.data.tokenizer import TokenizerConfig
-from multipack.models.attention import find_backend
 from multipack.models.preference import PreferenceConfig
+from multipack.ops.attention import find_backend
 from multipack.parallel.config import ParallelConfig, fit_micro_batches
 from multipack.parallel.readers import check_readers
 from multipack.planning.plan import PlanConfig

@@ -188,7 +188,7 @@ def _backends(environment: Mapping[str, str]) -> Iterator[Finding]:
 def _attention(environment: Mapping[str, str]) -> Iterator[Finding]:
     import torch
 
-    from multipack.models.attention import table_rows
+    from multipack.ops.attention import table_rows
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for row in table_rows():

@@ -41,7 +41,7 @@ MOMENTS = 2 * FLOAT32
 INTEGER = 8
 """Bytes of a token's number, its target and its position."""
 LOSS_CHUNK_TOKENS = 1024
-"""Rows whose logits exist at a time (models/loss.py)."""
+"""Rows whose logits exist at a time (ops/loss.py)."""
 GATHERED_BLOCKS = 2
 """Blocks that zero3 holds whole at a time: one that computes, one that is gathered ahead."""
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from multipack.data.batch import IGNORE, PackedBatch
-from multipack.models.attention import attention
+from multipack.ops.attention import attention
 
 SMALLEST = 64
 """Tokens of a row for which memory is taken at first; it doubles when it is full."""

@@ -33,9 +33,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from multipack.data.batch import PackedBatch
-from multipack.models.attention import attention, find_backend
 from multipack.models.cache import KeyValueCache, LayerCache
-from multipack.models.loss import linear_cross_entropy
+from multipack.ops.attention import attention, find_backend
+from multipack.ops.loss import linear_cross_entropy
 from multipack.shapes import ModelShape
 
 INITIAL_STD = 0.02
@@ -95,10 +95,10 @@ class Decoder(nn.Module):
 
     Args:
         shape: layers, widths and switches; its vocabulary must be set.
-        attention: a backend's name, or `"auto"` (models/attention/table.py).
+        attention: a backend's name, or `"auto"` (ops/attention/table.py).
         loss_function: (hidden, weight, targets, num_targets=…) → Σ loss, with `weights=` too where a batch has
             some; tensor parallelism hands in its own.
-        training_loss: the same with the terms that only training adds (models/loss.py); None = the same.
+        training_loss: the same with the terms that only training adds (ops/loss.py); None = the same.
 
         part: build these blocks only, under the names that they have in the whole: with the embedding (and positions)
             if it begins there, with the last norm and the head if it ends there, where tied weights need the embedding

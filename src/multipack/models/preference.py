@@ -22,7 +22,7 @@ from torch import Tensor
 from multipack.data.batch import PackedBatch
 from multipack.data.preference import PreferenceBatch
 from multipack.models.decoder import Decoder
-from multipack.models.loss import linear_log_probabilities
+from multipack.ops.loss import linear_log_probabilities
 from multipack.shapes import ModelShape
 
 

@@ -7,7 +7,7 @@
 
 The feed-forward of a block is by far the widest of what it computes: T × f numbers, in four tensors where it is gated.
 Each tile is computed from x again in the backward pass, so that only x is kept between the passes, and of the wide
-tensors a k-th exists at a time. Logits are wider still: models/loss.py computes them for so many slices of the
+tensors a k-th exists at a time. Logits are wider still: ops/loss.py computes them for so many slices of the
 vocabulary as there are tiles. The idea is that of DeepSpeed's TiledLinear (Rajbhandari et al. 2021, arXiv:2104.07857,
 section 5.1.3); here tiles are views, so that parameters keep their names, shapes, gradients and optimizer state.
 
@@ -26,10 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from multipack.models.decoder import Decoder, FeedForward, cast_once
-from multipack.models.vocabulary import add_product, exact_dtype, slices
+from multipack.ops.vocabulary import add_product, exact_dtype, slices
 
 LOSSES = ("loss_function", "training_loss", "log_probabilities")
-"""Attributes of decoders that project onto the vocabulary (models/loss.py)."""
+"""Attributes of decoders that project onto the vocabulary (ops/loss.py)."""
 
 
 def tile_layers(model: Decoder, tiles: int) -> None:

@@ -39,8 +39,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from multipack.ops.partial import Documents, Gradients, Kernel, choose_kernel, merge
 from multipack.parallel.collectives import _run
-from multipack.parallel.partial import Documents, Gradients, Kernel, choose_kernel, merge
 from multipack.parallel.rollcall import Group, ranks_of
 
 Wait = Callable[[], None]

@@ -8,7 +8,7 @@
                                                    ▼
                                lse, the same on every rank ─▶ loss;  g = softmax − one-hot of the rank's own words
 
-Contracts are those of models/loss.py, whose formulas these are: a rank's maximum and sum of exponentials are merged as
+Contracts are those of ops/loss.py, whose formulas these are: a rank's maximum and sum of exponentials are merged as
 blocks of a softmax are (Milakov and Gimelshein 2018, arXiv:1805.02867), so that one small collective a chunk is
 enough. Every rank computes the merged values from the same numbers in the same order and returns the same loss; the
 gradient is that of one process, and nothing is divided by the number of ranks.
@@ -45,7 +45,7 @@ def vocabulary_cross_entropy(
 ) -> Tensor:
     """Σ cross-entropy over the targets that are not −100, each times its weight if it has one.
 
-    What `linear_cross_entropy` of models/loss.py gives for all ranks' tokens and words. Collectives: one all-gather of
+    What `linear_cross_entropy` of ops/loss.py gives for all ranks' tokens and words. Collectives: one all-gather of
     `hidden` (its gradient is reduce-scattered), and one of 3 numbers a row (4 with label smoothing) for every chunk.
 
     Args:
@@ -94,7 +94,7 @@ def vocabulary_log_probabilities(
 ) -> Tensor:
     """Log-probability of each target; 0 where the target is −100.
 
-    What `linear_log_probabilities` of models/loss.py gives for all ranks' tokens and words. The backward pass
+    What `linear_log_probabilities` of ops/loss.py gives for all ranks' tokens and words. The backward pass
     computes a chunk's logits again, and needs no collective but the one for `hidden`.
 
     Args:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 import multipack
-from multipack.models.attention import select
+from multipack.ops.attention import select
 from multipack.parallel.world import hosts
 from multipack.training.calibrate import cost_rows
 from multipack.training.optimizer import described, optimizer_text

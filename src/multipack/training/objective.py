@@ -17,8 +17,8 @@ from multipack.data.corpus import Corpus
 from multipack.data.preference import PreferenceCollator
 from multipack.data.sampler import PackedBatchSampler
 from multipack.models.decoder import Decoder, Part
-from multipack.models.loss import training_loss
 from multipack.models.preference import PreferenceConfig, PreferenceDecoder, preference_metrics
+from multipack.ops.loss import training_loss
 from multipack.parallel.engine import Engine
 from multipack.shapes import ModelShape
 from multipack.training.observer import Observer

@@ -9,6 +9,6 @@ from collections.abc import Callable
 
 import torch
 
-from multipack.models.attention import table
+from multipack.ops.attention import table
 
 place: Callable[..., int] = torch.compiler.assume_constant_result(table.place)  # type: ignore[no-untyped-call]

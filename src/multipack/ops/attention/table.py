@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from multipack.data.batch import PackedBatch
-from multipack.models.attention.conventional import dense, padded
-from multipack.models.attention.flex import flex
-from multipack.models.attention.loop import loop
-from multipack.models.attention.varlen import flash, flash3, varlen, xformers
+from multipack.ops.attention.flex import flex
+from multipack.ops.attention.loop import loop
+from multipack.ops.attention.reference import dense, padded
+from multipack.ops.attention.varlen import flash, flash3, varlen, xformers
 
 AttentionFunction = Callable[[Tensor, Tensor, Tensor, PackedBatch, int | None], Tensor]
 
@@ -134,7 +134,7 @@ def select(backend: str, q: Tensor, k: Tensor, v: Tensor, window: int | None = N
     compiled = torch.compiler.is_compiling()
     words = q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2], window, backward, compiled
     if compiled:
-        from multipack.models.attention import compiling
+        from multipack.ops.attention import compiling
 
         return BACKENDS[compiling.place(backend, *words)]
     return BACKENDS[place(backend, *words)]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from multipack.data.batch import PackedBatch
-from multipack.models.attention.loop import repeat_heads
-from multipack.models.attention.masks import once_a_batch
+from multipack.ops.attention.loop import repeat_heads
+from multipack.ops.attention.masks import once_a_batch
 
 
 def flash3(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None) -> Tensor:

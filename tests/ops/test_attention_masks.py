@@ -13,9 +13,9 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
-from multipack.models.attention import attention, document_mask, first_visible, mask_4d
-from multipack.models.attention.flex import block_mask
-from multipack.models.attention.masks import once_a_batch
+from multipack.ops.attention import attention, document_mask, first_visible, mask_4d
+from multipack.ops.attention.flex import block_mask
+from multipack.ops.attention.masks import once_a_batch
 
 none = np.zeros((0, 2), dtype=np.int64)
 

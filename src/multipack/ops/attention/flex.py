@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from multipack.data.batch import PackedBatch
-from multipack.models.attention.masks import first_visible, once_a_batch
+from multipack.ops.attention.masks import first_visible, once_a_batch
 
 BLOCK_TOKENS = 128
 """Queries and keys of a block: what torch's kernels expect when nothing is said."""

@@ -8,7 +8,7 @@ import torch
 
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
-from multipack.models.attention import (
+from multipack.ops.attention import (
     BACKENDS,
     FLOAT32_TOKENS,
     Backend,
@@ -18,8 +18,8 @@ from multipack.models.attention import (
     table,
     table_rows,
 )
-from multipack.models.attention import loop as loop_module
-from multipack.models.attention.loop import _runs
+from multipack.ops.attention import loop as loop_module
+from multipack.ops.attention.loop import _runs
 
 HEADS = [(4, 4), (4, 2), (4, 1)]
 

@@ -12,8 +12,8 @@ import torch.nn.attention.varlen
 from torch.nn.attention.flex_attention import flex_attention
 
 from multipack.data.collate import PackedCollator
-from multipack.models.attention import BACKENDS, attention, document_mask, find_backend, flex, table
-from multipack.models.attention.varlen import xformers_mask
+from multipack.ops.attention import BACKENDS, attention, document_mask, find_backend, flex, table
+from multipack.ops.attention.varlen import xformers_mask
 
 HEADS = [(4, 4), (6, 2)]
 WINDOWS = [None, 4, 100]

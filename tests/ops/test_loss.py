@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from multipack.models.loss import linear_cross_entropy
+from multipack.ops.loss import linear_cross_entropy
 
 TOKENS, WIDTH, VOCABULARY = 37, 12, 29
 
@@ -220,7 +220,7 @@ def test_shapes_and_options_that_do_not_fit_are_refused(inputs):
 
 
 def test_no_gradient_is_computed_where_none_is_wanted(monkeypatch):
-    from multipack.models import loss as module
+    from multipack.ops import loss as module
 
     wanted, chunks = [], module._chunks
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from multipack.data.batch import PackedBatch
-from multipack.models.attention.masks import document_mask
+from multipack.ops.attention.masks import document_mask
 
 
 def padded(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None) -> Tensor:

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from multipack.data.batch import PackedBatch
-from multipack.models.attention.loop import FLOAT32_TOKENS
-from multipack.models.attention.masks import check_window, document_mask, first_visible, mask_4d
-from multipack.models.attention.table import BACKENDS, Backend, find_backend, select, table_rows
+from multipack.ops.attention.loop import FLOAT32_TOKENS
+from multipack.ops.attention.masks import check_window, document_mask, first_visible, mask_4d
+from multipack.ops.attention.table import BACKENDS, Backend, find_backend, select, table_rows
 
 __all__ = [
     "BACKENDS",

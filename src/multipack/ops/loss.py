@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from multipack.data.batch import IGNORE
-from multipack.models.vocabulary import (
+from multipack.ops.vocabulary import (
     add_product,
     at_once,
     exact_dtype,

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from multipack.models.loss import linear_cross_entropy, linear_log_probabilities, training_loss
+from multipack.ops.loss import linear_cross_entropy, linear_log_probabilities, training_loss
 
 TOKENS, WIDTH, VOCABULARY = 37, 12, 29
 
