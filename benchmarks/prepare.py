@@ -26,7 +26,7 @@ from typing import Any
 
 import tokenizers
 
-from multipack.data.config import DataConfig
+from multipack.data.data_config import DataConfig
 from multipack.data.prepare import prepare
 from multipack.data.sources import StdlibSource
 from multipack.data.store import TokenStore

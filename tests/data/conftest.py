@@ -2,7 +2,7 @@
 
 import pytest
 
-from multipack.data.config import DataConfig
+from multipack.data.data_config import DataConfig
 from multipack.data.documents import Documents
 from multipack.data.store import StoreWriter, TokenStore
 from multipack.data.tokenizer import byte_tokenizer

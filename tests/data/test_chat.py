@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from multipack.data import chat as room
 from multipack.data.chat import ChatTemplate
-from multipack.data.config import DataConfig
+from multipack.data.data_config import DataConfig
 from multipack.data.templates import built_in_template, resolve_template
 from multipack.data.tokenizer import END, TokenizerConfig, byte_tokenizer
 

@@ -13,8 +13,8 @@ import pytest
 
 from multipack.data import batches, files
 from multipack.data import prepare as room
-from multipack.data.config import DataConfig
 from multipack.data.corpus import load_corpus
+from multipack.data.data_config import DataConfig
 from multipack.data.header import HEADER
 from multipack.data.prepare import prepare
 from multipack.data.store import TokenStore
@@ -178,7 +178,7 @@ import sys, time
 from pathlib import Path
 from multipack.data import batches
 from multipack.data import prepare as room
-from multipack.data.config import DataConfig
+from multipack.data.data_config import DataConfig
 from multipack.data.tokenizer import TokenizerConfig
 batches.BATCH_DOCUMENTS = 1
 batches.BATCH_CHARACTERS = 1

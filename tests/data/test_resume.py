@@ -22,7 +22,7 @@ PREPARE = """
 import json, sys, time
 from pathlib import Path
 from multipack.data import batches, parts
-from multipack.data.config import DataConfig
+from multipack.data.data_config import DataConfig
 from multipack.data.prepare import prepare
 from multipack.data.tokenizer import TokenizerConfig
 

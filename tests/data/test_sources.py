@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multipack.data import files
-from multipack.data.config import DataConfig
 from multipack.data.files import paragraphs, separated, stretches
 from multipack.data.sources import open_source
 
@@ -224,60 +223,6 @@ def test_gsm8k(shared_data, config):
     assert documents[0].name == "gsm8k_train.jsonl.gz:1"
     assert [target for _, target, *_ in documents[0].parts] == [False, True]
     assert source.done == source.total
-
-
-# --- configuration ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("fields", "complaint"),
-    [
-        ({"source": "jsnl"}, r"data\.source='jsnl': .*nearest: jsonl"),
-        ({"documents": "blank"}, r"data\.documents='blank': .*nearest: blank_line"),
-        ({"overlong": "cut"}, r"data\.overlong='cut'"),
-        ({"path": "x.txt"}, r"data\.source=stdlib reads no files.*data\.source=text"),
-        ({"source": "text"}, r"needs data\.path"),
-        ({"validation": 1.0}, r"data\.validation=1\.0"),
-        ({"validation": float("nan")}, r"data\.validation=nan"),
-        ({"source": "text", "path": "x", "documents": "separator"}, r"needs data\.separator"),
-        ({"source": "text", "path": "x", "documents": "file", "separator": "-"}, "contradicts"),
-        ({"source": "text", "path": "x", "block_size": -1}, r"data\.block_size=-1"),
-        ({"source": "text", "path": "x", "block_size": 1}, "at least 2"),
-        ({"source": "text", "path": "x", "block_size": 8, "documents": "file"}, "cuts a stream"),
-        ({"source": "jsonl", "path": "x", "block_size": 8}, r"data\.overlong=split"),
-        ({"source": "jsonl", "path": "x", "documents": "file"}, "documents of its own"),
-        ({"source": "text", "path": "x", "fields": ["a"]}, r"data\.fields=\['a'\] is about records"),
-        ({"source": "jsonl", "path": "x", "fields": ["a", "b", "c", "d"]}, "one name"),
-        ({"source": "jsonl", "path": "x", "fields": ["a", "a"]}, "differ from each other"),
-        ({"source": "jsonl", "path": "x", "special_tokens": ["<s>"]}, "those of a tokenizer are known"),
-        (
-            {"source": "jsonl", "path": "x", "special_tokens": ["<s>"], "chat_template": "chatml"},
-            "those of chatml are known",
-        ),
-        (
-            {"source": "jsonl", "path": "x", "special_tokens": ["a", "a"], "chat_template": "f.jinja"},
-            r"special_tokens=\['a', 'a'\]: names that differ",
-        ),
-        ({"workers": -1}, r"data\.workers=-1: processes"),
-        ({"patience_seconds": 0.0}, r"data\.patience_seconds=0\.0: seconds"),
-        (
-            {"source": "store", "path": "x", "dedup": True},
-            r"data\.source=store prepares none.*multipack prepare",
-        ),
-        ({"source": "mixture", "paths": ["x", "y"], "dedup": True}, r"data\.source=mixture prepares none"),
-        (
-            {"source": "huggingface", "path": "x", "stream": True, "dedup": True},
-            r"data\.stream=true prepares none",
-        ),
-        ({"weigh_by": "documents"}, r"data\.weigh_by=documents is of a mixture"),
-        ({"source": "mixture", "paths": ["x/a", "x/b/../a"]}, "each once and none inside another"),
-        ({"source": "mixture", "paths": ["x", "x/shard-00000"]}, "each once and none inside another"),
-        ({"source": "text", "path": "x", "separator": r"\n\n"}, "holds a backslash and a letter"),
-    ],
-)
-def test_impossible_configurations_are_refused(fields, complaint):
-    with pytest.raises(ValueError, match=complaint):
-        DataConfig(**fields).check()
 
 
 def test_a_store_is_no_text(config):

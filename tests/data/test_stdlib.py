@@ -4,7 +4,7 @@ import textwrap
 
 import pytest
 
-from multipack.data.config import DataConfig
+from multipack.data.data_config import DataConfig
 from multipack.data.sources import open_source
 from multipack.data.stdlib import library_files, parse_pairs
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multipack.data import tokenizer as room
-from multipack.data.config import DataConfig
+from multipack.data.data_config import DataConfig
 from multipack.data.source import Part
 from multipack.data.sources import open_source
 from multipack.data.tokenizer import (

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from multipack.data.chat import ChatTemplate
-from multipack.data.config import DataConfig
+from multipack.data.data_config import DataConfig
 from multipack.data.templates import resolve_template
 from multipack.data.tokenizer import END, TokenizerConfig, byte_tokenizer, load_tokenizer, tokenizer_facts
 

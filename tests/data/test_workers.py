@@ -112,7 +112,7 @@ def test_a_worker_that_cannot_start_is_an_error(config, pairs, tmp_path, monkeyp
 SCRIPT = """
 import sys
 from pathlib import Path
-from multipack.data.config import DataConfig
+from multipack.data.data_config import DataConfig
 from multipack.data.prepare import prepare
 from multipack.data.tokenizer import TokenizerConfig
 

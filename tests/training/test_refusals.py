@@ -5,8 +5,8 @@ import shutil
 import pytest
 
 from multipack.config import compose, compose_run
-from multipack.data.config import DataConfig
 from multipack.data.corpus import find_tokenizer, load_corpus
+from multipack.data.data_config import DataConfig
 from multipack.data.prepare import prepare
 from multipack.data.tokenizer import TokenizerConfig
 from multipack.parallel.world import connected

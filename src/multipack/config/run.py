@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from multipack.config.words import ConfigError, flatten, merge, read_yaml, rename, split
-from multipack.data.config import DataConfig
+from multipack.data.data_config import DataConfig
 from multipack.data.tokenizer import TokenizerConfig
 from multipack.models.preference import PreferenceConfig
 from multipack.ops.attention import find_backend

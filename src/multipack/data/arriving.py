@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from multipack.data.config import DataConfig
+from multipack.data.data_config import DataConfig
 from multipack.data.documents import Document, Documents
 from multipack.data.fit import Fit, FitPolicy, FitReport
 from multipack.data.joint import Store

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from multipack.data.arriving import Arriving
 from multipack.data.cache import cache_folder
-from multipack.data.config import DataConfig
+from multipack.data.data_config import DataConfig
 from multipack.data.documents import Documents
 from multipack.data.fit import Fit, FitReport
 from multipack.data.growing import GrowingFolder

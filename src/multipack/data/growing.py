@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from multipack.data.arriving import Arriving, DocumentsLate, StreamInterrupted
-from multipack.data.config import DataConfig
+from multipack.data.data_config import DataConfig
 from multipack.data.documents import Document, Documents
 from multipack.data.fit import FitPolicy
 from multipack.data.header import HEADER

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from multipack.data.config import DataConfig
+from multipack.data.data_config import DataConfig
 from multipack.data.messages import without_nulls
 from multipack.data.record_source import RecordSource, Row
 from multipack.data.tokenizer import TokenizerConfig

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from multipack.data.config import Overlong
+from multipack.data.data_config import Overlong
 from multipack.data.fit import Fit, FitReport
 from multipack.planning.lengths import check_lengths
 

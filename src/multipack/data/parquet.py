@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from multipack.data.config import DataConfig
+from multipack.data.data_config import DataConfig
 from multipack.data.messages import without_nulls
 from multipack.data.record_source import FileRecords, Row
 from multipack.data.tokenizer import TokenizerConfig

@@ -21,7 +21,7 @@ import tokenizers
 from multipack.atomic import is_free
 from multipack.data.batches import Engine, KeptDocuments, batches
 from multipack.data.cache import cache_folder, locked
-from multipack.data.config import DataConfig, check_choice
+from multipack.data.data_config import DataConfig, check_choice
 from multipack.data.header import HEADER, StoreHeader
 from multipack.data.parts import Parts, folder_of_parts
 from multipack.data.shards import MOST_SHARDS, ShardsHeader, is_shards, only_shards, shard_name

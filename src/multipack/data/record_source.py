@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, BinaryIO, NamedTuple, TextIO
 
-from multipack.data.config import DataConfig
+from multipack.data.data_config import DataConfig
 from multipack.data.files import CHUNK, FileSet, FileSource
 from multipack.data.records import RecordReader, Shape
 from multipack.data.source import Source, SourceDocument

@@ -23,7 +23,7 @@ from functools import cached_property
 from typing import BinaryIO, TextIO
 
 from multipack.data import stdlib
-from multipack.data.config import DataConfig
+from multipack.data.data_config import DataConfig
 from multipack.data.files import FileSet, FileSource, paragraphs, separated, stretches
 from multipack.data.huggingface import HuggingFaceSource
 from multipack.data.parquet import ParquetSource

@@ -15,7 +15,7 @@ import numpy as np
 
 from multipack.data.arriving import HEAD, Arriving, StreamInterrupted
 from multipack.data.blocks import encode
-from multipack.data.config import DataConfig
+from multipack.data.data_config import DataConfig
 from multipack.data.documents import Document, Documents
 from multipack.data.memory import MemoryStore
 from multipack.data.records import RecordReader

@@ -7,7 +7,7 @@ from importlib import resources
 from pathlib import Path
 
 from multipack.data.chat import ChatTemplate
-from multipack.data.config import BUILT_IN_TEMPLATES, DataConfig
+from multipack.data.data_config import BUILT_IN_TEMPLATES, DataConfig
 from multipack.data.header import CHAT_TEMPLATE
 from multipack.data.tokenizer import TokenizerConfig, load_tokenizer, tokenizer_facts
 

@@ -1,0 +1,231 @@
+"""`DataConfig`: the settings of a run's documents, and their checks."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import permutations
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+SourceName = Literal["stdlib", "text", "jsonl", "parquet", "huggingface", "store", "mixture"]
+RECORDS = ("jsonl", "parquet", "huggingface")
+"""Sources whose documents are records with named fields."""
+BUILT_IN_TEMPLATES = ("chatml", "llama3", "plain")
+"""Values of `data.chat_template` that name a template of the package, not a file."""
+Division = Literal["auto", "file", "blank_line", "separator", "stream"]
+RecordFormat = Literal["auto", "text", "completion", "chat", "preference"]
+Overlong = Literal["auto", "error", "truncate", "truncate_left", "split", "drop"]
+
+
+@dataclass
+class DataConfig:
+    """The documents of a run: their source, their form and their division."""
+
+    source: SourceName = "stdlib"
+    """Source of the documents."""
+    path: str = ""
+    """File, folder or pattern (`data/*.jsonl.gz`) of text or records; a token store; a Hugging Face data set's name."""
+    subset: str = ""
+    """Configuration (`name`) of a data set on the Hugging Face hub."""
+    part: str = "train"
+    """Part (`split`) of a Hugging Face data set."""
+    documents: Division = "auto"
+    """Division of text into documents; auto: a stream with block_size, by separator if given, else by file."""
+    separator: str = ""
+    """Text between two documents of a file; part of neither."""
+    block_size: int = 0
+    """Tokens of a document cut from a stream (0: as many as a pack and the context hold)."""
+    format: RecordFormat = "auto"
+    """Kind of record: text, prompt and completion, chat messages, or preference pair; auto: by its fields."""
+    fields: list[str] = field(default_factory=list)
+    """Names of a record's fields: text; prompt, completion; messages, tools; or prompt, chosen, rejected."""
+    between: str = "\n"
+    """Text between prompt and completion of a record, part of the prompt; empty joins them as they are."""
+    chat_template: str = ""
+    """Template of chats: `chatml`, `llama3`, `plain`, or a Jinja file; empty: the tokenizer's own, else chatml."""
+    special_tokens: list[str] = field(default_factory=list)
+    """Special tokens in the template of a Jinja file; those of built-in templates and of tokenizers are known."""
+    train_on_prompt: bool = False
+    """Make the tokens of prompts (in chats: of all roles) targets too."""
+    dedup: bool = False
+    """Leave out documents with the text of an earlier one."""
+    paths: list[str] = field(default_factory=list)
+    """Token stores of a mixture."""
+    weights: list[float] = field(default_factory=list)
+    """Share of each store in a mixture, in any unit; empty = proportional to their sizes."""
+    weigh_by: Literal["documents", "tokens"] = "tokens"
+    """Unit of the weights of a mixture."""
+    mixture_ends: Literal["all", "first"] = "all"
+    """An epoch of a mixture ends when `all` stores were seen whole (small ones repeat), or with the `first` one."""
+    validation: float = 0.1
+    """Share of the documents (of a stream: of its last tokens) kept for validation."""
+    split_seed: int = 0
+    """Seed of the choice of validation documents and of the documents of a mixture."""
+    overlong: Overlong = "auto"
+    """Documents longer than a pack or the context; auto: split with source=stdlib, else an error."""
+    overlap: int = 0
+    """Tokens that a split piece repeats from the previous one, as context: they are targets once."""
+    repeat_prompt: bool = False
+    """Begin each piece of a split document with the document's prompt."""
+    workers: int = 0
+    """Processes that tokenize; 0 = chosen by the number of cores and the amount of work."""
+    stream: bool = False
+    """Train while documents arrive: from a growing folder of stores, or from a streamed data set."""
+    patience_seconds: float = 300.0
+    """Seconds that a stream waits for the next store of an incomplete folder before the run stops."""
+    verify: bool = True
+    """Verify the checksums of a token store before it is used."""
+    stage: str = ""
+    """Copy token stores first: `memory` = into each process, or a folder of this host; empty = read in place."""
+    readers: int = 0
+    """Data-parallel ranks that read tokens and scatter packs to the others; 0 = every rank reads its own."""
+    cache: str = ""
+    """Folder for trained tokenizers and stores (empty: the user's cache folder)."""
+
+    def check(self) -> None:
+        """Check every setting and the combinations that contradict each other.
+
+        Raises:
+            ValueError: names the setting, its value, and what to do instead.
+        """
+        for name, kind in get_type_hints(DataConfig).items():
+            if get_origin(kind) is Literal:
+                check_choice(f"data.{name}", getattr(self, name), get_args(kind))
+        for name, is_legal, legal in _RANGES:
+            if not is_legal(value := getattr(self, name)):
+                raise ValueError(f"data.{name}={value}: {legal}")
+        self._check_source()
+        self._check_text()
+        self._check_records()
+        if self.source == "mixture":
+            self._check_mixture()
+        if (self.overlap or self.repeat_prompt) and self.overlong not in ("auto", "split"):
+            raise ValueError(
+                f"data.overlap={self.overlap} and data.repeat_prompt={self.repeat_prompt} are for split documents:"
+                f" set data.overlong=split (now {self.overlong})"
+            )
+
+    def _check_source(self) -> None:
+        """Check that each setting that was changed has an effect with this source."""
+        for name, sources, hint in _ONLY_WITH:
+            value = getattr(self, name)
+            if self.source not in sources and value != getattr(_DEFAULTS, name):
+                raise ValueError(
+                    f"data.{name}={value} has no effect with data.source={self.source}, only with"
+                    f" {', '.join(sources)}: {hint}"
+                )
+        if self.source not in ("stdlib", "mixture") and not self.path:
+            raise ValueError(f"data.source={self.source} needs data.path=FILE_OR_FOLDER")
+        for name in ("stage", "readers", "dedup"):
+            if self.stream and (value := getattr(self, name)):
+                raise ValueError(
+                    f"data.{name}={value} needs all documents at once, and with data.stream=true they arrive one by"
+                    f" one: leave data.{name} out"
+                )
+
+    def _check_text(self) -> None:
+        if self.separator and self.documents not in ("auto", "separator"):
+            raise ValueError(f"data.separator={self.separator!r} contradicts data.documents={self.documents}")
+        if "\\n" in self.separator or "\\t" in self.separator:
+            raise ValueError(
+                f"data.separator={self.separator!r} holds a backslash and a letter, not a line end or tab: let the"
+                " shell write it, data.separator=$'\\n\\n'"
+            )
+        if self.documents == "separator" and not self.separator:
+            raise ValueError("data.documents=separator needs data.separator=TEXT")
+        if self.block_size and (self.separator or self.documents not in ("auto", "stream")):
+            raise ValueError(
+                f"data.block_size={self.block_size} cuts a stream: set data.documents=stream (or auto) "
+                "and no data.separator"
+            )
+
+    def _check_records(self) -> None:
+        if self.special_tokens and self.chat_template in ("", *BUILT_IN_TEMPLATES):
+            raise ValueError(
+                f"data.special_tokens={self.special_tokens} belong to a Jinja file (data.chat_template=FILE); those of"
+                f" {self.chat_template or 'a tokenizer'} are known: leave them out"
+            )
+        for name in ("special_tokens", "fields"):
+            names = getattr(self, name)
+            if len(set(names)) < len(names) or not all(names):
+                raise ValueError(f"data.{name}={names}: names must differ and not be empty")
+        if self.fields and len(self.fields) not in _FIELD_COUNTS[self.format]:
+            raise ValueError(
+                f"data.fields={self.fields} with data.format={self.format}: one name (text, or messages), two"
+                " (prompt, completion; or messages, tools) or three (prompt, chosen, rejected)"
+            )
+
+    def _check_mixture(self) -> None:
+        places = [Path(path).expanduser().resolve() for path in self.paths]
+        overlap = any(one == other or one in other.parents for one, other in permutations(places, 2))
+        if len(places) < 2 or overlap:
+            raise ValueError(
+                f"data.paths={self.paths}: a mixture needs two token stores or more, each once and none inside another"
+            )
+        if self.weights and (len(self.weights) != len(self.paths) or min(self.weights) <= 0):
+            raise ValueError(
+                f"data.weights={self.weights}: one positive number for each of the {len(self.paths)} data.paths"
+            )
+
+    @property
+    def division(self) -> Division:
+        """`documents`, with auto resolved."""
+        if self.documents != "auto":
+            return self.documents
+        return "stream" if self.block_size else "separator" if self.separator else "file"
+
+
+_DEFAULTS = DataConfig()
+_FIELD_COUNTS = {
+    "text": (1,),
+    "completion": (2,),
+    "chat": (1, 2),
+    "preference": (2, 3),
+    "auto": (1, 2, 3),
+}
+_RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("validation", lambda value: 0 <= value < 1, "a share, at least 0 and less than 1"),
+    ("block_size", lambda value: value == 0 or value >= 2, "at least 2 tokens (or 0: as many as fit)"),
+    ("overlap", lambda value: value >= 0, "0 tokens or more"),
+    ("workers", lambda value: value >= 0, "1 process or more (or 0: chosen by the amount of work)"),
+    ("readers", lambda value: value >= 0, "1 data-parallel rank or more (or 0: every rank reads its own)"),
+    ("patience_seconds", lambda value: value > 0, "more than 0 seconds"),
+)
+"""Setting, whether a value is legal, and the legal values in words."""
+_OUT = "leave it out"
+_ONLY_WITH: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    (
+        "path",
+        ("text", *RECORDS, "store"),
+        "set data.source=text for a file, or data.paths=[STORE,STORE,…] for a mixture",
+    ),
+    ("subset", ("huggingface",), _OUT),
+    ("part", ("huggingface",), _OUT),
+    (
+        "stream",
+        ("store", "huggingface"),
+        "documents arrive as a growing folder of stores or a streamed data set",
+    ),
+    ("documents", ("text",), _OUT),
+    ("separator", ("text",), _OUT),
+    ("block_size", ("text", "store"), "data.overlong=split cuts documents that are too long"),
+    ("format", RECORDS, _OUT),
+    ("fields", RECORDS, _OUT),
+    ("chat_template", RECORDS, _OUT),
+    ("special_tokens", RECORDS, _OUT),
+    ("dedup", ("stdlib", "text", *RECORDS), "give it to `multipack prepare`"),
+    ("paths", ("mixture",), "set data.source=mixture"),
+    ("weights", ("mixture",), "set data.source=mixture"),
+    ("weigh_by", ("mixture",), "set data.source=mixture"),
+    ("mixture_ends", ("mixture",), "set data.source=mixture"),
+)
+"""Setting, the sources with which it has an effect, and what to do with the others."""
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise `ValueError` unless `value` is one of `choices`; the message names the nearest one."""
+    if value not in choices:
+        near = difflib.get_close_matches(str(value), choices, 1, 0.0)
+        raise ValueError(f"{name}={value!r}: one of {', '.join(choices)} (nearest: {near[0]})")
