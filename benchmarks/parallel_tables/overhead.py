@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from multipack.models.decoder import PARALLEL_PLAN
 from multipack.parallel.base import ModelEngine
-from multipack.parallel.config import ContextMethod, ParallelConfig
 from multipack.parallel.context import divide_context
 from multipack.parallel.engine import Engine
 from multipack.parallel.loop import LoopEngine
 from multipack.parallel.mesh import build_mesh
+from multipack.parallel.parallel_config import ContextMethod, ParallelConfig
 from multipack.parallel.pipeline import Pipeline
 from multipack.parallel.pipelined import PipelineEngine
 from multipack.parallel.replicate import replicate

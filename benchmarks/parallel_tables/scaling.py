@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from multipack.parallel.config import ParallelConfig
+from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.world import World
 from multipack.shapes import SHAPES
 from parallel_tables.ranks import Ranks

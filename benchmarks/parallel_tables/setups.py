@@ -14,9 +14,9 @@ from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
 from multipack.models.decoder import PARALLEL_PLAN, Decoder, Part, initial_parameters
 from multipack.parallel.base import ModelEngine
-from multipack.parallel.config import ParallelConfig
 from multipack.parallel.engine import Blueprint, Engine, build_engine
 from multipack.parallel.mesh import Mesh, build_mesh
+from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.world import World
 from multipack.shapes import ModelShape
 from multipack.training.optimizer import OptimizerConfig, build_optimizer, described

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from multipack.launch.traffic import Traffic, communication
-from multipack.parallel.config import ParallelConfig
+from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.world import World
 from multipack.shapes import ModelShape
 from parallel_tables.ranks import Ranks

@@ -12,7 +12,7 @@ import torch
 
 from multipack.config import compose_run
 from multipack.launch.traffic import communication
-from multipack.parallel.config import ParallelConfig
+from multipack.parallel.parallel_config import ParallelConfig
 from multipack.planning.cost import CostModel
 from multipack.planning.measure import predicted_seconds
 from multipack.planning.plan import plan

@@ -17,9 +17,9 @@ from multipack.models.compile import compile_blocks
 from multipack.models.decoder import Decoder
 from multipack.models.recompute import recompute_blocks
 from multipack.parallel import collectives
-from multipack.parallel.config import ParallelConfig
 from multipack.parallel.context import ContextBatch, divide_context
 from multipack.parallel.mesh import build_mesh
+from multipack.parallel.parallel_config import ParallelConfig
 from multipack.shapes import ModelShape
 
 SLOTS = 64

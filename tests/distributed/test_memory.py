@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 from multipack.parallel.base import forget
-from multipack.parallel.config import ParallelConfig
 from multipack.parallel.engine import plain_engine
 from multipack.parallel.materialize import materialize
 from multipack.parallel.memory import count_bytes, zero_bytes
 from multipack.parallel.mesh import build_mesh
+from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.replicate import clear, replicate
 from multipack.parallel.shard import shard, synchronizing
 from multipack.parallel.zero1 import ShardedOptimizer

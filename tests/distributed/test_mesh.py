@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from multipack.config import compose
 from multipack.data.sampler import PackedBatchSampler
-from multipack.parallel.config import ParallelConfig
 from multipack.parallel.mesh import AXES, Mesh, build_mesh
+from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.world import World
 from multipack.training import assemble
 
@@ -52,7 +52,7 @@ def test_ranks_of_one_model_see_the_same_packs_and_others_their_own(words):
         assert all(other == packs for other in others)
         seen += [document for pack in packs for document in pack]
     assert sorted(seen) == list(range(len(LENGTHS)))
-    assert [mesh.speaks for mesh in meshes].count(True) == config.data_size(8)
+    assert [mesh.is_replica_leader for mesh in meshes].count(True) == config.data_size(8)
 
 
 def coordinates(world, words):

@@ -14,9 +14,9 @@ import torch
 
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
-from multipack.parallel.config import ParallelConfig
 from multipack.parallel.engine import build_engine
 from multipack.parallel.mesh import Mesh, build_mesh
+from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.world import World
 from multipack.shapes import ModelShape
 from multipack.training.optimizer import OptimizerConfig, build_optimizer, described

@@ -11,11 +11,11 @@ import torch
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
 from multipack.launch.memory_model import memory_of_stages
-from multipack.launch.stages import head_layers
-from multipack.parallel.config import ParallelConfig
 from multipack.parallel.engine import build_engine
 from multipack.parallel.memory import count_bytes
 from multipack.parallel.mesh import build_mesh
+from multipack.parallel.parallel_config import ParallelConfig
+from multipack.parallel.stages import head_layers
 from multipack.parallel.state import local
 from multipack.shapes import ModelShape
 

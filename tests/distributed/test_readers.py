@@ -16,8 +16,8 @@ from multipack.data.preference import PreferenceCollator, PreferencePairs
 from multipack.data.sampler import PackedBatchSampler
 from multipack.data.store import StoreWriter, TokenStore
 from multipack.data.tokenizer import byte_tokenizer
-from multipack.parallel.config import ParallelConfig
 from multipack.parallel.mesh import Mesh, build_mesh
+from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.readers import (
     Readers,
     ScatteredLoader,

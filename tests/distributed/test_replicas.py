@@ -10,9 +10,9 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from multipack.parallel.base import state_hash
-from multipack.parallel.config import ParallelConfig
 from multipack.parallel.engine import build_engine
 from multipack.parallel.mesh import build_mesh
+from multipack.parallel.parallel_config import ParallelConfig
 
 sys.path.append(str(Path(__file__).parent))
 tiny = importlib.import_module("sharding")

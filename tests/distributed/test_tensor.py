@@ -21,8 +21,8 @@ from multipack.models.decoder import PARALLEL_PLAN, Decoder, Part
 from multipack.models.preference import PreferenceDecoder
 from multipack.ops.loss import linear_cross_entropy, training_loss
 from multipack.parallel.collectives import all_gather
-from multipack.parallel.config import ParallelConfig
 from multipack.parallel.mesh import build_mesh
+from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.state import Whole
 from multipack.parallel.tensor import divide_tensors
 from multipack.shapes import ModelShape

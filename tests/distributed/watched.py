@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from multipack.parallel.base import state_hash
-from multipack.parallel.config import ParallelConfig
 from multipack.parallel.engine import plain_engine
 from multipack.parallel.mesh import build_mesh
+from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.world import connected
 from multipack.training.averaging import MovingAverage
 from multipack.training.gradients import GradientNoise, LayerNorms

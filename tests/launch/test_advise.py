@@ -17,7 +17,7 @@ from multipack.config import compose, merge
 from multipack.launch.advise import FAMILIES, WITHIN, advise
 from multipack.launch.advise_request import AdviseRequest, model_words, read_size
 from multipack.launch.candidates import Candidate, check, configurations, leanest_that_fits
-from multipack.parallel.config import ParallelConfig
+from multipack.parallel.parallel_config import ParallelConfig
 from multipack.shapes import SHAPES, ModelShape
 
 PAGE = Path(__file__).parents[2] / "docs" / "choosing.md"

@@ -1,7 +1,6 @@
 """Predicted bytes against those that torch holds: one process, the real decoder, both families."""
 
 import dataclasses
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from torch.utils._pytree import tree_leaves
 
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
-from multipack.launch import stages
 from multipack.launch.memory_model import (
     kept_by_block,
     memory,
@@ -26,9 +24,9 @@ from multipack.launch.memory_model import (
 )
 from multipack.models.decoder import PARALLEL_PLAN, Decoder
 from multipack.models.recompute import recompute_blocks
-from multipack.parallel.config import ParallelConfig
+from multipack.parallel import stages
 from multipack.parallel.memory import zero_bytes
-from multipack.parallel.pipeline import bubble, split_layers
+from multipack.parallel.parallel_config import ParallelConfig
 from multipack.shapes import SHAPES, ModelShape
 
 LLAMA = ModelShape(
@@ -291,27 +289,6 @@ def test_axes_divide_activations(dtype):
 
 
 # --- pipelines ----------------------------------------------------------------------------------------
-
-
-@given(
-    layers=st.integers(2, 40),
-    ranks=st.integers(2, 8),
-    head=st.floats(0, 6),
-    schedule=st.sampled_from(["1f1b", "interleaved"]),
-)
-@settings(deadline=None, max_examples=60)
-def test_stages_are_cut_as_the_pipeline_cuts_them(layers, ranks, head, schedule):
-    config = ParallelConfig(pipeline=ranks, schedule=schedule)
-    if config.stages > layers:
-        return
-    shape = dataclasses.replace(LLAMA, layers=layers)
-    with patch.object(stages, "head_layers", return_value=head):
-        parts = stages.parts_of_ranks(shape, config, 2 * ranks)
-    cut = [len(layers) for layers in split_layers(layers, config.stages, last=head)]
-    assert [part.layers for part in parts] == [sum(cut[rank::ranks]) for rank in range(ranks)]
-    assert stages.bubble(config, 2 * ranks) == bubble(ranks, 2 * ranks, schedule)
-    assert parts[0].begins
-    assert parts[-1].ends
 
 
 def test_schedules_hold_as_many_micro_batches_as_they_must():

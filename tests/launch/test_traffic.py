@@ -4,7 +4,7 @@ import pytest
 
 from multipack.launch.memory_model import parameters_around, parameters_of, parameters_of_block
 from multipack.launch.traffic import Traffic, communication
-from multipack.parallel.config import ParallelConfig
+from multipack.parallel.parallel_config import ParallelConfig
 from multipack.shapes import SHAPES
 
 SHAPE = SHAPES["llama-8b"]

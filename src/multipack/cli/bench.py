@@ -16,7 +16,7 @@ from multipack.cli.options import Json, fail
 
 if TYPE_CHECKING:
     from multipack.parallel.bandwidth import Bandwidth, Operation
-    from multipack.parallel.world import Device
+    from multipack.parallel.parallel_config import Device
 
 app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 

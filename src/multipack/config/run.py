@@ -13,8 +13,8 @@ from multipack.data.data_config import DataConfig
 from multipack.data.tokenizer import TokenizerConfig
 from multipack.models.preference import PreferenceConfig
 from multipack.ops.attention import find_backend
-from multipack.parallel.config import ParallelConfig, fit_micro_batches
-from multipack.parallel.readers import check_readers
+from multipack.parallel.parallel_config import ParallelConfig, check_readers
+from multipack.parallel.stages import fit_micro_batches
 from multipack.planning.plan import PlanConfig
 from multipack.run import RunDirectory, find_run
 from multipack.shapes import ModelShape

@@ -39,7 +39,7 @@ from multipack.launch.memory_model import (
     parameters_of_block,
     product_bytes,
 )
-from multipack.parallel.config import ParallelConfig
+from multipack.parallel.parallel_config import ParallelConfig
 
 GIB = 2**30
 WITHIN = 0.9

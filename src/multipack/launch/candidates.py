@@ -14,9 +14,9 @@ from multipack.launch.memory_model import (
     Recompute,
     memory,
 )
-from multipack.launch.stages import bubble, imbalance
 from multipack.launch.traffic import Traffic, communication
-from multipack.parallel.config import ContextMethod, Data, ParallelConfig, Schedule, fit_micro_batches
+from multipack.parallel.parallel_config import ContextMethod, Data, ParallelConfig, Schedule
+from multipack.parallel.stages import bubble, fit_micro_batches, stage_imbalance
 from multipack.planning.cost import CostModel
 from multipack.shapes import ModelShape
 
@@ -150,7 +150,7 @@ class Candidate:
     @cached_property
     def busy_seconds(self) -> float:
         """The same with what pipelines wait for: stages that cost more, and filling and draining."""
-        dearest = imbalance(self.setting.shape, self.config)
+        dearest = stage_imbalance(self.setting.shape, self.config)
         return self.compute_seconds * dearest / (1 - bubble(self.config, self.micro_batches))
 
     @cached_property

@@ -26,8 +26,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from multipack.launch.stages import RankPart, parts_of_ranks
-from multipack.parallel.config import ParallelConfig
+from multipack.parallel.parallel_config import ParallelConfig
+from multipack.parallel.stages import RankPart, parts_of_ranks
 from multipack.shapes import ModelShape
 
 Dtype = Literal["bf16", "fp16", "fp32"]
@@ -162,8 +162,10 @@ def _of_part(
     narrow = config.shards_parameters  # gathered, and so computed with, in the dtype of products
     saved = sum(saved_by_block(shape, config, slots, dtype, device).values())
     kept = sum(kept_by_block(shape, config, slots, dtype, recompute, device).values())
-    ends = part.ends_in_flight * saved_around(shape, part, config, slots, dtype, device)
-    loss = part.ends_in_flight * sum(saved_by_loss(shape, slots, tensor, dtype).values()) if part.ends else 0
+    ends = part.edge_in_flight * saved_around(shape, part, config, slots, dtype, device)
+    loss = (
+        part.edge_in_flight * sum(saved_by_loss(shape, slots, tensor, dtype).values()) if part.is_last else 0
+    )
     gathered = _gathered(shape, config, part, dtype) if wrapped else 0
     copies = 0 if narrow or dtype == "fp32" else _copies(shape, config, part, product, recompute)
     weights = gathered + copies
@@ -181,18 +183,20 @@ def _of_part(
         # Gradients of other micro-batches, which these are added to, or DDP's buckets, are there all the time.
         before = first = last = gradients
     else:
-        early = matrix + FLOAT32 * _norm_elements(shape) if part.ends else 0  # of the loss and the last norm
-        before, first = 0, matrix if part.ends and not wrapped else 0
+        early = (
+            matrix + FLOAT32 * _norm_elements(shape) if part.is_last else 0
+        )  # of the loss and the last norm
+        before, first = 0, matrix if part.is_last and not wrapped else 0
         last = max(0, gradients - (FLOAT32 * (block + around) - early) // shards)
     # Autocast forgets its copies after the forward pass, and makes those of a block anew where it is computed again.
     multiplied = gathered + (copies if recompute == "none" else copies // part.layers)
     instants = {
         "backward": resting + first + multiplied + activations + working,
         "last block": resting + last + multiplied + ends + kept + working,
-        "embedding": resting + gradients + ends + (matrix if part.begins else 0),
+        "embedding": resting + gradients + ends + (matrix if part.is_first else 0),
         "step": resting + gradients,
     }
-    if part.ends:
+    if part.is_last:
         needed = _loss_temporaries(shape, slots, tensor, dtype, narrow, device)
         instants["loss"] = resting + before + weights + activations + loss + needed
     return Memory(*state, gathered, copies, activations, loss, instants, host)
@@ -252,7 +256,7 @@ def parameters_of_block(shape: ModelShape, tensor: int = 1) -> int:
 
 def parameters_around(shape: ModelShape, part: RankPart | None = None, tensor: int = 1) -> int:
     """Elements outside of blocks on a rank: embedding, positions, last norm, head; None = all of them."""
-    begins, ends = (True, True) if part is None else (part.begins, part.ends)
+    begins, ends = (True, True) if part is None else (part.is_first, part.is_last)
     vocabulary = shape.vocabulary_size // tensor * shape.d_model
     elements = vocabulary if begins or (ends and shape.tied) else 0
     elements += shape.context * shape.d_model if begins and shape.positions == "learned" else 0
@@ -376,9 +380,9 @@ def saved_around(
     total = 4 * slots * INTEGER  # tokens, targets, positions, rows with a target
     if shape.positions == "rope":
         total += slots * shape.head_width * FLOAT32  # cosines and sines of half a head
-    if part.begins and shape.dropout:
+    if part.is_first and shape.dropout:
         total += here * shape.d_model * (FLOAT32 if device == "cpu" else 1)
-    if part.ends:
+    if part.is_last:
         widens = device == "cpu" and shape.norm == "rmsnorm"
         stream = 2 * FLOAT32 if widens else stream_bytes(config, dtype)
         total += here * (shape.d_model * stream + 2 * FLOAT32)

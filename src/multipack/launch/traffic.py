@@ -38,8 +38,8 @@ from multipack.launch.memory_model import (
     product_bytes,
     stream_bytes,
 )
-from multipack.launch.stages import RankPart, parts_of_ranks
-from multipack.parallel.config import ParallelConfig
+from multipack.parallel.parallel_config import ParallelConfig
+from multipack.parallel.stages import RankPart, parts_of_ranks
 from multipack.shapes import ModelShape
 
 SHARES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1, "all_to_all": 1}
@@ -168,13 +168,13 @@ def _tensor(
     for kind in _EXCHANGES:
         count = part.layers * (4 + (again[kind] if recompute != "none" else 0)) * micro_batches
         found.append(Traffic("tensor", kind, ranks, ranks, count, count * hidden * product))
-    if part.begins:  # the embedding's summands forward, their gradient backward
+    if part.is_first:  # the embedding's summands forward, their gradient backward
         stream = stream_bytes(config, dtype)
         found += [
             Traffic("tensor", kind, ranks, ranks, micro_batches, micro_batches * hidden * stream)
             for kind in _EXCHANGES
         ]
-    if part.ends:
+    if part.is_last:
         found += [
             Traffic("tensor", kind, ranks, ranks, micro_batches, micro_batches * hidden * product)
             for kind in _EXCHANGES
@@ -224,5 +224,5 @@ def _pipeline(
     hidden = slots // config.tensor * shape.d_model * stream_bytes(config, dtype)
     inner = axes["dp_replicate"] * axes["dp_shard"] * axes["cp"] * axes["tp"]
     # To the next stage, and its gradient to the one before, where there are such.
-    sends = (2 * config.stages // ranks - part.begins - part.ends) * micro_batches
+    sends = (2 * config.stages // ranks - part.is_first - part.is_last) * micro_batches
     return [Traffic("pipeline", "send", ranks, ranks * inner, sends, sends * hidden)]

@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from multipack.data.batch import IGNORE, PackedBatch
 from multipack.parallel.collectives import all_reduce, all_to_all
-from multipack.parallel.config import ContextMethod
+from multipack.parallel.parallel_config import ContextMethod
 from multipack.parallel.ring import Ring, head_tail, ring_attention
 from multipack.parallel.rollcall import Group
 

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from multipack.parallel.base import StepResult, forget
-from multipack.parallel.config import ParallelConfig
 from multipack.parallel.context import divide_context
 from multipack.parallel.loop import LoopEngine
 from multipack.parallel.materialize import materialize
 from multipack.parallel.mesh import Mesh
+from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.replicate import clear, replicate
 from multipack.parallel.shard import shard, synchronizing
+from multipack.parallel.stages import split_layers, stages_of_rank
 from multipack.parallel.state import Source, State
 from multipack.parallel.tensor import divide_tensors
 from multipack.parallel.world import World
@@ -238,10 +239,10 @@ def _pipeline_engine(
 ) -> Engine:
     """Ranks hold stages of the model, each of which may be divided and sharded as a whole model is."""
     # Only here: torch's pipelining imports its compiler, which no other run should wait for.
-    from multipack.parallel.pipeline import Pipeline, split_layers, stages_of_rank
+    from multipack.parallel.pipeline import Pipeline
     from multipack.parallel.pipelined import PipelineEngine
 
-    ranges = split_layers(blueprint.layers, config.stages, last=blueprint.head_layers)
+    ranges = split_layers(blueprint.layers, config.stages, blueprint.head_layers)
     numbers = stages_of_rank(mesh.coordinate("pp"), mesh.sizes["pp"], config.schedule)
     blocks = [(ranges[number].start, ranges[number].stop) for number in numbers]
     made = [_divided(blueprint, each, mesh, config, dtype) for each in blocks]

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from multipack.parallel.config import Data
+from multipack.parallel.parallel_config import Data
 
 if TYPE_CHECKING:
     import torch

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from multipack.parallel.config import ParallelConfig
+from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.world import World
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -66,7 +66,7 @@ class Mesh:
         return self.coordinate("dp_replicate") * self.sizes["dp_shard"] + self.coordinate("dp_shard")
 
     @property
-    def speaks(self) -> bool:
+    def is_replica_leader(self) -> bool:
         """Whether this rank, of all that hold one model, counts where its packs are counted once."""
         return all(self.coordinate(axis) == 0 for axis in ("pp", "cp", "tp"))
 

@@ -32,101 +32,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from multipack.parallel.config import STAGES_OF_RANK, Schedule
+from multipack.parallel.parallel_config import ParallelConfig, Schedule
 from multipack.parallel.schedules import Autocast, Pass, Run
+from multipack.parallel.stages import check_micro_batches, stages_of_rank
 from multipack.parallel.state import local
 
 Share = Callable[[Any], Any]
-
-
-def split_layers(layers: int, stages: int, first: float = 0.0, last: float = 0.0) -> list[range]:
-    """Cut the layers of a model into stages of as equal cost as whole layers allow.
-
-    Args:
-        layers: of the model, all alike.
-        stages: of the pipeline; each gets at least one layer.
-        first: what the first stage does besides (the embedding), in layers.
-        last: what the last stage does besides (the projection onto the vocabulary, d·V to a layer's matrix elements).
-
-    Returns:
-        The layers of every stage. The costliest stage costs as little as it can; where stages would be equally
-        good, the later one gets the layer, because earlier ones hold more micro-batches.
-
-    Raises:
-        ValueError: fewer layers than stages.
-    """
-    if not 1 <= stages <= layers:
-        raise ValueError(
-            f"a pipeline of {stages} stages cannot be cut from model.layers={layers}: use at most {layers} stages"
-            " (parallel.pipeline, twice that with parallel.schedule=interleaved), or more layers"
-        )
-    counts = [1] * stages
-    costs = [1.0] * stages
-    costs[0] += first
-    costs[-1] += last
-    for _ in range(layers - stages):
-        cheapest = min(range(stages), key=lambda stage: (costs[stage], -stage))
-        counts[cheapest] += 1
-        costs[cheapest] += 1.0
-    stops = [sum(counts[: stage + 1]) for stage in range(stages)]
-    return [range(stop - count, stop) for count, stop in zip(counts, stops, strict=True)]
-
-
-def stages_of_rank(rank: int, ranks: int, schedule: Schedule) -> list[int]:
-    """Numbers of the stages that a rank of a pipeline holds.
-
-    Args:
-        rank: within the pipeline.
-        ranks: of the pipeline.
-        schedule: interleaved ranks hold several stages each, so many apart as there are ranks.
-    """
-    return [rank + turn * ranks for turn in range(_stages_per_rank(schedule))]
-
-
-def bubble(ranks: int, micro_batches: int, schedule: Schedule) -> float:
-    """The share of a step in which a rank of a pipeline waits, if all stages take equally long and sending no time.
-
-    (P − 1) / (V·M + P − 1), with V stages a rank (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
-
-    Args:
-        ranks: P.
-        micro_batches: M, of a step.
-        schedule: gpipe and 1f1b differ in memory only.
-
-    Raises:
-        ValueError: that pipeline has no such number of micro-batches.
-    """
-    check_micro_batches(ranks, micro_batches, schedule)
-    return (ranks - 1) / (_stages_per_rank(schedule) * micro_batches + ranks - 1)
-
-
-def check_micro_batches(ranks: int, micro_batches: int, schedule: Schedule) -> None:
-    """Refuse a number of micro-batches that a pipeline cannot run.
-
-    Raises:
-        ValueError: fewer than ranks or, interleaved, no multiple of them; an unknown schedule.
-    """
-    if schedule not in get_args(Schedule):
-        raise ValueError(
-            f"parallel.schedule={schedule} is unknown: use one of {', '.join(get_args(Schedule))}"
-        )
-    wanted = max(micro_batches, ranks)
-    if schedule == "interleaved":
-        wanted = -(-wanted // ranks) * ranks
-    if wanted != micro_batches:
-        rule = "a multiple of" if micro_batches > ranks else "at least"
-        raise ValueError(
-            f"parallel.pipeline={ranks} with parallel.schedule={schedule} needs {rule} {ranks} micro-batches a step,"
-            f" and every rank has {micro_batches}: raise plan.packs_per_step, so that there are {wanted}, or use"
-            " another parallel.pipeline"
-        )
 
 
 class Pipeline:
@@ -170,7 +88,7 @@ class Pipeline:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.ranks, self.rank = mesh.size(), mesh.get_local_rank()
-        check_micro_batches(self.ranks, micro_batches, schedule)
+        check_micro_batches(ParallelConfig(pipeline=self.ranks, schedule=schedule), micro_batches)
         numbers = stages_of_rank(self.rank, self.ranks, schedule)
         if len(stages) != len(numbers):
             raise ValueError(
@@ -335,30 +253,6 @@ class Pipeline:
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
             gradient.copy_(torch.stack(list(pieces.values())).sum(0))
-
-
-def measured_bubble(pipeline: Pipeline, step: Callable[[], object]) -> float:
-    """The share of a training step that ranks of a pipeline did not spend in passes, on average; collective.
-
-    Stages that take unequally long, sending and Python count as waiting, which `bubble` leaves out.
-
-    Args:
-        pipeline: whose step it is.
-        step: runs `pipeline.forward_backward` once.
-    """
-    dist.barrier(group=pipeline.group)
-    step()
-    busy = sum(each.ended - each.began for each in pipeline.passes)
-    ended = max(each.ended for each in pipeline.passes)
-    own = torch.tensor([busy, ended], dtype=torch.float64, device=pipeline.device)
-    every = [torch.empty_like(own) for _ in range(pipeline.ranks)]
-    dist.all_gather(every, own, group=pipeline.group)
-    spent, lasted = torch.stack(every).unbind(1)
-    return 1.0 - float(spent.mean() / lasted.max())
-
-
-def _stages_per_rank(schedule: Schedule) -> int:
-    return STAGES_OF_RANK if schedule == "interleaved" else 1
 
 
 def _check_slots(micro_batches: Sequence[Any], wanted: int, whose: str) -> None:

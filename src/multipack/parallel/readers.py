@@ -32,6 +32,7 @@ from multipack.data.batch import PackedBatch
 from multipack.data.loader import Indexed, Item, PackedLoader, Sampler
 from multipack.data.preference import PreferenceBatch
 from multipack.parallel.mesh import Mesh
+from multipack.parallel.parallel_config import check_readers
 from multipack.planning.packing import Packs
 
 _KINDS: dict[str, type[PackedBatch]] = {"PackedBatch": PackedBatch, "PreferenceBatch": PreferenceBatch}
@@ -86,19 +87,6 @@ class Readers:
         return [rank for rank in self.data_ranks if rank != self.rank] if self.reads else []
 
 
-def check_readers(readers: int, data_size: int) -> None:
-    """Refuse more readers than data-parallel ranks.
-
-    Raises:
-        ValueError: the setting and the most that there can be are named.
-    """
-    if not 0 <= readers <= data_size:
-        raise ValueError(
-            f"data.readers={readers} of {data_size} data-parallel ranks: at most data.readers={data_size}, or 0: every"
-            " rank reads its own"
-        )
-
-
 def opens_tokens(mesh: Mesh, readers: int) -> bool:
     """Whether this rank asks storage for the tokens that are trained on.
 
@@ -108,7 +96,7 @@ def opens_tokens(mesh: Mesh, readers: int) -> bool:
     check_readers(readers, mesh.data_size)
     if not readers:
         return True
-    return mesh.speaks and _reader_of(mesh.data_rank, mesh.data_size, readers) == mesh.data_rank
+    return mesh.is_replica_leader and _reader_of(mesh.data_rank, mesh.data_size, readers) == mesh.data_rank
 
 
 def _reader_of(data_rank: int, data_size: int, readers: int) -> int:

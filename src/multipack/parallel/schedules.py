@@ -23,7 +23,7 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
 )
 
-from multipack.parallel.config import Schedule
+from multipack.parallel.parallel_config import Schedule
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 

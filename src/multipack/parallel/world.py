@@ -15,15 +15,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from multipack.parallel.parallel_config import Device
 from multipack.parallel.ranks import Ranks, find_ranks, rendezvous
-
-Device = Literal["auto", "cpu", "cuda"]
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from multipack.models.decoder import PARALLEL_PLAN, Decoder, Part, initial_param
 from multipack.models.recompute import recompute_blocks
 from multipack.models.tiled import tile_layers
 from multipack.parallel.engine import Blueprint, frozen_stage
+from multipack.parallel.stages import head_layers, split_layers
 from multipack.shapes import ModelShape
 from multipack.training.objective import Objective
 from multipack.training.optimizer import described, freeze
@@ -65,7 +66,7 @@ def blueprint_of(
         shapes,
         initial,
         PARALLEL_PLAN,
-        _head_layers(shape),
+        head_layers(shape),
         prepare,
     )
 
@@ -76,9 +77,7 @@ def check_first_stage(config: Config, shape: ModelShape) -> None:
     Raises:
         ValueError: see above; or a rule that matches nothing.
     """
-    from multipack.parallel.pipeline import split_layers  # imports torch's compiler, as every pipeline does
-
-    stop = split_layers(shape.layers, config.parallel.stages, last=_head_layers(shape))[0].stop
+    stop = split_layers(shape.layers, config.parallel.stages, head_layers(shape))[0].stop
     with torch.device("meta"):
         first = dict(Decoder(shape, part=Part(0, stop, shape.layers)).named_parameters())
     freeze(first, config.optimizer, described(_shapes(shape)))
@@ -89,8 +88,3 @@ def check_first_stage(config: Config, shape: ModelShape) -> None:
 def _shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
         return {name: tuple(each.shape) for name, each in Decoder(shape).named_parameters()}
-
-
-def _head_layers(shape: ModelShape) -> float:
-    """What the projection onto the vocabulary costs, in layers."""
-    return shape.vocabulary_size * shape.d_model / shape.layer_parameters

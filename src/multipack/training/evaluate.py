@@ -24,7 +24,7 @@ def validation_loss(engine: Engine, loader: PackedLoader, packs: int, micro_batc
     for _ in range(packs // micro_batches):
         step = list(islice(batches, micro_batches))
         loss += sum(engine.evaluate(step))
-        denominator += sum(batch.denominator for batch in step) if engine.mesh.speaks else 0
+        denominator += sum(batch.denominator for batch in step) if engine.mesh.is_replica_leader else 0
     loader.close()
     total_loss, total = engine.world.sum([loss, float(denominator)])
     return total_loss / max(total, 1.0)

@@ -213,7 +213,7 @@ def _compute(
         for numbers in sampler:
             batch = collate([pairs[number] for number in numbers])
             found = model(batch.to(mesh.world.device))  # a rank without pairs runs a pack of padding
-            if numbers and mesh.speaks:
+            if numbers and mesh.is_replica_leader:
                 values[numbers] = found.cpu().numpy()
             done += len(numbers)
             if progress is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from multipack.models.recompute import Recompute
-from multipack.parallel.world import Device
+from multipack.parallel.parallel_config import Device
 from multipack.planning.options import LossWeighting
 
 

@@ -203,7 +203,7 @@ def _agree(session: Session, data: StepData, result: StepResult, stop: StopReque
     for index, loss in enumerate(result.losses):
         broken[index * mesh.data_size + mesh.data_rank] = 0.0 if math.isfinite(loss) else 1.0
     finite_loss = sum(loss for loss in result.losses if math.isfinite(loss))
-    own_slots = float(sum(batch.num_slots for batch in data.micro_batches)) if mesh.speaks else 0.0
+    own_slots = float(sum(batch.num_slots for batch in data.micro_batches)) if mesh.is_replica_leader else 0.0
     asked = float(stop.signal or 0)
     loss_sum, slots, asked, *flags = world.sum([finite_loss, own_slots, asked, *broken])
     if any(flags):

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from multipack.parallel.config import ParallelConfig, fit_micro_batches
+from multipack.parallel.parallel_config import ParallelConfig
 from multipack.shapes import SHAPES, ModelShape
 
 SHAPE = ModelShape(layers=4, heads=4, kv_heads=2, d_model=64, d_ff=128, vocabulary_size=96)
@@ -120,11 +120,7 @@ def test_every_preset_can_stand_alone():
         ParallelConfig().check(shape, 1, 2048)
 
 
-def test_micro_batches_of_a_pipeline():
-    assert fit_micro_batches(ParallelConfig(), 1) == 1
-    assert fit_micro_batches(ParallelConfig(pipeline=4), 1) == 4
-    assert fit_micro_batches(ParallelConfig(pipeline=4), 6) == 6
-    assert fit_micro_batches(ParallelConfig(pipeline=4, schedule="interleaved"), 6) == 8
+def test_data_parallel_ranks_synchronize_when_they_must():
     assert ParallelConfig(pipeline=2).sync == "pipeline"
     assert ParallelConfig(data="zero2").sync == "micro"
     assert ParallelConfig(data="zero1", tensor=2).sync == "step"

@@ -13,6 +13,7 @@ from multipack.shapes import ModelShape
 Data = Literal["ddp", "zero1", "zero2", "zero3", "hsdp"]
 ContextMethod = Literal["ulysses", "ring"]
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
+Device = Literal["auto", "cpu", "cuda"]
 STAGES_OF_RANK = 2
 """Stages that every rank of an interleaved pipeline holds."""
 
@@ -252,19 +253,17 @@ class ParallelConfig:
         return _nearest((ranks for ranks in _divisors(room) if legal(ranks)), asked)
 
 
-def fit_micro_batches(config: ParallelConfig, micro_batches: int) -> int:
-    """Micro-batches of a rank that a pipeline can run: at least as many as stages of ranks, in whole rounds.
+def check_readers(readers: int, data_size: int) -> None:
+    """Check that there are not more readers than data-parallel ranks.
 
-    Args:
-        config: how the ranks share the work.
-        micro_batches: what the plan would have.
+    Raises:
+        ValueError: the setting and its largest legal value are named.
     """
-    if config.pipeline == 1:
-        return micro_batches
-    wanted = max(micro_batches, config.pipeline)
-    if config.schedule == "interleaved":
-        wanted = -(-wanted // config.pipeline) * config.pipeline
-    return wanted
+    if not 0 <= readers <= data_size:
+        raise ValueError(
+            f"data.readers={readers} of {data_size} data-parallel ranks: at most data.readers={data_size}, or 0: every"
+            " rank reads its own"
+        )
 
 
 def _nearest_shares(asked: Mapping[str, int], world_size: int) -> dict[str, int]:
