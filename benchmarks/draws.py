@@ -1,17 +1,22 @@
-"""What random draws repeat and miss in an epoch, beside a plan, which does neither.
+"""Documents that a plan, and random draws, show and miss in an epoch.
 
     python benchmarks/draws.py              # a table, and results/draws.json; seconds
-    python benchmarks/draws.py --page       # the same into docs/parallel-io.md
+    python benchmarks/draws.py --page       # also writes the table to docs/parallel-io.md
 
-Documents of lognormal lengths (seeded) are given to N data-parallel ranks in three ways: a plan's partition; draws with
-replacement, each rank with its own seed; and a shuffle of all documents on each rank, again with its own seed, of which
-it takes its share. Everything is counted over all ranks' packs of one epoch; what is expected is a formula (see
-`multipack/data/random_draws.py`). `unseen` is the share of documents that no rank has been given after several epochs.
+Documents of seeded lognormal lengths are given to W data-parallel ranks in three ways: the partition of a plan; draws
+with replacement, where each rank has its own seed; and a shuffle of all documents on each rank, again with its own
+seed, of which the rank takes its share. Draws fill packs in order (next fit), and a rank draws further until it has as
+many packs as the other ranks. All packs of an epoch are counted over all ranks.
+
+Of n documents and m draws with replacement, a document is missed with probability (1 − 1/n)^m: 36.8 % for m = n, for
+any number of ranks. With a shuffle on each of W ranks it is (1 − 1/W)^W: 0 for one rank, 25 % for two. `unseen` is the
+share of documents that no rank was given after several epochs.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,10 +24,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from multipack.data.random_draws import RandomDraws, coverage, expected_coverage
 from multipack.data.sampler import PackedBatchSampler
+from multipack.planning.packing import pack
 from result import write_result
 
+Integers = NDArray[np.int64]
 RESULTS = Path(__file__).parent / "results" / "draws.json"
 PAGE = Path(__file__).parents[1] / "docs" / "parallel-io.md"
 MARKS = ("<!-- draws: begin -->", "<!-- draws: end -->")
@@ -30,26 +36,61 @@ CAPACITY, MEAN_LOG, SPREAD_LOG = 4096, 5.8, 0.9
 WAYS = {"with replacement": True, "own shuffles": False}
 
 
-def lengths_of(documents: int) -> NDArray[np.int64]:
+def lengths_of(documents: int) -> Integers:
     """Seeded lognormal lengths, at least 2 and at most a quarter of the capacity."""
     drawn = np.random.default_rng(11).lognormal(MEAN_LOG, SPREAD_LOG, documents)
     return np.clip(drawn, 2, CAPACITY // 4).astype(np.int64)
 
 
-def planned(lengths: NDArray[np.int64], ranks: int) -> NDArray[np.int64]:
+def planned(lengths: Integers, ranks: int) -> Integers:
     """The documents that a plan gives all ranks in an epoch."""
     sampler = PackedBatchSampler(lengths, capacity=CAPACITY, packs_per_step=max(8, ranks), world_size=ranks)
     return np.concatenate([sampler.deal_of(step).order for step in range(sampler.steps_per_epoch)])
 
 
-def drawn(lengths: NDArray[np.int64], ranks: int, replacement: bool, epoch: int) -> NDArray[np.int64]:
-    """The documents that all ranks draw in an epoch."""
-    given = []
-    for rank in range(ranks):
-        sampler = RandomDraws(lengths, CAPACITY, rank=rank, world_size=ranks, replacement=replacement)
-        sampler.set_epoch(epoch)
-        given += [number for pack in sampler for number in pack]
-    return np.array(given)
+def draws(documents: int, share: int, rank: int, replacement: bool, epoch: int) -> Iterator[Integers]:
+    """Draws of one rank without end, `share` at a time, from `SeedSequence([0, epoch, rank])`."""
+    generator = np.random.default_rng(np.random.SeedSequence([0, epoch, rank]))
+    rest = np.empty(0, dtype=np.int64)
+    while True:
+        if replacement:
+            yield generator.integers(0, documents, share)
+            continue
+        if len(rest) < share:
+            rest = np.concatenate([rest, generator.permutation(documents)])
+        part, rest = rest[:share], rest[share:]
+        yield part
+
+
+def drawn(lengths: Integers, ranks: int, replacement: bool, epoch: int) -> Integers:
+    """The documents that all ranks draw in an epoch; every rank has the same number of packs."""
+    share = -(-len(lengths) // ranks)
+    streams = [draws(len(lengths), share, rank, replacement, epoch) for rank in range(ranks)]
+    given = [next(stream) for stream in streams]
+    needed = max(len(pack(lengths[part], CAPACITY, "next_fit")) for part in given)
+    found = []
+    for stream, part in zip(streams, given, strict=True):
+        while len(packs := pack(lengths[part], CAPACITY, "next_fit")) < needed:
+            part = np.concatenate([part, next(stream)])
+        found.append(part[packs.order[: packs.offsets[needed]]])
+    return np.concatenate(found)
+
+
+def coverage(seen: Integers, documents: int) -> tuple[float, float]:
+    """Shares of the documents that were missed, and that were shown more than once."""
+    times = np.bincount(seen, minlength=documents)
+    return float((times == 0).mean()), float((times > 1).mean())
+
+
+def expected_coverage(draws: int, documents: int, ranks: int, replacement: bool) -> tuple[float, float]:
+    """The same in expectation, from the binomial distribution of the number of times a document is drawn.
+
+    With replacement each of `draws` trials has probability 1/n. Without, each of `ranks` ranks draws a document at
+    most once, with probability draws / (ranks · n).
+    """
+    trials, chance = (draws, 1 / documents) if replacement else (ranks, draws / (ranks * documents))
+    missed = (1 - chance) ** trials
+    return missed, 1 - missed - trials * chance * (1 - chance) ** (trials - 1)
 
 
 def measure(documents: int, ranks: list[int], epochs: int) -> list[dict[str, Any]]:

@@ -1,0 +1,58 @@
+"""docs/parallel-io.md: its table is the benchmark's, its example and its commands run."""
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "parallel-io.md").read_text()
+
+
+@pytest.fixture
+def draws(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    spec = importlib.util.spec_from_file_location("draws_benchmark", ROOT / "benchmarks" / "draws.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_random_draws_miss_what_the_formula_predicts(draws):
+    lengths = draws.lengths_of(4000)
+    for ranks in (1, 2, 8):
+        assert draws.coverage(draws.planned(lengths, ranks), 4000) == (0.0, 0.0)
+        for replacement in (True, False):
+            seen = draws.drawn(lengths, ranks, replacement, epoch=0)
+            expected = draws.expected_coverage(len(seen), 4000, ranks, replacement)
+            # Five standard deviations of a binomial count, an upper bound of the true one.
+            assert draws.coverage(seen, 4000) == pytest.approx(expected, abs=5 * np.sqrt(0.25 / 4000))
+
+
+def test_the_benchmark_runs_and_the_page_shows_its_figures(draws, tmp_path, monkeypatch):
+    result = json.loads((ROOT / "benchmarks" / "results" / "draws.json").read_text())
+    assert draws.table(result["rows"], result["epochs"]) in PAGE
+    out = tmp_path / "draws.json"
+    words = ["--documents", "300", "--ranks", "1", "2", "--epochs", "2", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["draws.py", *words])
+    draws.main()
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["ranks"], row["way"]) for row in rows] == [
+        (ranks, way) for ranks in (1, 2) for way in ("plan", "with replacement", "own shuffles")
+    ]
+
+
+def test_the_example_and_the_commands_of_the_page_run():
+    from multipack.config import compose
+
+    (block,) = re.findall(r"<!-- tested -->\n```python\n(.*?)```", PAGE, re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", block], check=True, capture_output=True, text=True)
+    shares = [float(share) for share in re.findall(r": ([\d.]+)% of the bytes", done.stdout)]
+    assert sum(shares) == pytest.approx(100, abs=0.3)
+    for command in re.findall(r"^multipack train (.*)$", PAGE, re.MULTILINE):
+        compose(command.split())
