@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from multipack.cli import app, main
+from multipack.cli.command_options import COMMANDS
 from multipack.planning.cost import CostModel
 from multipack.shapes import SHAPES
 
@@ -49,6 +50,11 @@ def test_help_names_every_command_and_settings_are_listed(run):
     assert "multipack pack lengths.npy capacity=8192" in run("pack", "--help").output
     assert "time_budget" in run("pack", "--settings").output
     assert "train." not in run("plan", "--settings").output
+
+
+def test_command_names_are_those_of_the_application(run):
+    names = {command.name or command.callback.__name__ for command in app.registered_commands}
+    assert names | {group.name for group in app.registered_groups} == set(COMMANDS)
 
 
 def test_help_needs_no_torch():

@@ -9,8 +9,8 @@ from itertools import count
 import pytest
 
 from multipack.cli import main
-from multipack.parallel import bandwidth, collectives
-from multipack.parallel.bandwidth import DTYPES, OPERATIONS, bus_factor, measure
+from multipack.launch import bandwidth
+from multipack.launch.bandwidth import DTYPES, OPERATIONS, bus_factor, measure
 from multipack.parallel.world import World
 
 
@@ -50,18 +50,18 @@ def test_what_is_measured_is_checked_and_the_slowest_rank_counts(pools, operatio
 
 
 def a_wrong_measurement(world):
-    right = collectives.reduce_scatter
+    right = bandwidth.run_collective
 
-    def wrong(tensor):
-        result = right(tensor)
+    def wrong(*arguments):
+        result = right(*arguments)
         result[-1] += world.rank == 1
         return result
 
-    collectives.reduce_scatter = wrong
+    bandwidth.run_collective = wrong
     try:
         return measure(world, "reduce_scatter", 64, repeats=1).wrong_ranks
     finally:
-        collectives.reduce_scatter = right
+        bandwidth.run_collective = right
 
 
 def test_a_rank_that_gets_something_wrong_is_named(pools):
@@ -105,7 +105,7 @@ def test_a_launcher_s_processes_are_used_and_a_table_printed(monkeypatch, capsys
     printed = capsys.readouterr().out
     assert "collectives of 1 process, none on cpu, fp32" in printed
     assert sum(line.endswith("right") for line in printed.splitlines()) == len(OPERATIONS)
-    monkeypatch.setattr(collectives, "scatter", lambda tensor: tensor + 1)
+    monkeypatch.setattr(bandwidth, "run_collective", lambda name, own, _: own + (name == "scatter"))
     with pytest.raises(SystemExit) as ended:
         main()
     out, error = capsys.readouterr()

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from multipack.cli import app, launching
+from multipack.cli import app, launch_commands
 from multipack.config import compose_run
 from multipack.launch.doctor import Finding
 
 ROOT = Path(__file__).parents[2]
 PAGES = [page.read_text() for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
-TEXTS = [*PAGES, launching.launch.__doc__, launching.submit.__doc__]
+TEXTS = [*PAGES, launch_commands.launch.__doc__, launch_commands.submit.__doc__]
 COMMAND = re.compile(r"^ *multipack ((?:launch|submit) [^|#\n]*-- train[^|#\n]*)", re.MULTILINE)
 DOCUMENTED = sorted({found.strip() for text in TEXTS for found in COMMAND.findall(text)})
 
@@ -39,7 +39,7 @@ def test_flags_go_to_the_launcher(run):
 @pytest.mark.parametrize("start", [["launch", "-n", "2", "--dry-run"], ["submit", "--scheduler", "slurm"]])
 @pytest.mark.parametrize(
     ("words", "message"),
-    [(["trian"], "write -- train"), (["train", "nonsense=1"], "nonsense"), ([], "behind --")],
+    [(["trian"], "write -- train"), (["train", "nonsense=1"], "nonsense"), ([], "after --")],
 )
 def test_mistakes_are_found_before_anything_starts(run, start, words, message):
     done = run(*start, "--", *words)
@@ -69,14 +69,14 @@ def test_settings_that_so_many_processes_cannot_run_are_refused(run, start, tmp_
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train"], r"add train.resume=auto out=RUN_DIR \("),
-        (["train", "out=run"], r"add train.resume=auto \("),
-        (["train", "train.resume=auto"], r"add out=RUN_DIR \("),
+        (["train"], r"--max-restarts 3.* add train.resume=auto out=RUN_DIR"),
+        (["train", "out=run"], r"add train.resume=auto"),
+        (["train", "train.resume=auto"], r"add out=RUN_DIR"),
         (
             ["train", "train.resume=runs/a/checkpoints/step-00000002", "out=runs/a"],
-            r"add train.resume=auto \(",
+            r"add train.resume=auto",
         ),
-        (["doctor"], r"`multipack doctor` would start from its beginning each time; only train"),
+        (["doctor"], r"`multipack doctor`"),
     ],
 )
 def test_restarts_of_what_cannot_go_on_are_refused(run, start, words, message):

@@ -18,7 +18,7 @@ time.sleep(60)
         (
             "os.kill(os.getpid(), signal.SIGKILL)",
             137,
-            "error: rank 1 was ended by SIGKILL, as the system does where memory runs out\n",
+            "error: rank 1 was killed by SIGKILL (the system sends it when memory runs out)\n",
         ),
     ],
     ids=["exit", "killed"],

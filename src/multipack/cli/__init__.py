@@ -8,8 +8,13 @@ import sys
 
 import typer
 
-from multipack.cli import advising, bench, launching, planning, runs, text
-from multipack.cli.options import fail
+from multipack.cli.advise_command import advise
+from multipack.cli.bench_command import app as bench
+from multipack.cli.command_options import fail
+from multipack.cli.launch_commands import doctor, launch, submit
+from multipack.cli.model_commands import export, generate, version
+from multipack.cli.plan_commands import pack, plan
+from multipack.cli.train_commands import calibrate, config, prepare, train
 
 app = typer.Typer(
     name="multipack",
@@ -20,13 +25,11 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (
-    *(runs.train, runs.config, runs.prepare, planning.plan, planning.pack, runs.calibrate),
-    *(text.generate, text.export),
-    *(advising.advise, launching.launch, launching.submit, launching.doctor, text.version),
-):
+for _command in (train, config, prepare, plan, pack, calibrate, generate, export):
     app.command()(_command)
-app.add_typer(bench.app, name="bench")
+for _command in (advise, launch, submit, doctor, version):
+    app.command()(_command)
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:

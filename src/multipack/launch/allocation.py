@@ -1,4 +1,4 @@
-"""What there is to start processes on: the hosts that a scheduler or a hostfile gives, and the launchers at hand."""
+"""Hosts that a scheduler or a hostfile provides, and the launchers on the PATH."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from multipack.parallel.hostnames import expand_hostlist, parse_hostfile
+from multipack.parallel.hostnames import expand_hostlist
 from multipack.parallel.ranks import job_of
 
 Flavor = Literal["slurm", "pals", "mpich", "openmpi"]
-"""Whose options a launcher takes."""
-
-_COUNTS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+"""Family of launchers that share their options."""
 
 
 @dataclass(frozen=True)
@@ -25,14 +23,14 @@ class Allocation:
     """Where processes may run.
 
     Attributes:
-        scheduler: who gave the hosts.
-        hosts: host → processes that it is meant for (0 = nobody said); empty = this host alone.
-        job: the scheduler's name of the job, with the step; empty without one.
-        processes: that the job was asked to start; 0 = nobody said.
-        cores: CPU cores for each process; 0 = nobody said.
-        in_step: whether srun started the process that asks, so that another srun must share its resources.
-        launchers: program → whose options it takes.
-        here: name of the host that asks; empty = not known.
+        scheduler: the scheduler that provides the hosts.
+        hosts: host → number of processes; 0 = unknown. Empty = this host only.
+        job: the scheduler's job identifier with its step; empty without a scheduler.
+        processes: number of processes that the job requested; 0 = unknown.
+        cores: CPU cores per process; 0 = unknown.
+        in_step: whether this process runs inside srun, so that another srun must share its resources.
+        launchers: program → flavor.
+        here: name of this host; empty = unknown.
     """
 
     scheduler: Literal["slurm", "pbs", "none"] = "none"
@@ -45,76 +43,97 @@ class Allocation:
     here: str = ""
 
 
-def find_allocation(
-    environment: Mapping[str, str],
-    hostfile: str = "",
-    launchers: Mapping[str, Flavor] | None = None,
-    here: str = "",
-) -> Allocation:
+def find_allocation(environment: Mapping[str, str], hostfile: str = "") -> Allocation:
     """Read the scheduler's variables, and the hostfile that they or the user name.
 
     Args:
-        environment: variables of the process that asks: in a job's script, its scheduler's.
-        hostfile: hosts to use; of an allocation, these only.
-        launchers: program → flavor; None = none.
-        here: name of this host; empty = not known.
+        environment: environment variables, such as those of a job script.
+        hostfile: hosts to use; inside a job, a subset of its hosts.
+
+    Returns:
+        The allocation, without launchers and the name of this host.
 
     Raises:
-        ValueError: a list of hosts that cannot be read, or a hostfile with hosts that the job does not have.
-        FileNotFoundError: the hostfile is not there.
+        ValueError: an invalid host list, or a hostfile with hosts outside the job.
+        FileNotFoundError: the hostfile does not exist.
     """
     chosen = parse_hostfile(Path(hostfile).read_text(), hostfile) if hostfile else {}
-    known = dict(launchers or {})
     if environment.get("SLURM_JOB_ID"):
-        given = _slurm_hosts(environment)
         return Allocation(
             "slurm",
-            _within(chosen, given, hostfile, "SLURM_JOB_NODELIST"),
+            _chosen_hosts(chosen, _slurm_hosts(environment), hostfile),
             job_of(environment),
             0 if chosen else int(environment.get("SLURM_NTASKS") or 0),
             int(environment.get("SLURM_CPUS_PER_TASK") or 0),
             bool(environment.get("SLURM_STEP_ID")),
-            known,
-            here,
         )
     if environment.get("PBS_JOBID"):
+        # A PBS nodefile has one line per process (mpiprocs).
         nodefile = environment.get("PBS_NODEFILE", "")
         given = parse_hostfile(Path(nodefile).read_text(), nodefile) if nodefile else {}
-        hosts = _within(chosen, given, hostfile, f"PBS_NODEFILE ({nodefile})")
-        # PBS writes a line for each process that `mpiprocs` asked for.
         processes = 0 if chosen else sum(given.values())
-        return Allocation("pbs", hosts, job_of(environment), processes, 0, False, known, here)
-    return Allocation("none", chosen, "", sum(chosen.values()), launchers=known, here=here)
+        return Allocation("pbs", _chosen_hosts(chosen, given, hostfile), job_of(environment), processes)
+    return Allocation(hosts=chosen, processes=sum(chosen.values()))
 
 
-def _within(chosen: dict[str, int], given: dict[str, int], hostfile: str, source: str) -> dict[str, int]:
-    """The user's hosts where there are some, which must be the job's, in the job's order; else the job's."""
+def parse_hostfile(text: str, source: str) -> dict[str, int]:
+    """Parse a hostfile: one `HOST`, `HOST slots=N` or `HOST:N` per line, # starts a comment.
+
+    Args:
+        text: contents of the file.
+        source: name of the file, for error messages.
+
+    Returns:
+        Host → processes, in the order of the file. Lines of the same host add up; a line without a number counts 1.
+
+    Raises:
+        ValueError: an invalid line, or no host; the message names file and line.
+    """
+    slots: dict[str, int] = {}
+    # max_slots is Open MPI's upper limit, which slots never exceeds.
+    entry = re.compile(r"([^\s,:\[\]#=]+)(?::([1-9]\d*))?((?:\s+(?:slots|max[_-]slots)=[1-9]\d*)*)\s*")
+    for number, line in enumerate(text.splitlines(), 1):
+        content = line.partition("#")[0].strip()
+        if not content:
+            continue
+        match = entry.fullmatch(content)
+        if match is None:
+            raise ValueError(
+                f"{source}, line {number}: {content!r} is invalid; write HOST, HOST slots=N or HOST:N"
+            )
+        count = re.search(r"\sslots=(\d+)", match[3])
+        slots[match[1]] = slots.get(match[1], 0) + int(count[1] if count else match[2] or 1)
+    if not slots:
+        raise ValueError(f"{source} names no host; write one per line: HOST, or HOST slots=N")
+    return slots
+
+
+def _chosen_hosts(chosen: dict[str, int], given: dict[str, int], hostfile: str) -> dict[str, int]:
+    """Return the hostfile's hosts in the order of the job, or the job's hosts without a hostfile."""
     foreign = [name for name in chosen if given and name not in given]
     if foreign:
         raise ValueError(
-            f"--hostfile {hostfile} has {foreign[0]}, which is not among the job's hosts ({source}:"
-            f" {', '.join(list(given)[:4])}{', …' if len(given) > 4 else ''}): leave it out"
+            f"--hostfile {hostfile} has {foreign[0]}, which is not a host of this job"
+            f" ({', '.join(list(given)[:4])}{', …' if len(given) > 4 else ''}): remove it"
         )
-    if not chosen:
-        return given
-    return {name: chosen[name] for name in given if name in chosen} if given else chosen
+    if not chosen or not given:
+        return chosen or given
+    return {name: chosen[name] for name in given if name in chosen}
 
 
 def _slurm_hosts(environment: Mapping[str, str]) -> dict[str, int]:
-    """The job's hosts with their tasks, which are known only where the job asked for some."""
-    listed = environment.get("SLURM_JOB_NODELIST") or environment.get("SLURM_NODELIST", "")
-    names = expand_hostlist(listed)
-    if not environment.get("SLURM_NTASKS"):
-        return dict.fromkeys(names, 0)
+    """Return the job's hosts with their tasks; 0 where the job requested no tasks."""
+    names = expand_hostlist(environment.get("SLURM_JOB_NODELIST") or environment.get("SLURM_NODELIST", ""))
     tasks: list[int] = []
-    for part in environment.get("SLURM_TASKS_PER_NODE", "").split(","):
-        match = _COUNTS.fullmatch(part.strip())
-        tasks += [int(match[1])] * int(match[2] or 1) if match else []
+    if environment.get("SLURM_NTASKS"):
+        listed = environment.get("SLURM_TASKS_PER_NODE", "")
+        for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", listed):
+            tasks += [int(count)] * int(times or 1)
     return dict(zip(names, tasks, strict=True)) if len(tasks) == len(names) else dict.fromkeys(names, 0)
 
 
 def find_launchers(environment: Mapping[str, str]) -> dict[str, Flavor]:
-    """Launchers on the PATH, and whose options each takes, as it says itself; one that does not say is left out."""
+    """Return the launchers on the PATH with their flavors; unknown ones are left out."""
     found: dict[str, Flavor] = {}
     for name in ("srun", "mpiexec", "mpirun"):
         path = shutil.which(name, path=environment.get("PATH"))
@@ -125,15 +144,12 @@ def find_launchers(environment: Mapping[str, str]) -> dict[str, Flavor]:
 
 
 def flavor_of(name: str, path: str, version: str) -> Flavor | None:
-    """Whose options a launcher takes.
+    """Return the flavor of a launcher, or None if it is unknown.
 
     Args:
         name: `srun`, `mpiexec` or `mpirun`.
-        path: of the program, links followed.
-        version: what `--version` printed.
-
-    Returns:
-        None where it cannot be told.
+        path: the program, symbolic links resolved.
+        version: output of its `--version`.
     """
     if name == "srun":
         return "slurm"

@@ -207,7 +207,6 @@ def _attention(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 def _launching(environment: Mapping[str, str]) -> Iterator[Finding]:
     from multipack.launch.allocation import find_allocation, find_launchers
-    from multipack.parallel.hostnames import compress_hostlist
     from multipack.parallel.ranks import find_ranks
 
     try:
@@ -227,13 +226,13 @@ def _launching(environment: Mapping[str, str]) -> Iterator[Finding]:
     named = [f"{name} ({flavor})" for name, flavor in launchers.items()]
     yield Finding("launching", "launchers", "ok", ", ".join(["torchrun", *named]))
     try:
-        allocation = find_allocation(environment, "", launchers)
+        allocation = find_allocation(environment)
     except (ValueError, OSError) as error:
         remedy = "the scheduler's list of hosts cannot be read: run this in the job, on its first host"
         yield Finding("launching", "scheduler", "fail", str(error), remedy)
         return
-    hosts = compress_hostlist(allocation.hosts)
-    of = f", {len(allocation.hosts)} hosts: {hosts}" if hosts else ""
+    hosts = list(allocation.hosts)
+    of = f", {len(hosts)} hosts: {', '.join(hosts[:8])}{', …' if len(hosts) > 8 else ''}" if hosts else ""
     yield Finding("launching", "scheduler", "ok", f"{allocation.scheduler}{of}")
     yield _address(environment, len(allocation.hosts) > 1)
 

@@ -1,9 +1,9 @@
-"""torchrun as it is, but for how it ends: with the exit code of the process that failed, and no report of its own.
+"""torchrun with the exit code of the failed process and without its own report.
 
     python -m multipack.launch.torchrun --nproc-per-node 4 -m multipack train …
 
-A command of multipack that fails has said why, in one line or with a traceback. torchrun adds forty lines in which that
-one is lost, and exits with 1 whatever happened. What nobody has said yet is said here: which rank was killed.
+A multipack command that fails has already printed its error. torchrun would add forty lines and always exit with 1.
+Only a process killed by a signal is reported here.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import sys
 
 
 def main() -> int:
-    """Run torchrun on this process's arguments; what to exit with."""
+    """Run torchrun on this process's arguments; return the exit code."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    if "--max-restarts" not in sys.argv:  # whose failures, but for the last, only torchrun tells
+    if "--max-restarts" not in sys.argv:  # with restarts, torchrun reports the failures before the last
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         torchrun()
@@ -28,10 +28,10 @@ def main() -> int:
         if failure.exitcode >= 0:
             return int(failure.exitcode)
         name = signal.Signals(-failure.exitcode).name
-        hint = ", as the system does where memory runs out" if name == "SIGKILL" else ""
-        print(f"error: rank {rank} was ended by {name}{hint}", file=sys.stderr, flush=True)
+        hint = " (the system sends it when memory runs out)" if name == "SIGKILL" else ""
+        print(f"error: rank {rank} was killed by {name}{hint}", file=sys.stderr, flush=True)
         return 128 - int(failure.exitcode)
-    except SignalException as error:  # this process was told to stop, and so were all others
+    except SignalException as error:  # torchrun itself received a signal, and stopped its processes
         return 128 + int(error.sigval)
     return 0
 

@@ -10,7 +10,15 @@ from typing import Annotated, Any
 
 import typer
 
-from multipack.cli.options import CalibrateSettings, Json, PrepareSettings, Settings, Words, announce, fail
+from multipack.cli.command_options import (
+    CalibrateSettings,
+    Json,
+    PrepareSettings,
+    Settings,
+    Words,
+    announce,
+    fail,
+)
 
 
 def train(words: Words = None, settings: Settings = False) -> None:

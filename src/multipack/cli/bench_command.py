@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, cast
 
 import typer
 
-from multipack.cli.options import Json, fail
+from multipack.cli.command_options import Json, fail
 
 if TYPE_CHECKING:
-    from multipack.parallel.bandwidth import Bandwidth, Operation
+    from multipack.launch.bandwidth import Bandwidth, Operation
     from multipack.parallel.parallel_config import Device
 
 app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
@@ -50,7 +50,7 @@ def collectives(
     there. Algorithm bandwidth is size by time; bus bandwidth, as nccl-tests
     defines it, is comparable with what the wire can do.
     """
-    from multipack.parallel.bandwidth import DTYPES, OPERATIONS
+    from multipack.launch.bandwidth import DTYPES, OPERATIONS
     from multipack.parallel.ranks import find_ranks
 
     asked = [_bytes(word.strip()) for word in sizes.split(",")]
@@ -92,7 +92,7 @@ def _measure(
     operations: Sequence[str], sizes: Sequence[int], dtype: str, repeats: int, device: str, as_json: bool
 ) -> None:
     """Measure in this process and the others; the first one prints."""
-    from multipack.parallel.bandwidth import measure
+    from multipack.launch.bandwidth import measure
     from multipack.parallel.world import connected
     from multipack.reports.console import Console
 

@@ -21,6 +21,12 @@ Words = Annotated[
     ),
 ]
 
+COMMANDS = (
+    *("train", "config", "prepare", "plan", "pack", "calibrate", "generate", "export"),
+    *("advise", "launch", "submit", "doctor", "version", "bench"),
+)
+"""Names of the commands of `multipack`; a test compares them with the application."""
+
 RANK_0_SPEAKS_SECONDS = 2.0
 """How long other ranks wait with an error of theirs."""
 

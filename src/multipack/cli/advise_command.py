@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from multipack.cli.options import AdviseSettings, Json
+from multipack.cli.command_options import AdviseSettings, Json
 
 if TYPE_CHECKING:
     from multipack.launch.advise import Advice

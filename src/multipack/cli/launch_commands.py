@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from multipack.cli.options import Json
+from multipack.cli.command_options import COMMANDS, Json
 
 Command = Annotated[
     list[str] | None,
@@ -35,13 +35,10 @@ def _check_words(words: list[str], max_restarts: int) -> None:
     Raises:
         ValueError: an unknown command, or restarts of what cannot go on.
     """
-    from multipack.cli import app
     from multipack.launch.launcher import check_restarts
 
-    names = [command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands]
-    names += [group.name or "" for group in app.registered_groups]
-    if words and words[0] not in names:
-        near = difflib.get_close_matches(words[0], names, 1) or ["train"]
+    if words and words[0] not in COMMANDS:
+        near = difflib.get_close_matches(words[0], COMMANDS, 1) or ["train"]
         raise ValueError(f"there is no command `multipack {words[0]}`; write -- {near[0]} …")
     if words:
         check_restarts(words, max_restarts)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from multipack.cli.options import Json, PackSettings, PlanSettings, Source, announce
+from multipack.cli.command_options import Json, PackSettings, PlanSettings, Source, announce
 
 if TYPE_CHECKING:
     import numpy as np

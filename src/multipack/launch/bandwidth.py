@@ -1,0 +1,181 @@
+"""Measure the speed of collectives and check their results.
+
+Bandwidths are defined as in nccl-tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md; src/gather.cu and scatter.cu
+for these two), so that results are comparable:
+
+    algorithm bandwidth = S / t        S: bytes of the whole message, all ranks' pieces together
+    bus bandwidth       = S / t · f    f: minimum share of S that each of n ranks must send; comparable with hardware
+
+    all_reduce                                               f = 2 (n − 1) / n
+    all_gather, reduce_scatter, gather, scatter, all_to_all  f = (n − 1) / n
+    reduce, broadcast                                        f = 1
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from multipack.parallel.world import World
+
+Operation = Literal[
+    "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "gather", "scatter", "all_to_all"
+]
+OPERATIONS: tuple[Operation, ...] = get_args(Operation)
+DTYPES = {
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "int64": torch.int64,
+}
+WARM_UP = 3
+"""Calls before timing starts; the first ones open connections."""
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """Measurement of one collective.
+
+    Attributes:
+        operation: name of the collective.
+        dtype: of its elements.
+        ranks: number of ranks.
+        bytes: size S of the whole message, rounded up to equal pieces on all ranks.
+        seconds: mean time per call on the slowest rank, including allocation of the result.
+        algorithm_bytes_per_second: bytes / seconds.
+        bus_bytes_per_second: the same times `bus_factor`.
+        wrong_ranks: ranks whose result was not exact.
+    """
+
+    operation: str
+    dtype: str
+    ranks: int
+    bytes: int
+    seconds: float
+    algorithm_bytes_per_second: float
+    bus_bytes_per_second: float
+    wrong_ranks: tuple[int, ...] = ()
+
+
+def bus_factor(operation: Operation, ranks: int) -> float:
+    """Return bus bandwidth / algorithm bandwidth; see the module's docstring."""
+    if operation in ("reduce", "broadcast"):
+        return 1.0
+    return (2 if operation == "all_reduce" else 1) * (ranks - 1) / ranks
+
+
+def measure(
+    world: World,
+    operation: Operation,
+    num_bytes: int,
+    dtype: str = "fp32",
+    repeats: int = 20,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Bandwidth:
+    """Time a collective over all ranks and check its result; must be called on every rank.
+
+    Args:
+        world: the ranks.
+        operation: the collective; its source or destination is rank 0.
+        num_bytes: size of the whole message.
+        dtype: of its elements, a key of `DTYPES`.
+        repeats: number of timed calls.
+        clock: returns seconds; replaced in tests.
+
+    Returns:
+        The same values on every rank.
+    """
+    element = DTYPES[dtype].itemsize
+    piece = -(-num_bytes // (element * world.size))
+    whole = piece * world.size
+    size = piece if operation in ("all_gather", "gather") else whole
+    own = _values(world.rank, 0, size, world.size, dtype).to(world.device)
+    result = run_collective(operation, own, world)
+    expected = _expected(operation, world.rank, world.size, piece, dtype)
+    exact = result is None or torch.equal(result.cpu(), expected)
+    del result, expected
+    for _ in range(WARM_UP - 1):
+        run_collective(operation, own, world)
+    world.barrier()
+    world.synchronize()
+    began = clock()
+    for _ in range(repeats):
+        run_collective(operation, own, world)
+    world.synchronize()
+    seconds = (clock() - began) / repeats
+    slowest = max(float(text) for text in world.gather(repr(seconds)))
+    ranks_exact = world.gather(str(exact))
+    bandwidth = whole * element / slowest
+    return Bandwidth(
+        operation,
+        dtype,
+        world.size,
+        whole * element,
+        slowest,
+        bandwidth,
+        bandwidth * bus_factor(operation, world.size),
+        tuple(rank for rank, text in enumerate(ranks_exact) if text != "True"),
+    )
+
+
+def run_collective(operation: Operation, own: Tensor, world: World) -> Tensor | None:
+    """Run a collective on this rank's tensor; None on ranks that receive nothing."""
+    if world.size == 1:
+        return own.clone()
+    if operation in ("all_reduce", "reduce", "broadcast"):
+        result = own.clone()
+        if operation == "all_reduce":
+            dist.all_reduce(result)
+        elif operation == "broadcast":
+            dist.broadcast(result, 0)
+        else:
+            dist.reduce(result, 0)
+        return None if operation == "reduce" and world.rank else result
+    if operation in ("all_gather", "gather"):
+        result = own.new_empty(own.numel() * world.size)
+        if operation == "all_gather":
+            dist.all_gather_into_tensor(result, own)
+            return result
+        dist.gather(own, None if world.rank else list(result.chunk(world.size)), 0)
+        return None if world.rank else result
+    if operation == "all_to_all":
+        result = torch.empty_like(own)
+        dist.all_to_all_single(result, own)
+        return result
+    result = own.new_empty(own.numel() // world.size)
+    if operation == "scatter":
+        dist.scatter(result, None if world.rank else list(own.chunk(world.size)), 0)
+    else:
+        dist.reduce_scatter_tensor(result, own)
+    return result
+
+
+def _values(rank: int, start: int, stop: int, ranks: int, dtype: str) -> Tensor:
+    """Return elements start … stop − 1 of a rank's tensor: small integers, mostly 0 when there are many ranks.
+
+    Their sums over all ranks stay below 256, so they are exact in every dtype.
+    """
+    phase = (torch.arange(start, stop) + rank) % max(3, ranks // 32)
+    return torch.where(phase < 3, phase, 0).to(DTYPES[dtype])
+
+
+def _expected(operation: Operation, rank: int, ranks: int, piece: int, dtype: str) -> Tensor:
+    """Return the correct result on a rank that receives one, by definition and without communication."""
+    own = (piece * rank, piece * (rank + 1))
+    if operation in ("all_reduce", "reduce", "reduce_scatter"):
+        span = own if operation == "reduce_scatter" else (0, piece * ranks)
+        total = torch.zeros(span[1] - span[0], dtype=torch.int64)
+        for other in range(ranks):
+            total += _values(other, *span, ranks, "int64")
+        return total.to(DTYPES[dtype])
+    if operation in ("broadcast", "scatter"):
+        return _values(0, *(own if operation == "scatter" else (0, piece * ranks)), ranks, dtype)
+    span = own if operation == "all_to_all" else (0, piece)
+    return torch.cat([_values(other, *span, ranks, dtype) for other in range(ranks)])
