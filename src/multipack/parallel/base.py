@@ -19,7 +19,17 @@ from multipack.parallel.materialize import check_equal
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.norms import squared_norms
 from multipack.parallel.scaling import LossScaler
-from multipack.parallel.state import Source, State, Whole, local, whole
+from multipack.parallel.state import (
+    Source,
+    State,
+    Whole,
+    check_model_shapes,
+    create_optimizer_state,
+    local,
+    optimizer_state,
+    slot_difference,
+    whole,
+)
 from multipack.parallel.world import World
 
 
@@ -182,7 +192,8 @@ class ModelEngine(ABC):
 
         What this rank holds: pieces are `DTensor`s.
         """
-        state: State = {"model": dict(self.parameters), "optimizer": self._slots()}
+        slots = optimizer_state(self.optimizer, self.parameters)
+        state: State = {"model": dict(self.parameters), "optimizer": slots}
         if self._scaler.enabled:
             state["scaler"] = self._scaler.state()
         return state
@@ -197,14 +208,17 @@ class ModelEngine(ABC):
             ValueError: names or shapes differ from this model's; the first few are named.
         """
         source: Source = Whole(state) if isinstance(state, Mapping) else state
-        _check_names(self.shapes, source.shapes("model"))
-        slots = source.shapes("optimizer")
-        if slots:
-            self._check_slots(slots)
-            self._make_slots()
+        check_model_shapes(self.shapes, source.shapes("model"))
+        if saved := source.shapes("optimizer"):
+            create_optimizer_state(self.optimizer)
+            slots = optimizer_state(self.optimizer, self.parameters)
+            frozen = {name for name, each in self.parameters.items() if not each.requires_grad}
+            # Pipeline stages hold different parameters: if one of them finds a difference, all ranks raise.
+            for problem in self.world.gather(slot_difference(slots, saved, self.shapes.keys() - frozen)):
+                if problem:
+                    raise ValueError(f"the checkpoint's optimizer {problem}")
+            source.fill("optimizer", slots)
         source.fill("model", self.parameters)
-        if slots:
-            source.fill("optimizer", self._slots())
         if self._scaler.enabled and source.shapes("scaler"):
             saved = self._scaler.state()
             source.fill("scaler", saved)
@@ -283,55 +297,6 @@ class ModelEngine(ABC):
             for module, training in zip(self.modules, before, strict=True):
                 module.train(training)
 
-    def _slots(self) -> dict[str, Tensor]:
-        return {
-            f"{name}.{slot}": torch.as_tensor(value)
-            for name, parameter in self.parameters.items()
-            for slot, value in self.optimizer.state.get(parameter, {}).items()
-        }
-
-    def _make_slots(self) -> None:
-        """Let the optimizer make its state: by a step that changes nothing."""
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        for group in self.optimizer.param_groups:
-            group["lr"] = 0.0
-            for parameter in group["params"]:
-                parameter.grad = torch.zeros_like(parameter)
-        self.optimizer.step()
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        for parameter in self.parameters.values():
-            parameter.grad = None
-
-    def _check_slots(self, given: Mapping[str, tuple[int, ...]]) -> None:
-        """Moments for all parameters that are trained, of their shapes, and for none that is not there; collective."""
-        saved: dict[str, dict[str, tuple[int, ...]]] = {}
-        for key, shape in given.items():
-            name, _, slot = key.rpartition(".")
-            saved.setdefault(name, {})[slot] = shape
-        trained = {name for name, parameter in self.parameters.items() if parameter.requires_grad}
-        frozen = {name for name, parameter in self.parameters.items() if not parameter.requires_grad}
-        missing = sorted(trained - saved.keys())
-        extra = sorted(saved.keys() & frozen | saved.keys() - self.shapes.keys())
-        shapes = [
-            f"{name}.{slot}"
-            for name in saved.keys() & self.shapes.keys()
-            for slot, shape in saved[name].items()
-            if len(shape) and tuple(shape) != self.shapes[name]
-        ]
-        problems = (("lacks", missing), ("has unknown", extra), ("has other shapes for", shapes))
-        own = next(
-            (
-                f"the checkpoint's optimizer {problem} {', '.join(names[:3])} ({len(names)} in all)"
-                for problem, names in problems
-                if names
-            ),
-            "",
-        )
-        for told in self.world.gather(own):  # stages of a pipeline look at their own: all fail, or none
-            if told:
-                raise ValueError(told)
-
     def _told(self, losses: Sequence[float]) -> list[float]:
         """This rank's shares: ranks that divide tensors compute one and the same loss, and the first tells it."""
         return [loss if self.mesh.coordinate("tp") == 0 else 0.0 for loss in losses]
@@ -361,16 +326,3 @@ def state_hash(state: Mapping[str, Mapping[str, Tensor]]) -> str:
 def _add(digest: Any, name: str, tensor: Tensor) -> None:
     digest.update(name.encode())
     digest.update(local(tensor).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-
-
-def _check_names(shapes: Mapping[str, tuple[int, ...]], given: Mapping[str, tuple[int, ...]]) -> None:
-    missing = sorted(shapes.keys() - given.keys())
-    extra = sorted(given.keys() - shapes.keys())
-    differing = [
-        f"{name} {tuple(given[name])} instead of {tuple(shape)}"
-        for name, shape in shapes.items()
-        if name in given and tuple(given[name]) != tuple(shape)
-    ]
-    for problem, names in (("lacks", missing), ("has unknown", extra), ("has other shapes:", differing)):
-        if names:
-            raise ValueError(f"the checkpoint {problem} {', '.join(names[:3])} ({len(names)} in all)")

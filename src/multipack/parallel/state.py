@@ -1,12 +1,17 @@
-"""Named tensors of a model and its optimizer, on however many ranks, and where saved ones come from.
+"""Named tensors of a model and its optimizer on any number of ranks, and sources of saved values.
 
-names are those of a whole model in one process; a rank may hold a tensor whole, a shard of it, or not at all
+Names are those of the whole model in one process. A rank holds a tensor whole, a shard of it (a `DTensor`), or not
+at all.
+
+`torch.distributed.checkpoint.state_dict` names optimizer state in the same way, but only for one module whose
+parameters are all in one optimizer with state for all of them. Here a rank may hold several stages of a pipeline, and
+ZeRO-1 keeps the state of a part of the parameters, so the functions below work on names and tensors alone.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
 import torch
@@ -19,17 +24,14 @@ State = dict[str, dict[str, Tensor]]
 
 
 class Source(Protocol):
-    """Saved tensors that can be read piece by piece: a checkpoint, or tensors in memory."""
+    """Saved tensors by group and name: a checkpoint, or tensors in memory."""
 
     def shapes(self, group: str) -> dict[str, tuple[int, ...]]:
-        """Names and whole shapes of a group's tensors; empty = there is no such group."""
+        """Names and whole shapes of a group's tensors; empty if there is no such group."""
         ...
 
     def fill(self, group: str, into: Mapping[str, Tensor]) -> None:
-        """Copy saved values into tensors of these names, in place: into shards what they hold of the whole.
-
-        Collective: every rank calls it, with whatever it holds.
-        """
+        """Copy saved values into tensors of the same names, in place; a shard receives its part of the whole."""
         ...
 
 
@@ -50,18 +52,103 @@ class Whole:
             local(tensor).copy_(piece_of(self._tensors[group][name], tensor))
 
 
+def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Live state tensors of an optimizer as "<parameter>.<slot>", such as "head.weight.exp_avg".
+
+    A slot may have another shape than its parameter. Parameters without state (frozen ones, and under ZeRO-1 those
+    that another rank updates) have no entries.
+
+    Raises:
+        TypeError: a slot is no tensor, so that no checkpoint could restore it in place.
+    """
+    found = {
+        f"{name}.{slot}": value
+        for name, parameter in parameters.items()
+        for slot, value in optimizer.state.get(parameter, {}).items()
+    }
+    for name, value in found.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"optimizer state {name} is a {type(value).__name__}, not a tensor")
+    return found
+
+
+def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make an optimizer allocate its state: a step with zero gradients and learning rate 0; gradients are cleared."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+        for parameter in group["params"]:
+            parameter.grad = None
+
+
+def slot_difference(
+    own: Mapping[str, Tensor], saved: Mapping[str, tuple[int, ...]], trained: Collection[str]
+) -> str:
+    """How saved optimizer state differs from what this rank needs, for an error message; empty if it does not.
+
+    Args:
+        own: this rank's state, see `optimizer_state`.
+        saved: names and whole shapes of the saved state of all parameters.
+        trained: names of the model's parameters that this rank does not hold frozen.
+    """
+    parameters = {name.rpartition(".")[0] for name in own}
+    unknown = [
+        name
+        for name in saved.keys() - own.keys()
+        if (parameter := name.rpartition(".")[0]) in parameters or parameter not in trained
+    ]
+    shapes = {name: tuple(value.shape) for name, value in own.items()}
+    return _difference(shapes, {name: shape for name, shape in saved.items() if name in own}, unknown)
+
+
+def check_model_shapes(own: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]]) -> None:
+    """Compare names and whole shapes of all parameters of a model with saved ones.
+
+    Raises:
+        ValueError: they differ; the first few are named.
+    """
+    difference = _difference(own, saved, saved.keys() - own.keys())
+    if difference:
+        raise ValueError(f"the checkpoint {difference}")
+
+
+def _difference(
+    own: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]], unknown: Collection[str]
+) -> str:
+    missing = sorted(own.keys() - saved.keys())
+    reshaped = [
+        f"{name} {tuple(saved[name])} instead of {tuple(shape)}"
+        for name, shape in own.items()
+        if name in saved and tuple(saved[name]) != tuple(shape)
+    ]
+    for problem, names in (
+        ("lacks", missing),
+        ("has unknown", sorted(unknown)),
+        ("has other shapes:", reshaped),
+    ):
+        if names:
+            return f"{problem} {', '.join(names[:3])} ({len(names)} in all)"
+    return ""
+
+
 def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this rank holds; writing to it writes to the tensor."""
+    """The part of a tensor that this rank holds; it shares memory with the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor of which ranks may hold pieces; collective where they do."""
+    """The whole of a tensor that may be sharded; collective if it is."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     log = logging.getLogger("torch.distributed.tensor._redistribute")
     level = log.level
-    log.setLevel(logging.ERROR)  # torch warns, on every rank, that shards of pieces are gathered axis by axis
+    # torch warns on every rank that nested shards are gathered dimension by dimension.
+    log.setLevel(logging.ERROR)
     try:
         return tensor.full_tensor()
     finally:
@@ -69,7 +156,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def piece_of(whole: Tensor, like: Tensor) -> Tensor:
-    """What this rank holds of `whole`, if it is divided as `like` is: a view."""
+    """The part of `whole` that this rank holds if it is sharded like `like`: a view."""
     if not isinstance(like, DTensor):
         return whole
     sizes, offsets = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
