@@ -15,8 +15,8 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from multipack.config import compose
 from multipack.run import RunDirectory
+from multipack.training.run_config import compose
 from multipack.training.trainer import train
 from result import write_result
 

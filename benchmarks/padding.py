@@ -21,12 +21,12 @@ from pathlib import Path
 import torch.nn.functional as F
 from torch import Tensor
 
-from multipack.config import compose
 from multipack.ops.loss import linear_cross_entropy
 from multipack.parallel.world import World
 from multipack.reports.console import Console
 from multipack.training.assemble import assemble
 from multipack.training.compare import Comparison, compare_with_padding
+from multipack.training.run_config import compose
 from result import write_result
 
 RESULTS = Path(__file__).parent / "results" / "padding.json"

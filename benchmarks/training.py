@@ -35,7 +35,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from multipack.config import compose
 from multipack.data.documents import Document
 from multipack.data.store import TokenStore
 from multipack.data.tokenizer import byte_tokenizer
@@ -43,6 +42,7 @@ from multipack.data.writer import StoreWriter
 from multipack.planning.first_use import compile_planner
 from multipack.run import RunDirectory
 from multipack.shapes import ModelShape
+from multipack.training.run_config import compose
 from multipack.training.trainer import train
 from result import write_result
 
@@ -149,7 +149,8 @@ def ours_padded(store: Path, shape: ModelShape, batch: int) -> Speed:
     from multipack.parallel.loop import LoopEngine
     from multipack.parallel.mesh import Mesh
     from multipack.parallel.world import World
-    from multipack.training.optimizer import OptimizerConfig, build_optimizer
+    from multipack.training.optimizer import build_optimizer
+    from multipack.training.settings import OptimizerConfig
 
     documents = Documents.whole(TokenStore(store))
     torch.manual_seed(0)

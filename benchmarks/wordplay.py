@@ -25,12 +25,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from multipack.config import compose
 from multipack.planning.cost import CostModel
 from multipack.run import RunDirectory
 from multipack.shapes import ModelShape
 from multipack.training.peak import matmul_peak
 from multipack.training.precision import DTYPES, resolve_dtype
+from multipack.training.run_config import compose
 from multipack.training.trainer import train
 from result import write_result
 

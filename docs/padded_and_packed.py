@@ -92,8 +92,8 @@ def draw(lengths: list[int]) -> str:
 
 
 def main() -> None:
-    from multipack.config import compose
     from multipack.data.corpus import load_corpus
+    from multipack.training.run_config import compose
 
     config = compose([])
     corpus = load_corpus(config.data, config.tokenizer, limit=CAPACITY)

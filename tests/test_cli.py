@@ -428,12 +428,12 @@ def test_a_stream_is_planned_as_training_would_cut_it(run, tmp_path):
 
 
 def test_an_interrupted_command_says_so(monkeypatch, capsys):
-    from multipack import config
+    from multipack.training import run_config
 
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(config, "compose_run", interrupt)
+    monkeypatch.setattr(run_config, "compose_run", interrupt)
     code, error = _fails(monkeypatch, capsys, "config")
     assert code == 130
     assert "interrupted" in error

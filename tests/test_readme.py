@@ -28,8 +28,10 @@ def test_library_examples_run(block, tmp_path):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_settings_in_commands_are_legal(command):
     """Every `group.key=value` of every command composes (paths need not exist for that)."""
-    from multipack.config import Config, PackCommand, PlanCommand, compose, merge
+    from multipack.cli.plan_settings import PackCommand, PlanCommand
     from multipack.launch.advise_request import AdviseRequest
+    from multipack.training.run_config import Config, compose
+    from multipack.words import merge
 
     name, *words = command.split()
     settings = [

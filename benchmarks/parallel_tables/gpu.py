@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from multipack.config import compose
 from multipack.data.store import StoreWriter
 from multipack.data.tokenizer import byte_tokenizer
 from multipack.planning.cost import CostModel
 from multipack.run import RunDirectory
 from multipack.shapes import PLANNING_ONLY, SHAPES, ModelShape
 from multipack.training.peak import matmul_peak
+from multipack.training.run_config import compose
 from multipack.training.trainer import train
 from planning_tables.table import Table
 from wordplay import PlainModel, synchronize

@@ -153,3 +153,22 @@ def find_run(path: str | Path) -> tuple[RunDirectory, Path | None]:
     raise FileNotFoundError(
         f"{given} is neither a run directory (config.yaml) nor one of its checkpoints (state.json)"
     )
+
+
+def is_export(path: Path) -> bool:
+    """Whether `path` is a folder in Hugging Face's format rather than a run or a checkpoint."""
+    return (path / "config.json").is_file() and not (path / "config.yaml").is_file()
+
+
+def weights_folder(path: Path) -> Path:
+    """The folder that weights are read from: an export, a checkpoint, or the latest checkpoint of a run.
+
+    Raises:
+        FileNotFoundError: `path` is none of these, or the run has no complete checkpoint.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is not there: give a run, a checkpoint, or a Hugging Face folder")
+    if is_export(path):
+        return path
+    run, named = find_run(path)
+    return named or run.latest_checkpoint()

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from multipack.config import compose_run
 from multipack.launch.traffic import communication
 from multipack.parallel.parallel_config import ParallelConfig
 from multipack.planning.cost import CostModel
 from multipack.planning.measure import predicted_seconds
 from multipack.planning.plan import plan
 from multipack.shapes import ModelShape
+from multipack.training.run_config import compose_run
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8")

@@ -48,7 +48,7 @@ def test_the_benchmark_runs_and_the_page_shows_its_figures(draws, tmp_path, monk
 
 
 def test_the_example_and_the_commands_of_the_page_run():
-    from multipack.config import compose
+    from multipack.training.run_config import compose
 
     (block,) = re.findall(r"<!-- tested -->\n```python\n(.*?)```", PAGE, re.DOTALL)
     done = subprocess.run([sys.executable, "-c", block], check=True, capture_output=True, text=True)

@@ -10,7 +10,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from multipack.config import compose, compose_run
 from multipack.data.tokenizer import byte_tokenizer
 from multipack.models.decoder import Decoder
 from multipack.parallel.loop import LoopEngine
@@ -24,6 +23,7 @@ from multipack.training.checkpoint import load_checkpoint, save_checkpoint
 from multipack.training.export import export
 from multipack.training.initial import begin_from, initial_weights
 from multipack.training.observer import Observers
+from multipack.training.run_config import compose, compose_run
 
 
 class Weights:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from multipack.config import compose_run
 from multipack.training import trainer
+from multipack.training.run_config import compose_run
 
 sys.path.append(str(Path(__file__).parent))
 strategies = importlib.import_module("test_strategies")

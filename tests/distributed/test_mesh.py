@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from multipack.config import compose
 from multipack.data.sampler import PackedBatchSampler
 from multipack.parallel.mesh import AXES, Mesh, build_mesh
 from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.world import World
 from multipack.training import assemble
+from multipack.training.run_config import compose
 
 LENGTHS = np.random.default_rng(3).integers(5, 60, 200)
 

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from multipack.config import compose
 from multipack.data.prepare import prepare
+from multipack.training.run_config import compose
 from multipack.training.trainer import train
 
 

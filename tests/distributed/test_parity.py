@@ -19,7 +19,8 @@ from multipack.parallel.mesh import Mesh, build_mesh
 from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.world import World
 from multipack.shapes import ModelShape
-from multipack.training.optimizer import OptimizerConfig, build_optimizer, described
+from multipack.training.optimizer import build_optimizer, described
+from multipack.training.settings import OptimizerConfig
 
 sys.path.append(str(Path(__file__).parent))
 tiny = importlib.import_module("sharding")

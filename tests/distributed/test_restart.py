@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from multipack.config import compose_run
+from multipack.training.run_config import compose_run
 from multipack.training.trainer import train
 
 STEPS = 12

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from multipack.config import compose, compose_run
 from multipack.run import RunDirectory
 from multipack.training import trainer
+from multipack.training.run_config import compose, compose_run
 
 STEPS = 4
 

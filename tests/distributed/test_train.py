@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from multipack.config import compose_run
 from multipack.run import RunDirectory
 from multipack.training import trainer
 from multipack.training.checkpoint import load_checkpoint
+from multipack.training.run_config import compose_run
 
 
 def _free_port():

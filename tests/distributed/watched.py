@@ -14,7 +14,8 @@ from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.world import connected
 from multipack.training.averaging import MovingAverage
 from multipack.training.gradients import GradientNoise, LayerNorms
-from multipack.training.optimizer import OptimizerConfig, build_optimizer
+from multipack.training.optimizer import build_optimizer
+from multipack.training.settings import OptimizerConfig
 
 
 class Distance(nn.Module):

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from multipack.cli import app
-from multipack.config import compose, merge
 from multipack.launch.advise import FAMILIES, WITHIN, advise
 from multipack.launch.advise_request import AdviseRequest, model_words, read_size
 from multipack.launch.candidates import Candidate, check, configurations, leanest_that_fits
 from multipack.parallel.parallel_config import ParallelConfig
 from multipack.shapes import SHAPES, ModelShape
+from multipack.training.run_config import compose
+from multipack.words import merge
 
 PAGE = Path(__file__).parents[2] / "docs" / "choosing.md"
 GIB = 2**30

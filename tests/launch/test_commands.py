@@ -6,8 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from multipack.cli import app, launch_commands
-from multipack.config import compose_run
 from multipack.launch.doctor import Finding
+from multipack.training.run_config import compose_run
 
 ROOT = Path(__file__).parents[2]
 PAGES = [page.read_text() for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]

@@ -5,11 +5,12 @@ import re
 import numpy as np
 import pytest
 
-from multipack.config import PlanCommand, merge
+from multipack.cli.plan_settings import PlanCommand
 from multipack.planning import measure
 from multipack.planning.advice import round_up
 from multipack.planning.cost import CostModel
 from multipack.planning.plan import plan
+from multipack.words import merge
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,8 @@ from multipack.parallel.loop import LoopEngine
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.world import World
 from multipack.training.averaging import MovingAverage
-from multipack.training.optimizer import OptimizerConfig, build_optimizer
+from multipack.training.optimizer import build_optimizer
+from multipack.training.settings import OptimizerConfig
 
 
 class SumOfSquares(nn.Module):

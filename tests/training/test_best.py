@@ -5,9 +5,9 @@ import signal
 
 import pytest
 
-from multipack.config import compose, compose_run
 from multipack.run import RunDirectory
 from multipack.training import trainer
+from multipack.training.run_config import compose, compose_run
 from multipack.training.trainer import train
 
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from multipack.config import compose, compose_run
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.world import World
 from multipack.planning.cost import CostModel
@@ -15,6 +14,7 @@ from multipack.reports.console import Console
 from multipack.shapes import ModelShape
 from multipack.training.assemble import assemble
 from multipack.training.calibrate import COST_FILE, DecoderTimer, calibrate, cost_rows, mixes
+from multipack.training.run_config import compose, compose_run
 from multipack.training.trainer import train
 
 SHAPE = ModelShape(layers=2, heads=2, d_model=16, d_ff=32, vocabulary_size=50, dropout=0.5)

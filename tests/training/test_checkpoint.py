@@ -167,7 +167,7 @@ def test_what_went_wrong_in_the_background_is_told_once_at_the_next_occasion(run
 
 def test_a_run_writes_in_the_background_what_it_writes_at_once(words, tmp_path, monkeypatch):
     """Checkpoints at steps 3 and 6; the last is there when the run ends."""
-    from multipack.config import compose, compose_run
+    from multipack.training.run_config import compose, compose_run
     from multipack.training.trainer import train
 
     for name, more in (("sync", []), ("async", ["train.checkpoint_async=true"])):

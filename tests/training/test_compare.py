@@ -3,12 +3,12 @@ import itertools
 import pytest
 import torch
 
-from multipack.config import compose
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.world import World
 from multipack.reports.console import Console
 from multipack.training.assemble import assemble
 from multipack.training.compare import compare_with_padding, padded_batches
+from multipack.training.run_config import compose
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from multipack.cli import app
-from multipack.config import compose
 from multipack.data.chat import ChatTemplate
 from multipack.data.header import CHAT_TEMPLATE
 from multipack.data.tokenizer import Tokenizer, byte_tokenizer, character_tokenizer
@@ -27,6 +26,7 @@ from multipack.training.checkpoint import gather_rng, save_checkpoint
 from multipack.training.export import export
 from multipack.training.inference import load_run, load_template
 from multipack.training.initial import initial_weights
+from multipack.training.run_config import compose
 
 LLAMA = ModelShape(2, 2, 1, 16, 24, vocabulary_size=264, tied=False, context=64)
 GPT2 = ModelShape(

@@ -10,7 +10,8 @@ from multipack.parallel.mesh import Mesh
 from multipack.parallel.world import World
 from multipack.shapes import SHAPES
 from multipack.training.gradients import GradientNoise, LayerNorms, layer_of
-from multipack.training.optimizer import OptimizerConfig, build_optimizer
+from multipack.training.optimizer import build_optimizer
+from multipack.training.settings import OptimizerConfig
 
 
 class Distance(nn.Module):

@@ -49,9 +49,9 @@ def model():
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A run's directory with one checkpoint: initial weights, written as the trainer writes them."""
-    from multipack.config import compose_run
     from multipack.run import RunDirectory, config_yaml
     from multipack.training.checkpoint import save_checkpoint
+    from multipack.training.run_config import compose_run
 
     run = RunDirectory(tmp_path_factory.mktemp("runs") / "a")
     wanted = compose_run(["model=tiny", "model.vocabulary_size=259", "model.context=64"])

@@ -66,7 +66,7 @@ def run(tmp_path, model):
 
 
 def config_yaml_of(shape):
-    from multipack.config import compose
+    from multipack.training.run_config import compose
 
     words = [f"model.{name}={value}" for name, value in shape.to_dict().items()]
     return config_yaml(compose(words))

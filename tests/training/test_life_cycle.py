@@ -5,11 +5,12 @@ import json
 import numpy as np
 import pytest
 
-from multipack.config import ConfigError, compose, compose_run
 from multipack.data.tokenizer import Tokenizer
 from multipack.run import RunDirectory
 from multipack.training.inference import load_template
+from multipack.training.run_config import compose, compose_run
 from multipack.training.trainer import train
+from multipack.words import ConfigError
 
 FEW = [
     "plan.capacity=256",

@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from multipack.config import ConfigError, compose, compose_run
 from multipack.data.batch import IGNORE
 from multipack.parallel.world import World
 from multipack.reports.console import Console
 from multipack.training.assemble import assemble
 from multipack.training.compare import compare_with_padding, padded_batches
 from multipack.training.evaluate import validation_loss
+from multipack.training.run_config import compose, compose_run
 from multipack.training.trainer import train
+from multipack.words import ConfigError
 
 DOCUMENT = "train.loss_weighting=document"
 

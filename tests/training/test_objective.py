@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from multipack.config import compose
+from multipack.training.run_config import compose
 from multipack.training.trainer import train
 
 

@@ -6,13 +6,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from multipack.config import compose, compose_run
 from multipack.parallel.state import Whole
 from multipack.run import RunDirectory
 from multipack.training import trainer
 from multipack.training.assemble import assemble
 from multipack.training.checkpoint import load_checkpoint
 from multipack.training.observer import Observer, Observers
+from multipack.training.run_config import compose, compose_run
 from multipack.training.trainer import train
 
 

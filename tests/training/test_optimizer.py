@@ -1,17 +1,12 @@
 import pytest
 import torch
 
-from multipack.config import compose
 from multipack.models.decoder import Decoder
 from multipack.shapes import ModelShape
-from multipack.training.optimizer import (
-    OptimizerConfig,
-    Rule,
-    build_optimizer,
-    optimizer_text,
-    read_rule,
-    treatments,
-)
+from multipack.training.optimizer import build_optimizer, optimizer_text, treatments
+from multipack.training.rules import Rule, read_rule
+from multipack.training.run_config import compose
+from multipack.training.settings import OptimizerConfig
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from multipack.config import compose
 from multipack.training.precision import deterministic, name_of_dtype
+from multipack.training.run_config import compose
 from multipack.training.trainer import train
 
 

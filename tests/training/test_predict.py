@@ -6,11 +6,11 @@ import pytest
 from typer.testing import CliRunner
 
 from multipack.cli import app
-from multipack.config import compose
 from multipack.parallel.world import World
 from multipack.planning.cost import CostModel
 from multipack.reports.console import Console
 from multipack.training import predict
+from multipack.training.run_config import compose
 from multipack.training.trainer import train
 
 

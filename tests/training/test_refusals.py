@@ -4,13 +4,13 @@ import shutil
 
 import pytest
 
-from multipack.config import compose, compose_run
 from multipack.data.corpus import find_tokenizer, load_corpus
 from multipack.data.data_config import DataConfig
 from multipack.data.prepare import prepare
 from multipack.data.tokenizer import TokenizerConfig
 from multipack.parallel.world import connected
 from multipack.training import trainer
+from multipack.training.run_config import compose, compose_run
 
 BYTES = TokenizerConfig("byte")
 

@@ -3,8 +3,8 @@ import math
 
 import pytest
 
-from multipack.training.optimizer import OptimizerConfig
 from multipack.training.schedule import learning_rate, rate_factor, schedule_text
+from multipack.training.settings import OptimizerConfig
 
 
 def _rates(config, steps):

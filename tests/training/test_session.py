@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from multipack.config import compose
 from multipack.data.corpus import load_corpus
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.world import World
@@ -13,6 +12,7 @@ from multipack.training.assemble import _sampler, _validation, assemble
 from multipack.training.header import header_rows
 from multipack.training.objective import objective_of
 from multipack.training.precision import resolve_dtype
+from multipack.training.run_config import compose
 
 
 @pytest.fixture

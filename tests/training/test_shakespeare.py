@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from multipack.config import compose
+from multipack.training.run_config import compose
 from multipack.training.trainer import train
 
 TEXT = Path(__file__).parents[3] / "shared" / "data" / "text" / "tinyshakespeare.txt"

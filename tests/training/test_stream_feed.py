@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from multipack.config import compose
 from multipack.data.arriving import DocumentsLate
 from multipack.data.corpus import load_corpus
 from multipack.data.shards import ShardsHeader, shard_name
@@ -23,6 +22,7 @@ from multipack.parallel.mesh import Mesh
 from multipack.parallel.world import World
 from multipack.planning.cost import CostModel
 from multipack.shapes import SHAPES
+from multipack.training.run_config import compose
 from multipack.training.stream_feed import open_feed
 from multipack.training.trainer import train
 

@@ -11,7 +11,8 @@ import pytest
 
 from multipack.parallel.world import World
 from multipack.training import trackers
-from multipack.training.trackers import TRACKERS, TrackConfig, TrackerObserver, about_run, open_trackers
+from multipack.training.settings import TrackConfig
+from multipack.training.trackers import TRACKERS, TrackerObserver, about_run, open_trackers
 
 SETTINGS = {"train": {"steps": 6, "seed": 0}, "optimizer": {"rules": ["norm lr=2"]}, "out": "runs/a"}
 

@@ -11,10 +11,10 @@ import sys
 import pytest
 import torch
 
-from multipack.config import compose, compose_run
 from multipack.run import RunDirectory
 from multipack.training.checkpoint import load_checkpoint
 from multipack.training.metrics import LEGEND
+from multipack.training.run_config import compose, compose_run
 from multipack.training.session import NonFiniteLoss
 from multipack.training.trainer import StopRequest, train
 

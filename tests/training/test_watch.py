@@ -3,8 +3,7 @@ import pytest
 from multipack.parallel.world import World
 from multipack.run import RunDirectory
 from multipack.training import trackers
-from multipack.training.settings import LogConfig, TrainConfig
-from multipack.training.trackers import TrackConfig
+from multipack.training.settings import LogConfig, TrackConfig, TrainConfig
 from multipack.training.watch import build_observers
 
 

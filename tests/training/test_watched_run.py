@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from multipack.config import compose, compose_run
 from multipack.run import RunDirectory
 from multipack.training.checkpoint import load_checkpoint
+from multipack.training.run_config import compose, compose_run
 from multipack.training.trainer import train
 
 TIMED = {

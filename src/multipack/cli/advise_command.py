@@ -42,10 +42,10 @@ def advise(
     widths, seconds from assumed speeds that settings change (teraflops,
     host_bandwidth, network_bandwidth). `multipack advise --settings` lists all.
     """
-    from multipack.config import merge
     from multipack.launch.advise import advise as find_advice
     from multipack.launch.advise_request import AdviseRequest
     from multipack.reports.console import Console
+    from multipack.words import merge
 
     advice = find_advice(merge(AdviseRequest, words or []))
     if as_json:

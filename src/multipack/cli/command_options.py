@@ -48,23 +48,23 @@ def fail(message: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
-def shows(schema: str, *groups: str, module: str = "multipack.config") -> Any:
+def shows(schema: str, *groups: str, module: str = "multipack.training.run_config") -> Any:
     """The option --settings of a command: prints the fields of a module's dataclass, or some groups of them."""
 
     def show(value: bool) -> None:
         if not value:
             return
-        from multipack import config
         from multipack.reports.console import Console
         from multipack.reports.summary import settings_text
+        from multipack.words import describe, preset_names
 
+        wanted = getattr(import_module(module), schema)
         rows = [
             row
-            for row in config.describe(getattr(import_module(module), schema))
+            for row in describe(wanted)
             if not groups or row[0].startswith(tuple(f"{group}." for group in groups))
         ]
-        presets = {group: config.preset_names(group) for group in {row[0].split(".")[0] for row in rows}}
-        typer.echo(settings_text(rows, presets, Console().columns))
+        typer.echo(settings_text(rows, preset_names(wanted), Console().columns))
         raise typer.Exit
 
     return typer.Option(
@@ -73,8 +73,8 @@ def shows(schema: str, *groups: str, module: str = "multipack.config") -> Any:
 
 
 Settings = Annotated[bool, shows("Config")]
-PlanSettings = Annotated[bool, shows("PlanCommand")]
-PackSettings = Annotated[bool, shows("PackCommand")]
+PlanSettings = Annotated[bool, shows("PlanCommand", module="multipack.cli.plan_settings")]
+PackSettings = Annotated[bool, shows("PackCommand", module="multipack.cli.plan_settings")]
 CalibrateSettings = Annotated[bool, shows("Config", "data", "tokenizer", "model", "plan")]
 AdviseSettings = Annotated[bool, shows("AdviseRequest", module="multipack.launch.advise_request")]
 PrepareSettings = Annotated[bool, shows("Config", "data", "tokenizer")]

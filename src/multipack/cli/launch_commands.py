@@ -50,7 +50,7 @@ def _check_run(words: Sequence[str], processes: int) -> None:
     Raises:
         ValueError: they are named, and the nearest choice.
     """
-    from multipack.config import compose_run
+    from multipack.training.run_config import compose_run
 
     if words and words[0] == "train" and not any(word.startswith("-") for word in words):
         compose_run(words[1:]).check(processes)

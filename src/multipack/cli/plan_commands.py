@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from multipack.config import PlanCommand
+    from multipack.cli.plan_settings import PlanCommand
     from multipack.planning.packing import Packs
     from multipack.planning.plan import Plan
 
@@ -58,13 +58,14 @@ def plan(
     is said) or the path of a Hugging Face config.json; or what cost=FILE says,
     a fit to measured times. `multipack plan --settings` lists every setting.
     """
-    from multipack.config import PlanCommand, merge
+    from multipack.cli.plan_settings import PlanCommand, training_command
     from multipack.data.lengths import read_lengths
     from multipack.planning.first_use import compile_planner
     from multipack.planning.measure import padded_share, report
     from multipack.planning.plan import plan as make_plan
     from multipack.reports.console import Console
-    from multipack.reports.summary import fills_packs, report_rows, training_command
+    from multipack.reports.summary import fills_packs, report_rows
+    from multipack.words import merge
 
     wanted = merge(PlanCommand, words or [])
     lengths, targets, fit = read_lengths(Path(source), wanted.plan.capacity, data=wanted.data)
@@ -163,12 +164,12 @@ def pack(
 
     `multipack pack --settings` lists every setting.
     """
-    from multipack.config import PackCommand, merge
+    from multipack.cli.plan_settings import PackCommand, pack_rows
     from multipack.data.lengths import read_lengths
     from multipack.planning.first_use import compile_packer
     from multipack.planning.packing import pack as make_packs
     from multipack.reports.console import Console
-    from multipack.reports.summary import pack_rows
+    from multipack.words import merge
 
     wanted = merge(PackCommand, words or [])
     lengths = read_lengths(Path(source), wanted.capacity, wanted.histogram).lengths

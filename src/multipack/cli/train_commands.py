@@ -36,11 +36,11 @@ def train(words: Words = None, settings: Settings = False) -> None:
 
     `multipack train --settings` lists every setting.
     """
-    from multipack.config import compose_run
     from multipack.parallel.ranks import find_ranks
     from multipack.planning.first_use import compile_planner
     from multipack.reports.console import Console
     from multipack.training.observer import RunStopped
+    from multipack.training.run_config import compose_run
     from multipack.training.trainer import train as run
 
     wanted = compose_run(words or [])
@@ -58,8 +58,8 @@ def train(words: Words = None, settings: Settings = False) -> None:
 
 def config(words: Words = None, settings: Settings = False) -> None:
     """Print the configuration that the words resolve to, as YAML."""
-    from multipack.config import compose_run
     from multipack.run import config_yaml
+    from multipack.training.run_config import compose_run
 
     typer.echo(config_yaml(compose_run(words or [])), nl=False)
 
@@ -89,11 +89,11 @@ def prepare(
 
     `multipack prepare --settings` lists every setting.
     """
-    from multipack.config import compose
     from multipack.data.corpus_report import report_corpus
     from multipack.data.prepare import prepare as run
     from multipack.reports.console import Console
     from multipack.reports.summary import tell_store
+    from multipack.training.run_config import compose
 
     console, path = Console(stream=sys.stderr if as_json else None), report
     if path is None:
@@ -131,11 +131,11 @@ def calibrate(
     Half of the packs are fitted to; the others show how well times are
     predicted. Nothing else should run meanwhile.
     """
-    from multipack.config import compose
     from multipack.parallel.world import connected
     from multipack.planning.first_use import compile_planner
     from multipack.reports.console import Console
     from multipack.training.predict import calibrate_documents, calibration_rows
+    from multipack.training.run_config import compose
 
     if save.exists():
         raise ValueError(f"--save {save} exists already: choose another name, or move it away")

@@ -15,8 +15,9 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
@@ -53,6 +54,15 @@ class TokenizerConfig:
     """A tokenizer.json (kind=file), folder or name (transformers), tekken.json (mistral; empty: the package's own)."""
     vocabulary_size: int = 2048
     """Tokens of a byte-pair vocabulary to train, the 256 bytes and the special tokens included."""
+
+    PRESET_HINT: ClassVar[str] = " or the path of a tokenizer.json"
+
+    @staticmethod
+    def preset(name: str) -> dict[str, str] | None:
+        """The values of `tokenizer=PATH`; None for names that are no path."""
+        named = resources.files("multipack") / "presets" / "tokenizer" / f"{name}.yaml"
+        is_path = name.endswith(".json") or Path(name).exists()
+        return {"kind": "file", "path": name} if is_path and not named.is_file() else None
 
     def check(self) -> None:
         """Refuse what cannot be meant.

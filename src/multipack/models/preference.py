@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -26,25 +25,6 @@ from multipack.ops.loss import linear_log_probabilities
 from multipack.shapes import ModelShape
 
 
-@dataclass
-class PreferenceConfig:
-    """Direct preference optimization (DPO)."""
-
-    beta: float = 0.1
-    """How strongly the model is held to the reference: larger values let it move less."""
-    label_smoothing: float = 0.0
-    """Share of the preferences that is taken as wrong, below 0.5; 0 = plain DPO."""
-    reference: str = ""
-    """The reference model: a run, a checkpoint or a Hugging Face folder; empty = the run's own initial weights."""
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be meant."""
-        if self.beta <= 0:
-            raise ValueError(f"preference.beta must be positive, got {self.beta}")
-        if not 0 <= self.label_smoothing < 0.5:
-            raise ValueError(f"preference.label_smoothing must be in [0, 0.5), got {self.label_smoothing}")
-
-
 class PreferenceDecoder(Decoder):
     """A decoder whose loss is that of preference pairs; its parameters are a decoder's, by the same names.
 
@@ -56,7 +36,7 @@ class PreferenceDecoder(Decoder):
         log_probabilities: (hidden, weight, targets, num_targets=…) → (T,); tensor parallelism hands in its own.
 
     Raises:
-        ValueError: as `Decoder` and `PreferenceConfig` do.
+        ValueError: as `Decoder` does.
     """
 
     def __init__(
@@ -67,7 +47,6 @@ class PreferenceDecoder(Decoder):
         label_smoothing: float = 0.0,
         log_probabilities: Callable[..., Tensor] = linear_log_probabilities,
     ) -> None:
-        PreferenceConfig(beta, label_smoothing)
         super().__init__(shape, attention)
         self.beta, self.label_smoothing = beta, label_smoothing
         self.log_probabilities = log_probabilities

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -29,6 +29,9 @@ ALGORITHM = 4
 @dataclass
 class PlanConfig:
     """How documents are cut into steps and packs."""
+
+    EXCLUSIVE: ClassVar[tuple[str, ...]] = ("packs_per_step", "micro_batches")
+    """Only one of these may be given as a word."""
 
     capacity: int = 2048
     """Most tokens of a pack: the hard limit, set by memory."""

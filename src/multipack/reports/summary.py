@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import numpy as np
-from numpy.typing import NDArray
 
 from multipack.planning.explore import Row
 from multipack.planning.measure import PlanReport, padded_share
 from multipack.planning.options import PlanConfig
-from multipack.planning.packing import Packs
 from multipack.reports.console import Console, wrapped
 
 if TYPE_CHECKING:
-    from multipack.config import PackCommand, PlanCommand
     from multipack.data.corpus import Corpus
     from multipack.data.corpus_report import CorpusReport
     from multipack.training.session import Session
@@ -205,28 +199,6 @@ def fills_packs(config: PlanConfig) -> bool:
     return config.budget in (0, config.capacity)
 
 
-def training_command(source: Path, wanted: PlanCommand) -> str:
-    """The command that trains with a plan's settings, the documents left open where only lengths are known."""
-    plan, usual = wanted.plan, PlanConfig()
-    words = [f"data=store data.path={source}" if source.is_dir() else "data=…"]
-    words += [
-        f"data.{name}={str(value).lower()}"
-        for name, value in asdict(wanted.data).items()
-        if value not in ("auto", 0)
-    ]
-    for entry in fields(plan):
-        value = getattr(plan, entry.name)
-        decided = entry.name == "packs_per_step" and plan.micro_batches  # … by the other
-        if entry.name == "capacity" or (value != getattr(usual, entry.name) and not decided):
-            words.append(f"plan.{entry.name}={str(value).lower() if isinstance(value, bool) else value}")
-    words += [f"train.seed={wanted.seed}"] if wanted.seed > 0 else []
-    ranks = wanted.world_size
-    launch = "" if ranks == 1 else f"torchrun --nproc-per-node {ranks} -m "
-    if ranks > 8:
-        launch = "torchrun --nnodes … --nproc-per-node … -m "
-    return f"{launch}multipack train {' '.join(words)}"
-
-
 def explore_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Columns and cells of `explore`, the chosen row marked by an arrow."""
     columns = ["window", "budget", "group", "steps", "filled", "cost util.", "ceiling", "moved", "spread"]
@@ -258,25 +230,6 @@ def explore_notes(rows: Sequence[Row]) -> list[str]:
         "Randomness: 99 % of the documents are trained within so many steps of their place in the order as moved says;"
         " a spread of 1 is that of random steps, and above it documents of like length share steps.",
         "The arrow marks the given settings.",
-    ]
-
-
-def pack_rows(packs: Packs, lengths: NDArray[np.int64], wanted: PackCommand, seconds: float) -> Rows:
-    """Packs in words."""
-    tokens, bound = int(lengths.sum()), packs.lower_bound or 0
-    gap = len(packs) - bound
-    proven = (
-        "these are the fewest" if gap == 0 else f"at most {gap:,} more than needed ({gap / len(packs):.3%})"
-    )
-    return [
-        ("documents", f"{len(lengths):,} of {int(lengths.min()):,} … {int(lengths.max()):,} tokens"),
-        ("tokens", f"{tokens:,}"),
-        ("packs", f"{len(packs):,} of at most {wanted.capacity:,} tokens, by {wanted.method}"),
-        ("proven bound", f"no packing has fewer than {bound:,} packs: {proven}"),
-        ("filled", f"{tokens / (len(packs) * wanted.capacity):.4%} of the slots hold tokens"),
-        ("largest pack", f"{int(packs.sizes().max()):,} documents"),
-        ("packed in", _time(seconds)),
-        *([("written to", wanted.out)] if wanted.out else []),
     ]
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 Activation = Literal["gelu", "swiglu"]
 Norm = Literal["layernorm", "rmsnorm"]
@@ -142,6 +142,23 @@ class ModelShape:
                 f"latent attention (model.kv_rank={self.kv_rank}) has a key for every head: model.kv_heads must be"
                 f" {self.heads} or 0, got {self.kv_heads}"
             )
+
+    PRESET_HINT: ClassVar[str] = " or the path of a Hugging Face config.json"
+
+    @classmethod
+    def preset(cls, name: str) -> dict[str, Any] | None:
+        """The values of a named shape, or of the Hugging Face config.json at a path; None if there is neither."""
+        shape = SHAPES.get(name)
+        if shape is None and Path(name).exists():
+            shape = cls.from_huggingface(name)
+        if shape is None:
+            return None
+        return {**shape.to_dict(), "kv_heads": 0 if shape.kv_heads == shape.heads else shape.kv_heads}
+
+    @staticmethod
+    def preset_names() -> list[str]:
+        """Names of shapes."""
+        return list(SHAPES)
 
     @classmethod
     def from_huggingface(cls, source: Mapping[str, Any] | str | Path) -> ModelShape:

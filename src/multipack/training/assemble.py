@@ -46,15 +46,16 @@ from multipack.training.initial import Initial, begin_from, initial_shape, initi
 from multipack.training.metrics import RunningLoss
 from multipack.training.objective import Objective, objective_of
 from multipack.training.observer import Observers
-from multipack.training.optimizer import build_optimizer, described, read_rule
+from multipack.training.optimizer import build_optimizer, described
 from multipack.training.precision import mean_peak, name_of_dtype, resolve_dtype
+from multipack.training.rules import read_rule
 from multipack.training.schedule import rate_factor
 from multipack.training.session import Session
 from multipack.training.stream_feed import open_feed
 from multipack.training.watch import build_observers
 
 if TYPE_CHECKING:
-    from multipack.config import Config
+    from multipack.training.run_config import Config
 
 
 def check_model(config: Config, processes: int, console: Console) -> None:

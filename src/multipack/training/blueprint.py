@@ -19,7 +19,7 @@ from multipack.training.objective import Objective
 from multipack.training.optimizer import described, freeze
 
 if TYPE_CHECKING:
-    from multipack.config import Config
+    from multipack.training.run_config import Config
 
 
 def blueprint_of(

@@ -29,7 +29,7 @@ from multipack.shapes import ModelShape
 from multipack.training.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
-    from multipack.config import Config
+    from multipack.training.run_config import Config
 
 COST_FILE = "cost.json"
 """In a run directory and in each of its checkpoints, where the cost was measured."""

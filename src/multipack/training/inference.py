@@ -16,8 +16,8 @@ from multipack.models.decoder import Decoder
 from multipack.models.generate import Completion, Listener, generate_batch
 from multipack.models.hf import build_decoder
 from multipack.models.sampling import Sampling
-from multipack.run import find_run
-from multipack.training.initial import initial_weights, is_export
+from multipack.run import find_run, is_export
+from multipack.training.initial import initial_weights
 
 if TYPE_CHECKING:
     from multipack.data.chat import ChatTemplate

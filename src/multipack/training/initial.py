@@ -24,7 +24,7 @@ from torch import Tensor
 from multipack.data.tokenizer import Tokenizer
 from multipack.models.hf import parameter_shapes, shape_of
 from multipack.models.hf_files import CONFIG, open_weights, read_config
-from multipack.run import find_run
+from multipack.run import find_run, is_export, weights_folder
 from multipack.shapes import ModelShape
 from multipack.training.checkpoint import Checkpoint, load_checkpoint
 
@@ -80,11 +80,6 @@ class Initial:
     step: int | None = None
 
 
-def is_export(path: Path) -> bool:
-    """Whether `path` is a folder in Hugging Face's format, and no run and no checkpoint."""
-    return (path / CONFIG).is_file() and not (path / "config.yaml").is_file()
-
-
 def initial_shape(path: Path) -> ModelShape:
     """The shape of the decoder at `path`; no weights are read.
 
@@ -93,16 +88,7 @@ def initial_shape(path: Path) -> ModelShape:
     """
     if is_export(path):
         return shape_of(read_config(path), str(path / CONFIG))
-    return _saved_model(initial_folder(path))[0]
-
-
-def initial_folder(path: Path) -> Path:
-    """The very folder that weights are read from: of a run its latest checkpoint, which moves on as it trains.
-
-    Raises:
-        FileNotFoundError: see `initial_weights`.
-    """
-    return path if is_export(path) else _checkpoint(path, "latest")
+    return _saved_model(weights_folder(path))[0]
 
 
 def initial_weights(path: Path, weights: Weights = "latest") -> Initial:

@@ -17,15 +17,16 @@ from multipack.data.corpus import Corpus
 from multipack.data.preference import PreferenceCollator
 from multipack.data.sampler import PackedBatchSampler
 from multipack.models.decoder import Decoder, Part
-from multipack.models.preference import PreferenceConfig, PreferenceDecoder, preference_metrics
+from multipack.models.preference import PreferenceDecoder, preference_metrics
 from multipack.ops.loss import training_loss
 from multipack.parallel.engine import Engine
 from multipack.shapes import ModelShape
 from multipack.training.observer import Observer
 from multipack.training.preference import PreferenceMetrics, with_reference
+from multipack.training.settings import PreferenceConfig
 
 if TYPE_CHECKING:
-    from multipack.config import Config
+    from multipack.training.run_config import Config
 
 Collator = PackedCollator | PreferenceCollator
 

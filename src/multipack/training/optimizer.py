@@ -8,102 +8,17 @@ not say is as for parameters without a rule: learning rate × 1, weight decay wh
 
 from __future__ import annotations
 
-import difflib
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from multipack.training.rules import Rule, read_rule, useless
+from multipack.training.settings import OptimizerConfig
+
 FUSED_DEVICES = {"cpu", "cuda", "xpu", "mps"}
 """Devices for which torch has AdamW as one kernel for all tensors of a group."""
-
-
-@dataclass
-class OptimizerConfig:
-    """AdamW, its schedule and gradient clipping."""
-
-    lr: float = 2e-3
-    """Peak learning rate."""
-    min_lr: float = -1.0
-    """Learning rate at the end of the schedule; negative = a tenth of optimizer.lr."""
-    lr_scaling: Literal["none", "sqrt", "linear"] = "none"
-    """How learning rates grow with the targets of a step: not at all, by their root, or by their number."""
-    reference_tokens: int = 0
-    """Targets of a step that optimizer.lr was found with; needed by optimizer.lr_scaling."""
-    warmup_steps: int = 20
-    """Steps in which the learning rate rises linearly to its peak."""
-    decay_steps: int = 0
-    """Step at which the schedule reaches min_lr; 0 = the last step of the run."""
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """What follows the warm-up: half a cosine or a line down to min_lr, the peak for ever, or until a decay."""
-    decay_share: float = 0.2
-    """Share of the steps, the last ones, over which schedule=wsd decays."""
-    decay_shape: Literal["linear", "sqrt"] = "linear"
-    """How schedule=wsd decays: along a line, or along 1 - sqrt(progress), which falls fast at first."""
-    beta1: float = 0.9
-    """Decay of the first moment."""
-    beta2: float = 0.95
-    """Decay of the second moment."""
-    eps: float = 1e-8
-    """Added to the root of the second moment."""
-    weight_decay: float = 0.1
-    """Decoupled weight decay of tensors with two or more dimensions."""
-    rules: list[str] = field(default_factory=list)
-    """Exceptions by (globs of) parameters' or modules' names: `*.bias lr=2 weight_decay=0`, `blocks.0 freeze`."""
-    fused: Literal["auto", "true", "false"] = "auto"
-    """One kernel for all tensors of a group: auto = where the device has it; false = several kernels (foreach)."""
-    clip: float = 1.0
-    """Largest global norm of the gradient; 0 = no clipping."""
-
-    def __post_init__(self) -> None:
-        """Refuse what would not train."""
-        if self.lr <= 0:
-            raise ValueError(f"optimizer.lr={self.lr} must be positive")
-        if self.min_lr > self.lr:
-            raise ValueError(f"optimizer.min_lr={self.min_lr} must not exceed optimizer.lr={self.lr}")
-        if self.clip < 0 or self.weight_decay < 0 or self.warmup_steps < 0 or self.decay_steps < 0:
-            raise ValueError(
-                "optimizer.clip, weight_decay, warmup_steps and decay_steps must not be negative"
-            )
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"optimizer.{name} must be in [0, 1), got {getattr(self, name)}")
-        if not 0 < self.decay_share <= 1:
-            raise ValueError(f"optimizer.decay_share must be in (0, 1], got {self.decay_share}")
-        if self.lr_scaling != "none" and self.reference_tokens < 1:
-            raise ValueError(
-                f"optimizer.lr_scaling={self.lr_scaling} needs optimizer.reference_tokens, the targets of a step"
-                f" that optimizer.lr was found with, got {self.reference_tokens}"
-            )
-        for text in self.rules:
-            read_rule(text)
-
-
-@dataclass(frozen=True)
-class Rule:
-    """An exception for the parameters that a pattern names; None = as for those without a rule.
-
-    Attributes:
-        text: as the user wrote it.
-        pattern: a glob on parameters' names, or on names of modules, which stand for all that they hold.
-        lr_scale: factor of the learning rate.
-        weight_decay: decoupled weight decay.
-        freeze: keep the weights as they are.
-    """
-
-    text: str
-    pattern: str
-    lr_scale: float = 1.0
-    weight_decay: float | None = None
-    freeze: bool = False
-
-    def matches(self, name: str) -> bool:
-        """Whether the rule names this parameter, or a module that holds it."""
-        return fnmatchcase(name, self.pattern) or fnmatchcase(name, f"{self.pattern}.*")
 
 
 @dataclass(frozen=True)
@@ -113,46 +28,6 @@ class Treatment:
     lr_scale: float
     weight_decay: float
     frozen: bool = False
-
-
-def read_rule(text: str) -> Rule:
-    """A rule from its text.
-
-    Raises:
-        ValueError: it has no pattern, says nothing, or says what no rule can say.
-    """
-    pattern, *words = text.split() or [""]
-    said: dict[str, Any] = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if word == "freeze":
-            said["freeze"] = True
-        elif key in ("lr", "weight_decay") and equals:
-            said["lr_scale" if key == "lr" else key] = _number(text, key, value)
-        else:
-            raise ValueError(
-                f"optimizer.rules: {word!r} of {text!r} is none of lr=FACTOR, weight_decay=VALUE and freeze"
-            )
-    if not said or "=" in pattern:
-        raise ValueError(
-            f"optimizer.rules: {text!r} must name parameters and say what is different for them:"
-            " PATTERN [lr=FACTOR] [weight_decay=VALUE] [freeze]"
-        )
-    if "freeze" in said and len(said) > 1:
-        raise ValueError(
-            f"optimizer.rules: {text!r} freezes its parameters, so that nothing else can be said of them"
-        )
-    return Rule(text, pattern, **said)
-
-
-def _number(text: str, key: str, value: str) -> float:
-    try:
-        number = float(value)
-    except ValueError:
-        number = math.nan
-    if not 0 <= number < math.inf:
-        raise ValueError(f"optimizer.rules: {key}={value} of {text!r} must be a number that is not negative")
-    return number
 
 
 def treatments(parameters: Mapping[str, Tensor], config: OptimizerConfig) -> dict[str, Treatment]:
@@ -173,7 +48,7 @@ def treatments(parameters: Mapping[str, Tensor], config: OptimizerConfig) -> dic
             deciding[name] = number
     for number, rule in enumerate(rules):
         if number not in deciding.values():
-            raise ValueError(_useless(rule, rules[:number], list(parameters)))
+            raise ValueError(useless(rule, rules[:number], list(parameters)))
     found = {}
     for name, parameter in parameters.items():
         rule = rules[deciding[name]] if name in deciding else Rule("", name)
@@ -182,20 +57,6 @@ def treatments(parameters: Mapping[str, Tensor], config: OptimizerConfig) -> dic
         frozen = rule.freeze or not parameter.requires_grad
         found[name] = Treatment(1.0, 0.0, True) if frozen else Treatment(rule.lr_scale, decay)
     return found
-
-
-def _useless(rule: Rule, before: Sequence[Rule], names: Sequence[str]) -> str:
-    taken = [name for name in names if rule.matches(name)]
-    if taken:
-        earlier = next(other for other in before if other.matches(taken[0]))
-        return (
-            f"optimizer.rules: {rule.text!r} decides nothing, because earlier rules match all that it names"
-            f" ({earlier.text!r} matches {taken[0]}): put it before them"
-        )
-    parts = [name.split(".") for name in names]
-    known = dict.fromkeys(".".join(part[:count]) for part in parts for count in range(1, len(part) + 1))
-    near = difflib.get_close_matches(rule.pattern, known, 3, 0.5) or list(known)[:3]
-    return f"optimizer.rules: {rule.text!r} matches no parameter; there are {', '.join(near)}, …"
 
 
 def described(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, nn.Parameter]:

@@ -22,7 +22,7 @@ from multipack.training.calibrate import NOISY, DecoderTimer, calibrate, cost_ro
 from multipack.training.precision import resolve_dtype
 
 if TYPE_CHECKING:
-    from multipack.config import Config
+    from multipack.training.run_config import Config
 
 PACKS = 24
 """Packs of the plan that are timed, half of them to fit and half of them to check."""

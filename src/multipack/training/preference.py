@@ -29,13 +29,14 @@ from multipack.data.documents import Documents
 from multipack.data.preference import PreferenceCollator, PreferencePairs
 from multipack.data.sampler import PackedBatchSampler
 from multipack.data.tokenizer import Tokenizer
-from multipack.models.preference import PreferenceConfig, PreferenceDecoder, preference_metrics
+from multipack.models.preference import PreferenceDecoder, preference_metrics
 from multipack.parallel.base import weights_hash
 from multipack.parallel.engine import Engine
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.world import World
 from multipack.training.initial import begin_from, fit_vocabulary, initial_weights
 from multipack.training.observer import Observer
+from multipack.training.settings import PreferenceConfig
 
 FORMAT = "multipack-reference-1"
 _BLOCK = 1 << 15  # values that ranks exchange at once

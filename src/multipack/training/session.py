@@ -37,7 +37,7 @@ from multipack.training.observer import Observers, RunStopped
 from multipack.training.precision import mean_peak, resolve_dtype
 
 if TYPE_CHECKING:
-    from multipack.config import Config
+    from multipack.training.run_config import Config
 
 
 class NonFiniteLoss(RunStopped):

@@ -30,7 +30,7 @@ from multipack.planning.stream_step import StreamStep
 from multipack.training.feed import StepData, cost_spread
 
 if TYPE_CHECKING:
-    from multipack.config import Config
+    from multipack.training.run_config import Config
 
 
 def open_feed(

@@ -35,7 +35,7 @@ from multipack.training.schedule import learning_rate
 from multipack.training.session import Session
 
 if TYPE_CHECKING:
-    from multipack.config import Config
+    from multipack.training.run_config import Config
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def train(config: Config, clock: Callable[[], float] = time.perf_counter) -> Run
     """Run what `config` says, from assembling documents to the last checkpoint.
 
     Args:
-        config: resolved; see `multipack.config.compose_run`.
+        config: resolved; see `multipack.training.run_config.compose_run`.
         clock: seconds; replaced in tests.
 
     Raises:
@@ -341,7 +341,7 @@ def _sample(session: Session) -> None:
     """What the model writes at an evaluation."""
     train = session.config.train
     prompts = [train.sample_prompt] if train.sample_prompt else session.corpus.prompts
-    if not prompts:  # no document begins with text
+    if not prompts or not train.sample_tokens:
         return
     prompt = prompts[(session.step // max(train.eval_every, 1)) % len(prompts)]
     with session.engine.gathered() as model:

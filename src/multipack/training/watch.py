@@ -10,11 +10,11 @@ from multipack.run import RunDirectory
 from multipack.training.averaging import MovingAverage
 from multipack.training.gradients import GradientNoise, LayerNorms, needs_two_micro_batches
 from multipack.training.observer import Observer, Observers
-from multipack.training.settings import LogConfig, TrainConfig
+from multipack.training.settings import LogConfig, TrackConfig, TrainConfig
 from multipack.training.spikes import SpikeGuard
 from multipack.training.stopping import EarlyStopping
 from multipack.training.tracing import Trace
-from multipack.training.trackers import TrackConfig, TrackerObserver, about_run, open_trackers
+from multipack.training.trackers import TrackerObserver, about_run, open_trackers
 
 
 def build_observers(

@@ -9,21 +9,21 @@ so that a resumed run goes on in the same ones.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from multipack.parallel.world import World
 from multipack.training.observer import Observer
+from multipack.training.settings import TrackConfig
 from multipack.training.trackers.mlflow import MlflowTracker
 from multipack.training.trackers.protocol import About, Tracker
 from multipack.training.trackers.tensorboard import TensorboardTracker
 from multipack.training.trackers.trackio import TrackioTracker
 from multipack.training.trackers.wandb import WandbTracker
 
-__all__ = ["TRACKERS", "About", "TrackConfig", "Tracker", "TrackerObserver", "open_trackers"]
+__all__ = ["TRACKERS", "About", "Tracker", "TrackerObserver", "open_trackers"]
 
 TRACKERS: dict[str, Callable[[], Tracker]] = {
     "tensorboard": TensorboardTracker,
@@ -32,47 +32,6 @@ TRACKERS: dict[str, Callable[[], Tracker]] = {
     "trackio": TrackioTracker,
 }
 """What `track.to` names. Making one imports its package, and does nothing else."""
-
-
-@dataclass
-class TrackConfig:
-    """Which trackers get a run's records, beside metrics.jsonl."""
-
-    to: list[str] = field(default_factory=list)
-    """Any of tensorboard, wandb, mlflow and trackio; each needs the extra of its name."""
-    project: str = "multipack"
-    """Project of wandb and trackio, experiment of mlflow."""
-    entity: str = ""
-    """User or team of wandb; empty = wandb's default."""
-    name: str = ""
-    """Name of the run; empty = the run directory's."""
-    run_id: str = ""
-    """Go on in this run of wandb or mlflow; empty = a new one, or that of the run which is resumed."""
-    group: str = ""
-    """Group of runs in wandb and trackio, a tag in mlflow."""
-    mode: Literal["online", "offline", "disabled"] = "online"
-    """online = as each tracker is set up; offline = files on this machine alone; disabled = track.to is left out."""
-    folder: str = ""
-    """Where trackers keep their files; empty = the run directory. Trackio's own setting says where its files are."""
-
-    def __post_init__(self) -> None:
-        """Refuse what is no tracker."""
-        for name in self.to:
-            if name not in TRACKERS:
-                near = difflib.get_close_matches(name, TRACKERS, 1)
-                also = "metrics.jsonl is always written" if name == "jsonl" else ""
-                hint = also or (f"did you mean {near[0]}?" if near else "")
-                raise ValueError(
-                    f"track.to={name} is none of {', '.join(TRACKERS)}" + (f"; {hint}" if hint else "")
-                )
-            if self.to.count(name) > 1:
-                raise ValueError(f"track.to names {name} more than once")
-        if self.run_id and {"wandb", "mlflow"} <= set(self.to):
-            raise ValueError(
-                f"track.run_id={self.run_id} cannot name a run of wandb and one of mlflow: leave one out of track.to"
-            )
-        if not self.project:
-            raise ValueError("track.project must not be empty: it is where trackers keep runs together")
 
 
 def open_trackers(config: TrackConfig, world: World) -> list[Tracker]:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from multipack.data.lengths import LengthsConfig
 from multipack.planning.cost import CostModel
 from multipack.planning.packing import Method
 from multipack.planning.plan import PlanConfig
 from multipack.shapes import SHAPES, ModelShape
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from multipack.planning.packing import Packs
 
 
 @dataclass
@@ -94,3 +100,46 @@ class PackCommand:
             raise ValueError(f"out={self.out} must end with .npz, which is what is written")
         if self.out and Path(self.out).exists():
             raise ValueError(f"out={self.out} exists already: choose another name, or move it away")
+
+
+def training_command(source: Path, wanted: PlanCommand) -> str:
+    """The command that trains with a plan's settings, the documents left open where only lengths are known."""
+    plan, usual = wanted.plan, PlanConfig()
+    words = [f"data=store data.path={source}" if source.is_dir() else "data=…"]
+    words += [
+        f"data.{name}={str(value).lower()}"
+        for name, value in asdict(wanted.data).items()
+        if value not in ("auto", 0)
+    ]
+    for entry in fields(plan):
+        value = getattr(plan, entry.name)
+        decided = entry.name == "packs_per_step" and plan.micro_batches  # … by the other
+        if entry.name == "capacity" or (value != getattr(usual, entry.name) and not decided):
+            words.append(f"plan.{entry.name}={str(value).lower() if isinstance(value, bool) else value}")
+    words += [f"train.seed={wanted.seed}"] if wanted.seed > 0 else []
+    ranks = wanted.world_size
+    launch = "" if ranks == 1 else f"torchrun --nproc-per-node {ranks} -m "
+    if ranks > 8:
+        launch = "torchrun --nnodes … --nproc-per-node … -m "
+    return f"{launch}multipack train {' '.join(words)}"
+
+
+def pack_rows(
+    packs: Packs, lengths: NDArray[np.int64], wanted: PackCommand, seconds: float
+) -> list[tuple[str, str]]:
+    """Packs in words."""
+    tokens, bound = int(lengths.sum()), packs.lower_bound or 0
+    gap = len(packs) - bound
+    proven = (
+        "these are the fewest" if gap == 0 else f"at most {gap:,} more than needed ({gap / len(packs):.3%})"
+    )
+    return [
+        ("documents", f"{len(lengths):,} of {int(lengths.min()):,} … {int(lengths.max()):,} tokens"),
+        ("tokens", f"{tokens:,}"),
+        ("packs", f"{len(packs):,} of at most {wanted.capacity:,} tokens, by {wanted.method}"),
+        ("proven bound", f"no packing has fewer than {bound:,} packs: {proven}"),
+        ("filled", f"{tokens / (len(packs) * wanted.capacity):.4%} of the slots hold tokens"),
+        ("largest pack", f"{int(packs.sizes().max()):,} documents"),
+        ("packed in", f"{seconds:.3f} s"),
+        *([("written to", wanted.out)] if wanted.out else []),
+    ]

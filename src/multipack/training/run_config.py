@@ -1,0 +1,298 @@
+"""`Config`, everything that a run depends on, and how it is composed from words or from a saved run. Needs no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from multipack.data.data_config import DataConfig
+from multipack.data.tokenizer import TokenizerConfig
+from multipack.parallel.parallel_config import ParallelConfig, check_readers
+from multipack.parallel.stages import fit_micro_batches
+from multipack.planning.plan import PlanConfig
+from multipack.run import RunDirectory, find_run, is_export, weights_folder
+from multipack.shapes import SHAPES, ModelShape
+from multipack.training.settings import LogConfig, OptimizerConfig, PreferenceConfig, TrackConfig, TrainConfig
+from multipack.words import ConfigError, flatten, merge, read_yaml, split
+
+ALIASES: dict[str, str] = {
+    "train.max_iters": "train.steps",
+    "train.eval_interval": "train.eval_every",
+    "train.log_interval": "log.every",
+    "train.eval_iters": "train.eval_packs",
+    "train.backend": "parallel.data",
+    "train.warmup_iters": "optimizer.warmup_steps",
+    "model.n_layer": "model.layers",
+    "model.n_head": "model.heads",
+    "model.block_size": "data.block_size",
+    "model.vocab_size": "model.vocabulary_size",
+    "optimizer.gas": "plan.micro_batches",
+    "optimizer.learning_rate": "optimizer.lr",
+    "optimizer.grad_clip": "optimizer.clip",
+    "optimizer.lr_decay_iters": "optimizer.decay_steps",
+}
+"""wordplay's name of a setting → its name here."""
+
+VALUE_ALIASES: dict[tuple[str, str], str] = {
+    ("train.dtype", "bfloat16"): "bf16",
+    ("train.dtype", "float32"): "fp32",
+    ("data", "shakespeare"): "shakespeare_char",
+    ("parallel.data", "DDP"): "ddp",
+}
+"""(setting, wordplay's value) → its value here."""
+
+HINTS: dict[str, str] = {
+    "model.batch_size": "plan.capacity counts tokens: set it to batch_size × block_size",
+    "model.n_embd": "set model.d_model and model.d_ff (wordplay's d_ff is 4 × n_embd)",
+}
+"""wordplay's settings without an equivalent → what to set instead."""
+
+FIXED_AT_START = (
+    "train.init_from",
+    "preference.reference",
+    "plan.packs_per_step",
+    "plan.micro_batches",
+)
+"""Words that count only when a run begins: they name checkpoints, or packs for a number of ranks."""
+
+FREE_ON_RESUME = {"plan.packs_per_step", "plan.micro_batches", "model.attention", "model.dropout"}
+"""Settings of plan and model that a resumed run may change."""
+
+
+@dataclass(frozen=True)
+class ModelConfig(ModelShape):
+    """The decoder's shape and its attention backend."""
+
+    attention: str = "auto"
+    """Attention backend: `auto` takes the first that supports device, dtype and shape."""
+
+    PRESET_HINT: ClassVar[str] = ""
+
+    @classmethod
+    def preset(cls, name: str) -> dict[str, Any] | None:
+        """The values of a named shape; the vocabulary is left to the tokenizer."""
+        if name not in SHAPES:
+            return None
+        return {**(ModelShape.preset(name) or {}), "vocabulary_size": 0}
+
+
+@dataclass
+class Config:
+    """Everything that a run depends on."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    track: TrackConfig = field(default_factory=TrackConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    out: str = ""
+    """Run directory; empty = runs/<date>_<time>."""
+
+    def __post_init__(self) -> None:
+        """Check each group of settings for itself."""
+        self.data.check()
+        self.tokenizer.check()
+        if self.model.attention != "auto":
+            from multipack.ops.attention import find_backend  # imports torch
+
+            find_backend(self.model.attention)
+
+    def check(self, processes: int) -> None:
+        """Check the settings together, for a number of processes. Needs no process group.
+
+        Raises:
+            ValueError: settings that cannot be combined; the message names the nearest legal choice.
+        """
+        parallel, train = self.parallel, self.train
+        parallel.check(self.model, processes, self.plan.capacity)
+        self._check_packs(processes)
+        self._check_slots()
+        parallel.check_dtype(train.dtype, processes)
+        if parallel.tensor > 1 and train.tiles > 1:
+            raise ValueError(
+                f"train.tiles={train.tiles} and parallel.tensor={parallel.tensor} both divide the feed-forward layers"
+                " and the vocabulary: use one of them"
+            )
+        if parallel.context > 1 and parallel.context_method == "ring" and self.model.attention != "auto":
+            raise ValueError(
+                f"model.attention={self.model.attention}: ring attention has its own kernels; use model.attention=auto,"
+                " or parallel.context_method=ulysses"
+            )
+        if self.log.gradient_noise and not parallel.keeps_own_gradients:
+            raise ValueError(
+                "log.gradient_noise=true needs the whole gradient of a rank's first micro-batch, which only"
+                " parallel.data=ddp and zero1 without parallel.tensor, context and pipeline keep: leave it out"
+            )
+
+    def _check_slots(self) -> None:
+        """Packs of one shape hold a multiple of `align` slots, which ranks must divide evenly."""
+        align, multiple = self.plan.align, self.parallel.token_multiple
+        one_shape = self.train.fixed_shape or self.parallel.pipeline > 1
+        slots = self.plan.capacity // align * align
+        if one_shape and slots % multiple:
+            both = math.lcm(align, multiple)
+            raise ValueError(
+                f"plan.align={align} leaves {slots} slots of plan.capacity={self.plan.capacity}, which parallel.context"
+                f" and parallel.tensor divide by {multiple}: use plan.capacity={max(slots // both, 1) * both}, or"
+                f" plan.align={multiple}"
+            )
+
+    def _check_packs(self, processes: int) -> None:
+        """Each data-parallel rank has a pack of every step; a resumed pipeline needs as many as it has stages."""
+        parallel, ranks = self.parallel, self.parallel.data_size(processes)
+        packs = int(self.plan.keywords(ranks)["packs_per_step"])
+        check_readers(self.data.readers, ranks)
+        if parallel.pipeline == 1 and ranks > packs:
+            raise ValueError(
+                f"{ranks} data-parallel ranks cannot share plan.packs_per_step={packs} packs: set it to at least"
+                f" {ranks} (a multiple of {ranks} keeps all of them busy)"
+            )
+        per_rank = -(-packs // ranks)
+        needed = fit_micro_batches(parallel, per_rank)
+        if self.train.resume != "false" and needed > per_rank:
+            raise ValueError(
+                f"parallel.pipeline={parallel.pipeline} ({parallel.schedule}) needs {needed} packs per step on every"
+                f" data-parallel rank, and the resumed run has {per_rank}: use parallel.pipeline="
+                f"{_shorter_pipeline(parallel, processes, packs)}"
+            )
+
+
+def _shorter_pipeline(parallel: ParallelConfig, processes: int, packs: int) -> int:
+    """The largest smaller number of pipeline ranks for which a step has enough packs."""
+
+    def enough(pipeline: int) -> bool:
+        other = replace(parallel, pipeline=pipeline)
+        if processes % other.model_ranks:
+            return False
+        per_rank = -(-packs // other.data_size(processes))
+        return fit_micro_batches(other, per_rank) == per_rank
+
+    return max(ranks for ranks in range(1, parallel.pipeline) if enough(ranks))
+
+
+def translate(key: str, value: str) -> tuple[str, str]:
+    """Wordplay's names of a setting and its value as they are called here; others stay as they are."""
+    if key in HINTS:
+        raise ConfigError(f"{key} has no equivalent here: {HINTS[key]}")
+    key = ALIASES.get(key, key)
+    if key == "train.init_from" and value in ("scratch", "resume"):  # all other values are paths
+        key, value = "train.resume", str(value == "resume").lower()
+    return key, VALUE_ALIASES.get((key, value), value)
+
+
+def compose(words: Iterable[str], base: dict[str, Any] | None = None) -> Config:
+    """Build the configuration of a run from command-line words; see `multipack.words`.
+
+    Args:
+        words: `group=preset`, `group.key=value`, `out=DIR` or `config=FILE`, in any order.
+        base: values of a saved run, below the words.
+
+    Raises:
+        ConfigError: with the field and the nearest legal name or value.
+    """
+    # The default kv_heads=0 follows model.heads; an instance of ModelConfig has resolved it already.
+    return merge(Config, words, base or {"model": {"kv_heads": 0}}, translate)
+
+
+def compose_run(words: Iterable[str]) -> Config:
+    """The configuration of `multipack train`: that of a new run, or of a saved run with `words` over it.
+
+    With `train.resume=auto` the same words begin a run in out= and continue it whenever they are given again, which is
+    what launchers and schedulers need that restart a command.
+
+    Raises:
+        ConfigError: also when `train.resume` and `out` do not name one run.
+    """
+    given = list(words)
+    settings = dict(translate(*split(word)) for word in given)
+    resume, out = settings.get("train.resume", "false"), settings.get("out", "")
+    if resume.lower() == "auto":
+        return compose_run(_resolve_auto(given, out))
+    if resume.lower() in ("false", ""):
+        return _resolve_weights(compose(given, _initial_model(settings)))
+    path = out if resume.lower() == "true" else resume
+    if not path:
+        raise ConfigError("train.resume=true needs out=RUN_DIR (or write train.resume=RUN_DIR)")
+    try:
+        run, checkpoint = find_run(path)
+        checkpoint = checkpoint or (run.latest_checkpoint() if run.latest.is_file() else None)
+    except FileNotFoundError as error:
+        raise ConfigError(f"train.resume={resume}: {error}") from error
+    if out and Path(out).resolve() != run.path.resolve():
+        raise ConfigError(
+            f"out={out} is not the run of train.resume={resume}; a run continues in its own"
+            f" directory: leave out= away, or copy {run.path} first"
+        )
+    # The checkpoint's own settings, not the run's: later words may have changed the latter.
+    before = read_yaml(checkpoint / "config.yaml" if checkpoint else run.config)
+    config = compose(given, before)
+    _check_unchanged(before, settings)
+    config.out = str(run.path)
+    return config
+
+
+def _resolve_auto(words: list[str], out: str) -> list[str]:
+    """The words of `train.resume=auto` with true or false in its place."""
+    if not out:
+        raise ConfigError("train.resume=auto needs out=RUN_DIR: a restarted run must find its directory")
+    exists = RunDirectory.at(out).config.is_file()
+    removed = ("train.resume", *(FIXED_AT_START if exists else ()))
+    kept = [word for word in words if translate(*split(word))[0] not in removed]
+    return [*kept, f"train.resume={str(exists).lower()}"]
+
+
+def _initial_model(settings: dict[str, str]) -> dict[str, Any] | None:
+    """The shape of the weights in train.init_from, unless the words set a shape; the vocabulary may still grow."""
+    path = settings.get("train.init_from", "")
+    free = {"model.attention", "model.dropout"}
+    shaped = any(key == "model" or (key.startswith("model.") and key not in free) for key in settings)
+    if not path or shaped:
+        return None
+    folder = _weights(path, "train.init_from")
+    if is_export(folder):
+        from multipack.training.initial import initial_shape  # imports torch
+
+        return {"model": {**initial_shape(folder).to_dict(), "vocabulary_size": 0}}
+    model = read_yaml(folder / "config.yaml").get("model", {})
+    return {"model": {**model, "attention": "auto", "vocabulary_size": 0}}
+
+
+def _resolve_weights(config: Config) -> Config:
+    """Replace runs by their latest checkpoints, which change later; take the weights' tokenizer if none is set."""
+    train, preference = config.train, config.preference
+    if preference.reference:
+        preference.reference = str(_weights(preference.reference, "preference.reference"))
+    if train.init_from:
+        train.init_from = str(_weights(train.init_from, "train.init_from"))
+        file = Path(train.init_from) / "tokenizer.json"
+        free = config.tokenizer.kind == "auto" and config.data.source not in ("store", "mixture")
+        if free and file.is_file():
+            config.tokenizer = TokenizerConfig("file", str(file))
+    return config
+
+
+def _weights(path: str, setting: str) -> Path:
+    try:
+        return weights_folder(Path(path).expanduser())
+    except FileNotFoundError as error:
+        raise ConfigError(f"{setting}={path}: {error}") from error
+
+
+def _check_unchanged(before: dict[str, Any], settings: dict[str, str]) -> None:
+    """Refuse settings of plan or model that differ from the saved run's."""
+    old = flatten(before)
+    for key, value in settings.items():
+        fixed = key.startswith(("plan.", "model.")) and key not in FREE_ON_RESUME
+        if fixed and key in old and value not in (str(old[key]), str(old[key]).lower(), "0"):
+            raise ConfigError(
+                f"{key} was {old[key]} in that run and cannot become {value}: the saved weights and documents depend"
+                " on it; leave it away, or start a new run with another out="
+            )

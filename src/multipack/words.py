@@ -1,0 +1,253 @@
+"""Settings from `key=value` words, presets and YAML: builds any dataclass of dataclasses. Knows no setting itself.
+
+    data=jsonl  data.path=train.jsonl  config=FILE.yaml  out=runs/a
+    └ preset ┘  └ field of a group ┘   └ values below ┘  └ field ┘
+
+Precedence, highest first: words, presets, `config=FILE`, `base`, defaults. An unknown key, a wrong type or an illegal
+value raises a ConfigError that names the field and the nearest legal choice.
+
+A group (a dataclass that is a field of the schema) may define
+
+- `preset(name) -> dict | None` and `preset_names() -> list[str]`: what `group=NAME` means; without them, or where
+  `preset` returns None, the file `multipack/presets/<group>/<name>.yaml`,
+- `PRESET_HINT`: what else `group=` accepts, for error messages,
+- `EXCLUSIVE`: names of fields of which only one may be given; a word for one sets the others to 0.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+import typing
+from collections.abc import Callable, Iterable
+from dataclasses import fields, is_dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, TypeVar
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+Schema = TypeVar("Schema")
+Pair = tuple[str, str]
+
+
+class ConfigError(ValueError):
+    """An illegal configuration; the message names the field and the legal choices."""
+
+
+def merge(
+    schema: type[Schema],
+    words: Iterable[str],
+    base: dict[str, Any] | None = None,
+    translate: Callable[[str, str], Pair] = lambda key, value: (key, value),
+) -> Schema:
+    """Build a dataclass of dataclasses from words.
+
+    Args:
+        schema: the dataclass; every field has a default.
+        words: `group=preset`, `group.key=value`, `key=value` or `config=FILE`, in any order.
+        base: values below the words, nested by groups.
+        translate: maps a key and its value to the names of the schema.
+
+    Raises:
+        ConfigError: with the field and the nearest legal name or value.
+    """
+    tree = OmegaConf.structured(schema)
+    groups = _groups(schema)
+    for node in (tree, *(tree[name] for name in groups)):
+        OmegaConf.set_readonly(node, False)  # groups may be frozen dataclasses
+    pairs = [translate(*split(word)) for word in words]
+    _apply(tree, flatten(base or {}))
+    for _, path in (pair for pair in pairs if pair[0] == "config"):
+        _apply(tree, flatten(read_yaml(path)))
+    for group, name in (pair for pair in pairs if pair[0] in groups):
+        _apply(tree, flatten(_preset(group, groups[group], name)))
+    given = {key: value for key, value in pairs if key != "config" and key not in groups}
+    _apply(tree, given)
+    _apply(tree, _excluded(groups, given))
+    try:
+        return typing.cast(Schema, OmegaConf.to_object(tree))
+    except OmegaConfBaseException as error:
+        raise ConfigError(_reason(error)) from error
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def split(word: str) -> Pair:
+    """The key and the value of a word.
+
+    Raises:
+        ConfigError: the word is not `key=value`.
+    """
+    key, equals, value = word.partition("=")
+    if not equals and "." in key and "/" not in key:
+        raise ConfigError(f"{key} has no value: write {key}=VALUE, without spaces")
+    if not equals or not key:
+        raise ConfigError(f"{word!r} is not a setting; write group=preset or group.key=value")
+    return key.strip(), value
+
+
+def preset_names(schema: type) -> dict[str, list[str]]:
+    """For each group of a schema, the names that `group=NAME` accepts."""
+    return {group: _preset_names(group, kind) for group, kind in _groups(schema).items()}
+
+
+def describe(schema: type, values: Any = None) -> list[tuple[str, str, str, str]]:
+    """(key, type, default, meaning) of every field below `schema`; meanings are the fields' docstrings.
+
+    Args:
+        schema: a dataclass of dataclasses.
+        values: an instance with the defaults; None = `schema()`.
+    """
+    rows: list[tuple[str, str, str, str]] = []
+    hints = typing.get_type_hints(schema)
+    documented = _field_docstrings(schema)
+    instance = schema() if values is None else values
+    for entry in fields(schema):
+        value = getattr(instance, entry.name)
+        if is_dataclass(value):
+            below = describe(type(value), value)
+            rows += [(f"{entry.name}.{key}", kind, default, meaning) for key, kind, default, meaning in below]
+        else:
+            shown = str(value).lower() if isinstance(value, bool) else str(value)
+            rows.append((entry.name, _type_name(hints[entry.name]), shown, documented.get(entry.name, "")))
+    return rows
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The values of a YAML file, nested by groups.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not YAML with `group:` and `key: value` lines.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"config={path} cannot be read: {error.strerror}") from error
+    return _parse_yaml(text, str(path))
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values of nested groups by their full names, `group.key`."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _groups(schema: type) -> dict[str, type]:
+    hints = typing.get_type_hints(schema)
+    return {entry.name: hints[entry.name] for entry in fields(schema) if is_dataclass(hints[entry.name])}
+
+
+def _excluded(groups: dict[str, type], given: dict[str, str]) -> dict[str, Any]:
+    """Zeros for the alternatives of fields that were given."""
+    zeros: dict[str, Any] = {}
+    for group, kind in groups.items():
+        names = [f"{group}.{name}" for name in getattr(kind, "EXCLUSIVE", ())]
+        chosen = [name for name in names if name in given]
+        if len(chosen) > 1:
+            raise ConfigError(f"set {' or '.join(chosen)}, not both")
+        if chosen and chosen[0] != names[-1]:  # the last one takes precedence over the others anyway
+            zeros |= {name: 0 for name in names if name != chosen[0]}
+    return zeros
+
+
+def _preset_names(group: str, kind: Any) -> list[str]:
+    if hasattr(kind, "preset_names"):
+        return list(kind.preset_names())
+    folder = resources.files("multipack") / "presets" / group
+    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir()) if folder.is_dir() else []
+
+
+def _preset(group: str, kind: Any, name: str) -> dict[str, Any]:
+    """The values that `group=NAME` sets; a file may set fields of other groups too."""
+    own = kind.preset(name) if hasattr(kind, "preset") else None
+    if own is not None:
+        return {group: own}
+    file = resources.files("multipack") / "presets" / group / f"{name}.yaml"
+    if "/" not in name and file.is_file():
+        return _parse_yaml(file.read_text("utf-8"), name)
+    names = _preset_names(group, kind)
+    if not names:
+        raise ConfigError(f"{group}={name}: {group} has no presets; set its fields as {group}.key=value")
+    near = difflib.get_close_matches(name, names, 1)
+    hint = f"; did you mean {group}={near[0]}?" if near else ""
+    also = getattr(kind, "PRESET_HINT", "")
+    raise ConfigError(f"{group}={name} is not a preset; there are {', '.join(names)}{also}{hint}")
+
+
+def _parse_yaml(text: str, name: str) -> dict[str, Any]:
+    try:
+        parsed = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    except Exception as error:
+        raise ConfigError(f"{name} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(parsed, dict):
+        raise ConfigError(f"{name} must hold `group:` and `key: value` lines")
+    return typing.cast(dict[str, Any], parsed)
+
+
+def _apply(tree: DictConfig, values: dict[str, Any]) -> None:
+    """Set fields by their full names; OmegaConf converts and checks types."""
+    known = flatten(typing.cast(dict[str, Any], OmegaConf.to_container(tree)))
+    for key, value in values.items():
+        if key not in known:
+            raise ConfigError(_unknown(key, tree, list(known)))
+        if isinstance(value, str) and "${" in value:  # an interpolation could read environment variables
+            raise ConfigError(f"{key}={value}: settings cannot hold ${{…}}; write the value itself")
+        if isinstance(known[key], list) and isinstance(value, str):
+            value = [part for part in map(_unquoted, value.strip().strip("[]").split(",")) if part]
+        try:
+            OmegaConf.update(tree, key, value)
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{key}={value}: {_reason(error)}") from error
+
+
+def _unquoted(part: str) -> str:
+    part = part.strip()
+    quoted = len(part) > 1 and part[0] == part[-1] and part[0] in "\"'"
+    return part[1:-1] if quoted else part
+
+
+def _unknown(key: str, tree: DictConfig, known: list[str]) -> str:
+    """The message for an unknown key, with the nearest known one."""
+    group, _, leaf = key.partition(".")
+    if leaf:
+        siblings = [name for name in known if name.startswith(f"{group}.")]
+        near = difflib.get_close_matches(key, siblings, 1, 0.7)
+        near = near or [name for name in known if name.split(".")[-1] == leaf]
+        near = near or difflib.get_close_matches(key, known, 1, 0.75)
+    else:
+        near = [name for name in known if name.split(".")[-1] == key]
+        near = near or difflib.get_close_matches(key, list(map(str, tree)), 1, 0.6)
+    hint = f"did you mean {near[0]}?" if near else "the command's option --settings lists them all"
+    return f"there is no setting {key}; {hint}"
+
+
+def _reason(error: OmegaConfBaseException) -> str:
+    return str(error).strip().splitlines()[0]
+
+
+def _field_docstrings(schema: type) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for cls in filter(is_dataclass, reversed(schema.__mro__)):
+        body = ast.parse(inspect.cleandoc(inspect.getsource(cls))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for statement, after in zip(body.body, body.body[1:], strict=False):
+            if isinstance(statement, ast.AnnAssign) and isinstance(after, ast.Expr):
+                assert isinstance(after.value, ast.Constant)
+                assert isinstance(statement.target, ast.Name)
+                found[statement.target.id] = " ".join(str(after.value.value).split())
+    return found
+
+
+def _type_name(hint: Any) -> str:
+    if typing.get_origin(hint) is typing.Literal:
+        return "|".join(str(choice) for choice in typing.get_args(hint))
+    if typing.get_origin(hint) is list:
+        return "numbers" if typing.get_args(hint) == (float,) else "names"
+    return {"str": "text", "int": "whole number", "float": "number", "bool": "true|false"}.get(
+        getattr(hint, "__name__", str(hint)), str(hint)
+    )
