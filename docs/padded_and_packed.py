@@ -97,7 +97,7 @@ def main() -> None:
 
     config = compose([])
     corpus = load_corpus(config.data, config.tokenizer, limit=CAPACITY)
-    plan = multipack.plan(corpus.train.lengths, **config.plan.keywords())
+    plan = multipack.plan(corpus.train.lengths, options=config.plan.for_ranks(1))
     # A step with as many documents as steps have in the middle.
     counts = [len(plan.documents(step)) for step in range(plan.num_steps)]
     step = int(np.argsort(counts, kind="stable")[len(counts) // 2])

@@ -211,7 +211,7 @@ def test_yaml_booleans_and_packs_from_files_mean_what_they_look_like(tmp_path):
     path = tmp_path / "file.yaml"
     path.write_text("train:\n  resume: false\nplan:\n  micro_batches: 2\n")
     assert compose([f"config={path}"]).train.resume == "false"
-    assert compose([f"config={path}", "plan.packs_per_step=16"]).plan.keywords(4)["packs_per_step"] == 16
+    assert compose([f"config={path}", "plan.packs_per_step=16"]).plan.for_ranks(4).packs_per_step == 16
     path.write_text("out: ${oc.env:HOME}\n")
     with pytest.raises(ConfigError, match="cannot hold"):
         compose([f"config={path}"])

@@ -10,10 +10,10 @@ import torch
 
 from multipack.planning.ceiling import least_step_cost
 from multipack.planning.cost import CostModel
-from multipack.planning.deal import Sync
-from multipack.planning.measure import even, predicted_seconds
+from multipack.planning.options import Sync
 from multipack.planning.packing import Packs, pack
 from multipack.planning.plan import Plan, plan
+from multipack.planning.report import even, predicted_seconds
 from multipack.shapes import SHAPES
 from multipack.training.calibrate import DecoderTimer, calibrate
 from planning_tables.lengths import Integers, load, lognormal

@@ -23,7 +23,7 @@ cpu_target.typing_context.refresh()
 cpu_target.target_context.refresh()
 numba_started = clock()
 from multipack import pack, plan
-from multipack.planning.measure import report
+from multipack.planning.report import report
 loaded = clock()
 compiled = lambda: [f for f in __import__("gc").get_objects() if isinstance(f, numba.core.dispatcher.Dispatcher)]
 at_import = sum(len(f.signatures) for f in compiled())

@@ -8,10 +8,11 @@ from functools import partial
 
 import numpy as np
 
-from multipack.planning import measure
+from multipack.planning import report as measure
 from multipack.planning.ceiling import kappa, least_step_cost
 from multipack.planning.cost import CostModel
-from multipack.planning.deal import Sync, objective
+from multipack.planning.deal import objective
+from multipack.planning.options import Sync
 from multipack.planning.plan import Plan, plan
 from planning_tables.lengths import Integers, load, lognormal, sft_mix
 from planning_tables.table import Table, cpu_seconds

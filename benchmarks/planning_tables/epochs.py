@@ -9,11 +9,11 @@ from functools import partial
 
 import numpy as np
 
-from multipack.planning import measure
-from multipack.planning.measure import PlanReport
+from multipack.planning import report as measure
+from multipack.planning.order import permutation
 from multipack.planning.packing import pack
-from multipack.planning.permutation import permutation
 from multipack.planning.plan import Plan, plan
+from multipack.planning.report import PlanReport
 from planning_tables.lengths import ABSENT, Integers, bimodal, heavy_sets, real_sets, uniform
 from planning_tables.packing import checked
 from planning_tables.table import Table, cpu_seconds

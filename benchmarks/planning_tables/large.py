@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from multipack.planning import measure
+from multipack.planning import report as measure
 from multipack.planning.plan import plan
 from planning_tables.lengths import Integers, lognormal
 from planning_tables.table import Table, cpu_seconds

@@ -14,7 +14,7 @@ from multipack.integrations.multipack_v2 import (
     MultipackDistributedBatchSampler,
     MultipackDistributedBatchSampler_LinearAttention,
 )
-from multipack.planning import measure
+from multipack.planning import report as measure
 from multipack.planning.ceiling import kappa
 from multipack.planning.cost import CostModel
 from multipack.planning.plan import Plan, plan

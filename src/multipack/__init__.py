@@ -16,7 +16,9 @@ _PUBLIC = {
     "plan": "multipack.planning.plan",
     "Plan": "multipack.planning.plan",
     "PackStream": "multipack.planning.stream",
-    "PlanReport": "multipack.planning.measure",
+    "PlanReport": "multipack.planning.report",
+    "report": "multipack.planning.report",
+    "PlanOptions": "multipack.planning.options",
     "CostModel": "multipack.planning.cost",
     "ModelShape": "multipack.shapes",
     "SHAPES": "multipack.shapes",
@@ -50,11 +52,13 @@ if TYPE_CHECKING:
     from multipack.ops.attention import attention as attention
     from multipack.ops.loss import linear_cross_entropy as linear_cross_entropy
     from multipack.planning.cost import CostModel as CostModel
-    from multipack.planning.measure import PlanReport as PlanReport
+    from multipack.planning.options import PlanOptions as PlanOptions
     from multipack.planning.packing import Packs as Packs
     from multipack.planning.packing import pack as pack
     from multipack.planning.plan import Plan as Plan
     from multipack.planning.plan import plan as plan
+    from multipack.planning.report import PlanReport as PlanReport
+    from multipack.planning.report import report as report
     from multipack.planning.stream import PackStream as PackStream
     from multipack.shapes import SHAPES as SHAPES
     from multipack.shapes import ModelShape as ModelShape

@@ -13,8 +13,8 @@ import torch
 from multipack.launch.traffic import communication
 from multipack.parallel.parallel_config import ParallelConfig
 from multipack.planning.cost import CostModel
-from multipack.planning.measure import predicted_seconds
 from multipack.planning.plan import plan
+from multipack.planning.report import predicted_seconds
 from multipack.shapes import ModelShape
 from multipack.training.run_config import compose_run
 

@@ -11,8 +11,8 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
 from multipack.data.sampler import PackedBatchSampler
-from multipack.planning.measure import displacement
 from multipack.planning.plan import plan
+from multipack.planning.report import displacement
 
 LENGTHS = np.random.default_rng(7).lognormal(3.0, 0.9, 500).clip(1, 200).astype(int)
 OPTIONS = {"capacity": 256, "packs_per_step": 6, "seed": 3}

@@ -72,7 +72,7 @@ def _legal(draw, words):
         except ValueError:
             continue
         if (
-            config.parallel.pipeline == 1 or config.plan.keywords(1)["packs_per_step"] == 8
+            config.parallel.pipeline == 1 or config.plan.for_ranks(1).packs_per_step == 8
         ):  # else it gets more packs
             return size, more
 

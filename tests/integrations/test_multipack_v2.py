@@ -17,7 +17,7 @@ from multipack.integrations.multipack_v2 import (
     MultipackDistributedBatchSampler,
     MultipackDistributedBatchSampler_LinearAttention,
 )
-from multipack.planning import measure
+from multipack.planning import report as measure
 from multipack.planning.packing import pack
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "lengths"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from multipack.cli.plan_settings import PlanCommand
-from multipack.planning import measure
+from multipack.planning import report as measure
 from multipack.planning.advice import round_up
 from multipack.planning.cost import CostModel
 from multipack.planning.plan import plan
@@ -30,14 +30,14 @@ def _find(advice, start):
 
 def test_ordinary_documents_need_no_advice():
     lengths = np.random.default_rng(0).integers(1, 500, 5000)
-    report = plan(lengths, capacity=8192, packs_per_step=8).report(8)
+    report = measure.report(plan(lengths, capacity=8192, packs_per_step=8), 8)
     assert report.cost_utilization_ceiling > 0.99
     assert report.advice == []
 
 
 def test_what_is_advised_is_what_it_brings(heavy):
     made = plan(heavy, capacity=65_536, packs_per_step=16, window=1)
-    report = made.report(16)
+    report = measure.report(made, 16)
     first = report.advice[0]
     assert f"{report.cost_utilization_ceiling:.1%}" in first
     assert f"{heavy.max():,} tokens" in first
@@ -52,7 +52,7 @@ def test_what_is_advised_is_what_it_brings(heavy):
     ]
     assert budget >= 1.05 * report.kappa * heavy.max()
     assert budget < capacity
-    wide = plan(heavy, capacity=capacity, budget=budget, packs_per_step=16, window=1).report(16)
+    wide = measure.report(plan(heavy, capacity=capacity, budget=budget, packs_per_step=16, window=1), 16)
     assert promised > 0.99
     assert wide.cost_utilization > 0.99
     assert wide.efficiency_but_last == pytest.approx(filled[0], abs=0.02)
@@ -61,7 +61,7 @@ def test_what_is_advised_is_what_it_brings(heavy):
     said, promised = _find(report.advice, "sync=step plan.packs_per_step=")
     packs, each = map(int, re.search(r"=(\d+) instead of 16 \((\d+) micro-batches", said).groups())
     assert packs == 16 * each > 16
-    more = plan(heavy, capacity=65_536, packs_per_step=16 * each, window=1).report(16, "step")
+    more = measure.report(plan(heavy, capacity=65_536, packs_per_step=16 * each, window=1), 16, "step")
     assert more.cost_utilization_ceiling == pytest.approx(promised, abs=0.03)
     assert more.cost_utilization_ceiling > report.cost_utilization_ceiling + 0.02
 
@@ -73,7 +73,7 @@ def test_what_is_advised_is_what_it_brings(heavy):
 
 def test_meeting_less_often_is_advised_where_ranks_meet_often(heavy):
     made = plan(heavy, capacity=65_536, packs_per_step=32, window=1)
-    often, seldom = made.report(16, "micro"), made.report(16, "step")
+    often, seldom = measure.report(made, 16, "micro"), measure.report(made, 16, "step")
     _, promised = _find(often.advice, "sync=step (ranks meet once a step")
     assert promised == pytest.approx(seldom.cost_utilization_ceiling, abs=0.03)
     assert not any("sync=step (ranks" in sentence for sentence in seldom.advice)
@@ -82,13 +82,13 @@ def test_meeting_less_often_is_advised_where_ranks_meet_often(heavy):
 def test_ranks_that_do_not_divide_the_packs_are_told(heavy):
     made = plan(heavy, capacity=65_536, packs_per_step=13, window=1)
     _, promised = _find(
-        made.report(12).advice, "plan.packs_per_step=24 instead of 13 (a multiple of the 12 ranks)"
+        measure.report(made, 12).advice, "plan.packs_per_step=24 instead of 13 (a multiple of the 12 ranks)"
     )
-    assert promised > made.report(12).cost_utilization_ceiling
+    assert promised > measure.report(made, 12).cost_utilization_ceiling
 
 
 def test_what_the_documents_do_not_fill_is_not_advised():
-    report = plan([1000] + [10] * 30, capacity=1000, packs_per_step=4, window=1).report(4)
+    report = measure.report(plan([1000] + [10] * 30, capacity=1000, packs_per_step=4, window=1), 4)
     assert report.cost_utilization_ceiling < 0.5
     assert not any(sentence.startswith(("plan.", "sync")) for sentence in report.advice)
     assert measure.report(plan([50, 1], capacity=50, packs_per_step=1), 1).advice == []
@@ -98,7 +98,7 @@ def test_settings_in_advice_are_words_that_the_command_line_takes(heavy):
     made = plan(heavy, capacity=65_536, packs_per_step=14, window=1)
     words = [
         word
-        for sentence in made.report(12).advice
+        for sentence in measure.report(made, 12).advice
         for word in sentence.split(" (")[0].split(" instead")[0].split()
         if "=" in word and word[0] != "κ"
     ]
@@ -113,24 +113,24 @@ def test_what_grouping_costs_in_randomness_is_told():
         rng.random(10_000) < 0.3, rng.integers(4000, 8192, 10_000), rng.integers(20, 200, 10_000)
     )
     made = plan(lengths, capacity=8192, packs_per_step=8, window=16)
-    report = made.report(8)
+    report = measure.report(made, 8)
     assert report.mean_length_spread > 3
     (said,) = [sentence for sentence in report.advice if "plan.group=false" in sentence]
     about, reached = (
         float(share) / 100 for share in re.search(r"about ([\d.]+)% instead of ([\d.]+)%", said).groups()
     )
     assert reached == pytest.approx(report.cost_utilization, abs=0.001)
-    free = plan(lengths, capacity=8192, packs_per_step=8, window=16, group=False).report(8)
+    free = measure.report(plan(lengths, capacity=8192, packs_per_step=8, window=16, group=False), 8)
     assert free.mean_length_spread < 3
     assert about == pytest.approx(free.cost_utilization, abs=0.05)
     assert not any("plan.group" in sentence for sentence in free.advice)
-    (alone,) = made.report(1).advice
+    (alone,) = measure.report(made, 1).advice
     assert "with one rank that brings nothing" in alone
     assert measure.report(made, 8, advised=False).advice == []
 
 
 def test_a_curriculum_is_not_called_grouped(heavy):
-    report = plan(np.sort(heavy), capacity=65_536, packs_per_step=4, order="given").report(1)
+    report = measure.report(plan(np.sort(heavy), capacity=65_536, packs_per_step=4, order="given"), 1)
     assert report.mean_length_spread > 3
     assert report.advice == []
 
@@ -145,6 +145,6 @@ def test_round_up(tokens, rounded):
 def test_few_documents_of_constant_cost():
     """Fewer documents than ranks, and no cost to share: there is nothing that would have to be divided."""
     constant = CostModel(None, linear=0, quadratic=0, constant=1)
-    report = plan(np.full(9, 10), capacity=10, packs_per_step=8, cost=constant).report(8)
+    report = measure.report(plan(np.full(9, 10), capacity=10, packs_per_step=8, cost=constant), 8)
     assert report.steps == 2
     assert not any("context parallelism" in said for said in report.advice)

@@ -57,7 +57,7 @@ def test_every_world_has_the_same_documents(made, sync):
             assert sorted(dealt.order.tolist()) == sorted(own.order.tolist())
             assert dealt.totals(made.slots).max() <= made.capacity
             assert dealt.sizes().max() <= made.most_documents
-            assert dealt.sizes().max() <= (made.max_documents or len(made.lengths))
+            assert dealt.sizes().max() <= (made.options.max_documents or len(made.lengths))
             assert (dealt.sizes() > 0).sum() == min(len(dealt), len(dealt.order))
             again = made.deal(step, world, sync)
             assert dealt.order.tolist() == again.order.tolist()
@@ -73,7 +73,7 @@ def test_never_worse_than_own_packs_nor_better_than_the_bound(made, sync):
         for world in range(1, made.packs_per_step + 1):
             dealt = made.deal(step, world, sync)
             reached = objective(dealt.totals(costs), world, sync)
-            if len(own) == len(dealt) and made.balance != "joint":  # which lowers two numbers at once
+            if len(own) == len(dealt) and made.options.balance != "joint":  # which lowers two numbers at once
                 falling = -np.sort(-own.totals(costs))
                 if sync == "step":
                     number = balancing.assign_ranks(falling, world, made.micro_batches(world))

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from multipack.planning import epoch
 from multipack.planning.block import Rules
+from multipack.planning.order import permutation
 from multipack.planning.packing import pack
-from multipack.planning.permutation import permutation
 from multipack.planning.plan import plan
 from multipack.planning.stream import PackStream
 
@@ -36,7 +36,7 @@ def promised(window):
 def places(made):
     """For each step of a plan, its entries' places; of a document that occurs twice, the earlier place comes first."""
     own = np.arange(len(made.lengths))
-    own = permutation(made.seed, made.epoch, len(own)) if made.shuffled else own
+    own = permutation(made.seed, made.epoch, len(own)) if made.options.order == "shuffled" else own
     sequence = np.concatenate([made.carried_in, own])
     at = {}
     for place, document in enumerate(sequence.tolist()):

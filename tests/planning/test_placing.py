@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multipack.planning.kernels import placing
-from multipack.planning.permutation import falling
+from multipack.planning.order import falling
 
 CASES = settings(deadline=None, max_examples=80)
 

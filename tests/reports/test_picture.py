@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from multipack.planning.measure import seeded_order
 from multipack.planning.plan import plan
+from multipack.planning.report import seeded_order
 from multipack.reports.picture import LETTERS, draw_step, round_scale
 
 

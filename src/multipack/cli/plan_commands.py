@@ -61,28 +61,29 @@ def plan(
     from multipack.cli.plan_settings import PlanCommand, training_command
     from multipack.data.lengths import read_lengths
     from multipack.planning.first_use import compile_planner
-    from multipack.planning.measure import padded_share, report
     from multipack.planning.plan import plan as make_plan
+    from multipack.planning.report import padded_share, report
     from multipack.reports.console import Console
     from multipack.reports.summary import fills_packs, report_rows
     from multipack.words import merge
 
     wanted = merge(PlanCommand, words or [])
     lengths, targets, fit = read_lengths(Path(source), wanted.plan.capacity, data=wanted.data)
-    keywords, cost = wanted.plan.keywords(wanted.world_size), wanted.cost_model()
+    options, cost = wanted.plan.for_ranks(wanted.world_size), wanted.cost_model()
     console = Console(stream=sys.stderr if as_json else None)
-    compile_planner(keywords, wanted.world_size, wanted.sync, announce(console))
+    compile_planner(options, wanted.world_size, wanted.sync, announce(console))
     if explore:
         _explore(source, lengths, wanted, as_json)
         return
-    made = make_plan(lengths, targets=targets, seed=wanted.seed, epoch=wanted.epoch, cost=cost, **keywords)
+    made = make_plan(
+        lengths, targets=targets, seed=wanted.seed, epoch=wanted.epoch, cost=cost, options=options
+    )
     drawn = "" if as_json else _draw(made, step, tokens_per_character, picture, console.columns)
     found = report(
         made,
         wanted.world_size,
         wanted.sync,
         sample=wanted.sample or None,
-        window=wanted.plan.window,
         split_documents=0 if fit is None else fit.split_documents + fit.truncated_documents,
     )
     share = padded_share(lengths, wanted.padded_batch_size, wanted.seed)
@@ -131,7 +132,7 @@ def _explore(source: str, lengths: NDArray[np.int64], wanted: PlanCommand, as_js
             seed=wanted.seed,
             epoch=wanted.epoch,
             cost=wanted.cost_model(),
-            **wanted.plan.keywords(wanted.world_size),
+            options=wanted.plan.for_ranks(wanted.world_size),
         )
     if as_json:
         typer.echo(json.dumps([row.to_dict() for row in rows], indent=1))

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Literal
 
 from multipack.data.lengths import LengthsConfig
 from multipack.planning.cost import CostModel
+from multipack.planning.options import PlanOptions
 from multipack.planning.packing import Method
-from multipack.planning.plan import PlanConfig
 from multipack.shapes import SHAPES, ModelShape
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class PlanCommand:
     """What `multipack plan` depends on, beside the lengths."""
 
-    plan: PlanConfig = field(default_factory=PlanConfig)
+    plan: PlanOptions = field(default_factory=PlanOptions)
     data: LengthsConfig = field(default_factory=LengthsConfig)
     model: ModelShape = field(default_factory=lambda: SHAPES["llama-8b"])
     cost: str = ""
@@ -104,7 +104,7 @@ class PackCommand:
 
 def training_command(source: Path, wanted: PlanCommand) -> str:
     """The command that trains with a plan's settings, the documents left open where only lengths are known."""
-    plan, usual = wanted.plan, PlanConfig()
+    plan, usual = wanted.plan, PlanOptions()
     words = [f"data=store data.path={source}" if source.is_dir() else "data=…"]
     words += [
         f"data.{name}={str(value).lower()}"

@@ -47,7 +47,7 @@ def train(words: Words = None, settings: Settings = False) -> None:
     ranks = find_ranks(os.environ)
     wanted.check(ranks.size)
     packed, console = wanted.parallel.data_size(ranks.size), Console(ranks.rank)
-    compile_planner(wanted.plan.keywords(packed), packed, wanted.parallel.sync, announce(console))
+    compile_planner(wanted.plan.for_ranks(packed), packed, wanted.parallel.sync, announce(console))
     try:
         result = run(wanted)
     except RunStopped as error:
@@ -140,7 +140,7 @@ def calibrate(
     if save.exists():
         raise ValueError(f"--save {save} exists already: choose another name, or move it away")
     wanted, console = compose(words or []), Console(stream=sys.stderr if as_json else None)
-    compile_planner(wanted.plan.keywords(), 1, "step", announce(console))
+    compile_planner(wanted.plan.for_ranks(1), 1, "step", announce(console))
     with connected(wanted.train.device, wanted.parallel.timeout_seconds) as world:
         found = calibrate_documents(wanted, world, console)
     found.model.save(save)

@@ -21,7 +21,7 @@ from multipack.data.batch import IGNORE
 from multipack.data.fit import Fit, FitPolicy, FitReport, Pieces, cut_pieces, fit_pieces
 from multipack.data.joint import JointStore, Store, spans_of_each
 from multipack.data.memory import MemoryStore
-from multipack.planning.permutation import keys
+from multipack.planning.order import keys
 
 _VALIDATION = 1 << 20  # a stream of keys of its own: which documents validate says nothing about their order
 

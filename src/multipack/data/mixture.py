@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multipack.data.documents import Documents
-from multipack.planning.permutation import permutation
+from multipack.planning.order import permutation
 
 Integers = NDArray[np.int64]
 Unit = Literal["documents", "tokens"]

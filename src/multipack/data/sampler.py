@@ -17,10 +17,10 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Sampler
 
 from multipack.planning.cost import CostModel
-from multipack.planning.deal import DEALING, Sync
-from multipack.planning.options import check_fingerprint
+from multipack.planning.deal import DEALING
+from multipack.planning.options import LossWeighting, PlanOptions, Sync, check_fingerprint
 from multipack.planning.packing import Packs, check_integer, pack
-from multipack.planning.plan import Balance, LossWeighting, Order, Plan, Tail, plan
+from multipack.planning.plan import Plan, plan
 from multipack.shapes import ModelShape
 
 DEALT_STEPS = 8
@@ -46,16 +46,12 @@ class PackedBatchSampler(Sampler[list[int]]):
 
     Args:
         lengths: (documents,) tokens of each document.
-        capacity: most tokens of a pack.
-        packs_per_step: most packs of a global step, over all ranks and micro-batches.
         targets: (documents,) target tokens of each document; None = its length − 1.
         rank: of this process among the data-parallel ranks.
         world_size: data-parallel ranks.
         seed: of the order.
         sync: where ranks wait for each other: `micro`, `step` or `pipeline`.
-        window, order, tail, budget, balance, cost, max_documents, group, align, effort,
-            loss_weighting: as in
-            `multipack.plan`.
+        options, cost, loss_weighting, **named: as in `multipack.plan`; packs_per_step counts the packs of all ranks.
 
     Raises:
         ValueError: what `multipack.plan` refuses; a rank outside the world; more ranks than packs of a step.
@@ -65,40 +61,21 @@ class PackedBatchSampler(Sampler[list[int]]):
         self,
         lengths: ArrayLike,
         *,
-        capacity: int,
-        packs_per_step: int,
+        options: PlanOptions | None = None,
         targets: ArrayLike | None = None,
         rank: int = 0,
         world_size: int = 1,
         seed: int = 0,
         sync: Sync = "micro",
-        window: int = 4,
-        order: Order = "shuffled",
-        tail: Tail = "keep",
-        budget: int | None = None,
-        balance: Balance = "cost",
         cost: CostModel | ModelShape | None = None,
-        max_documents: int | None = None,
-        group: bool = True,
-        align: int = 1,
-        effort: int = 1,
         loss_weighting: LossWeighting = "token",
+        **named: Any,
     ) -> None:
         self._options: dict[str, Any] = {
-            "capacity": capacity,
-            "packs_per_step": packs_per_step,
+            "options": PlanOptions.of(options, named),
             "targets": targets,
             "seed": seed,
-            "window": window,
-            "order": order,
-            "tail": tail,
-            "budget": budget,
-            "balance": balance,
             "cost": cost,
-            "max_documents": max_documents,
-            "group": group,
-            "align": align,
-            "effort": effort,
             "loss_weighting": loss_weighting,
         }
         first = plan(lengths, **self._options)
@@ -111,7 +88,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         first.deal(0, self.world_size, sync)
         self._lengths = first.lengths
         self.steps_per_epoch = first.num_steps
-        if tail == "keep":
+        if first.options.tail == "keep":
             self.steps_per_epoch = self._steps_of_any_order(first)
         self.most_documents = first.most_documents
         self.longest = first.longest
@@ -190,7 +167,7 @@ class PackedBatchSampler(Sampler[list[int]]):
             "micro_batch": int(micro_batch),
             "world_size": self.world_size,
             "sync": self.sync,
-            "effort": self.plan.effort,
+            "effort": self.plan.options.effort,
             "dealing": DEALING,
         }
 
@@ -207,7 +184,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         missing = [key for key in needed if key not in state]
         if missing:
             raise ValueError(f"the saved sampler state lacks {', '.join(missing)}")
-        check_fingerprint(state, self.plan.fingerprint, self.plan.options)
+        check_fingerprint(state, self.plan.fingerprint, self.plan.key)
         if state["seed"] != self._options["seed"]:
             raise ValueError(
                 f"the saved sampler state has seed {state['seed']!r}, but this sampler has seed"
@@ -223,11 +200,11 @@ class PackedBatchSampler(Sampler[list[int]]):
                 f"the saved position is inside step {step}, after {micro_batch} micro-batches, and this version deals"
                 f" steps otherwise (version {DEALING}, not {state.get('dealing')}); go on from the beginning of a step"
             )
-        if micro_batch and dealt != (self.world_size, self.sync, self.plan.effort):
+        if micro_batch and dealt != (self.world_size, self.sync, self.plan.options.effort):
             raise ValueError(
                 f"the saved position is inside step {step}, after {micro_batch} micro-batches that"
                 f" world_size={dealt[0]}, sync={dealt[1]!r}, effort={dealt[2]} had arranged (now {self.world_size},"
-                f" {self.sync!r}, {self.plan.effort}); go on with those, or from the beginning of a step"
+                f" {self.sync!r}, {self.plan.options.effort}); go on with those, or from the beginning of a step"
             )
         position = step * self.micro_batches + micro_batch
         if micro_batch >= self.micro_batches or position > len(self):
@@ -244,7 +221,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         numbers = np.asarray(carried)
         if numbers.size == 0:
             return np.empty(0, dtype=np.int64)
-        if self._options["tail"] != "carry" or epoch == 0:
+        if self._options["options"].tail != "carry" or epoch == 0:
             raise ValueError(
                 f"the saved sampler state carries {numbers.size} documents, but nothing is carried here"
             )
@@ -266,12 +243,12 @@ class PackedBatchSampler(Sampler[list[int]]):
         if steps > least + 1:
             others = (plan(self._lengths, **self._options, epoch=epoch).num_steps for epoch in (1, 2))
             steps = max(steps, *others)
-        packs = len(pack(first.slots, first.capacity, "best_fit", first.max_documents))
+        packs = len(pack(first.slots, first.capacity, "best_fit", first.options.max_documents or None))
         enough = -(-packs // first.packs_per_step)
         if steps >= enough:
             return steps
         try:
-            plan(self._lengths, **{**self._options, "window": steps}, steps=steps)
+            plan(self._lengths, **self._options, window=steps, steps=steps)
         except ValueError:
             return enough
         return steps
@@ -280,14 +257,14 @@ class PackedBatchSampler(Sampler[list[int]]):
         """Plan an epoch; with `tail="carry"`, the epochs before it too, as far as they are not known."""
         made: Plan | None = None
         known = epoch
-        if self._options["tail"] == "carry":
+        if self._options["options"].tail == "carry":
             known = max(number for number in self._carried if number <= epoch)
         for number in range(known, epoch + 1):
             carried = self._carried.get(number)
             made = plan(
                 self._lengths, **self._options, epoch=number, carried=carried, steps=self.steps_per_epoch
             )
-            if self._options["tail"] == "carry":
+            if self._options["options"].tail == "carry":
                 self._carried[number + 1] = made.carried
         assert made is not None
         return made

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from multipack.planning.ceiling import kappa, least_step_cost
 from multipack.planning.deal import meetings
-from multipack.planning.permutation import keys
+from multipack.planning.order import keys
 
 if TYPE_CHECKING:
-    from multipack.planning.deal import Sync
+    from multipack.planning.options import Sync
     from multipack.planning.plan import Plan
 
 Integers = NDArray[np.int64]
@@ -123,7 +123,7 @@ def advise_order(plan: Plan, world: int, sync: Sync, reached: float, spread: flo
         reached: cost utilization of the plan for these ranks.
         spread: of the steps' mean lengths over that of random steps; None: one step.
     """
-    if spread is None or spread <= _UNLIKE or not plan.shuffled or not plan.options["group"]:
+    if spread is None or spread <= _UNLIKE or plan.options.order == "given" or not plan.options.group:
         return []
     said = f"documents of like length share steps: mean lengths spread {spread:.1f} times as far as over random ones"
     if world == 1:
@@ -147,17 +147,13 @@ def _without_grouping(plan: Plan, world: int, sync: Sync) -> float:
     mean = -(-int(plan.slots[chosen].sum()) // (steps * plan.packs_per_step))
     made = make_plan(
         plan.lengths[chosen],
-        capacity=plan.capacity,
-        packs_per_step=plan.packs_per_step,
+        options=plan.options,
         budget=min(mean, plan.capacity),
         window=min(width, steps),
         order="given",
-        balance=plan.balance,
-        max_documents=plan.max_documents,
-        cost=plan.cost_model,
+        tail="keep",
         group=False,
-        align=plan.align,
-        effort=plan.effort,
+        cost=plan.cost_model,
     )
     total = dearest = 0
     costs = made.cost_model.cost(made.slots)

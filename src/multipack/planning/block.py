@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from multipack.planning.kernels import packing, placing
 from multipack.planning.level import few, level_tokens, trade, trade_two
-from multipack.planning.permutation import BLOCKS, keys
+from multipack.planning.order import BLOCKS, keys
 
 Integers = NDArray[np.int64]
 

@@ -10,15 +10,11 @@ documents that a step has; which documents it has is the plan's choice, and anot
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy.typing import NDArray
 
 from multipack.planning.kernels import bounds
-
-if TYPE_CHECKING:
-    from multipack.planning.deal import Sync
+from multipack.planning.options import Sync
 
 Integers = NDArray[np.int64]
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,10 +20,9 @@ from numpy.typing import NDArray
 from multipack.planning.ceiling import least_step_cost
 from multipack.planning.kernels import balancing, bounds, pairing, placing
 from multipack.planning.level import HALF, few, level_tokens
+from multipack.planning.options import Sync
+from multipack.planning.order import falling
 from multipack.planning.packing import Packs
-from multipack.planning.permutation import falling
-
-Sync = Literal["micro", "step", "pipeline"]
 
 Integers = NDArray[np.int64]
 

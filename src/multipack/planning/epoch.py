@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from multipack.planning.block import MOST_TRADERS, Rules, arrange, first_fit, fits, place
 from multipack.planning.level import few
-from multipack.planning.permutation import falling
+from multipack.planning.order import falling
 
 __all__ = ["AHEAD", "Cut", "Progress", "Rules", "block", "cut"]
 

@@ -7,17 +7,18 @@ group    false ──────▶ true    long documents share steps: better 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from numpy.typing import ArrayLike
 
-from multipack.planning.deal import Sync
+from multipack.planning.cost import CostModel
 from multipack.planning.lengths import check_integer, check_lengths
-from multipack.planning.measure import report
+from multipack.planning.options import PlanOptions, Sync
 from multipack.planning.plan import plan
+from multipack.planning.report import report
+from multipack.shapes import ModelShape
 
 WINDOWS = (1, 4, 16, 64)
 """Windows that are tried."""
@@ -26,8 +27,6 @@ SAMPLE = 300
 """Steps that are dealt for a row at most."""
 
 _DEALT, _LEAST = 100_000, 8  # documents of the steps that are dealt for a row, and steps nevertheless
-
-_DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(plan).parameters.items()}
 
 
 @dataclass(frozen=True)
@@ -84,8 +83,7 @@ _MEASURED = [field.name for field in fields(Row) if field.name not in ("window",
 def explore(
     lengths: ArrayLike,
     *,
-    capacity: int,
-    packs_per_step: int,
+    options: PlanOptions | None = None,
     world_size: int = 1,
     sync: Sync = "micro",
     windows: Sequence[int] = WINDOWS,
@@ -93,14 +91,16 @@ def explore(
     groups: Sequence[bool] = (True, False),
     sample: int | None = SAMPLE,
     progress: Callable[[int, int, str], None] = lambda done, total, note: None,
-    **options: Any,
+    seed: int = 0,
+    epoch: int = 0,
+    cost: CostModel | ModelShape | None = None,
+    **named: Any,
 ) -> list[Row]:
     """Plan an epoch with every combination of window, budget and grouping.
 
     Args:
         lengths: (documents,) tokens of each document.
-        capacity: most tokens of a pack.
-        packs_per_step: most packs of a global step.
+        options: as in `plan`; other options by name.
         world_size: data-parallel ranks.
         sync: where ranks meet.
         windows: steps planned together; the one in `options` is tried too.
@@ -110,7 +110,10 @@ def explore(
         sample: steps to deal for a row at most; None = every step. Fewer are dealt where they have many documents,
             so that a row does not take many times as long as its plan; `measured_steps` says how many.
         progress: called with (rows done, rows in all, what comes next).
-        **options: the other options of `plan`: seed, epoch, order, tail, balance, cost, max_documents, …
+        seed: of the order.
+        epoch: of the order.
+        cost: of documents, as in `plan`.
+        **named: options by name.
 
     Returns:
         Rows by budget (falling), window (rising) and grouping, one of them `chosen`. What would be the same again is
@@ -120,12 +123,10 @@ def explore(
     Raises:
         ValueError: what `plan` or `report` cannot do with one of the combinations.
     """
+    given = PlanOptions.of(options, named)
+    capacity = given.capacity
     checked = check_lengths(lengths, capacity)
-    own = (
-        check_integer("window", options.pop("window", _DEFAULTS["window"])),
-        check_integer("budget", options.pop("budget", None) or capacity),
-        bool(options.pop("group", _DEFAULTS["group"])),
-    )
+    own = (given.window, given.mean, given.group)
     if budgets is None:
         budgets = (capacity, max(capacity * 15 // 16, 1))
     tried = sorted({own[0], *(check_integer("window", window) for window in windows)})
@@ -146,15 +147,16 @@ def explore(
         progress(done, len(choices), f"window {window}, budget {budget:,}")
         made = plan(
             checked,
-            capacity=capacity,
-            packs_per_step=packs_per_step,
+            options=given,
             window=window,
             budget=budget,
             group=group,
-            **options,
+            seed=seed,
+            epoch=epoch,
+            cost=cost,
         )
         dealt = sample and min(sample, max(_DEALT * made.num_steps // made.num_documents, _LEAST))
-        found = report(made, world_size, sync, sample=dealt, window=window, advised=False)
+        found = report(made, world_size, sync, sample=dealt, advised=False)
         measured = {name: getattr(found, name) for name in _MEASURED}
         rows.append(Row(window=window, budget=budget, group=group, chosen=chosen, **measured))
         if window >= made.num_steps:

@@ -6,19 +6,19 @@ documents, made with the settings that are wanted, compile exactly the loops tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from multipack.planning.deal import Sync
 from multipack.planning.jit import cached
 from multipack.planning.kernels import balancing, bounds, packing, patterns, placing
 from multipack.planning.level import level_tokens
-from multipack.planning.measure import report
+from multipack.planning.options import PlanOptions, Sync
 from multipack.planning.packing import Method, pack
 from multipack.planning.plan import plan
+from multipack.planning.report import report
 
 _DOCUMENTS = 1500
 _CAPACITY = 8192  # at most: costs of longer documents may be too large for int64
@@ -26,7 +26,7 @@ _PACKS = 8  # of a step, so that the documents make several
 
 
 def compile_planner(
-    keywords: Mapping[str, Any],
+    options: PlanOptions,
     world_size: int = 1,
     sync: Sync = "micro",
     announce: Callable[[], None] = lambda: None,
@@ -34,7 +34,7 @@ def compile_planner(
     """Compile what a plan with these settings, its dealing and its report use.
 
     Args:
-        keywords: of `plan`, with `capacity` and `packs_per_step` among them.
+        options: of the plan.
         world_size: ranks that steps are dealt to.
         sync: where they meet.
         announce: called first if there is no compiled code in the cache, so that this takes seconds.
@@ -44,18 +44,16 @@ def compile_planner(
     """
     if not cached(placing, balancing, bounds):
         announce()
-    align = keywords.get("align", 1)
-    capacity = min(keywords["capacity"], max(_CAPACITY, align))
-    packs = min(keywords["packs_per_step"], _PACKS)
-    budget = min(keywords.get("budget") or capacity, capacity)
-    few = {**keywords, "capacity": capacity, "packs_per_step": packs, "budget": budget}
-    slots = capacity // align * align
+    capacity = min(options.capacity, max(_CAPACITY, options.align))
+    packs = min(options.packs_per_step, _PACKS)
+    few = replace(options, capacity=capacity, packs_per_step=packs, budget=min(options.mean, capacity))
+    slots = few.longest
     for lengths in (
         _lengths(slots),
         np.full(100, max(slots * 2 // 5, 1)),
     ):  # the second fill no pack: they wait
-        made = plan(lengths, **few)
-        report(made, min(world_size, packs), sync, window=made.window)
+        made = plan(lengths, options=few)
+        report(made, min(world_size, packs), sync)
     hard = np.array([6, 6, 5], dtype=np.int64)  # two packs of 10 cannot hold these
     level_tokens(hard, hard, 2, 10, 3)
     packing.first_fit(hard, 10, 3)  # for what waits, where it is more than a pack each

@@ -1,11 +1,12 @@
-"""What a caller may choose for a plan, checked; and the fingerprint that says whether two plans agree."""
+"""The options of a plan, their checks, and the fingerprint that identifies a plan."""
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
@@ -21,170 +22,219 @@ Order = Literal["shuffled", "given"]
 Tail = Literal["keep", "drop", "carry"]
 Balance = Literal["cost", "joint", "tokens"]
 LossWeighting = Literal["token", "document"]
+Sync = Literal["micro", "step", "pipeline"]
+"""Where ranks wait for each other: at every micro-batch (`micro`, `pipeline`) or once a step (`step`)."""
 
 ALGORITHM = 4
-"""Changes whenever the same options give other steps; part of the fingerprint."""
+"""Version of the planner: changes whenever the same options give other steps. Part of the fingerprint."""
 
 
-@dataclass
-class PlanConfig:
-    """How documents are cut into steps and packs."""
+@dataclass(frozen=True)
+class PlanOptions:
+    """How documents are divided into steps and packs.
+
+    `plan`, `PackedBatchSampler` and `PackStream` take an instance as `options=`, or the same names as keywords. None
+    stands for a default that is 0.
+    """
 
     EXCLUSIVE: ClassVar[tuple[str, ...]] = ("packs_per_step", "micro_batches")
     """Only one of these may be given as a word."""
 
     capacity: int = 2048
-    """Most tokens of a pack: the hard limit, set by memory."""
+    """Maximum tokens of a pack: the hard limit, set by memory."""
     packs_per_step: int = 4
     """Packs of a global step, over all ranks and micro-batches."""
     micro_batches: int = 0
-    """Packs of each rank in a step: sets packs_per_step = ranks × this; 0 = packs_per_step decides."""
+    """Packs of each rank in a step: sets packs_per_step = ranks × this; 0 = packs_per_step applies."""
     budget: int = 0
-    """Mean tokens of a pack: below capacity, packs may differ in tokens to agree in cost; 0 = capacity."""
+    """Mean tokens of a pack. Below capacity, packs may differ in tokens to be equal in cost; 0 = capacity."""
     window: int = 4
-    """Steps planned together: more fill and balance better, fewer keep closer to the shuffled order."""
+    """Steps planned together: larger windows fill and balance better, smaller ones stay closer to the order."""
     order: Order = "shuffled"
     """`shuffled` by seed and epoch, or the documents' own order (`given`: curricula)."""
     tail: Tail = "keep"
     """`keep` every document; `drop` (and name) what fills no step, or `carry` it into the next epoch."""
     balance: Balance = "cost"
-    """What packs agree in: model `cost`, tokens and squares alike (`joint`), or `tokens`."""
+    """What is equalized between packs: model `cost`, tokens and their squares (`joint`), or `tokens`."""
     cost: str = "flops"
     """What documents cost: the model's `flops`, seconds `measured` as a run starts, or a calibrated FILE.json."""
     max_documents: int = 0
-    """Most documents of a pack; 0 = no limit."""
+    """Maximum documents of a pack; 0 = no limit."""
     group: bool = True
-    """Packs that long documents make dear share steps: better balance, less random steps."""
+    """Packs with costly long documents share steps: better balance, less random steps."""
     align: int = 1
     """Each document is padded to a multiple of this many tokens (2 · context · tensor parallel, fp8 tiles)."""
     effort: int = 1
-    """Rearrangements tried when a step is dealt, in multiples of the default: balances better, takes longer."""
+    """Rearrangements tried when a step is dealt, in multiples of the default: better balance, more time."""
 
     def __post_init__(self) -> None:
-        """Refuse what no plan can have, by the names that the settings have."""
-        if self.cost not in ("flops", "measured") and not self.cost.endswith(".json"):
+        """Check every field by itself and against the others.
+
+        Raises:
+            ValueError: the message names the setting, what was given and what is legal.
+        """
+        for name in ("capacity", "packs_per_step", "window", "align", "effort"):
+            object.__setattr__(self, name, check_integer(f"plan.{name}", getattr(self, name)))
+        for name in ("micro_batches", "budget", "max_documents"):
+            object.__setattr__(self, name, check_integer(f"plan.{name}", getattr(self, name) or 0, 0))
+        for name, choices in (("order", Order), ("tail", Tail), ("balance", Balance)):
+            check_choice(f"plan.{name}", getattr(self, name), choices)
+        if not isinstance(self.group, bool | np.bool_):
+            raise ValueError(f"plan.group must be true or false, got {self.group!r}")
+        object.__setattr__(self, "group", bool(self.group))
+        if self.cost not in ("flops", "measured") and not str(self.cost).endswith(".json"):
             raise ValueError(
-                f"plan.cost={self.cost!r}: flops, measured, or a .json file that `multipack calibrate` has saved"
+                f"plan.cost={self.cost!r}: flops, measured, or a .json file saved by `multipack calibrate`"
             )
-        for name, least in (
-            ("capacity", 2),
-            ("packs_per_step", 1),
-            ("window", 1),
-            ("align", 1),
-            ("effort", 1),
-        ):
-            if getattr(self, name) < least:
-                raise ValueError(f"plan.{name} must be at least {least}, got {getattr(self, name)}")
         if self.align > self.capacity:
             raise ValueError(
-                f"plan.align={self.align} exceeds plan.capacity={self.capacity}: not even a document of one token"
-                " would fit; lower it, or raise the capacity"
+                f"plan.align={self.align} exceeds plan.capacity={self.capacity}: a document of one token would not fit;"
+                " lower plan.align or raise plan.capacity"
             )
-        for name in ("micro_batches", "budget", "max_documents"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"plan.{name} must not be negative, got {getattr(self, name)}")
         if self.budget > self.capacity:
             raise ValueError(
-                f"plan.budget={self.budget} is the mean of a pack and cannot exceed plan.capacity={self.capacity}"
+                f"plan.budget={self.budget:,} is the mean of a pack and cannot exceed plan.capacity={self.capacity:,};"
+                " lower the budget or raise the capacity"
             )
 
-    def keywords(self, world_size: int = 1) -> dict[str, Any]:
-        """These options as keyword arguments of `plan` and `PackedBatchSampler`, for a number of ranks."""
-        packs = self.micro_batches * world_size if self.micro_batches else self.packs_per_step
-        return {
-            "capacity": self.capacity,
-            "packs_per_step": packs,
-            "budget": self.budget or None,
-            "window": self.window,
-            "order": self.order,
-            "tail": self.tail,
-            "balance": self.balance,
-            "max_documents": self.max_documents or None,
-            "group": self.group,
-            "align": self.align,
-            "effort": self.effort,
-        }
+    @classmethod
+    def of(cls, options: PlanOptions | None, named: Mapping[str, Any]) -> PlanOptions:
+        """The options of a call that takes `options=` or keywords: `named` overrides `options`.
 
-
-@dataclass(frozen=True)
-class Options:
-    """What a caller chose, checked: all that decides which steps documents make, but their order."""
-
-    capacity: int
-    packs_per_step: int
-    budget: int | None
-    window: int
-    order: Order
-    tail: Tail
-    balance: Balance
-    max_documents: int | None
-    steps: int | None
-    group: bool
-    align: int
-    cost_model: CostModel
-
-    def __post_init__(self) -> None:
-        """Refuse what no plan can have; whole numbers become Python's own."""
-        for name in ("capacity", "packs_per_step", "window", "align", "budget", "max_documents", "steps"):
-            value = getattr(self, name)
-            if value is not None or name in ("capacity", "packs_per_step", "window", "align"):
-                object.__setattr__(self, name, check_integer(name, value))
-        for name, choices in (("order", Order), ("tail", Tail), ("balance", Balance)):
-            if getattr(self, name) not in get_args(choices):
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is unknown; choose one of {', '.join(get_args(choices))}"
-                )
-        if not isinstance(self.group, bool | np.bool_):
-            raise ValueError(f"group must be true or false, got {self.group!r}")
-        object.__setattr__(self, "group", bool(self.group))
-        if self.budget is not None and self.budget > self.capacity:
+        Raises:
+            TypeError: an unknown name; without `options`, no capacity or no packs_per_step.
+            ValueError: a value that is not allowed; `micro_batches` while the number of ranks is unknown.
+        """
+        known = [field.name for field in fields(cls) if field.name != "cost"]
+        for name in named:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, 1)
+                hint = f"; did you mean {close[0]}?" if close else f"; there are {', '.join(known)}"
+                raise TypeError(f"a plan has no option {name}{hint}")
+        missing = [name for name in ("capacity", "packs_per_step") if name not in named]
+        if options is None and missing:
+            raise TypeError(f"a plan needs {' and '.join(f'{name}=' for name in missing)}")
+        chosen = replace(options or cls(), **named)
+        if chosen.micro_batches:
             raise ValueError(
-                f"budget={self.budget:,} is the mean of a pack and cannot exceed its limit,"
-                f" capacity={self.capacity:,}; lower the budget or raise the capacity"
+                "plan.micro_batches counts packs of a rank: give options.for_ranks(ranks), or packs_per_step"
             )
+        return chosen
+
+    def for_ranks(self, ranks: int) -> PlanOptions:
+        """The same options with packs_per_step set for a number of data-parallel ranks, and micro_batches 0."""
+        packs = self.micro_batches * ranks if self.micro_batches else self.packs_per_step
+        return replace(self, packs_per_step=packs, micro_batches=0)
 
     @property
     def mean(self) -> int:
         """Tokens of a pack to aim at: the budget, or the capacity."""
-        return self.capacity if self.budget is None else self.budget
+        return self.budget or self.capacity
 
-    def key(self, balanced: CostModel) -> dict[str, Any]:
-        """Plain values that, with the documents, decide the steps; equal ones give equal plans."""
-        plain = {
-            field.name: getattr(self, field.name) for field in fields(self) if field.name != "cost_model"
-        }
+    @property
+    def longest(self) -> int:
+        """Maximum slots of a document: the capacity, rounded down to a multiple of `align`."""
+        return self.capacity // self.align * self.align
+
+    def key(self, balanced: CostModel, steps: int | None = None) -> dict[str, Any]:
+        """Plain values that determine the steps, together with the documents: part of the fingerprint.
+
+        Args:
+            balanced: the cost that packs are equalized in.
+            steps: number of steps, where it was given.
+        """
+        names = ("capacity", "packs_per_step", "window", "order", "tail", "balance", "max_documents", "group")
         return {
-            **plain,
+            **{name: getattr(self, name) for name in names},
+            "align": self.align,
             "budget": self.mean,
+            "steps": steps,
             "cost": balanced.key() if self.balance == "cost" else self.balance,
         }
 
-    def full_steps(self, tokens: int, entries: int) -> int:
-        """Steps that so many tokens, or so many documents, fill."""
+    def full_steps(self, tokens: int, documents: int) -> int:
+        """Steps that are filled by this many tokens, or by this many documents where their number is limited."""
         by_tokens = tokens // (self.packs_per_step * self.mean)
-        limit = self.max_documents
-        return max(by_tokens, entries // (self.packs_per_step * limit) if limit else 0)
+        limit = self.packs_per_step * self.max_documents
+        return max(by_tokens, documents // limit if limit else 0)
 
-    def needed_steps(self, tokens: int, entries: int) -> int:
-        """Steps that so many tokens and documents need at least."""
+    def needed_steps(self, tokens: int, documents: int) -> int:
+        """Minimum steps for this many tokens and documents."""
         by_tokens = -(-tokens // (self.packs_per_step * self.mean))
-        limit = self.max_documents
-        return max(by_tokens, -(-entries // (self.packs_per_step * limit)) if limit else 0)
+        limit = self.packs_per_step * self.max_documents
+        return max(by_tokens, -(-documents // limit) if limit else 0)
+
+    def slots(self, lengths: Integers) -> Integers:
+        """(documents,) slots that each document takes in a pack: its length, padded to a multiple of `align`."""
+        return lengths if self.align == 1 else -(-lengths // self.align) * self.align
+
+    def fitting_slots(self, lengths: Integers) -> Integers:
+        """The same, checked.
+
+        Raises:
+            ValueError: a document that fits its pack without padding, and does not with it.
+        """
+        slots = self.slots(lengths)
+        if self.align > 1 and slots.max() > self.capacity:
+            raise ValueError(
+                f"documents of {int(lengths.max()):,} tokens take {slots.max():,} slots with align={self.align}, but a"
+                f" pack holds capacity={self.capacity:,}; raise the capacity to {slots.max():,}, or cut documents to"
+                f" {self.longest:,} tokens"
+            )
+        return slots
+
+    def balanced_cost(self, model: CostModel, slots: Integers) -> CostModel:
+        """The cost that packs are equalized in, for documents of these slots.
+
+        Raises:
+            ValueError: the costs of all documents together exceed int64.
+        """
+        chosen = model
+        if self.balance == "tokens":
+            chosen = CostModel(None, linear=1, quadratic=0)
+        elif self.balance == "joint":
+            CostModel(None, linear=1).check(slots)  # so that the sum of squares is exact
+            tokens, squares = int(slots.sum()), int(np.dot(slots, slots))
+            chosen = CostModel(None, linear=(2 * squares + tokens) // (2 * tokens))
+        chosen.check(slots)
+        return chosen
+
+    def most_documents(self, slots: Integers, repeated: bool) -> int:
+        """Maximum documents that any pack of these documents can hold.
+
+        Args:
+            slots: (documents,) of every document.
+            repeated: documents may occur several times in an epoch, because they are carried from the one before.
+        """
+        if repeated:
+            most = self.capacity // int(slots.min())
+        else:
+            count = min(len(slots), self.capacity)
+            shortest = np.sort(np.partition(slots, count - 1)[:count])
+            most = int(np.searchsorted(np.cumsum(shortest), self.capacity, side="right"))
+        return min(most, self.max_documents or most)
+
+
+def check_choice(name: str, value: Any, choices: Any) -> None:
+    """Refuse a value that is not among the choices of a Literal.
+
+    Raises:
+        ValueError: the message lists the choices.
+    """
+    if value not in get_args(choices):
+        raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(get_args(choices))}")
 
 
 def check_loss_weighting(loss_weighting: str) -> None:
-    """Refuse an unknown way of weighing targets."""
-    if loss_weighting not in get_args(LossWeighting):
-        raise ValueError(
-            f"loss_weighting={loss_weighting!r} is unknown; choose one of {', '.join(get_args(LossWeighting))}"
-        )
+    """Refuse an unknown weighting of targets."""
+    check_choice("loss_weighting", loss_weighting, LossWeighting)
 
 
 def check_seed(seed: int) -> int:
-    """A seed as Python's own integer.
+    """A seed as a Python integer.
 
     Raises:
-        ValueError: no integer.
+        ValueError: not an integer.
     """
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
         raise ValueError(f"seed must be an integer, got {seed!r}")
@@ -192,7 +242,11 @@ def check_seed(seed: int) -> int:
 
 
 def cost_model_of(cost: CostModel | ModelShape | None) -> CostModel:
-    """A cost model from what callers may give for one."""
+    """A cost model from a `cost=` argument; None = Llama 3 8B.
+
+    Raises:
+        ValueError: another type.
+    """
     if isinstance(cost, CostModel):
         return cost
     if cost is None or isinstance(cost, ModelShape):
@@ -200,44 +254,12 @@ def cost_model_of(cost: CostModel | ModelShape | None) -> CostModel:
     raise ValueError(f"cost must be a CostModel, a ModelShape or None, got {type(cost).__name__}")
 
 
-def balanced_cost(options: Options, slots: Integers) -> CostModel:
-    """The cost that packs shall agree in.
+def check_targets(targets: ArrayLike, lengths: Integers) -> Integers:
+    """Target counts as int64, between 0 and each document's length − 1.
 
     Raises:
-        ValueError: all documents together cost more than int64 can hold.
+        ValueError: another shape or type, or a count out of range; the first such document is named.
     """
-    chosen = options.cost_model
-    if options.balance == "tokens":
-        chosen = CostModel(None, linear=1, quadratic=0)
-    elif options.balance == "joint":
-        CostModel(None, linear=1).check(slots)  # so that the sum of squares is exact
-        tokens, squares = int(slots.sum()), int(np.dot(slots, slots))
-        chosen = CostModel(None, linear=(2 * squares + tokens) // (2 * tokens))
-    chosen.check(slots)
-    return chosen
-
-
-def align_lengths(lengths: Integers, options: Options) -> Integers:
-    """(documents,) slots that each document takes: its length, padded to a multiple of `align`.
-
-    Raises:
-        ValueError: a document that fits its pack without padding, and does not with it.
-    """
-    if options.align == 1:
-        return lengths
-    slots = -(-lengths // options.align) * options.align
-    if slots.max() > options.capacity:
-        longest = int(lengths.max())
-        raise ValueError(
-            f"documents of {longest:,} tokens take {slots.max():,} slots with align={options.align}, but a pack"
-            f" holds capacity={options.capacity:,}; raise the capacity to {slots.max():,}, or cut documents to"
-            f" {options.capacity // options.align * options.align:,} tokens"
-        )
-    return slots
-
-
-def check_targets(targets: ArrayLike, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Target counts as int64, between 0 and each document's length − 1."""
     counts = _array("targets", targets)
     if counts.shape != lengths.shape or counts.dtype.kind not in "iu":
         raise ValueError(
@@ -256,18 +278,13 @@ def check_targets(targets: ArrayLike, lengths: NDArray[np.int64]) -> NDArray[np.
     return counts
 
 
-def _array(name: str, values: ArrayLike) -> NDArray[Any]:
-    try:
-        return np.asarray(values)
-    except ValueError as error:
-        raise ValueError(f"{name} must be a flat list of integers: {error}") from None
+def check_carried(carried: ArrayLike | None, documents: int) -> Integers:
+    """Carried document numbers as int64; empty for None.
 
-
-def check_carried(carried: ArrayLike | None, documents: int) -> NDArray[np.int64]:
-    """Carried document numbers as int64; empty for None."""
-    if carried is None:
-        return np.empty(0, dtype=np.int64)
-    numbers = _array("carried", carried)
+    Raises:
+        ValueError: not a flat list of numbers of documents.
+    """
+    numbers = _array("carried", () if carried is None else carried)
     if numbers.size == 0:
         return np.empty(0, dtype=np.int64)
     if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
@@ -277,25 +294,22 @@ def check_carried(carried: ArrayLike | None, documents: int) -> NDArray[np.int64
     return numbers.astype(np.int64)
 
 
-def most_documents_of(lengths: NDArray[np.int64], options: Options, times: int) -> int:
-    """How many of the shortest documents, each at most so many times, fit in a pack."""
-    count = min(len(lengths), options.capacity)
-    shortest = np.sort(np.partition(lengths, count - 1)[:count])
-    most = int(np.searchsorted(np.cumsum(np.repeat(shortest, times)), options.capacity, side="right"))
-    return min(most, options.max_documents or most)
+def _array(name: str, values: ArrayLike) -> NDArray[Any]:
+    try:
+        return np.asarray(values)
+    except ValueError as error:
+        raise ValueError(f"{name} must be a flat list of integers: {error}") from None
 
 
-def fingerprint_of(
-    lengths: NDArray[np.int64], targets: NDArray[np.int64] | None, options: dict[str, Any]
-) -> str:
-    """`version-lengths-targets-options`, each but the first 16 digits of a SHA-256."""
+def fingerprint_of(lengths: Integers, targets: Integers | None, key: dict[str, Any]) -> str:
+    """`version-lengths-targets-options`: the version, and the first 16 digits of three SHA-256 sums."""
     arrays = [np.ascontiguousarray(part, dtype="<i8").data for part in (lengths, targets) if part is not None]
-    parts = [arrays[0], b"" if targets is None else arrays[1], json.dumps(options, sort_keys=True).encode()]
+    parts = [arrays[0], b"" if targets is None else arrays[1], json.dumps(key, sort_keys=True).encode()]
     return "-".join([str(ALGORITHM), *(hashlib.sha256(part).hexdigest()[:16] for part in parts)])
 
 
-def check_fingerprint(state: Mapping[str, Any], fingerprint: str, options: dict[str, Any]) -> None:
-    """Refuse a saved state whose plan was another, saying in what.
+def check_fingerprint(state: Mapping[str, Any], fingerprint: str, key: dict[str, Any]) -> None:
+    """Refuse a saved state of another plan, saying what changed.
 
     Raises:
         ValueError: the fingerprints differ.
@@ -306,9 +320,10 @@ def check_fingerprint(state: Mapping[str, Any], fingerprint: str, options: dict[
     theirs, ours = str(saved).split("-"), fingerprint.split("-")
     found = state.get("options")
     before: dict[str, Any] = found if isinstance(found, dict) else {}
-    differing = [name for name in options if before.get(name) != options[name]]
     named = ", ".join(
-        f"{name} from {before[name]!r} to {options[name]!r}" for name in differing if name in before
+        f"{name} from {before[name]!r} to {key[name]!r}"
+        for name in key
+        if name in before and before[name] != key[name]
     )
     parts = (
         f"the planner's version (from {theirs[0]} to {ours[0]})",
@@ -320,11 +335,11 @@ def check_fingerprint(state: Mapping[str, Any], fingerprint: str, options: dict[
     what = " and ".join(changed) if len(theirs) == len(ours) else "everything"
     raise ValueError(
         f"the saved plan state belongs to another plan: {what} changed since (fingerprint {short(saved)}, now"
-        f" {fingerprint}); go on with what it was saved with, or start a new run"
+        f" {fingerprint}); continue with the same documents and options, or start a new run"
     )
 
 
 def short(value: Any) -> str:
-    """A value as it may stand in a message."""
+    """The repr of a value, cut to 80 characters for a message."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -26,8 +26,8 @@ from multipack.planning.options import (
     ALGORITHM,
     Balance,
     LossWeighting,
-    Options,
     Order,
+    PlanOptions,
     check_loss_weighting,
     check_seed,
     cost_model_of,
@@ -130,19 +130,15 @@ class PackStream:
         rank, world = _check_shard(shard)
         seed = check_seed(seed)
         check_loss_weighting(loss_weighting)
-        chosen = Options(
-            capacity=capacity, packs_per_step=packs_per_step, budget=budget, window=lookahead, order=order,
-            tail=tail, balance=balance, max_documents=max_documents, steps=None, group=group, align=align,
-            cost_model=cost_model_of(cost),
+        chosen = PlanOptions(
+            capacity=capacity, packs_per_step=packs_per_step, budget=budget or 0, window=lookahead, order=order,
+            tail=tail, balance=balance, max_documents=max_documents or 0, group=group, align=align,
         )  # fmt: skip
-        if align > capacity:
-            raise ValueError(
-                f"align={align} exceeds capacity={capacity}: not even a document of one token would fit"
-            )
+        cost_model = cost_model_of(cost)
         self.seed, self.loss_weighting, self.align = seed, loss_weighting, align
         self._length, self._targets, self._agree = length, targets, agree
         self._limits = Limits(capacity, align, overlong, rank, world)
-        self._blocks = Blocks(chosen, seed, loss_weighting)
+        self._blocks = Blocks(chosen, cost_model, seed, loss_weighting)
         if length is None and _are_lengths(documents):
             documents = [np.asarray(documents)]  # one chunk
         self._source = Source(documents, resume, seekable=length is not None)
@@ -161,7 +157,7 @@ class PackStream:
         options: dict[str, Any] = {name: getattr(chosen, name) for name in same}
         options |= {
             "algorithm": ALGORITHM,
-            "cost": chosen.cost_model.key(),
+            "cost": cost_model.key(),
             "documents": "lengths" if length is None else "items",
             "lookahead": lookahead,
             "max_in_flight": self._most,

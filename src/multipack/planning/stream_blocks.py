@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from multipack.planning.cost import CostModel
 from multipack.planning.epoch import Cut, Progress, Rules, block, cut
-from multipack.planning.options import LossWeighting, Options, balanced_cost
+from multipack.planning.options import LossWeighting, PlanOptions
 from multipack.planning.plan import Plan, plan
 from multipack.planning.source import Flight
 from multipack.planning.stream_state import Block
@@ -22,29 +22,24 @@ class Blocks:
 
     Args:
         options: of the stream; `window` is its lookahead.
+        cost_model: what a document costs.
         seed: of shuffled steps.
         loss_weighting: what the loss is a mean over.
     """
 
-    def __init__(self, options: Options, seed: int, loss_weighting: LossWeighting) -> None:
-        self._options = options
+    def __init__(
+        self, options: PlanOptions, cost_model: CostModel, seed: int, loss_weighting: LossWeighting
+    ) -> None:
+        self._options, self._cost_model = options, cost_model
         self.most_documents = min(
             options.max_documents or options.capacity, options.capacity // options.align
         )
         self._empty = plan(  # what all blocks have in common; the document is replaced
             [1],
-            capacity=options.capacity,
-            packs_per_step=options.packs_per_step,
-            budget=options.budget,
+            options=replace(options, tail="keep"),
             seed=seed,
-            window=options.window,
-            order=options.order,
-            balance=options.balance,
-            cost=options.cost_model,
-            max_documents=options.max_documents,
+            cost=cost_model,
             loss_weighting=loss_weighting,
-            group=options.group,
-            align=options.align,
         )
         self._rules = Rules(
             capacity=options.capacity,
@@ -123,11 +118,11 @@ class Blocks:
             linear: of the cost that `balance="joint"` balances; None = that of these documents.
         """
         slots = self.slots(flight.lengths)
-        balanced = self._options.cost_model
+        balanced = self._cost_model
         if linear is not None:
             balanced = CostModel(None, linear=linear)
         elif self._options.balance != "cost" and len(slots):
-            balanced = balanced_cost(self._options, slots)
+            balanced = self._options.balanced_cost(self._cost_model, slots)
         return replace(
             self._empty,
             lengths=flight.lengths,
@@ -160,8 +155,8 @@ class Blocks:
     def _price(self, slots: Integers) -> Integers:
         """The cost that packs agree in; with `joint`, of these documents."""
         if self._options.balance == "cost":
-            return self._options.cost_model.cost(slots)
-        return balanced_cost(self._options, slots).cost(slots)
+            return self._cost_model.cost(slots)
+        return self._options.balanced_cost(self._cost_model, slots).cost(slots)
 
 
 def _progress(known: Block) -> Progress:

@@ -102,7 +102,7 @@ class Place:
             "dropped": [block.dropped.documents, block.dropped.tokens, list(block.dropped.first)],
             "waiting": block.waiting,
             "old": block.old,
-            "linear": plan.balanced.linear if plan.balance == "joint" else None,
+            "linear": plan.balanced.linear if plan.options.balance == "joint" else None,
             "steps": np.diff(plan.step_offsets[self.taken :]).tolist(),
             "packs": np.diff(plan.pack_offsets[plan.step_offsets[self.taken] :]).tolist(),
             "planned": _documents(self.planned(), with_items),

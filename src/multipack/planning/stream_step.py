@@ -7,7 +7,7 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from multipack.planning.deal import Sync
+from multipack.planning.options import Sync
 from multipack.planning.packing import Packs
 from multipack.planning.stream_state import Place
 

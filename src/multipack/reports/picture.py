@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from multipack.planning.measure import seeded_order
 from multipack.planning.packing import check_integer
+from multipack.planning.report import seeded_order
 
 if TYPE_CHECKING:
     from multipack.planning.plan import Plan

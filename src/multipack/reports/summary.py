@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from multipack.planning.explore import Row
-from multipack.planning.measure import PlanReport, padded_share
-from multipack.planning.options import PlanConfig
+from multipack.planning.options import PlanOptions
+from multipack.planning.report import PlanReport, padded_share
 from multipack.reports.console import Console, wrapped
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def _balance_rows(report: PlanReport, ranks: int) -> Rows:
 
 
 def _order_rows(report: PlanReport) -> Rows:
-    late = "" if report.late_share is None else f"; {report.late_share:.2%} moved further than the window"
+    late = f"; {report.late_share:.2%} moved further than the window"
     rows = [
         (
             "displacement",
@@ -194,7 +194,7 @@ def stream_rows(session: Session) -> Rows:
     ]
 
 
-def fills_packs(config: PlanConfig) -> bool:
+def fills_packs(config: PlanOptions) -> bool:
     """Whether packs shall be as full as can be: no budget below the capacity keeps room in them."""
     return config.budget in (0, config.capacity)
 

@@ -184,7 +184,7 @@ def assemble(
 def _packs_per_step(config: Config, mesh: Mesh) -> tuple[int, list[str]]:
     """Packs of a global step, and what people should know of them and of the ranks."""
     parallel, notes = config.parallel, []
-    packs = int(config.plan.keywords(mesh.data_size)["packs_per_step"])
+    packs = config.plan.for_ranks(mesh.data_size).packs_per_step
     micro_batches = -(-packs // mesh.data_size)
     fitting = fit_micro_batches(parallel, micro_batches)
     if fitting > micro_batches:
@@ -286,16 +286,16 @@ def _with_vocabulary(config: Config, size: int) -> ModelShape:
 
 
 def _sampler(
-    config: Config, mesh: Mesh, documents: Documents, cost_model: CostModel, what: str, **options: Any
+    config: Config, mesh: Mesh, documents: Documents, cost_model: CostModel, what: str, **changes: Any
 ) -> PackedBatchSampler:
-    plan, ranks = config.plan, mesh.data_size
+    ranks = mesh.data_size
     if len(documents) < ranks:
         raise ValueError(
             f"there are {len(documents)} {what} documents for {ranks} data-parallel ranks:"
             " start fewer processes or add documents"
         )
     settings: dict[str, Any] = {
-        **plan.keywords(ranks),
+        "options": replace(config.plan.for_ranks(ranks), **changes),
         "targets": documents.target_counts,
         "rank": mesh.data_rank,
         "world_size": ranks,
@@ -303,7 +303,6 @@ def _sampler(
         "sync": config.parallel.sync,
         "cost": cost_model,
         "loss_weighting": config.train.loss_weighting,
-        **options,
     }
     return PackedBatchSampler(documents.lengths, **settings)
 

@@ -14,10 +14,11 @@ from multipack.data.documents import Documents
 from multipack.data.loader import PackedLoader
 from multipack.data.sampler import PackedBatchSampler
 from multipack.planning.cost import CostModel
-from multipack.planning.deal import Sync, meetings
-from multipack.planning.measure import predicted_seconds
+from multipack.planning.deal import meetings
+from multipack.planning.options import Sync
 from multipack.planning.packing import Packs
 from multipack.planning.plan import Plan
+from multipack.planning.report import predicted_seconds
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def calibrate_documents(config: Config, world: World, console: Console) -> Calib
     shape = shape_of(config, corpus.tokenizer)
     lengths = corpus.train.lengths
     made = make_plan(
-        lengths, cost=CostModel.from_shape(shape), seed=config.train.seed, **config.plan.keywords()
+        lengths, options=config.plan.for_ranks(1), cost=CostModel.from_shape(shape), seed=config.train.seed
     )
     packs = [made.slots[pack] for step in _apart(made.num_steps) for pack in made.packs(step) if len(pack)]
     chosen = [packs[index].tolist() for index in _apart(len(packs))]

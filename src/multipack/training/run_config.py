@@ -12,7 +12,7 @@ from multipack.data.data_config import DataConfig
 from multipack.data.tokenizer import TokenizerConfig
 from multipack.parallel.parallel_config import ParallelConfig, check_readers
 from multipack.parallel.stages import fit_micro_batches
-from multipack.planning.plan import PlanConfig
+from multipack.planning.options import PlanOptions
 from multipack.run import RunDirectory, find_run, is_export, weights_folder
 from multipack.shapes import SHAPES, ModelShape
 from multipack.training.settings import LogConfig, OptimizerConfig, PreferenceConfig, TrackConfig, TrainConfig
@@ -86,7 +86,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
-    plan: PlanConfig = field(default_factory=PlanConfig)
+    plan: PlanOptions = field(default_factory=PlanOptions)
     train: TrainConfig = field(default_factory=TrainConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -148,7 +148,7 @@ class Config:
     def _check_packs(self, processes: int) -> None:
         """Each data-parallel rank has a pack of every step; a resumed pipeline needs as many as it has stages."""
         parallel, ranks = self.parallel, self.parallel.data_size(processes)
-        packs = int(self.plan.keywords(ranks)["packs_per_step"])
+        packs = self.plan.for_ranks(ranks).packs_per_step
         check_readers(self.data.readers, ranks)
         if parallel.pipeline == 1 and ranks > packs:
             raise ValueError(

@@ -21,10 +21,10 @@ from multipack.data.loader import PackedLoader
 from multipack.data.stream import StreamSampler
 from multipack.parallel.mesh import Mesh
 from multipack.planning.cost import CostModel
-from multipack.planning.deal import Sync
-from multipack.planning.measure import predicted_seconds
+from multipack.planning.options import Sync
 from multipack.planning.packing import Packs
 from multipack.planning.plan import Plan
+from multipack.planning.report import predicted_seconds
 from multipack.planning.stream import PackStream
 from multipack.planning.stream_step import StreamStep
 from multipack.training.feed import StepData, cost_spread

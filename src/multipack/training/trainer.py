@@ -20,6 +20,7 @@ from multipack.models.decoder import Decoder
 from multipack.parallel.base import StepResult
 from multipack.parallel.ranks import find_ranks
 from multipack.parallel.world import connected
+from multipack.planning.report import report
 from multipack.reports.console import Console
 from multipack.reports.summary import corpus_notes, plan_rows, stream_rows
 from multipack.training.assemble import assemble, check_model
@@ -388,7 +389,7 @@ def _introduce(session: Session, seconds: float) -> None:
     if console.enabled:
         ranks = session.engine.mesh.data_size
         plan, sync = session.feed.plan, session.config.parallel.sync
-        rows = stream_rows(session) if plan is None else plan_rows(session, plan.report(ranks, sync))
+        rows = stream_rows(session) if plan is None else plan_rows(session, report(plan, ranks, sync))
         console.section("plan", rows)
     legend = LEGEND | session.observers.legend
     if session.cost_model.timed is not None and session.predicts:

@@ -30,9 +30,10 @@ from numpy.typing import ArrayLike, NDArray
 from multipack.planning.advice import advise, advise_order
 from multipack.planning.bounds import minimum_packs
 from multipack.planning.ceiling import kappa, least_step_cost
-from multipack.planning.deal import Sync, meetings
+from multipack.planning.deal import meetings
 from multipack.planning.lengths import check_integer, check_lengths
-from multipack.planning.permutation import BATCHES, keys, permutation
+from multipack.planning.options import Sync
+from multipack.planning.order import BATCHES, keys, permutation
 
 if TYPE_CHECKING:
     from multipack.planning.cost import CostModel
@@ -107,8 +108,8 @@ class PlanReport:
     """The same; 99 % of the documents are below."""
     displacement_max: float
     """The same for the document that moved furthest."""
-    late_share: float | None
-    """Share of documents that moved further than the window: they waited for another block; None: not asked."""
+    late_share: float
+    """Share of documents that moved further than the window: they waited for another one."""
     mean_length_spread: float | None
     """Spread of the steps' mean lengths over that of random steps; above 1, lengths are grouped; None: one step."""
     kappa: float
@@ -130,7 +131,6 @@ def report(
     data_parallel_size: int = 1,
     sync: Sync = "micro",
     sample: int | None = SAMPLE,
-    window: int | None = None,
     split_documents: int = 0,
     advised: bool = True,
 ) -> PlanReport:
@@ -142,7 +142,6 @@ def report(
         sync: where ranks meet.
         sample: steps to deal at most, evenly apart; None = every step. All that needs no dealing is always
             measured over all steps.
-        window: steps that were planned together, for the share of documents that are later than that.
         split_documents: documents that were cut or split before they were planned, to be told with the rest.
         advised: whether to look for what would lift a low ceiling, which takes time; else `advice` is empty.
 
@@ -158,7 +157,7 @@ def report(
     tokens, runs = int(plan.lengths[plan.order].sum()), world * plan.micro_batches(world)
     last = plan.tokens(plan.num_steps - 1)
     full = tokens - last if plan.num_steps > 1 else tokens
-    packs = minimum_packs(planned, plan.capacity, plan.max_documents)
+    packs = minimum_packs(planned, plan.capacity, plan.options.max_documents or None)
     fewest = -(-packs // plan.packs_per_step)
     reached, ceiling = utilization(cost_loads), min(1.0, int(cost_loads.sum()) / (world * least))
     moved = displacement(plan)
@@ -195,7 +194,7 @@ def report(
         displacement_median=float(np.median(moved)),
         displacement_p99=float(np.quantile(moved, 0.99, method="inverted_cdf")),
         displacement_max=float(moved.max()),
-        late_share=None if window is None else float(np.mean(moved > window)),
+        late_share=float(np.mean(moved > plan.options.window)),
         mean_length_spread=lengths_spread,
         kappa=kappa(planned, costs[plan.order]),
         advice=advice,
@@ -303,14 +302,15 @@ def displacement(plan: Plan) -> NDArray[np.float64]:
     documents, where a pack may hold so few that their number decides): up to half a step is no displacement.
     """
     numbers = np.arange(len(plan.lengths), dtype=np.int64)
-    own = permutation(plan.seed, plan.epoch, len(numbers)) if plan.shuffled else numbers
+    own = permutation(plan.seed, plan.epoch, len(numbers)) if plan.options.order == "shuffled" else numbers
     sequence = np.concatenate([plan.carried_in, own])
     steps = np.repeat(np.arange(plan.num_steps), np.diff(plan.pack_offsets[plan.step_offsets]))
     positions = _positions(plan, sequence)
     planned = np.zeros(len(sequence), dtype=np.bool_)
     planned[positions] = True
     taken = np.flatnonzero(planned)
-    least = plan.capacity // plan.max_documents if plan.max_documents else 1
+    limit = plan.options.max_documents
+    least = plan.capacity // limit if limit else 1
     share = np.maximum(plan.slots[sequence[taken]], least)
     middle = np.cumsum(share) - share / 2
     place = np.empty(len(sequence))
@@ -349,5 +349,5 @@ def padded_share(lengths: ArrayLike, batch_size: int = 8, seed: int = 0) -> floa
 
 def seeded_order(plan: Plan, documents: Integers) -> Integers:
     """These documents in the order in which they come in the plan's epoch."""
-    by = keys(plan.seed, plan.epoch, documents) if plan.shuffled else documents
+    by = keys(plan.seed, plan.epoch, documents) if plan.options.order == "shuffled" else documents
     return documents[np.argsort(by, kind="stable")]

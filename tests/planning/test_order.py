@@ -4,7 +4,7 @@ import hashlib
 
 import numpy as np
 
-from multipack.planning.permutation import BLOCKS, keys, permutation
+from multipack.planning.order import BLOCKS, keys, permutation
 
 
 def plain_key(seed, epoch, number, stream=0):
