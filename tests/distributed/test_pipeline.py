@@ -250,7 +250,7 @@ def sharded_case(world, name, schedule, micro_batches, kind):
     return {
         **found,
         "counts": dict(counting.counts),
-        "units": sum(len(stage.blocks) + (stage.part.begins or stage.part.ends) for stage in stages),
+        "units": sum(len(stage.blocks) + (stage.part.is_first or stage.part.is_last) for stage in stages),
     }
 
 

@@ -9,8 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
 from multipack.models.decoder import PARALLEL_PLAN, Decoder
-from multipack.models.recompute import recompute_blocks
-from multipack.models.tiled import tile_layers
+from multipack.models.recompute import recompute_blocks, tile_layers
 from multipack.parallel.context import divide_context
 from multipack.parallel.tensor import divide_tensors
 from multipack.shapes import ModelShape

@@ -19,7 +19,8 @@ from multipack.data.preference import PreferenceBatch
 from multipack.models.compile import compile_blocks
 from multipack.models.decoder import PARALLEL_PLAN, Decoder, Part
 from multipack.models.preference import PreferenceDecoder
-from multipack.ops.loss import linear_cross_entropy, training_loss
+from multipack.models.recompute import recompute_blocks, tile_layers
+from multipack.ops.loss import training_loss
 from multipack.parallel.collectives import all_gather
 from multipack.parallel.mesh import build_mesh
 from multipack.parallel.parallel_config import ParallelConfig
@@ -92,9 +93,9 @@ def _worst(found, wanted):
     )
 
 
-def _errors(world, build, batch, autocast=False):
+def _errors(world, build, batch, divided=None, autocast=False):
     """Relative errors of loss and gradients of a divided model, once forward and backward."""
-    losses, models = [], (build(), _divided(world, build()))
+    losses, models = [], (build(), divided or _divided(world, build()))
     for model in models:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss = model(batch)
@@ -154,7 +155,7 @@ def test_runs_under_autocast(pools, name):
         assert gradients < 5e-2
 
 
-def with_terms(world, training):
+def with_terms(world, training, tiles):
     """Smoothing, z-loss and weights by documents."""
 
     def build():
@@ -162,12 +163,16 @@ def with_terms(world, training):
         model.training_loss = training_loss(z_loss=1e-2, label_smoothing=0.1)
         return model
 
-    return _errors(world, build, _batch(1, weighting="document"))
+    batch = _batch(1, weighting="document")
+    divided = _divided(world, build())
+    tile_layers(divided, tiles)
+    recompute_blocks(divided, "selective")
+    return _errors(world, build, batch, divided)
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_keeps_the_terms_of_the_training_loss(pools, training):
-    for errors in pools(2).run(with_terms, training):
+@pytest.mark.parametrize(("training", "tiles"), [(True, 1), (False, 1), (True, 3)])
+def test_keeps_the_terms_of_the_training_loss_in_tiles_too(pools, training, tiles):
+    for errors in pools(2).run(with_terms, training, tiles):
         assert max(errors) < 1e-5
 
 
@@ -390,21 +395,6 @@ def test_layout_of_meta_and_real_parameters(pools):
         assert placements["norm.weight"] == str(Replicate())
 
 
-def drawn_apart(world):
-    torch.manual_seed(world.rank)
-    model = _divided(world, Decoder(GPT))
-    torch.manual_seed(0)
-    first = Decoder(GPT)
-    return max(
-        _distance(own.full_tensor(), wanted)
-        for own, wanted in zip(model.parameters(), first.parameters(), strict=True)
-    )
-
-
-def test_real_values_are_the_first_rank_s(pools):
-    assert pools(4).run(drawn_apart) == [0.0] * 4
-
-
 # The sum of products.
 
 
@@ -456,9 +446,6 @@ def refused(world):
     custom = _whole("gpt")
     custom.loss_function = _own_loss
     refuse(divide_tensors, custom, mesh, PARALLEL_PLAN)
-    tiled = _whole("gpt")
-    tiled.training_loss = partial(linear_cross_entropy, vocabulary_tiles=2)
-    refuse(divide_tensors, tiled, mesh, PARALLEL_PLAN)
     both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     refuse(divide_tensors, _whole("gpt"), both, PARALLEL_PLAN)
     hidden, targets = torch.zeros(4, 32), torch.zeros(4, dtype=torch.int64)
@@ -481,10 +468,9 @@ def test_mistakes_are_refused_on_all_ranks_alike(pools):
             "the plan calls norm 'diagonal', which is none of column, row",
             "the plan calls norm 'row', which takes Linear, got LayerNorm",
             "embedding.weight (57, 32) cannot be divided evenly among parallel.tensor=2 ranks",
-            "the model's loss_function is _own_loss, which needs all of the vocabulary",
-            "the model's training_loss has vocabulary_tiles=2",
+            "the model's loss_function is _own_loss, which takes no group=",
             "a mesh of one dimension",
-            "needs targets (8,) of all of them, got (4,)",
+            "need targets (8,), got (4,)",
         ),
         first,
         strict=True,

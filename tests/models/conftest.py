@@ -56,8 +56,7 @@ def pad():
     return PaddedCollator(pad_id=3)
 
 
-@pytest.fixture(params=["gpt2", "gpt2-no-bias", "llama", "llama-gqa", "llama-untied-bias"])
-def shape(request) -> ModelShape:
+def make_shape(name: str) -> ModelShape:
     """Two layers of each family and its variants."""
     small = ModelShape(
         layers=2, heads=4, kv_heads=4, d_model=32, d_ff=48, vocabulary_size=VOCABULARY, context=16
@@ -69,7 +68,13 @@ def shape(request) -> ModelShape:
         "llama": small,
         "llama-gqa": dataclasses.replace(small, kv_heads=2, head_dim=6),
         "llama-untied-bias": dataclasses.replace(small, kv_heads=1, tied=False, bias=True, rope_theta=50.0),
-    }[request.param]
+    }[name]
+
+
+@pytest.fixture(params=["gpt2", "llama-gqa"])
+def shape(request) -> ModelShape:
+    """By default two shapes with all switches between them; `indirect` parametrization takes any of `make_shape`."""
+    return make_shape(request.param)
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from multipack.models.compile import compile_blocks
-from multipack.models.decoder import Decoder, rotary_tables, rotate
+from multipack.models.decoder import Decoder
+from multipack.models.layers import rotary_tables, rotate
 from multipack.shapes import SHAPES, ModelShape
 
 STARTS = (0, 7, 8, 20, 23, 32)

@@ -1,238 +1,201 @@
+"""Linear cross-entropy and log-probabilities equal torch's, in chunks and tiles, without whole logits."""
+
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from multipack.ops.loss import linear_cross_entropy
+from multipack.ops.loss import linear_cross_entropy, linear_log_probabilities, training_loss
 
-TOKENS, WIDTH, VOCABULARY = 37, 12, 29
-
-
-@pytest.fixture
-def inputs():
-    """(hidden, weight, targets) of a dtype; a third of the targets are ignored."""
-
-    def make(dtype=torch.float32, tokens=TOKENS):
-        hidden = torch.randn(tokens, WIDTH, dtype=dtype, requires_grad=True)
-        weight = torch.randn(VOCABULARY, WIDTH, dtype=dtype, requires_grad=True)
-        targets = torch.randint(0, VOCABULARY, (tokens,))
-        targets[torch.rand(tokens) < 0.33] = -100
-        return hidden, weight, targets
-
-    return make
+WIDTH, VOCABULARY = 12, 29
+LOSSES = (linear_cross_entropy, linear_log_probabilities)
 
 
-def reference(hidden, weight, targets):
-    return F.cross_entropy(F.linear(hidden, weight), targets, ignore_index=-100, reduction="sum")
+def make_inputs(seed=0, dtype=torch.float64, tokens=37, scale=1.0):
+    """(hidden, weight, targets); a third of the targets are ignored."""
+    draw = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, WIDTH, generator=draw, dtype=torch.float64).mul_(scale).to(dtype)
+    weight = torch.randn(VOCABULARY, WIDTH, generator=draw, dtype=torch.float64).to(dtype)
+    targets = torch.randint(-VOCABULARY // 2, VOCABULARY, (tokens,), generator=draw)
+    return hidden.requires_grad_(), weight.requires_grad_(), targets.where(targets >= 0, -100)
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 7, 8, 1024])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-14)])
-def test_equals_cross_entropy(inputs, distance, dtype, tolerance, chunk_tokens):
-    hidden, weight, targets = inputs(dtype)
-    ours, theirs = (
-        linear_cross_entropy(hidden, weight, targets, chunk_tokens),
-        reference(hidden, weight, targets),
-    )
-    assert ours.dtype == dtype
-    assert ours.dim() == 0
-    assert abs(ours - theirs) <= tolerance * theirs
-    gradients = [torch.autograd.grad(loss * 0.37, (hidden, weight)) for loss in (ours, theirs)]
-    for mine, other in zip(*gradients, strict=True):
-        assert distance(mine, other) < tolerance
+def reference(hidden, weight, targets, weights=None, z_loss=0.0, label_smoothing=0.0):
+    """The sum with all terms, by autograd."""
+    logits = F.linear(hidden, weight)
+    losses = F.cross_entropy(logits, targets, reduction="none", label_smoothing=label_smoothing)
+    losses = losses + z_loss * torch.logsumexp(logits, dim=-1).square() * (targets != -100)
+    return (losses if weights is None else losses * weights).sum()
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 7, 1024])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-14)])
-def test_weights_weigh_each_rows_loss(inputs, distance, dtype, tolerance, chunk_tokens):
-    hidden, weight, targets = inputs(dtype)
-    weights = torch.rand(TOKENS, dtype=dtype)
-    weights[::5] = 0.0
-    ours = linear_cross_entropy(hidden, weight, targets, chunk_tokens, weights=weights)
-    each = F.cross_entropy(F.linear(hidden, weight), targets, ignore_index=-100, reduction="none")
-    theirs = (each * weights).sum()
-    assert ours.dtype == dtype
-    assert abs(ours - theirs) <= tolerance * theirs
-    gradients = [torch.autograd.grad(loss * 0.37, (hidden, weight)) for loss in (ours, theirs)]
-    for mine, other in zip(*gradients, strict=True):
-        assert distance(mine, other) < tolerance
+def log_probabilities(hidden, weight, targets):
+    return -F.cross_entropy(F.linear(hidden, weight), targets, reduction="none")
 
 
-def test_weights_of_one_change_nothing(inputs):
-    hidden, weight, targets = inputs()
-    plain = linear_cross_entropy(hidden, weight, targets, 8)
-    weighted = linear_cross_entropy(hidden, weight, targets, 8, weights=torch.ones(TOKENS))
-    assert torch.equal(plain, weighted)
-    for a, b in zip(
-        torch.autograd.grad(plain, (hidden, weight)),
-        torch.autograd.grad(weighted, (hidden, weight)),
-        strict=True,
-    ):
-        assert torch.equal(a, b)
+def assert_equal(found, wanted, inputs, tolerance):
+    """Values and gradients, of an arbitrary incoming gradient, agree in norm."""
+    upstream = torch.arange(1.0, wanted.numel() + 1, dtype=wanted.dtype).view_as(wanted) * 0.37
+    pairs = [(found, wanted)]
+    gradients = [torch.autograd.grad(each, inputs, upstream, retain_graph=True) for each in (found, wanted)]
+    pairs += zip(*gradients, strict=True)
+    for mine, other in pairs:
+        assert mine.dtype == other.dtype
+        assert (mine - other).norm() <= tolerance * other.norm().clamp(min=1e-30)
 
 
-def test_weights_under_autocast_are_close(inputs, distance):
-    hidden, weight, targets = inputs(tokens=400)
-    weights = torch.rand(400)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = linear_cross_entropy(hidden, weight, targets, 64, weights=weights)
-    loss.backward()
-    each = F.cross_entropy(F.linear(hidden, weight), targets, ignore_index=-100, reduction="none")
-    expected = (each * weights).sum()
-    exact = torch.autograd.grad(expected, (hidden, weight))
-    assert loss.dtype == hidden.grad.dtype == weight.grad.dtype == torch.float32
-    assert abs(loss - expected) < 5e-3 * expected
-    assert distance(hidden.grad, exact[0]) < 2e-2
-    assert distance(weight.grad, exact[1]) < 2e-2
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=st.integers(0, 2**31),
+    tokens=st.integers(1, 40),
+    chunk=st.integers(1, 41),
+    tiles=st.integers(1, VOCABULARY + 3),
+    scale=st.sampled_from([0.1, 1.0, 300.0]),
+    z_loss=st.sampled_from([0.0, 0.01]),
+    smoothing=st.sampled_from([0.0, 0.3]),
+    weighted=st.booleans(),
+)
+def test_equals_torch_in_chunks_and_tiles(seed, tokens, chunk, tiles, scale, z_loss, smoothing, weighted):
+    *inputs, targets = make_inputs(seed, tokens=tokens, scale=scale)
+    cuts = {"chunk_tokens": chunk, "vocabulary_tiles": tiles}
+    terms = {"z_loss": z_loss, "label_smoothing": smoothing}
+    terms["weights"] = torch.rand(tokens, dtype=torch.float64) if weighted else None
+    wanted = reference(*inputs, targets, **terms)
+    assert_equal(linear_cross_entropy(*inputs, targets, **cuts, **terms), wanted, inputs, 1e-13)
+    found = linear_log_probabilities(*inputs, targets, **cuts)
+    assert_equal(found, log_probabilities(*inputs, targets), inputs, 1e-13)
+    assert not found[targets == -100].any()
 
 
-def test_weights_are_constants_of_the_right_shape(inputs):
-    hidden, weight, targets = inputs()
-    for wrong in (torch.ones(TOKENS - 1), torch.ones(TOKENS, 1), torch.ones(TOKENS, dtype=torch.int64)):
-        with pytest.raises(ValueError, match="needs floating point weights \\(37,\\)"):
-            linear_cross_entropy(hidden, weight, targets, weights=wrong)
-    with pytest.raises(ValueError, match="weights get no gradient"):
-        linear_cross_entropy(hidden, weight, targets, weights=torch.ones(TOKENS, requires_grad=True))
-
-
-def test_gradcheck_with_weights(inputs):
-    hidden, weight, targets = inputs(torch.float64, tokens=9)
+def test_gradcheck():
+    *inputs, targets = make_inputs(tokens=9)
     weights = torch.rand(9, dtype=torch.float64)
-    assert torch.autograd.gradcheck(
-        lambda h, w: linear_cross_entropy(h, w, targets, 4, weights=weights), (hidden, weight)
-    )
+    loss = training_loss(0.2, 0.3)
+    assert torch.autograd.gradcheck(lambda h, w: loss(h, w, targets, 4, weights=weights), inputs)
+    assert torch.autograd.gradcheck(lambda h, w: linear_log_probabilities(h, w, targets, 4), inputs)
 
 
-def test_gradcheck(inputs):
-    hidden, weight, targets = inputs(torch.float64, tokens=9)
-    assert torch.autograd.gradcheck(lambda h, w: linear_cross_entropy(h, w, targets, 4), (hidden, weight))
-
-
-def test_backward_twice_gives_the_same(inputs):
-    hidden, weight, targets = inputs()
-    loss = linear_cross_entropy(hidden, weight, targets)
-    first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
-    second = torch.autograd.grad(loss, (hidden, weight))
-    assert torch.equal(first[0], second[0])
-    assert torch.equal(first[1], second[1])
-
-
-@pytest.mark.parametrize("which", ["hidden", "weight", "neither"])
-def test_only_the_gradients_that_are_wanted(inputs, which, distance):
-    hidden, weight, targets = inputs()
-    hidden.requires_grad_(which == "hidden")
-    weight.requires_grad_(which == "weight")
-    loss, expected = linear_cross_entropy(hidden, weight, targets), reference(hidden, weight, targets)
-    torch.testing.assert_close(loss, expected)
-    if which == "neither":
-        assert not loss.requires_grad
-        return
-    wanted = hidden if which == "hidden" else weight
-    mine, other = (torch.autograd.grad(x, wanted)[0] for x in (loss, expected))
-    assert distance(mine, other) < 1e-6
-
-
-def test_no_target_is_zero_and_still_connected(inputs):
-    hidden, weight, targets = inputs()
-    loss = linear_cross_entropy(hidden, weight, torch.full_like(targets, -100), num_targets=0)
-    assert loss.item() == 0.0
-    loss.backward()
-    assert hidden.grad.shape == hidden.shape
-    assert not hidden.grad.any()
-    assert weight.grad.shape == weight.shape
-    assert not weight.grad.any()
-
-
-def test_autocast_bfloat16_is_close_and_sums_in_float32(inputs, distance):
-    hidden, weight, targets = inputs(tokens=400)
+@pytest.mark.parametrize("tiles", [1, 3])
+def test_float32_and_bfloat16_are_close(tiles):
+    *inputs, targets = make_inputs(dtype=torch.float32, tokens=400)
+    terms = {"z_loss": 1e-2, "label_smoothing": 0.1, "weights": torch.rand(400)}
+    options = {"chunk_tokens": 64, "vocabulary_tiles": tiles}
+    wanted = reference(*inputs, targets, **terms), log_probabilities(*inputs, targets)
+    assert_equal(linear_cross_entropy(*inputs, targets, **options, **terms), wanted[0], inputs, 1e-6)
+    assert_equal(linear_log_probabilities(*inputs, targets, **options), wanted[1], inputs, 1e-6)
     with torch.autocast("cpu", torch.bfloat16):
-        loss = linear_cross_entropy(hidden, weight, targets, 64)
-        ragged = linear_cross_entropy(hidden.bfloat16(), weight, targets, 64)
-    loss.backward()
-    expected = reference(hidden, weight, targets)
-    exact = torch.autograd.grad(expected, (hidden, weight))
-    assert loss.dtype == ragged.dtype == hidden.grad.dtype == weight.grad.dtype == torch.float32
-    assert abs(loss - expected) < 5e-3 * expected
-    assert torch.equal(loss, ragged)
-    assert distance(hidden.grad, exact[0]) < 2e-2
-    assert distance(weight.grad, exact[1]) < 2e-2
+        loss = linear_cross_entropy(*inputs, targets, **options, **terms)
+        mixed = linear_cross_entropy(inputs[0].bfloat16(), inputs[1], targets, **options, **terms)
+        found = linear_log_probabilities(*inputs, targets, **options)
+    assert torch.equal(loss, mixed)
+    assert_equal(loss, wanted[0], inputs, 2e-2)
+    assert_equal(found, wanted[1], inputs, 2e-2)
 
 
-def test_bfloat16_weights_get_bfloat16_gradients(inputs, distance):
-    hidden, weight, targets = inputs(torch.bfloat16)
+def test_bfloat16_weights_get_bfloat16_gradients(distance):
+    hidden, weight, targets = make_inputs(dtype=torch.bfloat16)
     loss = linear_cross_entropy(hidden, weight, targets, 8)
-    mine = torch.autograd.grad(loss, (hidden, weight))
     wide = [x.detach().float().requires_grad_() for x in (hidden, weight)]
     exact = torch.autograd.grad(reference(*wide, targets), wide)
-    for ours, theirs in zip(mine, exact, strict=True):
+    for ours, theirs in zip(torch.autograd.grad(loss, (hidden, weight)), exact, strict=True):
         assert ours.dtype == torch.bfloat16
         assert distance(ours.float(), theirs) < 2e-2
 
 
-def test_large_logits_do_not_overflow():
-    hidden = torch.tensor([[200.0], [-200.0]], requires_grad=True)
-    weight = torch.tensor([[1.0], [0.0], [-1.0]], requires_grad=True)
-    loss = linear_cross_entropy(hidden, weight, torch.tensor([2, 2]))
-    assert loss.item() == pytest.approx(400.0)
-    loss.backward()
-    assert torch.isfinite(hidden.grad).all()
-    assert torch.isfinite(weight.grad).all()
+def test_weights_of_one_change_nothing_and_backward_can_run_twice():
+    *inputs, targets = make_inputs()
+    plain = linear_cross_entropy(*inputs, targets, 8)
+    weighted = linear_cross_entropy(*inputs, targets, 8, weights=torch.ones(37))
+    first = torch.autograd.grad(plain, inputs, retain_graph=True)
+    for other in (torch.autograd.grad(plain, inputs), torch.autograd.grad(weighted, inputs)):
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+    assert torch.equal(plain, weighted)
+    assert training_loss() is linear_cross_entropy
 
 
-def test_logits_never_exceed_a_chunk(inputs):
-    class Largest(TorchDispatchMode):
-        elements = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            out = function(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor) and out.dim() == 2 and out.shape[-1] == VOCABULARY:
-                self.elements = max(self.elements, out.numel())
-            return out
-
-    hidden, weight, targets = inputs(tokens=400)
-    with Largest() as largest:
-        linear_cross_entropy(hidden, weight, targets, 16).backward()
-    assert 0 < largest.elements <= 16 * VOCABULARY
+def test_only_wanted_gradients_are_computed():
+    hidden, weight, targets = make_inputs()
+    for loss in LOSSES:
+        for frozen, wanted in ((hidden, weight), (weight, hidden)):
+            expected = torch.autograd.grad(loss(hidden, weight, targets).sum(), wanted)[0]
+            frozen.requires_grad_(False)
+            assert torch.equal(torch.autograd.grad(loss(hidden, weight, targets).sum(), wanted)[0], expected)
+            frozen.requires_grad_()
+        with torch.no_grad():
+            without = loss(hidden, weight, targets)
+        assert not without.requires_grad
+        assert torch.equal(without, loss(hidden, weight, targets).detach())
 
 
-@pytest.mark.parametrize("wrong", [VOCABULARY, -1, -99])
-def test_targets_outside_the_vocabulary_are_named(inputs, wrong):
-    hidden, weight, targets = inputs()
-    targets[5] = wrong
-    with pytest.raises(ValueError, match=f"target {wrong} is outside the vocabulary of {VOCABULARY}"):
-        linear_cross_entropy(hidden, weight, targets)
+def test_without_targets_it_is_zero_and_still_connected():
+    hidden, weight, targets = make_inputs()
+    for loss in LOSSES:
+        found = loss(hidden, weight, torch.full_like(targets, -100), num_targets=0)
+        gradients = torch.autograd.grad(found.sum(), (hidden, weight))
+        assert not found.any()
+        assert not any(each.any() for each in gradients)
+        assert [each.shape for each in gradients] == [hidden.shape, weight.shape]
 
 
-def test_shapes_and_options_that_do_not_fit_are_refused(inputs):
-    hidden, weight, targets = inputs()
-    with pytest.raises(ValueError, match="hidden \\(T, d\\) and weight"):
-        linear_cross_entropy(hidden, weight[:, 1:], targets)
-    with pytest.raises(ValueError, match="needs targets \\(37,\\)"):
-        linear_cross_entropy(hidden, weight, targets[1:])
-    with pytest.raises(ValueError, match="chunk_tokens must be at least 1"):
-        linear_cross_entropy(hidden, weight, targets, 0)
-    with pytest.raises(ValueError, match="use one, or autocast"):
-        linear_cross_entropy(hidden, weight.bfloat16(), targets)
-    with pytest.raises(ValueError, match="num_targets=3, but"):
-        linear_cross_entropy(hidden, weight, targets, num_targets=3)
+class Sizes(TorchDispatchMode):
+    """Elements of the largest tensor whose last dimension is `width`, and the number of matrix products."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.width, self.largest, self.products = width, 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        self.products += function.name() in ("aten::mm", "aten::addmm", "aten::addmm_")
+        if isinstance(out, torch.Tensor) and out.dim() == 2 and out.shape[-1] == self.width:
+            self.largest = max(self.largest, out.numel())
+        return out
 
 
-def test_no_gradient_is_computed_where_none_is_wanted(monkeypatch):
-    from multipack.ops import loss as module
+@pytest.mark.parametrize(("tiles", "width"), [(1, VOCABULARY), (3, 10)])
+def test_logits_never_exceed_a_chunk_of_a_tile(tiles, width):
+    *inputs, targets = make_inputs(tokens=400)
+    with Sizes(width) as sizes:
+        linear_cross_entropy(*inputs, targets, 16, vocabulary_tiles=tiles).backward()
+    assert 0 < sizes.largest <= 16 * width
 
-    wanted, chunks = [], module._chunks
 
-    def watched(*arguments):
-        wanted.append(arguments[-2:])
-        return chunks(*arguments)
+def test_one_tile_computes_logits_once_and_no_gradient_that_is_not_wanted():
+    *inputs, targets = make_inputs()
+    counts = []
+    for enabled in (False, True):
+        with torch.set_grad_enabled(enabled), Sizes(VOCABULARY) as sizes:
+            linear_cross_entropy(*inputs, targets)
+        counts.append(sizes.products)
+    assert counts == [1, 3]
 
-    monkeypatch.setattr(module, "_chunks", watched)
-    hidden, weight = torch.randn(6, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
-    targets = torch.tensor([1, 2, -100, 3, 8, 0])
-    with torch.no_grad():
-        without = linear_cross_entropy(hidden, weight, targets)
-    with_gradient = linear_cross_entropy(hidden, weight, targets)
-    assert wanted == [(False, False), (True, True)]
-    assert torch.equal(without, with_gradient.detach())
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"hidden": torch.zeros(6, 4)}, r"weight \(V, d\)"),
+        ({"targets": torch.zeros(5, dtype=torch.int64)}, r"targets \(6,\)"),
+        ({"targets": torch.full((6,), VOCABULARY)}, f"target {VOCABULARY} .* vocabulary of {VOCABULARY}"),
+        ({"targets": torch.full((6,), -99)}, "target -99"),
+        ({"hidden": torch.zeros(6, WIDTH)}, "autocast"),
+        ({"chunk_tokens": 0}, "chunk_tokens"),
+        ({"vocabulary_tiles": 0}, "vocabulary_tiles"),
+        ({"num_targets": 9}, "num_targets=9"),
+        ({"weights": torch.ones(5)}, r"weights \(6,\)"),
+        ({"weights": torch.ones(6, dtype=torch.int64)}, r"floating-point weights"),
+        ({"weights": torch.ones(6, requires_grad=True)}, "weights get no gradient"),
+        ({"z_loss": -1.0}, "z_loss"),
+        ({"label_smoothing": 1.0}, "label_smoothing"),
+    ],
+)
+def test_wrong_arguments_are_refused(loss, changes, expected):
+    if loss is linear_log_probabilities and {"weights", "z_loss", "label_smoothing"} & set(changes):
+        return
+    hidden, weight, _ = make_inputs(tokens=6)
+    arguments = {"hidden": hidden, "weight": weight, "targets": torch.zeros(6, dtype=torch.int64), **changes}
+    with pytest.raises(ValueError, match=expected):
+        loss(**arguments)

@@ -65,7 +65,7 @@ class PreferenceDecoder(Decoder):
             raise ValueError(
                 "preferences are trained on pairs: collate the documents with PreferenceCollator"
             )
-        if x is not None or not self.part.ends:
+        if x is not None or not self.part.is_last:
             raise ValueError("preferences are trained on whole decoders, not on parts of a pipeline")
         policy = self.pair_log_probabilities(batch)
         if batch.reference is None:

@@ -1,56 +1,66 @@
-"""The last projection and the cross-entropy in one, chunk by chunk, so that logits never dominate memory.
+"""Linear cross-entropy: the output projection and its loss in one function that never holds all logits.
 
-Logits of T tokens over V words are the largest tensor of a small model's step: T = 8,192 and V = 128,256
-are 4.2 GB in float32, and their gradient as much again. Here a chunk's logits become its loss and its
-gradients at once and are gone before the next chunk's exist:
+Logits of T tokens over V words are the largest tensor of a small model's step: T = 8,192 and V = 128,256 are 4.2 GB
+in float32, and their gradient as much again. They exist for a chunk of rows and a tile of the vocabulary at a time:
 
-    rows with a target     logits             loss and gradients (all in the forward pass)
-    ┌──────────┐
-    │ chunk 0  │ · Wᵀ → (chunk, V) float32 → Σ (lse − logit[target]);  g = softmax − one-hot
-    ├──────────┤                             hidden.grad[chunk] = g · W;  W.grad += gᵀ · chunk
-    │ chunk 1  │ · Wᵀ → …
-    └──────────┘
+                    vocabulary
+            rank 0         rank 1
+          ┌──────┬──────┬──────┬──────┐   Each tile gives three numbers per row: its log-sum-exp, the target's
+    chunk │ tile │ tile │ tile │ tile │   logit and the sum of its logits. They are merged over the tiles of a
+          ├──────┼──────┼──────┼──────┤   rank, then over the ranks that divide the vocabulary (one all-gather
+    chunk │      │      │      │      │   per chunk): merged lse = logsumexp of the tiles' lse.
+          └──────┴──────┴──────┴──────┘
 
-Nothing is computed twice: since the loss is a sum, its gradient only has to be multiplied by the number that
-comes back from above. Where targets have weights, rows of (chunk, d) are scaled by them, never logits: in
-g · W what comes out, in gᵀ · chunk what goes in.
+The merged numbers give a row's loss and the gradient g of its logits. With label smoothing ε (Szegedy et al. 2016,
+arXiv:1512.00567) and z-loss coefficient z (Chowdhery et al. 2022, arXiv:2204.02311, section 5):
 
-Training may add two terms, which change the loss and g of the same pass: label smoothing ε spreads that share of
-each target's probability over the vocabulary (Szegedy et al. 2016, arXiv:1512.00567), and the z-loss adds
-z · lse² for each target, which keeps logits from drifting (Chowdhery et al. 2022, arXiv:2204.02311, section 5):
-
-    loss = (1 − ε) · (lse − logit[target]) + ε · mean(lse − logit) + z · lse²
+    loss = (1 − ε) · (lse − logit[target]) + ε · (lse − mean logit) + z · lse²
     g    = softmax · (1 + 2 z · lse) − (1 − ε) · one-hot − ε / V
 
-Where even a chunk's logits do not fit, they exist for a slice of the vocabulary at a time (`vocabulary_tiles`). The
-log-sum-exp is then gathered over the slices (each new maximum rescales what was summed: Milakov and Gimelshein 2018,
-arXiv:1805.02867), and logits are computed once more for the gradient.
-
-Preferences need the log-probability of every target by itself. Its gradient is known only when the loss is, so
-`linear_log_probabilities` computes a chunk's logits again in the backward pass.
+`linear_cross_entropy` computes gradients in the forward pass, while a chunk's logits exist: the loss is a sum, so the
+backward pass only multiplies by the incoming scalar. With one tile nothing is computed twice; with more, logits are
+computed again for the gradient. Row weights scale rows of (chunk, d), never logits. The gradient of
+`linear_log_probabilities` depends on the incoming gradient of each row, so its backward pass computes logits again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from multipack.data.batch import IGNORE
-from multipack.ops.vocabulary import (
-    add_product,
-    at_once,
-    exact_dtype,
-    gradient_of,
-    logits_of,
-    slices,
-    statistics,
-    tiled,
-)
+
+# all_gather_into_tensor warns since torch 2.13, where it is called all_gather_single.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass(frozen=True)
+class _Options:
+    """Keyword arguments of the public functions; see there."""
+
+    chunk_tokens: int = 1024
+    vocabulary_tiles: int = 1
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
+    group: dist.ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("chunk_tokens", "vocabulary_tiles"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.z_loss < 0:
+            raise ValueError(f"z_loss must not be negative, got {self.z_loss}; 0 turns it off")
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}; 0 turns it off")
 
 
 def linear_cross_entropy(
@@ -63,44 +73,41 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
     vocabulary_tiles: int = 1,
+    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Σ cross-entropy of `hidden @ weight.T` over the targets that are not −100, each times its weight if it has one.
+    """Sum of the cross-entropy of `hidden @ weight.T` over all targets that are not −100.
 
     Equals `F.cross_entropy(F.linear(hidden, weight).float(), targets, reduction="sum", label_smoothing=…)` or, with
-    weights, `(F.cross_entropy(…, reduction="none") * weights).sum()`; rows without a target are never projected. Matrix
+    weights, `(F.cross_entropy(…, reduction="none") * weights).sum()`. Rows without a target are not projected. Matrix
     products run in the dtype of the inputs, or in autocast's where it is on; softmax, loss and the sum of the
     weight's gradient are float32 (float64 for float64 inputs).
 
     Args:
-        hidden: (T, d) what the last norm gives.
-        weight: (V, d) output embedding.
+        hidden: (T, d) final hidden states.
+        weight: (V, d) output embedding; with `group`, this rank's V / ranks consecutive rows of it.
         targets: (T,) int64, already shifted.
-        chunk_tokens: most rows whose logits exist at a time: chunk_tokens × V × 4 bytes, three times over.
-        num_targets: how many targets are not −100, when the caller knows (a batch does): spares a GPU a sync.
-        weights: (T,) floating point weight of each row's loss, a constant: it gets no gradient. None = all 1.
-        z_loss: z, the weight of lse² of each row that has a target, which counts times the row's weight too.
-        label_smoothing: ε, the share of each target's probability that is spread over the vocabulary.
-        vocabulary_tiles: slices of the vocabulary, of which one chunk's logits exist at a time; with several, logits
-            are computed once more for the gradient.
+        chunk_tokens: rows whose logits exist at a time: about 2 × chunk_tokens × V / tiles × 4 bytes.
+        num_targets: number of targets that are not −100, if known: saves a device synchronization.
+        weights: (T,) floating-point weight of each row's loss, without gradient. None = 1.
+        z_loss: coefficient of lse² of each row with a target (times the row's weight).
+        label_smoothing: share of each target's probability that is spread over the vocabulary.
+        vocabulary_tiles: slices of (this rank's part of) the vocabulary whose logits are computed one at a time.
+        group: process group whose ranks divide the vocabulary evenly; all pass the same `hidden` and `targets`, and
+            each gets its partial gradient of `hidden`. None = `weight` is whole.
 
     Returns:
-        The 0-d sum; 0, still connected to `hidden` and `weight`, when there is no target.
+        0-d sum, equal on all ranks of `group`; 0, still connected to `hidden` and `weight`, without targets.
 
     Raises:
-        ValueError: shapes or dtypes that do not go together; fewer chunk_tokens or vocabulary_tiles than 1; a negative
-            z_loss, or a label_smoothing outside [0, 1); on the CPU also a target outside the vocabulary or a wrong
-            `num_targets` (elsewhere looking would stall the device).
+        ValueError: mismatched shapes or dtypes, or an option out of range; on the CPU also a target outside the
+            vocabulary or a wrong `num_targets` (checking on other devices would synchronize).
     """
-    _check(hidden, weight, targets, chunk_tokens, num_targets, vocabulary_tiles)
-    _check_weights(hidden, weights)
-    _check_terms(z_loss, label_smoothing)
-    rows = _rows_with_targets(targets, num_targets)
+    options = _Options(chunk_tokens, vocabulary_tiles, z_loss, label_smoothing, group)
+    rows = _check_rows(hidden, weight, targets, num_targets, weights, group)
     if not torch.is_grad_enabled():
-        # Inside the function gradient mode is always off: only here can it learn that none is wanted.
+        # Grad mode is always off inside an autograd.Function; detached inputs tell it to skip gradients.
         hidden, weight = hidden.detach(), weight.detach()
-    loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, rows, chunk_tokens, weights, z_loss, label_smoothing, vocabulary_tiles
-    )
+    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, rows, weights, options)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -108,9 +115,9 @@ def training_loss(z_loss: float = 0.0, label_smoothing: float = 0.0) -> Callable
     """`linear_cross_entropy` with the terms that only training adds; without any, the function itself.
 
     Raises:
-        ValueError: a negative z_loss, or a label_smoothing outside [0, 1).
+        ValueError: a coefficient out of range.
     """
-    _check_terms(z_loss, label_smoothing)
+    _Options(z_loss=z_loss, label_smoothing=label_smoothing)
     if not z_loss and not label_smoothing:
         return linear_cross_entropy
     return partial(linear_cross_entropy, z_loss=z_loss, label_smoothing=label_smoothing)
@@ -123,39 +130,23 @@ def linear_log_probabilities(
     chunk_tokens: int = 1024,
     num_targets: int | None = None,
     vocabulary_tiles: int = 1,
+    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Log-probability of each target under `softmax(hidden @ weight.T)`; 0 where the target is −100.
+    """Log-probability of each target under `softmax(hidden @ weight.T)`, differentiable.
 
-    Differentiable, in the memory of one chunk's logits: the backward pass computes them again. Dtypes, autocast and
-    `num_targets` are as in `linear_cross_entropy`.
-
-    Args:
-        hidden: (T, d) what the last norm gives.
-        weight: (V, d) output embedding.
-        targets: (T,) int64, already shifted.
-        chunk_tokens: most rows whose logits exist at a time.
-        num_targets: how many targets are not −100, when the caller knows.
-        vocabulary_tiles: slices of the vocabulary, of which one chunk's logits exist at a time.
+    Args and dtypes are those of `linear_cross_entropy`; the backward pass computes logits again and needs no
+    collective.
 
     Returns:
-        (T,) float32 (float64 for float64 inputs).
+        (T,) float32 (float64 for float64 inputs), 0 where the target is −100; equal on all ranks of `group`.
 
     Raises:
-        ValueError: as `linear_cross_entropy` does.
+        ValueError: as `linear_cross_entropy`.
     """
-    _check(hidden, weight, targets, chunk_tokens, num_targets, vocabulary_tiles)
-    rows = _rows_with_targets(targets, num_targets)
-    found: Tensor = _LinearLogProbabilities.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, rows, chunk_tokens, vocabulary_tiles
-    )
+    options = _Options(chunk_tokens, vocabulary_tiles, group=group)
+    rows = _check_rows(hidden, weight, targets, num_targets, None, group)
+    found: Tensor = _LinearLogProbabilities.apply(hidden, weight, targets, rows, options)  # type: ignore[no-untyped-call]
     return found
-
-
-def _rows_with_targets(targets: Tensor, num_targets: int | None) -> Tensor:
-    counted = targets != IGNORE
-    if num_targets is None or targets.device.type == "cpu":
-        return counted.nonzero().flatten()
-    return torch.nonzero_static(counted, size=num_targets).flatten()
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -166,137 +157,200 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         rows: Tensor,
-        chunk_tokens: int,
         weights: Tensor | None,
-        z_loss: float,
-        label_smoothing: float,
-        vocabulary_tiles: int,
+        options: _Options,
     ) -> Tensor:
-        device, dtype = hidden.device.type, _product_dtype(hidden, weight)
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        with torch.autocast(device, enabled=False):
-            loss, hidden_grad, weight_grad = _chunks(
-                hidden.index_select(0, rows).to(dtype),
-                weight.detach().to(dtype),
-                targets.index_select(0, rows),
-                None if weights is None else weights.index_select(0, rows),
-                chunk_tokens,
-                z_loss,
-                label_smoothing,
-                vocabulary_tiles,
-                wants_hidden,
-                wants_weight,
-            )
-        ctx.save_for_backward(rows, hidden_grad, weight_grad)
-        ctx.hidden_like = (hidden.shape, hidden.dtype)
-        ctx.weight_dtype = weight.dtype
-        return loss
+        head = _Head(weight, _product_dtype(hidden, weight), options)
+        losses, _, *gradients = head.run(hidden, targets, rows, weights, None, ctx.needs_input_grad)
+        ctx.save_for_backward(*gradients)
+        ctx.dtypes = hidden.dtype, weight.dtype
+        return (losses if weights is None else losses * weights).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        rows, hidden_grad, weight_grad = ctx.saved_tensors
-        if hidden_grad is not None:
-            hidden_grad = _scattered(ctx.hidden_like, rows, hidden_grad * upstream)
-        if weight_grad is not None:
-            weight_grad = (weight_grad * upstream).to(ctx.weight_dtype)
-        return hidden_grad, weight_grad, *(None,) * 7
-
-
-def _chunks(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    weights: Tensor | None,
-    chunk_tokens: int,
-    z_loss: float,
-    label_smoothing: float,
-    vocabulary_tiles: int,
-    wants_hidden: bool,
-    wants_weight: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Loss and gradients of (N, d) rows that all have a target and, if any has, a weight."""
-    exact = exact_dtype(weight)
-    loss = torch.zeros((), dtype=exact, device=hidden.device)
-    hidden_grad = torch.empty_like(hidden) if wants_hidden else None
-    weight_grad = torch.zeros_like(weight, dtype=exact) if wants_weight else None
-    for start in range(0, hidden.shape[0], chunk_tokens):
-        rows = slice(start, start + chunk_tokens)
-        chunk, target = hidden[rows], targets[rows, None]
-        scale = None if weights is None else weights[rows, None].to(exact)
-        if vocabulary_tiles == 1:
-            losses, gradients = at_once(chunk, weight, target, z_loss, label_smoothing)
-        else:
-            losses, gradients = tiled(chunk, weight, target, z_loss, label_smoothing, vocabulary_tiles)
-        loss += losses.sum() if scale is None else (losses * scale).sum()
-        if hidden_grad is None and weight_grad is None:
-            continue
-        of_chunk = torch.zeros_like(chunk, dtype=exact)
-        into_weight = chunk if scale is None else (chunk * scale).to(weight.dtype)
-        for columns, gradient in gradients:
-            if hidden_grad is not None:
-                add_product(of_chunk, gradient, weight[columns])
-            if weight_grad is not None:  # rounded once per chunk; the sum over chunks stays exact
-                add_product(weight_grad[columns], gradient.t(), into_weight)
-        if hidden_grad is not None:
-            hidden_grad[rows] = of_chunk if scale is None else of_chunk * scale
-    return loss, hidden_grad, weight_grad
+        gradients = [
+            None if gradient is None else (gradient * upstream).to(dtype)
+            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        ]
+        return *gradients, None, None, None, None
 
 
 class _LinearLogProbabilities(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        rows: Tensor,
-        chunk_tokens: int,
-        vocabulary_tiles: int,
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor, options: _Options
     ) -> Tensor:
-        dtype = _product_dtype(hidden, weight)
-        out = torch.zeros(hidden.shape[0], 1, dtype=exact_dtype(weight), device=hidden.device)
-        sums = torch.zeros_like(out)
-        with torch.autocast(hidden.device.type, enabled=False):
-            projection = weight.detach().to(dtype)
-            for part in _pieces(rows, chunk_tokens):
-                chunk = hidden.index_select(0, part).to(dtype)
-                lse, logit, _ = statistics(chunk, projection, targets[part, None], vocabulary_tiles)
-                out.index_copy_(0, part, logit - lse)
-                sums.index_copy_(0, part, lse)
-        ctx.save_for_backward(hidden, weight, targets, rows, sums)
-        ctx.chunk_tokens, ctx.vocabulary_tiles, ctx.dtype = chunk_tokens, vocabulary_tiles, dtype
-        return out.squeeze(1)
+        ctx.options, ctx.dtype = options, _product_dtype(hidden, weight)
+        head = _Head(weight, ctx.dtype, options)
+        losses, lse, *_ = head.run(hidden, targets, rows, None, None, (False, False))
+        ctx.save_for_backward(hidden, weight, targets, rows, lse)
+        return losses.neg_()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, rows, sums = ctx.saved_tensors
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        exact = exact_dtype(weight)
-        hidden_grad = torch.zeros_like(hidden) if wants_hidden else None
-        weight_grad = torch.zeros_like(weight, dtype=exact) if wants_weight else None
+        hidden, weight, targets, rows, lse = ctx.saved_tensors
+        head = _Head(weight, ctx.dtype, ctx.options)
+        *_, hidden_grad, weight_grad = head.run(hidden, targets, rows, -upstream, lse, ctx.needs_input_grad)
+        hidden_grad = None if hidden_grad is None else hidden_grad.to(hidden.dtype)
+        return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), None, None, None
+
+
+class _Tile(NamedTuple):
+    """Logits of R rows in one slice of n words of this rank; (R, 1) unless noted.
+
+    Attributes:
+        logs: (R, n) log-softmax within the tile.
+        lse: log-sum-exp of the tile's logits.
+        inside: whether the tile has the row's target.
+        column: column of the target; any column where it is not inside.
+        logit: logit of the target; 0 where it is not inside.
+    """
+
+    logs: Tensor
+    lse: Tensor
+    inside: Tensor
+    column: Tensor
+    logit: Tensor
+
+
+class _Head:
+    """The output projection of one rank, (V / ranks, d), in the dtype of matrix products, with its loss."""
+
+    def __init__(self, weight: Tensor, dtype: torch.dtype, options: _Options) -> None:
+        self.weight, self.options = weight.detach().to(dtype), options
+        self.exact = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        rank, ranks = _rank_and_size(options.group)
+        self.first, self.vocabulary = rank * len(weight), ranks * len(weight)
+        tiles = min(options.vocabulary_tiles, len(weight))
+        bounds = [len(weight) * n // tiles for n in range(tiles + 1)]
+        self.slices = [slice(*ends) for ends in pairwise(bounds)]
+
+    def run(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        rows: Tensor,
+        scale: Tensor | None,
+        lse: Tensor | None,
+        wanted: Sequence[bool],
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """One pass over the chunks of the rows with a target.
+
+        Args:
+            hidden: (T, d).
+            targets: (T,).
+            rows: indices of the rows with a target.
+            scale: (T,) factor of each row's gradient; None = 1.
+            lse: (T,) log-sum-exp of the rows, if known: losses are not computed then.
+            wanted: whether the gradients of `hidden` and `weight` are needed.
+
+        Returns:
+            (T,) losses, (T,) log-sum-exp, and gradients in the shape of `hidden` and `weight`, or None. What is not
+            computed is 0. All but the gradient of `hidden` are float32 or wider.
+        """
+        losses, found = torch.zeros(2, len(hidden), dtype=self.exact, device=hidden.device)
+        hidden_grad = torch.zeros_like(hidden, dtype=self.weight.dtype) if wanted[0] else None
+        weight_grad = torch.zeros_like(self.weight, dtype=self.exact) if wanted[1] else None
         with torch.autocast(hidden.device.type, enabled=False):
-            projection = weight.to(ctx.dtype)
-            for part in _pieces(rows, ctx.chunk_tokens):
-                chunk = hidden.index_select(0, part).to(ctx.dtype)
-                of_chunk = torch.zeros_like(chunk, dtype=exact)
-                for columns in slices(weight.shape[0], ctx.vocabulary_tiles):
-                    probabilities = logits_of(chunk, projection, columns).sub_(sums[part]).exp_()
-                    target = targets[part, None] - columns.start
-                    gradient = gradient_of(probabilities, target, None, 0.0, 0.0, weight.shape[0])
-                    gradient = (gradient * -upstream[part, None]).to(ctx.dtype)
-                    if hidden_grad is not None:
-                        add_product(of_chunk, gradient, projection[columns])
-                    if weight_grad is not None:
-                        add_product(weight_grad[columns], gradient.t(), chunk)
+            for start in range(0, len(rows), self.options.chunk_tokens):
+                part = rows[start : start + self.options.chunk_tokens]
+                chunk, target = hidden[part].to(self.weight.dtype), targets[part, None]
+                tile = None
+                if lse is None:
+                    losses[part], found[part], tile = self._losses(chunk, target)
+                if hidden_grad is None and weight_grad is None:
+                    continue
+                shift = (found if lse is None else lse)[part, None]
+                factor = None if scale is None else scale[part, None].to(self.exact)
+                product = self._gradients(chunk, target, shift, tile, factor, weight_grad)
                 if hidden_grad is not None:
-                    hidden_grad.index_copy_(0, part, of_chunk.to(hidden_grad.dtype))
-        return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), *(None,) * 4
+                    hidden_grad[part] = product.to(hidden_grad.dtype)
+        return losses, found, hidden_grad, weight_grad
+
+    def _losses(self, chunk: Tensor, target: Tensor) -> tuple[Tensor, Tensor, _Tile | None]:
+        """(R,) losses and log-sum-exp over the whole vocabulary; and the tile, if there is one only."""
+        smoothing, z_loss, group = self.options.label_smoothing, self.options.z_loss, self.options.group
+        numbers, tile = [], None
+        for columns in self.slices:
+            tile = None  # frees the last tile before the next one is made
+            tile = self._tile(chunk, target, columns)
+            terms = [tile.lse, tile.logit]
+            if smoothing:
+                terms.append(tile.logs.sum(1, keepdim=True) + tile.logs.shape[1] * tile.lse)
+            numbers.append(torch.cat(terms, dim=1))
+        merged = _merge(torch.stack(numbers))
+        if group is not None:
+            ranks = dist.get_world_size(group)
+            gathered = merged.new_empty(ranks * len(merged), merged.shape[1])
+            _all_gather(gathered, merged, group=group)
+            merged = _merge(gathered.view(ranks, *merged.shape))
+        lse, logit, *sums = merged.unbind(1)
+        losses = (lse - logit) * (1.0 - smoothing)
+        if smoothing:
+            losses += smoothing * (lse - sums[0] / self.vocabulary)
+        if z_loss:
+            losses += z_loss * lse.square()
+        return losses, lse, tile if len(self.slices) == 1 else None
+
+    def _gradients(
+        self,
+        chunk: Tensor,
+        target: Tensor,
+        lse: Tensor,
+        tile: _Tile | None,
+        scale: Tensor | None,
+        weight_grad: Tensor | None,
+    ) -> Tensor:
+        """(R, d) gradient of a chunk's loss; that of the weight is added to `weight_grad`.
+
+        `tile`, the only one if given, is overwritten; None = compute logits again.
+        """
+        product = torch.zeros_like(chunk, dtype=self.exact)
+        scaled = chunk if scale is None else (chunk * scale).to(chunk.dtype)
+        for columns in self.slices:
+            gradient = self._logit_gradient(tile or self._tile(chunk, target, columns), lse)
+            _add_product(product, gradient, self.weight[columns])
+            if weight_grad is not None:
+                _add_product(weight_grad[columns], gradient.t(), scaled)
+            del gradient  # frees it before the next tile is made
+        return product if scale is None else product * scale
+
+    def _logit_gradient(self, tile: _Tile, lse: Tensor) -> Tensor:
+        """(R, n) gradient of the loss with respect to the tile's logits, in the memory of `tile.logs`."""
+        smoothing, z_loss = self.options.label_smoothing, self.options.z_loss
+        gradient = tile.logs.exp_()
+        if z_loss or gradient.shape[1] != self.vocabulary:
+            gradient *= (tile.lse - lse).exp_() * (1.0 + 2.0 * z_loss * lse)
+        if smoothing:
+            gradient -= smoothing / self.vocabulary
+        gradient.scatter_add_(1, tile.column, (smoothing - 1.0) * tile.inside.to(self.exact))
+        return gradient.to(self.weight.dtype)
+
+    def _tile(self, chunk: Tensor, target: Tensor, columns: slice) -> _Tile:
+        logits = F.linear(chunk, self.weight[columns])
+        logs = F.log_softmax(logits, dim=1, dtype=self.exact)
+        place, width = target - self.first - columns.start, logits.shape[1]
+        inside, column = (place >= 0) & (place < width), place.clamp(0, width - 1)
+        logit = logits.gather(1, column).to(self.exact)
+        lse = logit - logs.gather(1, column)  # spares another pass over the logits
+        return _Tile(logs, lse, inside, column, logit.masked_fill_(~inside, 0.0))
 
 
-def _pieces(rows: Tensor, chunk_tokens: int) -> Iterator[Tensor]:
-    return (rows[start : start + chunk_tokens] for start in range(0, rows.numel(), chunk_tokens))
+def _merge(numbers: Tensor) -> Tensor:
+    """(parts, R, 2 or 3) → (R, 2 or 3): log-sum-exp of the first number, sums of the others."""
+    if len(numbers) == 1:
+        return numbers[0]
+    return torch.cat([numbers[..., :1].logsumexp(0), numbers[..., 1:].sum(0)], dim=1)
+
+
+def _add_product(out: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right to `out`, which may be wider: the product is rounded, the sum is not."""
+    if out.dtype == left.dtype:
+        out.addmm_(left, right)
+    else:
+        out += left @ right
 
 
 def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
@@ -306,63 +360,43 @@ def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if autocast else weight.dtype
 
 
-def _scattered(like: tuple[torch.Size, torch.dtype], rows: Tensor, values: Tensor) -> Tensor:
-    """Zeros of that shape and dtype, but for `rows`."""
-    shape, dtype = like
-    return torch.zeros(shape, dtype=dtype, device=values.device).index_copy_(0, rows, values.to(dtype))
+def _rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
 
-def _check(
+def _check_rows(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    chunk_tokens: int,
     num_targets: int | None,
-    vocabulary_tiles: int,
-) -> None:
+    weights: Tensor | None,
+    group: dist.ProcessGroup | None,
+) -> Tensor:
+    """Check the arguments; return the int64 indices of rows with a target."""
+    shapes = f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}"
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(
-            "linear_cross_entropy takes hidden (T, d) and weight (V, d),"
-            f" got {tuple(hidden.shape)} and {tuple(weight.shape)}"
-        )
+        raise ValueError(f"expected hidden (T, d) and weight (V, d), got {shapes}")
     if targets.shape != hidden.shape[:1]:
-        raise ValueError(
-            f"hidden {tuple(hidden.shape)} needs targets ({hidden.shape[0]},), got {tuple(targets.shape)}"
-        )
+        raise ValueError(f"{shapes} need targets ({len(hidden)},), got {tuple(targets.shape)}")
     if hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
-        raise ValueError(f"hidden is {hidden.dtype} but weight is {weight.dtype}: use one, or autocast")
-    if chunk_tokens < 1 or vocabulary_tiles < 1:
-        name, value = (
-            ("chunk_tokens", chunk_tokens) if chunk_tokens < 1 else ("vocabulary_tiles", vocabulary_tiles)
-        )
-        raise ValueError(f"{name} must be at least 1, got {value}")
-    if targets.device.type != "cpu" or not targets.numel():
-        return
-    wrong = ((targets >= weight.shape[0]) | (targets < 0)) & (targets != IGNORE)
-    if wrong.any():
-        worst = int(targets[wrong][0])
+        raise ValueError(f"hidden is {hidden.dtype} but weight is {weight.dtype}: use one dtype, or autocast")
+    if weights is not None and (weights.shape != targets.shape or not weights.is_floating_point()):
         raise ValueError(
-            f"target {worst} is outside the vocabulary of {weight.shape[0]:,} (and is not {IGNORE})"
+            f"expected floating-point weights ({len(targets)},), got {weights.dtype} {tuple(weights.shape)}"
         )
-    counted = int((targets != IGNORE).sum())
-    if num_targets is not None and num_targets != counted:
-        raise ValueError(f"num_targets={num_targets}, but {counted} targets are not {IGNORE}")
-
-
-def _check_weights(hidden: Tensor, weights: Tensor | None) -> None:
-    if weights is None:
-        return
-    if weights.shape != hidden.shape[:1] or not weights.is_floating_point():
-        raise ValueError(
-            f"hidden {tuple(hidden.shape)} needs floating point weights ({hidden.shape[0]},),"
-            f" got {weights.dtype} of shape {tuple(weights.shape)}"
-        )
-    if weights.requires_grad:
-        raise ValueError("weights get no gradient here: hand in weights.detach()")
-
-
-def _check_terms(z_loss: float, label_smoothing: float) -> None:
-    if z_loss < 0:
-        raise ValueError(f"z_loss must not be negative, got {z_loss}; 0 leaves it out")
-    if not 0 <= label_smoothing < 1:
-        raise ValueError(f"label_smoothing must be in [0, 1), got {label_smoothing}; 0 leaves it out")
+    if weights is not None and weights.requires_grad:
+        raise ValueError("weights get no gradient: pass weights.detach()")
+    counted = targets != IGNORE
+    if num_targets is not None and targets.device.type != "cpu":
+        return torch.nonzero_static(counted, size=num_targets).flatten()
+    rows = counted.nonzero().flatten()
+    if targets.device.type == "cpu":
+        vocabulary = len(weight) * _rank_and_size(group)[1]
+        wrong = counted & ((targets < 0) | (targets >= vocabulary))
+        if wrong.any():
+            raise ValueError(
+                f"target {int(targets[wrong][0])} is outside the vocabulary of {vocabulary:,} (and is not {IGNORE})"
+            )
+        if num_targets is not None and num_targets != len(rows):
+            raise ValueError(f"num_targets={num_targets}, but {len(rows)} targets are not {IGNORE}")
+    return rows

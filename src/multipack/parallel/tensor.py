@@ -1,36 +1,35 @@
-"""Tensor parallelism: every rank has a piece of every matrix, and between matrices a piece of the tokens.
+"""Tensor parallelism: ranks divide every matrix, and between matrices the tokens (sequence parallelism).
 
-**One matrix.** `row` divides a matrix along what it sums over. Each rank has a part of x and the rows of W that go
-with it, and the products add up: y = Σ xᵢWᵢ (W as in y = xW; a Linear stores its transpose).
+**One matrix.** `row` divides a matrix along the dimension it sums over. Each rank has a slice of x and the matching
+rows of W, and the products add up: y = Σ xᵢWᵢ (W as in y = xW; a Linear stores its transpose).
 
     rank 0   x₀ ┃ W₀ ─▶ x₀W₀ ─┐
-    rank 1   x₁ ┃ W₁ ─▶ x₁W₁ ─┼─ reduce-scatter ─▶ y = x₀W₀ + x₁W₁ + x₂W₂, each rank a third of its tokens
+    rank 1   x₁ ┃ W₁ ─▶ x₁W₁ ─┼─ reduce-scatter ─▶ y = x₀W₀ + x₁W₁ + x₂W₂, a third of the tokens per rank
     rank 2   x₂ ┃ W₂ ─▶ x₂W₂ ─┘
 
-`column` divides it along what it makes: xW = [xW₀ xW₁ xW₂], every rank some columns, with nothing to exchange. A column
-matrix, what is done to each of its outputs alone (a head's attention, gelu), and a row matrix need one exchange
-together (Megatron-LM: Shoeybi et al. 2019, arXiv:1909.08053, section 3).
+`column` divides a matrix along its outputs: xW = [xW₀ xW₁ xW₂], without communication. A column matrix, an operation
+on each output alone (a head's attention, gelu) and a row matrix need one exchange together (Megatron-LM: Shoeybi et
+al. 2019, arXiv:1909.08053, section 3).
 
-**Half a block.** Norms, residual sums and dropout work on T/n tokens a rank (sequence parallelism: Korthikanti et al.
-2022, arXiv:2205.05198, section 4.2.2): all tokens exist between the two exchanges only.
+**Half a block.** Norms, residual sums and dropout work on T/n tokens per rank (Korthikanti et al. 2022,
+arXiv:2205.05198, section 4.2.2); all tokens exist only between the two exchanges.
 
     x (T/n, d) ─ norm ─ all-gather ─▶ (T, d) ─ column ─▶ (T, f/n) ─ row ─▶ (T, d) ─ reduce-scatter ─▶ (T/n, d) + x
                         `gathers`                                          summands
 
-The backward pass mirrors it: an all-gather where there was a reduce-scatter, and the other way round. Parameters that
-every rank has whole (norms, learned positions) meet different tokens, and their gradients are all-reduced at once. A
-bias behind a row matrix is added on the first rank only, and its gradient needs no exchange: all tokens' gradients are
-there. Counted for one block: 2 all-gathers and 2 reduce-scatters forward, as many backward, and 1 all-reduce of a few
-numbers for each norm.
+The backward pass mirrors it. Parameters that are whole on every rank (norms, learned positions) see different tokens,
+so their gradients are all-reduced. The bias of a row matrix is added on the first rank only; its gradient needs no
+exchange, because every rank sees the gradients of all tokens. Per block: 2 all-gathers and 2 reduce-scatters in each
+direction, and 1 all-reduce of a few numbers per norm.
 
-`vocabulary` divides the embedding's rows, so that every rank looks up its own words for all tokens and the lookups add
-up as above; the output embedding goes with vocabulary.py. Consequences for callers: what a divided model calls
-`hidden`, and what a part of a pipeline gives to the next, are T/n tokens of this rank; T must be a multiple of n; and
-ranks must draw different random numbers, since each drops out of its own tokens.
+`vocabulary` divides the embedding's rows: every rank looks up its own words for all tokens, and lookups add up as
+above. Losses get the rank's rows of the output embedding and the group (ops/loss.py). For callers this means: `hidden`
+of a divided model, and what a pipeline stage passes on, are this rank's T/n tokens; T must be a multiple of n; ranks
+must draw different random numbers, since each applies dropout to its own tokens.
 
-Gradients have the layout of their parameters and are complete after the backward pass, so that optimizers, norms,
-checkpoints and `fully_shard` over another dimension of the mesh need to know nothing of this. That is why torch's own
-`parallelize_module` is not used: it leaves the norms' gradients as open sums over ranks, for whoever reads them.
+Gradients have their parameters' layout and are complete after the backward pass, so optimizers, norms, checkpoints and
+`fully_shard` over another mesh dimension work unchanged. torch's `parallelize_module` leaves the norms' gradients as
+partial sums instead, and its collectives follow from dispatch; here they can be counted.
 """
 
 from __future__ import annotations
@@ -47,36 +46,30 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from multipack.parallel.collectives import all_gather, broadcast, identity, reduce_scatter, scatter
+from multipack.parallel.collectives import all_gather, identity, reduce_scatter
 from multipack.parallel.rollcall import Group, place_in
 from multipack.parallel.state import local
-from multipack.parallel.vocabulary import vocabulary_cross_entropy, vocabulary_log_probabilities
 
-_LOSSES: dict[str, Callable[..., Tensor]] = {
-    "linear_cross_entropy": vocabulary_cross_entropy,
-    "linear_log_probabilities": vocabulary_log_probabilities,
-}
-"""The form of each loss in which ranks divide the vocabulary, by the name of the function that needs all of it."""
+LOSSES = ("loss_function", "training_loss", "log_probabilities")
+"""Attributes of a model that project onto the vocabulary: (hidden, weight, targets, group=…, …) → loss."""
 
 
 def divide_tensors(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
-    """Divide the model's tensors among the ranks of a mesh, in place; collective unless they are on the meta device.
+    """Divide the model's parameters among the ranks of a mesh, in place and without communication.
 
-    Parameters become `DTensor`s on the mesh; names stay. Values are those of the mesh's first rank. Modules keep their
-    types, and get the `forward` of theirs that exchanges what is divided.
+    Parameters become `DTensor`s on the mesh under the same names. Modules get a `forward` that exchanges what is
+    divided; losses get all tokens, the rank's rows of the output embedding and `group=`.
 
     Args:
-        model: its parameters are real, on the mesh's kind of device, or on the meta device. `loss_function`,
-            `training_loss` and `log_probabilities`, where it has them, are given their vocabulary-parallel forms, with
-            the keywords that a `functools.partial` there has.
+        model: on the meta device, or with equal values on all ranks.
         mesh: of one dimension.
-        plan: pattern of a module's name → `column`, `row`, `vocabulary`, `positions`, `norm` or `gathers`;
-            `*` stands for one part of a name. Patterns may match nothing.
+        plan: pattern of a module's name → `column`, `row`, `vocabulary`, `positions`, `norm` or `gathers`; `*` matches
+            one part of a name. Patterns may match nothing.
 
     Raises:
-        ValueError: a module with parameters that no pattern matches, or whose type its kind does not take; an unknown
-            kind; a tensor whose size is no multiple of the number of ranks; a loss without a vocabulary-parallel form;
-            a model that is divided already.
+        ValueError: a module with parameters that no pattern matches, or whose type does not fit its kind; an unknown
+            kind; a dimension that is no multiple of the number of ranks; a loss that takes no `group`; a model that
+            is divided already.
     """
     if mesh.ndim != 1:
         raise ValueError(f"divide_tensors takes a mesh of one dimension, got {mesh.ndim}: {mesh}")
@@ -84,20 +77,20 @@ def divide_tensors(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) 
     found = [(name, module, _divided_type(name, module, plan)) for name, module in model.named_modules()]
     losses = {
         name: _over_vocabulary(name, getattr(model, name), group)
-        for name in ("loss_function", "training_loss", "log_probabilities")
+        for name in LOSSES
         if getattr(model, name, None) is not None
     }
     for name, module, divided_type in found:
         if divided_type is not None:
-            _divide(name, module, divided_type, mesh, group)
+            _divide(name, module, divided_type, mesh)
         elif _kind_of(name, plan) == "gathers":
-            module.register_forward_pre_hook(_gathering(group))
+            module.register_forward_pre_hook(partial(_gather_first, group))
     for name, loss in losses.items():
         setattr(model, name, loss)
 
 
 class _Divided(nn.Module):
-    """A module whose parameters are divided; `group` are the ranks that have the other pieces."""
+    """A module whose parameters are divided among the ranks of `group`."""
 
     placements: ClassVar[dict[str, Shard | Replicate]]
     group: Group
@@ -175,7 +168,7 @@ _KINDS: dict[str, tuple[type[_Divided], ...]] = {
     "norm": (_LayerNorm, _RMSNorm),
     "gathers": (),
 }
-"""What a module of each kind becomes: the one that is made from its own type."""
+"""Kind → divided types. A module takes the one whose base class it has, with that class's `forward`."""
 
 
 def _kind_of(name: str, plan: Mapping[str, str]) -> str | None:
@@ -190,17 +183,14 @@ def _kind_of(name: str, plan: Mapping[str, str]) -> str | None:
 
 
 def _divided_type(name: str, module: nn.Module, plan: Mapping[str, str]) -> type[_Divided] | None:
-    """What a module becomes; None = it has nothing to divide.
-
-    Raises:
-        ValueError: it has, and the plan does not say how, or what cannot be.
-    """
+    """The divided type of a module; None = nothing to divide."""
     if isinstance(module, _Divided):
         raise ValueError(f"{name} is divided already: divide a model once")
     kind = _kind_of(name, plan)
     if kind is not None and kind != "gathers":
         for divided_type in _KINDS[kind]:
-            if divided_type.__bases__[1] is type(module):
+            base: Any = divided_type.__bases__[1]
+            if isinstance(module, base) and type(module).forward is base.forward:
                 return divided_type
         types = " or ".join(each.__bases__[1].__name__ for each in _KINDS[kind])
         raise ValueError(f"the plan calls {name} {kind!r}, which takes {types}, got {type(module).__name__}")
@@ -213,75 +203,56 @@ def _divided_type(name: str, module: nn.Module, plan: Mapping[str, str]) -> type
     return None
 
 
-def _divide(
-    name: str, module: nn.Module, divided_type: type[_Divided], mesh: DeviceMesh, group: Group
-) -> None:
+@torch.no_grad()
+def _divide(name: str, module: nn.Module, divided_type: type[_Divided], mesh: DeviceMesh) -> None:
+    rank, ranks = place_in(mesh.get_group())
     for own, parameter in list(module.named_parameters(recurse=False)):
         placement = divided_type.placements[own]
-        module.register_parameter(own, _divided(f"{name}.{own}", parameter, placement, mesh, group))
+        piece = parameter.detach()
+        if isinstance(placement, Shard):
+            size = parameter.shape[placement.dim]
+            if size % ranks:
+                raise ValueError(
+                    f"{name}.{own} {tuple(parameter.shape)} cannot be divided evenly among parallel.tensor={ranks}"
+                    f" ranks: {size} is no multiple of {ranks}"
+                )
+            piece = piece.chunk(ranks, placement.dim)[rank].clone(memory_format=torch.contiguous_format)
+        divided = DTensor.from_local(piece, mesh, (placement,), run_check=False)
+        module.register_parameter(own, nn.Parameter(divided, requires_grad=parameter.requires_grad))
     module.__class__ = divided_type
-    cast(_Divided, module).group = group
+    cast(_Divided, module).group = mesh.get_group()
 
 
-@torch.no_grad()
-def _divided(
-    name: str, parameter: nn.Parameter, placement: Shard | Replicate, mesh: DeviceMesh, group: Group
-) -> nn.Parameter:
-    """This rank's piece of the first rank's values."""
-    rank, ranks = place_in(group)
-    if isinstance(placement, Replicate):
-        own = parameter.detach() if parameter.is_meta else broadcast(parameter.detach(), group=group)
-    else:
-        dim = placement.dim
-        if parameter.shape[dim] % ranks:
-            raise ValueError(
-                f"{name} {tuple(parameter.shape)} cannot be divided evenly among parallel.tensor={ranks} ranks:"
-                f" {parameter.shape[dim]} is no multiple of {ranks}"
-            )
-        if parameter.is_meta:
-            own = torch.empty_like(parameter.chunk(ranks, dim)[rank], memory_format=torch.contiguous_format)
-        else:
-            own = scatter(parameter.detach(), dim=dim, group=group)
-    divided = DTensor.from_local(own, mesh, (placement,), run_check=False)
-    return nn.Parameter(divided, requires_grad=parameter.requires_grad)
+def _gather_first(group: Group, _: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Forward pre-hook: the module's first argument, for all tokens."""
+    return _all_tokens(arguments[0], group), *arguments[1:]
 
 
-def _gathering(group: Group) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
-    """A hook that gives a module all tokens of its first argument: once, whatever reads them."""
-
-    def gather_tokens(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        x, *others = arguments
-        device = x.device.type
-        if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-            x = x.to(torch.get_autocast_dtype(device))  # what matrices take: half of what else would be sent
-        return all_gather(x, group=group), *others
-
-    return gather_tokens
+def _all_tokens(x: Tensor, group: Group) -> Tensor:
+    """(T / ranks, d) → (T, d), in autocast's dtype where it is on, which halves what is sent."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+        x = x.to(torch.get_autocast_dtype(device))
+    return all_gather(x, group=group)
 
 
 def _over_vocabulary(attribute: str, loss: Callable[..., Tensor], group: Group) -> Callable[..., Tensor]:
-    """The same loss over a divided vocabulary."""
-    function: Any = loss
-    keywords: dict[str, Any] = {}
-    if isinstance(loss, partial) and not loss.args:
-        function, keywords = loss.func, loss.keywords
-    name = getattr(function, "__name__", repr(function))
-    if name not in _LOSSES:
+    """The loss of all tokens over a vocabulary that the group divides."""
+    if "group" not in signature(loss).parameters:
         raise ValueError(
-            f"the model's {attribute} is {name}, which needs all of the vocabulary, and tensor parallelism divides it:"
-            f" use {' or '.join(_LOSSES)}, or parallel.tensor=1"
+            f"the model's {attribute} is {getattr(loss, '__name__', loss)}, which takes no group= and so needs the"
+            " whole vocabulary, which tensor parallelism divides: use multipack.linear_cross_entropy, or"
+            " parallel.tensor=1"
         )
-    strange = [keyword for keyword in keywords if keyword not in signature(_LOSSES[name]).parameters]
-    if strange:
-        raise ValueError(
-            f"the model's {attribute} has {strange[0]}={keywords[strange[0]]}, and there is no such thing where tensor"
-            " parallelism divides the vocabulary: leave it out, or use parallel.tensor=1"
-        )
-    return partial(_LOSSES[name], **keywords, group=group)
+
+    def divided(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+        return loss(_all_tokens(hidden, group), local(weight), targets, group=group, **options)
+
+    return divided
 
 
 def _check_tokens(tokens: int, ranks: int) -> None:
-    """Refuse, on all ranks alike, packs that they cannot share."""
+    """Refuse, equally on all ranks, packs that they cannot divide."""
     if tokens % ranks:
         raise ValueError(
             f"parallel.tensor={ranks} divides the slots of every pack, and this one has {tokens}, which is no multiple:"

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from multipack.models.compile import compile_blocks
 from multipack.models.decoder import PARALLEL_PLAN, Decoder, Part, initial_parameters
-from multipack.models.recompute import recompute_blocks
-from multipack.models.tiled import tile_layers
+from multipack.models.recompute import recompute_blocks, tile_layers
 from multipack.parallel.engine import Blueprint, frozen_stage
 from multipack.parallel.stages import head_layers, split_layers
 from multipack.shapes import ModelShape

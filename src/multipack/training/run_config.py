@@ -116,11 +116,6 @@ class Config:
         self._check_packs(processes)
         self._check_slots()
         parallel.check_dtype(train.dtype, processes)
-        if parallel.tensor > 1 and train.tiles > 1:
-            raise ValueError(
-                f"train.tiles={train.tiles} and parallel.tensor={parallel.tensor} both divide the feed-forward layers"
-                " and the vocabulary: use one of them"
-            )
         if parallel.context > 1 and parallel.context_method == "ring" and self.model.attention != "auto":
             raise ValueError(
                 f"model.attention={self.model.attention}: ring attention has its own kernels; use model.attention=auto,"

@@ -1,23 +1,25 @@
-"""Attention inside documents: one function, and a table of the ways to compute it.
+"""Attention inside documents: one function over a table of backends.
 
-    documents    A A A B B          query 0  ■ · ·  · ·      every token sees its own document
-    cu_seqlens   0     3   5              1  ■ ■ ·  · ·      up to itself, and nothing of another;
-                                          2  ■ ■ ■  · ·      what lies outside the triangles is
-                                          3  · · ·  ■ ·      never computed (except by `padded` and
-                                          4  · · ·  ■ ■      `dense`, which are there to compare)
+    documents    A A A B B          query 0  ■ · ·  · ·      Every token sees its own document up to itself,
+    cu_seqlens   0     3   5              1  ■ ■ ·  · ·      and no other document. Pairs outside the
+                                          2  ■ ■ ■  · ·      triangles are not computed, except by `padded`
+                                          3  · · ·  ■ ·      and `dense`, which are there to compare with.
+                                          4  · · ·  ■ ■
 
-Adding a backend is one `Backend` entry in `BACKENDS` (table.py), placed by preference, and its function
-(q, k, v, batch, window) → (T, H, D). What such a function can rely on, and must beware of:
+To add a backend, add a `Backend` to `BACKENDS` (table.py), placed by preference, and its function
+(q, k, v, batch, window) → (T, H, D):
 
-- q, k and v have one dtype that the row names: under autocast they arrive already cast, because kernels
-  behind custom operators are not in autocast's lists and would see whatever the caller left.
-- `batch.cu_seqlens` repeats T at its end, so kernels must take empty documents; `batch.max_seqlen` is a
-  constant of the plan, so kernels specialize once; `batch.lengths` is the same on the host, for loops without
-  a device sync. Under torch.compile a number on the host that changes from pack to pack is compiled in, and
-  compiled anew: a function that reads `lengths` is kept out of it by `torch.compiler.disable`.
-- q, k and v may be strided views (the last dimension is contiguous), and so may be the result.
+- q, k and v share one of the dtypes that the row names: under autocast they arrive cast, since autocast does not know
+  custom operators. They may be strided views with a contiguous last dimension, and so may the result.
+- `batch.cu_seqlens` repeats T at its end, so kernels must accept empty documents; `batch.max_seqlen` is a constant of
+  the plan, so kernels specialize once; `batch.lengths` is the same on the host, for loops without a device
+  synchronization. torch.compile compiles host numbers in, and again when they change: a function that reads `lengths`
+  is excluded by the row's `compiles`.
+- `operators` names the torch operators whose outputs selective activation checkpointing keeps.
 - Import the package named in `needs` inside the function: the table itself imports nothing.
-- What is made from a batch's boundaries is made once for all layers by `masks.once_a_batch`.
+- Compute what depends on a batch's bounds once for all layers, by `masks.once_a_batch`.
+
+Context parallelism by a ring merges partial results, which needs kernels that return log-sum-exps: ops/partial.py.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from torch import Tensor
 from multipack.data.batch import PackedBatch
 from multipack.ops.attention.loop import FLOAT32_TOKENS
 from multipack.ops.attention.masks import check_window, document_mask, first_visible, mask_4d
-from multipack.ops.attention.table import BACKENDS, Backend, find_backend, select, table_rows
+from multipack.ops.attention.selection import position
+from multipack.ops.attention.table import BACKENDS, Backend, find_backend, table_rows
 
 __all__ = [
     "BACKENDS",
@@ -52,23 +55,23 @@ def attention(
     backend: str = "auto",
     window: int | None = None,
 ) -> Tensor:
-    """Causal attention in which every token sees its own document only, scaled by 1/√D.
+    """Causal attention inside each document, with scores scaled by 1/√D.
 
     Args:
         q: (T, H, D) queries.
         k: (T, K, D) keys; K divides H, and query head h reads key head h // (H / K).
         v: (T, K, D) values.
-        batch: says where documents begin; T must be its number of slots. A batch of padded rows is one whose
-            documents are equally long.
-        backend: a name in `BACKENDS`, or `"auto"`: the first row that takes these tensors.
-        window: tokens that each position sees, itself included; None = the whole document before it.
+        batch: holds the documents' bounds; T must be its number of slots. Padded rows are a batch of equally long
+            documents.
+        backend: a name in `BACKENDS`, or `"auto"`: the first that supports these tensors.
+        window: tokens that each position sees, itself included; None = its whole document up to itself.
 
     Returns:
         (T, H, D), in the dtype of the inputs (in autocast's where it is on).
 
     Raises:
-        ValueError: shapes or dtypes that do not go together; an unknown backend, or one that cannot take
-            these tensors (the message names it, what stands against it, and the row that can).
+        ValueError: mismatched shapes or dtypes; an unknown backend, or one that does not support these tensors (the
+            message says why, and which one does).
     """
     q, k, v = _in_autocast_dtype(q, k, v)
     _check(q, k, v, batch)
@@ -76,25 +79,38 @@ def attention(
     return select(backend, q, k, v, window).function(q, k, v, batch, window)
 
 
+def select(backend: str, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Backend:
+    """The backend that `attention` uses for these tensors; arguments are those of `attention`.
+
+    Raises:
+        ValueError: an unknown backend, or one that does not support these tensors.
+    """
+    backward = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    compiled = torch.compiler.is_compiling()
+    properties = q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2], window, backward, compiled
+    if compiled:
+        from multipack.ops.attention import compiling
+
+        return BACKENDS[compiling.position(backend, *properties)]
+    return BACKENDS[position(backend, *properties)]
+
+
 def _in_autocast_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     device = q.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-        # As autocast itself does: float64 is left alone.
+        # Like autocast itself, this leaves float64 unchanged.
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
     return q, k, v
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch) -> None:
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or q.shape[::2] != k.shape[::2]:
-        raise ValueError(f"attention takes q (T, H, D) and k, v (T, K, D), got {_shapes(q, k, v)}")
+        raise ValueError(f"attention takes q (T, H, D) and k, v (T, K, D), got {shapes}")
     if q.shape[1] % k.shape[1]:
-        raise ValueError(f"the key heads must divide the query heads, got {_shapes(q, k, v)}")
+        raise ValueError(f"the number of key heads must divide that of query heads, got {shapes}")
     if q.shape[0] != batch.input_ids.shape[0]:
-        raise ValueError(f"the batch has {batch.num_slots:,} slots, but {_shapes(q, k, v)}")
+        raise ValueError(f"the batch has {batch.num_slots:,} slots, but {shapes}")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
-
-
-def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
-    return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"

@@ -1,6 +1,6 @@
-"""What torch.compile asks once, when it traces, and compiles the answer in.
+"""Backend selection under torch.compile: evaluated once while tracing, and a constant of the compiled code.
 
-Imported when something is traced, because the decorator imports what torch.compile is made of, which takes a second.
+Imported only while tracing: the decorator imports torch's compiler, which takes a second.
 """
 
 from __future__ import annotations
@@ -9,6 +9,6 @@ from collections.abc import Callable
 
 import torch
 
-from multipack.ops.attention import table
+from multipack.ops.attention.selection import position as uncompiled
 
-place: Callable[..., int] = torch.compiler.assume_constant_result(table.place)  # type: ignore[no-untyped-call]
+position: Callable[..., int] = torch.compiler.assume_constant_result(uncompiled)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""The table of attention backends: what each takes, which one is used, and why another cannot be."""
+"""The table of attention backends: what each supports, and why it cannot take a call."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ MULTIPLES_OF_8 = range(8, 257, 8)
 
 @dataclass(frozen=True)
 class Request:
-    """What of a call decides who can answer it.
+    """The properties of a call that decide which backends support it.
 
     Attributes:
         device: of q, k and v.
-        dtype: likewise.
+        dtype: of q, k and v.
         heads: query heads.
         kv_heads: key heads.
-        head_width: of one head.
-        window: tokens that each position sees; None = all of its document.
-        backward: whether gradients are wanted.
+        head_width: D.
+        window: tokens that each position sees; None = its whole document.
+        backward: whether gradients are needed.
         compiled: whether torch.compile is tracing.
     """
 
@@ -50,25 +50,27 @@ class Request:
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to compute attention, and what it can take.
+    """One way to compute attention, and what it supports.
 
     Attributes:
-        name: what `backend=` calls it.
+        name: value of `backend=`.
         function: (q, k, v, batch, window) → (T, H, D).
-        devices: device types (`"cpu"`, `"cuda"`, …) that it runs on; empty = every one.
+        devices: device types (`"cpu"`, `"cuda"`, …); empty = all.
         dtypes: of q, k and v; empty = every floating dtype.
-        backward: whether gradients flow through it.
-        window: whether it takes a sliding window.
+        backward: whether it is differentiable.
+        window: whether it supports a sliding window.
         gqa: whether K may be smaller than H.
-        head_widths: the D that it takes; None = every one.
-        generations: first and last major compute capability of the NVIDIA GPUs that it runs on (Ampere is 8,
-            Hopper 9); None = all. Not asked of AMD's GPUs, which count otherwise.
-        compiles: device types on which torch.compile takes it; None = all of its own. Loops over lengths on the
-            host would be compiled anew for every pack.
-        automatic: whether `"auto"` may choose it; those that waste work are asked for by name.
+        head_widths: supported D; None = all.
+        generations: first and last major compute capability of NVIDIA GPUs (Ampere 8, Hopper 9); None = all. Not
+            checked on AMD GPUs, which count differently.
+        compiles: device types on which it works under torch.compile; None = all of its own. Loops over lengths on
+            the host would be compiled again for every pack.
+        automatic: whether `"auto"` may choose it; backends that waste work are chosen by name only.
+        operators: prefixes of the names of the torch operators that it runs, as the dispatcher sees them. Selective
+            activation checkpointing keeps their outputs; those of other operators are recomputed.
         needs: the module that it imports; empty = torch alone.
-        install: how people get that module.
-        note: one line for people who choose.
+        install: how to install that module.
+        note: one line for users.
     """
 
     name: str
@@ -82,12 +84,13 @@ class Backend:
     generations: tuple[int, int] | None = None
     compiles: tuple[str, ...] | None = None
     automatic: bool = True
+    operators: tuple[str, ...] = ()
     needs: str = ""
     install: str = ""
     note: str = ""
 
     def obstacle(self, request: Request) -> str:
-        """Why this row cannot answer, in words; empty when it can."""
+        """Why this backend does not support the request, in words; empty if it does."""
         if self.devices and request.device.type not in self.devices:
             return f"{request.device.type} tensors (it runs on {', '.join(self.devices)})"
         if self.dtypes and request.dtype not in self.dtypes:
@@ -105,89 +108,34 @@ class Backend:
             if major is not None and not self.generations[0] <= major <= self.generations[1]:
                 return f"a GPU of compute capability {major} (it runs on {_span(self.generations)})"
         if request.compiled and self.compiles is not None and request.device.type not in self.compiles:
-            return f"torch.compile on {request.device.type} (it would compile anew for every pack)"
+            return f"torch.compile on {request.device.type} (it would compile again for every pack)"
         return self.missing
 
     @property
     def missing(self) -> str:
-        """What would have to be installed, in words; empty when nothing."""
+        """What must be installed, in words; empty if nothing."""
         if not self.needs or _installed(self.needs):
             return ""
         return f"this environment: the package {self.needs} is not installed ({self.install})"
 
 
-def select(backend: str, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Backend:
-    """The row that `attention` uses for these tensors.
-
-    Args:
-        backend: a name in `BACKENDS`, or `"auto"`.
-        q: (T, H, D).
-        k: (T, K, D).
-        v: (T, K, D).
-        window: tokens that each position sees; None = its whole document.
-
-    Raises:
-        ValueError: an unknown backend, or one that cannot take these tensors: the message names it, what stands
-            against it, and the row that can.
-    """
-    backward = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    compiled = torch.compiler.is_compiling()
-    words = q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2], window, backward, compiled
-    if compiled:
-        from multipack.ops.attention import compiling
-
-        return BACKENDS[compiling.place(backend, *words)]
-    return BACKENDS[place(backend, *words)]
-
-
-def place(
-    backend: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    heads: int,
-    kv_heads: int,
-    head_width: int,
-    window: int | None,
-    backward: bool,
-    compiled: bool,
-) -> int:
-    """Where the row stands in the table that answers a `Request` of these words.
-
-    Raises:
-        ValueError: as `select` does.
-    """
-    request = Request(device, dtype, heads, kv_heads, head_width, window, backward, compiled)
-    able = [row for row in BACKENDS if row.automatic and not row.obstacle(request)]
-    if backend == "auto":
-        if not able:
-            traced = " under torch.compile" if compiled else ""
-            raise ValueError(
-                f"no attention backend takes {dtype} on {device.type}{traced}; there are {_names()}"
-            )
-        return BACKENDS.index(able[0])
-    row = find_backend(backend)
-    obstacle = row.obstacle(request)
-    if obstacle:
-        hint = f"; the nearest that can is {able[0].name!r}" if able else ""
-        raise ValueError(f"attention={backend} cannot take {obstacle}{hint}")
-    return BACKENDS.index(row)
-
-
 def find_backend(name: str) -> Backend:
-    """The row of that name.
+    """The backend of that name.
 
     Raises:
-        ValueError: there is none; the message has the nearest.
+        ValueError: an unknown name; the message suggests the nearest.
     """
     for row in BACKENDS:
         if row.name == name:
             return row
     near = difflib.get_close_matches(name, [row.name for row in BACKENDS], n=1, cutoff=0.0)
-    raise ValueError(f"attention={name} is unknown; did you mean {near[0]!r}? There are auto, {_names()}")
+    raise ValueError(
+        f"attention={name} is unknown; did you mean {near[0]!r}? Choose auto or one of {names()}"
+    )
 
 
 def table_rows() -> list[dict[str, str]]:
-    """The table in words: a dictionary of column → text for each row, in order of preference."""
+    """The table as text: a dictionary of column → text per backend, in order of preference."""
     return [
         {
             "backend": row.name,
@@ -225,7 +173,8 @@ def _widths(widths: range) -> str:
     return f"{widths[0]} … {widths[-1]}{multiples}"
 
 
-def _names() -> str:
+def names() -> str:
+    """Names of all backends, separated by commas."""
     return ", ".join(row.name for row in BACKENDS)
 
 
@@ -243,7 +192,16 @@ def _generation(device: torch.device) -> int | None:
 
 
 NEWEST = 1000
-"""A last generation that never comes."""
+"""As the last of `generations`: no upper limit."""
+
+SDPA = (
+    "aten::_scaled_dot_product_flash_attention",  # `…_for_cpu` too
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_fused_attention_overrideable",
+    "aten::_scaled_dot_product_attention_math_for_mps",
+)
+"""Operators behind `torch.nn.functional.scaled_dot_product_attention`."""
 
 BACKENDS: tuple[Backend, ...] = (
     Backend(
@@ -253,6 +211,7 @@ BACKENDS: tuple[Backend, ...] = (
         dtypes=HALF,
         head_widths=MULTIPLES_OF_8,
         generations=(9, 9),
+        operators=("flash_attn_3::",),
         needs="flash_attn_interface",
         install="the folder hopper/ of github.com/Dao-AILab/flash-attention",
         note="FlashAttention-3, for Hopper GPUs",
@@ -264,6 +223,7 @@ BACKENDS: tuple[Backend, ...] = (
         dtypes=HALF,
         head_widths=MULTIPLES_OF_8,
         generations=(8, NEWEST),
+        operators=("flash_attn::",),
         needs="flash_attn",
         install="pip install flash-attn --no-build-isolation",
         note="FlashAttention-2",
@@ -275,6 +235,7 @@ BACKENDS: tuple[Backend, ...] = (
         dtypes=HALF,
         head_widths=MULTIPLES_OF_8,
         generations=(8, NEWEST),
+        operators=("torch_attn::_varlen_attn", "aten::_flash_attention_forward"),
         note="FlashAttention-2 as torch ships it",
     ),
     Backend(
@@ -284,8 +245,9 @@ BACKENDS: tuple[Backend, ...] = (
         dtypes=(*HALF, torch.float32),
         head_widths=range(16, 257),
         generations=(7, NEWEST),
-        note="FlexAttention with the blocks of the document mask, compiled when first used; none on a CPU, where"
-        " it has no backward pass and is slower than the loop",
+        operators=("flex_attention",),
+        note="FlexAttention with the document mask's blocks, compiled when first used; not on a CPU, where it has no"
+        " backward pass and is slower than the loop",
     ),
     Backend(
         name="xformers",
@@ -295,28 +257,32 @@ BACKENDS: tuple[Backend, ...] = (
         head_widths=MULTIPLES_OF_8,
         generations=(8, NEWEST),
         compiles=(),
+        operators=("xformers",),
         needs="xformers",
         install="pip install xformers",
-        note="a block-diagonal causal mask; grouped keys are repeated",
+        note="block-diagonal causal mask; key heads are repeated for grouped queries",
     ),
     Backend(
         name="loop",
         function=loop,
         compiles=("cpu",),
-        note="torch's attention, one call for each run of equally long documents; on a CPU one operator for them all",
+        operators=("multipack::document_attention", *SDPA),
+        note="torch's attention, one call per run of equally long documents; on a CPU one operator for all",
     ),
     Backend(
         name="padded",
         function=padded,
         compiles=(),
         automatic=False,
-        note="documents padded to the longest of the pack: what padding costs, to compare",
+        operators=SDPA,
+        note="documents padded to the longest of the pack: for comparison with padding",
     ),
     Backend(
         name="dense",
         function=dense,
         automatic=False,
-        note="a T × T mask: quadratic in the pack; the oracle that the others are tested against",
+        operators=SDPA,
+        note="a T × T mask, quadratic in the pack: the reference of the tests",
     ),
 )
-"""Every backend, in order of preference: `auto` takes the first that can."""
+"""All backends, in order of preference: `auto` takes the first that supports the call."""

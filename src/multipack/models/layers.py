@@ -1,0 +1,216 @@
+"""Layers of the decoder: blocks, attention, feed-forward, rotary positions. There is no batch dimension: (T, …).
+
+x ─┬─ norm ─ attention ─┬─ + ─┬─ norm ─ feed-forward ─┬─ + ─▶
+   └────────────────────┘     └───────────────────────┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from multipack.data.batch import PackedBatch
+from multipack.models.cache import LayerCache
+from multipack.ops.attention import attention
+from multipack.shapes import ModelShape
+
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and sines of each position, (T, 1, D/2) each."""
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each applied to a normalized copy of the residual stream and added to it.
+
+    Attributes:
+        around: if set, training calls around(compute, x, batch, rotation) instead of compute(x, batch, rotation): the
+            hook for activation checkpointing, inside the block so that wrappers (FSDP, torch.compile) stay outside.
+        tiles: chunks of the tokens on which the feed-forward runs, each recomputed in the backward pass; 1 = no
+            chunks.
+    """
+
+    def __init__(self, shape: ModelShape, attention: str) -> None:
+        super().__init__()
+        self.dropout = shape.dropout
+        self.attention_norm = make_norm(shape)
+        self.attention = Attention(shape, attention)
+        self.feed_forward_norm = make_norm(shape)
+        self.feed_forward = FeedForward(shape)
+        self.around: Callable[..., Tensor] | None = None
+        self.tiles = 1
+
+    def forward(
+        self, x: Tensor, batch: PackedBatch, rotation: Rotation | None, cache: LayerCache | None = None
+    ) -> Tensor:
+        """(T, d) → (T, d)."""
+        if self.around is not None and self.training and cache is None:
+            return self.around(self.compute, x, batch, rotation)
+        return self.compute(x, batch, rotation, cache)
+
+    def compute(
+        self, x: Tensor, batch: PackedBatch, rotation: Rotation | None, cache: LayerCache | None = None
+    ) -> Tensor:
+        """`forward` without the hook."""
+        branch = self.attention(self.attention_norm(x), batch, rotation, cache)
+        x = x + F.dropout(branch, self.dropout, self.training)
+        branch = self._feed_forward(self.feed_forward_norm(x))
+        return x + F.dropout(branch, self.dropout, self.training)
+
+    def unsaved_products(self) -> set[tuple[int, int]]:
+        """(inputs, outputs) of matrices whose products selective checkpointing does not keep.
+
+        That is the block's last product, which nothing reads again unless dropout follows, and with tiles all of the
+        feed-forward, whose chunks are recomputed.
+        """
+        products = self.feed_forward.products()
+        if self.tiles > 1:
+            return set(products)
+        return set() if self.dropout else set(products[-1:])
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        if self.tiles == 1:
+            return cast(Tensor, self.feed_forward(x))
+        parts = [part for part in x.tensor_split(self.tiles) if len(part)]
+        return torch.cat([checkpoint(self.feed_forward, part, use_reentrant=False) for part in parts])
+
+
+class Attention(nn.Module):
+    """Projections around `attention`. The number of heads follows from the weights, so a shard works too.
+
+    Attributes:
+        attend: (query, key, value, batch, backend, window) → (T, H, D); context parallelism replaces it.
+    """
+
+    def __init__(self, shape: ModelShape, backend: str) -> None:
+        super().__init__()
+        width = shape.head_width
+        self.head_width, self.backend, self.window = width, backend, shape.window or None
+        self.query = nn.Linear(shape.d_model, shape.heads * width, bias=shape.bias)
+        self.key = nn.Linear(shape.d_model, shape.kv_heads * width, bias=shape.bias)
+        self.value = nn.Linear(shape.d_model, shape.kv_heads * width, bias=shape.bias)
+        self.output = nn.Linear(shape.heads * width, shape.d_model, bias=shape.bias)
+        self.attend: Callable[..., Tensor] = attention
+
+    def forward(
+        self, x: Tensor, batch: PackedBatch, rotation: Rotation | None, cache: LayerCache | None = None
+    ) -> Tensor:
+        """(T, d) → (T, d)."""
+        x = _cast_once(x)
+        heads = (-1, self.head_width)
+        query = self.query(x).unflatten(-1, heads)
+        key = self.key(x).unflatten(-1, heads)
+        value = self.value(x).unflatten(-1, heads)
+        if rotation is not None:
+            query, key = rotate(query, *rotation), rotate(key, *rotation)
+        if cache is None:
+            mixed = self.attend(query, key, value, batch, self.backend, self.window)
+        else:
+            mixed = cache.attend(query, key, value, batch, self.backend, self.window)
+        out: Tensor = self.output(mixed.flatten(1))
+        return out
+
+
+class FeedForward(nn.Module):
+    """GELU (GPT-2's tanh form) or SwiGLU (Shazeer 2020, arXiv:2002.05202).
+
+    Another feed-forward needs `forward` and `products`.
+    """
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.gated = shape.gated
+        if shape.gated:
+            self.gate = nn.Linear(shape.d_model, shape.d_ff, bias=shape.bias)
+        self.up = nn.Linear(shape.d_model, shape.d_ff, bias=shape.bias)
+        self.down = nn.Linear(shape.d_ff, shape.d_model, bias=shape.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(T, d) → (T, d)."""
+        x = _cast_once(x)
+        if self.gated:
+            inner = F.silu(self.gate(x)) * self.up(x)
+        else:
+            inner = F.gelu(self.up(x), approximate="tanh")
+        out: Tensor = self.down(inner)
+        return out
+
+    def products(self) -> list[tuple[int, int]]:
+        """(inputs, outputs) of this rank's part of each matrix, in the order of use."""
+        weights: list[Any] = [layer.weight for layer in self.children()]
+        pieces = [each.to_local() if hasattr(each, "to_local") else each for each in weights]
+        return [(each.shape[1], each.shape[0]) for each in pieces]
+
+
+def rotary_tables(position_ids: Tensor, width: int, theta: float, dtype: torch.dtype) -> Rotation:
+    """Cosines and sines of position · θ^(−2i/D) for i < D/2 (RoPE: Su et al. 2021, arXiv:2104.09864).
+
+    Args:
+        position_ids: (T,) positions, which restart at every document.
+        width: D, of one head; even.
+        theta: base of the frequencies.
+        dtype: float32 or wider; bfloat16 has 8 bits, too few to tell neighboring positions apart.
+
+    Returns:
+        Two (T, 1, D/2) tensors of `dtype`, ready to broadcast over heads.
+    """
+    exponents = torch.arange(0, width, 2, dtype=dtype, device=position_ids.device) / width
+    frequencies = 1.0 / theta**exponents
+    angles = position_ids.to(dtype)[:, None, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotate each pair (x[i], x[i + D/2]) by its position's angle.
+
+    Args:
+        x: (T, heads, D).
+        cosine: (T, 1, D/2) float32 or wider.
+        sine: as `cosine`.
+
+    Returns:
+        (T, heads, D) in x's dtype, computed in that of the tables and rounded once.
+    """
+    if torch.compiler.is_compiling():  # it fuses arithmetic, and cannot trace writes into views
+        first, second = x.to(cosine.dtype).chunk(2, dim=-1)
+        turned = first * cosine - second * sine, second * cosine + first * sine
+        return torch.cat(turned, dim=-1).to(x.dtype)
+    rotated: Tensor = _Rotate.apply(x, cosine, sine)  # type: ignore[no-untyped-call]
+    return rotated
+
+
+class _Rotate(torch.autograd.Function):
+    """The gradient is the inverse rotation, so only the tables are saved, which layers share."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        ctx.save_for_backward(cosine, sine)
+        first, second = x.to(cosine.dtype).chunk(2, dim=-1)
+        out = torch.empty(x.shape, dtype=cosine.dtype, device=x.device)
+        out_first, out_second = out.chunk(2, dim=-1)
+        torch.mul(first, cosine, out=out_first).addcmul_(second, sine, value=-1)
+        torch.mul(second, cosine, out=out_second).addcmul_(first, sine)
+        return out.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+        cosine, sine = ctx.saved_tensors
+        return rotate(upstream, cosine, -sine), None, None
+
+
+def make_norm(shape: ModelShape) -> nn.Module:
+    """The shape's normalization over d."""
+    if shape.norm == "layernorm":
+        return nn.LayerNorm(shape.d_model, eps=shape.norm_eps, bias=shape.bias)
+    return nn.RMSNorm(shape.d_model, eps=shape.norm_eps)
+
+
+def _cast_once(x: Tensor) -> Tensor:
+    """`x` in autocast's dtype where it is on: otherwise each projection would make its own copy."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(device))
+    return x

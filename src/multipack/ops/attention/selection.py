@@ -1,0 +1,42 @@
+"""Choosing a backend for a call."""
+
+from __future__ import annotations
+
+import torch
+
+from multipack.ops.attention.table import BACKENDS, Request, find_backend, names
+
+
+def position(
+    backend: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    head_width: int,
+    window: int | None,
+    backward: bool,
+    compiled: bool,
+) -> int:
+    """Index in `BACKENDS` of the backend for a `Request` with these properties.
+
+    Args and result are plain values, which torch.compile can treat as constants (compiling.py).
+
+    Raises:
+        ValueError: an unknown backend, or one that does not support the call; the message suggests one that does.
+    """
+    request = Request(device, dtype, heads, kv_heads, head_width, window, backward, compiled)
+    able = [row for row in BACKENDS if row.automatic and not row.obstacle(request)]
+    if backend == "auto":
+        if not able:
+            traced = " under torch.compile" if compiled else ""
+            raise ValueError(
+                f"no attention backend supports {dtype} on {device.type}{traced}; there are {names()}"
+            )
+        return BACKENDS.index(able[0])
+    row = find_backend(backend)
+    obstacle = row.obstacle(request)
+    if obstacle:
+        hint = f"; the nearest that does is {able[0].name!r}" if able else ""
+        raise ValueError(f"attention={backend} does not support {obstacle}{hint}")
+    return BACKENDS.index(row)
