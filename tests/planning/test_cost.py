@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multipack.planning.cost import CostModel, weigh
+from multipack.planning.cost import FINEST, CostModel, weigh
 from multipack.planning.plan import plan
-from multipack.planning.timing import FINEST
 from multipack.shapes import SHAPES, ModelShape
 
 LLAMA2_7B = ModelShape(32, 32, 32, 4096, 11_008, vocabulary_size=32_000, tied=False)

@@ -1,4 +1,4 @@
-"""Fewest packs: never worse than best fit, never below the bound, and the bound never above the optimum."""
+"""Fewest packs: at most those of best fit, at least the bound, and the bound at most the optimum."""
 
 import functools
 from pathlib import Path
@@ -8,18 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multipack.planning import fewest as module
-from multipack.planning import patterns
-from multipack.planning.bounds import simple_bound
-from multipack.planning.columns import SCALE, Knapsack
-from multipack.planning.fewest import fewest
-from multipack.planning.grid import Grid
+from multipack.planning.fewest import SCALE, Knapsack, fewest, fill
 from multipack.planning.kernels.packing import hand_out
-from multipack.planning.lengths import Histogram, count
-from multipack.planning.packing import pack
+from multipack.planning.packing import Histogram, best_fit, count, pack, simple_bound
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "lengths"
-needs_data = pytest.mark.skipif(not DATA.exists(), reason="../shared/data is not there")
+needs_data = pytest.mark.skipif(not DATA.exists(), reason="../shared/data is absent")
 
 
 def optimum(lengths, capacity, limit):
@@ -43,7 +37,7 @@ def optimum(lengths, capacity, limit):
 
 
 def check_packs(histogram, capacity, limit, made):
-    """Every document once, capacity and limit held. Returns how many packs there are."""
+    """Every document once, within capacity and limit. Returns the number of packs."""
     by_length = np.arange(histogram.documents)
     lengths = np.repeat(histogram.values, histogram.counts)
     order, offsets = hand_out(by_length, histogram.counts, *made)
@@ -55,9 +49,9 @@ def check_packs(histogram, capacity, limit, made):
 
 
 def check(histogram, capacity, limit, made, bound):
-    """What holds whatever the effort."""
+    """Properties of every result."""
     assert bound <= check_packs(histogram, capacity, limit, made)
-    assert made.num_packs <= patterns.best_fit(histogram, capacity, limit).num_packs
+    assert made.num_packs <= best_fit(histogram, capacity, limit).num_packs
     assert bound >= simple_bound(histogram, capacity, limit)
 
 
@@ -83,7 +77,7 @@ def test_between_bound_and_best_fit(problem):
     lengths, capacity, limit = problem
     made = pack(lengths, capacity, "fewest", limit)
     assert made.lower_bound <= optimum(lengths, capacity, limit or len(lengths)) <= len(made)
-    assert made.gap == 0  # so small ones are always solved
+    assert made.gap == 0  # small problems are always solved
 
 
 @settings(deadline=None, max_examples=40)
@@ -93,42 +87,6 @@ def test_every_document_once(problem):
     histogram = count(np.array(lengths))
     limit = limit or len(lengths)
     check(histogram, capacity, limit, *fewest(histogram, capacity, limit, 5.0))
-
-
-@pytest.mark.parametrize("most_lengths", [1, 3, 8])
-@settings(deadline=None, max_examples=40)
-@given(problem=problems(9))
-def test_coarse_grids_are_honest(most_lengths, problem):
-    """On a grid that is much too coarse packs still fit, and the bound is still none that packs go below."""
-    lengths, capacity, limit = problem
-    limit = limit or len(lengths)
-    histogram = count(np.array(lengths))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_FIRST_LENGTHS", most_lengths)
-        patch.setattr(module, "_MOST_LENGTHS", most_lengths)
-        patch.setattr(module, "_QUICK", ((0, 0),))
-        made, bound = fewest(histogram, capacity, limit, 5.0)
-    check(histogram, capacity, limit, made, bound)
-    assert bound <= optimum(lengths, capacity, limit) <= made.num_packs
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.data())
-def test_grids_round_to_the_right_side(data):
-    capacity = data.draw(st.integers(1, 40))
-    lengths = data.draw(st.lists(st.integers(1, capacity), min_size=1, max_size=8))
-    size = data.draw(st.integers(1, capacity))
-    histogram = count(np.array(lengths))
-    fewest_of_all = optimum(lengths, capacity, len(lengths))
-
-    def coarse_optimum(grid):
-        return optimum(np.repeat(*grid.histogram).tolist(), grid.capacity, len(lengths))
-
-    assert coarse_optimum(Grid.below(histogram, capacity, size)) <= fewest_of_all
-    above = Grid.above(histogram, capacity, size)
-    assert coarse_optimum(above) >= fewest_of_all
-    coarse = patterns.best_fit(above.histogram, above.capacity, len(lengths))
-    check_packs(histogram, capacity, len(lengths), above.refine(coarse, histogram))
 
 
 @settings(deadline=None, max_examples=60)
@@ -142,7 +100,7 @@ def test_the_knapsack_is_exact(data):
         : len(histogram.values)
     ]
     weights[0] = max(weights[0], 1)
-    heaviest, packs = Knapsack(histogram, capacity, limit).heaviest(weights)
+    heaviest, packs = Knapsack(histogram, capacity, limit).solve(weights)
     numbers = np.repeat(np.arange(len(weights)), histogram.counts).tolist()
     best = 0
     for subset in range(1 << len(numbers)):
@@ -154,7 +112,7 @@ def test_the_knapsack_is_exact(data):
     assert packs.sum(axis=1).max() <= limit
     assert (packs <= histogram.counts).all()
     assert (np.diag(packs) >= 1).all()
-    # Farley's bound, for weights that come from nowhere
+    # Farley's bound holds for any weights
     total = int(weights @ histogram.counts)
     assert -(-total // heaviest) <= optimum(lengths, capacity, limit)
 
@@ -162,9 +120,9 @@ def test_the_knapsack_is_exact(data):
 def test_full_packs_by_hand():
     """Best fit makes 4 + 3, 3 + 2 + 2 and 2; 4 + 2 + 2 and 3 + 3 + 2 are full."""
     histogram = count(np.array([4, 3, 3, 2, 2, 2]))
-    assert patterns.best_fit(histogram, 8, 6).num_packs == 3
+    assert best_fit(histogram, 8, 6).num_packs == 3
     for nodes, work in ((10, 1_000), (0, 1_000), (10, 100)):  # by search, or by sums
-        made = patterns.fill(histogram, 8, 6, nodes, work)
+        made = fill(histogram, 8, 6, nodes, work)
         assert made.packs.tolist() == [1, 1]
         assert made.numbers.tolist() == [0, 2, 1, 2]
         assert made.copies.tolist() == [1, 2, 2, 1]
@@ -180,19 +138,19 @@ def test_full_packs_hold_every_document_once(data):
         st.sampled_from([(0, 0), (0, 10**6), (5, 100), (5, 10**6), (10_000, 0), (10_000, 10**8)])
     )
     histogram = count(np.array(lengths))
-    made = patterns.fill(histogram, capacity, limit, *effort)
+    made = fill(histogram, capacity, limit, *effort)
     assert check_packs(histogram, capacity, limit, made) == made.num_packs
-    assert made.demand(len(histogram.values)).tolist() == histogram.counts.tolist()
+    assert made.documents(len(histogram.values)).tolist() == histogram.counts.tolist()
 
 
-def test_what_the_linear_program_sees():
-    """Thirds and a little: two of 34 leave 32, in which no other fits, so that tokens say 34 and truth is 50."""
+def test_the_linear_program_proves_more_than_the_tokens():
+    """Two documents of 34 leave 32, where no other fits: the tokens alone need 34 packs, the optimum is 50."""
     made = pack([34] * 100, 100, "fewest")
     assert (len(made), made.lower_bound) == (50, 50)
     assert pack([34] * 100, 100).lower_bound == 34
 
 
-def test_time_budget_keeps_what_is_there():
+def test_an_exhausted_time_budget_returns_best_fit():
     lengths = np.random.default_rng(0).integers(200, 700, 3_000)
     quick = pack(lengths, 1_000, "fewest", time_budget=1e-9)
     assert len(quick) == len(pack(lengths, 1_000))
@@ -200,7 +158,7 @@ def test_time_budget_keeps_what_is_there():
     assert quick.totals(lengths).max() <= 1_000
 
 
-def test_the_same_twice():
+def test_the_result_is_reproducible():
     lengths = np.random.default_rng(3).integers(100, 500, 2_000)
     first, second = (pack(lengths, 1_000, "fewest", time_budget=60) for _ in range(2))
     assert first.order.tolist() == second.order.tolist()
@@ -266,7 +224,7 @@ def test_krell_histograms(name, capacity, packs, bound):
     made, proven = fewest(histogram, capacity, histogram.documents, 60.0)
     assert proven >= bound
     assert proven <= made.num_packs <= packs
-    assert ((made.demand(len(histogram.values)) - histogram.counts) >= 0).all()
+    assert ((made.documents(len(histogram.values)) - histogram.counts) >= 0).all()
 
 
 @needs_data
@@ -276,20 +234,6 @@ def test_squad_with_few_documents_a_pack(limit):
     made, bound = fewest(histogram, 384, limit, 60.0)
     check(histogram, 384, limit, made, bound)
     assert made.num_packs <= bound + 1
-
-
-@needs_data
-@pytest.mark.slow
-def test_long_documents_on_a_grid():
-    """SQuAD's lengths in units of about 85 tokens: 22 thousand distinct ones, which no LP has rows for."""
-    squad, rng = krell("squad384_histogram.npy"), np.random.default_rng(1)
-    lengths = np.repeat(squad.values, squad.counts) * 85
-    lengths -= rng.integers(0, 85, len(lengths))
-    made, simple = pack(lengths, 384 * 85, "fewest", time_budget=60), pack(lengths, 384 * 85)
-    assert made.totals(lengths).max() <= 384 * 85
-    assert len(made) <= 0.991 * len(simple)
-    assert made.lower_bound >= 1.008 * simple.lower_bound
-    assert made.gap < 0.002 * len(made)
 
 
 @needs_data

@@ -1,18 +1,18 @@
-"""Packs: every document once, the capacity held, best fit exact, bad lengths named."""
+"""Packs: every document once, within the capacity, best fit exact, bounds proven, bad lengths named."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multipack.planning.lengths import LARGEST_CAPACITY, check_lengths, count, is_sparse, longest_first
-from multipack.planning.packing import Packs, pack
+from multipack.planning.lengths import LARGEST_CAPACITY, check_lengths
+from multipack.planning.packing import Packs, count, longest_first, minimum_packs, pack
 
 METHODS = ["next_fit", "first_fit_decreasing", "best_fit_decreasing", "best_fit", "fewest"]
 
 
 def plain_pack(lengths, capacity, method, max_documents):
-    """The textbook versions, without any structure. Of equal rooms, best fit takes the one left alone longest."""
+    """Textbook versions. Of equal rooms, best fit takes the one unchanged for the longest time."""
     order = range(len(lengths))
     if method != "next_fit":
         order = sorted(order, key=lambda i: -lengths[i])
@@ -37,7 +37,7 @@ def plain_pack(lengths, capacity, method, max_documents):
 
 
 def check(packs, lengths, capacity, limit=None):
-    """What holds for every packing."""
+    """Properties of every packing."""
     assert packs.order.dtype == packs.offsets.dtype == np.int64
     assert sorted(packs.order.tolist()) == list(range(len(lengths)))
     assert packs.totals(lengths).max() <= capacity
@@ -67,7 +67,7 @@ def test_packs_like_the_textbook(data):
 @settings(deadline=None, max_examples=40)
 @given(st.data())
 def test_many_equal_lengths(data):
-    """Groups of packs that are alike, split in the middle: the same as one document at a time."""
+    """Groups of equal packs that are split: the same packs as one document at a time."""
     capacity = data.draw(st.integers(1, 40))
     drawn = data.draw(
         st.lists(st.tuples(st.integers(1, capacity), st.integers(1, 40)), min_size=1, max_size=6)
@@ -90,7 +90,7 @@ def test_documents_of_a_pack_stand_longest_first():
 @pytest.mark.parametrize("capacity", [LARGEST_CAPACITY, LARGEST_CAPACITY - 12_345])
 @pytest.mark.parametrize("method", METHODS)
 def test_largest_capacity(capacity, method):
-    """Tables over rooms are as long as the capacity, but only what the documents touch costs anything."""
+    """Tables over rooms have the length of the capacity; only the rooms that occur cost time."""
     rng = np.random.default_rng(1)
     for lengths in (rng.integers(1, capacity + 1, 300), rng.integers(1, 100, 300)):
         packs = pack(lengths, capacity, method, time_budget=1.0)
@@ -100,20 +100,16 @@ def test_largest_capacity(capacity, method):
             assert [lengths[p].sum() for p in packs] == [sum(lengths[i] for i in p) for p in expected]
 
 
-def test_sorting_and_counting_agree():
-    """Few long documents are sorted, many are counted."""
-    lengths = np.random.default_rng(2).integers(1, 2_000_000, 5_000)
-    assert is_sparse(lengths)
-    assert not is_sparse(np.concatenate([lengths, np.ones(200_000, dtype=np.int64)]))
+@pytest.mark.parametrize("longest", [2_000, 2_000_000])
+def test_histograms_by_counting_and_by_sorting(longest):
+    """A table over the lengths is used only if it is cheaper than sorting the documents."""
+    lengths = np.random.default_rng(2).integers(1, longest, 5_000)
     values, counts = np.unique(lengths, return_counts=True)
     histogram = count(lengths)
     assert histogram.values.tolist() == values[::-1].tolist()
     assert histogram.counts.tolist() == counts[::-1].tolist()
     assert (histogram.documents, histogram.tokens) == (5_000, lengths.sum())
-    for divisor in (1, 1000):
-        shorter = lengths // divisor + 1
-        assert is_sparse(shorter) == (divisor == 1)
-        assert longest_first(shorter).tolist() == np.lexsort((np.arange(5_000), -shorter)).tolist()
+    assert longest_first(lengths).tolist() == np.lexsort((np.arange(5_000), -lengths)).tolist()
 
 
 @pytest.mark.parametrize(
@@ -136,6 +132,68 @@ def test_a_million_documents():
     packs = pack(lengths, 8192)
     assert packs.gap <= 2
     check(packs, lengths, 8192)
+
+
+def fewest_packs(lengths, capacity, limit):
+    """The true optimum, by branching over packs for each document."""
+    best = len(lengths)
+
+    def branch(rest, packs):
+        nonlocal best
+        if len(packs) >= best:
+            return
+        if not rest:
+            best = len(packs)
+            return
+        seen = set()
+        for p, (room, size) in enumerate(packs):
+            if room >= rest[0] and size < limit and (room, size) not in seen:
+                seen.add((room, size))
+                branch(rest[1:], [*packs[:p], (room - rest[0], size + 1), *packs[p + 1 :]])
+        branch(rest[1:], [*packs, (capacity - rest[0], 1)])
+
+    branch(sorted(lengths, reverse=True), [])
+    return best
+
+
+def plain_l2(lengths, capacity):
+    """Martello and Toth's L2, as its definition reads."""
+    best = 0
+    for a in [0, *(length for length in lengths if 2 * length <= capacity)]:
+        alone = [length for length in lengths if length > capacity - a]
+        large = [length for length in lengths if capacity - a >= length > capacity / 2]
+        small = [length for length in lengths if capacity / 2 >= length >= a]
+        missing = sum(small) - (len(large) * capacity - sum(large))
+        best = max(best, len(alone) + len(large) + max(0, -(-missing // capacity)))
+    return best
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_bounds_never_exceed_the_optimum(data):
+    capacity = data.draw(st.integers(1, 30))
+    lengths = data.draw(st.lists(st.integers(1, capacity), min_size=1, max_size=9))
+    limit = data.draw(st.one_of(st.none(), st.integers(1, 3)))
+    bound = minimum_packs(lengths, capacity, limit)
+    assert bound <= fewest_packs(lengths, capacity, limit or 99)
+    assert bound == max(plain_l2(lengths, capacity), -(-len(lengths) // (limit or len(lengths))))
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.data())
+def test_bounds_do_not_depend_on_the_unit(data):
+    capacity = data.draw(st.integers(1, 50))
+    lengths = np.array(data.draw(st.lists(st.integers(1, capacity), min_size=1, max_size=50)))
+    assert minimum_packs(lengths, capacity) == minimum_packs(lengths * 1_000_000, capacity * 1_000_000)
+
+
+def test_bounds_of_documents_that_exclude_each_other():
+    assert minimum_packs([51] * 10, 100) == 10
+    assert minimum_packs([50] * 10, 100) == 5
+    assert minimum_packs([34] * 9, 100) == 4  # tokens alone
+    assert minimum_packs([60, 60, 60, 45, 45, 45], 100) == 5  # 45 does not fit beside 60
+    assert minimum_packs([1] * 10, 100, 3) == 4
+    assert minimum_packs(np.full(20_000, 4097), 8192) == 20_000
 
 
 def test_packs_are_a_sequence():

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from multipack.data.batch import IGNORE, PackedBatch
 from multipack.data.documents import Document
+from multipack.planning.lengths import check_integer
 from multipack.planning.options import LossWeighting, check_loss_weighting
-from multipack.planning.packing import check_integer
 
 
 class Planned(Protocol):

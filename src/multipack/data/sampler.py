@@ -18,8 +18,9 @@ from torch.utils.data import Sampler
 
 from multipack.planning.cost import CostModel
 from multipack.planning.deal import DEALING
+from multipack.planning.lengths import check_integer
 from multipack.planning.options import LossWeighting, PlanOptions, Sync, check_fingerprint
-from multipack.planning.packing import Packs, check_integer, pack
+from multipack.planning.packing import Packs, pack
 from multipack.planning.plan import Plan, plan
 from multipack.shapes import ModelShape
 

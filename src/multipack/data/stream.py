@@ -11,8 +11,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from multipack.data.arriving import Arriving
 from multipack.data.documents import Document
+from multipack.planning.lengths import check_integer
 from multipack.planning.options import Sync
-from multipack.planning.packing import Packs, check_integer
+from multipack.planning.packing import Packs
 from multipack.planning.stream import PackStream
 from multipack.planning.stream_step import StreamStep
 

@@ -34,7 +34,8 @@ from multipack.integrations.axolotl_packing import (
 )
 from multipack.integrations.ranks import reduced, world_size
 from multipack.integrations.states import check_identity, digest, restore, state_of
-from multipack.planning.packing import check_integer, pack
+from multipack.planning.lengths import check_integer
+from multipack.planning.packing import pack
 
 __all__ = [
     "MultipackBatchSampler",

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from multipack.integrations.arrange import arrange
-from multipack.planning.packing import check_integer, check_lengths, pack
+from multipack.planning.lengths import check_integer, check_lengths
+from multipack.planning.packing import pack
 
 LOG = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from torch.utils.data import Sampler
 from multipack.integrations.arrange import Steps, arrange, fitting
 from multipack.integrations.ranks import place
 from multipack.integrations.states import check_identity, digest
-from multipack.planning.packing import check_integer
+from multipack.planning.lengths import check_integer
 from multipack.planning.plan import Balance
 
 __all__ = [

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from multipack.planning.packing import check_integer
+from multipack.planning.lengths import check_integer
 
 
 def world_size() -> int:

@@ -1,30 +1,37 @@
-"""What a document costs to train on: the one place that says so, for packer, balancer and FLOPs meter.
+"""Cost of training on a document, for the packer, the balancer and the FLOP count.
 
-Forward and backward together, causal attention inside each document, model FLOPs (nothing recomputed):
+Forward and backward pass, causal attention inside each document, model FLOPs (no recomputation):
 
     F = 6·(N·P + d·V)·Σ l  +  6·N·H·e·Σ l(l+1)
 
-N layers of P matrix elements, width d, vocabulary V, H heads of width e. A matrix element costs 2 FLOPs a
-token forward and 4 backward (Kaplan et al. 2020, arXiv:2001.08361, §2.1); a query-key pair costs 4·H·e
-forward and twice that backward, and a causal document of l tokens has l(l+1)/2 pairs (the causal count
-of Dao 2023, arXiv:2307.08691, §4). Divided by 6·N·H·e:
+with N layers of P matrix elements, width d, vocabulary V, and H heads of width e. A matrix element costs 2 FLOPs per
+token forward and 4 backward (Kaplan et al. 2020, arXiv:2001.08361, §2.1). A query-key pair costs 4·H·e forward and
+twice that backward, and a causal document of l tokens has l(l+1)/2 pairs (Dao 2023, arXiv:2307.08691, §4). Divided by
+6·N·H·e:
 
     cost(l) = L*·l + l(l+1),     L* = (N·P + d·V) / (N·H·e)
 
-L* is the length, in tokens, at which attention costs as much as everything else: 57,256 for Llama 3 8B.
+L* is the length in tokens at which attention costs as much as all other operations: 57,256 for Llama 3 8B.
 
-Variants, each of which changes one term:
+Variants change one term each:
 
-    mixture of experts   P holds the router and those experts that a token passes through
-    latent attention     e is the mean of the widths of a head's key and of its value: (k + v) / 2
-    sliding window w     l(l+1) becomes 2·Σ_{t ≤ l} min(t, w) in the layers that slide
-    recompute=flash      attention 7 instead of 6: the backward pass computes the scores anew, 5 products instead of 4
-    recompute=full       the forward pass runs twice: matrices 8 instead of 6, attention 9 (7 of flash attention and 2;
-                         without flash attention it would be 8)
-    align=a              each document is padded to a multiple of a tokens, which cost as others do
-    constant             of every document, whatever its length (measured models: kernel launches)
+    mixture of experts   P counts the router and the experts that a token uses
+    latent attention     e is the mean of the widths of a head's key and value: (k + v) / 2
+    sliding window w     l(l+1) becomes 2·Σ_{t ≤ l} min(t, w) in the layers with a window
+    recompute=flash      attention 7 instead of 6: the backward pass recomputes the scores, 5 products instead of 4
+    recompute=full       the forward pass runs twice: matrices 8 instead of 6, attention 9 (7 of flash attention and 2)
+    align=a              each document is padded to a multiple of a tokens
+    constant             per document (measured models: kernel launches)
 
 All costs are integers, so that plans are the same on every platform.
+
+**Measured costs.** FLOPs are not time: attention runs at a lower share of the peak than matrix products, short
+documents waste parts of tiles, and every document costs a few launches. `CostModel.fit` finds the coefficients of
+
+    t = t₀ + α·Σ l + β·Σ l(l+1) + γ·documents
+
+by non-negative least squares (Lawson and Hanson 1974, ch. 23). Plans compare documents, so t₀, which every micro-batch
+pays, is not part of the cost.
 """
 
 from __future__ import annotations
@@ -32,7 +39,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -41,38 +48,87 @@ from numpy.typing import ArrayLike, NDArray
 
 from multipack.atomic import write_atomically
 from multipack.planning.lengths import check_integer, check_lengths
-from multipack.planning.timing import Seconds, fit_seconds, integer_weights
 from multipack.shapes import SHAPES, ModelShape
 
 Recompute = Literal["none", "flash", "full"]
 
 MATRIX_FLOPS = {"none": 6, "flash": 6, "full": 8}
-"""FLOPs of a matrix element and a token, forward and backward."""
+"""FLOPs per matrix element and token, forward and backward."""
 
 WEIGHTS = ("linear", "quadratic", "sliding", "constant")
-"""The integers of the cost, in the order of its formula."""
+"""Integer weights of the cost, in the order of its formula."""
+
+FINEST = 1 << 10
+"""Cost of a token where attention is free: a document's constant is rounded to 1,024ths of a token's time."""
+
+LARGEST_RATIO = 1 << 28
+"""Attention is taken to be free if it takes as long as all other operations only above this number of tokens."""
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Measured time of a micro-batch's forward and backward pass, in seconds.
+
+    Attributes:
+        micro_batch: t₀, independent of its documents.
+        token: α, per token.
+        pair: β, per l(l+1), which counts each query-key pair twice.
+        document: γ, per document.
+        error: root mean square of measured minus predicted, divided by the mean of the measured times.
+    """
+
+    micro_batch: float
+    token: float
+    pair: float
+    document: float
+    error: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check values that may come from a file."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not (is_number and math.isfinite(value) and value >= 0):
+                raise ValueError(
+                    f"measured seconds must be finite and not negative; {field.name} is {value!r}"
+                )
+
+    def of(self, lengths: NDArray[np.int64]) -> float:
+        """Predicted seconds of one micro-batch of documents of these lengths."""
+        _, tokens, pairs, documents = _terms(lengths)
+        return self.micro_batch + self.token * tokens + self.pair * pairs + self.document * documents
+
+    def weights(self) -> tuple[int, int, int]:
+        """(linear, quadratic, constant) integer weights in the proportions of the seconds.
+
+        In units of β; of α / 1,024 if attention takes negligible time; of γ if nothing else takes time.
+        """
+        if self.pair > 0 and max(self.token, self.document / FINEST) <= self.pair * LARGEST_RATIO:
+            return round(self.token / self.pair), 1, round(self.document / self.pair)
+        if self.token > 0 and self.document <= self.token * LARGEST_RATIO:
+            return FINEST, 0, round(self.document / self.token * FINEST)
+        return 0, 0, 1
 
 
 @dataclass(frozen=True, eq=False)
 class CostModel:
-    """The cost of documents for one model: integers for plans, FLOPs, and seconds where they were measured.
+    """The cost of documents for one model: integers for plans, FLOPs, and seconds if they were measured.
 
         cost(l) = linear·l + quadratic·l(l+1) + sliding·2·Σ_{t ≤ l} min(t, window) + constant
 
-    where l is padded to a multiple of `align`. Costs have no unit: only their ratios matter, and the four weights
-    are divided by what divides all of them. Models are equal when their documents cost the same, whatever
-    they were made from: then plans are equal too.
+    where l is padded to a multiple of `align`. Costs have no unit: only their ratios matter, and the four weights are
+    divided by their greatest common divisor. Two models with the same costs are equal and give equal plans.
 
     Attributes:
-        shape: the decoder, which FLOPs are counted of; None = unknown, of a fitted model.
-        linear: L* in tokens, rounded, where `quadratic` is 1.
-        quadratic: weight of l(l+1): 1, or the share of layers that see all tokens where others slide.
-        sliding: weight of the pairs inside the window: the share of layers that slide.
-        window: tokens that those layers see; 0 = none slides.
-        constant: of every document.
-        align: tokens; each document is padded to a multiple of this.
-        recompute: what the backward pass computes anew.
-        timed: measured seconds, where the model was fitted.
+        shape: the decoder whose FLOPs are counted; None = unknown (a fitted model).
+        linear: L* in tokens, rounded, if `quadratic` is 1.
+        quadratic: weight of l(l+1): 1, or the share of layers without a window.
+        sliding: weight of the pairs inside the window: the share of layers with a window.
+        window: tokens that these layers see; 0 = no layer has a window.
+        constant: cost per document.
+        align: each document is padded to a multiple of this number of tokens.
+        recompute: what the backward pass recomputes.
+        timed: measured seconds of a fitted model.
     """
 
     shape: ModelShape | None
@@ -86,7 +142,7 @@ class CostModel:
     timed: Seconds | None = None
 
     def __post_init__(self) -> None:
-        """Check what may come from a file, and write equal costs in one way."""
+        """Check values that may come from a file, and divide the weights by their greatest common divisor."""
         for name in (*WEIGHTS, "window"):
             object.__setattr__(self, name, check_integer(f"cost.{name}", getattr(self, name), 0))
         object.__setattr__(self, "align", check_integer("cost.align", self.align))
@@ -112,21 +168,21 @@ class CostModel:
 
         Args:
             shape: the decoder; None = Llama 3 8B.
-            recompute: `none` counts model FLOPs; `flash` and `full` what is executed, see the module.
-            align: each document is padded to a multiple of so many tokens.
+            recompute: `none` counts model FLOPs, `flash` and `full` executed FLOPs (see the module).
+            align: each document is padded to a multiple of this number of tokens.
         """
         chosen = SHAPES["llama-8b"] if shape is None else shape
         if recompute not in MATRIX_FLOPS:
             raise ValueError(f"recompute={recompute!r} is unknown; choose one of {', '.join(MATRIX_FLOPS)}")
         sliding = chosen.sliding_layers
-        alike = math.gcd(chosen.layers - sliding, sliding)  # so many times the same mix of layers
+        repeats = math.gcd(chosen.layers - sliding, sliding)  # of the same mix of layers
         matrices = MATRIX_FLOPS[recompute] * _matrices(chosen, chosen.vocabulary_size)
-        pair = alike * _pair_flops(chosen, recompute)
+        pair = repeats * _pair_flops(chosen, recompute)
         return cls(
             chosen,
             linear=(2 * matrices + pair) // (2 * pair),
-            quadratic=(chosen.layers - sliding) // alike,
-            sliding=sliding // alike,
+            quadratic=(chosen.layers - sliding) // repeats,
+            sliding=sliding // repeats,
             window=chosen.window,
             align=align,
             recompute=recompute,
@@ -140,61 +196,56 @@ class CostModel:
         shape: ModelShape | None = None,
         align: int = 1,
     ) -> CostModel:
-        """The cost model of measured times: t = t₀ + α·tokens + β·Σ l(l+1) + γ·documents, none below 0.
+        """The cost model of measured times: linear = α/β, quadratic = 1 and constant = γ/β, rounded.
 
-        Plans compare documents, so t₀, which every micro-batch pays, is no part of the cost; `seconds` has it. The
-        integers are linear = α/β and constant = γ/β with quadratic = 1. Where β is 0, or so small that attention takes
-        as long as the rest from 2^28 tokens on only, quadratic is 0 and the others are in 1,024ths of a token's time
-        (where α is 0 too, all documents cost 1). A fit knows no sliding window: it takes all pairs to cost alike.
+        A fitted model has no sliding window: all pairs cost the same.
 
         Args:
-            timings: (lengths of the documents of one micro-batch, its seconds), at least four that differ in
-                tokens, in squares and in documents; about twenty are good.
+            timings: (lengths of the documents of one micro-batch, its seconds), at least four that differ in tokens, in
+                squares of lengths and in documents; about twenty are good.
             shape: the decoder that was timed, for `flops`.
-            align: each document was padded to a multiple of so many tokens.
+            align: each document was padded to a multiple of this number of tokens.
 
         Raises:
             ValueError: too few or degenerate timings; the message says what to time.
         """
-        measured = fit_seconds([(_padded(check_lengths(x), align), t) for x, t in timings])
-        linear, quadratic, constant = integer_weights(measured)
+        measured = _fit_seconds([(_padded(check_lengths(x), align), t) for x, t in timings])
+        linear, quadratic, constant = measured.weights()
         return cls(shape, linear, quadratic, constant=constant, align=align, timed=measured)
 
     def cost(self, lengths: ArrayLike) -> NDArray[np.int64]:
         """(documents,) int64 cost of each document; never falls as documents grow.
 
         Raises:
-            ValueError: lengths that are no positive integers, or whose costs sum to 2^62 or more.
+            ValueError: lengths that are not positive integers, or whose costs sum to 2^62 or more.
         """
-        padded = _padded(check_lengths(lengths), self.align)
-        self._check_sum(padded)
+        padded = self._checked(check_lengths(lengths))
         cost = padded * (self.linear + self.quadratic * (padded + 1))
         if self.sliding:
             cost += self.sliding * _windowed(padded, self.window)
         return cost + self.constant if self.constant else cost
 
     def check(self, lengths: NDArray[np.int64]) -> None:
-        """Refuse documents whose costs sum to 2^62 or more, without making an array of costs.
+        """Raise what `cost` raises, without allocating the costs."""
+        self._checked(lengths)
 
-        Raises:
-            ValueError: as `cost` does.
-        """
-        self._check_sum(_padded(lengths, self.align))
-
-    def _check_sum(self, padded: NDArray[np.int64]) -> None:
+    def _checked(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Padded lengths whose costs sum to less than 2^62."""
+        padded = _padded(lengths, self.align)
         longest = int(padded.max())
         pairs = self.quadratic * (longest + 1) + self.sliding * min(longest + 1, 2 * self.window)
         _check_sum(padded, self.linear + pairs, self.constant)
+        return padded
 
     def key(self) -> int | dict[str, int]:
-        """Plain values that determine the costs: `linear` alone where the others are as in a plain decoder."""
+        """Plain values that determine the costs: `linear` alone if the others have their defaults."""
         neutral = {"quadratic": 1, "sliding": 0, "window": 0, "constant": 0, "align": 1}
         other = {name: getattr(self, name) for name, plain in neutral.items() if getattr(self, name) != plain}
         return {"linear": self.linear, **other} if other else self.linear
 
     @property
     def formula(self) -> str:
-        """The cost of l tokens in words: `57,256·l + l(l+1)`."""
+        """The cost of l tokens as text: `57,256·l + l(l+1)`."""
         terms = (
             (self.linear, "l"),
             (self.quadratic, "l(l+1)"),
@@ -211,9 +262,7 @@ class CostModel:
         return hash(json.dumps(self.key(), sort_keys=True))
 
     def flops(self, lengths: ArrayLike, vocabulary_size: int | None = None) -> float:
-        """Model FLOPs of one forward and backward pass over these documents, each by itself.
-
-        What the model asks for: no recomputation, no padding. It is what MFU is measured by.
+        """Model FLOPs of one forward and backward pass over these documents, for MFU: no recomputation, no padding.
 
         Args:
             lengths: (documents,) tokens of each document.
@@ -225,10 +274,7 @@ class CostModel:
         return self._flops(check_lengths(lengths), vocabulary_size, "none")
 
     def executed_flops(self, lengths: ArrayLike, vocabulary_size: int | None = None) -> float:
-        """FLOPs that the device executes for these documents: with recomputation, and padded to `align`.
-
-        Takes and raises what `flops` does.
-        """
+        """FLOPs that the device executes, with recomputation and padding; arguments and errors as `flops`."""
         return self._flops(_padded(check_lengths(lengths), self.align), vocabulary_size, self.recompute)
 
     def _flops(self, lengths: NDArray[np.int64], vocabulary_size: int | None, recompute: Recompute) -> float:
@@ -255,7 +301,7 @@ class CostModel:
         return self.timed.of(_padded(check_lengths(lengths), self.align))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON, from which `from_dict` makes the same model."""
+        """Plain values for JSON, the argument of `from_dict`."""
         plain = {name: getattr(self, name) for name in (*WEIGHTS, "window", "align", "recompute")}
         shape = None if self.shape is None else self.shape.to_dict()
         return {**plain, "shape": shape, "timed": None if self.timed is None else asdict(self.timed)}
@@ -265,7 +311,7 @@ class CostModel:
         """The model that `to_dict` wrote.
 
         Raises:
-            ValueError: keys that are missing or unknown, or values that no cost model has.
+            ValueError: keys that are missing or unknown, or illegal values.
         """
         known = {*WEIGHTS, "window", "align", "recompute", "shape", "timed"}
         wrong = sorted(known ^ set(values))
@@ -281,7 +327,7 @@ class CostModel:
         return cls(**{**values, "shape": shape, "timed": timed})
 
     def save(self, path: str | Path) -> None:
-        """Write the model as JSON, whole or not at all."""
+        """Write the model as JSON, atomically."""
         write_atomically(Path(path), (json.dumps(self.to_dict(), indent=1) + "\n").encode())
 
     @classmethod
@@ -302,7 +348,7 @@ class CostModel:
 
 
 def weigh(lengths: NDArray[np.int64], linear: int, quadratic: int) -> NDArray[np.int64]:
-    """linear·l + quadratic·l(l+1) for each document, refusing sums that would exceed int64.
+    """(documents,) linear·l + quadratic·l(l+1).
 
     Raises:
         ValueError: the sum over all documents may be 2^62 or more.
@@ -312,9 +358,9 @@ def weigh(lengths: NDArray[np.int64], linear: int, quadratic: int) -> NDArray[np
 
 
 def _check_sum(lengths: NDArray[np.int64], most_per_token: int, constant: int) -> None:
-    """Refuse documents whose costs, of at most so much a token and a constant, might sum to 2^62."""
+    """Raise ValueError if documents of at most this cost per token, and a constant each, may sum to 2^62."""
     longest = int(lengths.max(initial=0))
-    # The sum itself cannot wrap around while this product, which is no smaller, is below 2^63.
+    # The sum of lengths does not overflow if this product, which is at least as large, is below 2^63.
     wraps = longest * len(lengths) >= 1 << 63
     if wraps or int(lengths.sum()) * most_per_token + len(lengths) * constant >= 1 << 62:
         raise ValueError(
@@ -324,15 +370,15 @@ def _check_sum(lengths: NDArray[np.int64], most_per_token: int, constant: int) -
 
 
 def _matrices(shape: ModelShape, vocabulary: int) -> int:
-    """Matrix elements that a token passes through, the output layer's among them."""
+    """Matrix elements that a token is multiplied with, including the output layer."""
     return shape.token_parameters + shape.d_model * vocabulary
 
 
 def _pair_flops(shape: ModelShape, recompute: Recompute) -> int:
-    """FLOPs of one layer for l(l+1), which is two query-key pairs: 6·H·e, or more where scores are computed anew.
+    """FLOPs of one layer per unit of l(l+1), which counts each query-key pair twice: 6·H·e, more with recomputation.
 
-    A product with queries or keys of width k costs 2·H·k a pair, one with values of width v 2·H·v; there is one
-    of each forward and two of each backward. Flash attention adds one with keys, a second forward pass one of each.
+    A product with queries or keys of width k costs 2·H·k per pair, one with values of width v 2·H·v. There is one of
+    each forward and two of each backward. Flash attention adds one with keys, a second forward pass one of each.
     """
     key, value = shape.head_width, shape.value_head_width
     products = {"none": 3 * (key + value), "flash": 4 * key + 3 * value, "full": 5 * key + 4 * value}
@@ -346,11 +392,57 @@ def _windowed(lengths: NDArray[np.int64], window: int) -> NDArray[np.int64]:
 
 
 def _padded(lengths: NDArray[np.int64], align: int) -> NDArray[np.int64]:
-    """Each length rounded up to a multiple.
+    """Lengths rounded up to a multiple of `align`.
 
     Raises:
-        ValueError: a length that no int64 holds afterwards.
+        ValueError: a rounded length exceeds int64.
     """
     if align > 1:
         _check_sum(lengths, align, 0)
     return lengths if align == 1 else -(-lengths // align) * align
+
+
+def _terms(lengths: NDArray[np.int64]) -> tuple[float, float, float, float]:
+    """Values that the coefficients of `Seconds` multiply: 1, Σ l, Σ l(l+1), documents."""
+    exact = lengths.astype(np.float64)
+    return 1.0, float(exact.sum()), float((exact * (exact + 1)).sum()), float(len(exact))
+
+
+def _fit_seconds(timings: Sequence[tuple[NDArray[np.int64], float]]) -> Seconds:
+    """The non-negative coefficients that fit measured times best.
+
+    Columns are scaled to a largest entry of 1 first: pairs are 10^9 where documents are 10.
+
+    Raises:
+        ValueError: fewer than four timings, seconds that are not positive, or timings in which tokens, pairs and
+            documents are collinear.
+    """
+    from scipy.optimize import nnls  # takes half a second to import
+
+    if len(timings) < 4:
+        raise ValueError(
+            f"a fit has 4 coefficients and needs at least as many timings, got {len(timings)};"
+            " time about 20 micro-batches of different documents"
+        )
+    seconds = np.array([float(time) for _, time in timings])
+    if not (np.isfinite(seconds).all() and (seconds > 0).all()):
+        raise ValueError(
+            f"timings must be positive seconds, got {seconds[~(seconds > 0)][:3].tolist() or 'inf'}"
+        )
+    rows = np.array([_terms(lengths) for lengths, _ in timings])
+    largest = rows.max(axis=0)
+    scaled = rows / largest
+    if np.linalg.matrix_rank(scaled, tol=1e-6 * math.sqrt(len(rows))) < rows.shape[1]:
+        raise ValueError(
+            f"these {len(timings)} timings cannot tell a constant, tokens, squares of lengths, documents apart: time"
+            " micro-batches of different numbers of tokens, some of one long document and some of many short ones"
+        )
+    solution, residual = nnls(scaled, seconds / seconds.max())
+    solution[solution < 1e-10] = 0.0  # rounding errors
+    if not solution[1:].any():
+        raise ValueError(
+            "the measured seconds do not grow with tokens, squares or documents: time larger micro-batches"
+        )
+    found = solution * seconds.max() / largest
+    error = float(residual) * seconds.max() / math.sqrt(len(seconds)) / seconds.mean()
+    return Seconds(*(float(value) for value in (*found, error)))

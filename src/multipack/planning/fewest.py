@@ -1,112 +1,66 @@
-"""The fewest packs, and a proof of how few there can be.
+"""The fewest packs, and a proven lower bound on their number.
 
-Packs are sought from the cheap to the dear, and the search ends as soon as a packing has as many packs as the
-bound says that there must be:
+The search goes from cheap to expensive methods and stops as soon as a packing has as many packs as the bound:
 
- 1. best fit, and the simple bounds of `bounds.py`: milliseconds;
- 2. packs filled to the last token, one after another (`patterns.fill`): enough where packs hold many documents;
- 3. the pattern LP (`columns.py`), whose dual proves what no simple bound sees: that lengths do not go together.
-    Its x_p are rounded down, what remains is packed by 1 and 2, and once more after fixing more of it. The last resort
-    is branch and bound over the patterns that the LP has seen.
+ 1. best fit, and the simple bounds of `packing.py`: milliseconds;
+ 2. `fill`: packs filled to the last token, one after another; enough where packs hold many documents;
+ 3. the linear program over patterns, whose dual proves what no simple bound finds: that lengths do not combine well.
+    Its solution x_p is rounded down, the remaining documents are packed by 1 and 2, and the program is solved
+    again for them.
 
-The lengths of SQuAD (at most 384) show why 3 is needed: their tokens would fill 39,713 packs, best fit needs 40,631,
-and 40,195 are necessary and enough, because there are too many documents of which only two fit.
+Example: the lengths of SQuAD (at most 384). Their tokens would fill 39,713 packs and best fit needs 40,631; 40,195 are
+necessary and sufficient, because too many documents fit only in pairs.
 
-**Long capacities.** The LP has a row for each distinct length and the knapsack a column for each room, so where these
-are many it is solved on a grid of lengths first (`grid.py`), then on grids twice as fine as long as they are not too
-large; each begins with the patterns of the one before. Rounded up, a grid gives packs; rounded down, a bound. On the
-finest grid, the real lengths, the two are one. What is returned are real packs and a bound for the real documents.
+**Linear program** (Gilmore and Gomory 1961). Let a_vp be the documents of length v in a pack of pattern p, n_v the
+documents of length v, and x_p the number of packs with the pattern:
+
+    primal   minimize Σ_p x_p       with Σ_p a_vp x_p ≥ n_v  for every length v,   x ≥ 0
+    dual     maximize Σ_v n_v u_v   with Σ_v a_vp u_v ≤ 1    for every pattern p,  u ≥ 0
+
+There are too many patterns to list, so columns are generated: the dual values u of the columns so far price all others,
+and the pattern of greatest Σ a_v u_v is a knapsack, solved exactly by dynamic programming. Patterns above 1 enter the
+primal; when there are none, the primal is optimal.
+
+The bound does not depend on the solver's rounding: the dual values are rounded to integers U, the knapsack is solved
+with them exactly, and if no pattern exceeds Z, then no packing has fewer than ⌈Σ n_v U_v / Z⌉ packs (Farley 1990). That
+holds after every round.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import LinearConstraint, milp
+from scipy.optimize import linprog
 from scipy.sparse import csc_array, hstack
 
-from multipack.planning import patterns
-from multipack.planning.bounds import simple_bound
-from multipack.planning.columns import Knapsack, Solution, distinct_columns, generate
-from multipack.planning.grid import Grid
-from multipack.planning.lengths import Histogram
-from multipack.planning.patterns import Patterns
+from multipack.planning.kernels import patterns as kernels
+from multipack.planning.packing import Histogram, Patterns, best_fit, simple_bound
 
-_QUICK = ((50, 10**8), (1_000, 10**8))
-_THOROUGH = ((10_000, 10**9), (10_000, 4 * 10**9))
-"""Efforts of `patterns.fill`: documents tried a pack, and work in all."""
+QUICK = ((50, 10**8), (1_000, 10**8))
+THOROUGH = ((10_000, 10**9), (10_000, 4 * 10**9))
+"""Efforts of `fill`: documents tried per pack, and total work. A unit of work takes about a nanosecond."""
 
-_WORK_A_SECOND = 10**9  # about; an effort for which there is no time is not begun
+MAX_LENGTHS = 2_000
+"""Most distinct lengths for which the linear program is solved: it has a row for each of them."""
 
-_FIRST_LENGTHS = 700
-_MOST_LENGTHS = 2_000
-"""Distinct lengths of the first and of the last grid: the LP of 700 takes a tenth of a second, of 2,000 seconds."""
+MAX_ENTRIES = 1 << 26
+"""Most entries (bytes) of the knapsack's table."""
 
-_MOST_ENTRIES = 1 << 26
-"""Entries (bytes) of the knapsack's table."""
+SCALE = 1 << 40
+"""Dual values (at most 1) are multiplied by this and rounded to integers. A knapsack of 2^26 entries holds fewer than
+2^22 documents, so that sums stay below 2^63."""
 
-_SURE = 0.6  # where no x_p reaches 1, those above this are taken as one pack, and the largest in any case
-_MOST_COLUMNS = 5_000  # patterns among which branch and bound chooses …
-_NODES = 200  # … and how far it goes
-_LOOSE = 2  # packs of each pattern, at most, that it may choose again
-_PACKS_HANDED_ON = 20  # a length of the next grid
+SMOOTHING = 0.7
+"""Weight of the best dual values so far in the values that are priced (Wentges 1997): fewer rounds."""
 
-
-@dataclass
-class _Search:
-    """The documents, the best packing so far, and what is proven."""
-
-    histogram: Histogram
-    capacity: int
-    max_documents: int
-    until: float
-    bound: int = field(init=False)
-    best: Patterns = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.bound = simple_bound(self.histogram, self.capacity, self.max_documents)
-        self.best = patterns.best_fit(self.histogram, self.capacity, self.max_documents)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the packing is proven to be the best, or the time is over."""
-        return self.best.num_packs <= self.bound or self.seconds_left() <= 0
-
-    def seconds_left(self) -> float:
-        """CPU seconds of the time budget."""
-        return self.until - time.process_time()
-
-    def offer(self, made: Patterns) -> None:
-        """Keep a packing if it is better."""
-        if made.num_packs < self.best.num_packs:
-            self.best = made
-
-    def fill(self, efforts: tuple[tuple[int, int], ...]) -> bool:
-        """Try packs filled to the last token. Returns whether that was better."""
-        before = self.best
-        for effort in efforts:
-            if not self.is_over and effort[1] < _WORK_A_SECOND * self.seconds_left():
-                self.offer(patterns.fill(self.histogram, self.capacity, self.max_documents, *effort))
-        return self.best is not before
-
-    def complete(self, begun: Patterns) -> None:
-        """Offer packs of some documents, with the others packed in the quick ways."""
-        rest = np.maximum(self.histogram.counts - begun.demand(len(self.histogram.counts)), 0)
-        kept = np.flatnonzero(rest)
-        if not len(kept):
-            self.offer(begun)
-            return
-        problem = (Histogram(self.histogram.values[kept], rest[kept]), self.capacity, self.max_documents)
-        self._offer_with(begun, patterns.best_fit(*problem), kept)
-        for effort in _QUICK:
-            self._offer_with(begun, patterns.fill(*problem, *effort), kept)
-
-    def _offer_with(self, begun: Patterns, others: Patterns, numbers: NDArray[np.int64]) -> None:
-        if begun.num_packs + others.num_packs < self.best.num_packs:
-            self.offer(patterns.join([begun, others._replace(numbers=numbers[others.numbers])]))
+COLUMNS_PER_LENGTH = 6  # columns that stay in the program, once there are twice as many
+TOLERANCE = 1e-9  # a pattern enters the primal if its price exceeds 1 by this
+ROUND_UP = 0.6  # where no x_p reaches 1, those above this value count as one pack
 
 
 def fewest(
@@ -114,156 +68,283 @@ def fewest(
 ) -> tuple[Patterns, int]:
     """Search for the fewest packs.
 
-    The result depends on nothing but the arguments as long as the search ends before its time.
+    The result is a function of the arguments alone as long as the time budget is not exhausted.
 
     Args:
         histogram: the documents.
-        capacity: most tokens of a pack.
+        capacity: tokens of a pack.
         max_documents: most documents of a pack.
-        time_budget: CPU seconds of this process after which it returns what it has; looked at between rounds.
+        time_budget: CPU seconds of this process, checked between rounds.
 
     Returns:
         The packs, never more than best fit makes, and a proven lower bound on their number.
     """
     search = _Search(histogram, capacity, max_documents, time.process_time() + time_budget)
-    if search.fill(_QUICK):
-        search.fill(_THOROUGH)
-    if not search.is_over:
-        _solve_on_grids(search)
+    if search.fill(QUICK):
+        search.fill(THOROUGH)
+    if not search.is_over and len(histogram.values) <= MAX_LENGTHS:
+        knapsack = Knapsack(histogram, capacity, max_documents)
+        if knapsack.entries <= MAX_ENTRIES:
+            _solve(search)
     return search.best, search.bound
 
 
-def _solve_on_grids(search: _Search) -> None:
-    """The pattern LP, from a coarse grid to the finest; bounds are sought on the first and the last."""
-    sizes = _sizes(search.histogram, search.capacity, search.max_documents)
-    coarser = None
-    for size in sizes:
-        if size > 1 and size in (sizes[0], sizes[-1]):
-            below = _solve(search, Grid.below(search.histogram, search.capacity, size), None)
-            search.bound = max(search.bound, below.bound if below else 0)
-        grid = Grid.above(search.histogram, search.capacity, size)
-        solution = _solve(search, grid, coarser)
-        if solution is None:
-            return
-        if size == 1:
-            search.bound = max(search.bound, solution.bound)
-        _round(search, grid, solution)
-        if size == 1:
-            _choose(search, grid, solution)
-        coarser = (grid, solution)
+def fill(histogram: Histogram, capacity: int, max_documents: int, nodes: int, work: int) -> Patterns:
+    """Fill one pack after another as far as the remaining documents allow, each with the longest of them.
 
+    Best fit leaves small gaps at its end that no document fits. This method searches for documents that fill each pack
+    to the last token, so that short documents, which fill anything, remain for the end (minimum bin slack: Gupta and Ho
+    1999; with the longest document fixed: Fleszar and Hindi 2002).
 
-def _sizes(histogram: Histogram, capacity: int, max_documents: int) -> list[int]:
-    """Tokens of a unit on grids from coarse to fine, as far as the LP and its knapsack are quick."""
-    size, fine = 1, []
-    while size <= capacity:
-        grid = Grid.above(histogram, capacity, size)
-        lengths = len(grid.histogram.values)
-        if lengths <= _MOST_LENGTHS and _entries(grid, max_documents) <= _MOST_ENTRIES:
-            fine.append(size)
-            if lengths <= _FIRST_LENGTHS:
-                break
-        size *= 2
-    return fine[::-1]
-
-
-def _entries(grid: Grid, max_documents: int) -> int:
-    return Knapsack(grid.histogram, grid.capacity, max_documents).entries
-
-
-def _solve(search: _Search, grid: Grid, coarser: tuple[Grid, Solution] | None) -> Solution | None:
-    """Solve the pattern LP on a grid, beginning with best fit, full packs and the packs of a coarser grid."""
-    if search.is_over or not len(grid.histogram.values):
-        return None
-    problem = (grid.histogram, grid.capacity, search.max_documents)
-    first = [patterns.best_fit(*problem), patterns.fill(*problem, *_QUICK[-1])]
-    if coarser is not None:
-        first.append(_handed_on(search.histogram, grid, *coarser))
-    columns = distinct_columns(
-        hstack([_as_columns(part, len(grid.histogram.values)) for part in first], format="csc")
-    )
-    return generate(*problem, columns, search.best.num_packs, search.seconds_left)
-
-
-def _handed_on(histogram: Histogram, grid: Grid, coarse: Grid, solution: Solution) -> Patterns:
-    """A coarser grid's packs on a finer one: handed out to a share of the documents, to be not too many."""
-    used = np.flatnonzero(solution.packs)
-    packs = solution.packs[used]
-    share = min(1.0, _PACKS_HANDED_ON * len(grid.histogram.values) / float(packs.sum()))
-    sample = Histogram(histogram.values, np.ceil(histogram.counts * share).astype(np.int64))
-    times = np.ceil(packs * share).astype(np.int64)
-    made = coarse.refine(_as_patterns(solution.columns[:, used], times), sample)
-    return made._replace(numbers=grid.numbers[made.numbers])
-
-
-def _round(search: _Search, grid: Grid, solution: Solution) -> None:
-    """Whole packs from the LP's shares: fix ⌊x_p⌋ of each pattern, offer that, and solve again for what is left.
-
-    The rest is a small problem: a basic solution has no more shares than lengths. Where no share reaches 1, the
-    largest are taken as one pack. It ends where the rest's bound says that this way will not become better than what is
-    known.
+    Args:
+        histogram: the documents.
+        capacity: tokens of a pack.
+        max_documents: most documents of a pack.
+        nodes: documents that the search for one pack tries.
+        work: limit of all searches together, in 64-bit words shifted.
     """
-    histogram = grid.histogram  # of what is left …
-    numbers = np.arange(len(histogram.values))  # … and its lengths' numbers on the grid
-    fixed: list[Patterns] = []
-    while not search.is_over:
+    room = min(capacity, histogram.tokens)
+    return Patterns(*kernels.fill(*histogram, room, max_documents, nodes, work))
+
+
+@dataclass
+class _Search:
+    """The documents, the best packing so far, and the proven bound."""
+
+    histogram: Histogram
+    capacity: int
+    max_documents: int
+    deadline: float
+    bound: int = field(init=False)
+    best: Patterns = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.bound = simple_bound(self.histogram, self.capacity, self.max_documents)
+        self.best = best_fit(self.histogram, self.capacity, self.max_documents)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the packing is proven optimal, or the time budget is exhausted."""
+        return self.best.num_packs <= self.bound or self.seconds_left() <= 0
+
+    def seconds_left(self) -> float:
+        """CPU seconds left of the time budget."""
+        return self.deadline - time.process_time()
+
+    def offer(self, packing: Patterns) -> None:
+        """Keep a packing if it has fewer packs."""
+        if packing.num_packs < self.best.num_packs:
+            self.best = packing
+
+    def fill(self, efforts: tuple[tuple[int, int], ...]) -> bool:
+        """Offer packings of `fill`. Efforts for which no time is left are skipped. Returns whether one was better."""
+        before = self.best
+        for nodes, work in efforts:
+            if not self.is_over and work * 1e-9 < self.seconds_left():
+                self.offer(fill(self.histogram, self.capacity, self.max_documents, nodes, work))
+        return self.best is not before
+
+    def complete(self, begun: Patterns) -> None:
+        """Offer packs of some documents, with the remaining documents packed by best fit and `fill`."""
+        counts = np.maximum(self.histogram.counts - begun.documents(len(self.histogram.counts)), 0)
+        rest = (Histogram(self.histogram.values, counts), self.capacity, self.max_documents)
+        if not counts.any():
+            self.offer(begun)
+            return
+        for packing in (best_fit(*rest), *(fill(*rest, *effort) for effort in QUICK)):
+            self.offer(Patterns.join(begun, packing))
+
+
+class _Solution(NamedTuple):
+    """A solution of the linear program.
+
+    Attributes:
+        columns: (distinct, patterns) int64, documents of each length in a pack of each pattern.
+        packs: (patterns,) float, packs of each pattern.
+        bound: proven lower bound on the number of packs.
+    """
+
+    columns: csc_array
+    packs: NDArray[np.float64]
+    bound: int
+
+
+def _solve(search: _Search) -> None:
+    """Solve the linear program and round its solution.
+
+    The documents left over after rounding down are a small problem: a basic solution has at most as many fractional
+    values as there are lengths. The loop ends when the bound of the rest shows that no better packing follows.
+    """
+    problem = (search.histogram, search.capacity, search.max_documents)
+    counts, fixed = search.histogram.counts, Patterns.empty()
+    columns = hstack([_columns(best_fit(*problem), len(counts)), _columns(search.best, len(counts))])
+    solution = _generate(search, counts, distinct_columns(columns), search.best.num_packs)
+    if solution is not None:
+        search.bound = max(search.bound, solution.bound)
+    while solution is not None and not search.is_over:
         times = np.floor(solution.packs + 1e-6).astype(np.int64)
         if not times.any():
-            times = ((solution.packs > _SURE) | (solution.packs == solution.packs.max())).astype(np.int64)
-        taken = np.flatnonzero(times)
-        part = _as_patterns(solution.columns[:, taken], times[taken])
-        fixed.append(part._replace(numbers=numbers[part.numbers]))
-        begun = patterns.join(fixed)
-        search.complete(grid.refine(begun, search.histogram))
-        rest = np.maximum(histogram.counts - part.demand(len(histogram.counts)), 0)
-        kept = np.flatnonzero(rest)
-        if not len(kept) or search.is_over:
+            times = ((solution.packs > ROUND_UP) | (solution.packs == solution.packs.max())).astype(np.int64)
+        used = np.flatnonzero(times)
+        chosen = solution.columns[:, used]
+        fixed = Patterns.join(fixed, _patterns(chosen, times[used]))
+        search.complete(fixed)
+        counts = np.maximum(counts - chosen @ times[used], 0)
+        enough = search.best.num_packs - fixed.num_packs
+        if not counts.any():
             return
-        histogram, numbers = Histogram(histogram.values[kept], rest[kept]), numbers[kept]
-        columns = _within(solution.columns[kept], histogram.counts)
-        enough = search.best.num_packs - begun.num_packs
-        following = generate(
-            histogram, grid.capacity, search.max_documents, columns, enough, search.seconds_left
+        solution = _generate(search, counts, _clipped(solution.columns, counts), enough)
+        if solution is not None and solution.bound >= enough:
+            return
+
+
+def _generate(
+    search: _Search, counts: NDArray[np.int64], columns: csc_array, enough: int
+) -> _Solution | None:
+    """Solve the linear program by column generation.
+
+    Args:
+        search: values of the lengths, limits of a pack, time budget.
+        counts: (distinct,) documents of each length to be packed.
+        columns: (distinct, patterns) first patterns; every length that has documents occurs in them.
+        enough: stop when the bound reaches this number of packs.
+
+    Returns:
+        The solution; None if the time budget was exhausted before the first program was solved.
+    """
+    prices = _Prices(Histogram(search.histogram.values, counts), search.capacity, search.max_documents)
+    solution: _Solution | None = None
+    while (left := search.seconds_left()) > 0:
+        primal = linprog(
+            np.ones(columns.shape[1]),
+            A_ub=-columns.astype(np.float64),
+            b_ub=-counts.astype(np.float64),
+            method="highs-ds",
+            options={"time_limit": left},
         )
-        if following is None or following.bound >= enough:
-            return
-        solution = following
+        if primal.status != 0:
+            break
+        duals = np.maximum(-primal.ineqlin.marginals, 0)
+        added = prices.improving(duals)
+        solution = _Solution(columns, primal.x, prices.bound)
+        if added.shape[1] == 0 or prices.bound >= min(enough, math.ceil(primal.fun - 1e-6)):
+            break
+        columns = hstack([_trimmed(solution, duals), added], format="csc")
+    return solution
 
 
-def _choose(search: _Search, grid: Grid, solution: Solution) -> None:
-    """Whole packs by branch and bound over the LP's patterns, all but the last few of each being fixed."""
-    if search.is_over or solution.columns.shape[1] > _MOST_COLUMNS:
-        return
-    sure = np.maximum(np.floor(solution.packs).astype(np.int64) - _LOOSE, 0)
-    rest = np.maximum(grid.histogram.counts - solution.columns @ sure, 0)
-    chosen = milp(
-        np.ones(len(sure)),
-        integrality=np.ones(len(sure)),
-        constraints=LinearConstraint(solution.columns.astype(np.float64), lb=rest),
-        options={"node_limit": _NODES, "time_limit": search.seconds_left()},
-    )
-    if chosen.x is None:
-        return
-    times = sure + np.rint(chosen.x).astype(np.int64)
-    taken = np.flatnonzero(times)
-    begun = _as_patterns(solution.columns[:, taken], times[taken])
-    search.complete(grid.refine(begun, search.histogram))
+class _Prices:
+    """The pricing problem: the best dual values so far, and the bound that they prove."""
+
+    def __init__(self, histogram: Histogram, capacity: int, max_documents: int) -> None:
+        self.counts = histogram.counts.tolist()
+        self.knapsack = Knapsack(histogram, capacity, max_documents)
+        self.bound, self.best_value = 0, 0.0
+        self.best = histogram.values / capacity  # proves the token bound
+        self.price(self.best)
+
+    def price(self, duals: NDArray[np.float64]) -> csc_array:
+        """Columns of greatest weight under these dual values; improves the bound where it can."""
+        weights = np.floor(duals * SCALE).astype(np.int64)
+        heaviest, packs = self.knapsack.solve(weights)
+        # Python integers do not overflow.
+        total = sum(map(int.__mul__, self.counts, weights.tolist()))
+        self.bound = max(self.bound, -(-total // max(heaviest, 1)))
+        if total > self.best_value * heaviest:
+            self.best_value, self.best = total / heaviest, duals * (SCALE / heaviest)
+        return csc_array(packs.T)
+
+    def improving(self, duals: NDArray[np.float64]) -> csc_array:
+        """Columns with a price above 1 under these dual values; none if the primal is optimal."""
+        for share in (SMOOTHING, 0.0):
+            packs = self.price(share * self.best + (1 - share) * duals)
+            missing = np.flatnonzero(packs.T @ duals > 1 + TOLERANCE)
+            if len(missing):
+                break
+        return distinct_columns(packs[:, missing])
 
 
-def _within(columns: csc_array, counts: NDArray[np.int64]) -> csc_array:
-    """Columns with no more documents than there are, without those that hold none."""
+class Knapsack:
+    """Which pack has the greatest weight? Dynamic programming over tokens, and documents where their number is limited.
+
+    Attributes:
+        items: (items,) number of a length, and
+        copies: (items,) documents of it that are taken together: 1, 2, 4, … make every number up to the most.
+        shape: of the table; one row if the limit of documents never binds.
+    """
+
+    def __init__(self, histogram: Histogram, capacity: int, max_documents: int) -> None:
+        self.histogram = histogram
+        numbers, copies = [], []
+        most = np.minimum(np.minimum(histogram.counts, capacity // histogram.values), max_documents)
+        for number, left in enumerate(most.tolist()):
+            size = 1
+            while left > 0:
+                numbers.append(number)
+                copies.append(min(size, left))
+                left, size = left - copies[-1], 2 * size
+        self.items, self.copies = np.array(numbers, dtype=np.int64), np.array(copies, dtype=np.int64)
+        binds = max_documents < capacity // int(histogram.values[-1])
+        self.shape = ((max_documents if binds else 0) + 1, capacity + 1)
+
+    @property
+    def entries(self) -> int:
+        """Entries of the table: bytes of memory, and proportional to the time of a solution."""
+        return len(self.items) * math.prod(self.shape)
+
+    def solve(self, weights: NDArray[np.int64]) -> tuple[int, NDArray[np.int64]]:
+        """The greatest weight of a pack.
+
+        Args:
+            weights: (distinct,) weight of a document of each length, at least 0.
+
+        Returns:
+            The exact weight, and (distinct + 1, distinct) documents of each length in packs: for each length a heaviest
+            pack that holds a document of it, then the heaviest of all.
+        """
+        table = np.zeros(self.shape, dtype=np.int64)
+        taken = np.zeros((len(self.items), *self.shape), dtype=np.bool_)
+        kernels.knapsack(self.items, self.copies, self.histogram.values, weights, table, taken)
+        packs = kernels.heaviest_packs(self.items, self.copies, *self.histogram, taken)
+        return int(table[-1, -1]), packs
+
+
+def distinct_columns(columns: csc_array) -> csc_array:
+    """Each column once, in order of first appearance."""
+    columns = csc_array(columns)
+    columns.sum_duplicates()  # also sorts the indices
+    first: dict[bytes, int] = {}
+    for column in range(columns.shape[1]):
+        rows = slice(columns.indptr[column], columns.indptr[column + 1])
+        first.setdefault(columns.indices[rows].tobytes() + columns.data[rows].tobytes(), column)
+    return columns[:, list(first.values())]
+
+
+def _trimmed(solution: _Solution, duals: NDArray[np.float64]) -> csc_array:
+    """The columns of a solution without those of the lowest price, if there are many; columns in use stay."""
+    columns = solution.columns
+    most = COLUMNS_PER_LENGTH * columns.shape[0]
+    if columns.shape[1] <= 2 * most:
+        return columns
+    order = np.lexsort((-(columns.T @ duals), solution.packs <= 0))
+    return columns[:, np.sort(order[:most])]
+
+
+def _clipped(columns: csc_array, counts: NDArray[np.int64]) -> csc_array:
+    """Columns with at most `counts` documents of each length, without empty ones."""
     copies = np.minimum(columns.data, counts[columns.indices])
     clipped = csc_array((copies, columns.indices, columns.indptr), columns.shape)
+    clipped.eliminate_zeros()
     return distinct_columns(clipped[:, np.flatnonzero(np.diff(clipped.indptr))])
 
 
-def _as_columns(made: Patterns, distinct: int) -> csc_array:
+def _columns(packing: Patterns, distinct: int) -> csc_array:
     """(distinct, patterns) documents of each length in a pack of each pattern."""
-    return csc_array((made.copies, made.numbers, made.starts), (distinct, len(made.packs)))
+    return csc_array((packing.copies, packing.numbers, packing.starts), (distinct, len(packing.packs)))
 
 
-def _as_patterns(columns: csc_array, packs: NDArray[np.int64]) -> Patterns:
-    """The reverse of `_as_columns`, with how many packs each pattern has."""
+def _patterns(columns: csc_array, packs: NDArray[np.int64]) -> Patterns:
+    """Columns as patterns, with the number of packs of each."""
     columns.sort_indices()
     starts, numbers = columns.indptr.astype(np.int64), columns.indices.astype(np.int64)
     return Patterns(starts, numbers, columns.data.astype(np.int64), packs)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from multipack.planning.cost import CostModel
-from multipack.planning.packing import check_integer
+from multipack.planning.lengths import check_integer
 from multipack.shapes import ModelShape
 
 Integers = NDArray[np.int64]

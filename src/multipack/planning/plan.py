@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from multipack.planning import deal as dealing
 from multipack.planning.cost import CostModel
 from multipack.planning.epoch import Rules
+from multipack.planning.lengths import check_integer, check_lengths
 from multipack.planning.options import (
     Balance,
     LossWeighting,
@@ -35,7 +36,7 @@ from multipack.planning.options import (
     fingerprint_of,
 )
 from multipack.planning.order import permutation
-from multipack.planning.packing import Packs, check_integer, check_lengths
+from multipack.planning.packing import Packs
 from multipack.planning.steps import make_steps
 from multipack.shapes import ModelShape
 

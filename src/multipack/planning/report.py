@@ -28,12 +28,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from multipack.planning.advice import advise, advise_order
-from multipack.planning.bounds import minimum_packs
 from multipack.planning.ceiling import kappa, least_step_cost
 from multipack.planning.deal import meetings
 from multipack.planning.lengths import check_integer, check_lengths
 from multipack.planning.options import Sync
 from multipack.planning.order import BATCHES, keys, permutation
+from multipack.planning.packing import minimum_packs
 
 if TYPE_CHECKING:
     from multipack.planning.cost import CostModel

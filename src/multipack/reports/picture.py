@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from multipack.planning.packing import check_integer
+from multipack.planning.lengths import check_integer
 from multipack.planning.report import seeded_order
 
 if TYPE_CHECKING:

@@ -1,19 +1,19 @@
-"""Packing all documents, each into a pack of its own choice: next fit, first fit, best fit.
+"""Kernels that pack all documents: next fit, first fit, best fit.
 
-Best fit works on the histogram. Packs of equal contents form a *group*, which is one entry however many packs
-it counts; it is a run of consecutive packs in the order in which they were opened:
+Best fit works on the histogram. Packs of equal contents are one *group*: consecutive packs in the order in which they
+were opened.
 
     group     packs  room  contents
     0         0–3    17    2×15
     1         4      32    1×15                  the last document of 15 tokens opened pack 4
     2         5–9    9     1×14, 2×12
 
-Groups of equal room form a *queue*, and three levels of bits say which queues hold something, so that the
-tightest room of at least l tokens is found in a few instructions:
+Groups of equal room form a *queue*. Three levels of bits mark the queues that are not empty, so that the smallest room
+of at least l tokens is found in a few instructions:
 
     room      0  1  2  3  4  5  6  7 …
     last      −  7  −  −  2  −  −  9             the queue's last group; after[last] is its first
-    after     group 2 → 5 → 0 → 2                the next group of the same queue, in a circle
+    after     group 2 → 5 → 0 → 2                the next group of the same queue, circular
     fine      0  1  0  0  1  0  0  1             one bit a room, 64 to a word
     coarse    1 …                                one bit a word of `fine`
     top       1 …                                one bit a word of `coarse`
@@ -30,10 +30,13 @@ from multipack.planning.jit import compiled
 
 Integers = NDArray[np.int64]
 Words = NDArray[np.uint64]
+Bits = tuple[Words, Words, Words]
+"""`fine`, `coarse` and `top`."""
 
 
 @compiled
-def _trailing_zeros(word: Any) -> int:
+def trailing_zeros(word: Any) -> int:
+    """Number of zero bits below the lowest bit that is set; the word is not 0."""
     zeros = 0
     word = np.uint64(word)
     for width in (32, 16, 8, 4, 2, 1):
@@ -45,14 +48,12 @@ def _trailing_zeros(word: Any) -> int:
 
 
 @compiled
-def _enqueue(
-    room: int, group: int, last: Integers, after: Integers, fine: Words, coarse: Words, top: Words
-) -> None:
-    """Add a group to the end of a room's queue; groups count from 1, so that fresh tables are zeros."""
+def _enqueue(room: int, group: int, last: Integers, after: Integers, bits: Bits) -> None:
+    """Append a group to the queue of a room. Groups count from 1, so that a table of zeros is empty."""
     if last[room] == 0:
-        fine[room >> 6] |= np.uint64(1) << np.uint64(room & 63)
-        coarse[room >> 12] |= np.uint64(1) << np.uint64((room >> 6) & 63)
-        top[room >> 18] |= np.uint64(1) << np.uint64((room >> 12) & 63)
+        bits[0][room >> 6] |= np.uint64(1) << np.uint64(room & 63)
+        bits[1][room >> 12] |= np.uint64(1) << np.uint64((room >> 6) & 63)
+        bits[2][room >> 18] |= np.uint64(1) << np.uint64((room >> 12) & 63)
         after[group] = group
     else:
         after[group] = after[last[room]]
@@ -61,34 +62,35 @@ def _enqueue(
 
 
 @compiled
-def _dequeue(room: int, last: Integers, after: Integers, fine: Words, coarse: Words, top: Words) -> None:
-    """Remove the first group of a room's queue."""
+def _dequeue(room: int, last: Integers, after: Integers, bits: Bits) -> None:
+    """Remove the first group of the queue of a room."""
     first = after[last[room]]
     if first != last[room]:
         after[last[room]] = after[first]
         return
     last[room] = 0
-    fine[room >> 6] &= ~(np.uint64(1) << np.uint64(room & 63))
-    if fine[room >> 6] == 0:
-        coarse[room >> 12] &= ~(np.uint64(1) << np.uint64((room >> 6) & 63))
-        if coarse[room >> 12] == 0:
-            top[room >> 18] &= ~(np.uint64(1) << np.uint64((room >> 12) & 63))
+    bits[0][room >> 6] &= ~(np.uint64(1) << np.uint64(room & 63))
+    if bits[0][room >> 6] == 0:
+        bits[1][room >> 12] &= ~(np.uint64(1) << np.uint64((room >> 6) & 63))
+        if bits[1][room >> 12] == 0:
+            bits[2][room >> 18] &= ~(np.uint64(1) << np.uint64((room >> 12) & 63))
 
 
 @compiled
-def _next_bit(bits: Words, start: int) -> int:
-    """The first bit from `start` on that is set in its word; −1 if there is none."""
+def _next_bit(words: Words, start: int) -> int:
+    """The first bit that is set in the word of bit `start`, from `start` on; −1 if there is none."""
     word = start >> 6
-    if word >= len(bits):
+    if word >= len(words):
         return -1
     shift = np.uint64(start & 63)
-    left = bits[word] >> shift << shift
-    return -1 if left == 0 else word * 64 + _trailing_zeros(left)
+    left = words[word] >> shift << shift
+    return -1 if left == 0 else word * 64 + trailing_zeros(left)
 
 
 @compiled
-def _tightest(length: int, fine: Words, coarse: Words, top: Words) -> int:
-    """The least room ≥ length whose queue holds a group; −1 if there is none."""
+def _smallest_room(length: int, bits: Bits) -> int:
+    """The smallest room ≥ length whose queue is not empty; −1 if there is none."""
+    fine, coarse, top = bits
     room = _next_bit(fine, length)
     if room >= 0:
         return room
@@ -103,15 +105,6 @@ def _tightest(length: int, fine: Words, coarse: Words, top: Words) -> int:
             upper = _next_bit(top, start)
         word = _next_bit(coarse, upper << 6)
     return _next_bit(fine, word << 6)
-
-
-@compiled
-def count(lengths: Integers, longest: int) -> Integers:
-    """(longest + 1,) documents of each length."""
-    counts = np.zeros(longest + 1, dtype=np.int64)
-    for length in lengths:
-        counts[length] += 1
-    return counts
 
 
 @compiled
@@ -132,7 +125,7 @@ def descending(lengths: Integers, longest: int) -> Integers:
 
 @compiled
 def next_fit(lengths: Integers, capacity: int, max_documents: int) -> tuple[Integers, int]:
-    """Each document into the open pack, or into a new one: keeps order. Returns packs and their number."""
+    """Each document into the open pack, or into a new one. Returns each document's pack, and the number of packs."""
     packs = np.empty(len(lengths), dtype=np.int64)
     pack, room, free = -1, 0, 0
     for document in range(len(lengths)):
@@ -146,7 +139,7 @@ def next_fit(lengths: Integers, capacity: int, max_documents: int) -> tuple[Inte
 
 @compiled
 def first_fit(lengths: Integers, capacity: int, max_documents: int) -> tuple[Integers, int]:
-    """Each document into the first pack with room: a tree of the largest room below each node."""
+    """Each document into the first pack with room, found in a tree of the largest room below each node."""
     leaves = 1
     while leaves < len(lengths):
         leaves *= 2
@@ -173,22 +166,14 @@ def first_fit(lengths: Integers, capacity: int, max_documents: int) -> tuple[Int
 
 @compiled
 def best_fit(
-    values: Integers,
-    counts: Integers,
-    capacity: int,
-    max_documents: int,
-    last: Integers,
-    fine: Words,
-    coarse: Words,
-    top: Words,
-    runs: Integers,
-) -> tuple[Integers, Integers, Integers]:
-    """Exact best fit decreasing on a histogram: every document into the tightest room, or into a new pack.
+    values: Integers, counts: Integers, capacity: int, max_documents: int, last: Integers, bits: Bits
+) -> tuple[Integers, Integers, Integers, Integers]:
+    """Exact best fit decreasing on a histogram: every document into the smallest room that fits, or into a new pack.
 
-    A document of v tokens that goes into the tightest room r ≥ v leaves r − v. If that is still at least v,
-    it is the tightest room for the next document of v tokens, since no room lay between v and r. So the
-    documents of one length fill ⌊r / v⌋ places of the tightest pack at once, and those of a group of equal packs one
-    after another. Of equal rooms the one comes first that has waited longest.
+    A document of v tokens in the smallest room r ≥ v leaves r − v. If that is still at least v, it is the smallest room
+    for the next document of v tokens, since no room was between v and r. So the documents of one length fill ⌊r / v⌋
+    places of a pack at once, and those of a group of equal packs one after another. Of equal rooms the first in its
+    queue is taken first.
 
     Args:
         values: (distinct,) lengths, falling.
@@ -196,26 +181,24 @@ def best_fit(
         capacity: tokens of a pack.
         max_documents: most documents of a pack.
         last: (capacity + 1,) zeros.
-        fine: zeros, one bit a room.
-        coarse: zeros, one bit a word of `fine`.
-        top: zeros, one bit a word of `coarse`.
-        runs: (documents, 3) to be filled, one run a row: which length, how many documents of it, and the
-            run before it or −1. Each run places a document at least.
+        bits: zeros: one bit per room, one per word of these, one per word of those.
 
     Returns:
-        (groups,) each group's first pack; (groups,) its packs; (groups,) its latest run.
+        (groups,) first pack of each group; (groups,) its number of packs; (groups,) its latest run; (runs, 3) index of
+        the length, documents of it, and the previous run of the pack or −1.
     """
     limit = 2 * len(values) + 2  # a length splits one group into three or opens two
-    opened = np.empty(limit, dtype=np.int64)  # a group's first pack …
-    packs = np.empty(limit, dtype=np.int64)  # … how many packs it counts …
-    slots = np.empty(limit, dtype=np.int64)  # … how many documents each of them may still take …
-    newest = np.empty(limit, dtype=np.int64)  # … and its contents: the latest of its runs
+    opened = np.empty(limit, dtype=np.int64)  # first pack of a group
+    packs = np.empty(limit, dtype=np.int64)  # number of its packs
+    slots = np.empty(limit, dtype=np.int64)  # documents that each of them may still take
+    newest = np.empty(limit, dtype=np.int64)  # its contents: the latest of its runs
     after = np.empty(limit, dtype=np.int64)
+    runs = np.empty((counts.sum(), 3), dtype=np.int64)  # each run places at least one document
     groups, num_runs, num_packs, shortest = 1, 0, 0, values[-1]
     for number in range(len(values)):
         value, left = values[number], counts[number]
         while left > 0:
-            room = _tightest(value, fine, coarse, top)
+            room = _smallest_room(value, bits)
             if room >= 0:
                 group = after[last[room]]
             else:
@@ -231,12 +214,12 @@ def best_fit(
             changed = whole + (1 if part > 0 else 0)
             first, free, before = opened[group], slots[group], newest[group]
             left -= whole * each + part
-            if changed < packs[group]:  # the others stay where they are
+            if changed < packs[group]:  # the other packs of the group are unchanged
                 opened[group] += changed
                 packs[group] -= changed
                 group = 0
             elif room >= 0:
-                _dequeue(room, last, after, fine, coarse, top)
+                _dequeue(room, last, after, bits)
             for is_part in range(2):
                 size, copies = (changed - whole, part) if is_part else (whole, each)
                 if size == 0:
@@ -247,11 +230,11 @@ def best_fit(
                 opened[group], packs[group] = first, size
                 slots[group], newest[group] = free - copies, num_runs
                 if slots[group] > 0 and inside - copies * value >= shortest:
-                    _enqueue(inside - copies * value, group, last, after, fine, coarse, top)
+                    _enqueue(inside - copies * value, group, last, after, bits)
                 first += size
                 num_runs += 1
                 group = 0
-    return opened[1:groups], packs[1:groups], newest[1:groups]
+    return opened[1:groups], packs[1:groups], newest[1:groups], runs[:num_runs]
 
 
 @compiled
@@ -259,8 +242,7 @@ def unroll(order: Integers, newest: Integers, runs: Integers) -> tuple[Integers,
     """The runs of the groups, in the given order, as flat arrays.
 
     Returns:
-        (groups + 1,) where each group's runs begin; (runs,) which length, longest first; (runs,) how many
-        documents of it.
+        (groups + 1,) offsets of the groups' runs; (runs,) index of the length, longest first; (runs,) documents of it.
     """
     starts = np.zeros(len(order) + 1, dtype=np.int64)
     for pattern in range(len(order)):
@@ -286,18 +268,18 @@ def hand_out(
     copies: Integers,
     packs: Integers,
 ) -> tuple[Integers, Integers]:
-    """Patterns filled with documents, pack after pack; what a pattern asks beyond what there is stays empty.
+    """Fill patterns with documents, pack after pack. Places for more documents than there are stay empty.
 
     Args:
         by_length: (documents,) document numbers by falling length.
         counts: (distinct,) documents of each length, longest first.
-        starts: (patterns + 1,) where each pattern's runs begin.
-        numbers: (runs,) which length.
-        copies: (runs,) how many documents of it.
-        packs: (patterns,) how many packs are alike.
+        starts: (patterns + 1,) offsets of the patterns' runs.
+        numbers: (runs,) index of the length.
+        copies: (runs,) documents of it.
+        packs: (patterns,) number of packs.
 
     Returns:
-        (documents,) document numbers, pack after pack, and (packs + 1,) where packs begin; no pack is empty.
+        (documents,) document numbers, pack after pack, and (packs + 1,) offsets of packs; no pack is empty.
     """
     cursors = np.empty(len(counts), dtype=np.int64)
     ends = np.empty(len(counts), dtype=np.int64)

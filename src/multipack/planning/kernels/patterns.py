@@ -1,40 +1,27 @@
-"""Patterns, one at a time: the fullest pack that the documents left allow, and the best one for given weights.
+"""Kernels that make patterns: the fullest pack of the remaining documents, and the heaviest pack for given weights.
 
-Documents are a histogram: `values` (lengths, falling) and `left` (documents of each). Lengths that have run out are
-skipped through `following`: following[i] = i while there are documents of length i, else a number further on.
+The remaining documents are a histogram: `values` (lengths, falling) and `left` (documents of each). Lengths without
+documents are skipped through `following`: following[i] = i if length i has documents, else a later index.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from multipack.planning.jit import compiled
+from multipack.planning.kernels.packing import trailing_zeros
 
 Integers = NDArray[np.int64]
 Words = NDArray[np.uint64]
 
-TRY = 16
-"""Words that are shifted in the time of trying a document, about."""
-
-
-@compiled
-def _trailing_zeros(word: Any) -> int:
-    zeros = 0
-    word = np.uint64(word)
-    for width in (32, 16, 8, 4, 2, 1):
-        mask = (np.uint64(1) << np.uint64(width)) - np.uint64(1)
-        if word & mask == np.uint64(0):
-            word >>= np.uint64(width)
-            zeros += width
-    return zeros
+WORK_PER_TRY = 16
+"""Words that are shifted in the time of trying a document (approximately)."""
 
 
 @compiled
 def _next_left(following: Integers, number: int) -> int:
-    """The first length from `number` on of which there are documents; paths are shortened on the way."""
+    """The first length with documents, from `number` on. Shortens the paths that it follows."""
     end = number
     while following[end] != end:
         end = following[end]
@@ -47,7 +34,7 @@ def _next_left(following: Integers, number: int) -> int:
 
 @compiled
 def _next_that_fits(values: Integers, following: Integers, number: int, room: int) -> int:
-    """The longest length of at most `room` tokens, from `number` on, of which there are documents."""
+    """The longest length of at most `room` tokens with documents, from `number` on."""
     low, high = number, len(values)
     while low < high:
         middle = (low + high) // 2
@@ -60,72 +47,56 @@ def _next_that_fits(values: Integers, following: Integers, number: int, room: in
 
 @compiled
 def _search(
-    values: Integers,
-    left: Integers,
-    following: Integers,
-    capacity: int,
-    nodes: int,
-    used: Integers,
-    path: Integers,
-    best: Integers,
+    values: Integers, left: Integers, following: Integers, capacity: int, nodes: int, best: Integers
 ) -> tuple[int, int, int]:
-    """Depth first, longest documents first: the fullest pack with the longest document, or the first full one.
+    """The fullest pack with the longest document: depth first, longest documents first, until a pack is full.
 
-    About `nodes` documents are tried before it gives up; with 0 it is greedy.
+    Gives up after about `nodes` documents; with 0 it is greedy. The lengths of the pack are written to `best`.
 
     Returns:
-        How many documents `best` holds, the room that they leave, and how many documents were tried.
+        The number of documents in `best`, the room that they leave, and the number of documents tried.
     """
+    path = np.empty(len(best), dtype=np.int64)
+    used = np.zeros(len(best), dtype=np.int64)  # documents of path[depth]'s length in the path so far
     path[0] = best[0] = _next_left(following, 0)
-    used[path[0]] = 1
+    used[0] = 1
     depth, room, tried, number = 1, capacity - values[path[0]], 0, path[0]
     best_depth, best_room = 1, room
     while best_room > 0:
         number = len(values) if depth == len(path) else _next_that_fits(values, following, number, room)
-        while number < len(values) and left[number] == used[number]:
+        if number < len(values) and number == path[depth - 1] and left[number] == used[depth - 1]:
             number = _next_left(following, number + 1)
         if number < len(values):
             path[depth] = number
-            used[number] += 1
+            used[depth] = used[depth - 1] + 1 if number == path[depth - 1] else 1
             depth, room, tried = depth + 1, room - values[number], tried + 1
             if room < best_room:
                 best_depth, best_room = depth, room
-                for place in range(depth):
-                    best[place] = path[place]
+                best[:depth] = path[:depth]
         elif depth == 1 or tried >= nodes:
             break
         else:
             depth -= 1
-            used[path[depth]] -= 1
             room, number = room + values[path[depth]], path[depth] + 1
-    for place in range(depth):
-        used[path[place]] = 0
     return best_depth, best_room, tried
 
 
 @compiled
 def _sums(
-    values: Integers,
-    left: Integers,
-    following: Integers,
-    room: int,
-    most_work: int,
-    reached: Words,
-    by: Integers,
+    values: Integers, left: Integers, following: Integers, room: int, most_work: int, by: Integers
 ) -> tuple[int, int]:
-    """All sums up to `room` that documents left can have, as bits: a sum's bit, shifted by a document.
+    """All sums up to `room` of remaining documents, as a set of bits that is shifted by each document.
 
-    The first document (one of the longest left) is in the pack already. `by[s]` becomes the length
-    whose document made the sum s first. After about `most_work` words it ends with the sums so far.
+    One of the longest documents is in the pack already. `by[s]` is set to the length whose document made the sum s
+    first. Ends with the sums so far after about `most_work` words.
 
     Returns:
-        The largest sum, and how many words were shifted.
+        The largest sum, and the number of words shifted.
     """
     words, highest, first = (room >> 6) + 1, 0, _next_left(following, 0)
-    work = words
-    for word in range(words):
-        reached[word] = 0
+    reached = np.zeros(words, dtype=np.uint64)
     reached[0] = 1
+    work = words
     number = _next_that_fits(values, following, first, room)
     while number < len(values) and highest < room and work < most_work:
         value = values[number]
@@ -141,7 +112,7 @@ def _sums(
                     bits |= reached[word - whole - 1] >> (np.uint64(64) - part)
                 bits &= ~reached[word]
                 while bits != 0:
-                    total = word * 64 + _trailing_zeros(bits)
+                    total = word * 64 + trailing_zeros(bits)
                     bits &= bits - np.uint64(1)
                     if total <= room:
                         reached[word] |= np.uint64(1) << np.uint64(total & 63)
@@ -155,57 +126,64 @@ def _sums(
 
 
 @compiled
-def fill(
-    values: Integers,
-    counts: Integers,
-    capacity: int,
-    max_documents: int,
-    nodes: int,
-    work: int,
-    starts: Integers,
-    numbers: Integers,
-    copies: Integers,
-    packs: Integers,
-) -> int:
-    """Packs one after another, each as full as the documents left allow, with the longest of them in it.
+def _trace(values: Integers, total: int, by: Integers, documents: int, best: Integers) -> int:
+    """Write the documents of a sum after the first document of `best`; returns the number of documents.
 
-    The search of `_search` is short; where it fails, `_sums` gives the fullest pack exactly. When the work is
-    done, what is left is packed greedily. A pattern is used as often as there are documents for it.
+    Too many documents for a pack leave `best` and `documents` unchanged.
+    """
+    size, rest = 1, total
+    while rest > 0:
+        size, rest = size + 1, rest - values[by[rest]]
+    if size > len(best):
+        return documents
+    for place in range(size - 1, 0, -1):
+        best[place] = by[total]
+        total -= values[by[total]]
+    return size
+
+
+@compiled
+def fill(
+    values: Integers, counts: Integers, capacity: int, max_documents: int, nodes: int, work: int
+) -> tuple[Integers, Integers, Integers, Integers]:
+    """Packs one after another, each as full as the remaining documents allow, with the longest of them in it.
+
+    `_search` is short; where it fails, `_sums` finds the fullest pack exactly. When the work is done, the remaining
+    documents are packed greedily. A pattern is used as often as there are documents for it.
 
     Args:
         values: (distinct,) lengths, falling.
-        counts: (distinct,) documents of each.
+        counts: (distinct,) documents of each, also 0.
         capacity: tokens of a pack.
         max_documents: most documents of a pack.
         nodes: documents that a search tries.
-        work: words that all sums together may shift, and `TRY` times the documents that all searches may try.
-        starts: (documents + 1,) to be filled: where each pattern's runs begin.
-        numbers: (documents,) to be filled: which length a run has.
-        copies: (documents,) to be filled: how many documents of it.
-        packs: (documents,) to be filled: how many packs are alike.
+        work: limit of the words that all sums shift, and of `WORK_PER_TRY` times the documents that all searches try.
 
     Returns:
-        How many patterns there are.
+        The fields of `Patterns`: starts (patterns + 1,), numbers (runs,), copies (runs,), packs (patterns,).
     """
-    distinct, most = len(values), min(max_documents, capacity // values[-1])
+    distinct, documents = len(values), counts.sum()
     left, following = counts.copy(), np.arange(distinct + 1)
-    used = np.zeros(distinct + 1, dtype=np.int64)
-    path, best = np.empty(most, dtype=np.int64), np.empty(most, dtype=np.int64)
-    reached, by = np.empty((capacity >> 6) + 1, dtype=np.uint64), np.empty(capacity + 1, dtype=np.int64)
-    tries = work // TRY
-    patterns = runs = 0
-    starts[0] = 0
+    for number in range(distinct):
+        if left[number] == 0:
+            following[number] = number + 1
+    starts = np.zeros(documents + 1, dtype=np.int64)
+    numbers, copies = np.empty(documents, dtype=np.int64), np.empty(documents, dtype=np.int64)
+    packs = np.empty(documents, dtype=np.int64)
+    best = np.empty(min(max_documents, capacity // values[-1]), dtype=np.int64)
+    by = np.empty(capacity + 1, dtype=np.int64)
+    tries, patterns, runs = work // WORK_PER_TRY, 0, 0
     while _next_left(following, 0) < distinct:
         most_tries = min(nodes, tries)
-        documents, room, tried = _search(values, left, following, capacity, most_tries, used, path, best)
+        size, room, tried = _search(values, left, following, capacity, most_tries, best)
         tries = max(tries - tried, 0)
         if room > 0 and tried >= most_tries and work > 0:
             inside = capacity - values[best[0]]
-            total, shifted = _sums(values, left, following, inside, work, reached, by)
+            total, shifted = _sums(values, left, following, inside, work, by)
             work -= shifted
             if inside - total < room:
-                documents = _trace(values, total, by, documents, best)
-        for place in range(documents):
+                size = _trace(values, total, by, size, best)
+        for place in range(size):
             if place == 0 or best[place] != best[place - 1]:
                 numbers[runs], copies[runs] = best[place], 0
                 runs += 1
@@ -221,23 +199,7 @@ def fill(
         packs[patterns] = times
         patterns += 1
         starts[patterns] = runs
-    return patterns
-
-
-@compiled
-def _trace(values: Integers, total: int, by: Integers, documents: int, best: Integers) -> int:
-    """Write the documents that make a sum behind the first one; unchanged if they are too many for a pack."""
-    size, rest = 1, total
-    while rest > 0:
-        size, rest = size + 1, rest - values[by[rest]]
-    if size > len(best):
-        return documents
-    place = size
-    while total > 0:
-        place -= 1
-        best[place] = by[total]
-        total -= values[by[total]]
-    return size
+    return starts[: patterns + 1].copy(), numbers[:runs].copy(), copies[:runs].copy(), packs[:patterns].copy()
 
 
 @compiled
@@ -249,17 +211,18 @@ def knapsack(
     heaviest: NDArray[np.int64],
     taken: NDArray[np.bool_],
 ) -> None:
-    """Fill `heaviest[c, r]`: the most that documents of at most r tokens weigh together, of which there are c at most.
+    """Fill `heaviest[c, r]`: the greatest weight of at most c documents with at most r tokens.
 
-    An item is `copies` documents of one length, taken or not. With one row (c = 0) the number of documents is free.
+    An item is `copies` documents of one length, taken together or not. With one row (c = 0) the number of documents is
+    not limited.
 
     Args:
-        items: (items,) which length.
+        items: (items,) index of a length.
         copies: (items,) documents of it.
         values: (distinct,) lengths.
-        weights: (distinct,) of a document of each length, at least 0.
+        weights: (distinct,) weight of a document of each length, at least 0.
         heaviest: (slots + 1, capacity + 1) zeros.
-        taken: (items, slots + 1, capacity + 1) zeros: whether the best up to this item takes it.
+        taken: (items, slots + 1, capacity + 1) zeros; set where the best of the items so far includes this item.
     """
     slots, capacity = heaviest.shape[0] - 1, heaviest.shape[1] - 1
     for item in range(len(items)):
@@ -270,22 +233,17 @@ def knapsack(
             continue
         for slot in range(slots, documents - 1, -1):
             for room in range(capacity, size - 1, -1):
-                sum_of_weights = heaviest[slot - documents, room - size] + weight
-                if sum_of_weights > heaviest[slot, room]:
-                    heaviest[slot, room] = sum_of_weights
+                total = heaviest[slot - documents, room - size] + weight
+                if total > heaviest[slot, room]:
+                    heaviest[slot, room] = total
                     taken[item, slot, room] = True
 
 
 @compiled
 def heaviest_packs(
-    items: Integers,
-    copies: Integers,
-    values: Integers,
-    counts: Integers,
-    weights: Integers,
-    taken: NDArray[np.bool_],
-) -> NDArray[np.int64]:
-    """For each length, a heaviest pack that holds a document of it, and last the heaviest of all.
+    items: Integers, copies: Integers, values: Integers, counts: Integers, taken: NDArray[np.bool_]
+) -> Integers:
+    """For each length a heaviest pack that holds a document of it, then the heaviest pack of all.
 
     Returns:
         (distinct + 1, distinct) documents of each length in each pack.
