@@ -146,7 +146,7 @@ def ours_padded(store: Path, shape: ModelShape, batch: int) -> Speed:
     from multipack.data.collate import PaddedCollator
     from multipack.data.documents import Documents
     from multipack.models.decoder import Decoder
-    from multipack.parallel.loop import LoopEngine
+    from multipack.parallel.engine import ModelEngine
     from multipack.parallel.mesh import Mesh
     from multipack.parallel.world import World
     from multipack.training.optimizer import build_optimizer
@@ -155,7 +155,7 @@ def ours_padded(store: Path, shape: ModelShape, batch: int) -> Speed:
     documents = Documents.whole(TokenStore(store))
     torch.manual_seed(0)
     model = Decoder(shape)
-    engine = LoopEngine(model, build_optimizer(model, OptimizerConfig()), Mesh(World()))
+    engine = ModelEngine([model], build_optimizer(model, OptimizerConfig()), Mesh(World()))
     order = np.random.default_rng(0).permutation(len(documents))
     collate, watch = PaddedCollator(), Stopwatch()
     for start in range(0, len(order), batch):

@@ -11,14 +11,11 @@ from typing import Any
 from torch.distributed.device_mesh import init_device_mesh
 
 from multipack.models.decoder import PARALLEL_PLAN
-from multipack.parallel.base import ModelEngine
 from multipack.parallel.context import divide_context
-from multipack.parallel.engine import Engine
-from multipack.parallel.loop import LoopEngine
+from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import build_mesh
 from multipack.parallel.parallel_config import ContextMethod, ParallelConfig
-from multipack.parallel.pipeline import Pipeline
-from multipack.parallel.pipelined import PipelineEngine
+from multipack.parallel.pipeline import Pipeline, PipelineEngine
 from multipack.parallel.replicate import replicate
 from multipack.parallel.shard import shard, synchronizing
 from multipack.parallel.tensor import divide_tensors
@@ -29,7 +26,7 @@ from parallel_tables.ranks import Ranks
 from parallel_tables.setups import adamw, blueprint_of, engine_of, filling, pack_of, train_step
 from planning_tables.table import Table
 
-Maker = Callable[[World, ModelShape], Engine | ModelEngine]
+Maker = Callable[[World, ModelShape], ModelEngine]
 
 
 def table(quick: bool) -> Table:
@@ -73,12 +70,12 @@ def measure(
     return found
 
 
-def plain(world: World, shape: ModelShape) -> Engine:
+def plain(world: World, shape: ModelShape) -> ModelEngine:
     """No strategy."""
     return engine_of(world, shape)
 
 
-def sharded(config: ParallelConfig, world: World, shape: ModelShape) -> Engine:
+def sharded(config: ParallelConfig, world: World, shape: ModelShape) -> ModelEngine:
     """Shards of one rank, which the engine applies as to any number."""
     return engine_of(world, shape, config)
 
@@ -91,7 +88,7 @@ def replicated(world: World, shape: ModelShape, divided: bool = False) -> ModelE
     factory = partial(adamw, blueprint.shapes)
     optimizer = ShardedOptimizer(factory, named, axis) if divided else factory(named)
     call = replicate(model, axis)
-    return LoopEngine(model, optimizer, mesh, call=call, synchronizing=synchronizing(call))
+    return ModelEngine([model], optimizer, mesh, call=call, synchronizing=synchronizing(call))
 
 
 def tensors(world: World, shape: ModelShape) -> ModelEngine:
@@ -101,7 +98,7 @@ def tensors(world: World, shape: ModelShape) -> ModelEngine:
     divide_tensors(model, mesh.axis("tp"), PARALLEL_PLAN)
     shard(model, mesh.axis("dp_replicate", "dp_shard"), reshard=True)
     optimizer = adamw(blueprint.shapes, dict(model.named_parameters()))
-    return LoopEngine(model, optimizer, mesh, synchronizing=synchronizing(model))
+    return ModelEngine([model], optimizer, mesh, synchronizing=synchronizing(model))
 
 
 def tokens(method: ContextMethod, world: World, shape: ModelShape) -> ModelEngine:
@@ -111,7 +108,7 @@ def tokens(method: ContextMethod, world: World, shape: ModelShape) -> ModelEngin
     share = divide_context(model, init_device_mesh("cpu", (1,), mesh_dim_names=("cp",)), method)
     optimizer = adamw(blueprint.shapes, dict(model.named_parameters()))
     call = replicate(model, mesh.axis("dp_replicate"))
-    return LoopEngine(model, optimizer, mesh, call=call, share=share, synchronizing=synchronizing(call))
+    return ModelEngine([model], optimizer, mesh, call=call, share=share, synchronizing=synchronizing(call))
 
 
 def stages(world: World, shape: ModelShape) -> ModelEngine:
@@ -120,7 +117,7 @@ def stages(world: World, shape: ModelShape) -> ModelEngine:
     model = blueprint.build((0, shape.layers))
     shard(model, mesh.axis("dp_replicate", "dp_shard"), reshard=True)
     pipeline = Pipeline([model], mesh.axis("pp"), "1f1b", 1, width=shape.d_model)
-    return PipelineEngine([model], pipeline, adamw(blueprint.shapes, pipeline.parameters), mesh)
+    return PipelineEngine(pipeline, adamw(blueprint.shapes, pipeline.parameters), mesh)
 
 
 STRATEGIES: dict[str, Maker] = {

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-PRELOADED = ["numpy", "multipack.parallel.engine", "multipack.models.decoder"]
+PRELOADED = ["numpy", "multipack.parallel.build", "multipack.models.decoder"]
 TIMEOUT_SECONDS = 600.0
 
 

@@ -13,8 +13,8 @@ from multipack.data.batch import PackedBatch
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
 from multipack.models.decoder import PARALLEL_PLAN, Decoder, Part, initial_parameters
-from multipack.parallel.base import ModelEngine
-from multipack.parallel.engine import Blueprint, Engine, build_engine
+from multipack.parallel.build import Blueprint, build_engine
+from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh, build_mesh
 from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.world import World
@@ -48,7 +48,7 @@ def adamw(
 
 def engine_of(
     world: World, shape: ModelShape, config: ParallelConfig | None = None, micro_batches: int = 1
-) -> Engine:
+) -> ModelEngine:
     """The engine that a run with these strategies has; without any, that of a process by itself.
 
     Args:
@@ -83,7 +83,7 @@ def filling(slots: int, mean: float, seed: int = 0) -> list[int]:
     return lengths
 
 
-def train_step(engine: Engine | ModelEngine, packs: list[PackedBatch], ranks: int) -> None:
+def train_step(engine: ModelEngine, packs: list[PackedBatch], ranks: int) -> None:
     """A whole step: gradients, clipping, optimizer."""
     engine.forward_backward(packs, ranks * sum(pack.num_target_tokens for pack in packs))
     engine.clip(1.0)

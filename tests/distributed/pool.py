@@ -33,8 +33,8 @@ PRELOADED = [
     "torch",
     "numpy",
     "pytest",
-    "multipack.parallel.engine",
-    "multipack.parallel.pipelined",
+    "multipack.parallel.build",
+    "multipack.parallel.pipeline",
     "multipack.models.decoder",
 ]
 

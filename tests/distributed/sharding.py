@@ -1,5 +1,6 @@
 """What tests of shards share: tiny decoders, packs with unequal targets, training by one process, and counts."""
 
+import hashlib
 import math
 from collections import Counter
 
@@ -10,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
 from multipack.models.decoder import PARALLEL_PLAN, Decoder, Part, initial_parameters
-from multipack.parallel.engine import Blueprint
+from multipack.parallel.build import Blueprint
+from multipack.parallel.state import local
 from multipack.shapes import ModelShape
 
 GPT = ModelShape(
@@ -147,6 +149,36 @@ def assert_alike(found, expected, loss=1e-5, norm=1e-5):
         assert abs(own - other) <= loss * max(1.0, abs(other)), (found[0], expected[0])
     for own, other in zip(found[1], expected[1], strict=True):
         assert math.isclose(own, other, rel_tol=norm, abs_tol=1e-7), (found[1], expected[1])
+
+
+def state_hash(state):
+    """sha256 over names and bytes of the tensors that this rank holds, by group and name."""
+    digest = hashlib.sha256()
+    for group in sorted(state):
+        for name, tensor in sorted(state[group].items()):
+            digest.update(f"{group}.{name}".encode())
+            digest.update(local(tensor).detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def count_bytes(modules, optimizer):
+    """Bytes of storages of parameters, gradients and optimizer state on this rank; each storage counts once.
+
+    The optimizer's parameters are the shards, also while modules have gathered parameters in their place.
+    """
+    parameters = [each for module in modules for each in module.parameters()]
+    parameters += [each for group in optimizer.param_groups for each in group["params"]]
+    slots = [value for state in optimizer.state.values() for value in state.values()]
+    kinds = {
+        "parameters": parameters,
+        "gradients": [each.grad for each in parameters if each.grad is not None],
+        "optimizer": [value for value in slots if isinstance(value, torch.Tensor)],
+    }
+    found = {}
+    for kind, tensors in kinds.items():
+        storages = [local(tensor.detach()).untyped_storage() for tensor in tensors]
+        found[kind] = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+    return found
 
 
 class Communication(TorchDispatchMode):

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from multipack.data.tokenizer import byte_tokenizer
 from multipack.models.decoder import Decoder
-from multipack.parallel.loop import LoopEngine
+from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.state import local, piece_of
 from multipack.run import RunDirectory, config_yaml
@@ -173,8 +173,8 @@ def test_a_run_goes_on_with_the_same_losses_on_other_meshes(pools, words, tmp_pa
 def _resumed(world):
     """Ranks that hold a tensor each, as stages do, take over a state that lacks what the second one trains."""
     held = nn.ParameterDict({f"stage-{world.rank}": nn.Parameter(torch.ones(3))})
-    engine = LoopEngine(
-        held, torch.optim.AdamW(held.values()), Mesh.plain(world), shapes={"stage-0": (3,), "stage-1": (3,)}
+    engine = ModelEngine(
+        [held], torch.optim.AdamW(held.values()), Mesh.plain(world), shapes={"stage-0": (3,), "stage-1": (3,)}
     )
     saved = {
         "model": {name: torch.ones(3) for name in engine.shapes},

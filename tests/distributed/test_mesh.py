@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from multipack.data.sampler import PackedBatchSampler
-from multipack.parallel.mesh import AXES, Mesh, build_mesh
-from multipack.parallel.parallel_config import ParallelConfig
+from multipack.parallel.mesh import Mesh, build_mesh
+from multipack.parallel.parallel_config import AXES, ParallelConfig
 from multipack.parallel.world import World
 from multipack.training import assemble
 from multipack.training.run_config import compose

@@ -14,7 +14,7 @@ import torch
 
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
-from multipack.parallel.engine import build_engine
+from multipack.parallel.build import build_engine
 from multipack.parallel.mesh import Mesh, build_mesh
 from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.world import World

@@ -154,7 +154,7 @@ def train(world, mesh, pipeline, micro_batches, *, steps=3, data_ranks=1, data_r
         "weights": {n: whole(p) for n, p in held.items()},
         "evaluated": pipeline.evaluate(packs(3, step=9), **how),
         "duplicates": sorted(pipeline.duplicates),
-        "last": pipeline.holds_last,
+        "last": pipeline.rank == pipeline.ranks - 1,
     }
 
 

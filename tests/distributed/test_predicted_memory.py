@@ -11,8 +11,7 @@ import torch
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
 from multipack.launch.memory_model import memory_of_stages
-from multipack.parallel.engine import build_engine
-from multipack.parallel.memory import count_bytes
+from multipack.parallel.build import build_engine
 from multipack.parallel.mesh import build_mesh
 from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.stages import head_layers
@@ -60,11 +59,11 @@ class Held:
 
     def __init__(self, engine):
         self.engine, self.users, self.now = engine, {}, 0
-        self.resting = count_bytes(engine.modules, engine.optimizer)["parameters"]
+        self.resting = tiny.count_bytes(engine.modules, engine.optimizer)["parameters"]
         self.saved = self.gathered = self.gradients = 0
 
     def look(self, gradients=True):
-        counted = count_bytes(self.engine.modules, self.engine.optimizer)
+        counted = tiny.count_bytes(self.engine.modules, self.engine.optimizer)
         self.gathered = max(self.gathered, counted["parameters"] - self.resting)
         if gradients:
             self.gradients = max(self.gradients, counted["gradients"])
@@ -121,7 +120,7 @@ def measured(world, words, name, dtype, micro_batches):
     with torch.autograd.graph.saved_tensors_hooks(held.keep, held.give):
         engine.forward_backward(packs, 1.0)
     held.look()
-    optimizer = count_bytes(engine.modules, engine.optimizer)["optimizer"]
+    optimizer = tiny.count_bytes(engine.modules, engine.optimizer)["optimizer"]
     found = {"parameters": held.resting, "gradients": held.gradients, "optimizer": optimizer}
     return mesh.coordinate("pp"), found | {"saved": held.saved, "gathered": held.gathered}
 

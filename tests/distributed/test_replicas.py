@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from multipack.parallel.base import state_hash
-from multipack.parallel.engine import build_engine
+from multipack.parallel.build import build_engine
 from multipack.parallel.mesh import build_mesh
 from multipack.parallel.parallel_config import ParallelConfig
 
@@ -109,7 +108,7 @@ def test_a_rank_that_holds_something_else_is_named_on_loading_too(pools, words):
 def drawn_apart(world):
     """Hashes of what each rank would draw by itself."""
     model = tiny.blueprint(tiny.SHAPES["llama"], seed=100 + world.rank).build(None)
-    return state_hash({"model": dict(model.named_parameters())})
+    return tiny.state_hash({"model": dict(model.named_parameters())})
 
 
 def test_they_would_start_apart(pools):

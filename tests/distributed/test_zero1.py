@@ -19,7 +19,7 @@ from multipack.parallel import zero1
 from multipack.parallel.materialize import check_equal, materialize
 from multipack.parallel.shard import shard, synchronizing
 from multipack.parallel.state import local
-from multipack.parallel.zero1 import ShardedOptimizer, deal
+from multipack.parallel.zero1 import ShardedOptimizer, assign_owners
 
 sys.path.append(str(Path(__file__).parent))
 tiny = importlib.import_module("sharding")
@@ -200,7 +200,7 @@ def test_a_rank_s_own_state_can_be_saved_and_loaded(pools):
 @given(st.lists(st.integers(0, 10**6), max_size=60), st.integers(1, 9))
 @settings(deadline=None, max_examples=200)
 def test_no_rank_owns_more_than_the_mean_and_the_largest(sizes, ranks):
-    owners = deal({f"{number}": size for number, size in enumerate(sizes)}, ranks)
+    owners = assign_owners({f"{number}": size for number, size in enumerate(sizes)}, ranks)
     assert set(owners) == {f"{number}" for number in range(len(sizes))}
     loads = Counter(dict.fromkeys(range(ranks), 0))
     for name, rank in owners.items():

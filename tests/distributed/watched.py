@@ -1,5 +1,6 @@
 """Run by torchrun from test_observers.py: what observers see on every rank."""
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -7,8 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from multipack.parallel.base import state_hash
-from multipack.parallel.engine import plain_engine
+from multipack.parallel.build import plain_engine
 from multipack.parallel.mesh import build_mesh
 from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.world import connected
@@ -16,6 +16,9 @@ from multipack.training.averaging import MovingAverage
 from multipack.training.gradients import GradientNoise, LayerNorms
 from multipack.training.optimizer import build_optimizer
 from multipack.training.settings import OptimizerConfig
+
+sys.path.append(str(Path(__file__).parent))
+tiny = importlib.import_module("sharding")
 
 
 class Distance(nn.Module):
@@ -59,7 +62,7 @@ def main():
         report = {
             "found": found,
             "noise": noise.state(),
-            "means": state_hash({"means": average.tensors()}),
+            "means": tiny.state_hash({"means": average.tensors()}),
             "steps": average.steps,
         }
         (Path(sys.argv[1]) / f"rank-{world.rank}.json").write_text(json.dumps(report))

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from multipack.parallel.loop import LoopEngine
+from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.world import World
 from multipack.training.averaging import MovingAverage
@@ -28,7 +28,7 @@ class SumOfSquares(nn.Module):
 def _engine(dtype=torch.float32, rules=()):
     torch.manual_seed(0)
     model = SumOfSquares(dtype)
-    return LoopEngine(model, build_optimizer(model, OptimizerConfig(rules=list(rules))), Mesh(World()))
+    return ModelEngine([model], build_optimizer(model, OptimizerConfig(rules=list(rules))), Mesh(World()))
 
 
 def _steps(engine, average, first, last, left_out=()):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from multipack.models.decoder import Decoder
-from multipack.parallel.loop import LoopEngine
+from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.world import World
 from multipack.shapes import SHAPES
@@ -27,7 +27,7 @@ class Distance(nn.Module):
 
 
 def _engine(model, dtype=torch.float32, **options):
-    return LoopEngine(model, build_optimizer(model, OptimizerConfig(**options)), Mesh(World()), dtype)
+    return ModelEngine([model], build_optimizer(model, OptimizerConfig(**options)), Mesh(World()), dtype)
 
 
 def _watched_step(noise, engine, micro_batches):
@@ -39,7 +39,6 @@ def _watched_step(noise, engine, micro_batches):
         sum(sizes),
         lambda index: noise.micro_batch(index, engine, float(sum(sizes[: index + 1])), float(sum(sizes))),
     )
-    engine.unscale()
     found = noise.gradient(1, engine)
     engine.discard()
     return found

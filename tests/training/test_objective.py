@@ -41,18 +41,18 @@ def test_pairs_are_trained_by_preference_and_tell_rewards(pairs, tmp_path, capsy
 
 def test_fp16_that_always_overflows_ends_the_run(words, tmp_path, monkeypatch):
     """Every step is left out until no scale is left; then the run says so and where it was good."""
-    from multipack.parallel.loop import LoopEngine
+    from multipack.parallel.engine import ModelEngine
     from multipack.training.session import NonFiniteLoss
 
-    clip = LoopEngine.clip
+    clip = ModelEngine.clip
 
     def overflowing(self, max_norm):
         clip(self, max_norm)
         self.overflowed = True
         return float("inf")
 
-    monkeypatch.setattr(LoopEngine, "clip", overflowing)
-    monkeypatch.setattr(LoopEngine, "loss_scale", property(lambda self: 0.5))
+    monkeypatch.setattr(ModelEngine, "clip", overflowing)
+    monkeypatch.setattr(ModelEngine, "loss_scale", property(lambda self: 0.5))
     words = [*words, "train.dtype=fp16", "train.eval_every=0", f"out={tmp_path / 'run'}"]
     with pytest.raises(NonFiniteLoss, match="overflows fp16 however little the loss is scaled"):
         train(compose(words))

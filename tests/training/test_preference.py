@@ -19,8 +19,8 @@ from multipack.data.sampler import PackedBatchSampler
 from multipack.data.store import StoreWriter, TokenStore
 from multipack.data.tokenizer import byte_tokenizer, train_bpe
 from multipack.models.preference import PreferenceDecoder
-from multipack.parallel.base import weights_hash
-from multipack.parallel.loop import LoopEngine
+from multipack.parallel.engine import ModelEngine
+from multipack.parallel.materialize import weights_hash
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.world import World
 from multipack.shapes import ModelShape
@@ -56,7 +56,7 @@ def decoder():
 
 
 def engine_of(decoder, dtype=torch.float32, lr=1e-3):
-    return LoopEngine(decoder, torch.optim.AdamW(decoder.parameters(), lr=lr), Mesh(World()), dtype)
+    return ModelEngine([decoder], torch.optim.AdamW(decoder.parameters(), lr=lr), Mesh(World()), dtype)
 
 
 def ask(decoder, documents, **options):

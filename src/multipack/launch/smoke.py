@@ -74,7 +74,7 @@ def _train(world: World) -> tuple[torch.Tensor, torch.Tensor]:
     from multipack.data.collate import PackedCollator
     from multipack.data.documents import Document
     from multipack.models.decoder import Decoder
-    from multipack.parallel.engine import plain_engine
+    from multipack.parallel.build import plain_engine
     from multipack.parallel.mesh import Mesh, build_mesh
     from multipack.parallel.parallel_config import ParallelConfig
     from multipack.parallel.world import World

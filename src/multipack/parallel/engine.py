@@ -1,63 +1,174 @@
-"""One `Engine` for the trainer, whatever the strategy: the only place that knows the order in which they are applied.
+"""`ModelEngine`: forward and backward passes, clipping, the optimizer's step and the state of a model on several ranks.
 
-    Blueprint ─ build ─▶ tensors ▸ tokens ▸ prepare (recompute, compile) ▸ shards or replicas ▸ weights ▸ optimizer
-                └ in a pipeline: a part for each stage of this rank, all the same way
+    forward_backward(packs, denominator) ─▶ clip(max_norm) ─▶ step(learning_rate)
+                                                          └─▶ discard()
 
-A strategy is a function applied to an untouched model, and the trainer's loop has no branch on any of them.
+The training loop calls these methods and has no branch on a strategy. Which strategies divide the model is decided in
+build.py; a pipeline's engine (pipeline.py) runs its micro-batches in another order and inherits all else.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from multipack.parallel.base import StepResult, forget
-from multipack.parallel.context import divide_context
-from multipack.parallel.loop import LoopEngine
-from multipack.parallel.materialize import materialize
+from multipack.parallel.materialize import check_equal
 from multipack.parallel.mesh import Mesh
-from multipack.parallel.parallel_config import ParallelConfig
-from multipack.parallel.replicate import clear, replicate
-from multipack.parallel.shard import shard, synchronizing
-from multipack.parallel.stages import split_layers, stages_of_rank
-from multipack.parallel.state import Source, State
-from multipack.parallel.tensor import divide_tensors
+from multipack.parallel.norms import squared_norms
+from multipack.parallel.scaling import LossScaler
+from multipack.parallel.state import (
+    Source,
+    State,
+    Whole,
+    check_model_shapes,
+    create_optimizer_state,
+    local,
+    optimizer_state,
+    slot_difference,
+    whole,
+)
 from multipack.parallel.world import World
-from multipack.parallel.zero1 import ShardedOptimizer
 
-OptimizerFactory = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
-"""Named parameters, those of this rank, → their optimizer."""
+Share = Callable[[Any], Any]
+"""A pack → this rank's part of it, where ranks divide the tokens of a pack."""
 
 
-class Engine(Protocol):
-    """What the trainer's loop needs: pipelines, shards and plain loops look alike behind it."""
+@dataclass(frozen=True)
+class StepResult:
+    """Result of the forward and backward passes of a step on one rank.
 
-    mesh: Mesh
-    """The ranks."""
-    modules: list[nn.Module]
-    """What this rank holds of the model: one module, or its stages of a pipeline."""
-    overflowed: bool
-    """Whether the gradient of this step left fp16's range, so that the step cannot be applied."""
-    parameters: dict[str, nn.Parameter]
-    """What this rank holds of the model's parameters, by name."""
-    shapes: dict[str, tuple[int, ...]]
-    """Names and whole shapes of all of them."""
+    Attributes:
+        losses: summed loss per micro-batch; zero on all but one rank of those that compute the same loss, so that the
+            sum over all ranks is the step's loss.
+        forward_seconds: time in forward passes.
+        backward_seconds: time in backward passes, gradient synchronization included.
+    """
+
+    losses: list[float]
+    forward_seconds: float
+    backward_seconds: float
+
+
+class DeviceClock:
+    """Times work on a device without stalling it: CUDA events on a GPU, the host's clock elsewhere.
+
+    Args:
+        device: where the work runs.
+        clock: seconds on the host; not used on GPUs.
+    """
+
+    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._clock = clock
+
+    def mark(self) -> Any:
+        """The present: on a GPU an event in its stream, because the host runs ahead of it."""
+        if not self._is_cuda:
+            return self._clock()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def seconds(self, began: Any, ended: Any) -> float:
+        """Seconds between two marks; waits for the second one."""
+        if not self._is_cuda:
+            return float(ended - began)
+        ended.synchronize()
+        return float(began.elapsed_time(ended)) / 1000.0
+
+
+def free_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Set gradients to None; the next backward pass allocates them anew."""
+    for parameter in parameters:
+        parameter.grad = None
+
+
+class ModelEngine:
+    """Trains what this rank holds of a model: all of it, a shard, or stages of a pipeline.
+
+    Args:
+        modules: what this rank holds; without a pipeline one module, which takes a batch and returns the summed loss
+            over its targets. Names of parameters are those of the whole model.
+        optimizer: over their parameters.
+        mesh: the ranks.
+        dtype: bf16 and fp16 run forward passes under autocast; fp16 also scales the loss.
+        call: what to call in training in place of the module (DDP's wrapper).
+        share: this rank's part of a pack, where ranks divide its tokens.
+        synchronizing: whether ranks are to synchronize gradients → the context of a micro-batch.
+        clear: clears gradients.
+        shapes: names and shapes of the whole model's parameters, in one order on every rank; None = `modules` hold all.
+        duplicates: names of parameters that this rank holds and another stage of its pipeline counts.
+        whole: builds an empty whole model, for `gathered`; None = `modules` hold all.
+        clock: seconds; replaced in tests.
+
+    Attributes:
+        parameters: this rank's parameters, by name.
+        overflowed: whether the gradient of this step exceeded fp16's range, so that the step must be discarded.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer,
+        mesh: Mesh,
+        dtype: torch.dtype = torch.float32,
+        *,
+        call: nn.Module | None = None,
+        share: Share = lambda batch: batch,
+        synchronizing: Callable[[bool], AbstractContextManager[Any]] = lambda last: nullcontext(),
+        clear: Callable[[Iterable[nn.Parameter]], None] = free_gradients,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+        duplicates: Collection[str] = (),
+        whole: Callable[[], nn.Module] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.modules = list(modules)
+        self.optimizer = optimizer
+        self.mesh, self.dtype = mesh, dtype
+        self.parameters = {name: each for module in self.modules for name, each in module.named_parameters()}
+        self.shapes = dict(shapes or {name: tuple(each.shape) for name, each in self.parameters.items()})
+        self.duplicates = frozenset(duplicates)
+        self.overflowed = False
+        self._call = call or self.modules[0]
+        self._share, self._synchronizing, self._clear = share, synchronizing, clear
+        self._whole = whole
+        self._scaler = LossScaler(dtype == torch.float16)
+        self._clock = DeviceClock(mesh.world.device, clock)
+        self.check_replicas()
 
     @property
     def world(self) -> World:
         """All ranks."""
-        ...
+        return self.mesh.world
+
+    @property
+    def model(self) -> nn.Module:
+        """What this rank holds of the model, where that is one module."""
+        (module,) = self.modules
+        return module
 
     @property
     def loss_scale(self) -> float:
-        """What gradients are multiplied by until `unscale`."""
-        ...
+        """The factor of fp16 by which gradients are multiplied until the last backward pass; 1 in other precisions."""
+        return self._scaler.scale
+
+    def scale(self, denominator: float) -> float:
+        """Factor of a micro-batch's summed loss before its backward pass: where the loss is divided.
+
+        The step's loss is a sum over the targets of all ranks and micro-batches, divided by one denominator for all of
+        them. The plan knows it (the step's number of targets, or of documents), so that no collective is needed. DDP
+        and FSDP average gradients over `mesh.gradient_size` ranks, hence the factor: the result is the gradient that
+        one process would compute, however unevenly targets are distributed over ranks.
+        """
+        return self.mesh.gradient_size / max(denominator, 1) * self.loss_scale
 
     def forward_backward(
         self,
@@ -65,267 +176,207 @@ class Engine(Protocol):
         denominator: float,
         watch: Callable[[int], None] | None = None,
     ) -> StepResult:
-        """Accumulate the gradient of the summed loss divided by `denominator`."""
-        ...
+        """Compute the gradient of a step's summed loss divided by `denominator`; once a step.
+
+        Args:
+            micro_batches: this rank's packs, at least one; equally many on every rank.
+            denominator: what the step's summed loss is divided by, over all ranks and micro-batches.
+            watch: called with the index of each micro-batch but the last after its backward pass, where ranks then
+                hold gradients of their own: multiplied by `mesh.gradient_size` and by `loss_scale`.
+        """
+        result = self._accumulate(micro_batches, self.scale(denominator), watch)
+        self._scaler.unscale(self.gradients().values())
+        return result
+
+    def _accumulate(
+        self, micro_batches: Sequence[Any], scale: float, watch: Callable[[int], None] | None
+    ) -> StepResult:
+        """Run micro-batches one after the other; ranks synchronize in the last backward pass."""
+        losses, marks = [], []
+        for index, batch in enumerate(micro_batches):
+            is_last = index == len(micro_batches) - 1
+            moved = self._share(batch).to(self.world.device, non_blocking=True)
+            with self._synchronizing(is_last):
+                began = self._clock.mark()
+                with self.autocast():
+                    loss = self._call(moved)
+                middle = self._clock.mark()
+                (loss * scale).backward()
+                marks.append((began, middle, self._clock.mark()))
+            losses.append(loss.detach())
+            if watch is not None and not is_last:
+                watch(index)
+        # Read after the last backward pass: reading a value waits for the device.
+        forward = sum(self._clock.seconds(began, middle) for began, middle, _ in marks)
+        backward = sum(self._clock.seconds(middle, ended) for _, middle, ended in marks)
+        return StepResult(self._counted_once([float(loss) for loss in losses]), forward, backward)
 
     def evaluate(self, micro_batches: Sequence[Any]) -> list[float]:
-        """This rank's shares of summed losses, in evaluation mode and without gradients."""
-        ...
+        """Summed losses in evaluation mode, without gradients; see `StepResult.losses`."""
+        with self.evaluating() as model:
+            found = [model(self._share(batch).to(self.world.device)) for batch in micro_batches]
+        return self._counted_once([float(loss) for loss in found])
 
-    def evaluating(self) -> AbstractContextManager[nn.Module]:
-        """What this rank holds of the model in evaluation mode, without gradients, in the run's precision."""
-        ...
+    def _counted_once(self, losses: list[float]) -> list[float]:
+        """Ranks that divide tensors compute the same loss: only the first one of them counts it."""
+        return losses if self.mesh.coordinate("tp") == 0 else [0.0] * len(losses)
 
-    def gathered(self) -> AbstractContextManager[nn.Module | None]:
-        """The whole model on rank 0, likewise; None elsewhere."""
-        ...
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Context of forward passes in the run's precision."""
+        if self.dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(self.world.device.type, dtype=self.dtype)
 
-    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and whole values of all parameters, one after the other, on every rank."""
-        ...
-
-    def unscale(self) -> None:
-        """Make the accumulated gradient what it is without `loss_scale`."""
-        ...
+    def gradients(self) -> dict[str, Tensor]:
+        """What this rank holds of the gradient, by name."""
+        return {name: each.grad for name, each in self.parameters.items() if each.grad is not None}
 
     def squared_norms(self, tensors: Mapping[str, Tensor]) -> dict[str, float]:
-        """The squared norm of each of the model's tensors, of which this rank holds these."""
-        ...
+        """Squared norm of each of the model's tensors over all ranks, given this rank's pieces; collective."""
+        return squared_norms(tensors, list(self.shapes), self.mesh, self.duplicates)
 
+    @torch.no_grad()
     def clip(self, max_norm: float) -> float:
-        """Clip by the global norm; return that norm."""
-        ...
+        """Clip the gradient to the global norm `max_norm` (0 = never); return the norm before clipping.
+
+        In fp16 a norm that is not finite is an overflow and sets `overflowed` for this step.
+        """
+        gradients = self.gradients()
+        norm = math.sqrt(sum(self.squared_norms(gradients).values()))
+        self.overflowed = self._scaler.enabled and not math.isfinite(norm)
+        if gradients and 0 < max_norm < norm:
+            torch._foreach_mul_([local(each) for each in gradients.values()], max_norm / (norm + 1e-6))
+        return norm
 
     def step(self, learning_rate: float) -> None:
-        """Apply the optimizer and clear the gradient."""
-        ...
+        """Apply the optimizer and clear the gradient.
+
+        Args:
+            learning_rate: multiplied by the `lr_scale` of a parameter group, if it has one.
+        """
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate * group.get("lr_scale", 1.0)
+        self.optimizer.step()
+        self.discard()
 
     def discard(self) -> None:
-        """Clear the gradient without applying it."""
-        ...
+        """Clear the gradient without applying it; after an overflow the loss scale is halved."""
+        self._scaler.update(self.overflowed)
+        self.overflowed = False
+        self._clear(self.parameters.values())
 
     def state(self) -> State:
-        """Named live tensors of model and optimizer, as far as this rank holds them."""
-        ...
+        """This rank's live tensors: groups "model" (parameters), "optimizer" ("<parameter>.<slot>"), in fp16 "scaler".
+
+        Shards are `DTensor`s.
+        """
+        slots = optimizer_state(self.optimizer, self.parameters)
+        state: State = {"model": dict(self.parameters), "optimizer": slots}
+        if self._scaler.enabled:
+            state["scaler"] = self._scaler.state()
+        return state
 
     def load_state(self, state: Source | Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Take over saved tensors, on any mesh."""
-        ...
+        """Load what `state()` returned, on any mesh; collective.
 
+        Args:
+            state: a source of saved tensors, or whole tensors in memory.
 
-@dataclass(frozen=True)
-class Blueprint:
-    """What parallelism has to know of a model, and how to make it.
+        Raises:
+            ValueError: names or shapes differ from this model's; the first few are named.
+        """
+        source: Source = Whole(state) if isinstance(state, Mapping) else state
+        check_model_shapes(self.shapes, source.shapes("model"))
+        if saved := source.shapes("optimizer"):
+            create_optimizer_state(self.optimizer)
+            slots = optimizer_state(self.optimizer, self.parameters)
+            frozen = {name for name, each in self.parameters.items() if not each.requires_grad}
+            # Pipeline stages hold different parameters: if one of them finds a difference, all ranks raise.
+            for problem in self.world.gather(slot_difference(slots, saved, self.shapes.keys() - frozen)):
+                if problem:
+                    raise ValueError(f"the checkpoint's optimizer {problem}")
+            source.fill("optimizer", slots)
+        source.fill("model", self.parameters)
+        if self._scaler.enabled and source.shapes("scaler"):
+            scaler = self._scaler.state()
+            source.fill("scaler", scaler)
+            self._scaler.load_state(scaler)
+        self.check_replicas()
 
-    Attributes:
-        build: (first, stop) → these blocks of it, under their names in the whole; None → the whole. Weights may be
-            anything: `initial` fills them where ranks do not hold the whole.
-        layers: blocks of the whole.
-        width: of the hidden states between them.
-        shapes: names and shapes of its parameters.
-        initial: names and whole values of its first weights, one at a time; asked of rank 0 alone.
-        tensor_plan: pattern of names → what tensor parallelism does with them.
-        head_layers: what the projection onto the vocabulary costs, in layers.
-        prepare: done to what was built before it is sharded: activation checkpointing, compilation.
-    """
+    def check_replicas(self) -> str:
+        """Check that ranks which should hold the same tensors do; collective.
 
-    build: Callable[[tuple[int, int] | None], nn.Module]
-    layers: int
-    width: int
-    shapes: Mapping[str, tuple[int, ...]]
-    initial: Callable[[], Iterator[tuple[str, Tensor]]]
-    tensor_plan: Mapping[str, str]
-    head_layers: float = 0.0
-    prepare: Callable[[nn.Module], None] = lambda model: None
+        Returns:
+            A hash of all that the ranks hold, the same on every rank; empty for one rank.
 
+        Raises:
+            RuntimeError: they do not; the ranks that differ are named.
+        """
+        if self.world.size == 1:
+            return ""
+        state = self.state()
+        held = {f"{group}.{name}": each for group in state for name, each in state[group].items()}
+        return check_equal(held, self.world)
 
-def build_engine(
-    blueprint: Blueprint,
-    optimizer: OptimizerFactory,
-    mesh: Mesh,
-    config: ParallelConfig,
-    dtype: torch.dtype = torch.float32,
-    *,
-    micro_batches: int = 1,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Engine:
-    """Build a model on this rank as the configuration says, and its engine; collective.
+    @torch.no_grad()
+    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and whole values of all parameters, one at a time, the same on every rank; collective."""
+        for name, shape in self.shapes.items():
+            own = self.parameters.get(name)
+            counts = own is not None and name not in self.duplicates
+            if own is not None and counts:
+                value = whole(own.detach().to(self.world.device))  # offloaded shards cannot be gathered
+            else:
+                value = torch.zeros(shape, device=self.world.device)
+            if self.mesh.sizes["pp"] > 1:
+                value = value.clone(memory_format=torch.contiguous_format)
+                dist.all_reduce(value, group=self.mesh.axis("pp").get_group())  # other stages add zeros
+            yield name, value
 
-    Args:
-        blueprint: the model.
-        optimizer: makes the optimizer of this rank's parameters.
-        mesh: the ranks; one without a device mesh is a single process, for which every strategy is plain training.
-        config: the strategies.
-        dtype: of forward passes.
-        micro_batches: of every rank in a step, which a pipeline is built for.
-        clock: seconds.
-    """
-    if mesh.weights is None or (mesh.is_plain and not config.shards_parameters):
-        model = blueprint.build(None).to(mesh.world.device)
-        blueprint.prepare(model)
-        made = _optimizer(optimizer, dict(model.named_parameters()), mesh, config)
-        return plain_engine(model, made, mesh, dtype, clock)
-    if mesh.sizes["pp"] == 1:
-        return _looping_engine(blueprint, optimizer, mesh, config, dtype, clock)
-    return _pipeline_engine(blueprint, optimizer, mesh, config, dtype, micro_batches, clock)
+    @contextmanager
+    def gathered(self) -> Iterator[nn.Module | None]:
+        """The whole model on rank 0, in evaluation mode, without gradients, in the run's precision; None elsewhere.
 
+        Collective. For work that is not worth dividing, such as a sample of text. The model is on rank 0's device if
+        it fits into the free memory, otherwise on the host.
+        """
+        if self._whole is None:
+            with self.evaluating() as own:
+                yield own if self.world.is_main else None
+            return
+        device = self._device_for_whole() if self.world.is_main else None
+        values = {name: value.to(device) for name, value in self.whole_parameters() if device is not None}
+        if device is None:
+            yield None
+            return
+        with torch.device("meta"):  # draws no random numbers
+            model = self._whole()
+        model.load_state_dict(values, assign=True)
+        model.eval()
+        enabled = self.dtype != torch.float32
+        with (
+            torch.no_grad(),
+            torch.autocast(device.type, dtype=self.dtype if enabled else None, enabled=enabled),
+        ):
+            yield model
 
-def plain_engine(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    mesh: Mesh,
-    dtype: torch.dtype = torch.float32,
-    clock: Callable[[], float] = time.perf_counter,
-) -> LoopEngine:
-    """The engine of one process, or of replicas: every rank holds the whole model, with rank 0's weights.
+    def _device_for_whole(self) -> torch.device:
+        """This rank's device if the whole model takes at most half of its free memory, else the host."""
+        size = sum(math.prod(shape) for shape in self.shapes.values()) * 4
+        device = self.world.device
+        if device.type == "cuda" and size > torch.cuda.mem_get_info(device)[0] / 2:
+            return torch.device("cpu")
+        return device
 
-    Args:
-        model: takes a batch, returns the summed loss over its targets.
-        optimizer: over its parameters.
-        mesh: the ranks.
-        dtype: of forward passes.
-        clock: seconds.
-    """
-    call = model
-    if mesh.world.size > 1:
-        call = replicate(model, mesh.axis("dp_replicate"))
-    return LoopEngine(
-        model,
-        optimizer,
-        mesh,
-        dtype,
-        call=call,
-        synchronizing=synchronizing(call),
-        clear=forget if call is model else clear,
-        clock=clock,
-    )
-
-
-def _looping_engine(
-    blueprint: Blueprint,
-    optimizer: OptimizerFactory,
-    mesh: Mesh,
-    config: ParallelConfig,
-    dtype: torch.dtype,
-    clock: Callable[[], float],
-) -> Engine:
-    """Ranks hold a shard of all layers: built without memory, filled from rank 0."""
-    model, share = _divided(blueprint, None, mesh, config, dtype)
-    materialize([model], blueprint.initial, blueprint.shapes, mesh.world, _home(mesh, config))
-    call = model if _is_sharded(mesh, config) else replicate(model, mesh.axis("dp_replicate"))
-    return LoopEngine(
-        model,
-        _optimizer(optimizer, dict(model.named_parameters()), mesh, config),
-        mesh,
-        dtype,
-        call=call,
-        share=share,
-        synchronizing=synchronizing(call, keep=config.data == "zero2"),
-        clear=forget if call is model else clear,
-        shapes=blueprint.shapes,
-        whole=lambda: blueprint.build(None),
-        clock=clock,
-    )
-
-
-def _pipeline_engine(
-    blueprint: Blueprint,
-    optimizer: OptimizerFactory,
-    mesh: Mesh,
-    config: ParallelConfig,
-    dtype: torch.dtype,
-    micro_batches: int,
-    clock: Callable[[], float],
-) -> Engine:
-    """Ranks hold stages of the model, each of which may be divided and sharded as a whole model is."""
-    # Only here: torch's pipelining imports its compiler, which no other run should wait for.
-    from multipack.parallel.pipeline import Pipeline
-    from multipack.parallel.pipelined import PipelineEngine
-
-    ranges = split_layers(blueprint.layers, config.stages, blueprint.head_layers)
-    numbers = stages_of_rank(mesh.coordinate("pp"), mesh.sizes["pp"], config.schedule)
-    blocks = [(ranges[number].start, ranges[number].stop) for number in numbers]
-    made = [_divided(blueprint, each, mesh, config, dtype) for each in blocks]
-    stages, share = [stage for stage, _ in made], made[0][1]
-    materialize(stages, blueprint.initial, blueprint.shapes, mesh.world, _home(mesh, config))
-    trained = any(each.requires_grad for each in stages[0].parameters())
-    if mesh.world.sum([float(0 in numbers and not trained)])[0]:
-        raise frozen_stage(config)
-    narrow = config.shards_parameters and dtype != torch.float32
-    pipeline = Pipeline(
-        stages,
-        mesh.axis("pp"),
-        config.schedule,
-        micro_batches,
-        width=blueprint.width,
-        dtype=dtype if narrow else torch.float32,
-        tensor_ranks=mesh.sizes["tp"],
-        device=mesh.world.device,
-        clock=clock,
-    )
-    return PipelineEngine(
-        stages,
-        pipeline,
-        _optimizer(optimizer, pipeline.parameters, mesh, config),
-        mesh,
-        dtype,
-        share=share,
-        shapes=blueprint.shapes,
-        whole=lambda: blueprint.build(None),
-        clock=clock,
-    )
-
-
-def frozen_stage(config: ParallelConfig) -> ValueError:
-    """What is said of a pipeline that could not send gradients back to its first stage."""
-    return ValueError(
-        "optimizer.rules freeze all that the first stage of the pipeline holds, which then has no gradients to"
-        f" compute: use fewer than the {config.stages} stages of parallel.pipeline={config.pipeline}, or"
-        " parallel.pipeline=1 with parallel.data=zero3"
-    )
-
-
-def _divided(
-    blueprint: Blueprint,
-    blocks: tuple[int, int] | None,
-    mesh: Mesh,
-    config: ParallelConfig,
-    dtype: torch.dtype,
-) -> tuple[nn.Module, Callable[[Any], Any] | None]:
-    """The model or a stage of it, on the meta device, all strategies applied; and how to take this rank's tokens."""
-    with torch.device("meta"):
-        model = blueprint.build(blocks)
-    share = None
-    if mesh.sizes["tp"] > 1:
-        divide_tensors(model, mesh.axis("tp"), blueprint.tensor_plan)
-    if mesh.sizes["cp"] > 1:
-        share = divide_context(model, mesh.axis("cp"), config.context_method)
-    blueprint.prepare(model)
-    if _is_sharded(mesh, config):
-        groups = ("dp_replicate",) if config.data == "hsdp" or not config.shards_parameters else ()
-        shard(
-            model,
-            mesh.axis(*groups, "dp_shard"),
-            reshard=config.data != "zero2",
-            dtype=dtype if config.shards_parameters else torch.float32,
-            offload=config.offload == "cpu",
-        )
-    return model, share
-
-
-def _is_sharded(mesh: Mesh, config: ParallelConfig) -> bool:
-    """Whether FSDP2 does the data-parallel part: beside tensors and stages, where DDP cannot, with shards of one."""
-    return config.shards_parameters or mesh.sizes["tp"] > 1 or mesh.sizes["pp"] > 1
-
-
-def _home(mesh: Mesh, config: ParallelConfig) -> torch.device:
-    """Where parameters live between steps."""
-    return torch.device("cpu") if config.offload == "cpu" else mesh.world.device
-
-
-def _optimizer(
-    factory: OptimizerFactory, parameters: Mapping[str, nn.Parameter], mesh: Mesh, config: ParallelConfig
-) -> torch.optim.Optimizer:
-    if config.data == "zero1" and mesh.weights is not None and mesh.world.size > 1:
-        return ShardedOptimizer(factory, parameters, mesh.axis("dp_replicate"))
-    return factory(parameters)
+    @contextmanager
+    def evaluating(self) -> Iterator[nn.Module]:
+        """What this rank holds of the model in evaluation mode, without gradients, in the run's precision."""
+        before = [module.training for module in self.modules]
+        for module in self.modules:
+            module.eval()
+        try:
+            with torch.no_grad(), self.autocast():
+                yield self.modules[0]
+        finally:
+            for module, training in zip(self.modules, before, strict=True):
+                module.train(training)

@@ -1,7 +1,7 @@
-"""Models that are larger than a rank: built without memory, filled tensor by tensor from rank 0.
+"""Models larger than a rank: built on the meta device, filled tensor by tensor from rank 0.
 
-    meta device        every rank: names and shapes, no values; tensors divided, sharded, cut into stages
-    materialize        rank 0 draws a tensor ─ broadcast ─▶ every rank keeps its piece, if it has one; the next tensor
+    meta device        every rank: names and shapes, no values; divided, sharded, split into stages
+    materialize        rank 0 draws or reads a tensor ─ broadcast ─▶ every rank keeps its piece; the next tensor
     check_equal        ranks that hold the same piece compare its hash
 
 Beside its own pieces a rank never holds more than one whole tensor (rank 0: what the source needs to make it).
@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from multipack.parallel.state import local, piece_of
 from multipack.parallel.world import World
 
 HASH_CHARACTERS = 16
-"""Of a tensor's sha256 in hexadecimal, as ranks exchange it: 64 bits."""
+"""Length of the hexadecimal hash of a tensor that ranks exchange: 64 bits of sha256."""
 
 
 @torch.no_grad()
@@ -34,25 +35,25 @@ def materialize(
     world: World,
     device: torch.device | None = None,
 ) -> None:
-    """Give models on the meta device memory, and rank 0's values; collective.
+    """Allocate models that are on the meta device and fill them with rank 0's values; collective.
 
     Args:
         models: what this rank holds: a model, or stages of one, whose parameters may be `DTensor`s. Names are those in
-            the whole model, and two stages of one rank may have the same (tied weights).
-        source: gives names and whole values, in the order of `shapes`; asked on rank 0 alone, so that one random
-            generator draws them all.
+            the whole model; two stages of one rank may hold the same one (tied weights).
+        source: yields names and whole values in the order of `shapes`; called on rank 0 alone, so that one random
+            generator draws all of them.
         shapes: names and whole shapes of the whole model's parameters, the same on every rank.
-        world: all ranks. With one, values are copied.
-        device: where parameters live; None = the world's.
+        world: all ranks.
+        device: of the parameters; None = the world's.
 
     Raises:
-        ValueError: a model holds what `shapes` has not, or in another shape, or a buffer; on rank 0 also where the
-            source gives other names or shapes.
+        ValueError: a model has a buffer, or a parameter that is not in `shapes` or has another shape; on rank 0 also if
+            the source yields other names or shapes.
     """
     _held(models, shapes)
     for model in models:
         model.to_empty(device=device or world.device)
-    held = _held(models, shapes)  # to_empty puts new parameters in the place of the old ones
+    held = _held(models, shapes)  # to_empty replaces the parameters
     dtype = next((tensor.dtype for tensors in held.values() for tensor in tensors), torch.float32)
     values = _checked(source(), shapes) if world.is_main else ((name, None) for name in shapes)
     for name, value in values:
@@ -87,7 +88,7 @@ def _held(models: Sequence[nn.Module], shapes: Mapping[str, tuple[int, ...]]) ->
 def _checked(
     values: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterable[tuple[str, Tensor]]:
-    """The same, making sure that they are those that the other ranks wait for."""
+    """The same values, checked against the names and shapes that the other ranks expect."""
     given = iter(values)
     for name, shape in shapes.items():
         other, value = next(given, ("nothing more", None))
@@ -105,9 +106,9 @@ def _checked(
 
 @torch.no_grad()
 def check_equal(tensors: Mapping[str, Tensor], world: World) -> str:
-    """Make sure that ranks which should hold the same hold the same; collective.
+    """Check that ranks which hold the same piece of a tensor hold the same values; collective.
 
-    Two ranks should, where they hold the same piece of a tensor of one name: a piece is known by its offsets and sizes.
+    Pieces are identified by the tensor's name and by their offsets and sizes.
 
     Args:
         tensors: what this rank holds; `DTensor`s are pieces, others are whole.
@@ -117,8 +118,8 @@ def check_equal(tensors: Mapping[str, Tensor], world: World) -> str:
         A hash of all pieces of all ranks, the same on every rank.
 
     Raises:
-        RuntimeError: they do not; a tensor and the ranks that differ from the first one that holds it are named. Every
-            rank raises it.
+        RuntimeError: on every rank, if values differ; a tensor and the ranks that differ from its first holder are
+            named.
     """
     own = {_piece_name(name, tensor): _hash(tensor) for name, tensor in tensors.items()}
     seen: dict[str, tuple[int, str]] = {}
@@ -139,7 +140,7 @@ def check_equal(tensors: Mapping[str, Tensor], world: World) -> str:
 
 
 def _piece_name(name: str, tensor: Tensor) -> str:
-    """A tensor's name and, of a shard, which part of the whole it is: rows 2:4 of all columns are `[2:4, 0:8]`."""
+    """A tensor's name and, for a shard, its part of the whole: rows 2:4 of all columns are `[2:4, 0:8]`."""
     if not isinstance(tensor, DTensor):
         return name
     sizes, offsets = compute_local_shape_and_global_offset(
@@ -152,5 +153,18 @@ def _piece_name(name: str, tensor: Tensor) -> str:
 
 
 def _hash(tensor: Tensor) -> str:
+    return hashlib.sha256(_bytes(tensor)).hexdigest()[:HASH_CHARACTERS]
+
+
+def weights_hash(parameters: Iterable[tuple[str, Tensor]]) -> str:
+    """sha256 over names and bytes of whole parameters, in the order of `ModelEngine.whole_parameters`."""
+    digest = hashlib.sha256()
+    for name, value in parameters:
+        digest.update(f"model.{name}".encode())
+        digest.update(_bytes(value))
+    return digest.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> Any:
     held = local(tensor).detach().cpu().contiguous()
-    return hashlib.sha256(held.reshape(-1).view(torch.uint8).numpy().data).hexdigest()[:HASH_CHARACTERS]
+    return held.reshape(-1).view(torch.uint8).numpy().data

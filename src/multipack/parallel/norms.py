@@ -1,4 +1,4 @@
-"""Norms of tensors that ranks hold in pieces: every number counts once, whoever holds it."""
+"""Norms of tensors that are sharded or replicated over ranks: every element counts once."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from multipack.parallel.state import local
 def squared_norms(
     tensors: Mapping[str, Tensor], names: Sequence[str], mesh: Mesh, duplicates: Collection[str] = ()
 ) -> dict[str, float]:
-    """The squared 2-norm of every tensor of the model, over all ranks; collective where ranks hold different ones.
+    """Squared 2-norm of every tensor of the model over all ranks; collective where ranks hold different tensors.
 
-    Σ over ranks of |piece|² / holders, where `holders` ranks have the same piece.
+    Σ over ranks of |piece|² / copies, where `copies` ranks hold the same piece.
 
     Args:
-        tensors: what this rank holds, by name; those that are missing count as zeros.
+        tensors: what this rank holds, by name; missing ones count as zeros.
         names: of all the model's tensors, the same on every rank.
         mesh: the ranks.
-        duplicates: names that this rank holds, and another stage of its pipeline counts.
+        duplicates: names that this rank holds and another stage of its pipeline counts.
 
     Returns:
         In the order of `names`, the same on every rank.
@@ -32,11 +32,10 @@ def squared_norms(
     held = {name: tensor for name, tensor in tensors.items() if name not in duplicates}
     squares = dict.fromkeys(names, 0.0)
     if held:
-        wide = (
-            torch.float64 if any(tensor.dtype == torch.float64 for tensor in held.values()) else torch.float32
-        )
-        found = torch._foreach_norm([local(tensor) for tensor in held.values()], 2, wide)
-        weights = [1.0 / holders(tensor, mesh) for tensor in held.values()]
+        is_double = any(tensor.dtype == torch.float64 for tensor in held.values())
+        dtype = torch.float64 if is_double else torch.float32
+        found = torch._foreach_norm([local(tensor) for tensor in held.values()], 2, dtype)
+        weights = [1.0 / count_copies(tensor, mesh) for tensor in held.values()]
         values = torch.stack([each.to(mesh.world.device) for each in found]).double().square().tolist()
         squares |= {name: value * weight for name, value, weight in zip(held, values, weights, strict=True)}
     if mesh.is_plain:
@@ -44,8 +43,8 @@ def squared_norms(
     return dict(zip(names, mesh.world.sum(list(squares.values())), strict=True))
 
 
-def holders(tensor: Tensor, mesh: Mesh) -> int:
-    """Ranks that hold the same piece of a tensor as this one does; on a plain mesh 1, as each counts for itself."""
+def count_copies(tensor: Tensor, mesh: Mesh) -> int:
+    """Number of ranks that hold the same piece of a tensor; 1 on a plain mesh, where norms are not summed."""
     if mesh.is_plain:
         return 1
     pieces = 1

@@ -14,8 +14,38 @@ Data = Literal["ddp", "zero1", "zero2", "zero3", "hsdp"]
 ContextMethod = Literal["ulysses", "ring"]
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
 Device = Literal["auto", "cpu", "cuda"]
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""Axes of the mesh of ranks, outermost first."""
+DATA_AXES = ("dp_replicate", "dp_shard")
+"""Axes along which ranks have different packs; the others divide one model replica."""
 STAGES_OF_RANK = 2
 """Stages that every rank of an interleaved pipeline holds."""
+
+
+@dataclass(frozen=True)
+class DataStrategy:
+    """What one value of `parallel.data` divides among data-parallel ranks; batches are divided in any case.
+
+    Attributes:
+        shards_parameters: parameters, gradients and optimizer state, by FSDP2.
+        divides_optimizer: whole tensors of optimizer state; parameters and gradients stay whole.
+        keeps_gathered: parameters stay whole from a step's first forward pass to its last backward pass.
+        in_groups: shards are divided within groups of ranks that hold the same shards.
+    """
+
+    shards_parameters: bool = False
+    divides_optimizer: bool = False
+    keeps_gathered: bool = False
+    in_groups: bool = False
+
+
+DATA_STRATEGIES: Mapping[Data, DataStrategy] = {
+    "ddp": DataStrategy(),
+    "zero1": DataStrategy(divides_optimizer=True),
+    "zero2": DataStrategy(shards_parameters=True, keeps_gathered=True),
+    "zero3": DataStrategy(shards_parameters=True),
+    "hsdp": DataStrategy(shards_parameters=True, in_groups=True),
+}
 
 
 @dataclass
@@ -75,9 +105,22 @@ class ParallelConfig:
         return "micro" if self.shards_parameters else "step"
 
     @property
+    def strategy(self) -> DataStrategy:
+        """What data-parallel ranks divide."""
+        return DATA_STRATEGIES[self.data]
+
+    @property
     def shards_parameters(self) -> bool:
-        """Whether data-parallel ranks hold shards of parameters."""
-        return self.data in ("zero2", "zero3", "hsdp")
+        """Whether data-parallel ranks hold shards of parameters, gradients and optimizer state."""
+        return self.strategy.shards_parameters
+
+    @property
+    def uses_fsdp(self) -> bool:
+        """Whether FSDP2 synchronizes data-parallel ranks in place of DDP.
+
+        Beside tensor and pipeline parallelism, where DDP cannot, it does so in any case: with shards of one rank.
+        """
+        return self.shards_parameters or self.tensor > 1 or self.pipeline > 1
 
     @property
     def keeps_own_gradients(self) -> bool:

@@ -1,4 +1,4 @@
-"""Pipeline parallel: ranks hold different layers, and micro-batches run through them one behind the other.
+"""Pipeline parallelism: ranks hold different layers, and micro-batches run through them one behind the other.
 
     1f1b: 3 ranks, 4 micro-batches; numbers are forward passes, letters their backward passes, dots wait
 
@@ -10,21 +10,19 @@
     1f1b         a backward pass as soon as there is one: holds those of as many micro-batches as there are ranks
     interleaved  1f1b with several, thinner stages on every rank (stage s on rank s mod P): waits less, sends more
 
-A rank waits while the pipeline fills and drains: of P ranks, each with V stages, the share (P − 1) / (V·M + P − 1) of
-a step (Huang et al. 2019, arXiv:1811.06965; Narayanan et al. 2021, arXiv:2104.04473). The schedules are torch's
-(torch.distributed.pipelining). What this module adds:
+A rank waits while the pipeline fills and drains (`stages.bubble`). The schedules are torch's (schedules.py). This
+module adds:
 
-- **Batches.** All ranks of a pipeline hold the same packs, and the schedule carries a micro-batch's number to every
-  stage, which looks up its own copy of the pack by it. So documents' boundaries cannot part from their hidden states.
-- **Shapes.** Receivers must know what comes: all packs of a run have one number of slots. It is checked on the host
-  before anything is sent, as a mismatch would hang all ranks; and it spares the schedules their first, real forward
-  pass to look at shapes.
-- **Receive buffers.** Under 1f1b, as many as passes can be in flight, where torch makes one for every micro-batch.
-- **Shared parameters.** Where two stages hold one parameter (tied embeddings), their gradients are added up.
+- **Batches.** All ranks of a pipeline hold the same packs. The schedule carries a micro-batch's number to every stage,
+  which looks up its own copy of the pack, so that document boundaries always match the hidden states.
+- **Shapes.** All packs of a run have one number of slots. This is checked on the host before anything is sent, because
+  a mismatch would hang all ranks. It also spares the schedules a real forward pass to infer shapes.
+- **Receive buffers.** Under 1f1b as many as passes can be in flight; torch allocates one per micro-batch.
+- **Shared parameters.** Gradients of a parameter that two stages hold (tied embeddings) are summed.
 
 Stages may be sharded by FSDP2 or divided by tensor and context parallelism. Gradients of shards are reduced once a
-step, after the last backward pass: until then a rank holds those of its stages whole, and the parameters that backward
-passes gathered.
+step, after the last backward pass; until then a rank holds the whole gradients of its stages, and the parameters that
+backward passes gathered.
 """
 
 from __future__ import annotations
@@ -39,39 +37,75 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from multipack.parallel.engine import ModelEngine, Share, StepResult
+from multipack.parallel.mesh import Mesh
 from multipack.parallel.parallel_config import ParallelConfig, Schedule
-from multipack.parallel.schedules import Autocast, Pass, Run
+from multipack.parallel.schedules import Autocast, Pass, ScheduledRun
 from multipack.parallel.stages import check_micro_batches, stages_of_rank
 from multipack.parallel.state import local
 
-Share = Callable[[Any], Any]
+
+class PipelineEngine(ModelEngine):
+    """Engine of ranks that hold different layers; the last stage returns the summed loss.
+
+    Args:
+        pipeline: this rank's stages and their schedule.
+        optimizer, mesh, dtype, **more: see `ModelEngine`.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        optimizer: torch.optim.Optimizer,
+        mesh: Mesh,
+        dtype: torch.dtype = torch.float32,
+        **more: Any,
+    ) -> None:
+        self.pipeline = pipeline
+        stages = list(pipeline.stages.values())
+        super().__init__(stages, optimizer, mesh, dtype, duplicates=pipeline.duplicates, **more)
+
+    def _accumulate(
+        self, micro_batches: Sequence[Any], scale: float, watch: Callable[[int], None] | None
+    ) -> StepResult:
+        """Run micro-batches by the schedule; `watch` is not called, because micro-batches overlap."""
+        losses = self.pipeline.forward_backward(micro_batches, scale, self._share, self.autocast)
+        seconds = self.pipeline.seconds
+        return StepResult(
+            self._counted_once(losses), seconds("forward"), seconds("backward") + seconds("reduce")
+        )
+
+    def evaluate(self, micro_batches: Sequence[Any]) -> list[float]:
+        """See `ModelEngine`."""
+        return self._counted_once(self.pipeline.evaluate(micro_batches, self._share, self.autocast))
 
 
 class Pipeline:
-    """This rank's stages, and the schedule that all ranks of its pipeline follow.
+    """This rank's stages and the schedule that all ranks of its pipeline follow.
 
-    Collective over the pipeline's ranks, as all its methods are.
+    The constructor and all methods are collective over the pipeline's ranks.
 
     Args:
-        stages: modules of this rank's stages, in the order of `stages_of_rank`. The first stage of all is called with
-            (batch), others with (batch, x); all but the last return x, which returns the summed loss. Parameters have
-            the names of the whole model; a stage sharded by FSDP2 is its root module itself.
+        stages: modules of this rank's stages, in the order of `stages_of_rank`. The first stage of the pipeline is
+            called with (batch), others with (batch, x). The last one returns the summed loss, others return x.
+            Parameters have the names of the whole model; a stage sharded by FSDP2 is its root module itself.
         mesh: of one dimension, this pipeline's ranks.
-        schedule: in which order passes run.
+        schedule: order of passes.
         micro_batches: M, of a training step.
-        width: d, of the hidden states that pass from stage to stage.
-        dtype: of these: what blocks add to (float32 under autocast, the parameters' own in FSDP2's mixed precision).
-        tensor_ranks: ranks that divide the tokens of hidden states beside `share` (sequence parallelism): stages
-            exchange (T / tensor_ranks, d), where T is the number of slots that `share` leaves.
+        width: d, of the hidden states between stages.
+        dtype: of these: float32 under autocast, the parameters' own in FSDP2's mixed precision.
+        tensor_ranks: ranks that divide the tokens of hidden states (sequence parallelism): stages exchange tensors of
+            shape (T / tensor_ranks, d), where T is the number of slots that `share` leaves.
         device: where stages run.
-        clock: seconds; not used on GPUs, whose own events are asked.
+        clock: seconds; not used on GPUs.
 
     Attributes:
-        duplicates: names of parameters that this rank holds, and an earlier stage on another rank does, too.
+        parameters: of all stages of this rank, by name.
+        duplicates: names of parameters that this rank and an earlier stage on another rank hold.
         passes: of the last training step on this rank, in the order in which they ran.
 
     Raises:
-        ValueError: a number of stages or of micro-batches that the schedule does not have.
+        ValueError: the schedule does not have this number of stages or of micro-batches.
     """
 
     def __init__(
@@ -103,22 +137,15 @@ class Pipeline:
         self.parameters: dict[str, nn.Parameter] = {}
         for module in stages:
             held = dict(module.named_parameters())
-            twice = sorted(held.keys() & self.parameters.keys())
-            if twice:
-                raise ValueError(
-                    f"two stages of one rank hold {twice[0]}: stages of a rank must not share parameters"
-                )
+            shared = sorted(held.keys() & self.parameters.keys())
+            if shared:
+                raise ValueError(f"two stages of one rank hold {shared[0]}: they must not share parameters")
             self.parameters.update(held)
         self._holders = self._find_shared()
         self.duplicates = frozenset(name for name, ranks in self._holders.items() if ranks[0] != self.rank)
         self._clock = clock
         self._slots = 0  # of every pack, known after the first
-        self._training: Run | None = None
-
-    @property
-    def holds_last(self) -> bool:
-        """Whether losses are computed on this rank."""
-        return self.rank == self.ranks - 1
+        self._training: ScheduledRun | None = None
 
     def forward_backward(
         self,
@@ -127,21 +154,21 @@ class Pipeline:
         share: Share = lambda batch: batch,
         autocast: Autocast = nullcontext,
     ) -> list[float]:
-        """Compute the gradient of scale × Σ losses, once a step: parameters have none before.
+        """Compute the gradient of scale × Σ losses; parameters must have no gradients before.
 
         Args:
             micro_batches: M packs of equally many slots, the same on every rank of the pipeline.
-            scale: what losses are multiplied by before their backward passes.
-            share: a pack → what this rank has of it, where ranks divide its tokens.
-            autocast: makes the context that forward passes run in.
+            scale: factor of losses before their backward passes.
+            share: a pack → this rank's part of it, where ranks divide its tokens.
+            autocast: makes the context of forward passes.
 
         Returns:
             Summed losses by micro-batch (not scaled) on the rank of the last stage; zeros elsewhere.
 
         Raises:
-            ValueError: another number of micro-batches, or of slots, than the pipeline was built for; what stages
-                raise.
-            RuntimeError: a shared parameter has a gradient already, which would be added to other ranks' twice.
+            ValueError: the number of micro-batches or of slots is not the one that the pipeline was built for; or a
+                stage raised it.
+            RuntimeError: a shared parameter has a gradient already, which would be summed twice.
         """
         self._check(micro_batches)
         left = [name for name in self._holders if self.parameters[name].grad is not None]
@@ -151,7 +178,7 @@ class Pipeline:
             )
         batches = [share(batch).to(self.device, non_blocking=True) for batch in micro_batches]
         if self._training is None:
-            self._training = self._run_of(batches[0].num_slots, self.micro_batches, trains=True)
+            self._training = self._scheduled(batches[0].num_slots, self.micro_batches, trains=True)
             self._slots = micro_batches[0].num_slots
         losses = self._training.step(batches, autocast, scale)
         self.passes = self._training.passes()
@@ -165,10 +192,10 @@ class Pipeline:
         share: Share = lambda batch: batch,
         autocast: Autocast = nullcontext,
     ) -> list[float]:
-        """Losses in evaluation mode and without gradients, of any number of packs; otherwise as `forward_backward`.
+        """Losses in evaluation mode and without gradients, of any number of packs; see `forward_backward`.
 
         Raises:
-            ValueError: packs of unlike numbers of slots; what stages raise.
+            ValueError: packs differ in their numbers of slots; or a stage raised it.
         """
         if not micro_batches:
             return []
@@ -177,8 +204,9 @@ class Pipeline:
         before = [(each, each.training) for module in self.stages.values() for each in module.modules()]
         for module in self.stages.values():
             module.eval()
-        try:  # Made anew each time: its buffers are of this number and size, and are not kept.
-            run = self._run_of(batches[0].num_slots, len(batches), trains=False)
+        try:
+            # Built anew each time: its buffers fit this number and size, and are not kept.
+            run = self._scheduled(batches[0].num_slots, len(batches), trains=False)
             return run.step(batches, autocast, 1.0)
         finally:
             for each, training in before:
@@ -188,13 +216,13 @@ class Pipeline:
         """Time in passes of a kind in the last training step on this rank."""
         return sum(each.ended - each.began for each in self.passes if each.kind == kind)
 
-    def _run_of(self, slots: int, micro_batches: int, *, trains: bool) -> Run:
+    def _scheduled(self, slots: int, micro_batches: int, *, trains: bool) -> ScheduledRun:
         if slots % self.tensor_ranks:
             raise ValueError(
                 f"a pack's {slots:,} slots cannot be divided among parallel.tensor={self.tensor_ranks} ranks: make"
                 " plan.capacity a multiple of it"
             )
-        return Run(
+        return ScheduledRun(
             self.stages,
             self.group,
             self.schedule,
@@ -206,7 +234,7 @@ class Pipeline:
         )
 
     def _check(self, micro_batches: Sequence[Any]) -> None:
-        """Refuse, before anything is sent, what would leave ranks waiting for each other."""
+        """Check, before anything is sent, what would leave ranks waiting for each other."""
         if len(micro_batches) != self.micro_batches:
             raise ValueError(
                 f"this step has {len(micro_batches)} micro-batches, and the pipeline was built for"
@@ -218,7 +246,7 @@ class Pipeline:
             _check_slots(micro_batches, micro_batches[0].num_slots, "the first of them")
 
     def _find_shared(self) -> dict[str, list[int]]:
-        """Trained parameters of this rank that others hold, too → all that do, the one that counts it first."""
+        """Trained parameters of this rank that other ranks hold → all ranks that do; the first one counts it."""
         own = [
             (number, name)
             for number, module in self.stages.items()
@@ -235,7 +263,7 @@ class Pipeline:
 
     @torch.no_grad()
     def _sum_shared_gradients(self) -> None:
-        """Add up the gradients of parameters that several stages hold, in one order: copies stay equal to the bit."""
+        """Sum the gradients of shared parameters in one order, so that copies stay equal to the bit."""
         for name, ranks in self._holders.items():
             parameter = self.parameters[name]
             if parameter.grad is None:

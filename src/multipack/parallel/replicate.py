@@ -1,16 +1,13 @@
-"""Data parallel: every rank holds the whole model and its own packs; gradients are summed once a step.
+"""Data parallelism: every rank holds the whole model and its own packs; gradients are averaged once a step.
 
     rank 0   pack 0 ─ pack 2 ─┐
     rank 1   pack 1 ─ pack 3 ─┴─ one all-reduce ─ the same optimizer step everywhere
 
-The loss is a sum over targets divided by the step's *global* denominator, which the plan knows: its number of
-targets or, where each document's targets share a weight of 1, of documents. DDP averages gradients over ranks, so
-each rank's loss is multiplied by their number: the result is the gradient that one process would compute, however
-unevenly targets and documents are spread.
+How a mean over ranks becomes the gradient of the global loss: `ModelEngine.scale`.
 
-Gradients are views of the buckets that are reduced, which DDP keeps from its first step on. Cleared, they are zeroed
-and stay views: a gradient that is None would be made anew by the first of several micro-batches, and stand beside its
-bucket until the last one, for 4 bytes a parameter.
+Gradients are views of DDP's reduction buckets, which exist from the first step on. They are zeroed rather than set to
+None: a gradient that is None would be allocated anew by the first of several micro-batches and exist beside its bucket
+until the last one, for 4 bytes a parameter.
 """
 
 from __future__ import annotations
@@ -24,14 +21,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def replicate(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """The model as it is to be called: rank 0's parameters everywhere, gradients reduced in the last backward pass.
+    """Wrap a model in DDP: rank 0's parameters everywhere, gradients averaged in the last backward pass of a step.
 
     Args:
-        model: whole, on this rank's device. Names of its parameters stay as they are.
+        model: whole, on this rank's device. Names of its parameters stay the same.
         mesh: the ranks that are replicas of each other, in one dimension.
 
     Returns:
-        A module that shares the model's parameters.
+        The module to call in training; it shares the model's parameters.
     """
     device = next(model.parameters()).device
     ids = [device] if device.type == "cuda" else None
@@ -40,8 +37,8 @@ def replicate(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     )
 
 
-def clear(parameters: Iterable[nn.Parameter]) -> None:
-    """Zero gradients where they are, in DDP's buckets."""
+def zero_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Zero gradients in place, in DDP's buckets."""
     gradients = [each.grad for each in parameters if each.grad is not None]
     if gradients:
         torch._foreach_zero_(gradients)

@@ -1,6 +1,6 @@
-"""The loss scale of fp16: gradients are multiplied by it until they are used, so that small ones stay above zero.
+"""Loss scaling for fp16: gradients are multiplied by a factor while they are computed, so that small ones stay nonzero.
 
-A step whose gradient overflows is left out and the scale halved; after 2,000 steps without one it doubles
+A step whose gradient overflows is skipped and the scale halved; after 2,000 steps without overflow it doubles
 (Micikevicius et al. 2018, arXiv:1710.03740).
 """
 
@@ -18,9 +18,9 @@ GROWTH_STEPS = 2000
 
 
 class LossScaler:
-    """The scale, and when it changes; without `enabled` it is 1 and stays so.
+    """The current scale; constant 1 unless `enabled`.
 
-    The same on every rank, as whether a step overflows is decided by the global norm of its gradient.
+    It is the same on every rank, because overflow is decided by the global gradient norm.
     """
 
     def __init__(self, enabled: bool) -> None:
@@ -36,7 +36,7 @@ class LossScaler:
             torch._foreach_mul_(held, 1.0 / self.scale)
 
     def update(self, overflowed: bool) -> None:
-        """A step is over."""
+        """Adjust the scale at the end of a step."""
         if not self.enabled:
             return
         self.steps = 0 if overflowed else self.steps + 1
@@ -46,11 +46,11 @@ class LossScaler:
             self.scale, self.steps = self.scale * 2, 0
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps; nothing if not `enabled`."""
+        """Tensors for a checkpoint; empty unless `enabled`."""
         if not self.enabled:
             return {}
         return {"scale": torch.tensor(self.scale), "_growth_tracker": torch.tensor(float(self.steps))}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Take over what `state()` gave."""
+        """Load what `state()` returned."""
         self.scale, self.steps = float(state["scale"]), int(state["_growth_tracker"])

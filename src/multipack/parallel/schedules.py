@@ -1,7 +1,6 @@
-"""torch's pipeline schedules over the stages of one rank: what `Pipeline` (pipeline.py) runs, steps and looks at.
+"""torch's pipeline schedules over the stages of one rank.
 
-What is torch's own, private in part, is met here alone: torch.distributed.pipelining, whose versions differ in how they
-learn shapes. Here they are told.
+All use of torch.distributed.pipelining, which is partly private API, is in this module.
 """
 
 from __future__ import annotations
@@ -23,21 +22,27 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
 )
 
+from multipack.parallel.engine import DeviceClock
 from multipack.parallel.parallel_config import Schedule
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 
+_SCHEDULES: dict[Schedule, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+}
+
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass of one micro-batch through one stage; waiting for its input is not in it.
+    """One pass of one micro-batch through one stage, without the wait for its input.
 
     Attributes:
         stage: number of the stage.
-        micro_batch: number of the micro-batch; −1 where a stage's gradients are reduced.
+        micro_batch: number of the micro-batch; −1 for the reduction of a stage's gradients.
         kind: of pass.
-        began: seconds since this rank began the step.
-        ended: likewise.
+        began, ended: seconds since this rank began the step.
     """
 
     stage: int
@@ -47,19 +52,19 @@ class Pass:
     ended: float
 
 
-class Run:
+class ScheduledRun:
     """A schedule over this rank's stages, for one number and one size of micro-batches.
 
-    Training and evaluation have one each: torch's buffers differ in whether they want gradients.
+    Training and evaluation have one each: torch's buffers differ in whether they require gradients.
 
     Args:
         stages: number → module; see `Pipeline`.
         group: the ranks of the pipeline.
-        schedule: in which order passes run.
+        schedule: order of passes.
         hidden: shape and dtype of what stages exchange.
-        micro_batches: how many; in evaluation any number.
+        micro_batches: their number; in evaluation any.
         device: where stages run.
-        clock: seconds, unless the device is a GPU.
+        clock: seconds; not used on GPUs.
         trains: whether there are backward passes.
     """
 
@@ -80,7 +85,7 @@ class Run:
         self.losses: dict[int, Tensor] = {}
         self.autocast: Autocast = nullcontext
         self.scale = 1.0
-        self._clock = clock
+        self.clock = DeviceClock(device, clock)
         self._marks: list[tuple[int, int, Any, Any, Any]] = []
         self._began: Any = None
         total = dist.get_world_size(group) * len(stages)
@@ -91,27 +96,22 @@ class Run:
             for number, module in stages.items()
         ]
         loss = self._scaled if trains else None  # without a loss torch's schedules run forward only
-        kinds: dict[Schedule, Any] = {
-            "gpipe": ScheduleGPipe,
-            "1f1b": Schedule1F1B,
-            "interleaved": ScheduleInterleaved1F1B,
-        }
-        kind = kinds[schedule]
+        kind = _SCHEDULES[schedule]
         if not trains:  # these take any number of micro-batches
             kind = ScheduleGPipe if len(held) == 1 else ScheduleLoopedBFS
         one_or_all: Any = held[0] if len(held) == 1 else held
         self._schedule = kind(one_or_all, micro_batches, loss_fn=loss, scale_grads=False)
 
     def step(self, batches: list[Any], autocast: Autocast, scale: float) -> list[float]:
-        """Run all passes; losses as `Pipeline.forward_backward` gives them."""
+        """Run all passes; returns the losses of `Pipeline.forward_backward`."""
         self.batches, self.autocast, self.scale = batches, autocast, scale
         self.losses, self._marks = {}, []
-        self._began = self.mark()
-        # The schedule cuts this into its elements: a stage gets the number of the micro-batch beside its input.
+        self._began = self.clock.mark()
+        # The schedule splits this into its elements: a stage gets the number of the micro-batch beside its input.
         numbers = torch.arange(self.count)
         try:
             self._schedule.step(number=numbers, target=numbers)
-        except RuntimeError as error:  # which torch makes of what a stage raises
+        except RuntimeError as error:  # torch wraps what a stage raises
             if isinstance(error.__cause__, ValueError):
                 raise error.__cause__ from None
             raise
@@ -119,41 +119,31 @@ class Run:
             self.batches = []
         return [float(self.losses.get(number, 0.0)) for number in range(self.count)]
 
-    def mark(self) -> Any:
-        """The present, for `passes`: on a GPU an event in its stream, as the host runs ahead of it."""
-        if self.device.type != "cuda":
-            return self._clock()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    def note(self, stage: int, micro_batch: int, kind: str, began: Any) -> None:
-        """A pass is over."""
-        self._marks.append((stage, micro_batch, kind, began, self.mark()))
+    def record(self, stage: int, micro_batch: int, kind: str, began: Any) -> None:
+        """Note that a pass has ended."""
+        self._marks.append((stage, micro_batch, kind, began, self.clock.mark()))
 
     def passes(self) -> list[Pass]:
         """The passes of the last step."""
+
+        def since(mark: Any) -> float:
+            return self.clock.seconds(self._began, mark)
+
         return [
-            Pass(stage, number, kind, self._since(began), self._since(ended))
+            Pass(stage, number, kind, since(began), since(ended))  # type: ignore[arg-type]
             for stage, number, kind, began, ended in self._marks
         ]
-
-    def _since(self, mark: Any) -> float:
-        if self.device.type != "cuda":
-            return float(mark - self._began)
-        mark.synchronize()
-        return float(self._began.elapsed_time(mark)) / 1000.0
 
     def _scaled(self, loss: Tensor, _: Tensor) -> Tensor:
         return (loss * self.scale).sum()
 
 
 class Stage(PipelineStage):
-    """torch's stage, which takes its batch from the run, and says what it sends and receives beforehand."""
+    """torch's stage, which takes its batch from the run and declares the shapes it sends and receives."""
 
     def __init__(
         self,
-        run: Run,
+        run: ScheduledRun,
         module: nn.Module,
         number: int,
         total: int,
@@ -175,19 +165,19 @@ class Stage(PipelineStage):
             output_args=(loss,) if number == total - 1 else (hidden,),
             group=group,
         )
-        self._run: Run = weakref.proxy(run)  # no cycle, so that buffers go as soon as the run does
+        self._run: ScheduledRun = weakref.proxy(run)  # no cycle: buffers are freed with the run
         self._receives = total - number if bounded else run.count
         self._receives_gradients = 2 if bounded else run.count
 
     def forward_maybe_with_nosync(self, *args: Tensor, number: Tensor) -> Tensor:
-        """The stage's module, called with the pack whose number came along."""
+        """Call the stage's module with the pack of this number."""
         index = int(number)
-        began = self._run.mark()
+        began = self._run.clock.mark()
         with self._run.autocast():
             output: Tensor = super().forward_maybe_with_nosync(self._run.batches[index], *args)  # type: ignore[no-untyped-call]
         if self.is_last:
             self._run.losses[index] = output.detach()
-            output = torch.stack([output])  # torch's schedules want a batch dimension that is no view
+            output = torch.stack([output])  # torch's schedules need a batch dimension that is not a view
         elif (tuple(output.shape), output.dtype) != self._run.hidden:
             raise ValueError(
                 f"stage {self.stage_index} of the pipeline gave {tuple(output.shape)} of {output.dtype}, and the next"
@@ -195,22 +185,22 @@ class Stage(PipelineStage):
             )
         else:
             output = output.contiguous()
-        self._run.note(self.stage_index, index, "forward", began)
+        self._run.record(self.stage_index, index, "forward", began)
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """As torch has it, timed."""
-        began = self._run.mark()
+        """torch's, timed."""
+        began = self._run.clock.mark()
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         if self.has_backward:
-            self._run.note(self.stage_index, bwd_chunk_id, "backward", began)
+            self._run.record(self.stage_index, bwd_chunk_id, "backward", began)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """As torch has it, timed; schedules that run forward only come here, too."""
+        """torch's, timed; forward-only schedules call it too."""
         if self.has_backward:
-            began = self._run.mark()
+            began = self._run.clock.mark()
             super().perform_reduce_grad(grad_scale_factor)
-            self._run.note(self.stage_index, -1, "reduce", began)
+            self._run.record(self.stage_index, -1, "reduce", began)
 
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
         made = min(num_microbatches, self._receives)

@@ -1,14 +1,14 @@
-"""ZeRO 1: ranks that hold the same parameters divide the optimizer's state and work (arXiv:1910.02054, stage "os").
+"""ZeRO 1: ranks that hold the same parameters divide optimizer state and steps (arXiv:1910.02054, stage "os").
 
     gradient (all-reduced)   A  B  C  D  E      the same on every rank
     rank 0 steps             A        D         and has optimizer state for these alone
     rank 1 steps                B  C     E
     broadcast                A  B  C  D  E      every rank has all new values
 
-A rank owns whole tensors, so that any optimizer can be divided, and what is computed is what one process computes. They
-are dealt by size, the largest first, each to the rank that has least: shares are even unless one tensor is larger than
-a share. torch's ZeroRedundancyOptimizer does the same for plain tensors, and fails on `DTensor`s (torch 2.13: they
-cannot be broadcast); here each rank of a group broadcasts its local part.
+A rank owns whole tensors, so that any optimizer can be divided and computes what one process computes. Tensors are
+assigned by size, the largest first, each to the rank with the least so far: shares are even unless one tensor is larger
+than a share. torch's ZeroRedundancyOptimizer does the same for plain tensors and fails on `DTensor`s (torch 2.13: they
+cannot be broadcast); here each rank broadcasts its local part.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from multipack.parallel.state import local
 
 BUCKET_BYTES = 64 * 2**20
-"""Most bytes of small tensors that are sent at once."""
+"""Largest size of small tensors that are broadcast together."""
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """An optimizer of which every rank steps its own tensors and gives the others their new values.
+    """An optimizer of which every rank steps its own tensors and broadcasts their new values.
 
-    `param_groups` are those of all parameters, as the factory made them, and are read at every step; `state` has
-    this rank's own tensors alone.
+    `param_groups` hold all parameters, as the factory made them, and are read at every step; `state` is that of this
+    rank's own tensors.
 
     Args:
         factory: makes the optimizer, from the names and tensors of all parameters.
-        parameters: by name; the same on every rank, or of `DTensor`s the same local parts.
+        parameters: by name; the same on every rank (of `DTensor`s the local parts).
         mesh: the ranks, in one dimension.
 
     Attributes:
-        owners: which rank of the mesh owns a parameter, by name; those that the optimizer does not train have none.
+        owners: rank of the mesh that owns a parameter, by name; parameters that the optimizer does not train have none.
     """
 
     def __init__(
@@ -58,26 +58,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._group, self._rank = mesh.get_group(), mesh.get_local_rank()
         stepped = {id(each) for group in self.param_groups for each in group["params"]}
         trained = {name: each for name, each in parameters.items() if id(each) in stepped}
-        self.owners = deal({name: local(each).numel() for name, each in trained.items()}, mesh.size())
+        self.owners = assign_owners(
+            {name: local(each).numel() for name, each in trained.items()}, mesh.size()
+        )
         self._owned: list[list[nn.Parameter]] = [[] for _ in range(mesh.size())]
         for name, parameter in trained.items():
             self._owned[self.owners[name]].append(parameter)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step this rank's tensors, then exchange; collective. Gradients stay as they are.
+        """Step this rank's tensors, then exchange values; collective. Gradients are not changed.
 
         Raises:
-            ValueError: a closure, which only optimizers that evaluate a loss again have a use for.
+            ValueError: a closure was given.
         """
         if closure is not None:
-            raise ValueError(
-                "a divided optimizer steps with the gradients that are there: hand in no closure"
-            )
+            raise ValueError("a sharded optimizer steps with the present gradients: pass no closure")
         others = [each for rank, held in enumerate(self._owned) if rank != self._rank for each in held]
         gradients = [each.grad for each in others]
         for parameter in others:
-            parameter.grad = None  # what an optimizer leaves as it is, without making state for it
+            parameter.grad = None  # optimizers skip parameters without gradients, and make no state for them
         try:
             self._updates.step()
         finally:
@@ -88,11 +88,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._broadcast(bucket, owner)
 
     def state_dict(self) -> dict[str, Any]:
-        """Settings of all groups, and the state of this rank's own tensors."""
+        """Settings of all parameter groups, and the state of this rank's own tensors."""
         return self._updates.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave on this rank."""
+        """Load what `state_dict` returned on this rank."""
         self._updates.load_state_dict(state_dict)
         self.param_groups, self.state = self._updates.param_groups, self._updates.state
 
@@ -109,10 +109,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 tensor.copy_(values.view_as(tensor))
 
 
-def deal(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """Which rank owns what: the largest first, each to the rank that has least, the first of several such.
+def assign_owners(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """Assign tensors to ranks: the largest first, each to the first rank with the least so far.
 
-    No rank has more than the mean and the largest together.
+    No rank has more than the mean plus the largest tensor.
     """
     loads, owners = [0] * ranks, {}
     for name in sorted(sizes, key=lambda name: -sizes[name]):
@@ -123,12 +123,12 @@ def deal(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
 
 
 def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Consecutive tensors of one dtype and device, in at most `BUCKET_BYTES`; a larger one by itself."""
+    """Runs of tensors of one dtype and device, at most `BUCKET_BYTES` each; a larger tensor is alone."""
     bucket: list[Tensor] = []
     held = 0
     for tensor in tensors:
-        alike = bucket and (bucket[0].dtype, bucket[0].device) == (tensor.dtype, tensor.device)
-        if bucket and (not alike or held + tensor.nbytes > BUCKET_BYTES):
+        fits = bucket and (bucket[0].dtype, bucket[0].device) == (tensor.dtype, tensor.device)
+        if bucket and (not fits or held + tensor.nbytes > BUCKET_BYTES):
             yield bucket
             bucket, held = [], 0
         bucket.append(tensor)

@@ -25,7 +25,7 @@ from multipack.data.documents import Documents
 from multipack.data.loader import PackedLoader
 from multipack.data.sampler import PackedBatchSampler
 from multipack.data.tokenizer import Tokenizer
-from multipack.parallel.engine import build_engine
+from multipack.parallel.build import build_engine
 from multipack.parallel.mesh import Mesh, build_mesh
 from multipack.parallel.readers import open_loader, opens_tokens
 from multipack.parallel.stages import fit_micro_batches

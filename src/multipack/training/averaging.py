@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multipack.parallel.engine import Engine
+from multipack.parallel.engine import ModelEngine
 from multipack.parallel.state import local
 from multipack.training.gradients import trainable
 from multipack.training.observer import Observer
@@ -41,7 +41,7 @@ class MovingAverage(Observer):
         self._means: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def after_step(self, step: int, engine: Engine, applied: bool) -> None:
+    def after_step(self, step: int, engine: ModelEngine, applied: bool) -> None:
         """Take the weights into the mean, unless the step was left out."""
         if not applied:
             return
@@ -52,12 +52,12 @@ class MovingAverage(Observer):
         if means:  # a stage of a pipeline may be frozen, and has none
             torch._foreach_lerp_(means, [local(weight).float() for weight in weights.values()], share)
 
-    def weightings(self, engine: Engine) -> Sequence[tuple[str, AbstractContextManager[None]]]:
+    def weightings(self, engine: ModelEngine) -> Sequence[tuple[str, AbstractContextManager[None]]]:
         """The mean, once there is one."""
         return [(self.suffix, self._swapped(engine))] if self.steps else []
 
     @contextmanager
-    def _swapped(self, engine: Engine) -> Iterator[None]:
+    def _swapped(self, engine: ModelEngine) -> Iterator[None]:
         """The model has the mean as its weights; after that its own, to the last bit."""
         weights = trainable(engine)
         means = self._means_like(weights)
@@ -109,7 +109,7 @@ class MovingAverage(Observer):
         """The means by parameters' names; empty before the first applied step."""
         return dict(self._means)
 
-    def blank(self, shapes: Mapping[str, tuple[int, ...]], engine: Engine) -> dict[str, Tensor]:
+    def blank(self, shapes: Mapping[str, tuple[int, ...]], engine: ModelEngine) -> dict[str, Tensor]:
         """See `Observer`: divided as the weights are."""
         weights = engine.state()["model"]
         return {

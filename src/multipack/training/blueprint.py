@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from multipack.models.compile import compile_blocks
 from multipack.models.decoder import PARALLEL_PLAN, Decoder, Part, initial_parameters
 from multipack.models.recompute import recompute_blocks, tile_layers
-from multipack.parallel.engine import Blueprint, frozen_stage
+from multipack.parallel.build import Blueprint, frozen_stage
 from multipack.parallel.stages import head_layers, split_layers
 from multipack.shapes import ModelShape
 from multipack.training.objective import Objective

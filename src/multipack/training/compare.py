@@ -15,7 +15,7 @@ from torch import Tensor
 from multipack.data.batch import PackedBatch
 from multipack.data.collate import PackedCollator, PaddedCollator
 from multipack.data.documents import Documents
-from multipack.parallel.engine import Engine
+from multipack.parallel.engine import ModelEngine
 from multipack.planning.plan import LossWeighting, Plan
 
 
@@ -57,7 +57,7 @@ def padded_batches(
 
 
 def compare_with_padding(
-    engine: Engine,
+    engine: ModelEngine,
     documents: Documents,
     plan: Plan,
     *,
@@ -121,7 +121,7 @@ def compare_with_padding(
 
 
 @contextmanager
-def _loss_replaced(engine: Engine, loss: Callable[..., Tensor] | None) -> Iterator[None]:
+def _loss_replaced(engine: ModelEngine, loss: Callable[..., Tensor] | None) -> Iterator[None]:
     with engine.evaluating() as bare:
         model: Any = bare
     own = model.loss_function
@@ -132,7 +132,7 @@ def _loss_replaced(engine: Engine, loss: Callable[..., Tensor] | None) -> Iterat
         model.loss_function = own
 
 
-def _timed_step(engine: Engine, batches: Sequence[PackedBatch], clock: Callable[[], float]) -> float:
+def _timed_step(engine: ModelEngine, batches: Sequence[PackedBatch], clock: Callable[[], float]) -> float:
     engine.world.synchronize()
     began = clock()
     engine.forward_backward(batches, sum(batch.denominator for batch in batches))

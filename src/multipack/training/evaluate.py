@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import islice
 
 from multipack.data.loader import PackedLoader
-from multipack.parallel.engine import Engine
+from multipack.parallel.engine import ModelEngine
 
 
-def validation_loss(engine: Engine, loader: PackedLoader, packs: int, micro_batches: int = 1) -> float:
+def validation_loss(engine: ModelEngine, loader: PackedLoader, packs: int, micro_batches: int = 1) -> float:
     """Mean loss over the validation packs, every rank taking its own; weighted as the packs are.
 
     That is the mean over their target tokens or, where packs have weights, over their documents.

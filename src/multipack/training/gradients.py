@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multipack.parallel.engine import Engine
+from multipack.parallel.engine import ModelEngine
 from multipack.training.observer import Observer
 
 
-def trainable(engine: Engine) -> dict[str, Tensor]:
+def trainable(engine: ModelEngine) -> dict[str, Tensor]:
     """The live parameters that have a gradient, by name."""
     return {name: tensor for name, tensor in engine.parameters.items() if tensor.requires_grad}
 
@@ -36,7 +36,7 @@ class LayerNorms(Observer):
     )
 
     @torch.no_grad()
-    def gradient(self, step: int, engine: Engine) -> Mapping[str, float]:
+    def gradient(self, step: int, engine: ModelEngine) -> Mapping[str, float]:
         """Both norms of every layer that is trained."""
         held = {name: tensor for name, tensor in trainable(engine).items() if tensor.grad is not None}
         gradients = engine.squared_norms(
@@ -101,7 +101,7 @@ class GradientNoise(Observer):
         self._small = None
 
     @torch.no_grad()
-    def micro_batch(self, index: int, engine: Engine, own: float, whole: float) -> None:
+    def micro_batch(self, index: int, engine: ModelEngine, own: float, whole: float) -> None:
         """The small batch: this rank's gradient, before any other is added to it.
 
         Args:
@@ -119,7 +119,7 @@ class GradientNoise(Observer):
             self._small = (_squared_norm(engine) / (scale * own) ** 2, 1.0 / own)
 
     @torch.no_grad()
-    def gradient(self, step: int, engine: Engine) -> Mapping[str, float]:
+    def gradient(self, step: int, engine: ModelEngine) -> Mapping[str, float]:
         """Take this step into the running means.
 
         Raises:
@@ -169,6 +169,6 @@ def needs_two_micro_batches(micro_batches: int) -> str:
     )
 
 
-def _squared_norm(engine: Engine) -> float:
+def _squared_norm(engine: ModelEngine) -> float:
     gradients = [tensor.grad for tensor in trainable(engine).values() if tensor.grad is not None]
     return float(_norms(gradients).square().sum()) if gradients else 0.0

@@ -19,7 +19,7 @@ from multipack.data.sampler import PackedBatchSampler
 from multipack.models.decoder import Decoder, Part
 from multipack.models.preference import PreferenceDecoder, preference_metrics
 from multipack.ops.loss import training_loss
-from multipack.parallel.engine import Engine
+from multipack.parallel.engine import ModelEngine
 from multipack.shapes import ModelShape
 from multipack.training.observer import Observer
 from multipack.training.preference import PreferenceMetrics, with_reference
@@ -63,7 +63,7 @@ class Objective(ABC):
 
     def views(
         self,
-        engine: Engine,
+        engine: ModelEngine,
         dtype: torch.dtype,
         capacity: int,
         pad_to: int | None,
@@ -76,11 +76,11 @@ class Objective(ABC):
     def collator(self, sampler: PackedBatchSampler, pad_to: int | None) -> Collator:
         """Makes a batch of a pack's documents."""
 
-    def observers(self, engine: Engine) -> list[Observer]:
+    def observers(self, engine: ModelEngine) -> list[Observer]:
         """What this objective adds to a step's record."""
         return []
 
-    def evaluated(self, engine: Engine) -> dict[str, float]:
+    def evaluated(self, engine: ModelEngine) -> dict[str, float]:
         """Metrics of the validation packs that were just run, over all ranks."""
         return {}
 
@@ -141,7 +141,7 @@ class Preferences(Objective):
 
     def views(
         self,
-        engine: Engine,
+        engine: ModelEngine,
         dtype: torch.dtype,
         capacity: int,
         pad_to: int | None,
@@ -167,16 +167,16 @@ class Preferences(Objective):
         pad_id, multiple = self.corpus.tokenizer.end_id or 0, self.config.parallel.token_multiple
         return PreferenceCollator.of(sampler, pad_to, pad_id, multiple)
 
-    def observers(self, engine: Engine) -> list[Observer]:
+    def observers(self, engine: ModelEngine) -> list[Observer]:
         """Rewards of the step's pairs."""
         return [PreferenceMetrics(_decoder(engine))]
 
-    def evaluated(self, engine: Engine) -> dict[str, float]:
+    def evaluated(self, engine: ModelEngine) -> dict[str, float]:
         """Rewards of the validation pairs."""
         return preference_metrics(engine.world.sum(_decoder(engine).take_tally(training=False)), "val_")
 
 
-def _decoder(engine: Engine) -> PreferenceDecoder:
+def _decoder(engine: ModelEngine) -> PreferenceDecoder:
     """The decoder that the engine runs; ranks that divide it all count its pairs, which means do not notice."""
     (decoder,) = engine.modules
     return cast(PreferenceDecoder, decoder)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from multipack.parallel.engine import Engine
+from multipack.parallel.engine import ModelEngine
 from multipack.parallel.state import Source
 
 Verdict = Literal["apply", "skip"]
@@ -39,7 +39,7 @@ class Observer:
     def before_step(self, step: int) -> None:
         """`step` (from 1) begins: its batches are not yet taken."""
 
-    def micro_batch(self, index: int, engine: Engine, own: float, whole: float) -> None:
+    def micro_batch(self, index: int, engine: ModelEngine, own: float, whole: float) -> None:
         """Micro-batch `index`, not the last one, has been through its backward pass: gradients are this rank's own.
 
         Args:
@@ -49,7 +49,7 @@ class Observer:
             whole: the step's denominator.
         """
 
-    def gradient(self, step: int, engine: Engine) -> Mapping[str, float]:
+    def gradient(self, step: int, engine: ModelEngine) -> Mapping[str, float]:
         """The step's gradient is whole and not yet clipped. Returns metrics for the step's record."""
         return {}
 
@@ -61,7 +61,7 @@ class Observer:
         """
         return "apply"
 
-    def after_step(self, step: int, engine: Engine, applied: bool) -> None:
+    def after_step(self, step: int, engine: ModelEngine, applied: bool) -> None:
         """The weights are those after `step`, which was applied or left out."""
 
     def record(self, values: Mapping[str, float]) -> None:
@@ -70,7 +70,7 @@ class Observer:
     def sample(self, step: int, text: str) -> None:
         """What the model wrote at an evaluation; on rank 0 only."""
 
-    def weightings(self, engine: Engine) -> Sequence[tuple[str, AbstractContextManager[None]]]:
+    def weightings(self, engine: ModelEngine) -> Sequence[tuple[str, AbstractContextManager[None]]]:
         """More weights to evaluate with: a suffix for `val_loss`, and a context in which the model has them."""
         return []
 
@@ -89,7 +89,7 @@ class Observer:
         """What a checkpoint keeps, as tensors."""
         return {}
 
-    def blank(self, shapes: Mapping[str, tuple[int, ...]], engine: Engine) -> dict[str, Tensor]:
+    def blank(self, shapes: Mapping[str, tuple[int, ...]], engine: ModelEngine) -> dict[str, Tensor]:
         """Tensors for `load_tensors` that a checkpoint's values are copied into: on this rank, as far as it needs them.
 
         Args:
@@ -126,12 +126,12 @@ class Observers:
         for observer in self._all:
             observer.before_step(step)
 
-    def micro_batch(self, index: int, engine: Engine, own: float, whole: float) -> None:
+    def micro_batch(self, index: int, engine: ModelEngine, own: float, whole: float) -> None:
         """See `Observer`."""
         for observer in self._all:
             observer.micro_batch(index, engine, own, whole)
 
-    def gradient(self, step: int, engine: Engine) -> dict[str, float]:
+    def gradient(self, step: int, engine: ModelEngine) -> dict[str, float]:
         """Metrics of all."""
         return {
             name: value for observer in self._all for name, value in observer.gradient(step, engine).items()
@@ -142,7 +142,7 @@ class Observers:
         verdicts = [observer.judge(step, loss, grad_norm) for observer in self._all]
         return "skip" if "skip" in verdicts else "apply"
 
-    def after_step(self, step: int, engine: Engine, applied: bool) -> None:
+    def after_step(self, step: int, engine: ModelEngine, applied: bool) -> None:
         """See `Observer`."""
         for observer in self._all:
             observer.after_step(step, engine, applied)
@@ -157,7 +157,7 @@ class Observers:
         for observer in self._all:
             observer.sample(step, text)
 
-    def weightings(self, engine: Engine) -> list[tuple[str, AbstractContextManager[None]]]:
+    def weightings(self, engine: ModelEngine) -> list[tuple[str, AbstractContextManager[None]]]:
         """The run's own weights, and those of all observers."""
         return [
             ("", nullcontext()),
@@ -187,7 +187,7 @@ class Observers:
             for name, tensor in observer.tensors().items()
         }
 
-    def load_tensors(self, source: Source, engine: Engine) -> None:
+    def load_tensors(self, source: Source, engine: ModelEngine) -> None:
         """Take over what a checkpoint has kept of `tensors()`, on any mesh; an observer that is new begins anew."""
         saved = source.shapes("observers")
         for observer in self._all:

@@ -30,8 +30,8 @@ from multipack.data.preference import PreferenceCollator, PreferencePairs
 from multipack.data.sampler import PackedBatchSampler
 from multipack.data.tokenizer import Tokenizer
 from multipack.models.preference import PreferenceDecoder, preference_metrics
-from multipack.parallel.base import weights_hash
-from multipack.parallel.engine import Engine
+from multipack.parallel.engine import ModelEngine
+from multipack.parallel.materialize import weights_hash
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.world import World
 from multipack.training.initial import begin_from, fit_vocabulary, initial_weights
@@ -59,7 +59,7 @@ class Reference:
 
 def with_reference(
     config: PreferenceConfig,
-    engine: Engine,
+    engine: ModelEngine,
     views: Sequence[Documents],
     tokenizer: Tokenizer,
     folder: Path,
@@ -281,6 +281,6 @@ class PreferenceMetrics(Observer):
     def __init__(self, decoder: PreferenceDecoder) -> None:
         self._decoder = decoder
 
-    def gradient(self, step: int, engine: Engine) -> Mapping[str, float]:
+    def gradient(self, step: int, engine: ModelEngine) -> Mapping[str, float]:
         """Means over the pairs of this step, on all ranks."""
         return preference_metrics(engine.world.sum(self._decoder.take_tally()))

@@ -13,7 +13,7 @@ from multipack.atomic import write_atomically
 from multipack.data.corpus import Corpus
 from multipack.data.header import CHAT_TEMPLATE
 from multipack.data.loader import PackedLoader
-from multipack.parallel.engine import Engine
+from multipack.parallel.engine import ModelEngine
 from multipack.parallel.state import local
 from multipack.parallel.world import World
 from multipack.planning.cost import CostModel
@@ -73,7 +73,7 @@ class Session:
     feed: Steps
     validation: PackedLoader | None
     validation_packs: int
-    engine: Engine
+    engine: ModelEngine
     steps: int
     peak_flops: float
     clock: Callable[[], float]

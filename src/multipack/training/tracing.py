@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from multipack.parallel.engine import Engine
+from multipack.parallel.engine import ModelEngine
 from multipack.training.observer import Observer
 
 
@@ -64,7 +64,7 @@ class Trace(Observer):
         self._step.enter_context(record_function(f"step {step}"))
         self._traced.append(step)
 
-    def after_step(self, step: int, engine: Engine, applied: bool) -> None:
+    def after_step(self, step: int, engine: ModelEngine, applied: bool) -> None:
         """Write the trace after the last step that is traced."""
         self._step.close()
         if self._steps == self._last:

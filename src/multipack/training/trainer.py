@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from multipack.models.decoder import Decoder
-from multipack.parallel.base import StepResult
+from multipack.parallel.engine import StepResult
 from multipack.parallel.ranks import find_ranks
 from multipack.parallel.world import connected
 from multipack.planning.report import report
@@ -175,7 +175,6 @@ def _step(
     result = engine.forward_backward(data.micro_batches, data.denominator, watch)
     loss_sum, slots = _agree(session, data, result, stop)
     middle = clock()
-    engine.unscale()
     found = observers.gradient(number, engine)
     norm = engine.clip(config.optimizer.clip)
     applied = _may_apply(session, data, loss_sum, norm)
