@@ -1,7 +1,7 @@
-"""Files and folders that appear whole or not at all, whatever kills their writer.
+"""Files and folders that appear as a whole or not at all, also if their writer is killed.
 
 atomic_folder(store)      .store.1f3a9c.partial/ …  ──fsync, rename──▶  store/
-killed in the middle      .store.1f3a9c.partial/    swept away by the next writer of the same path
+killed while writing      .store.1f3a9c.partial/    removed by the next writer of the same path
 """
 
 from __future__ import annotations
@@ -16,37 +16,53 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PARTIAL = ".partial"
-"""Suffix of what is still being written; nothing with it ever loads."""
+"""Suffix of files and folders that are being written; none of them is ever read."""
 
 _WRITER = "writer.lock"
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that `path` holds the old content or the new one, never a part."""
+def write_atomically(path: Path, content: bytes, exclusive: bool = False) -> None:
+    """Write a file so that `path` has the old content or the new one, never a part of it.
+
+    Args:
+        path: its folder is created if needed.
+        content: of the file.
+        exclusive: fail if there is a file already.
+
+    Raises:
+        FileExistsError: with `exclusive`, of several writers all but the first.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
+    partial = partial_path(path)
     try:
         with open(partial, "xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(partial, path)
-    except BaseException:
+        if exclusive:
+            os.link(partial, path)
+        else:
+            os.replace(partial, path)
+    finally:
         partial.unlink(missing_ok=True)
-        raise
     sync_folder(path.parent)
+
+
+def partial_path(path: Path) -> Path:
+    """A new name beside `path` for what will become `path`."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
 
 
 @contextmanager
 def atomic_folder(path: Path, replace: bool = False) -> Iterator[Path]:
-    """A new folder beside `path` to write into, which becomes `path` when the block ends well.
+    """A new folder beside `path` that becomes `path` when the block ends without an exception.
 
-    Whoever writes the files syncs them; the folder itself is synced here. After an exception, or a kill,
-    `path` is as it was before.
+    The block syncs the files that it writes; the folder itself is synced here. After an exception or a kill `path` is
+    as it was before.
 
     Args:
         path: the folder to make.
-        replace: put it in the place of a folder that exists.
+        replace: replace a folder that exists.
 
     Raises:
         FileExistsError: `path` exists, is not an empty folder, and `replace` is not set.
@@ -55,53 +71,56 @@ def atomic_folder(path: Path, replace: bool = False) -> Iterator[Path]:
     sweep(path)
     if not (replace or is_free(path)):
         raise FileExistsError(errno.EEXIST, "already exists", str(path))
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
+    partial = partial_path(path)
     partial.mkdir()
     try:
         with open(partial / _WRITER, "wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield partial
             (partial / _WRITER).unlink()
-            sync_folder(partial)
-            _move_into_place(partial, path, replace)
+            move_into_place(partial, path, replace)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    sync_folder(path.parent)
 
 
 def is_free(path: Path, leftovers: bool = False) -> bool:
-    """Whether there is nothing at `path`, or an empty folder; with `leftovers`, one with what killed writers left."""
+    """Whether `path` does not exist or is an empty folder; with `leftovers`, what killed writers left is ignored."""
     if not path.is_dir():
         return not path.exists()
     return all(leftovers and entry.name.endswith(PARTIAL) for entry in path.iterdir())
 
 
-def _move_into_place(partial: Path, path: Path, replace: bool) -> None:
+def move_into_place(partial: Path, path: Path, replace: bool) -> None:
+    """Give a complete folder its name, with `replace` also if there is another one of that name; see `sweep`."""
+    sync_folder(partial)
     if not replace or is_free(path):
-        os.rename(partial, path)  # fails if something has come to be there meanwhile
-        return
-    old = path.with_name(f".{path.name}.{secrets.token_hex(4)}.old")
-    os.rename(path, old)
-    try:
+        # Fails if another process has made a folder of this name meanwhile.
         os.rename(partial, path)
-    except BaseException:
-        os.rename(old, path)
-        raise
-    shutil.rmtree(old)
+    else:
+        old = path.with_name(f".{path.name}.{secrets.token_hex(4)}.old")
+        os.rename(path, old)
+        try:
+            os.rename(partial, path)
+        except BaseException:
+            os.rename(old, path)
+            raise
+        shutil.rmtree(old)
+    sync_folder(path.parent)
 
 
 def sweep(path: Path) -> None:
     """Remove what killed writers of `path` left beside it, and restore what they were about to replace.
 
-    Writers still at work are left alone.
+    Folders of writers that still run, which hold a lock, stay.
     """
-    for old in path.parent.glob(f".{_glob_safe(path.name)}.*.old"):
+    name = "".join(f"[{character}]" if character in "*?[" else character for character in path.name)
+    for old in path.parent.glob(f".{name}.*.old"):
         if path.exists():
             shutil.rmtree(old)
         else:
             os.rename(old, path)
-    for partial in path.parent.glob(f".{_glob_safe(path.name)}.*{PARTIAL}"):
+    for partial in path.parent.glob(f".{name}.*{PARTIAL}"):
         if not partial.is_dir():
             continue
         with suppress(FileNotFoundError, BlockingIOError):
@@ -112,12 +131,8 @@ def sweep(path: Path) -> None:
             shutil.rmtree(partial)
 
 
-def _glob_safe(name: str) -> str:
-    return "".join(f"[{character}]" if character in "*?[" else character for character in name)
-
-
 def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` survive a power cut."""
+    """Write a folder's list of names to disk, so that it survives a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

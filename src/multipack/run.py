@@ -1,16 +1,14 @@
-"""What a run directory holds. Training writes it; reports, resume and generation read it.
+"""Layout of a run directory. Training writes it; reports, resume, generation and export read it.
 
     RUN/
       config.yaml       the resolved configuration; `multipack train config=RUN/config.yaml` starts such a run anew
-      metrics.jsonl     a record a step and evaluation, full precision
-      samples.txt       what the model wrote at evaluations
-      cost.json         what documents cost, where it was measured; trace.json where train.profile asked for one
+      metrics.jsonl     one record per step and evaluation, in full precision
+      samples.txt       generated text of evaluations
+      trace.json        with train.profile; reference.safetensors with preference pairs
       checkpoints/
         latest          the name of the newest complete checkpoint
         best            the name of the one with the lowest validation loss
-        step-00000100/  {model,optimizer,observers,rng}.safetensors state.json config.yaml tokenizer.json, and
-                        chat_template.json of chats, cost.json; observers only where one keeps tensors. A group that
-                        ranks divide is a folder, shard-0000N.safetensors and index.json; .complete is written last
+        step-00000100/  see training/checkpoint.py
 
 Files whose names begin with a dot are being written.
 """
@@ -28,7 +26,7 @@ from multipack.atomic import is_free, write_atomically
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """Paths of a run, and the few ways in which they come to be."""
+    """Paths of a run, and how its directory and pointers are made."""
 
     path: Path
 
@@ -39,7 +37,7 @@ class RunDirectory:
 
     @property
     def metrics(self) -> Path:
-        """One JSON record a line."""
+        """One JSON record per line."""
         return self.path / "metrics.jsonl"
 
     @property
@@ -54,13 +52,18 @@ class RunDirectory:
 
     @property
     def latest(self) -> Path:
-        """File that names the newest complete checkpoint."""
+        """File with the name of the newest complete checkpoint."""
         return self.checkpoints / "latest"
 
     @property
     def best(self) -> Path:
-        """File that names the complete checkpoint with the lowest validation loss."""
+        """File with the name of the complete checkpoint with the lowest validation loss."""
         return self.checkpoints / "best"
+
+    @property
+    def has_checkpoints(self) -> bool:
+        """Whether there is a checkpoint, complete or not, that a run which begins again would lose."""
+        return self.latest.is_file() or any(self.checkpoints.glob("step-*"))
 
     @classmethod
     def at(cls, path: str | Path) -> RunDirectory:
@@ -68,10 +71,10 @@ class RunDirectory:
         return cls(Path(path))
 
     def check_free(self) -> None:
-        """Refuse a directory that holds something already.
+        """Check that a new run may take this directory.
 
         Raises:
-            FileExistsError: the message says how to go on.
+            FileExistsError: it is not empty; the message says how to continue the run in it.
         """
         if not is_free(self.path, leftovers=True):
             raise FileExistsError(
@@ -79,47 +82,47 @@ class RunDirectory:
                 " or choose another out="
             )
 
-    def point_to(self, checkpoint: Path, pointer: Path | None = None) -> None:
-        """Let `latest` (or `best`) name `checkpoint`: a run that resumes from an older one abandons what came after."""
-        write_atomically(pointer or self.latest, f"{checkpoint.name}\n".encode())
-
     def create(self, config_yaml: str) -> None:
-        """Make the directory for a new run; see `check_free`."""
+        """Make the directory of a new run; of several processes that try, one succeeds. See `check_free`."""
         self.check_free()
-        # The configuration comes first: a process killed here leaves nothing that has a name, or a run.
-        write_atomically(self.config, config_yaml.encode())
+        # The configuration comes first: a process killed before it leaves no run.
+        write_atomically(self.config, config_yaml.encode(), exclusive=True)
         self.checkpoints.mkdir(exist_ok=True)
+
+    def point_to(self, checkpoint: Path, pointer: Path | None = None) -> None:
+        """Let `latest` (or another pointer) name `checkpoint`."""
+        write_atomically(pointer or self.latest, f"{checkpoint.name}\n".encode())
 
     def latest_checkpoint(self) -> Path:
         """The folder of the newest complete checkpoint.
 
         Raises:
-            FileNotFoundError: this is no run directory, or it has no checkpoint so far.
+            FileNotFoundError: this is no run directory, it has no checkpoint, or `latest` names one that is gone.
         """
         if not self.config.is_file():
             raise FileNotFoundError(f"{self.path} is not a run directory: it has no config.yaml")
-        if not self.latest.is_file():
-            raise FileNotFoundError(
-                f"{self.path} has no complete checkpoint; start the run anew with another out="
-            )
-        return self.checkpoints / self.latest.read_text(encoding="utf-8").strip()
+        return self._named(self.latest, "start the run anew with another out=")
 
     def best_checkpoint(self) -> Path:
         """The folder of the checkpoint with the lowest validation loss.
 
         Raises:
-            FileNotFoundError: none is known: the run never evaluated, or the checkpoint is gone.
+            FileNotFoundError: the run was never evaluated (train.eval_every), or the checkpoint is gone.
         """
-        name = self.best.read_text(encoding="utf-8").strip() if self.best.is_file() else ""
-        if not name or not (self.checkpoints / name).is_dir():
-            raise FileNotFoundError(
-                f"{self.path} has no best checkpoint: it was never evaluated (train.eval_every), or the checkpoint"
-                " is gone; take the latest"
-            )
-        return self.checkpoints / name
+        return self._named(self.best, "it was never evaluated (train.eval_every); take the latest")
+
+    def _named(self, pointer: Path, without: str) -> Path:
+        name = pointer.read_text(encoding="utf-8", errors="replace").strip() if pointer.is_file() else ""
+        if name and (self.checkpoints / name).is_dir():
+            return self.checkpoints / name
+        found = sorted(path.name for path in self.checkpoints.glob("step-*"))
+        advice = f"name one of {', '.join(found[-3:])} in {self.checkpoints}" if found else without
+        raise FileNotFoundError(
+            f"{self.path} has no complete checkpoint that checkpoints/{pointer.name} names: {advice}"
+        )
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """The records of metrics.jsonl in order; a last line that was cut short is left out."""
+        """The records of metrics.jsonl in order, without a last line that was cut short."""
         if not self.metrics.exists():
             return
         for line in self.metrics.read_text(encoding="utf-8").splitlines():
@@ -131,16 +134,14 @@ class RunDirectory:
 
 def config_yaml(config: Any) -> str:
     """A configuration (any dataclass of dataclasses) as the YAML that `config=FILE` reads back."""
-    from omegaconf import OmegaConf  # only where a configuration is written or read
+    # Imported where it is needed: most users of this module only need paths.
+    from omegaconf import OmegaConf
 
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
 def find_run(path: str | Path) -> tuple[RunDirectory, Path | None]:
-    """A run directory, or one of its checkpoints, from a path that the user gave.
-
-    Returns:
-        (run, checkpoint): checkpoint is None when the path names the run itself.
+    """The run directory that a path names, and the checkpoint if it names one of its checkpoints.
 
     Raises:
         FileNotFoundError: the path is neither.

@@ -17,9 +17,9 @@ from multipack.parallel.mesh import Mesh
 from multipack.parallel.state import local, piece_of
 from multipack.run import RunDirectory, config_yaml
 from multipack.shapes import ModelShape
-from multipack.training import sharded, trainer
+from multipack.training import checkpoint_tensors, trainer
 from multipack.training.averaging import MovingAverage
-from multipack.training.checkpoint import load_checkpoint, save_checkpoint
+from multipack.training.checkpoint import CheckpointWriter, Content, load_checkpoint
 from multipack.training.export import export
 from multipack.training.initial import begin_from, initial_weights
 from multipack.training.observer import Observers
@@ -50,9 +50,8 @@ def _averaged(world, path, sizes):
     _advance(engine, average, 3)
     means = {f"average.{name}": tensor for name, tensor in average.tensors().items()}
     run = RunDirectory(path)
-    save_checkpoint(
-        run, 3, {"model": dict(engine.parameters), "observers": means}, {}, {}, {}, 0, world=world
-    )
+    tensors = {"model": dict(engine.parameters), "observers": means}
+    CheckpointWriter(run, world, 0).save(Content(3, tensors, {}, {}))
     grid = init_device_mesh("cpu", sizes)
     source = load_checkpoint(run.latest_checkpoint()).source
     other = Weights(
@@ -97,7 +96,7 @@ def _save_decoder(world, path, files):
     model = {
         name: distribute_tensor(each, line, [Shard(0)]) for name, each in Decoder(SHAPE).named_parameters()
     }
-    save_checkpoint(RunDirectory(path), 7, {"model": model, "optimizer": {}}, {}, {}, files, 0, world=world)
+    CheckpointWriter(RunDirectory(path), world, 0).save(Content(7, {"model": model}, {}, files))
 
 
 def test_a_checkpoint_in_pieces_is_exported_to_one_file_and_begins_a_run(pools, tmp_path, monkeypatch):
@@ -116,7 +115,7 @@ def test_a_checkpoint_in_pieces_is_exported_to_one_file_and_begins_a_run(pools, 
         for name, tensor in state.items():
             assert torch.equal(tensor, expected[name]), name
     read = []
-    monkeypatch.setattr(sharded, "read_whole", lambda index, name, where: read.append(name))
+    monkeypatch.setattr(checkpoint_tensors.TensorFiles, "tensor", lambda self, group, name: read.append(name))
     state, _ = begin_from(initial_weights(run.path), SHAPE, byte_tokenizer())
     assert not read  # nothing before it is asked for, and then that alone
     _ = state["norm.weight"]
@@ -165,7 +164,7 @@ def test_a_run_goes_on_with_the_same_losses_on_other_meshes(pools, words, tmp_pa
     assert found["val_loss_ema"][6] == pytest.approx(expected["val_loss_ema"][6], abs=1e-5)
     last = [load_checkpoint(RunDirectory(out).latest_checkpoint()) for out in (whole, parts)]
     for group in ("model", "observers"):
-        one, other = (checkpoint.whole(group) for checkpoint in last)
+        one, other = (checkpoint.source.whole(group) for checkpoint in last)
         for name, tensor in one.items():
             torch.testing.assert_close(other[name], tensor, rtol=0, atol=2e-5)
 

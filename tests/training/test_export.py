@@ -22,7 +22,7 @@ from multipack.models.generate import single_document
 from multipack.parallel.world import World
 from multipack.run import RunDirectory, config_yaml
 from multipack.shapes import ModelShape
-from multipack.training.checkpoint import gather_rng, save_checkpoint
+from multipack.training.checkpoint import CheckpointWriter, Content
 from multipack.training.export import export
 from multipack.training.inference import load_run, load_template
 from multipack.training.initial import initial_weights
@@ -69,7 +69,7 @@ def run(tmp_path):
             )
             files[CHAT_TEMPLATE] = made.to_json()
         state = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        save_checkpoint(run, 7, {"model": state, "optimizer": {}}, {}, gather_rng(World()), files, keep=0)
+        CheckpointWriter(run, World(), 0).save(Content(7, {"model": state}, {}, files))
         return run.path, model.eval()
 
     return make

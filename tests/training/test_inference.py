@@ -49,8 +49,9 @@ def model():
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A run's directory with one checkpoint: initial weights, written as the trainer writes them."""
+    from multipack.parallel.world import World
     from multipack.run import RunDirectory, config_yaml
-    from multipack.training.checkpoint import save_checkpoint
+    from multipack.training.checkpoint import CheckpointWriter, Content
     from multipack.training.run_config import compose_run
 
     run = RunDirectory(tmp_path_factory.mktemp("runs") / "a")
@@ -63,7 +64,7 @@ def trained(tmp_path_factory):
     )
     files = {"config.yaml": text, "tokenizer.json": chat_tokenizer().to_json()}
     state = {"model": dict(weights.named_parameters()), "optimizer": {"none": torch.zeros(1)}}
-    save_checkpoint(run, 1, state, {}, {"rank-0.cpu": torch.get_rng_state()}, files, keep=0)
+    CheckpointWriter(run, World(), 0).save(Content(1, state, {}, files))
     return run.path
 
 

@@ -16,7 +16,7 @@ from multipack.models.hf import config_of, to_huggingface
 from multipack.parallel.world import World
 from multipack.run import RunDirectory, config_yaml
 from multipack.shapes import ModelShape
-from multipack.training.checkpoint import gather_rng, save_checkpoint
+from multipack.training.checkpoint import CheckpointWriter, Content
 from multipack.training.initial import (
     Initial,
     begin_from,
@@ -61,7 +61,7 @@ def run(tmp_path, model):
             tensors["observers"] = {
                 f"average.{name}": tensor / 4 for name, tensor in state.items() if "norm" not in name
             }
-        save_checkpoint(run, step, tensors, {}, gather_rng(World()), files, keep=0, best=step == 4)
+        CheckpointWriter(run, World(), 0).save(Content(step, tensors, {}, files, best=step == 4))
     return run
 
 

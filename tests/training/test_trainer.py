@@ -111,7 +111,7 @@ def test_a_run_learns_prints_and_leaves_its_directory(words, tmp_path, capsys):
     ]
     assert RunDirectory(out).best_checkpoint().name == "step-00000024"
     assert {path.name for path in RunDirectory(out).latest_checkpoint().iterdir()} == {
-        *["model.safetensors", "optimizer.safetensors", "rng.safetensors"],
+        *["tensors", ".complete"],
         *["state.json", "config.yaml", "tokenizer.json"],
     }
 
@@ -395,7 +395,9 @@ def test_weights_that_are_not_finite_are_never_saved(words, tmp_path):
     with pytest.raises(NonFiniteLoss, match="not finite"):
         train(compose([*wild, f"out={out}"]))
     for path in (out / "checkpoints").glob("step-*"):
-        assert all(torch.isfinite(weight).all() for weight in load_checkpoint(path).whole("model").values())
+        assert all(
+            torch.isfinite(weight).all() for weight in load_checkpoint(path).source.whole("model").values()
+        )
 
 
 def test_evaluation_leaves_the_random_numbers_alone(words, tmp_path):

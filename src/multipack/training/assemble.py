@@ -229,7 +229,7 @@ def _run_and_checkpoint(config: Config) -> tuple[RunDirectory, Checkpoint | None
     if config.train.resume == "false":
         return RunDirectory.at(config.out), None
     run, path = find_run(config.out if config.train.resume == "true" else config.train.resume)
-    if path is None and not run.latest.is_file():
+    if path is None and not run.has_checkpoints:
         return run, None  # stopped before its first checkpoint: it begins again
     return run, load_checkpoint(path or run.latest_checkpoint())
 

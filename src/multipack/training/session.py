@@ -25,16 +25,15 @@ from multipack.training.checkpoint import (
     Checkpoint,
     CheckpointWriter,
     Content,
-    gather_rng,
     name_of,
     restore_rng,
 )
 from multipack.training.feed import Steps
-from multipack.training.ledger import NOTHING, Ledger
 from multipack.training.metrics import Prediction, RunningLoss
 from multipack.training.objective import Objective
 from multipack.training.observer import Observers, RunStopped
 from multipack.training.precision import mean_peak, resolve_dtype
+from multipack.training.run_log import RunLog
 
 if TYPE_CHECKING:
     from multipack.training.run_config import Config
@@ -89,7 +88,7 @@ class Session:
     ending: str = ""
     interrupted: bool = False
     chat_template: str = ""
-    ledger: Ledger | None = None
+    ledger: RunLog | None = None
     notes: list[str] = field(default_factory=list)
     writer: CheckpointWriter = field(init=False)
 
@@ -123,7 +122,7 @@ class Session:
             self.observers.load_state(checkpoint.progress.get("observers", {}))
             self.observers.load_tensors(checkpoint.source, self.engine)
             self.notes += self.running.weigh(train.loss_weighting)
-            if not restore_rng(self.world, checkpoint.rng):
+            if not restore_rng(self.world, checkpoint.source):
                 self.notes.append(
                     "some ranks are new: their dropout starts from the seed, not from the checkpoint"
                 )
@@ -136,12 +135,10 @@ class Session:
             self.run.create(self._saved_config())
         for name, text in cost_files(self.cost_model).items():
             write_atomically(self.run.path / name, text.encode())
-        self.ledger = Ledger(self.run)
+        self.ledger = RunLog(self.run)
         if self.config.train.resume == "false":
             return
-        marks = checkpoint.progress["marks"] if checkpoint else {"metrics": NOTHING, "samples": NOTHING}
-        self.ledger.check(marks)
-        self.ledger.cut(marks)
+        self.ledger.cut(checkpoint.progress["marks"] if checkpoint else None)
         write_atomically(self.run.config, self._saved_config().encode())
         if checkpoint is not None:
             self.run.point_to(checkpoint.path)
@@ -218,15 +215,14 @@ class Session:
             NonFiniteLoss: the weights are not finite; nothing was written.
             ValueError: this checkpoint, or the one before it in the background, could not be written.
         """
-        state, rng = self.engine.state(), gather_rng(self.world)
-        watched = self.observers.tensors()
+        state = self.engine.state()
+        state["observers"] = self.observers.tensors()
         broken = [
             name for name, tensor in state["model"].items() if not bool(torch.isfinite(local(tensor)).all())
         ]
-        ranks = [json.loads(text) for text in self.world.gather(json.dumps([bool(watched), broken]))]
-        if any(watches for watches, _ in ranks):  # a group of tensors is one of all ranks, or of none
-            state["observers"] = watched
-        everywhere = sorted({name for _, names in ranks for name in names})
+        everywhere = sorted(
+            {name for text in self.world.gather(json.dumps(broken)) for name in json.loads(text)}
+        )
         if everywhere:
             count, first = len(everywhere), ", ".join(everywhere[:3])
             self.diverged(f"after step {self.step} {count} weight tensors are not finite ({first})", [])
@@ -238,7 +234,7 @@ class Session:
 
         self.world.on_main(describe)
         best = self.best_step == self.step
-        path = self.writer.save(Content(self.step, state, progress, rng, files, best))
+        path = self.writer.save(Content(self.step, state, progress, files, best))
         if self.step >= self.steps or self.ending:
             self.writer.wait()
         return str(path)

@@ -1,0 +1,79 @@
+"""The run log: resuming truncates it to what the checkpoint saw, and one process writes it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from multipack.run import RunDirectory
+from multipack.training.run_log import AppendedFile, RunLog
+
+
+@pytest.fixture
+def run(tmp_path):
+    directory = RunDirectory(tmp_path / "run")
+    directory.create("seed: 1\n")
+    return directory
+
+
+def test_files_are_truncated_to_their_marks_and_grow_again(run):
+    log = RunLog(run)
+    log.record({"step": 1, "loss": 0.1})
+    log.samples.write("one\n")
+    marks = json.loads(json.dumps(log.marks()))
+    log.record({"step": 2, "loss": 0.2})
+    log.samples.write("two\n")
+    log.close()
+    again = RunLog(run)
+    again.cut(marks)
+    assert again.marks() == marks
+    again.record({"step": 2})
+    again.close()
+    assert run.metrics.read_text() == '{"step": 1, "loss": 0.1}\n{"step": 2}\n'
+    assert run.samples.read_text() == "one\n"
+    last = RunLog(run)
+    last.cut(None)
+    last.close()
+    assert run.metrics.read_text() == run.samples.read_text() == ""
+
+
+@pytest.mark.parametrize("content", ["short", "other content, and longer than it was before"])
+def test_a_file_with_another_beginning_is_refused_and_kept(run, content):
+    log = RunLog(run)
+    log.record({"step": 1})
+    log.samples.write("what was written then\n")
+    marks = log.marks()
+    log.close()
+    run.samples.write_text(content)
+    log = RunLog(run)
+    for wrong in (marks, {}, {"metrics": {"bytes": "x"}}):
+        with pytest.raises(ValueError, match=r"does not begin with what this checkpoint saw|mark of"):
+            log.cut(wrong)
+    log.close()
+    assert run.samples.read_text() == content
+    assert run.metrics.read_text() == '{"step": 1}\n'
+
+
+def test_a_mark_is_of_the_whole_file(tmp_path):
+    (tmp_path / "file").write_text("before\n")
+    file = AppendedFile(tmp_path / "file")
+    file.write("after\n")
+    mark = file.mark()
+    assert mark["bytes"] == len("before\nafter\n")
+    file.check(mark)
+
+
+def test_two_processes_cannot_write_one_run(run):
+    code = (
+        "import sys; from multipack.run import RunDirectory; from multipack.training.run_log import RunLog;"
+        "log = RunLog(RunDirectory.at(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", code, str(run.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert other.stdout.readline() == "held\n"
+    with pytest.raises(ValueError, match="another process is running"):
+        RunLog(run)
+    other.communicate()
+    RunLog(run).close()
