@@ -28,7 +28,7 @@ import tokenizers
 
 from multipack.data.data_config import DataConfig
 from multipack.data.prepare import prepare
-from multipack.data.sources import StdlibSource
+from multipack.data.sources import open_source
 from multipack.data.store import TokenStore
 from multipack.data.tokenizer import TokenizerConfig, train_bpe
 from result import write_result
@@ -40,7 +40,7 @@ BATCH = 4096
 
 def pairs() -> list[tuple[str, str]]:
     """Prompts and completions."""
-    found = [(document.parts[0].text, document.parts[-1].text) for document in StdlibSource()]
+    found = [(document.parts[0].text, document.parts[-1].text) for document in open_source(DataConfig())]
     if CONVERSATIONS.is_file():
         with gzip.open(CONVERSATIONS, "rt", encoding="utf-8") as file:
             for line in file:

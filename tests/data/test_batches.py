@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from multipack.data.batches import KeptDocuments, batches
 from multipack.data.blocks import TokenBlock, documents_from_bytes, documents_to_bytes, encode
-from multipack.data.source import Part, Source, SourceDocument
+from multipack.data.source_document import Part, SourceDocument
+from multipack.data.sources import Source
 from multipack.data.tokenizer import byte_tokenizer
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)

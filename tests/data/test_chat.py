@@ -5,9 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multipack.data import chat as room
-from multipack.data.chat import ChatTemplate
+from multipack.data.chat import ChatTemplate, built_in_template, resolve_template
 from multipack.data.data_config import DataConfig
-from multipack.data.templates import built_in_template, resolve_template
 from multipack.data.tokenizer import END, TokenizerConfig, byte_tokenizer
 
 CHATML = built_in_template("chatml")
@@ -220,7 +219,7 @@ def test_templates_that_are_none_are_refused():
     with pytest.raises(ValueError, match="private-use"):
         ChatTemplate("\U0010fffc", [])
     nested = "{% generation %}{% generation %}a{% endgeneration %}{% endgeneration %}"
-    with pytest.raises(ValueError, match="stand in each other"):
+    with pytest.raises(ValueError, match="nests"):
         ChatTemplate(nested, []).parts(CHAT)
     with pytest.raises(ValueError, match="1 generation blocks for 2 answers"):
         ChatTemplate("{% generation %}a{% endgeneration %}", []).parts(CHAT, first_target=1)
@@ -253,7 +252,7 @@ def test_too_many_private_characters_are_refused():
     most = 0x10FFFC - room.FIRST_CODE
     content = "".join(chr(room.FIRST_CODE + number) for number in range(most + 1))
     assert CHATML.render([{"role": "user", "content": content[:-1]}]).count(content[:-1]) == 1
-    with pytest.raises(ValueError, match="too many"):
+    with pytest.raises(ValueError, match="more than"):
         CHATML.render([{"role": "user", "content": content}])
 
 
@@ -274,10 +273,10 @@ def test_names_files_and_defaults(tmp_path):
     template = resolve(chat_template=str(file), special_tokens=["<|end|>", "<|user|>"])
     assert template.special_tokens == ("<|end|>", "<|user|>", END)
     assert (template.name, template.eos_token) == ("mine.jinja", END)
-    with pytest.raises(ValueError, match=r"writes <\|end\|>, which would be text: .*data\.special_tokens"):
+    with pytest.raises(ValueError, match=r"writes <\|end\|> as plain text: .*data\.special_tokens"):
         resolve(chat_template=str(file))
     with pytest.raises(
-        ValueError, match=r"chat_template=chatlm: one of chatml, llama3, plain, or a Jinja file"
+        ValueError, match=r"chat_template=chatlm: one of chatml, llama3, plain, or a readable Jinja file"
     ):
         resolve(chat_template="chatlm")
 
@@ -306,7 +305,7 @@ def test_the_tokenizers_own_template_comes_first(tmp_path):
 def test_a_tokenizer_without_an_end_token_cannot_end_answers(tmp_path):
     definition = byte_tokenizer().to_json().replace(END, "<nothing>")
     (tmp_path / "tokenizer.json").write_text(definition)
-    with pytest.raises(ValueError, match=r"plain ends each answer .*names none"):
+    with pytest.raises(ValueError, match=r"plain ends each answer .*has none"):
         resolve(TokenizerConfig("file", str(tmp_path)), chat_template="plain")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from multipack.data import batches, files
+from multipack.data import batches, text_files
 from multipack.data import prepare as room
 from multipack.data.corpus import load_corpus
 from multipack.data.data_config import DataConfig
@@ -73,7 +73,7 @@ def test_a_stream_read_in_stretches_has_the_tokens_of_the_whole(config, text_fil
     text = "def f(x):\n    return x  + 1\n\n\nprint( f(2) )\n" * 40
     data = config(source="text", path=text_file(text), documents="stream")
     whole = TokenStore(prepare(data, BPE, tmp_path / "whole"))
-    monkeypatch.setattr(files, "CHUNK", 64)
+    monkeypatch.setattr(text_files, "CHUNK", 64)
     parts = TokenStore(prepare(data, BPE, tmp_path / "parts"))
     assert whole.num_tokens < len(text) / 2
     np.testing.assert_array_equal(parts.tokens, whole.tokens)

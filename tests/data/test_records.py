@@ -1,14 +1,8 @@
-import gzip
-import io
 import json
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from multipack.data import record_source
-from multipack.data.messages import read_messages, without_nulls
-from multipack.data.record_source import list_items
+from multipack.data.records import read_messages, without_nulls
 from multipack.data.sources import open_source
 from multipack.data.tokenizer import TokenizerConfig
 
@@ -169,7 +163,7 @@ def test_what_has_nothing_to_learn_is_counted(read):
         ({"messages": [USER, {"content": "a"}]}, r"messages\[1\] has neither `role` nor `from` \(content\)"),
         ({"messages": [{"role": "robot", "content": "a"}]}, "role 'robot'; known are system, "),
         ({"messages": [{"role": ["user"], "content": "a"}]}, "role "),
-        ({"messages": [{"role": "user"}]}, r"messages\[0\] has no content"),
+        ({"messages": [{"role": "user"}]}, r"messages\[0\] is a NoneType, not text"),
         ({"messages": [{"role": "user", "content": 3}]}, "is a int, not text"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
@@ -188,7 +182,7 @@ def test_malformed_conversations_are_named_by_file_and_line(read, record, compla
 
 def test_a_conversation_that_contradicts_its_prompt_is_named(read):
     with pytest.raises(
-        ValueError, match=r"line 1: chosen is a conversation of its own, .*data\.fields=\[chosen,rejected\]"
+        ValueError, match=r"line 1: chosen is a whole conversation .*data\.fields=\[chosen,rejected\]"
     ):
         list(read({"prompt": "other", "chosen": [USER, ANSWER], "rejected": [USER, OTHER]}))
 
@@ -210,92 +204,28 @@ def test_content_may_be_a_list_of_texts_and_calls_need_none():
     assert without_nulls({"a": None, "b": [{"c": None, "d": [None, 1]}]}) == {"b": [{"d": [None, 1]}]}
 
 
-def test_the_hash_knows_the_form_and_the_template(read):
+def test_the_identity_depends_on_form_and_template(config, text_file):
     chat, pair = {"messages": [USER, ANSWER]}, {"prompt": "p", "chosen": "c", "rejected": "r"}
-    hashes = [
-        read(chat).hash,
-        read(chat, chat_template="llama3").hash,
-        read(chat, tokenizer=TokenizerConfig("gpt2"), chat_template="plain").hash,
-        read(pair).hash,
-        read(pair, between="").hash,
-        read(pair, fields=["chosen", "rejected"], format="preference").hash,
+    paths = [text_file(json.dumps(record), f"{number}.jsonl") for number, record in enumerate((chat, pair))]
+
+    def identity(number, tokenizer=None, **fields):
+        return open_source(config(source="jsonl", path=paths[number], **fields), tokenizer).identity
+
+    found = [
+        identity(0),
+        identity(0, chat_template="llama3"),
+        identity(0, TokenizerConfig("gpt2"), chat_template="plain"),
+        identity(1),
+        identity(1, between=""),
+        identity(1, fields=["chosen", "rejected"], format="preference"),
     ]
-    assert len(set(hashes)) == len(hashes)
-    assert read(chat).hash == hashes[0] == read(chat, chat_template="chatml").hash
-    source = read(chat)
-    assert source.hash == hashes[0]
-    assert len(list(source)) == 1
-    assert source.done == source.total
-    assert read().hash != hashes[0]
-    assert (read().special_tokens, read().pairs, read().chat_template) == ((), False, "")
-
-
-# --- files of one list -----------------------------------------------------------------------------------------
-
-
-def test_a_list_is_read_record_by_record(config, text_file):
-    content = json.dumps([{"text": "a"}, {"text": "b"}], indent=1).encode()
-    for name, stored in {"a.json": b"\xef\xbb\xbf\n" + content, "b.json.gz": gzip.compress(content)}.items():
-        source = open_source(config(source="jsonl", path=text_file(stored, name)))
-        assert [(document.name, document.parts[0].text) for document in source] == [
-            (f"{name}:1", "a"),
-            (f"{name}:2", "b"),
-        ]
-        assert source.done == source.total
-    lines = open_source(config(source="jsonl", path=text_file('{"text": "a"}\n\n{"text": "b"}\n', "c.json")))
-    assert [document.name for document in lines] == ["c.json:1", "c.json:3"]
-
-
-RECORDS = st.lists(
-    st.dictionaries(st.sampled_from("ab"), st.text('é"[{,]} \\', max_size=9), max_size=2), max_size=6
-)
-
-
-@settings(deadline=None, max_examples=60)
-@given(RECORDS, st.integers(1, 40), st.sampled_from([None, 1]))
-def test_reading_a_list_in_chunks_changes_nothing(records, chunk, indent):
-    before, record_source.CHUNK = record_source.CHUNK, chunk
-    try:
-        content = io.BytesIO(json.dumps(records, indent=indent, ensure_ascii=False).encode())
-        assert list(list_items(content, "x")) == records
-    finally:
-        record_source.CHUNK = before
-
-
-@pytest.mark.parametrize(
-    ("content", "complaint"),
-    [
-        (b'[{"text": "a"}, {"text": ', r"record 2: not JSON"),
-        (b'[{"text": "a"} {"text": "b"}]', r"record 2: not JSON: neither a comma"),
-        (b'[{"text": "a"},]', r"record 2: not JSON"),
-        (b'[{"text": "a"}, 3]', r"record 2: a JSON int, not an object"),
-        (b'[{"text": "a"}, {"text": "\xff"}]', "not UTF-8"),
-        (b'[{"text": "a"}, ' + b"[" * 100_000, r"record 2: not JSON"),
-        (b'[{"text": "a"}', r"record 2: not JSON"),
-        (
-            b'[{"text": "a"}]\n[{"text": "b"}]',
-            r"after record 1: '\[\{\"text\": \"b\"\}\]' follows the end of the list",
-        ),
-        (b"[" + b" " * 5 + b"]" + b" " * 40 + b"x", "after record 0: 'x' follows"),
-        (b'[{"text": "a"}, {"text": 3}]', "record 2: field 'text' is a int"),
-    ],
-)
-def test_malformed_lists_are_named_by_record(config, text_file, content, complaint):
-    with pytest.raises(ValueError, match=rf"bad\.json.*{complaint}"):
-        list(open_source(config(source="jsonl", path=text_file(content, "bad.json"))))
+    assert len(set(found)) == len(found)
+    assert identity(0) == found[0] == identity(0, chat_template="chatml")
+    empty = open_source(config(source="jsonl", path=text_file("", "empty.jsonl")))
+    assert (empty.special_tokens, empty.pairs, empty.chat_template) == ((), False, "")
 
 
 # --- real data -------------------------------------------------------------------------------------------------
-
-
-def test_instructlab(shared_data, config):
-    source = open_source(
-        config(source="jsonl", path=str(shared_data / "text" / "instructlab_sdg_6000.jsonl.gz"))
-    )
-    documents = list(source)
-    assert len(documents) == 6000
-    assert source.skipped == {}
-    assert all([part.is_target for part in d.parts][-4:] == [False, True, True, False] for d in documents)
 
 
 def test_preferences(shared_data, config):

@@ -1,30 +1,65 @@
+"""Sources: files, text, JSON, Parquet, Hugging Face data sets and the standard library as documents."""
+
 import gzip
 import io
 import json
 import os
+import sys
+import sysconfig
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multipack.data import files
-from multipack.data.files import paragraphs, separated, stretches
-from multipack.data.sources import open_source
+from multipack.data import text_files
+from multipack.data.data_config import DataConfig
+from multipack.data.sources import open_dataset, open_source
+from multipack.data.stdlib import library_files, parse_pairs
+from multipack.data.text_files import paragraphs, separated, stretches
+
+USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {"a": 1}}]}
+CHATS = [
+    {"messages": [USER, ANSWER], "tools": None, "score": 1.0},
+    {"messages": [USER, CALL, {"role": "tool", "content": "3"}, ANSWER], "tools": [{"name": "f"}]},
+    {"messages": [USER]},
+]
 
 
 def texts(source):
-    return ["".join(text for text, *_ in document.parts) for document in source]
+    return ["".join(part.text for part in document.parts) for document in source]
 
 
 def names(source):
     return [document.name for document in source]
 
 
-# --- text ---------------------------------------------------------------------------------------------
+def jsonl(*records):
+    return "".join(json.dumps(record) + "\n" for record in records)
 
 
-def test_files_are_documents_sorted_and_recursive(tmp_path, config):
+@pytest.fixture
+def write_parquet(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow", reason="writes Parquet files")
+    from pyarrow import parquet
+
+    def make(records, name="a.parquet", **options):
+        parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / name, **options)
+        return str(tmp_path / name)
+
+    return make
+
+
+@pytest.fixture
+def datasets():
+    return pytest.importorskip("datasets", reason="makes a Hugging Face data set")
+
+
+# --- files --------------------------------------------------------------------------------------------
+
+
+def test_files_of_a_folder_are_sorted_documents(tmp_path, config):
     for name, text in {"b.txt": "B", "a/z.md": "Z", "a.txt": "A", ".hidden/x.txt": "X", "c.bin": "C"}.items():
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "in" / name).write_text(text)
@@ -36,16 +71,78 @@ def test_files_are_documents_sorted_and_recursive(tmp_path, config):
     assert source.describe(3) == "in, 3 documents by file"
 
 
-def test_blank_lines_divide(config, text_file):
+def test_patterns_select_files(tmp_path, config, monkeypatch):
+    for name in ("a/x.jsonl", "a/b/y.jsonl.gz", "a/b/z.log", "a/.hidden.jsonl", "c[1].txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        record = b'{"text": "T"}'
+        (tmp_path / name).write_bytes(gzip.compress(record) if name.endswith("gz") else record)
+
+    def found(pattern):
+        return names(open_source(config(source="jsonl", path=pattern)))
+
+    assert found(str(tmp_path / "a/**/*.jsonl*")) == ["b/y.jsonl.gz:1", "x.jsonl:1"]
+    assert found(str(tmp_path / "c[1].txt")) == ["c[1].txt:1"]  # a file of this name is no pattern
+    monkeypatch.chdir(tmp_path)
+    assert found("**/[yz].*") == ["a/b/y.jsonl.gz:1", "a/b/z.log:1"]
+    with pytest.raises(ValueError, match=r"data\.path=a/\*\.txt: no file"):
+        found("a/*.txt")
+
+
+def test_unreadable_files_are_named(config, text_file, tmp_path):
+    with pytest.raises(ValueError, match=r"latin\.txt is not UTF-8"):
+        list(open_source(config(source="text", path=text_file(b"caf\xe9", "latin.txt"))))
+    for kind in ("text", "jsonl"):
+        for broken in (b"not gzip", gzip.compress(os.urandom(100_000))[:60]):
+            with pytest.raises(ValueError, match=r"b\.txt\.gz: broken gzip"):
+                list(open_source(config(source=kind, path=text_file(broken, "b.txt.gz"))))
+    with pytest.raises(ValueError, match=r"data\.path=.*nowhere"):
+        open_source(config(source="text", path=str(tmp_path / "nowhere")))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "x.bin").write_bytes(b"x")
+    with pytest.raises(ValueError, match=r"no \.txt, .* file .*1 files of other kinds"):
+        open_source(config(source="text", path=str(tmp_path / "empty")))
+    with pytest.raises(ValueError, match="tokenized already"):
+        open_source(config(source="store", path="x"))
+
+
+def test_a_file_that_changes_during_reading_is_refused(config, text_file):
+    path = text_file("one")
+    source = open_source(config(source="text", path=path))
+    text_file("two, longer")
+    with pytest.raises(ValueError, match="has changed since"):
+        list(source)
+
+
+def test_the_identity_depends_on_settings_and_on_size_and_time_of_files(config, text_file):
+    def of(**fields):
+        return open_source(config(source="text", path=path, **fields)).identity
+
+    path = text_file("a\n\nb")
+    first = of()
+    assert of() == of(validation=0.5, split_seed=3) == first
+    assert len({first, of(documents="blank_line"), of(separator="b"), of(block_size=2)}) == 4
+    os.utime(path, (1, 1))
+    touched = of()
+    assert touched not in (first, text_file("a\n\nbc") and of())
+
+
+def test_opening_a_source_reads_no_document(config, text_file, monkeypatch):
+    path = text_file("a\n\nb")
+    monkeypatch.setattr("builtins.open", lambda *_: pytest.fail("a file was opened"))
+    assert open_source(config(source="text", path=path)).identity
+
+
+# --- text ---------------------------------------------------------------------------------------------
+
+
+def test_blank_lines_and_separators_divide_text(config, text_file):
     path = text_file("\n\none\ntwo\n\n \t\n\nthree\r\n\r\nfour")
     source = open_source(config(source="text", path=path, documents="blank_line"))
     assert texts(source) == ["one\ntwo", "three", "four"]
     assert names(source) == ["text.txt:3", "text.txt:8", "text.txt:10"]
-
-
-def test_a_separator_divides_and_empty_documents_are_counted(config, text_file):
-    path = text_file("a<end>b\n<end><end> \n<end>c")
-    source = open_source(config(source="text", path=path, separator="<end>"))
+    source = open_source(
+        config(source="text", path=text_file("a<end>b\n<end><end> \n<end>c"), separator="<end>")
+    )
     assert texts(source) == ["a", "b\n", "c"]
     assert names(source) == ["text.txt#1", "text.txt#2", "text.txt#5"]
     assert source.skipped == {"empty documents": 2}
@@ -53,141 +150,59 @@ def test_a_separator_divides_and_empty_documents_are_counted(config, text_file):
 
 @settings(deadline=None, max_examples=60)
 @given(st.text(alphabet="ab<>\n ", max_size=60), st.integers(1, 7))
-def test_reading_in_chunks_changes_nothing(text, chunk):
-    before, files.CHUNK = files.CHUNK, chunk
+def test_the_size_of_chunks_changes_nothing(text, chunk):
+    before, text_files.CHUNK = text_files.CHUNK, chunk
     try:
         assert list(separated(io.StringIO(text, newline=""), "<>")) == text.split("<>")
         pieces = list(stretches(io.StringIO(text, newline="")))
     finally:
-        files.CHUNK = before
+        text_files.CHUNK = before
     assert "".join(piece for piece, _ in pieces) == text
     assert [ended for _, ended in pieces] == [False] * (len(pieces) - 1) + [True] * bool(pieces)
     expected = [part for part in text.split("\n") if part.strip()]
-    found = [line for _, part in paragraphs(io.StringIO(text, newline="")) for line in part.split("\n")]
-    assert found == expected
+    assert [
+        line for _, part in paragraphs(io.StringIO(text, newline="")) for line in part.split("\n")
+    ] == expected
 
 
 def test_a_stream_is_cut_before_white_space_only(monkeypatch):
-    monkeypatch.setattr(files, "CHUNK", 50)
+    monkeypatch.setattr(text_files, "CHUNK", 50)
     text = "the quick brown fox, jumps over.\nthe lazy dog   and on " * 20
     pieces = [piece for piece, _ in stretches(io.StringIO(text, newline=""))]
     assert len(pieces) > 5
-    for before, after in pairwise(pieces):
-        assert before[-1].isalnum()
-        assert after[0].isspace()
+    assert all(before[-1].isalnum() and after[0].isspace() for before, after in pairwise(pieces))
 
 
-def test_a_stream_marks_where_files_end(tmp_path, config):
+def test_a_stream_marks_the_ends_of_files(tmp_path, config):
     for name, text in {"a.txt": "one", "b.txt": "", "c.txt": " "}.items():
         (tmp_path / name).write_text(text)
     source = open_source(config(source="text", path=str(tmp_path), block_size=8))
     assert source.is_stream
-    assert [(document.parts[0][0], document.ended) for document in source] == [("one", True), (" ", True)]
+    assert [(document.parts[0].text, document.ended) for document in source] == [("one", True), (" ", True)]
     assert source.skipped == {"empty files": 1}
 
 
-def test_gzip_and_byte_order_marks_are_read_through(config, text_file):
+def test_gzip_and_byte_order_marks_are_removed(config, text_file):
     path = text_file(gzip.compress(b"\xef\xbb\xbfline one\r\nline two"), "t.txt.gz")
     assert texts(open_source(config(source="text", path=path))) == ["line one\r\nline two"]
 
 
-def test_patterns_name_files(tmp_path, config):
-    for name in ("a/x.jsonl", "a/b/y.jsonl.gz", "a/b/z.log", "a/.hidden.jsonl", "c[1].txt"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        record = b'{"text": "T"}'
-        (tmp_path / name).write_bytes(gzip.compress(record) if name.endswith("gz") else record)
-
-    def found(pattern):
-        return names(open_source(config(source="jsonl", path=str(tmp_path / pattern))))
-
-    assert found("a/**/*.jsonl*") == ["b/y.jsonl.gz:1", "x.jsonl:1"]
-    assert found("**/[yz].*") == ["a/b/y.jsonl.gz:1", "a/b/z.log:1"]
-    assert found("a/?/*.log") == ["b/z.log:1"]
-    assert found("c[1].txt") == ["c[1].txt:1"]  # a file of this name is no pattern
-    with pytest.raises(ValueError, match=r"data\.path=.*/a/\*\.txt: no file has such a name"):
-        found("a/*.txt")
-    source = open_source(config(source="text", path=str(tmp_path / "a" / "*" / "*.log")))
-    assert texts(source) == ['{"text": "T"}']
+# --- JSON ---------------------------------------------------------------------------------------------
 
 
-def test_patterns_are_relative_to_where_one_is(tmp_path, config, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "x.jsonl").write_text('{"text": "T"}')
-    source = open_source(config(source="jsonl", path="*.jsonl"))
-    assert names(source) == ["x.jsonl:1"]
-    assert source.describe(1).endswith("1 documents (text)")
-
-
-def test_bad_text_files_are_named(config, text_file, tmp_path):
-    with pytest.raises(ValueError, match=r"latin\.txt is not UTF-8"):
-        list(open_source(config(source="text", path=text_file(b"caf\xe9", "latin.txt"))))
-    for broken in (b"not gzip", gzip.compress(b"a" * 100_000)[:60]):
-        with pytest.raises(ValueError, match=r"b\.txt\.gz: broken gzip"):
-            list(open_source(config(source="text", path=text_file(broken, "b.txt.gz"))))
-    with pytest.raises(ValueError, match="no such file or folder"):
-        open_source(config(source="text", path=str(tmp_path / "nowhere")))
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "x.bin").write_bytes(b"x")
-    with pytest.raises(ValueError, match=r"no \.txt, .* file .*1 files of other kinds"):
-        open_source(config(source="text", path=str(tmp_path / "empty")))
-
-
-def test_a_file_that_changes_meanwhile_is_noticed(config, text_file):
-    path = text_file("one")
-    source = open_source(config(source="text", path=path))
-    assert source.hash
-    text_file("two, longer")
-    with pytest.raises(ValueError, match="has changed since"):
-        list(source)
-
-
-def test_the_hash_knows_content_division_and_names(config, text_file):
-    def of(**fields):
-        return open_source(config(source="text", path=path, **fields)).hash
-
-    path = text_file("a\n\nb")
-    first = of()
-    assert of() == of(validation=0.5, split_seed=3) == first
-    assert len({first, of(documents="blank_line"), of(separator="b"), of(block_size=2)}) == 4
-    os.utime(path, (1, 1))
-    assert of() == first
-    text_file("a\n\nc")
-    assert of() != first
-
-
-# --- jsonl --------------------------------------------------------------------------------------------
-
-
-def jsonl(*records):
-    return "".join(json.dumps(record) + "\n" for record in records)
-
-
-def test_fields_are_detected_or_named(config, text_file):
-    path = text_file(jsonl({"text": "a"}, {"text": "b", "more": 1}), "a.jsonl")
-    source = open_source(config(source="jsonl", path=path))
-    assert [document.parts for document in source] == [(("a", True, False),), (("b", True, False),)]
-    assert names(source) == ["a.jsonl:1", "a.jsonl:2"]
-    path = text_file(jsonl({"prompt": "p", "completion": "c"}), "b.jsonl")
-    assert next(iter(open_source(config(source="jsonl", path=path)))).parts == (
-        ("p\n", False, False),
-        ("c", True, False),
-    )
-    path = text_file(jsonl({"question": "q", "answer": "a"}), "c.jsonl")
-    source = open_source(config(source="jsonl", path=path, fields=["question", "answer"], between=""))
-    assert next(iter(source)).parts == (("q", False, False), ("a", True, False))
-    assert source.describe(1) == "c.jsonl, 1 documents (question → answer)"
-
-
-def test_blank_lines_and_empty_documents_are_counted(config, text_file):
-    path = text_file(jsonl({"text": ""}) + "\n \n" + jsonl({"text": "a"}), "a.jsonl")
-    source = open_source(config(source="jsonl", path=path))
+def test_a_file_holds_lines_or_a_list(config, text_file):
+    content = json.dumps([{"text": "a"}, {"text": "b"}], indent=1).encode()
+    for name, stored in {"a.json": b"\xef\xbb\xbf\n" + content, "b.json.gz": gzip.compress(content)}.items():
+        source = open_source(config(source="jsonl", path=text_file(stored, name)))
+        assert list(zip(names(source), texts(source), strict=True)) == [
+            (f"{name}:1", "a"),
+            (f"{name}:2", "b"),
+        ]
+        assert source.done == source.total
+    lines = open_source(config(source="jsonl", path=text_file('{"text": "a"}\n\n{"text": "b"}\n', "c.json")))
     for _ in range(2):
-        assert names(source) == ["a.jsonl:4"]
-        assert source.skipped == {"empty documents": 1, "blank lines": 2}
-    path = text_file(jsonl({"prompt": "p", "completion": " "}, {"prompt": "", "completion": "c"}), "b.jsonl")
-    source = open_source(config(source="jsonl", path=path))
-    assert names(source) == ["b.jsonl:2"]
-    assert source.skipped == {"empty completions": 1}
+        assert names(lines) == ["c.json:1", "c.json:3"]
+        assert lines.skipped == {"blank lines": 1}
 
 
 @pytest.mark.parametrize(
@@ -198,33 +213,210 @@ def test_blank_lines_and_empty_documents_are_counted(config, text_file):
         (b"[" * 100_000, "not JSON"),
         (b'{"txt": "a"}', r"no field 'text', or null in it \(it has txt\)"),
         (b'{"text": 3}', "field 'text' is a int, not text"),
-        (b'{"text": null}', "field 'text' is a NoneType"),
         (b'{"text": "\\ud800"}', "half a surrogate pair"),
         (b'{"text": "\xff"}', "not UTF-8"),
     ],
 )
-def test_malformed_lines_are_named_by_file_and_line(config, text_file, line, complaint):
+def test_malformed_records_are_named_by_file_and_place(config, text_file, line, complaint):
     path = text_file(b'{"text": "good"}\n' + line + b"\n", "bad.jsonl")
     with pytest.raises(ValueError, match=rf"bad\.jsonl, line 2: .*{complaint}"):
         list(open_source(config(source="jsonl", path=path)))
+    if complaint not in ("not JSON", "not UTF-8"):
+        path = text_file(b'[{"text": "good"}, ' + line + b"]", "bad.json")
+        with pytest.raises(ValueError, match=rf"bad\.json, record 2: .*{complaint}"):
+            list(open_source(config(source="jsonl", path=path)))
 
 
-def test_unknown_fields_ask_for_names(config, text_file):
-    path = text_file(jsonl({"question": "q", "answer": "a"}), "q.jsonl")
-    with pytest.raises(ValueError, match=r"line 1: neither .*\(question, answer\).*data\.fields"):
-        list(open_source(config(source="jsonl", path=path)))
+def test_a_broken_list_names_its_file(config, text_file):
+    for content in (b'[{"text": "a"}, {"text": ', b'[{"text": "a"}]\n[{"text": "b"}]', b'[{"text": "\xff"}]'):
+        with pytest.raises(ValueError, match=r"bad\.json: not (JSON|UTF-8)"):
+            list(open_source(config(source="jsonl", path=text_file(content, "bad.json"))))
 
 
-def test_gsm8k(shared_data, config):
-    path = str(shared_data / "text" / "gsm8k_train.jsonl.gz")
+def test_real_files(shared_data, config):
+    folder = shared_data / "text"
+    path = str(folder / "gsm8k_train.jsonl.gz")
     source = open_source(config(source="jsonl", path=path, fields=["question", "answer"]))
     documents = list(source)
     assert len(documents) == 7473
     assert documents[0].name == "gsm8k_train.jsonl.gz:1"
-    assert [target for _, target, *_ in documents[0].parts] == [False, True]
+    assert [part.is_target for part in documents[0].parts] == [False, True]
     assert source.done == source.total
+    source = open_source(config(source="jsonl", path=str(folder / "instructlab_sdg_6000.jsonl.gz")))
+    documents = list(source)
+    assert len(documents) == 6000
+    assert source.skipped == {}
+    assert all([part.is_target for part in d.parts][-4:] == [False, True, True, False] for d in documents)
 
 
-def test_a_store_is_no_text(config):
-    with pytest.raises(ValueError, match="tokenized already"):
-        open_source(config(source="store", path="x"))
+# --- Parquet ------------------------------------------------------------------------------------------
+
+
+def test_only_used_columns_are_read_row_group_by_row_group(write_parquet, config):
+    import pyarrow
+
+    rows = [{"text": f"{number:09}" * 1000, "vector": [0.5] * 9} for number in range(2000)]  # 18 MB
+    path = write_parquet(rows, row_group_size=50, compression="none", use_dictionary=False)
+    source = open_source(config(source="parquet", path=path))
+    before, most = pyarrow.total_allocated_bytes(), 0
+    for document, row in zip(source, rows, strict=True):
+        assert document.parts[0].text == row["text"]
+        most = max(most, pyarrow.total_allocated_bytes() - before)
+        assert 0 <= source.done <= source.total
+    assert 0 < most < 1024 * 9000 * 2
+    assert document.name == "a.parquet:2000"
+    assert source.columns(["text", "vector"]) == ["text"]
+    assert source.describe(2000) == "a.parquet, 2,000 documents (text)"
+
+
+def test_chats_are_the_same_in_parquet_and_jsonl(write_parquet, config, text_file):
+    lines = text_file(jsonl(*CHATS), "a.jsonl")
+    for template in ("", "llama3"):
+        table = open_source(config(source="parquet", path=write_parquet(CHATS), chat_template=template))
+        objects = open_source(config(source="jsonl", path=lines, chat_template=template))
+        assert [document.parts for document in table] == [document.parts for document in objects]
+        assert table.skipped == objects.skipped == {"conversations without an answer": 1}
+        assert table.chat_template == objects.chat_template
+        assert table.done == table.total
+
+
+def test_bad_parquet_files_and_rows_are_named(write_parquet, config, tmp_path, monkeypatch):
+    def read(path, **fields):
+        list(open_source(config(source="parquet", path=str(path), **fields)))
+
+    (tmp_path / "no.parquet").write_bytes(b"PAR1 not a file PAR1")
+    with pytest.raises(ValueError, match=r"no\.parquet, after row 0: not a whole Parquet file"):
+        read(tmp_path / "no.parquet")
+    with pytest.raises(ValueError, match=r"a\.parquet, row 2: .*'text'"):
+        read(write_parquet([{"text": "a"}, {"text": None}]))
+    path = write_parquet([{"prompt": "p", "answer": "a", "id": 1}])
+    with pytest.raises(ValueError, match=r"row 1: neither .*\(prompt, answer, id\).*data\.fields"):
+        read(path)
+    with pytest.raises(ValueError, match=r"no field 'reply', .*\(it has prompt, answer, id\)"):
+        read(path, fields=["prompt", "reply"])
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ImportError, match=r"data\.source=parquet needs .*multipack\[parquet\]"):
+        read(path)
+
+
+# --- Hugging Face data sets ---------------------------------------------------------------------------
+
+
+def test_a_saved_data_set_is_read_row_by_row(datasets, config, tmp_path):
+    datasets.Dataset.from_list(CHATS[::2]).save_to_disk(tmp_path / "set")
+    datasets.Dataset.from_list(CHATS).save_to_disk(tmp_path / "other")
+
+    def read(name="set", **fields):
+        return open_source(config(source="huggingface", path=str(tmp_path / name), **fields))
+
+    source = read()
+    (document,) = source
+    assert document.name == "set:1"
+    assert "".join(part.text for part in document.parts if part.is_target) == "Hello<|im_end|>"
+    assert source.skipped == {"conversations without an answer": 1}
+    assert (source.done, source.total, source.unit) == (2, 2, "rows")
+    assert source.describe(1) == "set, 1 documents (messages, chatml)"
+    assert source.identity == read().identity
+    assert len({source.identity, read(chat_template="llama3").identity, read("other").identity}) == 3
+    with pytest.raises(ValueError, match=r"data\.stream=true is for training"):
+        read(stream=True)
+    stream = open_dataset(config(source="huggingface", path=str(tmp_path / "set"), stream=True))
+    assert [row["score"] for row in stream] == [1.0, None]
+
+
+def test_parts_of_a_data_set_are_selected_by_name(datasets, config, tmp_path, monkeypatch):
+    parts = {name: datasets.Dataset.from_list([{"text": name}]) for name in ("train", "test")}
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "set")
+
+    def read(**fields):
+        return open_source(config(source="huggingface", path=str(tmp_path / "set"), **fields))
+
+    assert texts(read(part="test")) == ["test"]
+    with pytest.raises(ValueError, match=r"data\.part='dev'.* the parts train, test"):
+        read(part="dev")
+    with pytest.raises(ValueError, match=r"data\.subset='x'.* without subsets"):
+        read(subset="x")
+    (tmp_path / "set" / "dataset_dict.json").write_text("{")
+    with pytest.raises(ValueError, match=r"data\.path=.*set, "):
+        read()
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match=r"data\.source=huggingface needs .*multipack\[huggingface\]"):
+        read()
+
+
+# --- the standard library -----------------------------------------------------------------------------
+
+SOURCE = '''
+import os
+
+class Box:
+    """A box."""
+
+    def open(self, force=False):
+        """Open it.
+
+        Gently.
+        """
+        if force:
+            return 1
+        return 2  # ünicode
+
+    @property
+    def size(self): "How big."; return 3
+
+    def only_docstring(self):
+        """Nothing follows."""
+
+    def no_docstring(self):
+        return 4
+
+async def outer(
+    a,
+    b,
+):
+    "Outer."
+    def inner():
+        """Inner."""
+        return a
+    return inner
+'''
+
+
+def test_a_function_becomes_signature_with_docstring_and_body():
+    pairs = parse_pairs(SOURCE.encode())
+    assert [pair.name for pair in pairs] == ["Box.open", "outer", "outer.inner"]
+    assert pairs[0].prompt == 'def open(self, force=False):\n    """Open it.\n\n    Gently.\n    """\n'
+    assert pairs[0].completion == "    if force:\n        return 1\n    return 2  # ünicode\n"
+    assert pairs[1].prompt == 'async def outer(\n    a,\n    b,\n):\n    "Outer."\n'
+    assert pairs[2].completion == "    return a\n"
+    latin = '# -*- coding: latin-1 -*-\ndef f():\n    "é"\n    return 1\n'.encode("latin-1")
+    assert parse_pairs(latin)[0].prompt == 'def f():\n    "é"\n'
+
+
+def test_the_library_of_this_python_has_thousands_of_pairs():
+    source = open_source(DataConfig())
+    documents = list(source)
+    assert len(documents) > 4000
+    assert all([part.is_target for part in document.parts] == [False, True] for document in documents)
+    found = [document.name for document in documents]
+    assert "functools.py:wraps" in found
+    assert not [name for name in found if name.startswith(("test/", "site-packages/", "idlelib/idle_test"))]
+    assert source.done == source.total > 300
+    assert names(source) == found  # a second pass is the same
+    assert source.identity == open_source(DataConfig()).identity
+
+
+def test_tests_and_packages_are_left_out_and_broken_files_are_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(ValueError, match=r"no standard library sources in .*data\.source=text"):
+        open_source(DataConfig())
+    for name in ("a.py", "site-packages/b.py", "test/c.py", "tests/d.py", "config-3/e.py", "pkg/f.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(SOURCE)
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    (tmp_path / "encoding.py").write_bytes(b"# coding: utf-8\nx = '\xff'\n")
+    assert library_files()[1] == ["a.py", "broken.py", "encoding.py", "pkg/f.py"]
+    source = open_source(DataConfig())
+    for _ in range(2):
+        assert len(list(source)) == 6
+        assert source.skipped == {"files that do not parse": 2}

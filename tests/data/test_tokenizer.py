@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from multipack.data import tokenizer as room
 from multipack.data.data_config import DataConfig
-from multipack.data.source import Part
+from multipack.data.source_document import Part
 from multipack.data.sources import open_source
 from multipack.data.tokenizer import (
     Tokenizer,
@@ -55,7 +55,6 @@ def test_awkward_text_comes_back_and_never_ends_a_document(text):
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
         assert tokenizer.end_id not in ids
-        assert tokenizer.encode_batch([text, "x"]) == [ids, tokenizer.encode("x")]
 
 
 @settings(deadline=None, max_examples=50)
@@ -77,7 +76,7 @@ def test_unknown_characters_are_named():
     with pytest.raises(ValueError, match=r"'X' \(U\+0058\), 'é' \(U\+00E9\): its 3 characters.*kind=byte"):
         tokenizer.encode("aXbé")
     with pytest.raises(ValueError, match=r"U\+0058"):
-        tokenizer.encode_batch(["a", "X"])
+        tokenizer.encode_parts([[Part("a", True), Part("X", True)]])
     with pytest.raises(ValueError, match="no text"):
         character_tokenizer(iter([]))
 

@@ -49,7 +49,7 @@ def test_workers_change_no_byte(config, pairs, tmp_path, dedup):
 
 
 def test_a_stream_is_the_same_with_workers(config, text_file, tmp_path, monkeypatch):
-    monkeypatch.setattr("multipack.data.files.CHUNK", 64)
+    monkeypatch.setattr("multipack.data.text_files.CHUNK", 64)
     path = text_file("def f(x):\n    return x  + 1\n\n\nprint( f(2) )\n" * 40)
     made = [
         files_of(

@@ -13,7 +13,8 @@ from concurrent.futures import Future
 from typing import NamedTuple, Protocol, TypeVar
 
 from multipack.data.blocks import TokenBlock
-from multipack.data.source import Source, SourceDocument
+from multipack.data.source_document import SourceDocument
+from multipack.data.sources import Source
 
 BATCH_CHARACTERS, BATCH_DOCUMENTS = 1 << 20, 4096
 """What is tokenized at once."""

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from multipack.data.header import dtype_of
-from multipack.data.source import Part, SourceDocument
+from multipack.data.source_document import Part, SourceDocument
 from multipack.data.tokenizer import Tokenizer
 
 EncodedPart = tuple[Sequence[int], bool]

@@ -1,19 +1,19 @@
-"""Chats as text: Jinja templates, and which of what they write is a target.
+"""Chat templates: messages → text in parts, of which the assistant's are targets.
 
     messages ─ template ─▶ <|im_start|>user⏎Hi<|im_end|>⏎<|im_start|>assistant⏎Hello<|im_end|>⏎
-                           └────────────── read ───────────────────────────────┘└─ target ──┘└ read
+                           └──────────── context ──────────────────────────────┘└─ target ──┘└ context
 
-What an assistant says is a target, in every turn, and so is the token that ends its turn: a model learns when to
-stop. A template says where that is by `{% generation %} … {% endgeneration %}`, the convention of transformers.
-Where it does not, the conversation is written again up to each turn, once with the prompt that asks for an answer and
-once with the answer; both must be beginnings of the whole.
+The text of an assistant is a target in every turn, and so is the token that ends the turn: a model learns when to
+stop. A template marks it by `{% generation %} … {% endgeneration %}`, the convention of transformers. For a template
+without marks the conversation is rendered again up to each turn, once with the generation prompt and once with the
+answer; both must be prefixes of the whole.
 
-**Nobody can write a special token but the template.** Names of special tokens in messages are replaced by private-use
-characters before a template sees them, and put back afterwards as plain text. So are characters at a message's
-edge with which the template's own text could complete such a name. (A template that cuts pieces out of the middle of
-messages may still put a name together; none that is known does.)
+**No message can spell a special token.** Names of special tokens in messages are replaced by private-use characters
+before a template sees them, and restored afterwards as plain text; so are characters at the edge of a message with
+which text of the template could complete such a name. (A template that cuts pieces out of the middle of messages could
+still assemble a name.)
 
-Templates are programs of other people: they run in Jinja's immutable sandbox, and see what transformers shows them:
+Templates are foreign programs: they run in Jinja's immutable sandbox, with the names that transformers gives them:
 `messages`, `tools`, `add_generation_prompt`, `bos_token`, `eos_token`, `raise_exception`, `strftime_now`, `tojson`.
 """
 
@@ -22,10 +22,11 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
+from importlib import resources
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import jinja2
@@ -35,16 +36,29 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from multipack.data.messages import Message, read_messages
-from multipack.data.source import Part
+from multipack.data.data_config import BUILT_IN_TEMPLATES, DataConfig
+from multipack.data.records import Message, read_messages
+from multipack.data.source_document import Part
+from multipack.data.tokenizer import TokenizerConfig, load_tokenizer, tokenizer_facts
+from multipack.data.vocabularies import CHAT_TEMPLATE
 
 FIRST_CODE = 0x100000
-"""What is protected becomes characters from here on: the last private-use plane of Unicode."""
+"""Protected text becomes characters from this code point on: the last private-use plane of Unicode."""
 OPEN, CLOSE = "\U0010fffc", "\U0010fffd"
-"""Around what a `{% generation %}` block writes."""
+"""Marks around the output of a `{% generation %}` block."""
 _CODES = re.compile("[\U00100000-\U0010ffff]")
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 _FORMAT = "multipack chat template 1"
+_BUILT_IN = {
+    "chatml": (("<|im_start|>", "<|im_end|>"), "", "<|im_end|>"),
+    "llama3": (
+        ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+        "<|begin_of_text|>",
+        "<|eot_id|>",
+    ),
+}
+"""Special tokens, bos_token and eos_token of built-in templates; `plain` has the tokenizer's end token alone."""
+_LOOKS_SPECIAL = re.compile(r"<\|\w+\|>")
 
 
 class ChatTemplate:
@@ -52,20 +66,17 @@ class ChatTemplate:
 
     Args:
         source: the template.
-        special_tokens: names of the special tokens that it writes, beside the two that follow.
-        bos_token: what it knows by that name; empty = none.
-        eos_token: likewise.
-        name: for people.
+        special_tokens: names of special tokens in it, beside the next two.
+        bos_token: its value of `bos_token`; empty = none.
+        eos_token: its value of `eos_token`; empty = none.
+        name: name for messages.
 
     Attributes:
-        source: the template.
-        special_tokens: every name that becomes one token.
-        bos_token: see above.
-        eos_token: see above.
-        name: for people.
+        special_tokens: all names that become one token.
+        source, bos_token, eos_token, name: as given.
 
     Raises:
-        ValueError: the template is not one of Jinja's.
+        ValueError: the template is not valid Jinja.
     """
 
     def __init__(
@@ -78,22 +89,22 @@ class ChatTemplate:
     ) -> None:
         self.source, self.name = source, name
         self.bos_token, self.eos_token = bos_token, eos_token
-        names = dict.fromkeys((*special_tokens, bos_token, eos_token))
-        self.special_tokens = tuple(token for token in names if token)
+        self.special_tokens = tuple(filter(None, dict.fromkeys((*special_tokens, bos_token, eos_token))))
         self._marks = _GENERATION.search(source) is not None
-        longest_first = sorted(self.special_tokens, key=lambda token: (-len(token), token))
-        names_pattern = "|".join(map(re.escape, longest_first)) or r"(?!)"
-        self._names = re.compile(names_pattern)
-        self._protected = re.compile(f"{names_pattern}|{_CODES.pattern}")
-        self._beginnings = {token[:size] for token in self.special_tokens for size in range(1, len(token))}
-        self._endings = {token[size:] for token in self.special_tokens for size in range(1, len(token))}
+        self._names = re.compile(_any_of(self.special_tokens))
+        begins = _any_of(token[:size] for token in self.special_tokens for size in range(1, len(token)))
+        ends = _any_of(token[size:] for token in self.special_tokens for size in range(1, len(token)))
+        # Templates may trim messages: white space at an edge stays outside the protected text.
+        self.protected = re.compile(
+            rf"{self._names.pattern}|{_CODES.pattern}|(?:{begins})(?=\s*\Z)|(?P<space>\A\s*)(?:{ends})"
+        )
         if _CODES.search(source):
             raise ValueError(
-                f"{name} holds private-use characters of Unicode's last plane, which stand for others here"
+                f"{name} holds characters of Unicode's last private-use plane, which are reserved here"
             )
         self._day = datetime.datetime.combine(datetime.date.today(), datetime.time())
         try:
-            self._template = _environment(self._day).from_string(source)
+            self.program = _environment(self._day).from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"{name}, line {error.lineno}: {error.message}") from error
 
@@ -103,18 +114,18 @@ class ChatTemplate:
         tools: Sequence[Any] | None = None,
         add_generation_prompt: bool = False,
     ) -> str:
-        """What the template writes of a conversation.
+        """The text of a conversation, as `apply_chat_template` of transformers renders it.
 
         Args:
-            messages: see `data/messages.py`.
+            messages: see `read_messages`.
             tools: descriptions of the tools that may be called.
-            add_generation_prompt: whether it ends where an assistant's answer begins.
+            add_generation_prompt: end with the beginning of an assistant's answer.
 
         Raises:
-            ValueError: messages that are none, or that the template refuses.
+            ValueError: malformed messages, or the template refuses them.
         """
         chat = _Chat(self, read_messages(list(messages), self.name), tools, self.name)
-        return chat.plain(_without_marks(chat.write(None, add_generation_prompt)))
+        return chat.restore(_without_marks(chat.write(None, add_generation_prompt)))
 
     def parts(
         self,
@@ -124,18 +135,17 @@ class ChatTemplate:
         train_on_prompt: bool = False,
         first_target: int = 0,
     ) -> tuple[Part, ...]:
-        """The conversation in pieces: special tokens, and the text between them; what an assistant says is a target.
+        """The conversation in parts: special tokens, and the text between them; assistants' answers are targets.
 
         Args:
-            messages: see `data/messages.py`.
+            messages: see `read_messages`.
             tools: descriptions of the tools that may be called.
             where: file and line of the conversation, for errors.
-            train_on_prompt: whether all is a target.
-            first_target: number of the first message whose answer is a target; those before it are context.
+            train_on_prompt: make all parts targets.
+            first_target: number of the first message whose answer is a target; earlier answers are context.
 
         Raises:
-            ValueError: messages that are none, that the template refuses, or whose answers cannot be told from the
-                rest.
+            ValueError: malformed messages, the template refuses them, or answers cannot be located in its output.
         """
         where = where or self.name
         chat = _Chat(self, read_messages(list(messages), where), tools, where)
@@ -144,9 +154,7 @@ class ChatTemplate:
     def prompt_parts(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None
     ) -> tuple[Part, ...]:
-        """What a model reads before it answers: the conversation, and the beginning of the assistant's turn.
-
-        It is cut where `parts` cuts it, so that it is tokenized as in training.
+        """The conversation and the generation prompt, cut as `parts` cuts it, so that it is tokenized as in training.
 
         Raises:
             ValueError: see `render`.
@@ -156,7 +164,7 @@ class ChatTemplate:
 
     @cached_property
     def end_of_turn(self) -> str:
-        """The special token that closes an assistant's turn, and its targets; empty if text alone closes it."""
+        """The special token that ends an assistant's turn; empty if the template ends it by text alone."""
         parts = self.parts(
             [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
         )
@@ -165,30 +173,27 @@ class ChatTemplate:
 
     @property
     def identity(self) -> str:
-        """All that decides what is written, the day included if the template asks for it."""
+        """Everything that decides the output, with the day if the template asks for it."""
         return self.to_json() + (f" {self._day:%Y-%m-%d}" if "strftime_now" in self.source else "")
 
     def to_json(self) -> str:
-        """What `from_json` reads."""
-        return json.dumps(
-            {
-                "format": _FORMAT,
-                "name": self.name,
-                "special_tokens": self.special_tokens,
-                "bos_token": self.bos_token,
-                "eos_token": self.eos_token,
-                "template": self.source,
-            },
-            ensure_ascii=False,
-            indent=1,
-        )
+        """The template as JSON; `from_json` reads it."""
+        fields = {
+            "format": _FORMAT,
+            "name": self.name,
+            "special_tokens": self.special_tokens,
+            "bos_token": self.bos_token,
+            "eos_token": self.eos_token,
+            "template": self.source,
+        }
+        return json.dumps(fields, ensure_ascii=False, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> ChatTemplate:
         """The template that `to_json` wrote.
 
         Raises:
-            ValueError: it did not write this.
+            ValueError: `text` is something else.
         """
         try:
             fields = json.loads(text)
@@ -205,55 +210,48 @@ class ChatTemplate:
     def _cut(
         self, written: str, chat: _Chat, first_target: int, all_targets: bool = False
     ) -> tuple[Part, ...]:
-        """A conversation at special tokens, which only the template can have written, and at the borders of answers."""
+        """Cut the output at special tokens and at the edges of answers."""
         text = _without_marks(written)
         if self._marks:
             answers = self._marked(written, chat, first_target)
         else:
             answers = self._between_prefixes(text, chat, len(chat.messages) if all_targets else first_target)
-        answers = [answer for answer in answers if answer.start < answer.end]
-        borders = [border for answer in answers for border in (answer.start, answer.end)]
-
-        def is_target(position: int) -> bool:
-            number, is_inside = divmod(bisect_right(borders, position), 2)
-            return all_targets or (is_inside == 1 and answers[number].is_target)
-
-        parts, position = list[Part](), 0
-        for name in [*self._names.finditer(text), None]:
-            end = name.start() if name else len(text)
-            cuts = [position, *(border for border in borders if position < border < end), end]
-            for start, stop in pairwise(cuts):
-                if start < stop:
-                    parts.append(Part(chat.plain(text[start:stop]), is_target(start)))
-            if name:
-                parts.append(Part(name.group(), is_target(end), True))
-                position = name.end()
+        special = dict(match.span() for match in self._names.finditer(text))
+        inside = {position for start, end in special.items() for position in range(start + 1, end)}
+        edges = {edge for answer in answers for edge in answer[:2]} - inside
+        cuts = sorted({0, len(text), *special, *special.values(), *edges})
+        parts, number = list[Part](), 0
+        for start, stop in pairwise(cuts):
+            while number < len(answers) and answers[number].end <= start:
+                number += 1
+            is_answer = number < len(answers) and answers[number].start <= start and answers[number].is_target
+            parts.append(Part(chat.restore(text[start:stop]), all_targets or is_answer, start in special))
         return tuple(parts)
 
     def _marked(self, written: str, chat: _Chat, first_target: int) -> list[_Answer]:
-        """Where the blocks of `{% generation %}` stand in the text without their marks."""
-        spans, start, position = list[tuple[int, int]](), -1, 0
+        """The ranges of `{% generation %}` blocks in the text without their marks."""
+        ranges, start, position = list[tuple[int, int]](), -1, 0
         for piece in re.split(f"([{OPEN}{CLOSE}])", written):
             if piece == (CLOSE if start < 0 else OPEN):
-                raise ValueError(f"{chat.where}: the generation blocks of {self.name} stand in each other")
+                raise ValueError(f"{chat.where}: {self.name} nests its generation blocks")
             if piece == OPEN:
                 start = position
             elif piece == CLOSE:
-                spans.append((start, position))
+                ranges.append((start, position))
                 start = -1
             else:
                 position += len(piece)
         turns = [number for number, message in enumerate(chat.messages) if message["role"] == "assistant"]
-        if 0 < first_target < len(chat.messages) and len(turns) != len(spans):
+        if 0 < first_target < len(chat.messages) and len(turns) != len(ranges):
             raise ValueError(
-                f"{chat.where}: {self.name} writes {len(spans)} generation blocks for {len(turns)} answers, so "
-                "that it cannot be said which of them is the last one's"
+                f"{chat.where}: {self.name} writes {len(ranges)} generation blocks for {len(turns)} answers, so that"
+                " the block of the last answer cannot be found"
             )
         context = sum(turn < first_target for turn in turns)
-        return [_Answer(*span, number >= context) for number, span in enumerate(spans)]
+        return [_Answer(*span, number >= context) for number, span in enumerate(ranges)]
 
     def _between_prefixes(self, text: str, chat: _Chat, first_target: int) -> list[_Answer]:
-        """Where answers stand in what a template without marks writes."""
+        """The ranges of answers in the output of a template without marks."""
         answers = []
         for number, message in enumerate(chat.messages):
             if message["role"] != "assistant":
@@ -269,14 +267,14 @@ class ChatTemplate:
                 answers.append(_Answer(len(before), self._answer_end(upto, len(before)), is_target))
             elif is_target:
                 raise ValueError(
-                    f"{chat.where}: {self.name} writes message {number} of a conversation in another way when more "
-                    "follows, so that the assistant's tokens cannot be told from the rest: mark them in the template "
-                    "by {% generation %} … {% endgeneration %}, or take another data.chat_template"
+                    f"{chat.where}: {self.name} writes message {number} of a conversation differently when more"
+                    " messages follow, so that the assistant's tokens cannot be located: mark them in the template by"
+                    " {% generation %} … {% endgeneration %}, or choose another data.chat_template"
                 )
         return answers
 
     def _answer_end(self, upto: str, start: int) -> int:
-        """The end of an answer: after its last special token, if only the end of a line follows, which is nobody's."""
+        """End of an answer: after its last special token if only white space follows (which is no target)."""
         names = list(self._names.finditer(upto, start))
         return names[-1].end() if names and not upto[names[-1].end() :].strip() else len(upto)
 
@@ -285,7 +283,7 @@ class ChatTemplate:
 
 
 class _Answer(NamedTuple):
-    """An answer in what a template wrote, from character to character."""
+    """Range of an answer's characters in the output of a template."""
 
     start: int
     end: int
@@ -293,22 +291,22 @@ class _Answer(NamedTuple):
 
 
 class _Chat:
-    """One conversation, protected from being read as special tokens, while a template writes it."""
+    """One conversation whose text is protected against being read as special tokens."""
 
     def __init__(
         self, template: ChatTemplate, messages: list[Message], tools: Sequence[Any] | None, where: str
     ) -> None:
         self.template, self.where = template, where
-        self._codes: dict[str, str] = {}
-        self._texts: dict[str, str] = {}
+        self._codes: dict[str, str] = {}  # protected text → private-use character
+        self._texts: dict[str, str] = {}  # the inverse
         self.messages = [{**self._protect(message), "role": message["role"]} for message in messages]
         self._tools = self._protect(list(tools)) if tools else None
 
     def write(self, count: int | None = None, add_generation_prompt: bool = False) -> str:
-        """What the template makes of the first `count` messages (None: of all), in codes and with marks."""
+        """The template's output for the first `count` messages (None: all), with protected text and marks."""
         messages = self.messages[:count]
         try:
-            text = self.template._template.render(
+            text = self.template.program.render(
                 messages=messages,
                 tools=self._tools,
                 add_generation_prompt=add_generation_prompt,
@@ -323,56 +321,47 @@ class _Chat:
             raise ValueError(f"{self.where}: {self.template.name} refuses {of}: {error}") from error
         return text
 
-    def plain(self, text: str) -> str:
-        """`text` with everything put back that was protected."""
+    def restore(self, text: str) -> str:
+        """`text` with all protected text restored."""
         return _CODES.sub(lambda code: self._texts[code.group()], text) if self._texts else text
 
-    def _code(self, text: str) -> str:
+    def _protect(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self.template.protected.sub(self._code, value)
+        if isinstance(value, dict):
+            return {self._protect(key): self._protect(entry) for key, entry in value.items()}
+        return [self._protect(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+    def _code(self, match: re.Match[str]) -> str:
+        space = match["space"] or ""
+        text = match.group().removeprefix(space)
         if text not in self._codes:
             code = chr(FIRST_CODE + len(self._codes))
             if code >= OPEN:
                 raise ValueError(
-                    f"{self.where}: {len(self._codes):,} different private-use characters are too many"
+                    f"{self.where}: more than {len(self._codes):,} different private-use characters"
                 )
-            self._codes[text] = code
-            self._texts[code] = text
-        return self._codes[text]
+            self._codes[text], self._texts[code] = code, text
+        return space + self._codes[text]
 
-    def _protect(self, value: Any) -> Any:
-        if isinstance(value, str):
-            return self._protect_text(value)
-        if isinstance(value, dict):
-            return {
-                self._protect_names(key) if isinstance(key, str) else key: self._protect(entry)
-                for key, entry in value.items()
-            }
-        return [self._protect(entry) for entry in value] if isinstance(value, list | tuple) else value
 
-    def _protect_names(self, text: str) -> str:
-        return self.template._protected.sub(lambda match: self._code(match.group()), text)
+def _any_of(texts: Iterable[str]) -> str:
+    """A pattern of any of `texts`, the longest first; without texts it matches nothing."""
+    longest_first = sorted({*texts}, key=lambda text: (-len(text), text))
+    return "|".join(map(re.escape, longest_first)) or r"(?!)"
 
-    def _protect_text(self, text: str) -> str:
-        """Names in `text`, and edges that would be part of a name if the template wrote its rest beside them."""
-        text = self._protect_names(text)
-        body = text.strip()  # templates may trim
-        if any(body[-size:] in self.template._beginnings for size in self._sizes(body)):
-            cut = len(text.rstrip()) - 1
-            text = text[:cut] + self._code(text[cut]) + text[cut + 1 :]
-        if any(body[:size] in self.template._endings for size in self._sizes(body)):
-            cut = len(text) - len(text.lstrip())
-            if not _CODES.match(text[cut]):
-                text = text[:cut] + self._code(text[cut]) + text[cut + 1 :]
-        return text
 
-    def _sizes(self, text: str) -> range:
-        longest = max(map(len, self.template.special_tokens), default=0)
-        return range(1, min(longest, len(text) + 1))
+def _without_marks(text: str) -> str:
+    return text.replace(OPEN, "").replace(CLOSE, "")
+
+
+# --- Jinja as chat templates expect it ----------------------------------------------------------------
 
 
 class _GenerationBlocks(Extension):
-    """`{% generation %} … {% endgeneration %}`: what stands between is the assistant's, and is marked as such."""
+    """`{% generation %} … {% endgeneration %}`: puts marks around the output of the block."""
 
-    tags = {"generation"}  # noqa: RUF012 - Jinja's own way of saying it
+    tags = {"generation"}  # noqa: RUF012 - Jinja's interface
 
     def parse(self, parser: Parser) -> nodes.Node:
         """Called by Jinja at the tag."""
@@ -384,12 +373,8 @@ class _GenerationBlocks(Extension):
         return f"{OPEN}{caller()}{CLOSE}"
 
 
-def _without_marks(text: str) -> str:
-    return text.replace(OPEN, "").replace(CLOSE, "")
-
-
 def _environment(day: datetime.datetime) -> ImmutableSandboxedEnvironment:
-    """Jinja as chat templates expect it; `strftime_now` tells the day on which the template was opened."""
+    """The sandbox; `strftime_now` formats the day on which the template was opened."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, "jinja2.ext.loopcontrols"]
     )
@@ -410,9 +395,86 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as transformers writes it in templates: no escapes for HTML, and characters as they are."""
+    """JSON as transformers writes it in templates: no HTML escapes, characters as they are."""
     text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
     if not ensure_ascii:
         return text
-    # What stands for protected text must stay one character, or it could not be put back.
+    # Codes of protected text must stay one character, or the text could not be restored.
     return re.sub(r"[^\x00-\x7f]", lambda c: c[0] if _CODES.match(c[0]) else json.dumps(c[0])[1:-1], text)
+
+
+# --- the template of a configuration ------------------------------------------------------------------
+
+
+def resolve_template(data: DataConfig, tokenizer: TokenizerConfig) -> ChatTemplate:
+    """The template of `data.chat_template`: built in, a file, the tokenizer's own, or else chatml.
+
+    A tokenizer in a checkpoint has the template of its run.
+
+    Raises:
+        ImportError: a package that the tokenizer needs is not installed.
+        ValueError: no such template or file, or a file with special tokens that are not named.
+    """
+    name = data.chat_template
+    if name in _BUILT_IN:
+        return built_in_template(name)
+    if name and name not in BUILT_IN_TEMPLATES:
+        return _of_file(Path(name).expanduser(), data.special_tokens, tokenizer)
+    if tokenizer.kind == "file" and not name:
+        path = Path(tokenizer.path).expanduser()
+        of_run = (path if path.is_dir() else path.parent) / CHAT_TEMPLATE
+        if of_run.is_file():
+            return ChatTemplate.from_json(of_run.read_text("utf-8"))
+    facts = tokenizer_facts(tokenizer)
+    if facts.chat_template and not name:
+        label = f"the template of {tokenizer.name}"
+        return ChatTemplate(
+            facts.chat_template, facts.special_tokens, facts.bos_token, facts.eos_token, label
+        )
+    return built_in_template(name or "chatml", facts.eos_token)
+
+
+def built_in_template(name: str, end_token: str = "") -> ChatTemplate:
+    """A template of the package.
+
+    Args:
+        name: `chatml`, `llama3` or `plain`.
+        end_token: the special token that ends an answer in `plain`.
+
+    Raises:
+        ValueError: no such template, or `plain` without an end token.
+    """
+    if name not in BUILT_IN_TEMPLATES:
+        raise ValueError(
+            f"there is no built-in chat template {name!r}: one of {', '.join(BUILT_IN_TEMPLATES)}"
+        )
+    special, bos, eos = _BUILT_IN.get(name, ((), "", end_token))
+    if not eos:
+        raise ValueError(
+            "data.chat_template=plain ends each answer with the tokenizer's end token, but the tokenizer has none"
+        )
+    source = (resources.files("multipack") / "presets" / "chat" / f"{name}.jinja").read_text("utf-8")
+    return ChatTemplate(source, special, bos, eos, name)
+
+
+def _of_file(file: Path, special_tokens: list[str], tokenizer: TokenizerConfig) -> ChatTemplate:
+    try:
+        source = file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"data.chat_template={file}: one of {', '.join(BUILT_IN_TEMPLATES)}, or a readable Jinja file: {error}"
+        ) from error
+    facts = tokenizer_facts(tokenizer)
+    special = tuple(special_tokens) or facts.special_tokens
+    template = ChatTemplate(source, special, facts.bos_token, facts.eos_token, file.name)
+    unnamed = sorted(set(_LOOKS_SPECIAL.findall(source)) - set(template.special_tokens))
+    if unnamed and tokenizer.kind in ("file", "transformers"):
+        # A tokenizer may have ordinary tokens of such names: text, on purpose.
+        vocabulary = load_tokenizer(tokenizer)
+        unnamed = [name for name in unnamed if len(vocabulary.encode(name)) != 1]
+    if unnamed:
+        raise ValueError(
+            f"data.chat_template={file} writes {', '.join(unnamed)} as plain text: name the special tokens of the"
+            " template in data.special_tokens=[NAME,NAME,…]"
+        )
+    return template

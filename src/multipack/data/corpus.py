@@ -18,12 +18,11 @@ from multipack.data.data_config import DataConfig
 from multipack.data.documents import Documents
 from multipack.data.fit import Fit, FitReport
 from multipack.data.growing import GrowingFolder
-from multipack.data.huggingface import open_dataset
 from multipack.data.joint import JointStore, Store, open_store
 from multipack.data.memory import MemoryStore
 from multipack.data.mixture import Share, mix
 from multipack.data.prepare import prepare
-from multipack.data.sources import open_source
+from multipack.data.sources import open_dataset, open_source
 from multipack.data.staging import Staging
 from multipack.data.streamed import StreamedRecords
 from multipack.data.tokenizer import Progress, Tokenizer, TokenizerConfig, build_tokenizer

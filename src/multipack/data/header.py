@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from multipack.data.fit import FitPolicy
+from multipack.data.vocabularies import CHAT_TEMPLATE
 
 FORMAT = "multipack-token-store"
 VERSION = 2
@@ -21,7 +22,7 @@ FILES = {
     "tokenizer.json",
 }
 """What every store holds beside its header."""
-BORDERS, CHAT_TEMPLATE = "borders.bin", "chat_template.json"
+BORDERS = "borders.bin"
 OPTIONAL_FILES = {BORDERS, CHAT_TEMPLATE}
 """What stores of pairs, and of chats, hold too."""
 _LARGEST = 1 << 24

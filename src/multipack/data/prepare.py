@@ -25,8 +25,8 @@ from multipack.data.data_config import DataConfig, check_choice
 from multipack.data.header import HEADER, StoreHeader
 from multipack.data.parts import Parts, folder_of_parts
 from multipack.data.shards import MOST_SHARDS, ShardsHeader, is_shards, only_shards, shard_name
-from multipack.data.source import Source, SourceDocument
-from multipack.data.sources import open_source
+from multipack.data.source_document import SourceDocument
+from multipack.data.sources import Source, open_source
 from multipack.data.store import TokenStore
 from multipack.data.tokenizer import Progress, Tokenizer, TokenizerConfig, build_tokenizer
 from multipack.data.workers import LocalEngine
@@ -138,7 +138,7 @@ class _Work:
     @property
     def corpus_hash(self) -> str:
         """Hash of the documents: of the source, and of whether duplicates are left out."""
-        hashed = self.source.hash
+        hashed = self.source.identity
         return hashlib.sha256(f"{hashed} dedup 1".encode()).hexdigest() if self.data.dedup else hashed
 
     @property

@@ -1,49 +1,64 @@
-"""A record → a document: the same for every file or table that records come from.
+"""Records → documents, for every file format or table.
 
     text         {"text": …}
     completion   {"prompt": …, "completion": …}                       text, or messages
     chat         {"messages": [{"role": …, "content": …}, …]}         or ShareGPT's `conversations`; optional `tools`
-    preference   {"prompt": …, "chosen": …, "rejected": …}            text, or messages (also before them)
+    preference   {"prompt": …, "chosen": …, "rejected": …}            text, or messages (also as the context)
 
-`data.fields` gives other names to these fields. The first record decides what all of them are.
+`data.fields` gives other names to these fields. The first record decides the form of all of them. Messages are read in
+two notations, which may be mixed:
+
+    {"role": "user", "content": "Hi"}      content may be a list of {"type": "text", "text": …}
+    {"from": "human", "value": "Hi"}       ShareGPT's, whose `human` and `gpt` are user and assistant
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from multipack.data.data_config import DataConfig
-from multipack.data.messages import Message, read_messages, read_tools, says_something
-from multipack.data.source import Part, SourceDocument
-
-if TYPE_CHECKING:
-    from multipack.data.chat import ChatTemplate
+from multipack.data.source_document import Part, SourceDocument
 
 Form = Literal["text", "completion", "chat", "preference"]
+Message = dict[str, Any]
+"""`role`, `content` (text), and other entries that a template may read: `tool_calls`, `tool_call_id`, `name`, …"""
 CONVERSATIONS = ("messages", "conversations")
 KNOWN_FIELDS = ("text", "prompt", "completion", *CONVERSATIONS, "chosen", "rejected")
-"""What is read without `data.fields`."""
-_LEAST_FIELDS = (
+"""Fields that are read without `data.fields`."""
+REQUIRED_FIELDS = (
     {"text"},
     {"prompt", "completion"},
-    *({name} for name in CONVERSATIONS),
+    {"messages"},
+    {"conversations"},
     {"chosen", "rejected"},
 )
-"""Without one of these nothing can be made of a record."""
+"""A record has all fields of one of these sets."""
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What the records of a source are.
+    """The form of the records of a source.
 
     Attributes:
         form: text, completion, chat or preference.
-        fields: the names of its fields: text; prompt, completion; messages; or context, chosen, rejected, where the
-            context may be missing.
-        is_chat: whether there are messages, for a template to write.
-        tools: the field of the tools that may be called, which any record may lack.
+        fields: names of the fields in order: text; prompt, completion; messages; or context, chosen, rejected, where
+            the context may be missing.
+        is_chat: whether the fields hold messages, which a template renders.
+        tools: name of the field of callable tools, which a record may lack.
     """
 
     form: Form
@@ -58,37 +73,66 @@ class Shape:
 
 
 class RecordReader:
-    """Reads records of one shape.
+    """Makes documents of the records of one source.
 
     Args:
-        config: `format`, `fields` and `between` say how.
-        template: opens the template of chats, when the first of them is met.
+        config: `format`, `fields`, `between` and `chat_template` are read.
+        open_template: opens the `ChatTemplate` when the first record holds messages.
 
     Attributes:
-        shape: of the records; None before the first.
-        template: of chats; None before the first, and where there are none.
+        shape: form of the records; None before the first record.
+        template: the `ChatTemplate`; None before the first record, and without messages.
     """
 
-    def __init__(self, config: DataConfig, template: Callable[[], ChatTemplate]) -> None:
-        self._config, self._open_template = config, template
+    def __init__(self, config: DataConfig, open_template: Callable[[], Any]) -> None:
+        self._config, self._open_template = config, open_template
         self.shape: Shape | None = None
-        self.template: ChatTemplate | None = None
+        self.template: Any = None
 
     def columns(self, names: Iterable[str]) -> list[str]:
-        """Those of a table's columns that are read; all, if a field is missing, so that an error can name them."""
+        """The columns of a table that are read; all of them if a field is missing, so that the error can list them."""
         names = list(names)
-        given = self.shape.fields if self.shape is not None else self._config.fields
-        if not any(fields <= {*names} for fields in ([{*given}] if given else _LEAST_FIELDS)):
+        fields = self.shape.fields if self.shape is not None else tuple(self._config.fields)
+        if not any(required <= {*names} for required in ([{*fields}] if fields else REQUIRED_FIELDS)):
             return names
         wanted = {*(self._config.fields or KNOWN_FIELDS), "tools", "system"}
         return [name for name in names if name in wanted]
 
-    def begin(self, record: dict[str, Any], where: str) -> Shape:
-        """Let the first record decide what all are.
+    def documents(self, record: dict[str, Any], name: str, where: str) -> list[SourceDocument] | str:
+        """The documents of a record, or the reason why it has none.
+
+        Args:
+            record: field → value.
+            name: name of the document.
+            where: file and line, for errors.
 
         Raises:
-            ValueError: it has none of the fields that are known; settings of chats, but no messages.
+            ValueError: a field is missing or has another type; the first record has no known fields.
         """
+        shape = self.shape or self._begin(record, where)
+        if shape.form == "preference":
+            return self._pair(record, name, where, shape)
+        if shape.form == "chat":
+            messages = self._messages(record, shape.fields[0], where)
+            if not any(map(_is_answer, messages)):
+                return "conversations without an answer"
+            parts = self._render(messages, record, where)
+            return [SourceDocument(name, parts, closed=True)]
+        if shape.is_chat:
+            context = self._messages(record, shape.fields[0], where, "user")
+            answer = read_messages(
+                _field(record, shape.fields[1], where), where, shape.fields[1], "assistant"
+            )
+            if not any(map(_is_answer, answer)):
+                return "empty completions"
+            parts = self._render(context + answer, record, where, len(context))
+            return [SourceDocument(name, parts, closed=True)]
+        *prompt, text = (_text(record, field, where) for field in shape.fields)
+        if not text.strip():
+            return "empty completions" if prompt else "empty documents"
+        return [SourceDocument(name, (*self._prompt(prompt), Part(text, True)))]
+
+    def _begin(self, record: dict[str, Any], where: str) -> Shape:
         shape = _shape(self._config, record, where)
         if shape.is_chat:
             self.template = self._open_template()
@@ -100,85 +144,49 @@ class RecordReader:
         self.shape = shape
         return shape
 
-    def document(self, record: dict[str, Any], name: str, where: str) -> SourceDocument | str:
-        """The document of a record, or the reason for which it is left out.
-
-        Args:
-            record: field → value.
-            name: of the document.
-            where: file and line, for errors.
-
-        Raises:
-            ValueError: the record lacks a field, or holds something else in it.
-        """
-        shape = self.shape or self.begin(record, where)
-        if shape.form == "chat":
-            return self._chat(record, name, where, shape)
-        if shape.form == "preference":
-            return self._pair(record, name, where, shape)
+    def _pair(
+        self, record: dict[str, Any], name: str, where: str, shape: Shape
+    ) -> list[SourceDocument] | str:
+        *context, chosen, rejected = shape.fields
         if shape.is_chat:
-            return self._answer(record, name, where, shape)
-        texts = [_text(record, field, where) for field in shape.fields]
-        if not texts[-1].strip():
-            return "empty documents" if len(texts) == 1 else "empty completions"
-        if len(texts) == 1:
-            return SourceDocument(name, (Part(texts[0], True),))
-        return SourceDocument(name, (self._prompt(texts[0]), Part(texts[1], True)))
-
-    def _prompt(self, text: str) -> Part:
-        return Part(text + self._config.between, False)
-
-    def _chat(self, record: dict[str, Any], name: str, where: str, shape: Shape) -> SourceDocument | str:
-        field = shape.fields[0]
-        messages = _with_system(read_messages(_field(record, field, where), where, field), record, where)
-        if not any(map(says_something, messages)):
-            return "conversations without an answer"
-        return SourceDocument(name, self._parts(messages, record, where, shape), closed=True)
-
-    def _answer(self, record: dict[str, Any], name: str, where: str, shape: Shape) -> SourceDocument | str:
-        """A prompt of messages, and a completion of messages."""
-        context = self._context(record, shape.fields[0], where)
-        answer = read_messages(_field(record, shape.fields[1], where), where, shape.fields[1], "assistant")
-        if not any(map(says_something, answer)):
-            return "empty completions"
-        return SourceDocument(
-            name, self._parts(context + answer, record, where, shape, len(context)), closed=True
-        )
-
-    def _pair(self, record: dict[str, Any], name: str, where: str, shape: Shape) -> SourceDocument | str:
-        *prompt, chosen, rejected = shape.fields
-        if not shape.is_chat:
-            begin = tuple(self._prompt(_text(record, field, where)) for field in prompt)
+            prompt = self._messages(record, context[0], where, "user") if context else []
+            answers = [
+                read_messages(_field(record, field, where), where, field, "assistant")
+                for field in (chosen, rejected)
+            ]
+            prompt, answers = _without_common(prompt, answers, where, shape)
+            if answers[0] == answers[1]:
+                return "pairs of equal answers"
+            if not all(any(map(_is_answer, answer)) for answer in answers):
+                return "pairs with an empty answer"
+            halves = [self._render(prompt + answer, record, where, len(prompt)) for answer in answers]
+        else:
+            begin = self._prompt([_text(record, field, where) for field in context])
             texts = [_text(record, field, where) for field in (chosen, rejected)]
             if not all(text.strip() for text in texts):
                 return "pairs with an empty answer"
             if texts[0] == texts[1]:
                 return "pairs of equal answers"
             halves = [(*begin, Part(text, True)) for text in texts]
-        else:
-            context = self._context(record, prompt[0], where) if prompt else []
-            answers = [
-                read_messages(_field(record, field, where), where, field, "assistant")
-                for field in (chosen, rejected)
-            ]
-            if answers[0] == answers[1]:
-                return "pairs of equal answers"
-            context, answers = _divide(context, answers, where, shape)
-            if not all(any(map(says_something, answer)) for answer in answers):
-                return "pairs with an empty answer"
-            halves = [self._parts(context + answer, record, where, shape, len(context)) for answer in answers]
-        return SourceDocument(name, halves[0] + halves[1], closed=shape.is_chat, border=len(halves[0]))
+        return [SourceDocument(name, halves[0] + halves[1], closed=shape.is_chat, border=len(halves[0]))]
 
-    def _context(self, record: dict[str, Any], field: str, where: str) -> list[Message]:
-        messages = read_messages(_field(record, field, where), where, field, "user")
-        return _with_system(messages, record, where)
+    def _prompt(self, texts: list[str]) -> tuple[Part, ...]:
+        return tuple(Part(text + self._config.between, False) for text in texts)
 
-    def _parts(
-        self, messages: list[Message], record: dict[str, Any], where: str, shape: Shape, first_target: int = 0
+    def _messages(self, record: dict[str, Any], field: str, where: str, role: str = "") -> list[Message]:
+        """The messages of a field, after the record's field `system` if they have no system message of their own."""
+        messages = read_messages(_field(record, field, where), where, field, role)
+        if not record.get("system") or (messages and messages[0]["role"] == "system"):
+            return messages
+        return [{"role": "system", "content": _text(record, "system", where)}, *messages]
+
+    def _render(
+        self, messages: list[Message], record: dict[str, Any], where: str, first_target: int = 0
     ) -> tuple[Part, ...]:
-        assert self.template is not None  # `begin` opened it
-        tools = read_tools(record.get(shape.tools), where, shape.tools)
-        return self.template.parts(messages, tools, where, first_target=first_target)
+        assert self.shape is not None
+        tools = read_tools(record.get(self.shape.tools), where, self.shape.tools)
+        parts: tuple[Part, ...] = self.template.parts(messages, tools, where, first_target=first_target)
+        return parts
 
 
 def _shape(config: DataConfig, record: dict[str, Any], where: str) -> Shape:
@@ -191,11 +199,11 @@ def _shape(config: DataConfig, record: dict[str, Any], where: str) -> Shape:
 
 
 def _form(fields: list[str], record: dict[str, Any], where: str) -> Form:
-    """What a record is, by the number of names that were given, or else by the fields that it has."""
-    if fields:
-        if len(fields) > 1:
-            return "completion" if len(fields) == 2 else "preference"
+    """The form of a record: by the number of names in `data.fields`, or else by the fields that it has."""
+    if len(fields) == 1:
         return "chat" if isinstance(record.get(fields[0]), list) else "text"
+    if fields:
+        return "completion" if len(fields) == 2 else "preference"
     if "chosen" in record and "rejected" in record:
         return "preference"
     if any(name in record for name in CONVERSATIONS):
@@ -206,7 +214,7 @@ def _form(fields: list[str], record: dict[str, Any], where: str) -> Form:
         return "completion"
     raise ValueError(
         f"{where}: neither `text` nor `prompt` and `completion` nor `messages` nor `chosen` and `rejected` among the "
-        f"fields ({', '.join(record) or 'none'}); name those that are meant in data.fields"
+        f"fields ({', '.join(record) or 'none'}); name the fields to read in data.fields"
     )
 
 
@@ -218,39 +226,29 @@ def _default_fields(form: Form, record: dict[str, Any]) -> tuple[str, ...]:
     conversation = [name for name in CONVERSATIONS if name in record][:1]
     if form == "chat":
         return tuple(conversation or ["messages"])
-    context = ["prompt"] if "prompt" in record else conversation
-    return (*context, "chosen", "rejected")
+    return (*(["prompt"] if "prompt" in record else conversation), "chosen", "rejected")
 
 
-def _divide(
+def _without_common(
     context: list[Message], answers: list[list[Message]], where: str, shape: Shape
 ) -> tuple[list[Message], list[list[Message]]]:
-    """Context and answers, where the answers may be whole conversations that begin alike."""
-    if all(answer and answer[0]["role"] == "assistant" for answer in answers):
+    """Context and answers; where the answers are whole conversations, their common beginning is the context."""
+    if answers[0] == answers[1] or all(answer and answer[0]["role"] == "assistant" for answer in answers):
         return context, answers
     first, second = answers
-    alike = next(
-        (number for number, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]),
-        min(len(first), len(second)),
-    )
+    common = 0
+    while common < min(len(first), len(second)) and first[common] == second[common]:
+        common += 1
     if context and first[: len(context)] != context:
         raise ValueError(
-            f"{where}: {shape.fields[-2]} is a conversation of its own, which does not begin with {shape.fields[0]}; "
+            f"{where}: {shape.fields[-2]} is a whole conversation that does not begin with {shape.fields[0]}; "
             f"give data.fields=[{shape.fields[-2]},{shape.fields[-1]}] alone"
         )
-    return first[:alike], [answer[alike:] for answer in answers]
-
-
-def _with_system(messages: list[Message], record: dict[str, Any], where: str) -> list[Message]:
-    """`messages` after the field `system` of the record, where there is one and they have none of their own."""
-    system = record.get("system")
-    if not system or (messages and messages[0]["role"] == "system"):
-        return messages
-    return [{"role": "system", "content": _text(record, "system", where)}, *messages]
+    return first[:common], [answer[common:] for answer in answers]
 
 
 def _field(record: dict[str, Any], field: str, where: str) -> Any:
-    if field not in record:  # as in tables' rows where it is null
+    if field not in record:  # rows of tables lack fields that are null
         raise ValueError(f"{where}: no field {field!r}, or null in it (it has {', '.join(record) or 'none'})")
     return record[field]
 
@@ -264,3 +262,96 @@ def _text(record: dict[str, Any], field: str, where: str) -> str:
     except UnicodeEncodeError as error:
         raise ValueError(f"{where}: field {field!r} holds half a surrogate pair: {error}") from error
     return value
+
+
+def _is_answer(message: Message) -> bool:
+    """Whether an assistant's message has text or a tool call."""
+    return message["role"] == "assistant" and bool(message["content"].strip() or message.get("tool_calls"))
+
+
+# --- messages -----------------------------------------------------------------------------------------
+
+
+def read_messages(value: Any, where: str, field: str = "messages", role: str = "") -> list[Message]:
+    """The messages of one conversation in one notation: `role` and `content`.
+
+    Args:
+        value: a list of messages, one message, or text.
+        where: file and line, for errors.
+        field: the record's field, for errors.
+        role: role of a `value` that is text; empty: text is an error.
+
+    Raises:
+        ValueError: an entry is no message, a role is unknown, or a content is not text.
+    """
+    if isinstance(value, str) and role:
+        return [{"role": role, "content": value}]
+    messages = [value] if isinstance(value, dict) else value
+    if not isinstance(messages, list):
+        raise ValueError(f"{where}: field {field!r} is a {type(value).__name__}, not a list of messages")
+    return [_message(message, where, f"{field}[{number}]") for number, message in enumerate(messages)]
+
+
+def _message(value: Any, where: str, field: str) -> Message:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: {field} is a {type(value).__name__}, not a message with role and content")
+    message = {key: entry for key, entry in value.items() if entry is not None}
+    if "role" not in message and "from" in message:
+        message["role"], message["content"] = message.pop("from"), message.pop("value", None)
+    if "role" not in message:
+        raise ValueError(
+            f"{where}: {field} has neither `role` nor `from` ({', '.join(value) or 'it is empty'})"
+        )
+    role = message["role"]
+    role = SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
+    if role not in ROLES:
+        raise ValueError(f"{where}: {field} has the role {role!r}; known are {', '.join(ROLES)}")
+    return {**message, "role": role, "content": _content(message, where, field)}
+
+
+def _content(message: Message, where: str, field: str) -> str:
+    """The text of a message; the entries of a list are joined."""
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        return ""
+    entries = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(entries, list):
+        raise ValueError(f"{where}: the content of {field} is a {type(content).__name__}, not text")
+    for entry in entries:
+        if (
+            not isinstance(entry, dict)
+            or entry.get("type") != "text"
+            or not isinstance(entry.get("text"), str)
+        ):
+            kind = entry.get("type") if isinstance(entry, dict) else type(entry).__name__
+            raise ValueError(f"{where}: the content of {field} holds {kind!r}; only 'text' can be trained on")
+    return "".join(entry["text"] for entry in entries)
+
+
+def read_tools(value: Any, where: str, field: str = "tools") -> list[Any] | None:
+    """The tools of a conversation: a list of descriptions, or one in JSON; None if there are none.
+
+    Raises:
+        ValueError: the value is neither.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else None
+        except ValueError as error:
+            raise ValueError(f"{where}: field {field!r} is text, but not a list in JSON: {error}") from error
+    if not value:
+        return None
+    if not isinstance(value, list):
+        raise ValueError(f"{where}: field {field!r} is a {type(value).__name__}, not a list of tools")
+    return value
+
+
+def without_nulls(value: Any) -> Any:
+    """`value` without dictionary entries that are None, at any depth.
+
+    Tables have every field in every row, such as `tool_calls: None` in each message without a call; templates ask
+    whether a message *has* tool calls.
+    """
+    if isinstance(value, dict):
+        return {key: without_nulls(entry) for key, entry in value.items() if entry is not None}
+    return [without_nulls(entry) for entry in value] if isinstance(value, list) else value

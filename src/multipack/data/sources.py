@@ -1,183 +1,444 @@
-"""Where documents come from: the standard library, text, or records; each a `Source` of `SourceDocument`s.
+"""Sources of documents: each is one function and its row in `READERS`.
 
     data.source=stdlib                              (signature + docstring → source) pairs of the running Python
     data.source=text         data.path=PATH         documents by file, blank line or separator, or one stream
-    data.source=jsonl        data.path=PATH         records in JSON (see `data/records.py`)
-    data.source=parquet      data.path=PATH         records in Parquet
-    data.source=huggingface  data.path=NAME|FOLDER  records in a data set of Hugging Face's library
-    data.source=store        data.path=FOLDER       what `multipack prepare` made (see `data/store.py`)
+    data.source=jsonl        data.path=PATH         an object a line, or a `.json` file with a list of objects
+    data.source=parquet      data.path=PATH         rows of Parquet files                (extra `parquet`)
+    data.source=huggingface  data.path=NAME|FOLDER  rows of a Hugging Face data set      (extra `huggingface`)
 
-PATH is a file, a folder, or a pattern such as `data/**/*.jsonl.gz`. A source reads its files from the start whenever it
-is iterated, one document in memory at a time, and refuses to go on when a file has changed since it was found. Files
-may be gzipped (`.gz`).
+PATH is a file, a folder, or a pattern such as `data/**/*.jsonl.gz`. Files may be gzipped (`.gz`). A reader is a
+generator of documents that gets the `Source`; it takes its files from `source.open_files()`, and documents of records
+from `source.documents_of(record, …)`.
 """
 
 from __future__ import annotations
 
+import codecs
+import gzip
 import hashlib
 import io
 import json
 import platform
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import BinaryIO, TextIO
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, NamedTuple, TextIO, cast
 
 from multipack.data import stdlib
 from multipack.data.data_config import DataConfig
-from multipack.data.files import FileSet, FileSource, paragraphs, separated, stretches
-from multipack.data.huggingface import HuggingFaceSource
-from multipack.data.parquet import ParquetSource
-from multipack.data.record_source import JsonlSource
-from multipack.data.source import Part, Source, SourceDocument
+from multipack.data.records import RecordReader, without_nulls
+from multipack.data.source_document import Part, SourceDocument
+from multipack.data.text_files import find_files, paragraphs, separated, stretches
 from multipack.data.tokenizer import TokenizerConfig
 
-TEXT_SUFFIXES = (".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".py")
+
+class SourceFile(NamedTuple):
+    """A file of a source.
+
+    Attributes:
+        name: its path relative to the source's folder.
+        path: path to open it.
+        size: stored bytes.
+        modified: time of the last change, in nanoseconds.
+    """
+
+    name: str
+    path: Path
+    size: int
+    modified: int
 
 
-def open_source(config: DataConfig, tokenizer: TokenizerConfig | None = None) -> Source:
-    """The source that `config` names; files are listed, not yet read.
+class Source:
+    """The documents of a `DataConfig`, read from the start at each iteration, one in memory at a time.
 
     Args:
         config: the source.
-        tokenizer: whose chat template and end token chats take, where `config` names none; None = one that is trained.
+        tokenizer: gives chats its template and end token where `config` names no template.
+
+    Attributes:
+        config: as given.
+        files: files to read, sorted by name; empty for sources that are not files.
+        name: name of the source, for messages.
+        unit: unit of `done` and `total`.
+        total: size of the source.
+        overlong: policy for documents longer than a pack where `data.overlong` is auto.
+        skipped: reason → number of entries that the last iteration left out.
+        dataset: the open data set of `data.source=huggingface`.
+
+    Raises:
+        ValueError: no file at `config.path`, or documents that are tokenized already.
+    """
+
+    def __init__(self, config: DataConfig, tokenizer: TokenizerConfig | None = None) -> None:
+        self.config = config
+        self.files: list[SourceFile] = []
+        self.name, self.unit, self.total = config.path, "bytes", 0
+        self.overlong: Literal["error", "split"] = "error"
+        self.skipped: dict[str, int] = {}
+        self.dataset: Any = None
+        self._ignored = 0
+        self._done, self._open_file = 0, cast("BinaryIO | None", None)
+        self._records = RecordReader(config, lambda: _open_template(config, tokenizer or TokenizerConfig()))
+        if config.source not in READERS:
+            place = config.path or ", ".join(config.paths)
+            raise ValueError(
+                f"data.source={config.source}: {place} is tokenized already; there is no text to read"
+            )
+        self._reader = READERS[config.source]
+        if self._reader.suffixes:
+            self._find_files()
+        elif config.source == "stdlib":
+            self._find_stdlib()
+        else:
+            self.dataset = open_dataset(config)
+            self.unit, self.total = "rows", len(self.dataset)
+            if Path(config.path).expanduser().exists():
+                self.name = Path(config.path).name
+
+    def _find_files(self) -> None:
+        root, names, self._ignored = find_files(self.config.path, self._reader.suffixes)
+        self.name = root.name or str(root)
+        for name in names:
+            path = root / name if name else root
+            state = path.stat()
+            self.files.append(SourceFile(name or root.name, path, state.st_size, state.st_mtime_ns))
+        self.total = sum(file.size for file in self.files)
+
+    def _find_stdlib(self) -> None:
+        folder, names = stdlib.library_files()
+        self.name, self.unit, self.total = (
+            f"Python {platform.python_version()} standard library",
+            "files",
+            len(names),
+        )
+        # Times of change are left out: they differ between equal installations, and nobody edits these files.
+        self.files = [SourceFile(name, folder / name, (folder / name).stat().st_size, 0) for name in names]
+        self.overlong = "split"
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether all documents together are one."""
+        return self.config.source == "text" and self.config.division == "stream"
+
+    @property
+    def done(self) -> int:
+        """Amount of `total` that the current iteration has read."""
+        return self._done + (self._open_file.tell() if self._open_file is not None else 0)
+
+    def advance(self, amount: int = 1) -> None:
+        """Count `amount` more units as read; files count their bytes themselves."""
+        self._done += amount
+
+    def skip(self, reason: str, count: int = 1) -> None:
+        """Count an entry that is left out."""
+        self.skipped[reason] = self.skipped.get(reason, 0) + count
+
+    def __iter__(self) -> Iterator[SourceDocument]:
+        self.skipped, self._done, self._open_file = {}, 0, None
+        if self._ignored:
+            self.skip("files of other kinds", self._ignored)
+        yield from self._reader.read(self)
+
+    def open_files(self) -> Iterator[tuple[SourceFile, BinaryIO]]:
+        """Each file, open and decompressed; it is closed when the next one is asked for.
+
+        Raises:
+            ValueError: a file has changed since this source was opened.
+        """
+        for file in self.files:
+            state = file.path.stat()
+            if (state.st_size, state.st_mtime_ns) != (file.size, file.modified):
+                raise ValueError(
+                    f"{file.path} has changed since it was found; start again when it is complete"
+                )
+            with open(file.path, "rb") as raw:
+                self._open_file = raw
+                is_packed = file.path.name.lower().endswith(".gz")
+                try:
+                    yield file, cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if is_packed else raw
+                finally:
+                    self._open_file = None
+            self._done += file.size
+
+    def documents_of(self, record: dict[str, Any], name: str, where: str) -> Sequence[SourceDocument]:
+        """The documents of a record; see `RecordReader.documents`. A record without any is counted as skipped."""
+        found = self._records.documents(record, name, where)
+        if isinstance(found, str):
+            self.skip(found)
+            return ()
+        return found
+
+    def columns(self, names: Sequence[str]) -> list[str]:
+        """The columns of a table that are read."""
+        return self._records.columns(names)
+
+    def _begun(self) -> RecordReader:
+        """The reader of records, after the first record has decided their form."""
+        if self._records.shape is None and self.config.source in ("jsonl", "parquet", "huggingface"):
+            next(iter(self), None)
+        return self._records
+
+    @property
+    def pairs(self) -> bool:
+        """Whether the documents are preference pairs."""
+        shape = self._begun().shape
+        return shape is not None and shape.form == "preference"
+
+    @property
+    def chat_template(self) -> str:
+        """The template of chats (`ChatTemplate.to_json`); empty without chats."""
+        template = self._begun().template
+        return template.to_json() if template is not None else ""
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """Names of the special tokens in the documents."""
+        template = self._begun().template
+        return template.special_tokens if template is not None else ()
+
+    @cached_property
+    def identity(self) -> str:
+        """Sha256 of the settings that decide the documents, and of each file's name, size and time of change."""
+        records = self._begun()
+        parts: list[object] = [self.config.source, self.config.division, self.config.separator]
+        if records.shape is not None:
+            template = records.template.identity if records.template is not None else ""
+            parts += [
+                records.shape.form,
+                records.shape.fields,
+                records.shape.tools,
+                self.config.between,
+                template,
+            ]
+        if self.config.source == "stdlib":
+            parts.append(self.name)
+        if (
+            self.dataset is not None
+        ):  # the library's fingerprint changes with the rows and all operations on them
+            parts += [self.dataset._fingerprint, self.total, self.config.part]
+        parts += [(file.name, file.size, file.modified) for file in self.files]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    def describe(self, documents: int) -> str:
+        """One line about this source, of which `documents` were kept."""
+        if self.is_stream:
+            count = len(self.files)
+            return f"{self.name}, one stream of {count:,} {'file' if count == 1 else 'files'}"
+        if self.config.source == "stdlib":
+            return f"{self.name}, {documents:,} functions with docstring"
+        if self.config.source == "text":
+            return f"{self.name}, {documents:,} documents by {self.config.division.replace('_', ' ')}"
+        form = str(self._records.shape or "nothing")
+        if self._records.template is not None:
+            form += f", {self._records.template.name}"
+        return f"{self.name}, {documents:,} documents ({form})"
+
+
+def open_source(config: DataConfig, tokenizer: TokenizerConfig | None = None) -> Source:
+    """The source of a checked configuration; files are listed, not yet read. See `Source`.
 
     Raises:
         ImportError: a package that reads the source is not installed.
-        ValueError: the configuration is impossible, or there is nothing at its path.
+        ValueError: a setting is illegal, or there is nothing at its path.
     """
     config.check()
-    if config.source == "stdlib":
-        return StdlibSource()
-    if config.source == "text":
-        return TextSource(config)
-    if config.source == "jsonl":
-        return JsonlSource(config, tokenizer)
-    if config.source == "parquet":
-        return ParquetSource(config, tokenizer)
-    if config.source == "huggingface":
-        return HuggingFaceSource(config, tokenizer)
-    where = config.path or ", ".join(config.paths)
-    raise ValueError(f"data.source={config.source}: {where} is tokenized already; there is no text to read")
+    if config.stream:
+        raise ValueError(
+            "data.stream=true is for training while records arrive; leave it out to prepare a store"
+        )
+    return Source(config, tokenizer)
 
 
-class StdlibSource(Source):
-    """The running Python's standard library (see `data/stdlib.py`); parsed once, then kept."""
+def _open_template(config: DataConfig, tokenizer: TokenizerConfig) -> Any:
+    from multipack.data.chat import resolve_template  # Jinja is loaded for chats only
 
-    unit = "files"
-    overlong = "split"
+    return resolve_template(config, tokenizer)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._folder, self._files = stdlib.library_files()
-        self._documents: dict[str, list[SourceDocument] | None] = {}
-        self._done = 0
-        self.total = len(self._files)
 
-    @cached_property
-    def hash(self) -> str:
-        """See `Source`."""
-        digest = hashlib.sha256(f"multipack stdlib 1, Python {platform.python_version()}".encode())
-        for name in self._files:
-            digest.update(f"\0{name}\0".encode())
-            digest.update(hashlib.sha256((self._folder / name).read_bytes()).digest())
-        return digest.hexdigest()
+# --- readers ------------------------------------------------------------------------------------------
 
-    @property
-    def done(self) -> int:
-        """See `Source`."""
-        return self._done
 
-    def __iter__(self) -> Iterator[SourceDocument]:
-        self.skipped = {}
-        for number, name in enumerate(self._files):
-            self._done = number
-            if name not in self._documents:
-                self._documents[name] = self._parse(name)
-            documents = self._documents[name]
-            if documents is None:
-                self._skip("files that do not parse")
-            else:
-                yield from documents
-        self._done = self.total
+def read_stdlib(source: Source) -> Iterator[SourceDocument]:
+    """Documented functions of the standard library; files that this Python cannot parse are skipped."""
+    for file in source.files:
+        pairs = stdlib.parse_file(file.path)
+        if pairs is None:
+            source.skip("files that do not parse")
+        for pair in pairs or ():
+            yield SourceDocument(
+                f"{file.name}:{pair.name}", (Part(pair.prompt, False), Part(pair.completion, True))
+            )
+        source.advance()
 
-    def _parse(self, name: str) -> list[SourceDocument] | None:
+
+def read_text(source: Source) -> Iterator[SourceDocument]:
+    """Plain text in UTF-8, divided by `data.documents`; line ends stay as they are, empty documents are skipped."""
+    for file, content in source.open_files():
+        text = io.TextIOWrapper(content, encoding="utf-8-sig", newline="")
+        ended = False
         try:
-            pairs = stdlib.parse_pairs((self._folder / name).read_bytes())
-        except (SyntaxError, UnicodeDecodeError):
-            return None
-        return [
-            SourceDocument(f"{name}:{pair.name}", (Part(pair.prompt, False), Part(pair.completion, True)))
-            for pair in pairs
-        ]
-
-    def describe(self, documents: int) -> str:
-        """See `Source`."""
-        return f"Python {platform.python_version()} standard library, {documents:,} functions with docstring"
-
-
-class TextSource(FileSource):
-    """Plain text in UTF-8, divided as `DataConfig.documents` says; empty documents are left out."""
-
-    def __init__(self, config: DataConfig) -> None:
-        super().__init__()
-        self._files = FileSet(config.path, TEXT_SUFFIXES)
-        self.total = self._files.total_bytes
-        self._division, self._separator = config.division, config.separator
-        self.is_stream = self._division == "stream"
-
-    @cached_property
-    def hash(self) -> str:
-        """See `Source`."""
-        settings = {"source": "text 1", "documents": self._division, "separator": self._separator}
-        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
-        digest.update(self._files.digest())
-        return digest.hexdigest()
-
-    @property
-    def done(self) -> int:
-        """See `Source`."""
-        return self._files.bytes_read
-
-    def __iter__(self) -> Iterator[SourceDocument]:
-        self.skipped = {"files of other kinds": self._files.ignored} if self._files.ignored else {}
-        self._files.restart()
-        for index in range(len(self._files.paths)):
-            with self._files.open(index) as file:
-                yield from self._read(index, file)
-
-    def _read(self, index: int, file: BinaryIO) -> Iterator[SourceDocument]:
-        text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")  # line ends stay as they are
-        try:
-            ended = False
-            for name, content, ended in self._divide(text, self._files.names[index]):
-                if content.strip() or self.is_stream:
-                    yield SourceDocument(name, (Part(content, True),), ended)
+            for name, piece, ended in _divide(text, file.name, source.config):
+                if piece.strip() or source.is_stream:
+                    yield SourceDocument(name, (Part(piece, True),), ended)
                 else:
-                    self._skip("empty documents")
-            if not ended:
-                self._skip("empty files")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{self._files.paths[index]} is not UTF-8 text: {error}") from error
-        finally:
-            text.detach()
+                    source.skip("empty documents")
+        except (UnicodeDecodeError, EOFError, OSError, zlib.error) as error:
+            raise _unreadable(file, error) from error
+        if not ended:
+            source.skip("empty files")
 
-    def _divide(self, text: TextIO, name: str) -> Iterator[tuple[str, str, bool]]:
-        if self._division == "blank_line":
-            for line, content in paragraphs(text):
-                yield f"{name}:{line}", content, True
-        elif self._division == "separator":
-            for number, content in enumerate(separated(text, self._separator), 1):
-                yield f"{name}#{number}", content, True
-        elif self._division == "stream":
-            for content, ended in stretches(text):
-                yield name, content, ended
-        else:
-            yield name, text.read(), True
 
-    def describe(self, documents: int) -> str:
-        """See `Source`."""
-        count = len(self._files.paths)
-        where = f"{self._files.root.name or self._files.root}"
-        if self.is_stream:
-            return f"{where}, one stream of {count:,} {'file' if count == 1 else 'files'}"
-        return f"{where}, {documents:,} documents by {self._division.replace('_', ' ')}"
+def _divide(text: TextIO, name: str, config: DataConfig) -> Iterator[tuple[str, str, bool]]:
+    """Documents of one file: name, text, and whether the document ends there."""
+    if config.division == "blank_line":
+        for line, content in paragraphs(text):
+            yield f"{name}:{line}", content, True
+    elif config.division == "separator":
+        for number, content in enumerate(separated(text, config.separator), 1):
+            yield f"{name}#{number}", content, True
+    elif config.division == "stream":
+        for content, ended in stretches(text):
+            yield name, content, ended
+    else:
+        yield name, text.read(), True
+
+
+def read_jsonl(source: Source) -> Iterator[SourceDocument]:
+    """One JSON object a line; a `.json` file may hold a list of objects instead."""
+    for file, content in source.open_files():
+        try:
+            for number, place, record in _json_records(file, content):
+                if record is None:
+                    source.skip("blank lines")
+                else:
+                    where = f"{file.path}, {place} {number}"
+                    yield from source.documents_of(record, f"{file.name}:{number}", where)
+        except (EOFError, OSError, zlib.error) as error:
+            raise _unreadable(file, error) from error
+
+
+def _json_records(file: SourceFile, content: Any) -> Iterator[tuple[int, str, dict[str, Any] | None]]:
+    """Number, what is numbered (line or record), and record (None = a blank line)."""
+    begin = content.peek(16).removeprefix(codecs.BOM_UTF8).lstrip()
+    if file.path.name.lower().removesuffix(".gz").endswith(".json") and begin.startswith(b"["):
+        for number, record in enumerate(_parse(content.read(), str(file.path)), 1):
+            yield number, "record", _object(record, f"{file.path}, record {number}")
+        return
+    for number, line in enumerate(content, 1):
+        where = f"{file.path}, line {number}"
+        yield number, "line", _object(_parse(line, where), where) if line.strip() else None
+
+
+def _parse(content: bytes, where: str) -> Any:
+    try:
+        return json.loads(content.removeprefix(codecs.BOM_UTF8))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: not UTF-8: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: not JSON: {error}") from error
+
+
+def _object(record: Any, where: str) -> dict[str, Any]:
+    if not isinstance(record, dict):
+        raise ValueError(
+            f"{where}: a JSON {type(record).__name__}, not an object; jsonl has one object a line"
+        )
+    return record
+
+
+def _unreadable(file: SourceFile, error: Exception) -> ValueError:
+    if isinstance(error, UnicodeDecodeError):
+        return ValueError(f"{file.path} is not UTF-8 text: {error}")
+    return ValueError(f"{file.path}: broken gzip file or unreadable: {error}")
+
+
+def read_parquet(source: Source) -> Iterator[SourceDocument]:
+    """Rows of Parquet files; only the columns that are used are read, and at most one row group is in memory."""
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ImportError(_install("parquet", "pyarrow")) from error
+    for file, content in source.open_files():
+        number = 0
+        try:
+            table = parquet.ParquetFile(content)
+            columns = source.columns(table.schema_arrow.names)
+            for batch in table.iter_batches(batch_size=1024, columns=columns, use_threads=False):
+                for record in batch.to_pylist():
+                    number += 1
+                    name, where = f"{file.name}:{number}", f"{file.path}, row {number}"
+                    yield from source.documents_of(without_nulls(record), name, where)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise ValueError(f"{file.path}, after row {number}: not a whole Parquet file: {error}") from error
+
+
+def read_huggingface(source: Source) -> Iterator[SourceDocument]:
+    """Rows of a Hugging Face data set; only the columns that are used are read."""
+    rows = source.dataset.select_columns(source.columns(source.dataset.column_names))
+    for number, record in enumerate(rows, 1):
+        name, where = f"{source.name}:{number}", f"{source.config.path}, row {number}"
+        source.advance()
+        yield from source.documents_of(without_nulls(dict(record)), name, where)
+
+
+def open_dataset(config: DataConfig) -> Any:
+    """The Hugging Face data set of `config`: a `datasets.Dataset`, or with `data.stream` an `IterableDataset`.
+
+    `data.path` is a folder of `save_to_disk`, or the name of a data set: `load_dataset(path, subset, split=part)`.
+
+    Raises:
+        ImportError: the package datasets is not installed.
+        ValueError: there is no such data set, subset or part.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise ImportError(_install("huggingface", "datasets")) from error
+    folder = Path(config.path).expanduser()
+    is_saved = any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
+    try:
+        if not is_saved:
+            path = str(folder) if folder.exists() else config.path
+            return datasets.load_dataset(
+                path, config.subset or None, split=config.part, streaming=config.stream
+            )
+        loaded = datasets.load_from_disk(str(folder))
+    except Exception as error:  # the library and those below it raise errors of many kinds
+        wanted = f"data.path={config.path}, data.subset={config.subset!r}, data.part={config.part!r}"
+        raise ValueError(f"{wanted}: {type(error).__name__}: {error}") from error
+    parts = loaded if isinstance(loaded, datasets.DatasetDict) else {"train": loaded}
+    if config.part not in parts or config.subset:
+        raise ValueError(
+            f"data.part={config.part!r}, data.subset={config.subset!r}: {config.path} was saved with the parts"
+            f" {', '.join(map(str, parts))} and without subsets"
+        )
+    dataset = parts[config.part]
+    return dataset.to_iterable_dataset() if config.stream else dataset
+
+
+def _install(source: str, package: str) -> str:
+    return f'data.source={source} needs the package {package}: pip install "multipack[{source}]"'
+
+
+class Reader(NamedTuple):
+    """A row of `READERS`.
+
+    Attributes:
+        read: makes the documents of a source.
+        suffixes: suffixes of its files in a folder; empty = it reads no files.
+    """
+
+    read: Callable[[Source], Iterator[SourceDocument]]
+    suffixes: tuple[str, ...] = ()
+
+
+READERS = {
+    "stdlib": Reader(read_stdlib),
+    "text": Reader(read_text, (".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".py")),
+    "jsonl": Reader(read_jsonl, (".jsonl", ".ndjson")),
+    "parquet": Reader(read_parquet, (".parquet", ".pq")),
+    "huggingface": Reader(read_huggingface),
+}
+"""`data.source` → its reader; a new source also has its name in `SourceName` of data_config.py."""

@@ -5,13 +5,13 @@
         total, count = _sum(data)             ┐
         return _convert(total / count)        ┘ completion: what the model learns to write
 
-Nothing is shipped or downloaded: every Python carries it. Its content differs between versions of Python, so
-that a hash of it goes with every run.
+Nothing is shipped or downloaded. The content differs between versions of Python, so every run records its identity.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import sysconfig
 import tokenize
@@ -31,7 +31,7 @@ SKIPPED_FOLDERS = (
     "lib-dynload",
     "__pycache__",
 )
-"""Folders of tests, of what is generated, or not the library's own; also all named `test…` or `config-…`."""
+"""Folders of tests, generated files or other packages; folders named `test…` or `config-…` are skipped too."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Pair:
     Attributes:
         name: qualified name within its file, like `OrderedDict.popitem`.
         prompt: the `def` lines up to the end of the docstring, unindented.
-        completion: the rest of the function, unindented alike.
+        completion: the rest of the function, unindented as well.
     """
 
     name: str
@@ -53,7 +53,7 @@ def library_files() -> tuple[Path, list[str]]:
     """The standard library's folder and the `.py` files in it, relative and sorted.
 
     Raises:
-        ValueError: this interpreter carries no sources (byte code only, or a zipped library).
+        ValueError: the interpreter has no sources (byte code only, or a zipped library).
     """
     folder = Path(sysconfig.get_paths()["stdlib"])
     files = []
@@ -74,17 +74,26 @@ def _is_skipped(name: str) -> bool:
     return name in SKIPPED_FOLDERS or name.startswith(("test", "config-"))
 
 
+@functools.cache
+def parse_file(path: Path) -> list[Pair] | None:
+    """The documented functions of a file, parsed once in a process; None if it is not Python of this version."""
+    try:
+        return parse_pairs(path.read_bytes())
+    except (SyntaxError, UnicodeDecodeError):
+        return None
+
+
 def parse_pairs(source: bytes) -> list[Pair]:
     """The documented functions and methods of one Python file, in the order in which they begin.
 
     Raises:
         SyntaxError: the file is not Python of this version.
-        UnicodeDecodeError: it is not in the encoding that it declares.
+        UnicodeDecodeError: the bytes do not fit the declared encoding.
     """
     encoding, _ = tokenize.detect_encoding(BytesIO(source).readline)
     text = source.decode(encoding)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # old sources hold escapes that newer Pythons frown upon
+        warnings.simplefilter("ignore")  # old sources hold escapes that newer Pythons warn about
         tree = ast.parse(text)
     lines = text.replace("\r\n", "\n").split("\n")
     return [pair for name, node in _functions(tree, "") if (pair := _pair(name, node, lines)) is not None]
@@ -107,7 +116,7 @@ def _pair(name: str, node: _Function, lines: list[str]) -> Pair | None:
     if ast.get_docstring(node, clean=False) is None or len(node.body) < 2:
         return None
     last = node.body[0].end_lineno or 0
-    if node.body[1].lineno <= last:  # `"docstring"; return 1` on one line cannot be told apart by lines
+    if node.body[1].lineno <= last:  # `"docstring"; return 1` on one line cannot be divided by lines
         return None
     indent = lines[node.lineno - 1][: node.col_offset]
     body = [line.removeprefix(indent) for line in lines[node.lineno - 1 : node.end_lineno]]

@@ -18,8 +18,8 @@ from multipack.data.blocks import encode
 from multipack.data.data_config import DataConfig
 from multipack.data.documents import Document, Documents
 from multipack.data.memory import MemoryStore
-from multipack.data.records import RecordReader
-from multipack.data.source import SourceDocument
+from multipack.data.records import RecordReader, without_nulls
+from multipack.data.source_document import SourceDocument
 from multipack.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 
 RECORDS = 256
@@ -56,7 +56,7 @@ class StreamedRecords(Arriving):
         self._records, self._tokenizer_config = records, tokenizer
 
         def template() -> Any:
-            from multipack.data.templates import resolve_template  # Jinja is loaded for chats alone
+            from multipack.data.chat import resolve_template  # Jinja is loaded for chats alone
 
             return resolve_template(data, tokenizer)
 
@@ -104,16 +104,14 @@ class StreamedRecords(Arriving):
 
     def _open(self) -> Iterator[dict[str, Any]]:
         """The records from the present chunk on."""
-        from multipack.data.huggingface import records_of_dataset
-
         # One that tells where it stands begins anew when it is iterated; unless it was put somewhere.
         if self._source is None or self._was_put or not hasattr(self._source, "load_state_dict"):
             self._source, self._was_put = self._records(), False
         if self._begin and self._source_state is not None and hasattr(self._source, "load_state_dict"):
             self._source.load_state_dict(self._source_state)
             self._was_put = True
-            return records_of_dataset(self._source)
-        rows = records_of_dataset(self._source)
+            return (without_nulls(dict(record)) for record in self._source)
+        rows = (without_nulls(dict(record)) for record in self._source)
         passed = sum(1 for _ in islice(rows, self._begin))
         if passed < self._begin:
             raise ValueError(
@@ -153,14 +151,14 @@ class StreamedRecords(Arriving):
             self._skipped[reason] = self._skipped.get(reason, 0) + count
 
     def _documents_of(self, records: list[dict[str, Any]]) -> list[SourceDocument]:
-        documents = []
+        documents = list[SourceDocument]()
         for number, record in enumerate(records, self._begin + 1):
             name = f"{Path(self.name).name}:{number}"
-            document = self._reader.document(record, name, f"{self.name}, row {number}")
-            if isinstance(document, SourceDocument):
-                documents.append(document)
+            found = self._reader.documents(record, name, f"{self.name}, row {number}")
+            if isinstance(found, str):
+                self._skip(found)
             else:
-                self._skip(document)
+                documents += found
         return documents
 
     def _skip(self, reason: str, count: int = 1) -> None:

@@ -1,30 +1,30 @@
-"""Tokenizers: characters, bytes, byte-pair encoding trained on the corpus, or what others have made.
+"""Tokenizers: characters, bytes, byte-pair encoding trained on the corpus, or existing vocabularies.
 
-All are `tokenizers.Tokenizer`s saved as `tokenizer.json`, which other tools load as it is. Text never turns
-into a special token: a document that spells `<|endoftext|>` is tokenized letter by letter, so that nobody but
-us can end a document, and nobody but a chat template can end a turn.
+All are `tokenizers.Tokenizer`s saved as `tokenizer.json`, which other tools load. Text never becomes a special token: a
+document that spells `<|endoftext|>` is tokenized as ordinary text, so that only multipack ends documents, and only a
+chat template ends turns.
 
-The library works with threads of its own; in a process forked after its use it says so and goes on with one
-thread. We fork nothing and leave the environment alone: `TOKENIZERS_PARALLELISM` is the user's to set.
+The library uses threads of its own; in a process that was forked after their use it prints a warning and continues with
+one thread. multipack forks no process and leaves `TOKENIZERS_PARALLELISM` to the user.
 """
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, Protocol, get_args
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from multipack.atomic import write_atomically
 from multipack.data.cache import locked
-from multipack.data.source import Part, Source
+from multipack.data.data_config import check_choice
+from multipack.data.source_document import Part, SourceDocument
 from multipack.data.vocabularies import (
     END,
     END_NAMES,
@@ -41,19 +41,19 @@ from multipack.data.vocabularies import (
 
 TokenizerKind = Literal["auto", "char", "byte", "bpe", "file", "transformers", "gpt2", "mistral"]
 Progress = Callable[[int, int | None, str], None]
-"""`progress(done, total, unit)`: told while something long is under way; total None = not known."""
+"""`progress(done, total, unit)` is called during long work; total None = unknown."""
 
 
 @dataclass
 class TokenizerConfig:
-    """How text becomes tokens."""
+    """The tokenizer of a run."""
 
     kind: TokenizerKind = "auto"
     """Kind of tokenizer; auto: that of the token store or of train.init_from, else byte pairs of the corpus."""
     path: str = ""
     """A tokenizer.json (kind=file), folder or name (transformers), tekken.json (mistral; empty: the package's own)."""
     vocabulary_size: int = 2048
-    """Tokens of a byte-pair vocabulary to train, the 256 bytes and the special tokens included."""
+    """Tokens of a byte-pair vocabulary to train, including 256 bytes and the special tokens."""
 
     PRESET_HINT: ClassVar[str] = " or the path of a tokenizer.json"
 
@@ -65,17 +65,12 @@ class TokenizerConfig:
         return {"kind": "file", "path": name} if is_path and not named.is_file() else None
 
     def check(self) -> None:
-        """Refuse what cannot be meant.
+        """Check every setting and their combination.
 
         Raises:
-            ValueError: names the field, what it holds, and what to do instead.
+            ValueError: names the setting, its value, and what to do instead.
         """
-        choices = get_args(TokenizerKind)
-        if self.kind not in choices:
-            near = difflib.get_close_matches(str(self.kind), choices, 1, 0.0)
-            raise ValueError(
-                f"tokenizer.kind={self.kind!r}: one of {', '.join(choices)} (nearest: {near[0]})"
-            )
+        check_choice("tokenizer.kind", self.kind, get_args(TokenizerKind))
         if self.kind in ("file", "transformers") and not self.path:
             raise ValueError(f"tokenizer.kind={self.kind} needs tokenizer.path=FILE_OR_FOLDER")
         if self.path and self.kind not in ("file", "transformers", "mistral"):
@@ -90,14 +85,14 @@ class TokenizerConfig:
 
     @property
     def name(self) -> str:
-        """For people, and to tell our own tokenizers apart: `char`, `byte`, `bpe 2048`, `file a.json`, `gpt2`."""
+        """A name for messages, which identifies multipack's own kinds: `char`, `bpe 2048`, `file a.json`, `gpt2`."""
         if self.path:
             return f"{self.kind} {Path(self.path).name}"
         return f"bpe {self.vocabulary_size}" if self.kind in ("auto", "bpe") else self.kind
 
     @property
     def is_trained(self) -> bool:
-        """Whether it is made from a corpus; all others are there before any document is read."""
+        """Whether it is trained on the corpus; all other kinds exist before any document is read."""
         return self.kind in ("auto", "char", "bpe")
 
 
@@ -107,16 +102,16 @@ class Tokenizer:
     Args:
         definition: the content of a `tokenizer.json`. Truncation and padding in it are removed: documents
             stay whole.
-        name: for people.
+        name: name for messages.
 
     Attributes:
-        name: for people.
+        name: as given.
         vocabulary_size: one more than the largest token id.
-        end_id: the token that ends a document, or None when there is none.
+        end_id: the token that ends a document, or None.
         hash: sha256 of the definition in canonical JSON.
 
     Raises:
-        ValueError: `definition` is no tokenizer.
+        ValueError: `definition` is not a tokenizer.
     """
 
     def __init__(self, definition: str, name: str = "file") -> None:
@@ -128,7 +123,7 @@ class Tokenizer:
         except Exception as error:  # the library raises bare Exceptions
             raise ValueError(f"not a tokenizer.json: {error}") from error
         canonical = json.dumps(fields, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
-        self._library.encode_special_tokens = True  # leaves special tokens in text unrecognized
+        self._library.encode_special_tokens = True  # special tokens in text stay text
         self.name = name
         self.hash = hashlib.sha256(canonical.encode()).hexdigest()
         vocabulary = self._library.get_vocab()
@@ -140,60 +135,56 @@ class Tokenizer:
             if token.get("special", False)
         }
         self._characters = _characters_of(fields, vocabulary.keys() - self._special.keys())
-        self._going_on, self._prefix_after_special = without_prefix(fields)
+        self._continued, self._prefix_after_special = without_prefix(fields)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, without any added at its start or end.
+        """Token ids of `text`; no special token is added.
 
         Raises:
-            ValueError: a character tokenizer meets a character that it does not have.
+            ValueError: a character tokenizer does not have a character of the text.
         """
         self._check_characters((text,))
         return self._library.encode(text, add_special_tokens=False).ids
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, in parallel threads; the same as `encode` of each."""
-        self._check_characters(texts)
-        encodings = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
-
     def encode_parts(self, documents: Sequence[Sequence[Part]]) -> list[list[tuple[list[int], bool]]]:
         """Token ids of each part of each document, and whether they are targets, in parallel threads.
 
-        A part that is special becomes the one token of that name; all other text becomes text. Tokenizers that put
-        a space before a text (as SentencePiece's do) put none into the middle of a document.
+        A special part becomes the one token of its name; all other parts are ordinary text. Tokenizers that put a
+        space before a text (such as SentencePiece's) put none before a part that continues a text.
 
         Raises:
             ValueError: a special token that this tokenizer does not have; see also `encode`.
         """
-        texts: tuple[list[str], list[str]] = ([], [])
+        texts: tuple[list[str], list[str]] = ([], [])  # that begin a text, and that continue one
         for parts in documents:
             for number, part in enumerate(parts):
                 if not part.is_special:
-                    texts[self._goes_on(parts, number)].append(part.text)
-        self._check_characters(texts[0])
-        self._check_characters(texts[1])
-        libraries = (self._library, self._going_on or self._library)
+                    texts[self._is_continued(parts, number)].append(part.text)
         encoded = [
-            iter(library.encode_batch_fast(batch, add_special_tokens=False))
-            for library, batch in zip(libraries, texts, strict=True)
+            iter(self._encode_batch(library, batch))
+            for library, batch in zip((self._library, self._continued or self._library), texts, strict=True)
         ]
-        return [
-            [
-                (
-                    [self.special_id(part.text)]
-                    if part.is_special
-                    else next(encoded[self._goes_on(parts, number)]).ids,
-                    part.is_target,
+        result = []
+        for parts in documents:
+            document = list[tuple[list[int], bool]]()
+            for number, part in enumerate(parts):
+                is_text = not part.is_special
+                ids = (
+                    next(encoded[self._is_continued(parts, number)])
+                    if is_text
+                    else [self.special_id(part.text)]
                 )
-                for number, part in enumerate(parts)
-            ]
-            for parts in documents
-        ]
+                document.append((ids, part.is_target))
+            result.append(document)
+        return result
 
-    def _goes_on(self, parts: Sequence[Part], number: int) -> bool:
-        """Whether part `number` is text in the middle of a text, for a tokenizer that makes a difference."""
-        if self._going_on is None or number == 0:
+    def _encode_batch(self, library: tokenizers.Tokenizer, texts: list[str]) -> list[list[int]]:
+        self._check_characters(texts)
+        return [encoding.ids for encoding in library.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def _is_continued(self, parts: Sequence[Part], number: int) -> bool:
+        """Whether part `number` continues a text, for a tokenizer that encodes such parts differently."""
+        if self._continued is None or number == 0:
             return False
         return not (parts[number - 1].is_special and self._prefix_after_special)
 
@@ -205,16 +196,15 @@ class Tokenizer:
         """
         if name not in self._special:
             is_text = self._library.token_to_id(name) is not None
+            found = f"{name!r} as a token that any text can spell" if is_text else f"no token {name!r}"
             raise ValueError(
-                f"the tokenizer ({self.name}) has "
-                + (f"{name!r} as a token that any text can spell, " if is_text else f"no token {name!r}, ")
-                + "but the chat template writes it as a special one; take data.chat_template=plain, a template of "
-                "special tokens that it has, or a tokenizer that is trained with them (tokenizer.kind=bpe)"
+                f"the tokenizer ({self.name}) has {found}, but the chat template writes it as a special token; set"
+                " data.chat_template=plain, or take a tokenizer that is trained with it (tokenizer.kind=bpe)"
             )
         return self._special[name]
 
     def grown(self, special_tokens: Sequence[str]) -> Tokenizer:
-        """The same tokenizer with special tokens behind its last one: those that it has no token for at all."""
+        """The same tokenizer with those `special_tokens` appended that it has no token for."""
         lacking = [name for name in special_tokens if self._library.token_to_id(name) is None]
         if not lacking:
             return self
@@ -223,7 +213,7 @@ class Tokenizer:
         return Tokenizer(library.to_str(), self.name)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; special tokens, the end token among them, have none.
+        """The text of `ids`, without special tokens.
 
         Raises:
             ValueError: an id outside the vocabulary.
@@ -240,7 +230,7 @@ class Tokenizer:
         return self._definition
 
     def save(self, path: Path) -> None:
-        """Write `tokenizer.json` to the file `path`, whole or not at all."""
+        """Write `tokenizer.json` to the file `path`, atomically."""
         write_atomically(path, self._definition.encode())
 
     @classmethod
@@ -248,7 +238,7 @@ class Tokenizer:
         """Read a `tokenizer.json`; `path` may also be a folder that holds one.
 
         Raises:
-            ValueError: there is none, or it is none.
+            ValueError: the file is missing or malformed.
         """
         file = path / "tokenizer.json" if path.is_dir() else path
         if not file.is_file():
@@ -266,7 +256,7 @@ class Tokenizer:
             shown = ", ".join(f"{character!r} (U+{ord(character):04X})" for character in unknown[:5])
             raise ValueError(
                 f"the character tokenizer does not know {shown}: its {len(self._characters)} characters are "
-                "those of the corpus it was made from; tokenizer.kind=byte knows every text"
+                "those of the corpus it was made from; tokenizer.kind=byte encodes every text"
             )
 
     def __repr__(self) -> str:
@@ -274,7 +264,7 @@ class Tokenizer:
 
 
 def _characters_of(fields: dict[str, Any], ordinary: Set[str]) -> frozenset[str] | None:
-    """The characters of a character tokenizer; None for others, which take unknown text in their own way."""
+    """The characters of a character tokenizer; None for other kinds, which handle unknown text themselves."""
     model = fields.get("model", {})
     if model.get("type") != "WordLevel" or model.get("unk_token") in ordinary:
         return None
@@ -282,7 +272,7 @@ def _characters_of(fields: dict[str, Any], ordinary: Set[str]) -> frozenset[str]
 
 
 def character_tokenizer(texts: Iterator[str], special_tokens: Sequence[str] = ()) -> Tokenizer:
-    """One token for each distinct character of `texts`, in the order of Unicode; then the special tokens, if any."""
+    """One token for each distinct character of `texts`, in the order of Unicode; then the special tokens."""
     characters: set[str] = set()
     for text in texts:
         characters.update(text)
@@ -298,7 +288,7 @@ def character_tokenizer(texts: Iterator[str], special_tokens: Sequence[str] = ()
 
 
 def byte_tokenizer(special_tokens: Sequence[str] = ()) -> Tokenizer:
-    """Token b is byte b of the text in UTF-8; token 256 ends a document; then the other special tokens."""
+    """Token b is byte b of the text in UTF-8, token 256 ends a document, then the other special tokens."""
     vocabulary = {character: byte for byte, character in enumerate(byte_alphabet())}
     library = tokenizers.Tokenizer(models.BPE(vocabulary, []))
     _make_byte_level(library)
@@ -309,7 +299,7 @@ def byte_tokenizer(special_tokens: Sequence[str] = ()) -> Tokenizer:
 def train_bpe(texts: Iterator[str], vocabulary_size: int, special_tokens: Sequence[str] = ()) -> Tokenizer:
     """Byte-level byte-pair encoding trained on `texts`: the same texts give the same tokenizer.
 
-    The end token and the other special tokens are its first tokens. A small corpus may give fewer tokens than
+    The end token and the other special tokens come first. A small corpus may give fewer tokens than
     `vocabulary_size`.
 
     Raises:
@@ -342,27 +332,64 @@ def _special_tokens(names: Sequence[str]) -> list[AddedToken]:
     return [AddedToken(name, special=True, normalized=False) for name in dict.fromkeys(names)]
 
 
-def build_tokenizer(
-    config: TokenizerConfig, source: Source, cache: Path, progress: Progress | None = None
-) -> Tokenizer:
-    """The tokenizer that `config` asks for, made from `source` where its kind needs a corpus.
+class Texts(Protocol):
+    """The documents that a tokenizer is trained on; see `Source`."""
 
-    What was made is kept in `cache/tokenizers`, under a hash of corpus and settings. One process makes it
-    while others that want the same one wait for it.
+    unit: str
+    total: int
+
+    @property
+    def done(self) -> int:
+        """Amount that was read."""
+
+    @property
+    def identity(self) -> str:
+        """Hash of the documents."""
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """Special tokens in the documents."""
+
+    def __iter__(self) -> Iterator[SourceDocument]: ...
+
+
+def build_tokenizer(
+    config: TokenizerConfig, source: Texts, cache: Path, progress: Progress | None = None
+) -> Tokenizer:
+    """The tokenizer of `config`, trained on `source` if its kind needs a corpus.
+
+    A trained tokenizer is kept in `cache/tokenizers`, under a hash of corpus and settings. One process trains it while
+    others that need the same one wait.
 
     Raises:
-        ValueError: an impossible configuration, a corpus without text, no tokenizer at its path.
+        ValueError: an illegal configuration, a corpus without text, no tokenizer at its path.
     """
     config.check()
     if not config.is_trained:
         return load_tokenizer(config, source.special_tokens)
-    recipe = f"multipack tokenizer 1, {config.name}, {source.hash}"
+    recipe = f"multipack tokenizer 1, {config.name}, {source.identity}"
     path = cache / "tokenizers" / f"{hashlib.sha256(recipe.encode()).hexdigest()[:32]}.json"
     if not path.exists():
         with locked(path.with_suffix(".lock")):
             if not path.exists():
-                _train(config, source, progress).save(path)
+                texts = _texts(source, progress)
+                if config.kind == "char":
+                    trained = character_tokenizer(texts, source.special_tokens)
+                else:
+                    trained = train_bpe(texts, config.vocabulary_size, source.special_tokens)
+                trained.save(path)
     return Tokenizer.load(path, config.name)
+
+
+def _texts(source: Texts, progress: Progress | None) -> Iterator[str]:
+    for number, document in enumerate(source):
+        for part in document.parts:
+            if not part.is_special:
+                yield part.text
+        if progress is not None and number % 256 == 0:
+            progress(source.done, source.total, f"{source.unit} read for the tokenizer")
+    if progress is not None:
+        progress(source.total, source.total, f"{source.unit} read for the tokenizer")
 
 
 def load_tokenizer(config: TokenizerConfig, special_tokens: Sequence[str] = ()) -> Tokenizer:
@@ -370,7 +397,7 @@ def load_tokenizer(config: TokenizerConfig, special_tokens: Sequence[str] = ()) 
 
     Args:
         config: of a kind that is not trained.
-        special_tokens: what chats need beside the end token; `kind=byte` and `kind=file` get those that they lack.
+        special_tokens: tokens of chats; `kind=byte` and `kind=file` add those that they lack.
 
     Raises:
         ImportError: a package that `config.kind` needs is not installed.
@@ -379,8 +406,8 @@ def load_tokenizer(config: TokenizerConfig, special_tokens: Sequence[str] = ()) 
     config.check()
     if config.is_trained:
         raise ValueError(
-            f"tokenizer.kind={config.kind} is made from a corpus that is there as a whole; take one that is made "
-            "already: tokenizer.kind=file (tokenizer.path=…/tokenizer.json), transformers, gpt2, mistral or byte"
+            f"tokenizer.kind={config.kind} is trained on a complete corpus; here take an existing tokenizer:"
+            " tokenizer.kind=file (tokenizer.path=…/tokenizer.json), transformers, gpt2, mistral or byte"
         )
     if config.kind == "byte":
         return byte_tokenizer(special_tokens)
@@ -394,7 +421,7 @@ def load_tokenizer(config: TokenizerConfig, special_tokens: Sequence[str] = ()) 
 
 
 def tokenizer_facts(config: TokenizerConfig) -> TokenizerFacts:
-    """What the tokenizer that `config` names says about chats; one that is trained has an end token and no more.
+    """Special tokens and chat template of a tokenizer; a trained one has an end token only.
 
     Raises:
         ImportError: see `load_tokenizer`.
@@ -408,22 +435,3 @@ def tokenizer_facts(config: TokenizerConfig) -> TokenizerFacts:
     if config.kind == "mistral":
         return TokenizerFacts(mistral_special_tokens(tekken_path(config.path)), "<s>", "</s>")
     return TokenizerFacts((END,), "", END)
-
-
-def _train(config: TokenizerConfig, source: Source, progress: Progress | None) -> Tokenizer:
-    texts = _texts(source, progress)
-    if config.kind == "char":
-        return character_tokenizer(texts, source.special_tokens)
-    return train_bpe(texts, config.vocabulary_size, source.special_tokens)
-
-
-def _texts(source: Source, progress: Progress | None) -> Iterator[str]:
-    unit = f"{source.unit} read for the tokenizer"
-    for number, document in enumerate(source):
-        for part in document.parts:
-            if not part.is_special:
-                yield part.text
-        if progress is not None and number % 256 == 0:
-            progress(source.done, source.total, unit)
-    if progress is not None:
-        progress(source.total, source.total, unit)

@@ -22,6 +22,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 END = "<|endoftext|>"
 END_NAMES = (END, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>", "<|eot_id|>")
 """Names under which tokenizers keep the token that ends a document; the first one found is taken."""
+CHAT_TEMPLATE = "chat_template.json"
+"""File of a run's or a store's chat template, beside its tokenizer.json (`ChatTemplate.to_json`)."""
 TEKKEN = "tekken_240911.json"
 """The vocabulary of `kind=mistral` without a path: 131,072 tokens, 1,000 of them special."""
 

@@ -25,7 +25,7 @@ from typing import IO
 
 from multipack.data.batches import Batch, in_order
 from multipack.data.blocks import TokenBlock, documents_from_bytes, documents_to_bytes, encode
-from multipack.data.source import Source
+from multipack.data.sources import Source
 from multipack.data.tokenizer import Tokenizer
 
 WORTH_WORKERS = 4 << 20

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from multipack.data.header import CHAT_TEMPLATE
-from multipack.data.source import Part
+from multipack.data.source_document import Part
 from multipack.data.tokenizer import Tokenizer
 from multipack.models.decoder import Decoder
 from multipack.models.generate import Completion, Listener, generate_batch

@@ -1,0 +1,108 @@
+"""Files by path, folder or pattern, and the division of their text into documents."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+CHUNK = 1 << 20
+"""Characters of a text that are read at once."""
+
+
+def find_files(path: str, suffixes: tuple[str, ...]) -> tuple[Path, list[str], int]:
+    """A file, the files that match a pattern, or all files of a folder and its subfolders with one of `suffixes`.
+
+    Patterns are the shell's (`*`, `?`, `[…]`), and `**` matches any folders; matching files may have any suffix.
+    Hidden files and folders are left out. A suffix may be followed by `.gz`.
+
+    Returns:
+        The root, the sorted paths relative to it ("" for a root that is a file), and the number of ignored files.
+
+    Raises:
+        ValueError: no file is found.
+    """
+    root = Path(path).expanduser()
+    if root.is_file():
+        return root, [""], 0
+    if root.is_dir():
+        return root, *_files_of_folder(root, suffixes)
+    if not glob.has_magic(path):
+        raise ValueError(f"data.path={path}: there is no such file or folder")
+    fixed = next(number for number, part in enumerate(root.parts) if glob.has_magic(part))
+    folder = Path(*root.parts[:fixed])
+    names = glob.glob(str(Path(*root.parts[fixed:])), root_dir=folder, recursive=True)
+    files = sorted({Path(name).as_posix() for name in names if (folder / name).is_file()})
+    if not files:
+        raise ValueError(f"data.path={path}: no file matches this pattern (`**` matches any folders)")
+    return folder, files, 0
+
+
+def _files_of_folder(root: Path, suffixes: tuple[str, ...]) -> tuple[list[str], int]:
+    names, ignored = [], 0
+    for parent, folders, files in os.walk(root):
+        folders[:] = [folder for folder in folders if not folder.startswith(".")]
+        for file in files:
+            if file.lower().removesuffix(".gz").endswith(suffixes) and not file.startswith("."):
+                names.append((Path(parent) / file).relative_to(root).as_posix())
+            else:
+                ignored += not file.startswith(".")
+    if not names:
+        raise ValueError(
+            f"data.path={root}: no {', '.join(suffixes)} file (or .gz of one) in this folder "
+            f"({ignored:,} files of other kinds); for files with other suffixes give a file or a pattern:"
+            f" data.path={root}/*"
+        )
+    return sorted(names), ignored
+
+
+def paragraphs(text: TextIO) -> Iterator[tuple[int, str]]:
+    """Runs of lines that are not blank: the number of the first line, and the text without its last line end."""
+    start, lines = 0, list[str]()
+    for number, line in enumerate(text, 1):
+        if line.strip():
+            start = start if lines else number
+            lines.append(line)
+        elif lines:
+            yield start, "".join(lines).rstrip("\r\n")
+            lines = []
+    if lines:
+        yield start, "".join(lines).rstrip("\r\n")
+
+
+def separated(text: TextIO, separator: str) -> Iterator[str]:
+    """The texts between separators, without them."""
+    rest = ""
+    while chunk := text.read(CHUNK):
+        *whole, rest = (rest + chunk).split(separator)
+        yield from whole
+    yield rest
+
+
+def stretches(text: TextIO) -> Iterator[tuple[str, bool]]:
+    """Stretches of about `CHUNK` characters, each with whether it is the last.
+
+    They are cut between a letter or digit and white space, where the pre-tokenizers of GPT-2, Llama 3 and similar
+    models cut anyway: the tokens are those of the whole text. (Text without such a place in 16 chunks is cut at
+    its end; a tokenizer without a pre-tokenizer may see the cut.)
+    """
+    rest = ""
+    while chunk := text.read(CHUNK):
+        rest += chunk
+        cut = _word_end(rest)
+        if cut == 0 and len(rest) >= 16 * CHUNK:
+            cut = len(rest) - 1
+        if cut:
+            yield rest[:cut], False
+            rest = rest[cut:]
+    if rest:
+        yield rest, True
+
+
+def _word_end(text: str) -> int:
+    for position in range(len(text) - 1, max(len(text) - 65_536, 0), -1):
+        if text[position].isspace() and text[position - 1].isalnum():
+            return position
+    return 0
