@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 from multipack.data.batches import KeptDocuments, batches
 from multipack.data.blocks import TokenBlock, documents_from_bytes, documents_to_bytes, encode
 from multipack.data.source_document import Part, SourceDocument
-from multipack.data.sources import Source
 from multipack.data.tokenizer import byte_tokenizer
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
@@ -29,15 +28,13 @@ def documents(draw):
     return [_document(draw, number) for number in range(draw(st.integers(0, 5)))]
 
 
-class ListSource(Source):
+class ListSource:
     """Documents of a list."""
 
-    hash = "list"
-    done = 0
+    done, is_stream = 0, False
 
     def __init__(self, items):
-        super().__init__()
-        self.items = items
+        self.items, self.skipped = items, {}
 
     def __iter__(self):
         self.skipped = {"blank lines": 2}

@@ -204,7 +204,7 @@ def test_conversations_arrive_too(stream):
 
 def test_a_tokenizer_that_needs_training_is_refused(stream):
     for kind in ("auto", "bpe", "char"):
-        with pytest.raises(ValueError, match=rf"tokenizer\.kind={kind} is made from a corpus"):
+        with pytest.raises(ValueError, match=rf"tokenizer\.kind={kind} is trained on a complete corpus"):
             stream(tokenizer=kind)
 
 

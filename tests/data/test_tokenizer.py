@@ -263,10 +263,11 @@ def test_trained_tokenizers_are_kept_by_corpus_and_settings(source, tmp_path, mo
     train = room.train_bpe
     monkeypatch.setattr(room, "train_bpe", lambda *given: trained.append(given[1]) or train(*given))
     config = TokenizerConfig(vocabulary_size=260)
-    first = build_tokenizer(config, source(), tmp_path / "cache")
-    assert build_tokenizer(config, source(), tmp_path / "cache").hash == first.hash
+    corpus = source()
+    first = build_tokenizer(config, corpus, tmp_path / "cache")
+    assert build_tokenizer(config, corpus, tmp_path / "cache").hash == first.hash
     assert trained == [260]
-    build_tokenizer(TokenizerConfig(vocabulary_size=261), source(), tmp_path / "cache")
+    build_tokenizer(TokenizerConfig(vocabulary_size=261), corpus, tmp_path / "cache")
     build_tokenizer(config, source("other text " * 9), tmp_path / "cache")
     assert trained == [260, 261, 260]
     assert first.name == "bpe 260"

@@ -131,7 +131,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, kind, package, d
 
 def test_what_must_be_trained_is_refused():
     for kind in ("auto", "bpe", "char"):
-        with pytest.raises(ValueError, match=rf"tokenizer\.kind={kind} is made from a corpus"):
+        with pytest.raises(ValueError, match=rf"tokenizer\.kind={kind} is trained on a complete corpus"):
             load_tokenizer(TokenizerConfig(kind))
     assert load_tokenizer(TokenizerConfig("byte"), ["<x>"]).special_id("<x>") == 257
 
