@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
@@ -15,11 +16,12 @@ from multipack.ops.attention import (
     attention,
     find_backend,
     select,
+    selection,
     table,
     table_rows,
 )
 from multipack.ops.attention import loop as loop_module
-from multipack.ops.attention.loop import _runs
+from multipack.ops.attention.runs import runs
 
 HEADS = [(4, 4), (4, 2), (4, 1)]
 
@@ -76,17 +78,6 @@ def test_loop_equals_dense_forward_and_backward(
         assert distance(ours, oracle) < tolerance
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2)])
-def test_long_documents_of_several_kernel_blocks(document, distance, heads, kv_heads):
-    batch = PackedCollator(3, 1000)([document(700), document(33), document(300)])
-    inputs = tensors(batch, heads, kv_heads)
-    upstream = torch.randn(inputs[0].shape)
-    loop, dense = (attention(*inputs, batch, name) for name in ("loop", "dense"))
-    assert distance(loop, dense) < 1e-6
-    for ours, oracle in zip(backward(loop, inputs, upstream), backward(dense, inputs, upstream), strict=True):
-        assert distance(ours, oracle) < 1e-6
-
-
 def test_grouped_queries_equal_repeated_key_heads(pack, documents):
     batch = pack(documents)
     q, k, v = tensors(batch, 6, 2)
@@ -111,15 +102,15 @@ def test_padded_rows_are_documents_of_equal_length(pad, documents, document, pac
         assert distance(ours, theirs) < 1e-6
 
 
-def test_equally_long_neighbors_are_one_call():
-    assert [tuple(run) for run in _runs([4, 4, 4])] == [(0, 3, 4)]
-    assert [tuple(run) for run in _runs([5, 2, 2, 7, 0, 0])] == [(0, 1, 5), (5, 2, 2), (9, 1, 7)]
+def test_neighbors_of_equal_length_are_one_run():
+    assert [tuple(run) for run in runs([4, 4, 4])] == [(0, 3, 4)]
+    assert [tuple(run) for run in runs([5, 2, 2, 7, 0, 0])] == [(0, 1, 5), (5, 2, 2), (9, 1, 7)]
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2)])
-@pytest.mark.parametrize("window", [2, 100, 128, 129, 300])
+@pytest.mark.parametrize("window", [None, 2, 100, 128, 129, 300])
 @pytest.mark.parametrize("backend", ["loop", "padded"])
-def test_windows_of_several_tiles(document, distance, backend, window, heads, kv_heads):
+def test_long_documents_and_windows_of_several_tiles(document, distance, backend, window, heads, kv_heads):
     batch = PackedCollator(4, 1000)([document(300), document(129), document(300, 1), document(300, 2)])
     inputs = tensors(batch, heads, kv_heads, torch.float64)
     upstream = torch.randn(inputs[0].shape)
@@ -165,7 +156,7 @@ def test_another_document_changes_no_bit(pack, documents):
     assert not torch.equal(before[inside], after[inside])
 
 
-def test_strided_inputs_are_taken_as_they_are(pack, documents):
+def test_strided_inputs(pack, documents):
     batch = pack(documents)
     fused = torch.randn(batch.num_slots, 8, 8)
     views = fused[:, :4], fused[:, 4:6], fused[:, 6:]
@@ -216,7 +207,7 @@ def row():
         ),
     ],
 )
-def test_row_that_cannot_is_passed_over_and_refused(
+def test_a_backend_that_does_not_support_a_call_is_skipped_or_refused(
     pack, documents, monkeypatch, row, change, kv_heads, window, says
 ):
     row = dataclasses.replace(row, **change)
@@ -224,9 +215,7 @@ def test_row_that_cannot_is_passed_over_and_refused(
     batch = pack(documents)
     q, k, v = tensors(batch, 4, kv_heads, torch.bfloat16, grad=False)
     assert select("auto", q, k, v, window).name == "loop"
-    with pytest.raises(
-        ValueError, match=rf"attention=picky cannot take .*{says}.*nearest that can is 'loop'"
-    ):
+    with pytest.raises(ValueError, match=rf"attention=picky does not support .*{says}.*'loop'"):
         attention(q, k, v, batch, "picky", window)
 
 
@@ -240,37 +229,28 @@ def test_one_entry_adds_a_backend(pack, documents, monkeypatch, row):
         attention(q, k, v, batch, "picky")
 
 
-def test_unknown_backend_names_the_nearest(pack, documents):
-    batch = pack(documents)
-    with pytest.raises(ValueError, match=r"attention=lop is unknown; did you mean 'loop'"):
-        attention(*tensors(batch, 4, 4), batch, "lop")
-
-
-@pytest.mark.parametrize(
-    ("sizes", "says"),
-    [
-        (((32, 4, 8), (32, 3, 8), (32, 3, 8)), "must divide"),
-        (((31, 4, 8), (31, 4, 8), (31, 4, 8)), "32 slots"),
-        (((32, 4, 8), (32, 4, 6), (32, 4, 6)), "attention takes q"),
-        (((32, 32), (32, 32), (32, 32)), "attention takes q"),
-    ],
-)
-def test_shapes_that_do_not_fit_are_refused(pack, documents, sizes, says):
-    with pytest.raises(ValueError, match=says):
-        attention(*(torch.zeros(size) for size in sizes), pack(documents))
-
-
-def test_mixed_dtypes_and_empty_windows_are_refused(pack, documents):
+def test_wrong_arguments_are_refused(pack, documents):
     batch = pack(documents)
     q, k, v = tensors(batch, 4, 4)
-    with pytest.raises(ValueError, match=r"share a dtype.*float32.*bfloat16"):
-        attention(q, k.bfloat16(), v, batch)
-    with pytest.raises(ValueError, match="window must be at least 1"):
-        attention(q, k, v, batch, window=0)
+    table = [
+        ((q, k, v, batch, "lop"), r"attention=lop .*'loop'"),
+        ((q, k[:, :3], v[:, :3], batch), "divide"),
+        ((q[1:], k[1:], v[1:], batch), "32 slots"),
+        ((q, k[..., 1:], v[..., 1:], batch), "attention takes q"),
+        ((q[:, 0], k[:, 0], v[:, 0], batch), "attention takes q"),
+        ((q, k.bfloat16(), v, batch), "share a dtype.*float32.*bfloat16"),
+        ((q, k, v, batch, "auto", 0), "window"),
+    ]
+    table += [
+        ((q, k, v, batch, row.name), f"attention={row.name} .*cpu.*'loop'") for row in BACKENDS if row.devices
+    ]
+    for arguments, expected in table:
+        with pytest.raises(ValueError, match=expected):
+            attention(*arguments)
 
 
-def test_short_bfloat16_documents_are_attended_to_in_float32_on_a_cpu():
-    """Rounded once, at the end; also under autocast, which would cast them back. Longer ones are not."""
+def test_short_bfloat16_documents_are_computed_in_float32_on_a_cpu():
+    """Rounded once, at the end, under autocast too; longer ones are computed in bfloat16."""
     lengths = [5, FLOAT32_TOKENS, FLOAT32_TOKENS + 1]
     none = np.zeros((0, 2), dtype=np.int64)
     collate = PackedCollator(max_documents=3, max_seqlen=max(lengths))
@@ -285,7 +265,7 @@ def test_short_bfloat16_documents_are_attended_to_in_float32_on_a_cpu():
 
 
 @pytest.mark.parametrize("generation", [7, 8, 9, 10])
-def test_gpus_that_a_kernel_was_not_made_for(monkeypatch, generation):
+def test_backends_by_gpu_generation(monkeypatch, generation):
     monkeypatch.setattr(table, "_generation", lambda device: generation)
     monkeypatch.setattr(table, "_installed", lambda package: True)
     request = table.Request(torch.device("cuda"), torch.bfloat16, 8, 2, 64, None, True)
@@ -309,24 +289,14 @@ def test_gpus_that_a_kernel_was_not_made_for(monkeypatch, generation):
         (torch.float64, 64, "loop"),
     ],
 )
-def test_what_a_gpu_without_packages_uses(monkeypatch, dtype, width, first):
+def test_backends_of_a_gpu_without_packages(monkeypatch, dtype, width, first):
     monkeypatch.setattr(table, "_generation", lambda device: 8)
     monkeypatch.setattr(table, "_installed", lambda package: False)
-    place = table.place("auto", torch.device("cuda"), dtype, 8, 2, width, 128, True, False)
+    place = selection.position("auto", torch.device("cuda"), dtype, 8, 2, width, 128, True, False)
     assert BACKENDS[place].name == first
 
 
-def test_gpu_rows_are_refused_on_a_cpu_by_name(pack, documents):
-    batch = pack(documents)
-    for row in BACKENDS:
-        if row.devices:
-            with pytest.raises(
-                ValueError, match=rf"attention={row.name} cannot take cpu.*that can is 'loop'"
-            ):
-                attention(*tensors(batch, 4, 4), batch, row.name)
-
-
-def test_table_in_words():
+def test_table_as_text():
     rows = table_rows()
     assert [row["backend"] for row in rows] == [row.name for row in BACKENDS]
     assert len({tuple(row) for row in rows}) == 1
@@ -338,3 +308,18 @@ def test_table_in_words():
     assert loop["devices"] == loop["dtypes"] == "all"
     assert loop["here"] == "yes"
     assert all(text for row in rows for text in row.values())
+
+
+def test_operators_are_those_that_selective_checkpointing_keeps(pack, documents):
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function.name())
+            return function(*args, **(kwargs or {}))
+
+    batch = pack(documents)
+    for backend in ("loop", "padded", "dense"):
+        seen = []
+        with Names():
+            attention(*tensors(batch, 4, 4), batch, backend)
+        assert any(name.startswith(find_backend(backend).operators) for name in seen), seen
+    assert all(row.operators for row in BACKENDS)

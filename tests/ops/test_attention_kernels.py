@@ -1,4 +1,4 @@
-"""Kernels that need a GPU: what they are asked, proven here by stand-ins; what they answer, where there is one."""
+"""Kernels that need a GPU: their arguments, by stand-ins on a CPU; their results, where there is a GPU."""
 
 from __future__ import annotations
 
@@ -155,21 +155,21 @@ def inputs_of(batch, heads, kv_heads, width=8, dtype=torch.float64, device="cpu"
     return [x.requires_grad_() for x in fused.split([heads, kv_heads, kv_heads], dim=1)]
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
-def test_kernels_are_asked_for_our_attention(row, batch, heads, kv_heads, window):
-    inputs = inputs_of(batch, heads, kv_heads)
-    upstream = torch.randn_like(inputs[0])
-    asked = row.function(*inputs, batch, window)
-    ours = attention(*inputs, batch, "loop", window)
-    torch.testing.assert_close(asked, ours, rtol=0, atol=1e-13)
-    grads = (torch.autograd.grad(out, inputs, upstream) for out in (asked, ours))
-    for got, expected in zip(*grads, strict=True):
-        torch.testing.assert_close(got, expected, rtol=0, atol=1e-13)
+def test_kernels_are_called_for_the_same_attention(row, batch):
+    for heads, kv_heads in HEADS:
+        inputs = inputs_of(batch, heads, kv_heads)
+        upstream = torch.randn_like(inputs[0])
+        for window in WINDOWS:
+            asked = row.function(*inputs, batch, window)
+            ours = attention(*inputs, batch, "loop", window)
+            torch.testing.assert_close(asked, ours, rtol=0, atol=1e-13)
+            grads = (torch.autograd.grad(out, inputs, upstream) for out in (asked, ours))
+            for got, expected in zip(*grads, strict=True):
+                torch.testing.assert_close(got, expected, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_layers_share_what_is_made_from_boundaries(monkeypatch, pack, documents, window):
+def test_layers_share_the_block_mask(monkeypatch, pack, documents, window):
     made = []
     monkeypatch.setattr(
         flex, "compiled", lambda: lambda q, k, v, block_mask, **rest: made.append(block_mask) or q
@@ -184,7 +184,7 @@ def test_layers_share_what_is_made_from_boundaries(monkeypatch, pack, documents,
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("window", [None, 1, 5, 200])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2)])
-def test_flex_itself_takes_our_blocks(monkeypatch, document, heads, kv_heads, window):
+def test_flex_attention_with_our_blocks(monkeypatch, document, heads, kv_heads, window):
     """Torch's own FlexAttention, not compiled, which a CPU can run forward."""
     monkeypatch.setattr(flex, "compiled", lambda: flex_attention)
     batch = PackedCollator(5, 300)([document(150), document(3), document(90), document(40)])
@@ -211,7 +211,7 @@ def test_flex_is_compiled_once_for_all_layouts(monkeypatch, document):
 
 
 @pytest.mark.parametrize("window", [None, 1, 4])
-def test_masks_of_xformers_itself(pack, documents, window):
+def test_xformers_mask(pack, documents, window):
     pytest.importorskip("xformers", reason="xformers is not installed")
     batch = pack(documents, pad_to=40)
     mask = xformers_mask(batch, window, torch.device("cpu")).materialize((40, 40))
@@ -235,7 +235,7 @@ def test_rows_on_a_gpu(document, distance, name, dtype, heads, kv_heads, width, 
     request = table.Request(device, dtype, heads, kv_heads, width, window, True)
     obstacle = find_backend(name).obstacle(request)
     if obstacle:
-        pytest.skip(f"{name} cannot take {obstacle}")
+        pytest.skip(f"{name} does not support {obstacle}")
     lengths = [700, 1, 33, 128, 300, 2]
     collate = PackedCollator(9, 1000, pad_to=1300)
     batch = collate([document(length) for length in lengths]).to(device)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
 from multipack.ops.attention import attention
-from multipack.ops.partial import CPU, FLASH, PLAIN, Documents, choose_kernel, merge
+from multipack.ops.partial import CPU, FLASH, PLAIN, Bounds, choose_kernel, merge
 from multipack.parallel.ring import Ring, head_tail, ring_attention
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
@@ -218,7 +218,7 @@ def test_kernels_agree(documents):
     (q, k, v), upstream = drawn(32)
     seen = None
     if documents:
-        seen = Documents(documents, torch.tensor([0, *np.cumsum(documents)], dtype=torch.int32))
+        seen = Bounds(documents, torch.tensor([0, *np.cumsum(documents)], dtype=torch.int32))
     results = []
     for kernel in (CPU, PLAIN):
         out, lse = kernel.forward(q, k, v, seen)
@@ -233,7 +233,7 @@ def test_kernels_agree(documents):
 def test_flash_attention_takes_and_gives_these_shapes(documents):
     tensors, upstream = drawn(32, torch.bfloat16)
     q, k, v, upstream = (x.to("meta") for x in (*tensors, upstream))
-    seen = documents and Documents(documents, torch.empty(4, dtype=torch.int32, device="meta"))
+    seen = documents and Bounds(documents, torch.empty(4, dtype=torch.int32, device="meta"))
     out, lse = FLASH.forward(q, k, v, seen)
     assert (out.shape, lse.shape, out.dtype, lse.dtype) == (
         q.shape,
@@ -256,7 +256,7 @@ def test_kernels_for_gpus_agree_with_that_for_cpus(documents, dtype):
         seen = None
         if documents:
             starts = torch.tensor([0, *np.cumsum(documents)], dtype=torch.int32, device=device)
-            seen = Documents(documents, starts)
+            seen = Bounds(documents, starts)
         own = [x.to(device) for x in (q, k, v)]
         kernel = choose_kernel(own[0])
         out, lse = kernel.forward(*own, seen)

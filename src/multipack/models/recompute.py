@@ -37,7 +37,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from multipack.models.decoder import Decoder
 from multipack.models.layers import Block
-from multipack.ops.attention import BACKENDS
+from multipack.ops.attention import table
 
 Recompute = Literal["none", "full", "selective"]
 
@@ -94,7 +94,7 @@ def _options(block: Block, kind: Recompute) -> dict[str, Any]:
     # Without dropout nothing is drawn, and saving the generators' states costs time in every block.
     options: dict[str, Any] = {"preserve_rng_state": block.dropout > 0}
     if kind == "selective":
-        attention = tuple(name for row in BACKENDS for name in row.operators)
+        attention = tuple(name for row in table.BACKENDS for name in row.operators)
         policy = partial(_policy, attention, block.unsaved_products())
         options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     return options

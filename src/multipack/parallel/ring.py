@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from multipack.ops.partial import Documents, Gradients, Kernel, choose_kernel, merge
+from multipack.ops.partial import Bounds, Gradients, Kernel, choose_kernel, merge
 from multipack.parallel.collectives import _run
 from multipack.parallel.rollcall import Group, ranks_of
 
@@ -234,7 +234,7 @@ def ring_attention(
         raise ValueError(f"this rank of the ring has {sum(ring.lengths):,} tokens, but q has {len(q):,}")
     work = _Work(
         ring,
-        Documents(ring.lengths, cu_seqlens),
+        Bounds(ring.lengths, cu_seqlens),
         kernel or choose_kernel(q),
         exchange or GroupExchange(group),
     )
@@ -272,7 +272,7 @@ class _Work:
     """What a rank does for one pack and layer, forward and backward."""
 
     ring: Ring
-    documents: Documents
+    documents: Bounds
     kernel: Kernel
     exchange: Exchange
 

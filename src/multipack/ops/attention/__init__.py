@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from multipack.data.batch import PackedBatch
+from multipack.ops.attention import table
 from multipack.ops.attention.loop import FLOAT32_TOKENS
 from multipack.ops.attention.masks import check_window, document_mask, first_visible, mask_4d
 from multipack.ops.attention.selection import position
@@ -91,8 +92,8 @@ def select(backend: str, q: Tensor, k: Tensor, v: Tensor, window: int | None = N
     if compiled:
         from multipack.ops.attention import compiling
 
-        return BACKENDS[compiling.position(backend, *properties)]
-    return BACKENDS[position(backend, *properties)]
+        return table.BACKENDS[compiling.position(backend, *properties)]
+    return table.BACKENDS[position(backend, *properties)]
 
 
 def _in_autocast_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,11 +1,11 @@
-"""FlexAttention with a mask of documents, whose blocks are computed and not searched.
+"""FlexAttention with a document mask whose blocks are computed, not searched.
 
-    first visible      0 0 0 0 4 4 4 4 4 9 …      (masks.py) never falls from one position to the next, so the
-    blocks of rows       1  ·  ·                  blocks that a block of queries needs are a range: from that of its
-     ■ partly seen       ■  ■  ·                  first query's first key up to its own; and those that all of its
-     1 wholly            ·  1  ■                  queries see wholly start where its last query's first key allows
+    first visible      0 0 0 0 4 4 4 4 4 9 …      `first_visible` never decreases, so the key blocks that a block of
+    blocks of rows       1  ·  ·                  queries needs are a range: from the block of its first query's first
+     ■ partly seen       ■  ■  ·                  key up to its own. Those that all of its queries see in full start
+     1 fully             ·  1  ■                  at its last query's first key.
 
-`create_block_mask` of torch asks every pair of tokens instead, T² of them.
+torch's `create_block_mask` evaluates all T² pairs of tokens instead.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from multipack.data.batch import PackedBatch
 from multipack.ops.attention.masks import first_visible, once_a_batch
 
 BLOCK_TOKENS = 128
-"""Queries and keys of a block: what torch's kernels expect when nothing is said."""
+"""Queries and keys per block, the default of torch's kernels."""
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None) -> Tensor:
     """FlexAttention of torch, compiled when first used."""
     grouped = k.shape[1] != q.shape[1]
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    if torch.compiler.is_compiling():  # it becomes part of what is compiled, and so does making the mask
+    if torch.compiler.is_compiling():  # the mask becomes part of the compiled graph
         mask, attend = block_mask(batch, window), flex_attention
     else:
         mask = once_a_batch(batch, ("flex", window), lambda: block_mask(batch, window))
@@ -39,10 +39,10 @@ def flex(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None
 
 
 def block_mask(batch: PackedBatch, window: int | None = None) -> BlockMask:
-    """The blocks of `document_mask(batch, window)`, in a number of operations that knows no T².
+    """The blocks of `document_mask(batch, window)`, without T² operations.
 
     Returns:
-        A mask for (1, heads, T, D) queries and keys, on the batch's device; nothing waits for it.
+        A mask for (1, heads, T, D) queries and keys, on the batch's device, made without a synchronization.
     """
     first = first_visible(batch, window)
     slots = first.shape[0]
@@ -53,7 +53,7 @@ def block_mask(batch: PackedBatch, window: int | None = None) -> BlockMask:
     tails = first[last.clamp(max=slots - 1)]
     needed = (blocks <= blocks[:, None]) & (blocks >= heads[:, None] // BLOCK_TOKENS)
     whole = (blocks < blocks[:, None]) & (blocks * BLOCK_TOKENS >= tails[:, None])
-    whole &= last[:, None] < slots  # as torch has it: a block that hangs over the end is never whole
+    whole &= last[:, None] < slots  # like torch: a block that extends past the end is never full
     partial_count, partial = _ordered(needed & ~whole)
     whole_count, whole_indices = _ordered(whole)
 
@@ -72,12 +72,12 @@ def block_mask(batch: PackedBatch, window: int | None = None) -> BlockMask:
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """(rows, columns) bool → (1, 1, rows) how many in each row, (1, 1, rows, columns) which, those first."""
+    """(rows, columns) bool → (1, 1, rows) counts, and (1, 1, rows, columns) column indices, true ones first."""
     order = torch.argsort(blocks.to(torch.int8), dim=1, descending=True, stable=True)
     return blocks.sum(1).to(torch.int32)[None, None], order.to(torch.int32)[None, None]
 
 
 @cache
 def compiled() -> Callable[..., Any]:
-    """`flex_attention`, which without compilation would make all T² scores."""
+    """`flex_attention`, compiled: uncompiled it materializes all T² scores."""
     return torch.compile(flex_attention)

@@ -1,13 +1,13 @@
-"""The loop: each document by itself, in torch's own kernels; no slot of any other document is ever touched.
+"""The loop: torch's own kernels, one call per run of equally long documents; no slot of another document is read.
 
-On a CPU it is one operator, `multipack::document_attention`, that takes `cu_seqlens` and nothing else that changes
-from pack to pack: torch.compile sees one opaque node and compiles once for all layouts of documents. It calls the
-kernels behind `scaled_dot_product_attention` itself, forward and backward, so its results are bit for bit those of
-a loop around that function, without a node of autograd for every document.
+On a CPU it is one operator, `multipack::document_attention`, whose only input that changes from pack to pack is the
+tensor `cu_seqlens`, so torch.compile compiles once for all layouts of documents. It calls the kernels behind
+`scaled_dot_product_attention` directly, forward and backward: results are bit for bit those of a loop over that
+function, without an autograd node per document.
 
-    window=3      keys    a b c d e f g          a document longer than the window is cut into tiles of
+    window=3      keys    a b c d e f g          A document longer than the window is cut into tiles of
     queries a b c       ■ ■ ■                    queries, each with the keys that any of them sees: work
-            d e f         ■ ■ ■ ■ ■              grows with l · window, not with l²
+            d e f         ■ ■ ■ ■ ■              grows with length · window, not with length².
             g                   ■ ■ ■
 
 On other devices it is `scaled_dot_product_attention` in a loop over `batch.lengths`, which is not compiled.
@@ -15,30 +15,31 @@ On other devices it is `scaled_dot_product_attention` in a loop over `batch.leng
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import groupby, pairwise
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from multipack.data.batch import PackedBatch
+from multipack.ops.attention.runs import repeat_heads, runs
 
 FLOAT32_TOKENS = 512
-"""On a CPU, bfloat16 documents up to this long are attended to in float32, where torch is faster and rounds less: by
-2.1 × at 64 tokens, 1.3 × at 200, even at 500; beyond, its bfloat16 kernel wins (benchmarks/precision.py)."""
+"""On a CPU, bfloat16 documents up to this length are computed in float32, where torch is faster (2.1 × at 64 tokens,
+1.3 × at 200, equal at 500) and rounds less; beyond, its bfloat16 kernel is faster (benchmarks/precision.py)."""
 
 GROUPED_KERNELS = torch.__version__ >= "2.13"
-"""Whether torch's CPU kernels take fewer key heads than query heads, also on the way back: earlier ones read beyond
-the end of k and v, or are not known not to."""
+"""Whether torch's CPU kernels support fewer key heads than query heads, backward too: earlier versions may read beyond
+the end of k and v."""
 
 TILE_TOKENS = 128
-"""Least queries in a tile of a sliding window: below, calls cost more than what they leave out."""
+"""Minimum queries in a tile of a sliding window: in smaller tiles, calls cost more than the skipped pairs."""
 
 
 def loop(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None) -> Tensor:
-    """Attention of each document by itself: (T, H, D); the arguments are those of `attention`."""
+    """Attention inside each document: (T, H, D); arguments are those of `attention`."""
     if q.device.type != "cpu":
         return _by_sdpa(q, k, v, batch, window)
     if k.shape[1] != q.shape[1] and not GROUPED_KERNELS:
@@ -47,40 +48,8 @@ def loop(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None
     return out.to(q.dtype)
 
 
-def repeat_heads(x: Tensor, q: Tensor) -> Tensor:
-    """(T, K, D) → (T, H, D): each key head once for every query head that reads it."""
-    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
-
-
-class _Run(NamedTuple):
-    """Documents beside each other that are equally long: one call of a kernel does them all."""
-
-    first: int
-    documents: int
-    length: int
-
-    def cut(self, x: Tensor, inside: slice) -> Tensor:
-        """(T, H, …) → (documents, tokens inside, H, …), a view."""
-        rows = x[self.first : self.first + self.documents * self.length]
-        return rows.view(self.documents, self.length, *x.shape[1:])[:, inside]
-
-    def heads_first(self, x: Tensor, inside: slice, dtype: torch.dtype) -> Tensor:
-        """(T, H, D) → (documents, H, tokens inside, D), as kernels take it."""
-        return self.cut(x, inside).transpose(1, 2).to(dtype)
-
-
-def _runs(lengths: Iterable[int]) -> Iterator[_Run]:
-    """The documents that have tokens, in order."""
-    first = 0
-    for length, equal in groupby(lengths):
-        if length:
-            documents = len(list(equal))
-            yield _Run(first, documents, length)
-            first += documents * length
-
-
 def _tiles(length: int, window: int | None) -> Iterator[tuple[slice, slice]]:
-    """Queries of a document, and the keys that they see; one tile where no window is shorter than it."""
+    """Tiles of a document: queries, and the keys that any of them sees."""
     if window is None or window >= length:
         yield slice(0, length), slice(0, length)
         return
@@ -91,7 +60,7 @@ def _tiles(length: int, window: int | None) -> Iterator[tuple[slice, slice]]:
 
 
 def _band(queries: slice, keys: slice, window: int | None, like: Tensor) -> Tensor | None:
-    """(queries, keys) 0 where a query sees a key, else −∞; None where plain causal attention says the same."""
+    """(queries, keys) 0 where a query sees a key, else −∞; None if plain causal attention is equivalent."""
     if window is None or queries.stop <= window:
         return None
     rows, columns = (torch.arange(x.start, x.stop, device=like.device) for x in (queries, keys))
@@ -101,17 +70,17 @@ def _band(queries: slice, keys: slice, window: int | None, like: Tensor) -> Tens
 
 
 def _lengths(cu_seqlens: Tensor, slots: int) -> list[int]:
-    """Slots of each document; what stands at the end of `cu_seqlens` again and again gives empty ones."""
+    """Slots of each document; the repeated end of `cu_seqlens` gives empty ones."""
     starts: list[int] = cu_seqlens.tolist()
     if starts[0] != 0 or starts[-1] != slots:
         raise ValueError(
-            f"cu_seqlens must go from 0 to {slots:,}, the tokens of q; it goes {starts[0]} … {starts[-1]}"
+            f"cu_seqlens must go from 0 to {slots:,}, the tokens of q; got {starts[0]} … {starts[-1]}"
         )
     return [stop - start for start, stop in pairwise(starts)]
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the operator's result: bfloat16 goes out, and is kept for the way back, before it is rounded."""
+    """The dtype of the operator's result: for bfloat16 the unrounded one, which the backward pass reads."""
     return torch.float32 if dtype == torch.bfloat16 else dtype
 
 
@@ -123,13 +92,13 @@ def _kernel_dtype(keys: slice, dtype: torch.dtype) -> torch.dtype:
 def document_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention of every document by itself, on a CPU, and its log-sum-exp.
+    """Attention inside each document on a CPU, and its log-sum-exp.
 
     Args:
         q: (T, H, D).
         k: (T, K, D), where K divides H; K < H needs `GROUPED_KERNELS`.
         v: (T, K, D).
-        cu_seqlens: (N + 1,) starts of the documents, the last one T; empty documents are passed over.
+        cu_seqlens: (N + 1,) starts of the documents and T; empty documents are skipped.
         window: tokens that each position sees, itself included; None = the whole document before it.
 
     Returns:
@@ -137,11 +106,11 @@ def document_attention(
     """
     out = q.new_empty(q.shape, dtype=_wide(q.dtype))
     logsumexp = q.new_empty(q.shape[:2], dtype=_statistics_dtype(q.dtype))
-    for run in _runs(_lengths(cu_seqlens, len(q))):
+    for run in runs(_lengths(cu_seqlens, len(q))):
         for queries, keys in _tiles(run.length, window):
             dtype = _kernel_dtype(keys, q.dtype)
-            query = run.heads_first(q, queries, dtype)
-            key, value = (run.heads_first(x, keys, dtype) for x in (k, v))
+            query = run.heads_first(q, dtype, queries)
+            key, value = (run.heads_first(x, dtype, keys) for x in (k, v))
             band = _band(queries, keys, window, query)
             part, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 query, key, value, 0.0, band is None, attn_mask=band
@@ -173,17 +142,17 @@ def _backward(
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
-    # Tiles of a window share keys, whose gradients add up.
+    # Tiles of a window share keys, so their gradients are summed.
     make, write = (torch.empty_like, Tensor.copy_) if window is None else (torch.zeros_like, Tensor.add_)
     grads = torch.empty_like(q), make(k), make(v)
-    for run in _runs(_lengths(cu_seqlens, len(q))):
+    for run in runs(_lengths(cu_seqlens, len(q))):
         for queries, keys in _tiles(run.length, window):
             dtype = _kernel_dtype(keys, q.dtype)
-            above, query, ours = (run.heads_first(x, queries, dtype) for x in (upstream, q, out))
-            key, value = (run.heads_first(x, keys, dtype) for x in (k, v))
+            above, query, ours = (run.heads_first(x, dtype, queries) for x in (upstream, q, out))
+            key, value = (run.heads_first(x, dtype, keys) for x in (k, v))
             band = _band(queries, keys, window, query)
-            # The kernel takes the sums to lie as it wrote them, (B, H, l) stored as (B, l, H), whatever their
-            # strides say: a contiguous (B, H, l) gives wrong gradients without an error.
+            # The kernel expects the sums in the layout in which it wrote them, (B, H, l) stored as (B, l, H),
+            # whatever their strides: a contiguous (B, H, l) gives wrong gradients without an error.
             sums = run.cut(logsumexp, queries).contiguous().transpose(1, 2)
             parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 above, query, key, value, ours, sums, 0.0, band is None, attn_mask=band
@@ -221,14 +190,14 @@ document_attention.register_autograd(_back, setup_context=_remember)
 
 
 def _by_sdpa(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None) -> Tensor:
-    """The same in torch's public function, on any device; lengths come from the host, so that nothing waits."""
+    """By torch's public function, on any device; lengths come from the host, without a synchronization."""
     grouped = k.shape[1] != q.shape[1]
     documents: list[Tensor] = []
-    for run in _runs(batch.lengths):
+    for run in runs(batch.lengths):
         parts = []
         for queries, keys in _tiles(run.length, window):
-            query = run.heads_first(q, queries, q.dtype)
-            key, value = (run.heads_first(x, keys, q.dtype) for x in (k, v))
+            query = run.heads_first(q, q.dtype, queries)
+            key, value = (run.heads_first(x, q.dtype, keys) for x in (k, v))
             band = _band(queries, keys, window, query)
             parts.append(
                 F.scaled_dot_product_attention(

@@ -1,11 +1,11 @@
-"""Who sees whom, said once: the first position that each position sees.
+"""The visibility of tokens, stated once: the first position that each position sees.
 
     documents        A A A B B          cu_seqlens 0 3 5
     first visible    0 0 0 3 3          position i sees first[i] … i
     with window=2    0 0 1 3 3
 
-Everything that is a mask follows from these T numbers: the dense mask, the 4-D masks of models that want one, and
-the blocks of FlexAttention. They are made from `cu_seqlens` on its own device, without waiting for it.
+All masks follow from these T numbers: the dense mask, 4-D masks for other models, and the blocks of FlexAttention.
+They are computed from `cu_seqlens` on its device, without a synchronization.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ Made = TypeVar("Made")
 
 
 def first_visible(batch: PackedBatch, window: int | None = None) -> Tensor:
-    """The first position that each position sees; it sees all from there up to itself.
+    """The first position that each position sees; it sees every position from there up to itself.
 
     Args:
-        batch: says where documents begin, by its `cu_seqlens`.
-        window: tokens that each position sees, itself included; None = the whole document before it.
+        batch: holds the documents' bounds, `cu_seqlens`.
+        window: tokens that each position sees, itself included; None = its whole document up to itself.
 
     Returns:
         (T,) in the dtype of `cu_seqlens`, on its device.
     """
     starts = batch.cu_seqlens
     positions = torch.arange(batch.input_ids.shape[0], device=starts.device, dtype=starts.dtype)
-    # The tail of cu_seqlens repeats T, which no position reaches: it opens no document here.
+    # The repeated T at the end of cu_seqlens is past every position and starts no document.
     first = starts[torch.bucketize(positions, starts, right=True) - 1]
     return first if window is None else torch.maximum(first, positions - (window - 1))
 
@@ -44,7 +44,7 @@ def document_mask(batch: PackedBatch, window: int | None = None) -> Tensor:
 
     Returns:
         (T, T) bool on the batch's device: row i, column j is True where token i sees token j. T² bytes, 1 GiB
-        at T = 32,768: for tests, and for models that want a mask.
+        at T = 32,768: for tests, and for models that need a mask.
     """
     first = first_visible(batch, window)
     positions = torch.arange(len(first), device=first.device, dtype=first.dtype)
@@ -52,15 +52,15 @@ def document_mask(batch: PackedBatch, window: int | None = None) -> Tensor:
 
 
 def mask_4d(batch: PackedBatch, dtype: torch.dtype | None = None, window: int | None = None) -> Tensor:
-    """`document_mask` as models take it that attend over one row of all documents.
+    """`document_mask` for models that attend over one row of all documents.
 
-    A model that is handed such a mask builds none of its own, also not that of its sliding layers: give those
-    layers one with their `window`. Padding sees itself, so no row is empty and no softmax is undefined.
+    A model that gets such a mask builds none itself, not even for sliding-window layers: pass those layers a mask
+    with their `window`. Padding sees itself, so no row is empty and every softmax is defined.
 
     Args:
-        batch: says where documents begin.
-        dtype: None = boolean, True where a token is seen; a floating dtype = added to the scores: 0 where it is,
-            the dtype's most negative number where it is not.
+        batch: holds the documents' bounds.
+        dtype: None = boolean, True where a token is seen; a floating dtype = additive: 0 where it is seen, the
+            dtype's most negative number elsewhere.
         window: tokens that each position sees, itself included; None = the whole document before it.
 
     Returns:
@@ -74,16 +74,14 @@ def mask_4d(batch: PackedBatch, dtype: torch.dtype | None = None, window: int | 
     if dtype is None:
         return seen
     if not dtype.is_floating_point:
-        raise ValueError(
-            f"a mask is boolean (dtype=None) or added to the scores, in a floating dtype; got {dtype}"
-        )
+        raise ValueError(f"a mask is boolean (dtype=None) or additive, in a floating dtype; got {dtype}")
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(
         ~seen, torch.finfo(dtype).min
     )
 
 
 def check_window(window: int | None) -> None:
-    """Refuse windows that see nothing.
+    """Check a window.
 
     Raises:
         ValueError: it is below 1.
@@ -96,14 +94,14 @@ _MADE: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def once_a_batch(batch: PackedBatch, key: tuple[Any, ...], make: Callable[[], Made]) -> Made:
-    """What `make` gives, made once for all layers that meet this batch.
+    """The result of `make`, computed once for all layers that use this batch.
 
-    It is kept as long as the batch's `cu_seqlens`, and made anew when that tensor was written to.
+    It lives as long as the batch's `cu_seqlens`, and is computed again after that tensor was written to.
 
     Args:
-        batch: whose boundaries it is made from.
-        key: what else it depends on.
-        make: must not keep `cu_seqlens` itself in its result.
+        batch: whose bounds the result depends on.
+        key: everything else it depends on.
+        make: its result must not hold a reference to `cu_seqlens`.
     """
     if batch.cu_seqlens not in _MADE:
         _MADE[batch.cu_seqlens] = {}

@@ -1,4 +1,4 @@
-"""What is done where documents are not known apart: padded rows, and a mask over all pairs. To compare and to test."""
+"""Reference backends for comparison and tests: padded rows, and a dense mask."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from multipack.ops.attention.masks import document_mask
 
 
 def padded(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None) -> Tensor:
-    """Every document a row as long as the longest one of the pack, as padding makes them."""
+    """Every document padded to the longest one of the pack."""
     lengths = torch.tensor([length for length in batch.lengths if length])
     rows, longest = len(lengths), int(lengths.max())
     real = torch.arange(longest) < lengths[:, None]
     slots = real.flatten().nonzero().squeeze(1).to(q.device, non_blocking=True)
 
     def spread(x: Tensor) -> Tensor:
-        if rows * longest == len(x):  # nothing is padded, or the batch is
+        if rows * longest == len(x):  # no padding is needed, or the batch is padded already
             wide = x
         else:
             wide = x.new_zeros(rows * longest, *x.shape[1:]).index_copy(0, slots, x)
@@ -38,7 +38,7 @@ def padded(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | No
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None) -> Tensor:
-    """Every pair of tokens of the pack, most of them masked: the oracle."""
+    """All pairs of tokens of the pack, most of them masked."""
     grouped = k.shape[1] != q.shape[1]
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     mask = document_mask(batch, window)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from multipack.ops.attention.table import BACKENDS, Request, find_backend, names
+from multipack.ops.attention import table
 
 
 def position(
@@ -25,18 +25,18 @@ def position(
     Raises:
         ValueError: an unknown backend, or one that does not support the call; the message suggests one that does.
     """
-    request = Request(device, dtype, heads, kv_heads, head_width, window, backward, compiled)
-    able = [row for row in BACKENDS if row.automatic and not row.obstacle(request)]
+    request = table.Request(device, dtype, heads, kv_heads, head_width, window, backward, compiled)
+    able = [row for row in table.BACKENDS if row.automatic and not row.obstacle(request)]
     if backend == "auto":
         if not able:
             traced = " under torch.compile" if compiled else ""
             raise ValueError(
-                f"no attention backend supports {dtype} on {device.type}{traced}; there are {names()}"
+                f"no attention backend supports {dtype} on {device.type}{traced}; there are {table.names()}"
             )
-        return BACKENDS.index(able[0])
-    row = find_backend(backend)
+        return table.BACKENDS.index(able[0])
+    row = table.find_backend(backend)
     obstacle = row.obstacle(request)
     if obstacle:
         hint = f"; the nearest that does is {able[0].name!r}" if able else ""
         raise ValueError(f"attention={backend} does not support {obstacle}{hint}")
-    return BACKENDS.index(row)
+    return table.BACKENDS.index(row)

@@ -1,7 +1,7 @@
-"""Kernels that take `cu_seqlens` themselves: flash-attn, torch's own, and xformers'.
+"""Kernels that take `cu_seqlens`: flash-attn, torch's own and xFormers.
 
-All of them run on GPUs, in half precision, without touching a pair of tokens that the mask forbids. They agree in
-all but how they say it: their windows count the tokens to the left of the query, ours counts the query too.
+All run on GPUs, in half precision, and skip masked pairs. Their windows count the tokens to the left of the query;
+ours includes the query.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from multipack.data.batch import PackedBatch
-from multipack.ops.attention.loop import repeat_heads
 from multipack.ops.attention.masks import once_a_batch
+from multipack.ops.attention.runs import repeat_heads
 
 
 def flash3(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None) -> Tensor:
@@ -24,7 +24,7 @@ def flash3(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | No
     out = flash_attn_varlen_func(
         q, k, v, bounds, bounds, longest, longest, causal=True, window_size=_left_and_right(window)
     )
-    # Versions differ in whether the log-sum-exp comes along.
+    # Some versions also return the log-sum-exp.
     result: Tensor = out[0] if isinstance(out, tuple) else out
     return result
 
@@ -41,7 +41,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | Non
 
 
 def varlen(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None) -> Tensor:
-    """torch.nn.attention.varlen: FlashAttention-2 as torch ships it; being causal is a window to the left."""
+    """torch.nn.attention.varlen: FlashAttention-2 as torch ships it; causal is a window to the left."""
     from torch.nn.attention.varlen import varlen_attn
 
     grouped: dict[str, Any] = {}
@@ -58,7 +58,7 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | No
 
 
 def xformers(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None) -> Tensor:
-    """Memory-efficient attention of xFormers with a block-diagonal mask; its window counts the query, as ours does."""
+    """Memory-efficient attention of xFormers with a block-diagonal mask; its window includes the query, like ours."""
     from xformers.ops import memory_efficient_attention
 
     bias = once_a_batch(batch, ("xformers", window), lambda: xformers_mask(batch, window, q.device))
@@ -68,7 +68,7 @@ def xformers(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | 
 
 
 def xformers_mask(batch: PackedBatch, window: int | None, device: torch.device) -> object:
-    """The mask that xFormers takes, made from lengths on the host; it has no empty documents."""
+    """XFormers' mask, made from lengths on the host, without empty documents."""
     from xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask
 
     lengths = [length for length in batch.lengths if length]
@@ -77,5 +77,5 @@ def xformers_mask(batch: PackedBatch, window: int | None, device: torch.device) 
 
 
 def _left_and_right(window: int | None) -> tuple[int, int]:
-    """Tokens that a query sees before and after itself; −1 = all."""
+    """Tokens visible before and after a query; −1 = all."""
     return (-1 if window is None else window - 1), 0
