@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from multipack.launch.memory_model import Workload
 from multipack.launch.traffic import Traffic, communication
 from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.world import World
@@ -126,7 +127,7 @@ class Counting(TorchDispatchMode):
         whole = arguments[1] if kind in ("reduce_scatter", "all_to_all") else arguments[0]
         self.counted.calls[kind] += 1
         payload = sum(each.nbytes for each in _tensors(whole))
-        self.counted.sent[kind] += Traffic("", kind, _ranks_of(arguments), 0, 1, payload).sent
+        self.counted.sent[kind] += Traffic("", kind, _ranks_of(arguments), 0, payload).sent
 
 
 def table(quick: bool) -> Table:
@@ -151,9 +152,7 @@ def table(quick: bool) -> Table:
         with Ranks(size) as ranks:
             for case in (each for each in CASES if each.ranks == size):
                 found = max(ranks.run(count, case), key=lambda each: each.total)
-                expected = communication(
-                    SHAPE, ParallelConfig(**case.words), size, SLOTS, "fp32", micro_batches=MICRO_BATCHES
-                )
+                expected = expected_of(case)
                 row = compared(case, found, expected)
                 made.row(*row)
                 if not case.bounded:
@@ -168,6 +167,12 @@ def table(quick: bool) -> Table:
         " an upper bound otherwise",
     ]
     return made
+
+
+def expected_of(case: Case) -> list[Traffic]:
+    """The formulas' traffic of a case."""
+    config = ParallelConfig(**case.words)
+    return communication(Workload(SHAPE, config, case.ranks, SLOTS, "fp32", micro_batches=MICRO_BATCHES))
 
 
 def compared(case: Case, found: Counted, expected: list[Traffic]) -> list[Any]:

@@ -10,7 +10,7 @@ import torch
 
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
-from multipack.launch.memory_model import memory_of_stages
+from multipack.launch.memory_model import Workload, memory_of_stages
 from multipack.parallel.build import build_engine
 from multipack.parallel.mesh import build_mesh
 from multipack.parallel.parallel_config import ParallelConfig
@@ -145,7 +145,8 @@ STRATEGIES = [
 
 def check(pool, words, name, dtype):
     config, micro_batches = ParallelConfig(**words), 4 if "pipeline" in words else 2
-    predicted = memory_of_stages(SHAPES[name], config, RANKS, SLOTS, dtype, "none", micro_batches, "cpu")
+    work = Workload(SHAPES[name], config, RANKS, SLOTS, dtype, "none", micro_batches, "cpu")
+    predicted = memory_of_stages(work)
     found = pool.run(measured, words, name, dtype, micro_batches)
     for stage, memory in enumerate(predicted):
         held = [bytes_held for place, bytes_held in found if place == stage]

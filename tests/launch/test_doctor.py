@@ -1,13 +1,10 @@
-import json
 import os
 import socket
-from pathlib import Path
 
 import pytest
 
 from multipack.launch import doctor
-from multipack.launch.doctor import examine
-from multipack.launch.probe import smoke_test
+from multipack.launch.doctor import examine, smoke_test
 from multipack.launch.smoke import CHECKS
 
 
@@ -15,19 +12,19 @@ def _by_name(found):
     return {(one.area, one.name): one for one in found}
 
 
-def test_every_finding_that_is_not_ok_has_a_remedy():
+def test_findings_have_remedies():
     areas = []
-    found = examine(os.environ, quick=True, tell=areas.append)
+    found = examine(os.environ, quick=True, progress=areas.append)
     assert [one for one in found if one.status == "fail"] == []
     assert all(bool(one.remedy) == (one.status != "ok") for one in found)
     assert list(dict.fromkeys(one.area for one in found)) == areas
     named = _by_name(found)
     assert named["packages", "torch"].status == "ok"
-    assert named["backends", "gloo"].status == "ok"
-    assert ("together", "all_reduce (gloo)") not in named
+    assert named["devices", "gloo"].status == "ok"
+    assert ("processes", "all_reduce (gloo)") not in named
 
 
-def test_what_a_check_raises_is_its_finding(monkeypatch):
+def test_an_exception_in_a_check_is_its_finding(monkeypatch):
     def broken(environment):
         yield doctor.Finding("devices", "cpu", "ok", "seen")
         raise RuntimeError("no driver")
@@ -36,7 +33,7 @@ def test_what_a_check_raises_is_its_finding(monkeypatch):
     named = _by_name(examine({}, quick=True))
     assert named["devices", "check"].status == "fail"
     assert named["devices", "check"].detail == "RuntimeError: no driver"
-    assert named["backends", "gloo"].status == "ok"
+    assert named["packages", "python"].status == "ok"
 
 
 def test_packages_that_are_missing_or_old_come_with_their_command(monkeypatch):
@@ -52,7 +49,7 @@ def test_packages_that_are_missing_or_old_come_with_their_command(monkeypatch):
     assert named["packages", "no-such-package"].remedy == "pip install 'no-such-package>=1'"
     assert named["packages", "no-such-either (x)"].status == "ok"
     assert 'pip install "multipack[x]"' in named["packages", "no-such-either (x)"].detail
-    assert len(named) == 4
+    assert len(named) == 5
 
 
 def test_versions_compare_as_numbers():
@@ -105,57 +102,39 @@ def test_folders_that_cannot_be_written_are_failures(monkeypatch, tmp_path):
     assert not (tmp_path / "not").exists()
 
 
-def _wrote(folder, rank, entries):
-    lines = [json.dumps({"check": name, "error": error, "seconds": 0.1}) for name, error in entries]
-    (Path(folder) / f"rank-{rank}.jsonl").write_text("\n".join(lines) + '\n{"check": "cut o')
+PRINTS = """
+import json
+for name in {names!r}:
+    print(json.dumps({{"check": name, "error": "", "seconds": 0.1}}), flush=True)
+{then}
+"""
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "expected"),
+    ("done", "then", "error"),
     [
-        ([(name, "") for name in CHECKS], [(name, "") for name in CHECKS], [""] * len(CHECKS)),
-        ([(CHECKS[0], ""), (CHECKS[1], "")], [(CHECKS[0], "")], ["", "did not come back: ended", "not run"]),
-        ([(CHECKS[0], "")], [(CHECKS[0], "rank 1 got [2]")], ["rank 1 got [2]", "not run", "not run"]),
-        ([], [(CHECKS[0], "RuntimeError: closed")], ["RuntimeError: closed", "not run", "not run"]),
+        (len(CHECKS), "", ""),
+        (1, "import time; time.sleep(60)", "killed after 2 s"),
+        (2, "raise ValueError('a broken machine')", "ValueError: a broken machine"),
+        (1, "print(json.dumps({'check': 'x', 'error': 'wrong result on rank 1', 'seconds': 0}))", "wrong"),
     ],
+    ids=["correct", "hangs", "raises", "wrong"],
 )
-def test_what_both_processes_wrote_decides(monkeypatch, first, second, expected):
-    def run(command, environment, timeout_seconds):
-        _wrote(command[-2], 0, first)
-        _wrote(command[-2], 1, second)
-        return "ended after 1 s"
-
-    monkeypatch.setattr("multipack.launch.probe._run", run)
-    found = list(smoke_test({}, "cpu", 1.0))
-    assert [name for name, _, _ in found] == list(CHECKS)
-    for (_, error, _), start in zip(found, expected, strict=False):
-        assert error.startswith(start)
-        assert bool(error) == bool(start)
-
-
-def test_processes_that_hang_are_ended_and_reported(tmp_path, monkeypatch):
-    """No torchrun here: what matters is that the wait ends, and all that was started with it."""
-    sleeper = tmp_path / "torch" / "distributed"
-    sleeper.mkdir(parents=True)
-    for folder in (sleeper.parent, sleeper):
+def test_the_first_check_that_did_not_finish_is_named(tmp_path, done, then, error):
+    """A stand-in for torchrun: what it prints decides, and the wait ends."""
+    package = tmp_path / "torch" / "distributed"
+    package.mkdir(parents=True)
+    for folder in (package.parent, package):
         (folder / "__init__.py").write_text("")
-    (sleeper / "run.py").write_text("import time; print('started', flush=True); time.sleep(60)")
+    (package / "run.py").write_text(PRINTS.format(names=CHECKS[:done], then=then))
     found = list(smoke_test({**os.environ, "PYTHONPATH": str(tmp_path)}, "cpu", 2.0))
-    assert found[0][1] == "did not come back: ended after 2 s"
-    assert all(error for _, error, _ in found)
+    assert [name for name, _, _ in found] == list(CHECKS[: done + bool(error)])
+    assert all(not problem for _, problem, _ in found[:done])
+    assert found[-1][1].startswith(error)
 
 
 @pytest.mark.slow
 def test_two_processes_work_together_here():
     crowded = {**os.environ, "RANK": "7", "WORLD_SIZE": "9", "PMI_RANK": "1", "PMI_SIZE": "2"}
-    assert [(name, error) for name, error, _ in smoke_test(crowded, "cpu", 120.0)] == [
-        (name, "") for name in CHECKS
-    ]
-
-
-@pytest.mark.slow
-def test_a_process_that_dies_is_reported_with_its_error(tmp_path):
-    program = tmp_path / "dies.py"
-    program.write_text("raise ValueError('a broken machine')")
-    found = list(smoke_test(dict(os.environ), "cpu", 120.0, (str(program),)))
-    assert "a broken machine" in found[0][1]
+    found = [(name, error) for name, error, _ in smoke_test(crowded, "cpu", 120.0)]
+    assert found == [(name, "") for name in CHECKS]

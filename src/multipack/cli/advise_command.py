@@ -1,4 +1,4 @@
-"""The command that helps to choose: advise."""
+"""The command `multipack advise`: recommend a parallelism."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import typer
 from multipack.cli.command_options import AdviseSettings, Json
 
 if TYPE_CHECKING:
-    from multipack.launch.advise import Advice
-    from multipack.launch.candidates import Candidate
+    from multipack.launch.advise import Advice, Candidate
     from multipack.reports.console import Console
 
 GIB = 2**30
+COLUMNS = ["", " param", "grads", "AdamW", "copies", "saved", " peak", " sent", "recompute", "parallelism"]
 
 
 def advise(
@@ -30,7 +30,7 @@ def advise(
     as_json: Json = False,
     settings: AdviseSettings = False,
 ) -> None:
-    """Say which parallel methods a model needs on some devices, why, and what to type.
+    """Recommend a parallelism for a model and its devices, with reasons and the training command.
 
     [bold]Examples[/bold]
 
@@ -38,9 +38,9 @@ def advise(
       multipack advise model=llama-70b devices=64 link=slow capacity=32768
       multipack advise model=path/config.json devices=8 dtype=fp32 --json
 
-    Nothing is started, and no device is needed: bytes follow from the model's
-    widths, seconds from assumed speeds that settings change (teraflops,
-    host_bandwidth, network_bandwidth). `multipack advise --settings` lists all.
+    Nothing is started and no device is needed: bytes follow from the model's
+    widths. Assumed speeds (teraflops, host_bandwidth, network_bandwidth) only
+    rank candidates. `multipack advise --settings` lists all settings.
     """
     from multipack.launch.advise import advise as find_advice
     from multipack.launch.advise_request import AdviseRequest
@@ -50,107 +50,57 @@ def advise(
     advice = find_advice(merge(AdviseRequest, words or []))
     if as_json:
         typer.echo(json.dumps(advice.to_dict(), indent=1))
-        return
-    _show(Console(stream=sys.stdout), advice)
+    else:
+        _show(Console(stream=sys.stdout), advice)
 
 
 def _show(console: Console, advice: Advice) -> None:
     from multipack.launch.advise_request import model_words
-    from multipack.launch.memory_model import logits_chunk, parameters_of
+    from multipack.launch.memory_model import model_parameters
     from multipack.reports.console import wrapped
 
-    setting = advice.setting
-    hosts = setting.devices // setting.devices_per_host
-    chunk = logits_chunk(setting.shape, setting.capacity, 1, setting.dtype)
+    request, (flops, inside, outside) = advice.request, advice.request.speeds
+    hosts = request.devices // request.devices_per_host
+    model = (
+        f"{' '.join(model_words(request.model))}: {model_parameters(request.model) / 1e9:,.2f} B parameters"
+    )
+    usable = f"{request.usable / GIB:,.1f} GiB of each used"
+    speeds = f"{flops / 1e12:,.0f} TFLOP/s, {inside / 1e9:,.4g} GB/s within hosts, {outside / 1e9:,.4g} GB/s"
     rows = [
-        (
-            "model",
-            f"{' '.join(model_words(setting.shape))}: {parameters_of(setting.shape) / 1e9:,.2f} B parameters",
-        ),
-        (
-            "devices",
-            f"{setting.devices:,} in {hosts:,} host{'s' * (hosts > 1)};"
-            f" {setting.usable / GIB:,.1f} GiB each are planned for",
-        ),
+        ("model", model),
+        ("devices", f"{request.devices:,} in {hosts:,} host{'s' * (hosts > 1)}; {usable}"),
         (
             "step",
-            f"{setting.packs:,} packs of {setting.capacity:,} slots; products in {setting.dtype}; weights, gradients"
-            f" and moments in float32; logits a chunk at a time ({chunk / GIB:,.2f} GiB)",
+            f"{request.devices * request.micro_batches:,} packs of {request.capacity:,} slots in {request.dtype}",
         ),
-        (
-            "assumed",
-            f"{setting.flops / 1e12:,.0f} TFLOP/s a device, {setting.host_bandwidth / 1e9:,.4g} GB/s to its own host's,"
-            f" {setting.network_bandwidth / 1e9:,.4g} GB/s to others; documents of {setting.document_tokens:,} tokens",
-        ),
+        ("assumed", f"{speeds} between hosts; documents of {request.document_tokens:,} tokens"),
     ]
     console.section("what is trained", rows)
-    console.section(
-        "path",
-        [(f"{number}.", f"{step.question}\n→ {step.answer}") for number, step in enumerate(advice.path, 1)],
-    )
-    console.table(
-        "ways to train: GiB on a device, GiB sent in a step (→ recommended, × does not fit)",
-        COLUMNS,
-        [_cells(row, row == advice.chosen) for row in advice.rows],
-    )
-    console.paragraph(LEGEND)
-    if advice.recompute:
-        rows = [(each.recompute, _recomputed(each)) for each in advice.recompute]
-        console.section(f"train.recompute with {advice.recompute[0].name}", rows)
-    if advice.chosen is not None and advice.chosen.traffic:
-        console.section(f"sent in a step with {advice.chosen.name}", _exchanged(advice.chosen))
-    if advice.refused:
-        console.section("refused", list(advice.refused.items()))
+    path = [
+        (f"{number}.", f"{question}\n→ {answer}") for number, (question, answer) in enumerate(advice.path, 1)
+    ]
+    console.section("decision path", path)
+    title = "GiB on a device, and sent in a step (→ recommended, × does not fit)"
+    console.table(title, COLUMNS, [_cells(row, row == advice.chosen) for row in advice.rows])
     if advice.chosen is None:
         console.section("nothing fits; what would help", [("→", remedy) for remedy in advice.remedies])
-    else:
-        console.line("\nto train so", style="bold")
-        lines = wrapped(advice.command, console.columns - 2, 4).split("\n")
-        console.line("  " + " \\\n".join(lines))
-
-
-COLUMNS = ["", "again", "param", "grads", "AdamW", " copy", "saved", " peak", " sent", "ktok/s"]
-LEGEND = (
-    "again: train.recompute (sel. = selective); copy: parameters as products take them, cast or gathered; saved: for"
-    " the backward pass; ktok/s: 1,000 slots a second, all devices. tp tensor, cp context (ulysses), ring context"
-    " (ring), pp pipeline (pp=4×2: interleaved, 2 stages a rank), hsdp/2: 2 groups, +cpu: offload"
-)
+        return
+    sent = [
+        (f"{each.method} {each.kind}", f"{each.sent / GIB:,.1f} GiB among {each.ranks} ranks")
+        for each in advice.chosen.traffic
+    ]
+    console.section("sent by a rank in a step", sent)
+    console.line("\nto train with it", style="bold")
+    lines = wrapped(advice.command, console.columns - 2, 4).split("\n")
+    console.line("  " + " \\\n".join(lines))
 
 
 def _cells(row: Candidate, chosen: bool) -> list[str]:
     held = row.memory
-    sizes = (
-        held.parameters,
-        held.gradients,
-        held.optimizer,
-        held.weights,
-        held.activations + held.loss,
-        held.peak,
-    )
+    copies, saved = held.gathered + held.copies, held.activations + held.loss
+    sent = sum(each.sent for each in row.traffic)
+    sizes = (held.parameters, held.gradients, held.optimizer, copies, saved, held.peak, sent)
+    cells = [f"{size / GIB:.{0 if size >= 1000 * GIB else 1}f}" for size in sizes]
+    aligned = [cell.rjust(len(column)) for cell, column in zip(cells, COLUMNS[1:], strict=False)]
     mark = "→" if chosen else " " if row.fits else "×"
-    cells = [f"{size / GIB:.{0 if size >= 1000 * GIB else 1}f}" for size in (*sizes, row.sent)]
-    cells.append(f"{row.tokens_per_second / 1000:.1f}")
-    aligned = [cell.rjust(len(column)) for cell, column in zip(cells, COLUMNS[2:], strict=True)]
-    again = row.recompute.replace("selective", "sel.")
-    return [f"{mark} {row.name}", again, *aligned]
-
-
-def _exchanged(chosen: Candidate) -> list[tuple[str, str]]:
-    """What a rank sends, by purpose and collective."""
-    return [
-        (
-            f"{each.method} {each.kind}",
-            f"{each.sent / GIB:,.1f} GiB in {each.count:,} calls among {each.ranks} ranks:"
-            f" {each.sent / chosen.setting.bandwidth(each):,.2f} s",
-        )
-        for each in chosen.traffic
-    ]
-
-
-def _recomputed(each: Candidate) -> str:
-    held = each.memory
-    instant = max(held.instants, key=lambda name: held.instants[name])
-    return (
-        f"{held.activations / GIB:.1f} GiB of activations, peak {held.peak / GIB:.1f} GiB ({instant}),"
-        f" {each.tokens_per_second:,.0f} tokens/s{'' if each.fits else ': does not fit'}"
-    )
+    return [mark, *aligned, row.recompute, row.name]

@@ -1,4 +1,4 @@
-"""`AdviseRequest`: what is to be trained and on what, as a user says it, and in plain numbers."""
+"""`AdviseRequest`: the settings of `multipack advise`."""
 
 from __future__ import annotations
 
@@ -6,140 +6,114 @@ import re
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from multipack.launch.candidates import Setting
 from multipack.launch.memory_model import Dtype
 from multipack.shapes import SHAPES, ModelShape
 
 LINKS = {"fast": (300.0, 40.0), "slow": (20.0, 1.25)}
-"""GB a second that a device sends, assumed: within its host (NVLink; PCIe), and to another host (400 Gbit/s InfiniBand
-for each device; 100 Gbit/s Ethernet for eight), as far as collectives reach it."""
+"""Assumed GB/s that a device sends within its host (NVLink; PCIe) and to other hosts (400 Gbit/s InfiniBand per device;
+100 Gbit/s Ethernet for eight), as achieved by collectives."""
 TERAFLOPS = {"bf16": 400.0, "fp16": 400.0, "fp32": 200.0}
-"""10^12 FLOP a second that a device reaches in products, assumed: 40 % of an H100's peak (fp32: as TF32)."""
-UNITS = {
-    "KiB": 2**10,
-    "MiB": 2**20,
-    "GiB": 2**30,
-    "TiB": 2**40,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-}
+"""Assumed TFLOP/s of matrix products on a device: 40 % of an H100's peak (fp32: as TF32)."""
+_POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
 
 
 @dataclass
 class AdviseRequest:
-    """What is to be trained, and on what."""
+    """What to train, and on which devices."""
 
     devices: int = 8
-    """Devices (processes) of the run."""
+    """Number of devices (processes)."""
     devices_per_host: int = 8
-    """Devices of a host, which have the faster link to each other."""
+    """Devices of a host, which share the faster link."""
     memory: str = "80GiB"
     """Memory of a device: a number and GiB, GB, MiB, MB or TiB."""
     link: Literal["fast", "slow"] = "fast"
-    """Links: fast is NVLink and InfiniBand, slow is PCIe and shared Ethernet; the numbers used are printed."""
+    """fast = NVLink and InfiniBand, slow = PCIe and shared Ethernet; the assumed bandwidths are printed."""
     capacity: int = 8192
-    """Slots of a pack, which holds the longest document: plan.capacity."""
+    """Slots of a pack, at least the longest document: plan.capacity."""
     micro_batches: int = 4
-    """Packs of a step for each device; a step has devices times as many, however they are shared."""
+    """Packs per device and step; a step has devices × micro_batches packs under every parallelism."""
     dtype: Dtype = "bf16"
     """Precision of forward passes: train.dtype."""
     document_tokens: int = 1024
-    """Tokens of a usual document: what attention costs depends on it."""
+    """Tokens of a typical document, which determine the cost of attention."""
     reserve: float = 0.1
-    """Share of the memory that is left for the allocator, CUDA and NCCL."""
+    """Share of the memory reserved for the allocator, CUDA and NCCL."""
     teraflops: float = 0.0
-    """10^12 FLOP a second that a device reaches in matrix products; 0 = 400 in bf16 and fp16, 200 in fp32."""
+    """TFLOP/s of matrix products on a device; 0 = 400 in bf16 and fp16, 200 in fp32."""
     host_bandwidth: float = 0.0
-    """GB a second that a device sends to others of its host; 0 = as link says."""
+    """GB/s that a device sends within its host; 0 = given by link."""
     network_bandwidth: float = 0.0
-    """GB a second that a device sends to other hosts; 0 = as link says."""
+    """GB/s that a device sends to other hosts; 0 = given by link."""
     model: ModelShape = field(default_factory=lambda: SHAPES["llama-8b"])
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant."""
-        for name, least in (
-            ("devices", 1),
-            ("devices_per_host", 1),
-            ("capacity", 2),
-            ("micro_batches", 1),
-            ("document_tokens", 1),
-        ):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        for name in ("teraflops", "host_bandwidth", "network_bandwidth"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}; 0 = the usual one")
+        """Check ranges."""
+        least = {"devices": 1, "devices_per_host": 1, "capacity": 2, "micro_batches": 1, "document_tokens": 1}
+        least |= {"teraflops": 0, "host_bandwidth": 0, "network_bandwidth": 0}
+        for name, minimum in least.items():
+            if getattr(self, name) < minimum:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {minimum}")
         if not 0 <= self.reserve < 1:
-            raise ValueError(f"reserve must be in [0, 1), got {self.reserve}")
+            raise ValueError(f"reserve={self.reserve} must be in [0, 1)")
         self.devices_per_host = min(self.devices_per_host, self.devices)
         if self.devices % self.devices_per_host:
             near = max(1, round(self.devices / self.devices_per_host)) * self.devices_per_host
             raise ValueError(
-                f"devices={self.devices} are no whole hosts of devices_per_host={self.devices_per_host}: use"
+                f"devices={self.devices} is not a multiple of devices_per_host={self.devices_per_host}: use"
                 f" devices={near}, or another devices_per_host"
             )
-        read_size("memory", self.memory)
+        self.usable  # noqa: B018  # checks memory
 
-    def setting(self) -> Setting:
-        """The same in plain numbers.
+    @property
+    def usable(self) -> float:
+        """Bytes of a device that a run may use.
 
         Raises:
-            ValueError: a model that the decoder does not build, or whose vocabulary is not known.
+            ValueError: `memory` is not a size.
+        """
+        found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT])(i?)B", self.memory.strip())
+        if found is None or float(found[1]) == 0:
+            raise ValueError(f"memory={self.memory}: write a number and a unit, such as memory=80GiB")
+        return (1 - self.reserve) * float(found[1]) * (1024 if found[3] else 1000) ** _POWERS[found[2]]
+
+    @property
+    def speeds(self) -> tuple[float, float, float]:
+        """Assumed FLOP/s of a device, and bytes/s that it sends within its host and to other hosts."""
+        inside, outside = LINKS[self.link]
+        flops = 1e12 * (self.teraflops or TERAFLOPS[self.dtype])
+        return flops, 1e9 * (self.host_bandwidth or inside), 1e9 * (self.network_bandwidth or outside)
+
+    def check_model(self) -> None:
+        """Check that the decoder can be trained.
+
+        Raises:
+            ValueError: a model for planning only, an unknown vocabulary, or too few learned positions.
         """
         shape = self.model
         for name in ("experts", "kv_rank"):
             if getattr(shape, name):
                 raise ValueError(
-                    f"model.{name}={getattr(shape, name)}: this model serves planning only, and is not trained here:"
-                    " choose one without experts and latent attention"
+                    f"model.{name}={getattr(shape, name)}: this model serves planning only and cannot be trained; use"
+                    " one without experts and latent attention"
                 )
         if not shape.vocabulary_size:
             raise ValueError(
-                "model.vocabulary_size=0 means the tokenizer's own size, which is not known here, and embeddings and"
-                " logits need memory: say model.vocabulary_size=50257, or whatever it is"
+                "model.vocabulary_size=0 is the tokenizer's size, but embedding and logits need memory: set it, for"
+                " example model.vocabulary_size=50257"
             )
-        if (
-            self.capacity > shape.context
-            and shape.positions == "learned"
-            and self.document_tokens > shape.context
-        ):
+        if shape.positions == "learned" and shape.context < min(self.capacity, self.document_tokens):
             raise ValueError(
-                f"document_tokens={self.document_tokens} exceeds the model's table of learned positions,"
-                f" model.context={shape.context}: shorten documents, or raise model.context"
+                f"document_tokens={self.document_tokens} exceeds the learned positions, model.context={shape.context}:"
+                " use shorter documents, or raise model.context"
             )
-        inside, outside = LINKS[self.link]
-        return Setting(
-            shape=shape,
-            devices=self.devices,
-            devices_per_host=self.devices_per_host,
-            usable=(1 - self.reserve) * read_size("memory", self.memory),
-            capacity=self.capacity,
-            packs=self.devices * self.micro_batches,
-            dtype=self.dtype,
-            document_tokens=self.document_tokens,
-            flops=1e12 * (self.teraflops or TERAFLOPS[self.dtype]),
-            host_bandwidth=1e9 * (self.host_bandwidth or inside),
-            network_bandwidth=1e9 * (self.network_bandwidth or outside),
-        )
-
-
-def read_size(name: str, text: str) -> int:
-    """`80GiB`, `141 GB` → bytes.
-
-    Raises:
-        ValueError: no number with a unit, or nothing.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]i?B)", text.strip())
-    size = round(float(found[1]) * UNITS[found[2]]) if found else 0
-    if size < 1:
-        raise ValueError(f"{name}={text} is no size: write a number and its unit, such as {name}=80GiB")
-    return size
 
 
 def model_words(shape: ModelShape) -> list[str]:
-    """The words of `multipack train` for a model: a preset, and what differs; its vocabulary is the tokenizer's."""
+    """Return the words of `multipack train` for a model: the nearest preset and the fields that differ from it.
+
+    The vocabulary is left to the tokenizer.
+    """
 
     def differing(other: ModelShape) -> list[str]:
         values = {each.name: getattr(shape, each.name) for each in fields(shape)}

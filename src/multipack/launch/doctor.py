@@ -1,41 +1,45 @@
-"""Is this machine fit to train on? Each answer is a finding, and what is wrong comes with what to do about it.
+"""Check whether this machine can train; every problem comes with a remedy.
 
-A check never takes the others with it: what it raises is its finding. What could hang runs in processes of its own,
-which are ended after a while.
+An exception in a check becomes its finding. Checks that may hang run in subprocesses with a timeout.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import re
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from multipack.launch.probe import SMOKE_SECONDS, smoke_test
+from multipack.launch.smoke import CHECKS
+from multipack.parallel.ranks import TABLE
 
 Status = Literal["ok", "warn", "fail"]
 LEAST_FREE_BYTES = 1 << 30
-"""Below this a folder is reported as nearly full."""
+"""A folder with less free space is reported."""
+SMOKE_SECONDS = 90.0
+"""Timeout of all checks of two processes; importing torch takes most of it."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One answer.
+    """One result.
 
     Attributes:
-        area: what it is about.
-        name: what was looked at.
-        status: `fail` = training will not work; `warn` = it will, worse or not everywhere.
+        area: subject of the check.
+        name: what was checked.
+        status: `fail` = training does not work; `warn` = it works, but worse or not everywhere.
         detail: what was found.
-        remedy: what to do about it; empty where nothing is wrong.
+        remedy: what to do; empty if the status is `ok`.
     """
 
     area: str
@@ -49,79 +53,65 @@ Check = Callable[[Mapping[str, str]], Iterator[Finding]]
 
 
 def examine(
-    environment: Mapping[str, str], quick: bool = False, tell: Callable[[str], None] = lambda area: None
+    environment: Mapping[str, str], quick: bool = False, progress: Callable[[str], None] = lambda area: None
 ) -> list[Finding]:
     """Run all checks.
 
     Args:
-        environment: variables of this process.
-        quick: leave out what starts processes.
-        tell: called with the area before each check.
+        environment: environment variables of this process.
+        quick: skip the checks that start processes.
+        progress: called with the area before each check.
     """
     checks: dict[str, Check] = {
-        "python": _python,
         "packages": _packages,
         "devices": _devices,
-        "backends": _backends,
         "attention": _attention,
         "launching": _launching,
         "folders": _folders,
-        "planner": _planner,
-        **({} if quick else {"together": _together}),
+        **({} if quick else {"processes": _processes}),
     }
     found: list[Finding] = []
     for area, check in checks.items():
-        tell(area)
+        progress(area)
         try:
             found += check(environment)
-        except Exception as error:  # a finding like any other, not the end of the examination
+        except Exception as error:
             remedy = (
-                "see the message; if it is no fault of this machine, it is a bug of multipack worth reporting"
+                "see the message; if this machine is not the cause, please report it as a bug of multipack"
             )
             found.append(Finding(area, "check", "fail", f"{type(error).__name__}: {error}", remedy))
     return found
 
 
-def _python(environment: Mapping[str, str]) -> Iterator[Finding]:
-    new_enough = sys.version_info >= (3, 11)
-    detail = f"{platform.python_version()} at {sys.executable}, {platform.platform()}"
-    remedy = "" if new_enough else "install Python 3.11 or newer, and multipack in an environment of it"
-    yield Finding("python", "python", "ok" if new_enough else "fail", detail, remedy)
-
-
 def _packages(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """The packages that multipack's own metadata names, with their extras."""
+    """Check Python, and the packages that multipack's metadata requires."""
+    detail = f"{platform.python_version()} at {sys.executable}, {platform.platform()}"
+    yield Finding("packages", "python", "ok", detail)
     try:
-        needed = importlib.metadata.requires("multipack") or []
+        required = importlib.metadata.requires("multipack") or []
+        yield Finding("packages", "multipack", "ok", importlib.metadata.version("multipack"))
     except importlib.metadata.PackageNotFoundError:
-        remedy = "install it: pip install multipack, or pip install -e . in its source"
-        yield Finding("packages", "multipack", "warn", "runs from a folder that is not installed", remedy)
-        return
-    yield Finding("packages", "multipack", "ok", importlib.metadata.version("multipack"))
-    for requirement in needed:
-        match = re.fullmatch(
-            r"([\w.-]+)(?:\[[\w,-]+\])?\s*>=\s*([\d.]+)(?:\s*;\s*extra == ['\"](\w+)['\"])?", requirement
-        )
+        required = []
+        yield Finding("packages", "multipack", "warn", "not installed", "pip install multipack")
+    pattern = r"([\w.-]+)(?:\[[\w,-]+\])?\s*>=\s*([\d.]+)(?:\s*;\s*extra == ['\"](\w+)['\"])?"
+    for requirement in required:
+        match = re.fullmatch(pattern, requirement)
         if match and match[3] not in ("dev", "bench"):
             yield _package(match[1], match[2], match[3] or "")
 
 
 def _package(name: str, least: str, extra: str) -> Finding:
-    shown, install = (
-        (f"{name} ({extra})", f'pip install "multipack[{extra}]"')
-        if extra
-        else (name, f"pip install '{name}>={least}'")
-    )
+    shown = f"{name} ({extra})" if extra else name
+    install = f'pip install "multipack[{extra}]"' if extra else f"pip install '{name}>={least}'"
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         if extra:
-            return Finding("packages", shown, "ok", f"not installed; {install} if it is wanted")
+            return Finding("packages", shown, "ok", f"optional, not installed: {install}")
         return Finding("packages", shown, "fail", "not installed", install)
     if _numbers(version) < _numbers(least):
-        return Finding(
-            "packages", shown, "warn" if extra else "fail", f"{version} is older than {least}", install
-        )
+        status: Status = "warn" if extra else "fail"
+        return Finding("packages", shown, status, f"{version} is older than {least}", install)
     return Finding("packages", shown, "ok", version)
 
 
@@ -130,59 +120,42 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _devices(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Check cores, GPUs, and the communication backends for them."""
     import torch
+    import torch.distributed as dist
 
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    yield Finding(
-        "devices", "cpu", "ok", f"{usable} of {os.cpu_count()} cores, {torch.get_num_threads()} threads"
-    )
+    cores = f"{usable} of {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    yield Finding("devices", "cpu", "ok", cores)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for index in range(count):
         free, total = torch.cuda.mem_get_info(index)
         detail = f"{torch.cuda.get_device_name(index)}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
-        crowded = free < total / 2
-        remedy = (
-            "another process holds its memory (nvidia-smi shows which): end it, or choose another GPU"
-            if crowded
-            else ""
-        )
-        yield Finding("devices", f"cuda:{index}", "warn" if crowded else "ok", detail, remedy)
-    if not count:
-        hidden = environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-        there = Path("/dev/nvidia0").exists() or Path("/dev/kfd").exists()
-        if there and not hidden:
-            build = torch.version.cuda or torch.version.hip
-            remedy = (
-                "its driver is too old for this torch, or broken: compare nvidia-smi with torch.version.cuda"
-                if build
-                else "this torch was built without GPUs: install the build for yours (pytorch.org/get-started)"
-            )
-            yield Finding(
-                "devices", "gpu", "warn", f"there is a GPU that torch {torch.__version__} cannot use", remedy
-            )
+        if free < total / 2:
+            remedy = "end the process that uses its memory (see nvidia-smi), or choose another GPU"
+            yield Finding("devices", f"cuda:{index}", "warn", detail, remedy)
         else:
-            yield Finding(
-                "devices", "gpu", "ok", "none" + (" (CUDA_VISIBLE_DEVICES hides them)" if hidden else "")
-            )
-
-
-def _backends(environment: Mapping[str, str]) -> Iterator[Finding]:
-    import torch
-    import torch.distributed as dist
-
-    if not dist.is_available() or not dist.is_gloo_available():
-        remedy = "install a build of torch with torch.distributed and gloo (the usual ones have both)"
-        yield Finding("backends", "gloo", "fail", "this torch lacks it", remedy)
-    else:
-        yield Finding("backends", "gloo", "ok", "for CPUs")
-    if dist.is_available() and dist.is_nccl_available():
-        yield Finding(
-            "backends", "nccl", "ok", "for GPUs" if torch.cuda.is_available() else "no GPU to use it on"
+            yield Finding("devices", f"cuda:{index}", "ok", detail)
+    hidden = environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if not count and not hidden and (Path("/dev/nvidia0").exists() or Path("/dev/kfd").exists()):
+        remedy = (
+            "compare the driver (nvidia-smi) with torch.version.cuda, or install torch with GPU support"
+            " (pytorch.org/get-started)"
         )
-    elif torch.cuda.is_available():
-        yield Finding("backends", "nccl", "fail", "GPUs, but no NCCL", "install a build of torch with NCCL")
-    else:
-        yield Finding("backends", "nccl", "ok", "not in this torch; needed for GPUs only")
+        yield Finding("devices", "gpu", "warn", f"torch {torch.__version__} cannot use the GPU", remedy)
+    elif not count:
+        yield Finding(
+            "devices", "gpu", "ok", "none" + (" (hidden by CUDA_VISIBLE_DEVICES)" if hidden else "")
+        )
+    for name, there, needed in (
+        ("gloo", dist.is_available() and dist.is_gloo_available(), True),
+        ("nccl", dist.is_available() and dist.is_nccl_available(), count > 0),
+    ):
+        if there or not needed:
+            detail = "available" if there else "not in this torch; only needed for GPUs"
+            yield Finding("devices", name, "ok", detail)
+        else:
+            yield Finding("devices", name, "fail", "not in this torch", f"install torch with {name}")
 
 
 def _attention(environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -192,142 +165,158 @@ def _attention(environment: Mapping[str, str]) -> Iterator[Finding]:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for row in table_rows():
-        usable = row["here"] == "yes" and (row["devices"] == "all" or device in row["devices"])
-        why = (
-            ""
-            if usable
-            else f"not installed ({row['needs']})"
-            if row["here"] != "yes"
-            else f"not on {device}"
-        )
-        yield Finding(
-            "attention", row["backend"], "ok", why or f"{row['dtypes']}; {row['note']}".rstrip("; ")
-        )
+        detail = f"{row['dtypes']}; {row['note']}".rstrip("; ")
+        if row["here"] != "yes":
+            detail = f"not installed ({row['needs']})"
+        elif row["devices"] != "all" and device not in row["devices"]:
+            detail = f"not on {device}"
+        yield Finding("attention", row["backend"], "ok", detail)
 
 
 def _launching(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Check the launcher's variables, launchers, the scheduler, and this host's address."""
     from multipack.launch.allocation import find_allocation, find_launchers
     from multipack.parallel.ranks import find_ranks
 
     try:
         ranks = find_ranks(environment)
+        detail = f"rank {ranks.rank} of {ranks.size}, started by {ranks.launcher}"
+        yield Finding("launching", "ranks", "ok", detail if ranks.size > 1 else "a single process")
     except ValueError as error:
         yield Finding(
-            "launching", "ranks", "fail", str(error), "unset the variables that are left from elsewhere"
+            "launching", "ranks", "fail", str(error), "unset variables left over from another launcher"
         )
-    else:
-        said = (
-            f"process {ranks.rank} of {ranks.size}, by {ranks.launcher}"
-            if ranks.size > 1
-            else "a process on its own"
-        )
-        yield Finding("launching", "ranks", "ok", said)
-    launchers = find_launchers(environment)
-    named = [f"{name} ({flavor})" for name, flavor in launchers.items()]
-    yield Finding("launching", "launchers", "ok", ", ".join(["torchrun", *named]))
+    launchers = [f"{name} ({flavor})" for name, flavor in find_launchers(environment).items()]
+    yield Finding("launching", "launchers", "ok", ", ".join(["torchrun", *launchers]))
     try:
         allocation = find_allocation(environment)
     except (ValueError, OSError) as error:
-        remedy = "the scheduler's list of hosts cannot be read: run this in the job, on its first host"
-        yield Finding("launching", "scheduler", "fail", str(error), remedy)
+        yield Finding("launching", "scheduler", "fail", str(error), "run this on the first host of the job")
         return
     hosts = list(allocation.hosts)
-    of = f", {len(hosts)} hosts: {', '.join(hosts[:8])}{', …' if len(hosts) > 8 else ''}" if hosts else ""
-    yield Finding("launching", "scheduler", "ok", f"{allocation.scheduler}{of}")
-    yield _address(environment, len(allocation.hosts) > 1)
+    shown = f", {len(hosts)} hosts: {', '.join(hosts[:8])}{', …' if len(hosts) > 8 else ''}" if hosts else ""
+    yield Finding("launching", "scheduler", "ok", f"{allocation.scheduler}{shown}")
+    yield _address(environment, len(hosts) > 1)
 
 
 def _address(environment: Mapping[str, str], several: bool) -> Finding:
-    """Whether other hosts can reach this one by its name: gloo gives them the address that it resolves to."""
-    name = socket.gethostname()
-    chosen = environment.get("GLOO_SOCKET_IFNAME", "")
+    """Check that other hosts can reach this one; gloo tells them the address of its host name."""
+    name, chosen = socket.gethostname(), environment.get("GLOO_SOCKET_IFNAME", "")
     present = [interface for _, interface in socket.if_nameindex()]
+    remedy = f"set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to one of {', '.join(present)} on every host"
     missing = [part for part in chosen.split(",") if part and part not in present]
     if missing:
-        remedy = f"set GLOO_SOCKET_IFNAME to one of {', '.join(present)}"
-        return Finding("launching", "address", "fail", f"there is no network interface {missing[0]}", remedy)
+        return Finding("launching", "address", "fail", f"no network interface {missing[0]}", remedy)
     if chosen:
         return Finding("launching", "address", "ok", f"{name}, over {chosen} (GLOO_SOCKET_IFNAME)")
     try:
-        addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}
+        addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
     except OSError as error:
-        remedy = "add this host's name to /etc/hosts, or set GLOO_SOCKET_IFNAME to its network interface"
-        return Finding(
-            "launching", "address", "warn", f"the name {name} cannot be resolved ({error})", remedy
-        )
-    loopback = all(address.startswith("127.") or address == "::1" for address in addresses)
-    if loopback and several:
-        remedy = (
-            f"set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to one of {', '.join(present)} on every host"
-        )
-        detail = f"{name} resolves to {', '.join(sorted(addresses))}, where no other host can reach it"
+        detail = f"the host name {name} cannot be resolved ({error})"
+        return Finding("launching", "address", "warn", detail, f"add {name} to /etc/hosts, or {remedy}")
+    if several and all(address.startswith("127.") or address == "::1" for address in addresses):
+        detail = f"{name} resolves to {', '.join(addresses)}, which other hosts cannot reach"
         return Finding("launching", "address", "warn", detail, remedy)
-    return Finding("launching", "address", "ok", f"{name}: {', '.join(sorted(addresses))}")
+    return Finding("launching", "address", "ok", f"{name}: {', '.join(addresses)}")
 
 
 def _folders(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Check that folders can be written and locked, and that the planner's compiled code can be cached."""
+    import numba
+
     from multipack.data.cache import cache_folder, locked
 
     for name, folder, remedy in (
-        (
-            "cache",
-            cache_folder(),
-            "set XDG_CACHE_HOME (or data.cache=FOLDER) to a folder that can be written",
-        ),
-        ("current", Path.cwd(), "change to a folder that can be written, or give out=FOLDER elsewhere"),
-        ("temporary", Path(tempfile.gettempdir()), "set TMPDIR to a folder that can be written"),
+        ("cache", cache_folder(), "set XDG_CACHE_HOME (or data.cache=FOLDER) to a writable folder"),
+        ("current", Path.cwd(), "change to a writable folder, or use out=FOLDER"),
+        ("temporary", Path(tempfile.gettempdir()), "set TMPDIR to a writable folder"),
     ):
         try:
-            # A folder that is not there yet is made when it is needed, in the nearest one that is.
-            there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-            with (
-                tempfile.TemporaryDirectory(dir=there, prefix=".multipack-doctor-") as trial,
-                locked(Path(trial) / "lock"),
-            ):
+            # A missing folder is created when it is needed: its nearest existing parent must be writable.
+            parent = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+            made = tempfile.TemporaryDirectory(dir=parent, prefix=".multipack-doctor-")
+            with made as trial, locked(Path(trial) / "lock"):
                 (Path(trial) / "file").write_bytes(b"x" * 4096)
+            free = shutil.disk_usage(parent).free
         except (OSError, ValueError) as error:
             yield Finding("folders", name, "fail", f"{folder}: {error}", remedy)
             continue
-        free = shutil.disk_usage(there).free
         low = free < LEAST_FREE_BYTES
-        room = "make room, or " + remedy if low else ""
+        detail = f"{folder}, {free / 2**30:.1f} GiB free"
         yield Finding(
-            "folders", name, "warn" if low else "ok", f"{folder}, {free / 2**30:.1f} GiB free", room
+            "folders", name, "warn" if low else "ok", detail, f"free space, or {remedy}" if low else ""
+        )
+    try:
+        numba.njit(cache=True)(_numbers)  # only looks for a cache folder; compiles nothing
+        yield Finding("folders", "compiled code", "ok", "kept between runs")
+    except RuntimeError:
+        remedy = "set NUMBA_CACHE_DIR to a writable folder"
+        yield Finding(
+            "folders", "compiled code", "warn", "every process compiles the planner (seconds)", remedy
         )
 
 
-def _planner(environment: Mapping[str, str]) -> Iterator[Finding]:
-    from multipack.planning.jit import cached
-    from multipack.planning.kernels import balancing, bounds, packing, placing
-
-    rooms = (packing, placing, balancing, bounds)
-    folders = {
-        value.stats.cache_path
-        for room in rooms
-        for value in vars(room).values()
-        if getattr(value, "stats", None) is not None
-    }
-    folder = next((str(path) for path in folders if path), "")
-    if not folder:
-        remedy = "set NUMBA_CACHE_DIR to a folder that can be written"
-        detail = "the planner's loops cannot be kept: every process compiles them, which takes seconds"
-        yield Finding("planner", "compiled loops", "warn", detail, remedy)
-        return
-    kept = "compiled and kept" if cached(*rooms) else "compiled when first used (seconds), then kept"
-    yield Finding("planner", "compiled loops", "ok", f"{kept} in {folder}")
-
-
-def _together(environment: Mapping[str, str]) -> Iterator[Finding]:
+def _processes(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Run every collective and a training step in two processes."""
     import torch
 
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() and torch.cuda.device_count() > 1 else [])]
     for device in devices:
         backend = {"cpu": "gloo", "cuda": "nccl"}[device]
+        remedy = (
+            f"run with TORCH_DISTRIBUTED_DEBUG=DETAIL; if it hangs, set {backend.upper()}_SOCKET_IFNAME to the network"
+            " interface that the hosts share (`lo` on one host), and check firewalls"
+        )
         for name, error, seconds in smoke_test(environment, device, SMOKE_SECONDS):
-            remedy = (
-                f"run with TORCH_DISTRIBUTED_DEBUG=DETAIL; if it hangs, set {backend.upper()}_SOCKET_IFNAME to the"
-                " network interface that the hosts share (`lo` on one host), and look for firewalls"
-            )
-            status: Status = "fail" if error else "ok"
-            found = error or f"2 processes agree, {1000 * seconds:.0f} ms"
-            yield Finding("together", f"{name} ({backend})", status, found, remedy if error else "")
+            if error:
+                yield Finding("processes", f"{name} ({backend})", "fail", error, remedy)
+            else:
+                yield Finding("processes", f"{name} ({backend})", "ok", f"correct, {1000 * seconds:.0f} ms")
+
+
+def smoke_test(
+    environment: Mapping[str, str],
+    device: str,
+    timeout_seconds: float,
+    program: Sequence[str] = ("-m", "multipack.launch.smoke"),
+) -> Iterator[tuple[str, str, float]]:
+    """Run smoke.py in two processes.
+
+    Args:
+        environment: environment variables, from which those of a launcher are removed.
+        device: `cpu` or `cuda`.
+        timeout_seconds: after which the processes are killed.
+        program: what torchrun starts.
+
+    Yields:
+        (check, error, seconds) for each check, up to the first that failed; the error is empty on success.
+    """
+    names = {name for row in TABLE for names in row[1:] for name in names}
+    names |= {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    process = subprocess.Popen(
+        [*command, *program, device],
+        env={name: value for name, value in environment.items() if name not in names},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    ending = ""
+    try:
+        printed, errors = process.communicate(timeout=timeout_seconds)
+    except subprocess.TimeoutExpired:
+        ending = f"killed after {timeout_seconds:.0f} s"
+        process.terminate()  # torchrun then ends its workers
+        try:
+            printed, errors = process.communicate(timeout=5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            printed, errors = process.communicate()
+    results = [json.loads(line) for line in printed.splitlines() if line.startswith('{"check"')]
+    for name, result in zip(CHECKS, results, strict=False):
+        yield name, result["error"], result["seconds"]
+        if result["error"]:
+            return
+    if len(results) < len(CHECKS):
+        reasons = [line.strip()[:300] for line in errors.splitlines() if "Error" in line or "error" in line]
+        yield CHECKS[len(results)], ending or next(iter(reasons), f"exit code {process.returncode}"), 0.0
