@@ -12,7 +12,7 @@ from multipack.data.corpus import Corpus
 from multipack.data.fit import FitReport
 from multipack.data.streamed import StreamedRecords
 from multipack.data.tokenizer import TokenizerConfig
-from multipack.reports.summary import corpus_notes
+from multipack.training.run_report import corpus_notes
 
 
 @pytest.fixture(autouse=True)

@@ -39,7 +39,7 @@ def test_flags_go_to_the_launcher(run):
 @pytest.mark.parametrize("start", [["launch", "-n", "2", "--dry-run"], ["submit", "--scheduler", "slurm"]])
 @pytest.mark.parametrize(
     ("words", "message"),
-    [(["trian"], "write -- train"), (["train", "nonsense=1"], "nonsense"), ([], "after --")],
+    [(["trian"], "did you mean train"), (["train", "nonsense=1"], "nonsense"), ([], "after --")],
 )
 def test_mistakes_are_found_before_anything_starts(run, start, words, message):
     done = run(*start, "--", *words)

@@ -33,20 +33,18 @@ app.add_typer(bench, name="bench")
 
 
 def main() -> None:
-    """Run the command line; errors that the user can mend are one line and exit code 2."""
+    """Run the command line. Errors of the user are one line on standard error, with exit code 2."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(
-                errors="replace"
-            )  # a sample must not end a run where the locale lacks a letter
-    # Threads that spin for long while they wait make a step many times as long when something else wants a core too;
-    # a short spin costs a quiet machine nothing. Read by the OpenMP runtime when torch is loaded, so set before any
-    # command imports it. Whoever sets one of these variables keeps what they chose.
+            # A character of a sample that the locale lacks must not end a run.
+            stream.reconfigure(errors="replace")
+    # OpenMP reads these when torch is loaded. Threads that spin for long slow down every step if another process needs
+    # a core; short spinning costs nothing on an idle machine.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    # oneDNN keeps compiled bfloat16 products for 1,024 shapes, and packs differ in shape: gigabytes for nothing.
+    # By default oneDNN caches 1,024 compiled bfloat16 products; packs differ in shape, so they would fill gigabytes.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
-    # What train.deterministic asks of cuBLAS, which reads it when it is loaded; nothing else depends on it.
+    # Required by train.deterministic; cuBLAS reads it when it is loaded.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     try:
         code = app(standalone_mode=False)
@@ -55,30 +53,30 @@ def main() -> None:
     except ImportError as error:
         if "multipack[" not in str(error):
             raise
-        fail(str(error), 2)  # an extra is missing, and the message names it
+        fail(str(error), 2)  # an optional dependency is missing, and the message names it
     except KeyboardInterrupt:
         code = 130
     except Exception as error:
         if type(error).__name__ != "Abort":
-            _tell_usage(error)
+            _exit_if_usage_error(error)
             raise
         code = 130
-    if code == 130:  # what Typer makes of Ctrl-C
-        fail("interrupted; what was saved before is whole", code)
+    if code == 130:  # Typer's exit code for Ctrl-C
+        fail("interrupted; files saved before are complete", code)
     sys.exit(code or 0)
 
 
-def _tell_usage(error: Exception) -> None:
-    """End with what is wrong with a command's words; return if the exception is about anything else.
+def _exit_if_usage_error(error: Exception) -> None:
+    """Exit with a message if the words of a command are wrong; return for any other exception.
 
-    Typer brings its own click or uses the installed one, by its version: what an exception offers says what it is.
+    Typer uses its own copy of click or the installed one, so click's exceptions are recognized by their attributes.
     """
-    told, code = getattr(error, "format_message", None), getattr(error, "exit_code", None)
-    if told is None or code is None:
+    format_message, code = getattr(error, "format_message", None), getattr(error, "exit_code", None)
+    if format_message is None or code is None:
         return
-    message, context = str(told()).strip(), getattr(error, "ctx", None)
-    if "\n" in message:  # no command at all: the help
+    message, context = str(format_message()).strip(), getattr(error, "ctx", None)
+    if "\n" in message:  # without a command: the help text
         print(message, file=sys.stderr)
         sys.exit(code)
     command = context.command_path if context is not None else "multipack"
-    fail(f"{message.rstrip('.')} (`{command} --help` tells more)", code)
+    fail(f"{message.rstrip('.')} (see `{command} --help`)", code)

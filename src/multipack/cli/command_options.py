@@ -1,11 +1,12 @@
-"""What the commands share: words, options, and how a command ends."""
+"""Options that commands share, and the exit of a command with an error."""
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -27,29 +28,39 @@ COMMANDS = (
 )
 """Names of the commands of `multipack`; a test compares them with the application."""
 
-RANK_0_SPEAKS_SECONDS = 2.0
-"""How long other ranks wait with an error of theirs."""
+OTHER_RANKS_WAIT_SECONDS = 2.0
+"""Delay before ranks other than 0 print an error."""
 
 
 def fail(message: str, code: int) -> NoReturn:
-    """End with one line on standard error."""
+    """Exit with one line on standard error."""
     from multipack.parallel.ranks import find_ranks
 
     try:
         rank = find_ranks(os.environ).rank
-    except ValueError:  # launchers that contradict each other, which may be what failed
+    except ValueError:  # contradictory variables of launchers, which may be the error itself
         rank = 0
     where = f"[rank {rank}] " if rank else ""
-    if (
-        rank
-    ):  # most errors are those of all ranks: rank 0 tells, and its end ends the others before they repeat it
-        time.sleep(RANK_0_SPEAKS_SECONDS)
+    if rank:
+        # Most errors occur on all ranks: rank 0 prints first, and its exit ends the others.
+        time.sleep(OTHER_RANKS_WAIT_SECONDS)
     print(f"{where}error: {message}", file=sys.stderr, flush=True)
     sys.exit(code)
 
 
+def nearest(word: str, choices: Collection[str]) -> str:
+    """Return `; did you mean …?` with the nearest choice, or nothing."""
+    close = difflib.get_close_matches(word, choices, 1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def option(text: str, *names: str, **more: Any) -> Any:
+    """Return an option whose default is not shown in the help text."""
+    return typer.Option(*names, help=text, show_default=False, **more)
+
+
 def shows(schema: str, *groups: str, module: str = "multipack.training.run_config") -> Any:
-    """The option --settings of a command: prints the fields of a module's dataclass, or some groups of them."""
+    """Return the option --settings, which prints the fields of a dataclass, or only some of its groups."""
 
     def show(value: bool) -> None:
         if not value:
@@ -68,7 +79,7 @@ def shows(schema: str, *groups: str, module: str = "multipack.training.run_confi
         raise typer.Exit
 
     return typer.Option(
-        "--settings", help="Print every setting with its meaning and default.", callback=show, is_eager=True
+        "--settings", help="Print all settings with meaning and default.", callback=show, is_eager=True
     )
 
 
@@ -80,17 +91,17 @@ AdviseSettings = Annotated[bool, shows("AdviseRequest", module="multipack.launch
 PrepareSettings = Annotated[bool, shows("Config", "data", "tokenizer")]
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON, and nothing else.")]
+Json = Annotated[bool, typer.Option("--json", help="Print only the report, as JSON.")]
 
 
 Source = Annotated[
     str,
     typer.Argument(
-        metavar="LENGTHS", help="A .npy file of whole numbers, or a token store's folder.", show_default=False
+        metavar="LENGTHS", help="A .npy file of integers, or the folder of a token store.", show_default=False
     ),
 ]
 
 
 def announce(console: Console) -> Callable[[], None]:
-    """Says, where the planner's loops have to be compiled, why nothing happens for a while."""
-    return lambda: console.line("compiling the planner's loops, once: this takes some seconds …")
+    """Return a function that prints that the planner is being compiled."""
+    return lambda: console.line("compiling the planner, once: this takes some seconds …")

@@ -1,8 +1,7 @@
-"""Commands that come before a run: launch, submit, doctor."""
+"""Commands that start runs and check the machine: launch, submit, doctor."""
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import shlex
@@ -13,42 +12,38 @@ from typing import Annotated
 
 import typer
 
-from multipack.cli.command_options import COMMANDS, Json
+from multipack.cli.command_options import COMMANDS, Json, nearest, option
 
 Command = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="-- COMMAND …",
-        help="A command of multipack and its words: train model=gpt2 …",
-        show_default=False,
+        metavar="-- COMMAND …", help="A multipack command: train model=gpt2 …", show_default=False
     ),
+]
+Restarts = Annotated[
+    int, option("Restarts after a process died; needs train.resume=auto out=RUN_DIR.", "--max-restarts")
 ]
 
 
-def _check_words(words: list[str], max_restarts: int) -> None:
-    """Find a mistake here, once, and not in every process, or after hours in a queue.
-
-    Args:
-        words: of a command of multipack.
-        max_restarts: how often it may be started again.
+def _check_words(words: Sequence[str], max_restarts: int) -> None:
+    """Check the name of the command, and that a restart continues it.
 
     Raises:
-        ValueError: an unknown command, or restarts of what cannot go on.
+        ValueError: the message names the nearest choice.
     """
     from multipack.launch.launcher import check_restarts
 
     if words and words[0] not in COMMANDS:
-        near = difflib.get_close_matches(words[0], COMMANDS, 1) or ["train"]
-        raise ValueError(f"there is no command `multipack {words[0]}`; write -- {near[0]} …")
+        raise ValueError(f"`multipack {words[0]}` is not a command{nearest(words[0], COMMANDS)}")
     if words:
         check_restarts(words, max_restarts)
 
 
 def _check_run(words: Sequence[str], processes: int) -> None:
-    """Refuse settings of `train` that cannot be, or that so many processes cannot run.
+    """Check the settings of `train` for this number of processes, before any of them starts.
 
     Raises:
-        ValueError: they are named, and the nearest choice.
+        ValueError: the message names the settings and the nearest choice.
     """
     from multipack.training.run_config import compose_run
 
@@ -56,34 +51,22 @@ def _check_run(words: Sequence[str], processes: int) -> None:
         compose_run(words[1:]).check(processes)
 
 
-Restarts = Annotated[
-    int,
-    typer.Option(
-        "--max-restarts", help="Start again so often after a process died: train.resume=auto out=RUN_DIR."
-    ),
-]
-
-
 def launch(
     words: Command = None,
-    processes: Annotated[int, typer.Option("-n", help="Processes in all.", show_default=False)] = 0,
-    nodes: Annotated[int, typer.Option("--nodes", "-N", help="Hosts.", show_default=False)] = 0,
-    per_node: Annotated[int, typer.Option("--ppn", help="Processes on each host.", show_default=False)] = 0,
-    hostfile: Annotated[
-        str, typer.Option(help="File of hosts: HOST, or HOST slots=NUMBER, one a line.")
-    ] = "",
+    processes: Annotated[int, option("Total number of processes.", "-n")] = 0,
+    nodes: Annotated[int, option("Hosts.", "--nodes", "-N")] = 0,
+    per_node: Annotated[int, option("Processes per host.", "--ppn")] = 0,
+    hostfile: Annotated[str, option("File of hosts: HOST, or HOST slots=N, one per line.")] = "",
     launcher: Annotated[str, typer.Option(help="auto, torchrun, srun, mpiexec or mpirun.")] = "auto",
-    cores: Annotated[int, typer.Option(help="CPU cores of each process.", show_default=False)] = 0,
+    cores: Annotated[int, option("CPU cores per process.")] = 0,
     max_restarts: Restarts = 0,
-    address: Annotated[str, typer.Option(help="Where the processes meet, if not on the first host.")] = "",
-    port: Annotated[int, typer.Option(help="Port to meet at.", show_default=False)] = 0,
-    node_rank: Annotated[
-        int, typer.Option(help="This host's number, where launch runs on each.", show_default=False)
-    ] = -1,
-    flags: Annotated[str, typer.Option(help="More options for the launcher, as one text.")] = "",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command; start nothing.")] = False,
+    address: Annotated[str, option("Address of rank 0; default: the first host.")] = "",
+    port: Annotated[int, option("Rendezvous port.")] = 0,
+    node_rank: Annotated[int, option("Index of this host, if launch runs on each host.")] = -1,
+    flags: Annotated[str, option("More options of the launcher, as one string.")] = "",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the command.")] = False,
 ) -> None:
-    """Start a run on many processes: by srun in Slurm, mpiexec in PBS, torchrun elsewhere.
+    """Start a run in many processes: with srun in Slurm, mpiexec in PBS, torchrun elsewhere.
 
     [bold]Examples[/bold]
 
@@ -93,8 +76,8 @@ def launch(
       multipack launch -n 4 --max-restarts 3 -- train train.resume=auto out=runs/a
       multipack launch --launcher mpiexec -n 8 --cores 16 -- train plan.micro_batches=2
 
-    Hosts and their number come from the job, or from --hostfile. Signals and exit
-    code are the launcher's own.
+    The job or --hostfile provides the hosts. Signals and exit code are those of
+    the launcher.
     """
     from multipack.launch.launcher import LaunchRequest
     from multipack.launch.launcher import launch as start
@@ -105,7 +88,7 @@ def launch(
         processes=processes,
         nodes=nodes,
         processes_per_node=per_node,
-        launcher=launcher,  # type: ignore[arg-type]  # checked there
+        launcher=launcher,  # type: ignore[arg-type]  # checked by launch_command
         cores=cores,
         max_restarts=max_restarts,
         address=address,
@@ -118,24 +101,20 @@ def launch(
 
 def submit(
     words: Command = None,
-    scheduler: Annotated[str, typer.Option(help="slurm or pbs.", show_default=False)] = "",
+    scheduler: Annotated[str, option("slurm or pbs.")] = "",
     nodes: Annotated[int, typer.Option("--nodes", "-N", help="Hosts.")] = 1,
-    per_node: Annotated[int, typer.Option("--ppn", help="Processes on each host.")] = 1,
-    time: Annotated[str, typer.Option(help="Longest time, HOURS:MINUTES:SECONDS.")] = "01:00:00",
-    queue: Annotated[str, typer.Option(help="Queue, or Slurm's partition.")] = "",
-    account: Annotated[str, typer.Option(help="Who pays.")] = "",
+    per_node: Annotated[int, typer.Option("--ppn", help="Processes per host.")] = 1,
+    time: Annotated[str, typer.Option(help="Time limit, HOURS:MINUTES:SECONDS.")] = "01:00:00",
+    queue: Annotated[str, option("PBS queue or Slurm partition.")] = "",
+    account: Annotated[str, option("Account to charge.")] = "",
     name: Annotated[str, typer.Option(help="Name of the job.")] = "multipack",
-    gpus: Annotated[int, typer.Option(help="GPUs of each host.", show_default=False)] = 0,
-    cores: Annotated[int, typer.Option(help="CPU cores of each process.", show_default=False)] = 0,
+    gpus: Annotated[int, option("GPUs per host.")] = 0,
+    cores: Annotated[int, option("CPU cores per process.")] = 0,
     max_restarts: Restarts = 0,
-    directive: Annotated[
-        list[str] | None, typer.Option(help="Another line for the scheduler; any number.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option("-o", help="File to write; default: print.", show_default=False)
-    ] = None,
+    directive: Annotated[list[str] | None, option("Another scheduler option; repeatable.")] = None,
+    out: Annotated[Path | None, option("File to write; default: print.", "-o")] = None,
 ) -> None:
-    """Write a job's script for Slurm or PBS, which starts the run by `multipack launch`.
+    """Write a Slurm or PBS script that starts a run with `multipack launch`.
 
     [bold]Examples[/bold]
 
@@ -148,7 +127,7 @@ def submit(
     _check_words(words or [], max_restarts)
     _check_run(words or [], nodes * per_node)
     request = SubmitRequest(
-        scheduler=scheduler,  # type: ignore[arg-type]  # checked there
+        scheduler=scheduler,  # type: ignore[arg-type]  # checked by SubmitRequest
         words=words or [],
         nodes=nodes,
         processes_per_node=per_node,
@@ -165,16 +144,14 @@ def submit(
         typer.echo(batch_script(request), nl=False)
     else:
         write_script(request, out)
-        typer.echo(f"{out} is written; submit it: {'sbatch' if scheduler == 'slurm' else 'qsub'} {out}")
+        typer.echo(f"wrote {out}; submit it with: {'sbatch' if scheduler == 'slurm' else 'qsub'} {out}")
 
 
 def doctor(
     as_json: Json = False,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Start no processes: no collective, no step.")
-    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Skip checks that start processes.")] = False,
 ) -> None:
-    """Look whether this machine is fit to train on; say what to do where it is not. Exit code 1: it is not.
+    """Check whether this machine can train, and print remedies. Exit code 1 = it cannot.
 
     [bold]Examples[/bold]
 
@@ -188,21 +165,19 @@ def doctor(
     from multipack.reports.console import Console
 
     console = Console(stream=sys.stderr if as_json else None)
-    with console.progress("examining") as advance:
+    with console.progress("checking") as advance:
         found = examine(os.environ, quick, lambda area: advance(0, note=area))
     counts = Counter(finding.status for finding in found)
     if as_json:
         typer.echo(json.dumps({"findings": [asdict(one) for one in found], "counts": counts}, indent=1))
     else:
         for area in dict.fromkeys(one.area for one in found):
-            rows = [one for one in found if one.area == area]
-            console.section(
-                area,
-                [
-                    (f"{one.status:<4}  {one.name}", one.detail + (f"\n→ {one.remedy}" if one.remedy else ""))
-                    for one in rows
-                ],
-            )
-        console.line(f"\n{counts['ok']} ok, {counts['warn']} to look at, {counts['fail']} failed")
+            rows = [
+                (f"{one.status:<4}  {one.name}", one.detail + (f"\n→ {one.remedy}" if one.remedy else ""))
+                for one in found
+                if one.area == area
+            ]
+            console.section(area, rows)
+        console.line(f"\n{counts['ok']} ok, {counts['warn']} warnings, {counts['fail']} failed")
     if counts["fail"]:
         raise typer.Exit(1)

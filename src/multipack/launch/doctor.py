@@ -318,5 +318,6 @@ def smoke_test(
         if result["error"]:
             return
     if len(results) < len(CHECKS):
-        reasons = [line.strip()[:300] for line in errors.splitlines() if "Error" in line or "error" in line]
-        yield CHECKS[len(results)], ending or next(iter(reasons), f"exit code {process.returncode}"), 0.0
+        reason = re.search(r"\w*Error: .*", errors)
+        ending = ending or (reason[0][:300] if reason else f"exit code {process.returncode}")
+        yield CHECKS[len(results)], ending, 0.0

@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING
 
 from multipack.planning.explore import Row
 from multipack.planning.options import PlanOptions
-from multipack.planning.report import PlanReport, padded_share
+from multipack.planning.report import PlanReport
 from multipack.reports.console import Console, wrapped
 
 if TYPE_CHECKING:
-    from multipack.data.corpus import Corpus
     from multipack.data.corpus_report import CorpusReport
-    from multipack.training.session import Session
 
 Rows = list[tuple[str, str]]
 
@@ -156,44 +154,6 @@ def _some(name: str, count: int, what: str) -> Rows:
     return [(name, f"{count:,} {what}")] if count else []
 
 
-def plan_rows(session: Session, report: PlanReport) -> Rows:
-    """The plan of a run: the report, how steps are dealt, and what became of documents that were too long."""
-    config, packs = session.config, session.config.plan.packs_per_step
-    batch_size = config.train.padded_batch_size
-    share = padded_share(session.corpus.train.lengths, batch_size, config.train.seed)
-    mesh = session.engine.mesh
-    rank = "rank" if mesh.data_size == session.world.size else "data-parallel rank"
-    dealt = (
-        f"{packs} packs of at most {config.plan.capacity:,} tokens,"
-        f" {session.feed.micro_batches} a {rank}, one micro-batch each"
-    )
-    return [
-        *report_rows(report, share, batch_size, mesh.data_size, fills_packs(config.plan)),
-        ("a step", dealt),
-        (
-            "validation",
-            f"{len(session.corpus.validation):,} documents, {session.corpus.validation.num_tokens:,} tokens",
-        ),
-        *corpus_notes(session.corpus),
-    ]
-
-
-def stream_rows(session: Session) -> Rows:
-    """What is known of the plan of documents that arrive."""
-    corpus, plan = session.corpus, session.config.plan
-    held = corpus.validation
-    return [
-        (
-            "documents",
-            f"those of {corpus.description}; the run ends with them, or after {session.steps:,} steps",
-        ),
-        ("planned ahead", f"{plan.window} steps, once the documents that fill them are there"),
-        ("a step", f"{plan.packs_per_step} packs of at most {plan.capacity:,} tokens"),
-        ("validation", f"{len(held):,} of the first documents, {held.num_tokens:,} tokens, never trained on"),
-        *corpus_notes(corpus),
-    ]
-
-
 def fills_packs(config: PlanOptions) -> bool:
     """Whether packs shall be as full as can be: no budget below the capacity keeps room in them."""
     return config.budget in (0, config.capacity)
@@ -231,21 +191,6 @@ def explore_notes(rows: Sequence[Row]) -> list[str]:
         " a spread of 1 is that of random steps, and above it documents of like length share steps.",
         "The arrow marks the given settings.",
     ]
-
-
-def corpus_notes(corpus: Corpus) -> Rows:
-    """What happened to documents on their way from the source: cut, dropped or skipped, never in silence.
-
-    Of documents that arrive: to those that have, until now.
-    """
-    arriving = corpus.arriving
-    train_fit, skipped = (
-        (corpus.train_fit, corpus.skipped) if arriving is None else (arriving.report, arriving.skipped)
-    )
-    fits = [("training", train_fit), ("validation", corpus.validation_fit)]
-    rows = [(f"too long, {which}", fit.describe()) for which, fit in fits if fit.describe()]
-    rows += [(f"mixture, {share.name}", share.describe()) for share in corpus.mixture]
-    return rows + [("skipped", f"{count:,} {reason}") for reason, count in skipped.items()]
 
 
 def store_rows(path: Path, report: CorpusReport) -> Rows:

@@ -22,7 +22,6 @@ from multipack.parallel.ranks import find_ranks
 from multipack.parallel.world import connected
 from multipack.planning.report import report
 from multipack.reports.console import Console
-from multipack.reports.summary import corpus_notes, plan_rows, stream_rows
 from multipack.training.assemble import assemble, check_model
 from multipack.training.compare import Comparison, compare_with_padding
 from multipack.training.evaluate import validation_loss
@@ -32,6 +31,7 @@ from multipack.training.inference import complete
 from multipack.training.metrics import LEGEND, PREDICTED, SKIPPED, StepMeasure, format_line
 from multipack.training.observer import RunStopped
 from multipack.training.precision import deterministic
+from multipack.training.run_report import corpus_notes, plan_rows, stream_rows
 from multipack.training.schedule import learning_rate
 from multipack.training.session import Session
 
