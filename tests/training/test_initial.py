@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from multipack.data.tokenizer import Tokenizer, byte_tokenizer, train_bpe
 from multipack.models.decoder import Decoder
-from multipack.models.hf import config_of, to_huggingface
+from multipack.models.families import config_of, to_huggingface
 from multipack.parallel.world import World
 from multipack.run import RunDirectory, config_yaml
 from multipack.shapes import ModelShape

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from multipack.atomic import atomic_folder, is_free
 from multipack.data.tokenizer import Tokenizer
-from multipack.models.hf import config_of, to_huggingface
-from multipack.models.hf_files import CONFIG, WEIGHTS
+from multipack.models.families import config_of, to_huggingface
+from multipack.models.pretrained import CONFIG, WEIGHTS
 from multipack.shapes import ModelShape
 from multipack.training.inference import load_template
 from multipack.training.initial import Weights, initial_weights, vocabulary_of

@@ -13,8 +13,8 @@ from multipack.data.header import CHAT_TEMPLATE
 from multipack.data.source_document import Part
 from multipack.data.tokenizer import Tokenizer
 from multipack.models.decoder import Decoder
+from multipack.models.families import build_decoder
 from multipack.models.generate import Completion, Listener, generate_batch
-from multipack.models.hf import build_decoder
 from multipack.models.sampling import Sampling
 from multipack.run import find_run, is_export
 from multipack.training.initial import initial_weights

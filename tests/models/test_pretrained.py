@@ -11,9 +11,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from multipack.models.decoder import Decoder
-from multipack.models.hf import build_decoder, config_of, from_huggingface, shape_of, to_huggingface
-from multipack.models.hf_files import load_weights
+from multipack.models.families import build_decoder, config_of, decoder_shape, to_huggingface
+from multipack.models.pretrained import open_weights
 from multipack.shapes import ModelShape
+
+ALL = pytest.mark.parametrize(
+    "shape", ["gpt2", "gpt2-no-bias", "llama", "llama-gqa", "llama-untied-bias"], indirect=True
+)
+
+
+def load_weights(folder, dtype=torch.float32):
+    """Shape and all weights of a folder."""
+    shape, readers = open_weights(folder, dtype)
+    return shape, {name: read() for name, read in readers.items()}
 
 
 @pytest.fixture
@@ -47,6 +57,7 @@ def shape_there(shape):
     return dataclasses.replace(shape, bias=biased, head_dim=head_dim)
 
 
+@ALL
 def test_there_and_back_is_the_same(model, folder, pack, documents):
     shape, state = load_weights(folder(model))
     assert shape == shape_there(model.shape)
@@ -60,14 +71,7 @@ def test_there_and_back_is_the_same(model, folder, pack, documents):
     )  # biases that it did not have
 
 
-def test_names_are_inverse_to_each_other(model):
-    tensors = to_huggingface(model.shape, model.state_dict())
-    shape = shape_there(model.shape)
-    again = to_huggingface(shape, from_huggingface(shape, tensors))
-    assert again.keys() == tensors.keys()
-    assert all(torch.equal(again[name], tensors[name]) for name in tensors)
-
-
+@ALL
 def test_transformers_computes_the_same_logits_from_our_files(model, folder, pack, documents, transformers):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         folder(model), attn_implementation="eager"
@@ -82,7 +86,7 @@ def test_transformers_computes_the_same_logits_from_our_files(model, folder, pac
 
 
 @pytest.mark.parametrize("shards", ["10GB", "8KB"])
-def test_what_transformers_saves_gives_the_same_logits_here(
+def test_files_of_transformers_give_the_same_logits_here(
     shape, tmp_path, pack, documents, transformers, shards
 ):
     config = config_of(shape)
@@ -104,13 +108,10 @@ def test_what_transformers_saves_gives_the_same_logits_here(
             torch.testing.assert_close(ours.logits(pack([document])), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("window", [1, 3, 16])
-def test_mistral_slides_as_far_as_our_window(transformers, tmp_path, pack, documents, window):
+@pytest.mark.parametrize("window", [1, 3])
+def test_mistral_has_the_same_window(transformers, tmp_path, pack, documents, window):
     shape = ModelShape(2, 4, 2, 32, 48, vocabulary_size=50, context=64, tied=False, window=window)
-    try:
-        model = Decoder(shape).eval()
-    except ValueError as refusal:
-        pytest.skip(f"the decoder builds no sliding windows: {refusal}")
+    model = Decoder(shape).eval()
     (tmp_path / "config.json").write_text(json.dumps(config_of(shape)))
     save_file(to_huggingface(shape, model.state_dict()), tmp_path / "model.safetensors")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
@@ -124,7 +125,7 @@ def test_mistral_slides_as_far_as_our_window(transformers, tmp_path, pack, docum
     assert load_weights(tmp_path)[0] == shape_there(shape)
 
 
-def test_files_of_models_without_a_head_and_old_buffers_are_understood(model, folder):
+def test_files_without_a_head_and_with_old_buffers(model, folder):
     where = folder(model)
     tensors = load_file(where / "model.safetensors")
     prefix = "transformer." if model.shape.positions == "learned" else "model."
@@ -164,34 +165,23 @@ def test_weights_that_do_not_fit_are_refused_by_name(model, folder, damage):
     save_file(tensors, file)
     if damage == "truncated":
         file.write_bytes(file.read_bytes()[:-100])
-    said = {
-        "missing": f"the weights lack {name}",
-        "unknown": r"have unknown model\.extra\.weight",
-        "shape": rf"{name} \[3, 7\] instead of",
-        "integers": rf"no floating point numbers in {name} \(I8\)",
-        "truncated": "the weights are damaged",
-    }
-    with pytest.raises(ValueError, match=said[damage]):
+    told = "damaged" if damage == "truncated" else "extra" if damage == "unknown" else name
+    with pytest.raises(ValueError, match=f"{where}: .*{told}"):
         load_weights(where)
 
 
-def test_pickles_are_refused_with_the_reason(model, folder):
+def test_pickles_and_files_outside_the_folder_are_refused(model, folder):
     where = folder(model)
     (where / "model.safetensors").rename(where / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"pytorch_model\.bin is a pickle, which can run code"):
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin is a pickle.*safe_serialization"):
         load_weights(where)
     (where / "pytorch_model.bin").unlink()
-    with pytest.raises(ValueError, match=r"there is no model\.safetensors"):
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
         load_weights(where)
-
-
-@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "missing.safetensors", "model.bin"])
-def test_an_index_may_only_name_safetensors_of_its_folder(model, folder, name):
-    where = folder(model)
-    (where / "model.safetensors").unlink()
-    (where / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(ValueError, match="which is no safetensors file of that folder"):
-        load_weights(where)
+    for name in ("../model.safetensors", "/etc/passwd", "missing.safetensors", "model.bin"):
+        (where / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+        with pytest.raises(ValueError, match=name):
+            load_weights(where)
 
 
 def test_tied_embeddings_that_differ_are_refused(folder):
@@ -207,27 +197,13 @@ def test_tied_embeddings_that_differ_are_refused(folder):
 
 
 LLAMA_CONFIG = config_of(ModelShape(1, 2, 1, 16, 24, vocabulary_size=20))
-GPT2_CONFIG = config_of(
-    ModelShape(
-        1,
-        2,
-        2,
-        16,
-        24,
-        vocabulary_size=20,
-        positions="learned",
-        norm="layernorm",
-        activation="gelu",
-        bias=True,
-    )
-)
+GPT2 = {"positions": "learned", "norm": "layernorm", "activation": "gelu", "bias": True}
+GPT2_CONFIG = config_of(ModelShape(1, 2, 2, 16, 24, vocabulary_size=20, **GPT2))
 
 
-@pytest.mark.parametrize(
-    ("config", "changes", "said"),
-    [
-        (LLAMA_CONFIG, {"model_type": "qwen2"}, "biases in query, key and value alone"),
-        (LLAMA_CONFIG, {"model_type": "gemma2"}, "weights of llama, mistral, gpt2 can be read"),
+def test_unsupported_models_are_refused(tmp_path):
+    for config, changes, named in (
+        (LLAMA_CONFIG, {"model_type": "qwen2"}, "qwen2.* llama, mistral, gpt2"),
         (LLAMA_CONFIG, {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         (LLAMA_CONFIG, {"attention_bias": True}, "attention_bias=True, mlp_bias=False"),
         (LLAMA_CONFIG, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling="),
@@ -236,40 +212,31 @@ GPT2_CONFIG = config_of(
         (LLAMA_CONFIG, {"num_key_value_heads": 3}, r"config\.json: .*kv_heads=3"),
         (GPT2_CONFIG, {"activation_function": "gelu"}, "activation_function='gelu'"),
         (GPT2_CONFIG, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
-    ],
-)
-def test_models_that_compute_otherwise_are_refused(config, changes, said):
-    assert shape_of(config).layers == 1
-    with pytest.raises(ValueError, match=said):
-        shape_of({**config, **changes})
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"norm": "layernorm"}, r"Llama has no model\.norm=layernorm"),
-        ({"positions": "learned"}, r"GPT-2 has no model\.norm=rmsnorm, model\.activation=swiglu"),
-        ({"window": 8, "bias": True}, r"model\.bias=True with window=8"),
-        ({"window": 8, "window_layers": 1}, r"model\.window_layers=1"),
-    ],
-)
-def test_shapes_that_nobody_has_are_refused(changes, said):
-    shape = dataclasses.replace(ModelShape(2, 2, 2, 16, 24, vocabulary_size=20), **changes)
-    with pytest.raises(ValueError, match=said):
-        config_of(shape)
-
-
-def test_a_configuration_that_is_none_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="is not there"):
+    ):
+        assert decoder_shape(config).layers == 1
+        with pytest.raises(ValueError, match=named):
+            decoder_shape({**config, **changes})
+    with pytest.raises(ValueError, match=r"config\.json"):
         load_weights(tmp_path)
-    for text, said in (("{", "is not JSON"), ("[]", "holds list")):
+    for text in ("{", "[]"):
         (tmp_path / "config.json").write_text(text)
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=r"config\.json"):
             load_weights(tmp_path)
 
 
+def test_shapes_without_a_family_are_refused():
+    for changes, named in (
+        ({"norm": "layernorm"}, r"Llama has no model\.norm=layernorm"),
+        ({"positions": "learned"}, r"GPT-2 has no model\.norm=rmsnorm, model\.activation=swiglu"),
+        ({"window": 8, "bias": True}, r"model\.window=8, model\.bias=True"),
+        ({"window": 8, "window_layers": 1}, r"model\.window_layers=1"),
+    ):
+        shape = dataclasses.replace(ModelShape(2, 2, 2, 16, 24, vocabulary_size=20), **changes)
+        with pytest.raises(ValueError, match=named):
+            config_of(shape)
+
+
 def test_a_decoder_is_not_built_from_other_weights(model):
-    state = dict(model.state_dict())
-    state["norm.weight"] = torch.ones(3)
-    with pytest.raises(ValueError, match="not those of a decoder of their shape"):
+    state = {**model.state_dict(), "norm.weight": torch.ones(3)}
+    with pytest.raises(ValueError, match="do not fit"):
         build_decoder(model.shape, state)

@@ -1,10 +1,10 @@
-"""A decoder's weights and shape in Hugging Face's names, and back: Llama, Mistral and GPT-2.
+"""Names, weights and configuration of a decoder as Hugging Face's Llama, Mistral or GPT-2, and back.
 
     ours                                   Llama, Mistral                      GPT-2
     embedding                              model.embed_tokens                  transformer.wte
     positions                                                                  transformer.wpe
     blocks.N.attention_norm                model.layers.N.input_layernorm      transformer.h.N.ln_1
-    blocks.N.attention.query, key, value   ….self_attn.q_proj, k_proj, v_proj  ….attn.c_attn, one beside the other
+    blocks.N.attention.query, key, value   ….self_attn.q_proj, k_proj, v_proj  ….attn.c_attn, joined
     blocks.N.attention.output              ….self_attn.o_proj                  ….attn.c_proj
     blocks.N.feed_forward_norm             ….post_attention_layernorm          ….ln_2
     blocks.N.feed_forward.gate, up         ….mlp.gate_proj, up_proj            ….mlp.c_fc
@@ -12,8 +12,8 @@
     norm                                   model.norm                          transformer.ln_f
     head                                   lm_head                             lm_head
 
-GPT-2 keeps matrices as (in, out), the transpose of everybody else's. Rotary pairs are the two halves of a head in both
-worlds, so that no row is moved. hf_files.py reads folders.
+GPT-2 stores matrices as (in, out), the transpose of the others. Rotary pairs are the two halves of a head on both
+sides, so no rows move. pretrained.py reads folders.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Family:
     """How a family of models names its tensors.
 
     Attributes:
-        model_types: what config.json calls it.
-        prefix: of everything but the head; files of models without a head leave it away.
-        layers: between the prefix and the number of a layer.
+        model_types: values of `model_type` in config.json.
+        prefix: of all names but the head's; missing in files of models without a head.
+        layers: name between the prefix and a layer's number.
         outer: its module → ours, outside the layers.
-        inner: its module → ours (several are joined along their rows), in a layer.
+        inner: its module → ours, in a layer; several of ours are joined along their rows.
         transposed: modules whose matrices are (in, out).
-        ignored: names of buffers that old files hold.
+        ignored: names of buffers in old files.
     """
 
     model_types: tuple[str, ...]
@@ -53,7 +53,7 @@ class Family:
     ignored: re.Pattern[str]
 
     def modules(self, layers: int) -> Iterator[tuple[str, tuple[str, ...], bool]]:
-        """(its module, ours, whether its matrix is transposed), for a model of so many layers."""
+        """(its module, ours, whether its matrix is transposed) of a model with `layers` layers."""
         for theirs, ours in self.outer.items():
             yield self.prefix + theirs, (ours,), False
         for number in range(layers):
@@ -63,7 +63,7 @@ class Family:
         yield "lm_head", ("head",), False
 
     def full_name(self, name: str) -> str:
-        """A tensor's name with the prefix that files of models without a head leave away."""
+        """A tensor's name with the prefix, which files of models without a head omit."""
         bare = (*self.outer, self.layers)
         return self.prefix + name if name.startswith(tuple(f"{part}." for part in bare)) else name
 
@@ -106,50 +106,44 @@ GPT2 = Family(
 
 
 def family_of(shape: ModelShape) -> Family:
-    """The family whose models can hold a decoder of this shape.
+    """The family that can represent a decoder of this shape.
 
     Raises:
-        ValueError: there is none; the message says what stands against both.
+        ValueError: none can; the message says why.
     """
     llama = {"positions": "rope", "norm": "rmsnorm", "activation": "swiglu"}
-    gpt2 = {
-        "positions": "learned",
-        "norm": "layernorm",
-        "activation": "gelu",
-        "kv_heads": shape.heads,
-        "window": 0,
+    gpt2 = {"positions": "learned", "norm": "layernorm", "activation": "gelu", "kv_heads": shape.heads}
+    differing = {
+        family: [name for name, value in wanted.items() if getattr(shape, name) != value]
+        for family, wanted in (("Llama", llama), ("GPT-2", gpt2))
     }
-    obstacles = {}
-    for name, wanted, family in (("Llama", llama, LLAMA), ("GPT-2", gpt2, GPT2)):
-        other = [
-            f"{key}={getattr(shape, key)}" for key, value in wanted.items() if getattr(shape, key) != value
-        ]
-        if family is LLAMA and shape.window and shape.bias:
-            other.append(f"bias={shape.bias} with window={shape.window}")
-        if family is LLAMA and shape.sliding_layers not in (0, shape.layers):
-            other.append(f"window_layers={shape.window_layers}")
-        if family is GPT2 and shape.head_width * shape.heads != shape.d_model:
-            other.append(f"head_dim={shape.head_dim}")
-        if not other:
+    if shape.window and shape.bias:
+        differing["Llama"] += ["window", "bias"]
+    if shape.sliding_layers not in (0, shape.layers):
+        differing["Llama"].append("window_layers")
+    if shape.window:
+        differing["GPT-2"].append("window")
+    if shape.head_width * shape.heads != shape.d_model:
+        differing["GPT-2"].append("head_dim")
+    for name, family in (("Llama", LLAMA), ("GPT-2", GPT2)):
+        if not differing[name]:
             return family
-        obstacles[name] = ", ".join(f"model.{entry}" for entry in other)
-    reasons = "; ".join(f"{name} has no {what}" for name, what in obstacles.items())
-    raise ValueError(
-        f"this decoder is neither a Llama nor a GPT-2, so transformers has no model for it: {reasons}"
+    reasons = "; ".join(
+        f"{name} has no {', '.join(f'model.{key}={getattr(shape, key)}' for key in keys)}"
+        for name, keys in differing.items()
     )
+    raise ValueError(f"transformers has no model for this decoder: {reasons}")
 
 
 def to_huggingface(shape: ModelShape, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A decoder's tensors under Hugging Face's names.
-
-    GPT-2 always has biases there: where the decoder has none, they are zeros.
+    """A decoder's tensors under Hugging Face's names; biases that only GPT-2 has are zeros.
 
     Args:
         shape: of the decoder.
         state: its parameters by our names.
 
     Raises:
-        ValueError: see `family_of`.
+        ValueError: as `family_of`.
     """
     family, made = family_of(shape), dict[str, Tensor]()
     for theirs, ours, transposed in family.modules(shape.layers):
@@ -171,12 +165,12 @@ def to_huggingface(shape: ModelShape, state: Mapping[str, Tensor]) -> dict[str, 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where one of our tensors is among Hugging Face's.
+    """Where to find one of our tensors among Hugging Face's.
 
     Attributes:
         name: of their tensor.
-        first, stop: its rows that are ours.
-        transposed: whether these are its columns.
+        first, stop: rows of it (columns, if transposed).
+        transposed: whether their matrix is the transpose of ours.
     """
 
     name: str
@@ -185,7 +179,7 @@ class Origin:
     transposed: bool
 
     def of(self, tensor: Any) -> Tensor:
-        """Ours, from theirs: a tensor, or a slice of a safetensors file, of which no more is read."""
+        """Our tensor from theirs, or from a lazy slice of a safetensors file, of which only these rows are read."""
         rows: Tensor = (
             tensor[:, self.first : self.stop].t() if self.transposed else tensor[self.first : self.stop]
         )
@@ -193,10 +187,10 @@ class Origin:
 
 
 def origins(shape: ModelShape) -> dict[str, Origin]:
-    """Where each of a decoder's parameters is, in the order of its parameters.
+    """Name → origin of a decoder's parameters, in their order.
 
     Raises:
-        ValueError: see `family_of`.
+        ValueError: as `family_of`.
     """
     found, sizes = dict[str, Origin](), parameter_shapes(shape)
     for theirs, ours, transposed in family_of(shape).modules(shape.layers):
@@ -209,45 +203,36 @@ def origins(shape: ModelShape) -> dict[str, Origin]:
     return {name: found[name] for name in sizes}
 
 
-def from_huggingface(shape: ModelShape, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of `to_huggingface`, for tensors that were checked.
-
-    Raises:
-        ValueError: see `family_of`.
-    """
-    return {name: origin.of(tensors[origin.name]) for name, origin in origins(shape).items()}
-
-
 def parameter_shapes(shape: ModelShape) -> dict[str, torch.Size]:
-    """Name → shape of a decoder's parameters; nothing is allocated.
+    """Name → shape of a decoder's parameters, without allocating them.
 
     Raises:
-        ValueError: the decoder does not build this shape; see `Decoder`.
+        ValueError: as `Decoder`.
     """
     with torch.device("meta"):
         return {name: parameter.shape for name, parameter in Decoder(shape).named_parameters()}
 
 
 def build_decoder(shape: ModelShape, state: Mapping[str, Tensor], attention: str = "auto") -> Decoder:
-    """A decoder that holds these very tensors, in evaluation mode.
+    """A decoder that holds these tensors without a copy, in evaluation mode.
 
     Raises:
-        ValueError: names or shapes of the tensors are not those of `shape`.
+        ValueError: their names or shapes are not those of `shape`.
     """
     with torch.device("meta"):
         model = Decoder(shape, attention=attention)
     sizes = {name: parameter.shape for name, parameter in model.named_parameters()}
     if sizes != {name: tensor.shape for name, tensor in state.items()}:
-        raise ValueError("the weights are not those of a decoder of their shape")
+        raise ValueError("the weights do not fit the decoder's shape")
     model.load_state_dict(dict(state), assign=True)
     return model.eval()
 
 
 def config_of(shape: ModelShape) -> dict[str, Any]:
-    """The content of a config.json from which transformers builds the same model.
+    """The content of a config.json for the same model in transformers.
 
     Raises:
-        ValueError: see `family_of`.
+        ValueError: as `family_of`.
     """
     common = {"vocab_size": shape.vocabulary_size, "tie_word_embeddings": shape.tied, "use_cache": True}
     if family_of(shape) is GPT2:
@@ -292,39 +277,35 @@ def config_of(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def shape_of(config: Mapping[str, Any], where: str = "config.json") -> ModelShape:
-    """The shape of the decoder that computes what a config.json describes, exactly.
+def decoder_shape(config: Mapping[str, Any], where: str = "config.json") -> ModelShape:
+    """The shape of the decoder that is equivalent to the model of a config.json.
 
     Args:
         config: its content.
-        where: the file, for messages.
+        where: the file's name, for messages.
 
     Raises:
-        ValueError: a family that the decoder does not build, or a setting in which it differs; each is named.
+        ValueError: an unsupported family or setting; the message names it.
     """
     kind = config.get("model_type")
     if kind not in (*LLAMA.model_types, *GPT2.model_types):
         known = ", ".join((*LLAMA.model_types, *GPT2.model_types))
-        why = " (it has biases in query, key and value alone)" if kind == "qwen2" else ""
-        raise ValueError(
-            f"{where}: model_type={kind!r}{why} is not built here; weights of {known} can be read"
-        )
-    differing = [f"{name}={config[name]!r}" for name in _odd(config, kind) if name in config]
+        why = " (it has biases in query, key and value only)" if kind == "qwen2" else ""
+        raise ValueError(f"{where}: model_type={kind!r}{why} is not supported; choose one of {known}")
+    differing = [f"{name}={config[name]!r}" for name in _unsupported(config, kind) if name in config]
     if differing:
-        raise ValueError(
-            f"{where}: {', '.join(differing)} describes a model that this decoder does not compute"
-        )
+        raise ValueError(f"{where}: {', '.join(differing)} is not supported by this decoder")
     try:
         shape = ModelShape.from_huggingface(config)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     biased = kind in GPT2.model_types or bool(config.get("attention_bias"))
-    # All layers slide, or none: models of these families have no third way, and the shape says so without a number.
+    # In these families a sliding window applies to all layers or to none.
     return replace(shape, bias=biased, window_layers=0)
 
 
-def _odd(config: Mapping[str, Any], kind: Any) -> Iterator[str]:
-    """Settings whose value makes another computation than ours."""
+def _unsupported(config: Mapping[str, Any], kind: Any) -> Iterator[str]:
+    """Names of settings whose values this decoder does not support."""
     if config.get("quantization_config"):
         yield "quantization_config"
     if kind in GPT2.model_types:

@@ -1,6 +1,6 @@
 """Weights and shape from a Hugging Face folder: config.json and safetensors.
 
-What the files hold is compared with what config.json promises before a tensor is read; nothing is ever unpickled.
+Names, shapes and dtypes are checked against config.json before any tensor is read; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -16,11 +16,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from multipack.models.hf import Origin, family_of, origins, parameter_shapes, shape_of, to_huggingface
+from multipack.models.families import (
+    Origin,
+    decoder_shape,
+    family_of,
+    origins,
+    parameter_shapes,
+    to_huggingface,
+)
 from multipack.shapes import ModelShape
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-"""Names of files in a Hugging Face folder."""
+"""File names in a Hugging Face folder."""
 _LARGEST_JSON = 1 << 26
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -29,34 +36,28 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The content of a folder's config.json.
 
     Raises:
-        ValueError: it is missing, too large, or not a JSON object.
+        ValueError: it is missing, too large or not a JSON object.
     """
     return _json_object(folder / CONFIG)
-
-
-def load_weights(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[ModelShape, dict[str, Tensor]]:
-    """Shape and weights from a Hugging Face folder, all of them; see `open_weights`."""
-    shape, readers = open_weights(folder, dtype)
-    return shape, {name: read() for name, read in readers.items()}
 
 
 def open_weights(
     folder: Path, dtype: torch.dtype = torch.float32
 ) -> tuple[ModelShape, dict[str, Callable[[], Tensor]]]:
-    """Shape and weights of a Hugging Face folder: config.json and safetensors, in one file or in several.
+    """Shape and weights of a Hugging Face folder: config.json and one or several safetensors files.
 
     Args:
-        folder: as `save_pretrained` or `multipack export` writes it.
+        folder: as written by `save_pretrained` or `multipack export`.
         dtype: of the tensors.
 
     Returns:
-        The decoder's shape, and what reads each of its parameters, by our names in the order of its parameters.
+        The decoder's shape, and our parameter name → function that reads it, in the order of parameters.
 
     Raises:
-        ValueError: a model that the decoder does not build; weights that are pickled, missing, of other shapes or no
-            floating point numbers; a damaged file. The message names the file and the tensors.
+        ValueError: an unsupported model; weights that are pickled, missing, of other shapes or not floating point; a
+            damaged file. The message names the file and the tensors.
     """
-    shape = shape_of(read_config(folder), str(folder / CONFIG))
+    shape = decoder_shape(read_config(folder), str(folder / CONFIG))
     family = family_of(shape)
     with ExitStack() as stack:
         try:
@@ -97,30 +98,32 @@ def _damaged(folder: Path, error: Exception) -> ValueError:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder, all of them there."""
+    """The safetensors files of a folder, checked to exist."""
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     if not (folder / INDEX).is_file():
         pickled = sorted(path.name for path in folder.glob("*") if path.suffix in (".bin", ".pt", ".pth"))
         why = (
-            f"{pickled[0]} is a pickle, which can run code when it is read: save the model again with"
+            f"{pickled[0]} is a pickle, which can run code when loaded: save the model again with"
             " save_pretrained(…, safe_serialization=True)"
             if pickled
-            else "there is no model.safetensors and no index of several"
+            else f"there is no {WEIGHTS} and no {INDEX}"
         )
-        raise ValueError(f"{folder} holds no weights that can be read: {why}")
+        raise ValueError(f"{folder} holds no readable weights: {why}")
     names = _json_object(folder / INDEX).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise ValueError(f"{folder / INDEX} has no weight_map from tensors to files")
     files = sorted(set(names.values()))
     for name in files:
         if Path(name).name != name or not name.endswith(".safetensors") or not (folder / name).is_file():
-            raise ValueError(f"{folder / INDEX} names {name!r}, which is no safetensors file of that folder")
+            raise ValueError(
+                f"{folder / INDEX} names {name!r}, which is not a safetensors file in that folder"
+            )
     return [folder / name for name in files]
 
 
 def _check_tensors(shape: ModelShape, folder: Path, held: Mapping[str, Any]) -> None:
-    """Compare names, shapes and types of what the files hold with the shape, before anything is read."""
+    """Check names, shapes and dtypes of the files' tensors against the shape."""
     with torch.device("meta"):
         empty = {name: torch.empty(size) for name, size in parameter_shapes(shape).items()}
     wanted = {name: list(tensor.shape) for name, tensor in to_huggingface(shape, empty).items()}
@@ -130,12 +133,12 @@ def _check_tensors(shape: ModelShape, folder: Path, held: Mapping[str, Any]) -> 
     problems = {
         "lack": sorted(wanted.keys() - found.keys()),
         "have unknown": sorted(found.keys() - wanted.keys()),
-        "have other shapes than config.json says for": [
+        "have other shapes than config.json for": [
             f"{name} {found[name]} instead of {wanted[name]}"
             for name in wanted
             if name in found and found[name] != wanted[name]
         ],
-        "have no floating point numbers in": [
+        "are not floating point in": [
             f"{name} ({part.get_dtype()})" for name, part in held.items() if part.get_dtype() not in _FLOATS
         ],
     }
@@ -147,10 +150,10 @@ def _check_tensors(shape: ModelShape, folder: Path, held: Mapping[str, Any]) -> 
 def _json_object(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ValueError(
-            f"{file} is not there; give a folder that save_pretrained or `multipack export` wrote"
+            f"{file} does not exist; use a folder written by save_pretrained or `multipack export`"
         )
     if file.stat().st_size > _LARGEST_JSON:
-        raise ValueError(f"{file} is too large to be what its name says")
+        raise ValueError(f"{file} is larger than {_LARGEST_JSON:,} bytes")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
