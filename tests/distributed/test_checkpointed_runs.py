@@ -21,9 +21,9 @@ from multipack.training import checkpoint_tensors, trainer
 from multipack.training.averaging import MovingAverage
 from multipack.training.checkpoint import CheckpointWriter, Content, load_checkpoint
 from multipack.training.export import export
-from multipack.training.initial import begin_from, initial_weights
 from multipack.training.observer import Observers
 from multipack.training.run_config import compose, compose_run
+from multipack.training.weights import begin_from, initial_weights
 
 
 class Weights:
@@ -177,7 +177,10 @@ def _resumed(world):
     )
     saved = {
         "model": {name: torch.ones(3) for name in engine.shapes},
-        "optimizer": {"stage-0.exp_avg": torch.ones(3)},
+        "optimizer": {
+            **{f"stage-0.{slot}": torch.ones(3) for slot in ("exp_avg", "exp_avg_sq")},
+            "stage-0.step": torch.ones(()),
+        },
     }
     with pytest.raises(ValueError, match="optimizer lacks stage-1"):
         engine.load_state(saved)

@@ -25,8 +25,8 @@ from multipack.shapes import ModelShape
 from multipack.training.checkpoint import CheckpointWriter, Content
 from multipack.training.export import export
 from multipack.training.inference import load_run, load_template
-from multipack.training.initial import initial_weights
 from multipack.training.run_config import compose
+from multipack.training.weights import initial_weights
 
 LLAMA = ModelShape(2, 2, 1, 16, 24, vocabulary_size=264, tied=False, context=64)
 GPT2 = ModelShape(
@@ -83,7 +83,7 @@ def transformers():
 
 
 @pytest.mark.parametrize("shape", [LLAMA, GPT2], ids=["llama", "gpt2"])
-def test_an_export_holds_all_and_loads_here(run, shape, tmp_path):
+def test_an_export_is_complete_and_loads_here(run, shape, tmp_path):
     path, model = run(shape)
     made = export(path, tmp_path / "out")
     names = {
@@ -169,7 +169,7 @@ def test_weights_in_half_precision(run, tmp_path, dtype, expected):
     )
 
 
-def test_numbers_that_do_not_fit_are_refused(run, tmp_path):
+def test_numbers_too_large_for_fp16_are_refused(run, tmp_path):
     path, _ = run(change=lambda model: model.norm.weight.mul_(1e6))
     with pytest.raises(
         ValueError, match=r"model\.norm\.weight \(1 tensors in all\) are not finite as float16"
@@ -178,11 +178,11 @@ def test_numbers_that_do_not_fit_are_refused(run, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_biases_that_gpt2_must_have_are_told(run, tmp_path):
+def test_biases_that_gpt2_must_have_are_noted(run, tmp_path):
     assert any("they are zeros" in note for note in export(run(GPT2)[0], tmp_path / "out").notes)
 
 
-def test_a_tokenizer_that_adds_tokens_is_told(run, tmp_path):
+def test_a_tokenizer_that_adds_tokens_is_noted(run, tmp_path):
     fields = json.loads(byte_tokenizer().to_json())
     end = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
     fields["post_processor"] = {
@@ -199,7 +199,7 @@ def test_a_tokenizer_that_adds_tokens_is_told(run, tmp_path):
     )
 
 
-def test_what_is_there_is_never_overwritten(run, tmp_path):
+def test_an_existing_folder_is_not_overwritten(run, tmp_path):
     path, _ = run()
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")
@@ -208,7 +208,7 @@ def test_what_is_there_is_never_overwritten(run, tmp_path):
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["mine.txt"]
 
 
-def test_choices_and_shapes_that_cannot_be_are_refused(run, tmp_path):
+def test_unknown_choices_and_shapes_are_refused(run, tmp_path):
     path, _ = run(ModelShape(1, 2, 2, 16, 24, vocabulary_size=257, norm="layernorm", bias=True))
     for options, said in (
         ({"weights": "first"}, "--weights first: one of latest, best, ema"),
@@ -218,7 +218,7 @@ def test_choices_and_shapes_that_cannot_be_are_refused(run, tmp_path):
             export(path, tmp_path / "out", **options)
     with pytest.raises(ValueError, match="neither a Llama nor a GPT-2"):
         export(path, tmp_path / "out")
-    with pytest.raises(ValueError, match="has no best checkpoint"):
+    with pytest.raises(ValueError, match="checkpoints/best names"):
         export(path, tmp_path / "out", "best")
     assert not (tmp_path / "out").exists()
 
@@ -226,7 +226,7 @@ def test_choices_and_shapes_that_cannot_be_are_refused(run, tmp_path):
 def test_an_export_without_a_tokenizer_is_no_model_to_write_with(run, tmp_path):
     export(run()[0], tmp_path / "out")
     (tmp_path / "out" / "tokenizer.json").unlink()
-    with pytest.raises(ValueError, match=r"out has no tokenizer\.json: without it nothing can be read"):
+    with pytest.raises(ValueError, match=r"out has no tokenizer\.json: without it no text can be read"):
         load_run(tmp_path / "out")
 
 
@@ -240,7 +240,7 @@ def test_an_interrupted_export_leaves_nothing(run, tmp_path, monkeypatch):
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("multipack.training.export.os.fsync", interrupted)
+        patch.setattr("os.fsync", interrupted)
         with pytest.raises(KeyboardInterrupt):
             export(path, tmp_path / "out" / "model")
     assert len(synced) == 5
@@ -259,7 +259,8 @@ module.export(Path({str(path)!r}), Path({str(tmp_path / "out" / "model")!r}))
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     assert all(entry.name.endswith(".partial") for entry in (tmp_path / "out").iterdir())
-    export(path, tmp_path / "out" / "model")  # which sweeps that away
+    # The next export removes what is left.
+    export(path, tmp_path / "out" / "model")
     assert [entry.name for entry in (tmp_path / "out").iterdir()] == ["model"]
 
 

@@ -19,9 +19,17 @@ from multipack.models.decoder import Decoder
 from multipack.models.generate import generate
 from multipack.models.sampling import Sampling
 from multipack.shapes import ModelShape
+from multipack.training import inference
 from multipack.training.export import export
-from multipack.training.inference import Conversation, complete, complete_batch, load_run, load_template
-from multipack.training.terminal import read_prompts
+from multipack.training.inference import (
+    Conversation,
+    GenerateOptions,
+    complete_batch,
+    load_run,
+    load_template,
+    print_completions,
+    read_prompts,
+)
 
 TURNS = """{%- for message in messages -%}<|turn|>{{ message.role }}:{{ message.content }}<|over|>{%- endfor -%}
 {%- if add_generation_prompt -%}<|turn|>assistant:{%- endif -%}"""
@@ -76,12 +84,9 @@ def fails(monkeypatch, capsys, *words):
     return capsys.readouterr().err
 
 
-# --- completions --------------------------------------------------------------------------------------
-
-
-def test_a_completion_is_what_generate_writes_and_touches_no_random_numbers(model):
+def test_a_completion_is_that_of_generate_and_draws_from_its_own_generator(model):
     tokenizer, before = byte_tokenizer(), torch.get_rng_state()
-    text = complete(model, tokenizer, "ab", max_tokens=20, temperature=0.9, top_k=50, seed=3)
+    text = complete_batch(model, tokenizer, ["ab"], Sampling(20, 0.9, 50, seed=3))[0].text
     generator = torch.Generator().manual_seed(3)
     ids = generate(model, [97, 98], 20, 0.9, 50, tokenizer.end_id, generator, tokenizer.vocabulary_size)
     assert text == tokenizer.decode(ids) != ""
@@ -99,10 +104,7 @@ def test_prompts_that_cannot_be_read_are_named(model):
         complete_batch(model, tokenizer, ["a", ""], Sampling())
 
 
-# --- conversations ------------------------------------------------------------------------------------
-
-
-def test_a_conversation_is_read_as_its_template_writes_it(model, monkeypatch):
+def test_a_conversation_is_encoded_as_its_template_writes_it(model, monkeypatch):
     asked = []
     monkeypatch.setattr(
         "multipack.training.inference.generate_batch",
@@ -168,7 +170,7 @@ def test_an_answer_ends_where_its_turn_does(model):
     assert pieces == ["!"]
 
 
-def test_what_is_refused_is_not_remembered(model):
+def test_a_refused_message_is_not_remembered(model):
     conversation = Conversation(model, chat_tokenizer(), TEMPLATE, Sampling(2))
     conversation.say("a")
     before = list(conversation.messages)
@@ -177,9 +179,6 @@ def test_what_is_refused_is_not_remembered(model):
     assert conversation.messages == before
     with pytest.raises(ValueError, match=r"<\|over\|>"):
         Conversation(model, byte_tokenizer(), TEMPLATE, Sampling())
-
-
-# --- where they are ------------------------------------------------------------------------------------
 
 
 def test_a_run_and_its_checkpoint_are_the_same_model(trained):
@@ -214,7 +213,8 @@ def test_a_template_is_found_beside_the_weights_in_the_run_or_in_the_store(train
     pointing = config.replace("source: stdlib", "source: store").replace("  path: ''", f"  path: {store}", 1)
     assert pointing.count(str(store)) == 1
     (checkpoint / "config.yaml").write_text(pointing)
-    for folder in (store, run, checkpoint):  # what is nearer to the weights counts
+    # The nearest to the weights counts.
+    for folder in (store, run, checkpoint):
         template = ChatTemplate(TURNS + folder.name, TEMPLATE.special_tokens)
         (folder / "chat_template.json").write_text(template.to_json())
         assert load_template(run).source == load_template(checkpoint).source == template.source
@@ -232,9 +232,6 @@ def test_an_exports_template_is_its_tokenizers(tmp_path):
     assert template.prompt_parts([{"role": "user", "content": "a"}])[0] == Part("<|turn|>", False, True)
 
 
-# --- the command --------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def run(trained):
     def invoke(*words, stdin=None):
@@ -249,40 +246,38 @@ def test_several_prompts_are_completed_as_each_alone(run, tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_bytes("two words\r\nthrée\n".encode())
     rest = ("--max-tokens", "9", "--temperature", "0")
-    told = json.loads(run("--prompt", "one", "--prompts", str(file), *rest, "--json").stdout)
-    found = {entry["prompt"]: entry for entry in told["completions"]}
+    shown = json.loads(run("--prompt", "one", "--prompts", str(file), *rest, "--json").stdout)
+    found = {entry["prompt"]: entry for entry in shown["completions"]}
     assert list(found) == ["one", "two words", "thrée"]
     assert found["thrée"]["prompt_tokens"] == 6
     assert {(entry["reason"], entry["new_tokens"]) for entry in found.values()} == {("length", 9)}
     for prompt, entry in found.items():
         assert run("--prompt", prompt, *rest).stdout == prompt + entry["text"] + "\n"
-    shown = run("--prompts", "-", *rest, stdin="one\ntwo words\n").stdout
+    printed = run("--prompts", "-", *rest, stdin="one\ntwo words\n").stdout
     expected = [found[name]["prompt"] + found[name]["text"] for name in ("one", "two words")]
-    assert shown == f"=== 1 of 2\n{expected[0]}\n=== 2 of 2\n{expected[1]}\n"
+    assert printed == f"=== 1 of 2\n{expected[0]}\n=== 2 of 2\n{expected[1]}\n"
 
 
-def test_timing_and_a_short_context_are_told_apart_from_the_text(run):
-    told = run("--prompt", "x" * 70, "--max-tokens", "3", "--timing")
-    assert told.stdout.startswith("x" * 70)
-    assert "prompt 1 has 70 tokens: the model sees the last 64 of them (model.context)" in told.stderr
-    assert "3 tokens after 70 of prompts" in told.stderr
-    assert "tokens/s" in told.stderr
-    assert "note" not in told.stdout
+def test_notes_go_to_standard_error(run):
+    shown = run("--prompt", "x" * 70, "--max-tokens", "3", "--timing")
+    assert shown.stdout.startswith("x" * 70)
+    assert "prompt 1 has 70 tokens: the model sees the last 64 of them (model.context)" in shown.stderr
+    assert "3 tokens after 70 of prompts" in shown.stderr
+    assert "tokens/s" in shown.stderr
+    assert "note" not in shown.stdout
 
 
-def test_one_prompt_streams_to_a_terminal_and_steers_it_not(trained, monkeypatch, capsys):
-    from multipack.training import terminal
-
+def test_one_prompt_is_streamed_to_a_terminal_without_control_characters(trained, monkeypatch, capsys):
     written = []
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(terminal, "_print", lambda text, end="": written.append(text + end))
-    terminal.write(trained, ["a"], Sampling(6, 0), terminal.Manner("cpu"))
+    monkeypatch.setattr(inference, "_print", lambda text, end="": written.append(text + end))
+    print_completions(trained, ["a"], Sampling(6, 0), GenerateOptions("cpu"))
     assert written[0] == "a"
     assert len(written) > 3
     assert written[-1] == "\n"
     monkeypatch.undo()
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    terminal._print("a\x1b[2Jb")
+    inference._print("a\x1b[2Jb")
     assert capsys.readouterr().out == "a�[2Jb"
 
 
@@ -291,13 +286,13 @@ def test_chat_answers_lines_until_the_input_ends(trained, tmp_path):
     shutil.copytree(trained, copy)
     (copy / "chat_template.json").write_text(TEMPLATE.to_json())
     words = ["generate", str(copy), "--chat", "--max-tokens", "4", "--temperature", "0", "--system", "short"]
-    told = CliRunner().invoke(app, words, input="hello\n\n  \nagain\n", catch_exceptions=False)
+    shown = CliRunner().invoke(app, words, input="hello\n\n  \nagain\n", catch_exceptions=False)
     model, tokenizer = load_run(copy)
     conversation = Conversation(model, tokenizer, TEMPLATE, Sampling(4, 0, 50), "short")
     answers = [conversation.say(line) for line in ("hello", "again")]
-    assert told.stdout == "".join(f"{answer.text}\n" for answer in answers)
-    assert told.stderr.count("cut after 4 tokens: --max-tokens allows more") == 2
-    assert f"the conversation has {conversation.num_read} tokens" in told.stderr
+    assert shown.stdout == "".join(f"{answer.text}\n" for answer in answers)
+    assert shown.stderr.count("cut after 4 tokens: --max-tokens allows more") == 2
+    assert f"the conversation has {conversation.num_read} tokens" in shown.stderr
 
 
 @pytest.mark.parametrize(
@@ -316,7 +311,7 @@ def test_chat_answers_lines_until_the_input_ends(trained, tmp_path):
         (["--prompt", "a", "--device", "cuda:77"], "--device cuda:77 cannot be used here"),
         (["--prompt", "a", "--device", "abacus"], "--device abacus cannot be used here"),
         (["--prompt", "a", "--system", "b"], "--system opens a conversation: give --chat too"),
-        (["--chat", "--prompt", "a"], "leave --prompt, --prompts and --json away"),
+        (["--chat", "--prompt", "a"], "omit --prompt, --prompts and --json"),
         (["--chat"], "has no chat template (chat_template.json)"),
     ],
 )

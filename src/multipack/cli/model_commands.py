@@ -41,20 +41,18 @@ def generate(
     context is read again for each token, which is slow.
     """
     from multipack.models.sampling import Sampling
-    from multipack.training.terminal import Manner, converse, read_prompts, write
+    from multipack.training.inference import GenerateOptions, converse, print_completions, read_prompts
 
     sampling = Sampling(max_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
-    manner = Manner(device, as_json, timing)
+    options = GenerateOptions(device, as_json, timing)
     if chat:
         if prompt or prompts or as_json:
-            raise ValueError(
-                "--chat talks on standard input and output: leave --prompt, --prompts and --json away"
-            )
-        converse(run, system, sampling, manner)
+            raise ValueError("--chat talks on standard input and output: omit --prompt, --prompts and --json")
+        converse(run, system, sampling, options)
         return
     if system:
         raise ValueError("--system opens a conversation: give --chat too, or write it into the prompt")
-    write(run, read_prompts(prompt or (), prompts), sampling, manner)
+    print_completions(run, read_prompts(prompt or (), prompts), sampling, options)
 
 
 def export(

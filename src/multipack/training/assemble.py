@@ -42,7 +42,6 @@ from multipack.training.checkpoint import (
 )
 from multipack.training.feed import Feed, Steps
 from multipack.training.inference import find_template
-from multipack.training.initial import Initial, begin_from, initial_shape, initial_weights
 from multipack.training.metrics import RunningLoss
 from multipack.training.objective import Objective, objective_of
 from multipack.training.observer import Observers
@@ -53,6 +52,7 @@ from multipack.training.schedule import rate_factor
 from multipack.training.session import Session
 from multipack.training.stream_feed import open_feed
 from multipack.training.watch import build_observers
+from multipack.training.weights import Initial, begin_from, initial_shape, initial_weights
 
 if TYPE_CHECKING:
     from multipack.training.run_config import Config

@@ -1,11 +1,11 @@
-"""A trained model as the folder that other tools read: Hugging Face's format, whole or not at all.
+"""Export of a trained model as a Hugging Face folder, which is written completely or not at all.
 
 FOLDER/
   model.safetensors       weights under transformers' names
-  config.json             what transformers builds from them: a Llama, a Mistral or a GPT-2
+  config.json             the architecture in transformers: Llama, Mistral or GPT-2
   generation_config.json  the tokens at which generation ends
   tokenizer.json          the run's tokenizer, unchanged
-  tokenizer_config.json   its special tokens, its longest document, its chat template
+  tokenizer_config.json   special tokens, longest document, chat template
 """
 
 from __future__ import annotations
@@ -14,24 +14,22 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import Any, cast, get_args
 
 import tokenizers
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from multipack.atomic import atomic_folder, is_free
+from multipack.data.chat import ChatTemplate
 from multipack.data.tokenizer import Tokenizer
 from multipack.models.families import config_of, to_huggingface
 from multipack.models.pretrained import CONFIG, WEIGHTS
 from multipack.shapes import ModelShape
+from multipack.training.checkpoint_tensors import save_safetensors
 from multipack.training.inference import load_template
-from multipack.training.initial import Weights, initial_weights, vocabulary_of
 from multipack.training.precision import DTYPES
-
-if TYPE_CHECKING:
-    from multipack.data.chat import ChatTemplate
+from multipack.training.weights import Weights, initial_weights, vocabulary_of
 
 
 @dataclass(frozen=True)
@@ -39,13 +37,13 @@ class Exported:
     """What an export wrote.
 
     Attributes:
-        folder: where.
-        source: the checkpoint that the weights come from.
-        architecture: the class that transformers builds.
-        parameters: how many numbers the weights are.
+        folder: its folder.
+        source: the checkpoint of the weights.
+        architecture: the model class of transformers.
+        parameters: number of parameters.
         dtype: their type, as `train.dtype` names it.
         files: (name, bytes) of every file.
-        notes: what people should know.
+        notes: further remarks for the user.
     """
 
     folder: Path
@@ -58,7 +56,7 @@ class Exported:
 
     @property
     def rows(self) -> list[tuple[str, str]]:
-        """What people see: (name, value)."""
+        """Rows of a report: (name, value)."""
         return [
             ("folder", str(self.folder)),
             ("weights of", str(self.source)),
@@ -69,7 +67,7 @@ class Exported:
 
     @property
     def loading(self) -> str:
-        """The Python lines that load it with transformers."""
+        """Python lines that load it with transformers."""
         return (
             "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
             f"model = AutoModelForCausalLM.from_pretrained({str(self.folder)!r})\n"
@@ -82,15 +80,15 @@ def export(path: Path, folder: Path, weights: str = "latest", dtype: str = "fp32
 
     Args:
         path: the run or the checkpoint.
-        folder: where to write; it must not exist, or be empty.
+        folder: to write; it must not exist, or be empty.
         weights: which of the run's weights: latest, best or ema.
         dtype: fp32, bf16 or fp16.
 
     Raises:
-        FileExistsError: `folder` holds something.
+        FileExistsError: `folder` is not empty.
         FileNotFoundError: there is no complete checkpoint at `path`.
-        ValueError: a shape that transformers has no model for; weights that are not there, not finite, or too large
-            for fp16; an unknown choice.
+        ValueError: transformers has no model of this shape; the weights are missing, not finite, or too large for
+            fp16; an unknown choice.
     """
     for name, value, choices in (("weights", weights, get_args(Weights)), ("dtype", dtype, tuple(DTYPES))):
         if value not in choices:
@@ -99,22 +97,22 @@ def export(path: Path, folder: Path, weights: str = "latest", dtype: str = "fp32
         raise FileExistsError(f"{folder} exists and is not empty: choose another folder, or move it away")
     initial = initial_weights(path, cast(Weights, weights))
     if initial.tokenizer is None:
-        raise ValueError(f"{path} has no tokenizer.json, which an export holds too")
-    config = config_of(initial.shape)  # before anything is written: there may be no such model
+        raise ValueError(f"{path} has no tokenizer.json, which an export needs")
+    # Raises if transformers has no such model, before anything is written.
+    config = config_of(initial.shape)
     tensors = _converted(to_huggingface(initial.shape, initial.state), DTYPES[dtype], initial.folder)
-    template, told = _template(initial.folder)
+    template, note = _template(initial.folder)
     texts = _texts(
         initial.shape, initial.tokenizer, template, {**config, "dtype": _torch_name(DTYPES[dtype])}
     )
     with atomic_folder(folder) as partial:
-        save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
+        save_safetensors(partial / WEIGHTS, tensors, {"format": "pt"})
         for name, text in texts.items():
-            (partial / name).write_text(text, encoding="utf-8")
-        files = [partial / name for name in (WEIGHTS, *texts)]
-        for file in files:
-            with file.open("rb") as opened:
-                os.fsync(opened.fileno())
-        sizes = tuple((file.name, file.stat().st_size) for file in files)
+            with (partial / name).open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+        sizes = tuple((name, (partial / name).stat().st_size) for name in (WEIGHTS, *texts))
     return Exported(
         folder=folder,
         source=initial.folder,
@@ -122,12 +120,12 @@ def export(path: Path, folder: Path, weights: str = "latest", dtype: str = "fp32
         parameters=sum(tensor.numel() for tensor in tensors.values()),
         dtype=dtype,
         files=sizes,
-        notes=(told, *_notes(initial.shape, initial.tokenizer)),
+        notes=(note, *_notes(initial.shape, initial.tokenizer)),
     )
 
 
 def _converted(tensors: dict[str, Tensor], dtype: torch.dtype, source: Path) -> dict[str, Tensor]:
-    """The tensors in another type; one after the other, so that there are never two of all."""
+    """The tensors in another type, converted one by one to save memory."""
     converted = {name: tensors.pop(name).to(dtype) for name in list(tensors)}
     broken = [name for name, tensor in converted.items() if not bool(torch.isfinite(tensor).all())]
     if broken:
@@ -139,7 +137,7 @@ def _converted(tensors: dict[str, Tensor], dtype: torch.dtype, source: Path) -> 
 
 
 def _template(source: Path) -> tuple[ChatTemplate | None, str]:
-    """The chat template that was trained with, and one line that says which, or why there is none."""
+    """The chat template of the run, and a note that names it or says why there is none."""
     try:
         template = load_template(source)
     except ValueError as error:
@@ -150,7 +148,7 @@ def _template(source: Path) -> tuple[ChatTemplate | None, str]:
 def _texts(
     shape: ModelShape, tokenizer: Tokenizer, template: ChatTemplate | None, config: dict[str, Any]
 ) -> dict[str, str]:
-    """Content of every file but the weights."""
+    """Contents of all files but the weights."""
     vocabulary = vocabulary_of(tokenizer)
     names = {number: name for name, number in vocabulary.items()}
     end = names.get(tokenizer.end_id, "") if tokenizer.end_id is not None else ""
@@ -189,7 +187,7 @@ def _notes(shape: ModelShape, tokenizer: Tokenizer) -> list[str]:
             " add_special_tokens=False"
         )
     if shape.positions == "learned" and not shape.bias:
-        notes.append("GPT-2 has biases in transformers: they are zeros, as this model has none")
+        notes.append("GPT-2 has biases in transformers: they are zeros, because this model has none")
     return notes
 
 

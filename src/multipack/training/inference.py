@@ -1,14 +1,19 @@
-"""Text from a trained model: of a run, a checkpoint or an export, for evaluation samples, prompts and conversations."""
+"""Text from a trained model: completions and conversations, from Python and for `multipack generate`."""
 
 from __future__ import annotations
 
+import json
+import sys
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from omegaconf import OmegaConf
 
+from multipack.data.chat import ChatTemplate
 from multipack.data.header import CHAT_TEMPLATE
 from multipack.data.source_document import Part
 from multipack.data.tokenizer import Tokenizer
@@ -16,15 +21,13 @@ from multipack.models.decoder import Decoder
 from multipack.models.families import build_decoder
 from multipack.models.generate import Completion, Listener, generate_batch
 from multipack.models.sampling import Sampling
-from multipack.run import find_run, is_export
-from multipack.training.initial import initial_weights
-
-if TYPE_CHECKING:
-    from multipack.data.chat import ChatTemplate
+from multipack.reports.console import HARMLESS
+from multipack.run import find_run, is_export, weights_folder
+from multipack.training.weights import initial_weights
 
 
 def load_run(path: Path) -> tuple[Decoder, Tokenizer]:
-    """The model and tokenizer of a run's latest checkpoint, of the checkpoint that `path` names, or of an export.
+    """The model and tokenizer of a run's latest checkpoint, of a checkpoint, or of an export.
 
     Raises:
         FileNotFoundError: there is no run, no complete checkpoint and no export at `path`.
@@ -32,7 +35,7 @@ def load_run(path: Path) -> tuple[Decoder, Tokenizer]:
     """
     initial = initial_weights(path)
     if initial.tokenizer is None:
-        raise ValueError(f"{path} has no tokenizer.json: without it nothing can be read or written")
+        raise ValueError(f"{path} has no tokenizer.json: without it no text can be read or written")
     return build_decoder(initial.shape, dict(initial.state), initial.attention), initial.tokenizer
 
 
@@ -47,24 +50,24 @@ def load_template(path: Path) -> ChatTemplate:
     if template is None:
         raise ValueError(
             f"{path} has no chat template ({CHAT_TEMPLATE}): it was not trained on conversations. Train on records with"
-            " `messages` (data.format=chat; data.chat_template says how they are written), or leave --chat away"
+            " `messages` (data.format=chat; data.chat_template says how they are written), or omit --chat"
         )
     return template
 
 
 def find_template(path: Path) -> ChatTemplate | None:
-    """The chat template of a run, a checkpoint or an export; None = it has none.
+    """The chat template of a run, a checkpoint or an export; None if it has none.
 
-    Looked for beside the weights, in the run directory, and in the token store that the run names.
+    It is searched beside the weights, in the run directory, and in the token store that the run names.
 
     Raises:
         FileNotFoundError: there is nothing at `path`.
-        ValueError: a file of a template that holds none.
+        ValueError: a template's file is damaged.
     """
-    from multipack.data.chat import ChatTemplate  # training itself needs no templates
+    # Reading a tokenizer's configuration needs jinja, which training itself does not.
     from multipack.data.vocabularies import facts_of_file
 
-    folder = path if is_export(path) else _checkpoint_of(path)
+    folder = weights_folder(path)
     folders = [folder]
     if not is_export(path):
         folders.append(find_run(path)[0].path)
@@ -80,26 +83,6 @@ def find_template(path: Path) -> ChatTemplate | None:
     return None
 
 
-def complete(
-    model: Decoder,
-    tokenizer: Tokenizer,
-    prompt: str,
-    *,
-    max_tokens: int,
-    temperature: float,
-    top_k: int,
-    seed: int,
-    top_p: float = 1.0,
-) -> str:
-    """What a model writes after `prompt`; its random numbers are its own, so a run's stay untouched.
-
-    Raises:
-        ValueError: the prompt has no tokens, or characters that the tokenizer does not know.
-    """
-    sampling = Sampling(max_tokens, temperature, top_k, top_p, seed)
-    return complete_batch(model, tokenizer, [prompt], sampling)[0].text
-
-
 def complete_batch(
     model: Decoder,
     tokenizer: Tokenizer,
@@ -107,7 +90,7 @@ def complete_batch(
     sampling: Sampling,
     listener: Listener | None = None,
 ) -> list[Completion]:
-    """What a model writes after each prompt, all of them read and written together.
+    """Continue prompts, all in one batch. Random numbers are drawn from generators of their own.
 
     Raises:
         ValueError: a prompt has no tokens, or characters that the tokenizer does not know.
@@ -121,7 +104,7 @@ def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[in
     """Tokens of each prompt.
 
     Raises:
-        ValueError: as `complete_batch`; with several prompts it says which one.
+        ValueError: see `complete_batch`; of several prompts the message names the one.
     """
     encoded = []
     for number, prompt in enumerate(prompts, start=1):
@@ -131,26 +114,26 @@ def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[in
         except ValueError as error:
             raise ValueError(f"{which}{error}") from error
         if not encoded[-1]:
-            raise ValueError(f"{which}the prompt {prompt!r} has no tokens; give some text to go on from")
+            raise ValueError(f"{which}the prompt {prompt!r} has no tokens; give some text to continue")
     return encoded
 
 
 class Conversation:
-    """A chat with a model that remembers what was said; before each answer all of it is read again, as one document.
+    """A chat with a model. Before each answer the whole conversation is read again, as one document.
 
     Args:
         model: trained on conversations.
         tokenizer: of the model.
-        template: how they were written.
-        sampling: how answers are drawn; each turn has a seed of its own.
+        template: that the conversations were written with.
+        sampling: how answers are drawn; turn i draws from a generator of seed + i.
         system: the system's message; empty = none.
 
     Attributes:
-        messages: what was said so far, as `role` and `content`.
+        messages: the conversation so far, as `role` and `content`.
         num_read: tokens that the model was given before its last answer; it sees at most its context of them.
 
     Raises:
-        ValueError: the tokenizer lacks a special token that the template writes.
+        ValueError: the tokenizer lacks a special token of the template.
     """
 
     def __init__(
@@ -169,7 +152,11 @@ class Conversation:
             self._ends.update(self._encode((Part(template.end_of_turn, False, is_special=True),)))
 
     def say(self, text: str, listener: Callable[[str], None] | None = None) -> Completion:
-        """The answer to `text`, told to `listener` piece by piece. Both are remembered once it is complete.
+        """Answer `text` and remember both.
+
+        Args:
+            text: of the user.
+            listener: called with each piece of the answer as it is written.
 
         Raises:
             ValueError: the template or the tokenizer refuses the text; the conversation stays as it was.
@@ -194,6 +181,162 @@ class Conversation:
         return [token for tokens, _ in encoded for token in tokens]
 
 
-def _checkpoint_of(path: Path) -> Path:
-    run, named = find_run(path)
-    return named or run.latest_checkpoint()
+@dataclass(frozen=True)
+class GenerateOptions:
+    """How `multipack generate` runs and prints.
+
+    Attributes:
+        device: `auto` (a GPU if there is one), `cpu`, `cuda` or any other name that torch knows.
+        as_json: print one JSON object and nothing else.
+        timing: print how many tokens per second were written.
+    """
+
+    device: str = "auto"
+    as_json: bool = False
+    timing: bool = False
+
+
+def read_prompts(given: Sequence[str], file: str) -> list[str]:
+    """The given prompts, then those of a file, one per line; `-` is standard input.
+
+    Raises:
+        ValueError: there is none, or an empty one.
+        FileNotFoundError: there is no such file.
+    """
+    prompts = list(given)
+    if file:
+        where = "standard input" if file == "-" else file
+        try:
+            text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{where} is not text in UTF-8: {error}") from error
+        lines = text.removesuffix("\n").split("\n") if text else []
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                raise ValueError(f"{where}, line {number} is empty: every line is a prompt; remove it")
+            prompts.append(line.removesuffix("\r"))
+        if not lines:
+            raise ValueError(f"{where} holds no prompts: write one per line")
+    if not prompts:
+        raise ValueError(
+            'nothing to continue: give --prompt "TEXT" (any number of them), --prompts FILE or --chat'
+        )
+    return prompts
+
+
+def print_completions(
+    path: Path, prompts: Sequence[str], sampling: Sampling, options: GenerateOptions
+) -> None:
+    """Complete prompts and print them; a single one is printed while it is written if there is a terminal.
+
+    Raises:
+        ValueError: see `load_run` and `complete_batch`; the device is not available.
+        FileNotFoundError: see `load_run`.
+    """
+    model, tokenizer = _load(path, options)
+    sizes = [len(ids) for ids in encode_prompts(tokenizer, prompts)]
+    for number, size in enumerate(sizes, start=1):
+        _note_context(f"prompt {number}", size, model)
+    streaming = len(prompts) == 1 and not options.as_json and sys.stdout.isatty()
+    if streaming:
+        _print(prompts[0])
+    start = time.perf_counter()
+    completions = complete_batch(
+        model, tokenizer, prompts, sampling, (lambda _, piece: _print(piece)) if streaming else None
+    )
+    seconds = time.perf_counter() - start
+    if options.as_json:
+        _print(_as_json(prompts, sizes, completions, seconds), end="\n")
+    elif streaming:
+        _print("", end="\n")
+    else:
+        for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True), start=1):
+            if len(prompts) > 1:
+                _print(f"=== {number} of {len(prompts)}", end="\n")
+            _print(prompt + completion.text, end="\n")
+    if options.timing:
+        _note_speed(sum(sizes), completions, seconds)
+
+
+def converse(path: Path, system: str, sampling: Sampling, options: GenerateOptions) -> None:
+    """Answer the lines of standard input as one conversation, until it ends.
+
+    Raises:
+        ValueError: see `load_run`, `load_template` and `Conversation`.
+        FileNotFoundError: see `load_run`.
+    """
+    model, tokenizer = _load(path, options)
+    conversation = Conversation(model, tokenizer, load_template(path), sampling, system)
+    mark = "> " if sys.stdin.isatty() else ""
+    while True:
+        try:
+            line = input(mark)
+        except EOFError:
+            if mark:
+                _print("", end="\n")
+            return
+        if not line.strip():
+            continue
+        start = time.perf_counter()
+        answer = conversation.say(line, _print)
+        seconds = time.perf_counter() - start
+        _print("", end="\n")
+        _note_context("the conversation", conversation.num_read, model)
+        if answer.reason == "length":
+            _note(f"cut after {sampling.max_tokens:,} tokens: --max-tokens allows more")
+        if options.timing:
+            _note_speed(conversation.num_read, [answer], seconds)
+
+
+def _load(path: Path, options: GenerateOptions) -> tuple[Decoder, Tokenizer]:
+    name = options.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        # Fails here, before anything is loaded, if the device is not available.
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(
+            f"--device {options.device} cannot be used here ({reason}); --device cpu can"
+        ) from error
+    model, tokenizer = load_run(path)
+    return model.to(device), tokenizer
+
+
+def _as_json(
+    prompts: Sequence[str], sizes: Sequence[int], completions: Sequence[Completion], seconds: float
+) -> str:
+    entries = [
+        {
+            "prompt": prompt,
+            "text": completion.text,
+            "reason": completion.reason,
+            "prompt_tokens": size,
+            "new_tokens": len(completion.tokens),
+        }
+        for prompt, size, completion in zip(prompts, sizes, completions, strict=True)
+    ]
+    return json.dumps({"completions": entries, "seconds": seconds}, indent=1, ensure_ascii=False)
+
+
+def _note_context(what: str, tokens: int, model: Decoder) -> None:
+    context = model.shape.context
+    if tokens > context:
+        _note(f"{what} has {tokens:,} tokens: the model sees the last {context:,} of them (model.context)")
+
+
+def _note_speed(read: int, completions: Sequence[Completion], seconds: float) -> None:
+    new = sum(len(completion.tokens) for completion in completions)
+    _note(f"{new:,} tokens after {read:,} of prompts in {seconds:.2f} s: {new / seconds:,.1f} tokens/s")
+
+
+def _print(text: str, end: str = "") -> None:
+    """Print to standard output, to a terminal without control characters, which a model may write."""
+    sys.stdout.write((text.translate(HARMLESS) if sys.stdout.isatty() else text) + end)
+    sys.stdout.flush()
+
+
+def _note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)

@@ -34,9 +34,9 @@ from multipack.parallel.engine import ModelEngine
 from multipack.parallel.materialize import weights_hash
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.world import World
-from multipack.training.initial import begin_from, fit_vocabulary, initial_weights
 from multipack.training.observer import Observer
 from multipack.training.settings import PreferenceConfig
+from multipack.training.weights import begin_from, initial_weights
 
 FORMAT = "multipack-reference-1"
 _BLOCK = 1 << 15  # values that ranks exchange at once
@@ -117,7 +117,8 @@ def with_reference(
 def _reference_model(config: PreferenceConfig, tokenizer: Tokenizer) -> PreferenceDecoder:
     """The model that `preference.reference` names; its shape may be another than that of the model to train."""
     initial = initial_weights(Path(config.reference).expanduser())
-    shape = fit_vocabulary(initial.shape, tokenizer)
+    size = max(initial.shape.vocabulary_size, tokenizer.vocabulary_size)
+    shape = initial.shape.with_vocabulary(size)
     state, _ = begin_from(initial, shape, tokenizer, "preference.reference")
     with torch.device("meta"):
         model = PreferenceDecoder(shape)

@@ -253,7 +253,7 @@ def _initial_model(settings: dict[str, str]) -> dict[str, Any] | None:
         return None
     folder = _weights(path, "train.init_from")
     if is_export(folder):
-        from multipack.training.initial import initial_shape  # imports torch
+        from multipack.training.weights import initial_shape  # imports torch
 
         return {"model": {**initial_shape(folder).to_dict(), "vocabulary_size": 0}}
     model = read_yaml(folder / "config.yaml").get("model", {})

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from multipack.models.decoder import Decoder
+from multipack.models.sampling import Sampling
 from multipack.parallel.engine import StepResult
 from multipack.parallel.ranks import find_ranks
 from multipack.parallel.world import connected
@@ -27,7 +28,7 @@ from multipack.training.compare import Comparison, compare_with_padding
 from multipack.training.evaluate import validation_loss
 from multipack.training.feed import StepData
 from multipack.training.header import header_rows
-from multipack.training.inference import complete
+from multipack.training.inference import complete_batch
 from multipack.training.metrics import LEGEND, PREDICTED, SKIPPED, StepMeasure, format_line
 from multipack.training.observer import RunStopped
 from multipack.training.precision import deterministic
@@ -347,15 +348,14 @@ def _sample(session: Session) -> None:
     with session.engine.gathered() as model:
         if model is None:
             return
-        text = complete(
-            cast(Decoder, model),
-            session.corpus.tokenizer,
-            prompt,
-            max_tokens=train.sample_tokens,
-            temperature=train.sample_temperature,
-            top_k=train.sample_top_k,
+        sampling = Sampling(
+            train.sample_tokens,
+            train.sample_temperature,
+            train.sample_top_k,
             seed=train.seed + session.step,
         )
+        (completion,) = complete_batch(cast(Decoder, model), session.corpus.tokenizer, [prompt], sampling)
+        text = completion.text
     if session.ledger is not None:
         session.ledger.samples.write(f"=== step {session.step}\n{prompt}▌{text}\n\n")
         session.observers.sample(session.step, f"{prompt}▌{text}")

@@ -1,11 +1,11 @@
-"""Weights that were trained before: of a run, a checkpoint, an export, or any Hugging Face folder.
+"""Trained weights of a run, a checkpoint, an export or any other Hugging Face folder.
 
-    RUN                     its latest checkpoint (or its best; or their moving average)
+    RUN                     its latest checkpoint (or its best, or the moving average of its weights)
     RUN/checkpoints/step-…  that checkpoint
     FOLDER                  config.json and safetensors, as `multipack export` and save_pretrained write them
 
-A run begins with them by `train.init_from=PATH`; `multipack export` and `multipack generate` read them here, too.
-Tensors are read when they are asked for, one at a time: where ranks divide the model none of them holds the whole.
+`train.init_from=PATH` starts a run with them; `multipack export` and `multipack generate` read them here, too. Tensors
+are read one at a time when they are used, so that no rank of a sharded model holds the whole.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from multipack.shapes import ModelShape
 from multipack.training.checkpoint import Checkpoint, load_checkpoint
 
 Weights = Literal["latest", "best", "ema"]
-"""Which weights of a run: its newest, those with the lowest validation loss, or the newest moving average."""
+"""Which weights of a run: the newest, those with the lowest validation loss, or the newest moving average."""
 AVERAGE = "average."
-"""What the names of averaged weights begin with, among a checkpoint's tensors of observers."""
+"""Prefix of averaged weights in a checkpoint's group "observers"."""
 _FREE = ("dropout", "vocabulary_size", "kv_heads", "head_dim", "window_layers")
-"""Fields of a shape that do not decide what weights compute, or that are compared in effect."""
+"""Fields of a shape that weights do not depend on, or that `_effective` compares in another form."""
 
 
-class Tensors(Mapping[str, Tensor]):
-    """Tensors by name, each of which is read whenever it is asked for.
+class LazyTensors(Mapping[str, Tensor]):
+    """Tensors by name, each of which is read again whenever it is used.
 
     Args:
-        readers: what gives each.
+        readers: the functions that read them.
     """
 
     def __init__(self, readers: Mapping[str, Callable[[], Tensor]]) -> None:
@@ -49,7 +49,8 @@ class Tensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return self._readers[name]()
 
-    def __contains__(self, name: object) -> bool:  # without reading it
+    def __contains__(self, name: object) -> bool:
+        # The inherited method would read the tensor.
         return name in self._readers
 
     def __iter__(self) -> Iterator[str]:
@@ -61,15 +62,15 @@ class Tensors(Mapping[str, Tensor]):
 
 @dataclass(frozen=True)
 class Initial:
-    """Weights, and what they belong to.
+    """Trained weights and what belongs to them.
 
     Attributes:
-        folder: what they were read from: a checkpoint, or a Hugging Face folder.
+        folder: the checkpoint or Hugging Face folder that they were read from.
         shape: of the decoder.
-        state: its parameters by our names; a tensor is read when it is asked for, and not kept.
-        tokenizer: whose tokens the vocabulary means; None = the folder has no tokenizer.json.
-        attention: the backend that its configuration names.
-        step: steps that it was trained in its run; None = not known.
+        state: parameters by the decoder's names, read when they are used.
+        tokenizer: of the vocabulary; None = the folder has no tokenizer.json.
+        attention: the attention backend in the run's configuration.
+        step: steps of training in its run; None = unknown.
     """
 
     folder: Path
@@ -81,7 +82,7 @@ class Initial:
 
 
 def initial_shape(path: Path) -> ModelShape:
-    """The shape of the decoder at `path`; no weights are read.
+    """The shape of the decoder at `path`, without reading weights.
 
     Raises:
         FileNotFoundError, ValueError: see `initial_weights`.
@@ -95,12 +96,12 @@ def initial_weights(path: Path, weights: Weights = "latest") -> Initial:
     """Weights from a run, a checkpoint or a Hugging Face folder.
 
     Args:
-        path: see above.
-        weights: which of a run's.
+        path: the folder.
+        weights: which weights of a run.
 
     Raises:
-        FileNotFoundError: there is nothing of these at `path`, or no complete checkpoint.
-        ValueError: files that are damaged or do not fit together; weights that the run does not have.
+        FileNotFoundError: there is none of these at `path`, or no complete checkpoint.
+        ValueError: files are damaged or do not fit together, or the run does not have these weights.
     """
     if is_export(path):
         if weights != "latest":
@@ -109,55 +110,43 @@ def initial_weights(path: Path, weights: Weights = "latest") -> Initial:
             )
         tokenizer = Tokenizer.load(path) if (path / "tokenizer.json").is_file() else None
         shape, readers = open_weights(path)
-        return Initial(path, shape, Tensors(readers), tokenizer)
-    folder = _checkpoint(path, weights)
+        return Initial(path, shape, LazyTensors(readers), tokenizer)
+    folder = _best(path) if weights == "best" else weights_folder(path)
     shape, attention = _saved_model(folder)
     checkpoint = load_checkpoint(folder)
-    state = _saved(checkpoint, shape, _averages(checkpoint) if weights == "ema" else {})
+    state = _saved(checkpoint, shape, averaged=weights == "ema")
     return Initial(folder, shape, state, Tokenizer.load(folder), attention, checkpoint.step)
 
 
-def _saved(checkpoint: Checkpoint, shape: ModelShape, averages: Mapping[str, str]) -> Tensors:
-    """The weights of a checkpoint, in the order of a decoder's parameters.
-
-    Args:
-        checkpoint: of a run.
-        shape: of its decoder.
-        averages: names of weights → names of their averages among the tensors of observers, which take their place.
-    """
+def _saved(checkpoint: Checkpoint, shape: ModelShape, averaged: bool) -> LazyTensors:
+    """The weights of a checkpoint in the order of the decoder's parameters; frozen weights have no average."""
     source = checkpoint.source
-    found, means = source.shapes("model"), source.shapes("observers")
-    found |= {name: means[own] for name, own in averages.items()}
-    shapes = parameter_shapes(shape)
-    if shapes != found:
+    averages = source.shapes("observers")
+    if averaged and not any(name.startswith(AVERAGE) for name in averages):
+        raise ValueError(
+            f"{checkpoint.path} has no moving average of the weights: set train.ema_decay, or take the latest"
+        )
+    found, readers = source.shapes("model"), {}
+    expected = parameter_shapes(shape)
+    for name in expected:
+        place = ("model", name)
+        if averaged and AVERAGE + name in averages:
+            place, found[name] = ("observers", AVERAGE + name), averages[AVERAGE + name]
+        readers[name] = partial(source.tensor, *place)
+    if expected != found:
         raise ValueError(f"{checkpoint.path} does not hold the weights of its own config.yaml")
-    return Tensors(
-        {
-            name: partial(source.tensor, "observers", averages[name])
-            if name in averages
-            else partial(source.tensor, "model", name)
-            for name in shapes
-        }
-    )
+    return LazyTensors(readers)
 
 
-def _checkpoint(path: Path, weights: Weights) -> Path:
-    """The checkpoint that holds these weights of the run (or is the checkpoint) at `path`."""
-    if not path.exists():
-        raise FileNotFoundError(f"{path} is not there: give a run, a checkpoint, or a Hugging Face folder")
+def _best(path: Path) -> Path:
+    """The best checkpoint of the run at `path`."""
     run, named = find_run(path)
-    if weights != "best":
-        return named or run.latest_checkpoint()
     if named is not None:
-        raise ValueError(
-            f"{path} is one checkpoint; its run has a best one: name {run.path}, or leave best away"
-        )
-    if not run.best.is_file():
-        raise ValueError(
-            f"{path} has no best checkpoint: it was not validated (train.eval_every), or was never better than at its"
-            " start; take its latest weights"
-        )
-    return run.checkpoints / run.best.read_text(encoding="utf-8").strip()
+        raise ValueError(f"{path} is one checkpoint; for the best one of its run name {run.path}")
+    try:
+        return run.best_checkpoint()
+    except FileNotFoundError as error:
+        raise ValueError(str(error)) from error
 
 
 def _saved_model(checkpoint: Path) -> tuple[ModelShape, str]:
@@ -171,37 +160,25 @@ def _saved_model(checkpoint: Path) -> tuple[ModelShape, str]:
         raise ValueError(f"{file} does not describe a model: {error}") from error
 
 
-def _averages(checkpoint: Checkpoint) -> dict[str, str]:
-    """Names of trainable weights → names of their moving averages; weights that are frozen have none."""
-    names = checkpoint.source.shapes("observers")
-    found = {name.removeprefix(AVERAGE): name for name in names if name.startswith(AVERAGE)}
-    if not found:
-        raise ValueError(
-            f"{checkpoint.path} has no moving average of the weights: set train.ema_decay, or take the latest"
-        )
-    return found
-
-
 def begin_from(
     initial: Initial, shape: ModelShape, tokenizer: Tokenizer, setting: str = "train.init_from"
-) -> tuple[Tensors, str]:
-    """The weights that a run of this shape and tokenizer begins with.
+) -> tuple[LazyTensors, str]:
+    """The weights with which a run of this shape and tokenizer starts.
 
-    Rows of the vocabulary that `initial` did not know get the mean of those that it knew: a new token is at first like
-    all others, so that its logit is neither the largest nor in the way (Hewitt 2021, "Initializing New Word
-    Embeddings for Pretrained Language Models").
+    New rows of the vocabulary get the mean of the known rows, so that the logit of a new token is neither the largest
+    nor far away (Hewitt 2021, "Initializing New Word Embeddings for Pretrained Language Models").
 
     Args:
         initial: see `initial_weights`.
         shape: of the run's decoder, with its vocabulary.
         tokenizer: of the run's documents. Every token of the initial tokenizer must have the same number in it.
-        setting: that named these weights, for messages.
+        setting: the setting that names these weights, for messages.
 
     Returns:
-        The parameters, read one at a time as they are asked for, and one line on what was done.
+        The parameters, read one at a time as they are used, and one line that says what was done.
 
     Raises:
-        ValueError: another shape, or another tokenizer; the message names the settings.
+        ValueError: the shape or the tokenizer differs; the message names the settings.
     """
     _check_same_shape(initial, shape, setting)
     if tokenizer.vocabulary_size > shape.vocabulary_size:
@@ -225,15 +202,14 @@ def begin_from(
         return rows
 
     readers = {name: partial(state.__getitem__, name) for name in state}
+    note = f"starts with the weights of {initial.folder}"
+    if initial.step is not None:
+        note += f" (step {initial.step:,})"
     if added:
         rows_of = [name for name in ("embedding.weight", "head.weight") if name in state]
         readers |= {name: partial(with_new_rows, name) for name in rows_of}
-    told = f"begins with the weights of {initial.folder}"
-    if initial.step is not None:
-        told += f" (step {initial.step:,})"
-    return Tensors(readers), told + (
-        f"; {added:,} rows of the vocabulary are new and begin as the mean of the others" if added else ""
-    )
+        note += f"; {added:,} rows of the vocabulary are new and start as the mean of the others"
+    return LazyTensors(readers), note
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> dict[str, int]:
@@ -241,21 +217,18 @@ def vocabulary_of(tokenizer: Tokenizer) -> dict[str, int]:
     return tokenizers.Tokenizer.from_str(tokenizer.to_json()).get_vocab()
 
 
-def fit_vocabulary(shape: ModelShape, tokenizer: Tokenizer) -> ModelShape:
-    """The shape with as many rows as it has, or more where the tokenizer has more tokens."""
-    return shape.with_vocabulary(max(shape.vocabulary_size, tokenizer.vocabulary_size))
-
-
 def _check_same_shape(initial: Initial, shape: ModelShape, setting: str) -> None:
-    ours, theirs = _in_effect(shape), _in_effect(initial.shape)
-    both = [name for name in ours if name in theirs]  # one of context and rope_theta goes with positions
+    ours, theirs = _effective(shape), _effective(initial.shape)
+    # One of context and rope_theta is missing, depending on the positions.
     differing = [
-        f"model.{name}={ours[name]} (there {theirs[name]})" for name in both if ours[name] != theirs[name]
+        f"model.{name}={ours[name]} (there {theirs[name]})"
+        for name in ours
+        if name in theirs and ours[name] != theirs[name]
     ]
     if differing:
         raise ValueError(
-            f"{setting}={initial.folder} has another shape: {', '.join(differing)}; leave the settings of model"
-            " away to take its shape"
+            f"{setting}={initial.folder} has another shape: {', '.join(differing)}; omit the settings of model to take"
+            " its shape"
         )
     if shape.vocabulary_size < initial.shape.vocabulary_size:
         raise ValueError(
@@ -264,29 +237,27 @@ def _check_same_shape(initial: Initial, shape: ModelShape, setting: str) -> None
         )
 
 
-def _in_effect(shape: ModelShape) -> dict[str, Any]:
-    """What decides how a shape's weights compute."""
+def _effective(shape: ModelShape) -> dict[str, Any]:
+    """The fields of a shape that its weights depend on, with defaults resolved."""
     values = {name: value for name, value in shape.to_dict().items() if name not in _FREE}
-    if shape.positions == "rope":
-        del values["context"]  # a limit of generation, and no weight's
-    else:
-        del values["rope_theta"]
-    return {
-        **values,
+    # Under rotary positions the context only limits generation.
+    del values["context" if shape.positions == "rope" else "rope_theta"]
+    resolved = {
         "kv_heads": shape.kv_heads,
         "head_dim": shape.head_width,
         "window_layers": shape.sliding_layers,
     }
+    return values | resolved
 
 
 def _known_rows(initial: Initial, tokenizer: Tokenizer, setting: str) -> set[int]:
-    """Numbers of the tokens that `initial` was trained with; all rows where it has no tokenizer."""
+    """Numbers of the tokens that `initial` was trained with; all rows if it has no tokenizer."""
     if initial.tokenizer is None:
         if tokenizer.vocabulary_size > initial.shape.vocabulary_size:
             raise ValueError(
                 f"the documents' tokenizer has {tokenizer.vocabulary_size:,} tokens, but {setting}="
-                f"{initial.folder} has {initial.shape.vocabulary_size:,} and no tokenizer.json that could say which"
-                " are new: prepare the documents with the model's own tokenizer"
+                f"{initial.folder} has {initial.shape.vocabulary_size:,} and no tokenizer.json that says which are new:"
+                " prepare the documents with the model's own tokenizer"
             )
         return set(range(initial.shape.vocabulary_size))
     theirs = vocabulary_of(initial.tokenizer)

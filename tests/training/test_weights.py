@@ -1,4 +1,4 @@
-"""Weights that were trained before, and what a run makes of them."""
+"""Trained weights of runs and Hugging Face folders, and runs that start with them."""
 
 from __future__ import annotations
 
@@ -8,23 +8,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from multipack.data.tokenizer import Tokenizer, byte_tokenizer, train_bpe
 from multipack.models.decoder import Decoder
 from multipack.models.families import config_of, to_huggingface
 from multipack.parallel.world import World
-from multipack.run import RunDirectory, config_yaml
+from multipack.run import RunDirectory, config_yaml, is_export
 from multipack.shapes import ModelShape
-from multipack.training.checkpoint import CheckpointWriter, Content
-from multipack.training.initial import (
+from multipack.training.checkpoint import CheckpointWriter, Content, load_checkpoint
+from multipack.training.weights import (
     Initial,
     begin_from,
-    fit_vocabulary,
     initial_shape,
     initial_weights,
-    is_export,
-    vocabulary_of,
 )
 
 SHAPE = ModelShape(2, 2, 1, 16, 24, vocabulary_size=257, tied=False)
@@ -124,10 +121,10 @@ def test_weights_that_are_not_there_are_refused(run, export, tmp_path):
         initial_weights(export, "ema")
     with pytest.raises(ValueError, match=r"step-00000004 has no moving average .* train\.ema_decay"):
         initial_weights(run.checkpoints / "step-00000004", "ema")
-    with pytest.raises(ValueError, match="is one checkpoint; its run has a best one"):
+    with pytest.raises(ValueError, match="is one checkpoint; for the best one"):
         initial_weights(run.checkpoints / "step-00000004", "best")
     run.best.unlink()
-    with pytest.raises(ValueError, match="has no best checkpoint"):
+    with pytest.raises(ValueError, match="checkpoints/best names"):
         initial_weights(run.path, "best")
 
 
@@ -143,18 +140,18 @@ def test_a_checkpoint_of_another_model_than_it_says_is_refused(run):
 
 
 def test_the_same_shape_and_tokenizer_begin_with_the_very_weights(initial):
-    shape = replace(SHAPE, dropout=0.1, head_dim=8, context=99)  # none of which changes a weight
-    state, told = begin_from(initial, shape, byte_tokenizer())
+    # None of these changes a weight.
+    shape = replace(SHAPE, dropout=0.1, head_dim=8, context=99)
+    state, note = begin_from(initial, shape, byte_tokenizer())
     assert all(state[name] is tensor for name, tensor in initial.state.items())
-    assert "rows of the vocabulary" not in told
+    assert "rows of the vocabulary" not in note
 
 
 def test_new_special_tokens_begin_as_the_mean_of_the_others(initial):
     tokenizer = with_special_tokens(byte_tokenizer(), "<|im_start|>", "<|im_end|>")
-    shape = fit_vocabulary(SHAPE, tokenizer)
-    assert shape.vocabulary_size == 259
-    state, told = begin_from(initial, shape, tokenizer)
-    assert "2 rows of the vocabulary are new" in told
+    shape = SHAPE.with_vocabulary(tokenizer.vocabulary_size)
+    state, note = begin_from(initial, shape, tokenizer)
+    assert "2 rows of the vocabulary are new" in note
     for name in ("embedding.weight", "head.weight"):
         assert torch.equal(state[name][:257], initial.state[name])
         torch.testing.assert_close(state[name][257:], initial.state[name].mean(0).expand(2, -1))
@@ -172,10 +169,9 @@ def test_rows_that_no_token_had_are_new_too_when_a_token_gets_them(initial):
 
 def test_a_larger_vocabulary_of_the_model_is_fine(initial):
     shape = replace(SHAPE, vocabulary_size=320)
-    state, told = begin_from(initial, shape, byte_tokenizer())
+    state, note = begin_from(initial, shape, byte_tokenizer())
     assert state["embedding.weight"].shape == (320, 16)
-    assert "63 rows" in told
-    assert fit_vocabulary(shape, byte_tokenizer()) == shape
+    assert "63 rows" in note
 
 
 def test_another_tokenizer_is_refused_and_the_remedy_named(initial):
@@ -183,7 +179,7 @@ def test_another_tokenizer_is_refused_and_the_remedy_named(initial):
     with pytest.raises(
         ValueError, match=r"lacks or renumbers 257 tokens of .*: prepare them with tokenizer=file"
     ) as error:
-        begin_from(initial, fit_vocabulary(SHAPE, other), other)
+        begin_from(initial, SHAPE.with_vocabulary(other.vocabulary_size), other)
     assert "tokenizer.path=" in str(error.value)
 
 
@@ -192,8 +188,8 @@ def test_without_a_tokenizer_only_sizes_are_compared(initial):
     state, _ = begin_from(unknown, SHAPE, byte_tokenizer())
     assert torch.equal(state["head.weight"], initial.state["head.weight"])
     grown = with_special_tokens(byte_tokenizer(), "<|im_end|>")
-    with pytest.raises(ValueError, match=r"has 257 and no tokenizer\.json that could say which"):
-        begin_from(unknown, fit_vocabulary(SHAPE, grown), grown)
+    with pytest.raises(ValueError, match=r"has 257 and no tokenizer\.json that says which"):
+        begin_from(unknown, SHAPE.with_vocabulary(258), grown)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +197,7 @@ def test_without_a_tokenizer_only_sizes_are_compared(initial):
     [
         (
             {"d_ff": 32, "layers": 3},
-            r"model\.layers=3 \(there 2\), model\.d_ff=32 \(there 24\); leave the settings",
+            r"model\.layers=3 \(there 2\), model\.d_ff=32 \(there 24\); omit the settings",
         ),
         ({"kv_heads": 2}, r"model\.kv_heads=2 \(there 1\)"),
         ({"rope_theta": 5.0}, r"model\.rope_theta=5\.0 \(there 10000\.0\)"),
@@ -221,11 +217,7 @@ def test_a_tokenizer_that_does_not_fit_the_model_is_refused(initial):
         begin_from(initial, SHAPE, grown)
 
 
-def test_the_vocabulary_has_special_tokens_too():
-    assert vocabulary_of(byte_tokenizer())["<|endoftext|>"] == 256
-
-
 def test_a_saved_moving_average_is_complete(run):
     """Of frozen weights, which have no average, the export holds the weights themselves."""
-    kept = load_file(run.latest_checkpoint() / "observers.safetensors")
+    kept = load_checkpoint(run.latest_checkpoint()).source.shapes("observers")
     assert len(kept) < len(initial_weights(run.path, "ema").state)
