@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from multipack.data.batch import IGNORE, PackedBatch
-from multipack.parallel.collectives import all_reduce, all_to_all
+from multipack.parallel.collectives import all_to_all
 from multipack.parallel.parallel_config import ContextMethod
 from multipack.parallel.ring import Ring, head_tail, ring_attention
 from multipack.parallel.rollcall import Group
@@ -103,7 +103,7 @@ def divide_context(
     if method == "ring":
         # nccl opens a group's connections in its first collective, which no rank may be missing from; in a ring, some
         # have nothing to send.
-        all_reduce(torch.zeros(1, device=mesh.device_type), group=group)
+        torch.distributed.all_reduce(torch.zeros(1, device=mesh.device_type), group=group)
     for module in modules:
         attend = _ring if method == "ring" else partial(_ulysses, module.attend)
         # torch.compile cannot follow what reads lengths on the host and talks to other ranks: it goes around it.

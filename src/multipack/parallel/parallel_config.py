@@ -1,4 +1,7 @@
-"""`ParallelConfig`: how the ranks of a run share the work, and which combinations there are."""
+"""`ParallelConfig`: how the ranks of a run divide the work, what each strategy divides, and legal combinations.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -50,13 +53,13 @@ DATA_STRATEGIES: Mapping[Data, DataStrategy] = {
 
 @dataclass
 class ParallelConfig:
-    """How the ranks of the world share the work.
+    """How the ranks of a run divide the work.
 
-    World size = pipeline × data-parallel ranks × context × tensor; data-parallel ranks are what is left of it.
+    World size = pipeline × data-parallel ranks × context × tensor; the number of data-parallel ranks follows from it.
     """
 
     data: Data = "ddp"
-    """What data-parallel ranks divide: nothing, optimizer state, gradients too, parameters too, or these in groups."""
+    """What data-parallel ranks divide: nothing, optimizer state, also gradients, also parameters, or all in groups."""
     replicate: int = 0
     """Groups of data-parallel ranks that hold the same shards, for parallel.data=hsdp; 0 = 2."""
     tensor: int = 1
@@ -64,18 +67,18 @@ class ParallelConfig:
     context: int = 1
     """Ranks that divide the tokens of every pack."""
     context_method: ContextMethod = "ulysses"
-    """How they attend to each other's tokens: exchange heads for tokens, or pass keys and values around a ring."""
+    """How these ranks attend to each other's tokens: exchange heads for tokens, or pass keys and values in a ring."""
     pipeline: int = 1
     """Ranks that divide the layers."""
     schedule: Schedule = "1f1b"
-    """In which order a pipeline's micro-batches run."""
+    """Order in which a pipeline's micro-batches run."""
     offload: Literal["none", "cpu"] = "none"
     """Keep shards of parameters, gradients and optimizer state in host memory (zero2, zero3, hsdp)."""
     timeout_seconds: float = 600.0
     """Seconds that a collective waits for a missing rank before it raises."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant, whatever the number of ranks."""
+        """Check what does not depend on the number of ranks."""
         if self.timeout_seconds <= 0:
             raise ValueError(f"parallel.timeout_seconds must be positive, got {self.timeout_seconds}")
         for name in ("tensor", "context", "pipeline"):
@@ -96,9 +99,9 @@ class ParallelConfig:
 
     @property
     def sync(self) -> Literal["step", "micro", "pipeline"]:
-        """When data-parallel ranks wait for each other, which is what the planner balances for.
+        """When data-parallel ranks synchronize, which decides what the planner balances.
 
-        Shards are gathered for every micro-batch; without shards ranks meet once a step.
+        Shards are gathered for every micro-batch; without shards ranks synchronize once a step.
         """
         if self.pipeline > 1:
             return "pipeline"
@@ -124,30 +127,30 @@ class ParallelConfig:
 
     @property
     def keeps_own_gradients(self) -> bool:
-        """Whether every rank has the whole gradient of its own micro-batches until ranks synchronize."""
+        """Whether every rank holds the whole gradient of its own micro-batches until ranks synchronize."""
         return not self.shards_parameters and self.model_ranks == 1
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that hold one model and see the same packs."""
+        """Number of ranks that hold one model replica and get the same packs."""
         return self.pipeline * self.context * self.tensor
 
     @property
     def stages(self) -> int:
-        """Stages of the pipeline."""
+        """Number of stages of the pipeline."""
         return self.pipeline * (STAGES_OF_RANK if self.schedule == "interleaved" and self.pipeline > 1 else 1)
 
     @property
     def token_multiple(self) -> int:
-        """What the slots of every pack must be a multiple of: each rank gets as many, a ring's each in two pieces."""
+        """Divisor of the slots of every pack: all ranks get equally many, in a ring two equal pieces each."""
         pieces = 2 if self.context > 1 and self.context_method == "ring" else 1
         return self.context * pieces * self.tensor
 
     def data_size(self, world_size: int) -> int:
-        """Data-parallel ranks of so many.
+        """Number of data-parallel ranks.
 
         Raises:
-            ValueError: the world is not a multiple of what one model takes.
+            ValueError: the world is not a multiple of the ranks of one model replica.
         """
         if world_size % self.model_ranks:
             named = {name: n for name in ("pipeline", "context", "tensor") if (n := getattr(self, name)) > 1}
@@ -159,16 +162,36 @@ class ParallelConfig:
             )
         return world_size // self.model_ranks
 
+    def divisions(self, world_size: int) -> dict[str, int]:
+        """Into how many parts the ranks of a run divide each thing, under the strategies in effect.
+
+        Returns:
+            By thing: "layers", "tensors", "tokens" (of a pack), "parameters" and "gradients" (float32, between steps),
+            "optimizer" (its state), and "copies": ranks that all-reduce the gradient of the same shards.
+        """
+        axes = self.axes(world_size)
+        data = axes["dp_replicate"] * axes["dp_shard"] * axes["cp"]
+        shards = axes["dp_shard"] * axes["cp"] if self.shards_parameters else 1
+        return {
+            "layers": axes["pp"],
+            "tensors": axes["tp"],
+            "tokens": axes["cp"],
+            "parameters": shards,
+            "gradients": shards,
+            "optimizer": data if self.strategy.divides_optimizer else shards,
+            "copies": data // shards,
+        }
+
     def axes(self, world_size: int) -> dict[str, int]:
-        """Ranks along every axis of the mesh, outermost first.
+        """Number of ranks along every axis of the mesh, outermost first.
 
         Raises:
-            ValueError: they cannot be arranged so.
+            ValueError: the ranks cannot be arranged so.
         """
         data = self.data_size(world_size)
         groups = data
         if self.shards_parameters:
-            groups = (self.replicate or 2) if self.data == "hsdp" else 1
+            groups = (self.replicate or 2) if self.strategy.in_groups else 1
         if data % groups:
             given = "" if self.replicate else " (the default)"
             raise ValueError(
@@ -185,14 +208,14 @@ class ParallelConfig:
         }
 
     def text(self, world_size: int) -> str:
-        """One line for people: the strategies in effect, outermost first."""
+        """The strategies in effect as one line of text, outermost first."""
         if world_size == 1:
             return "none: one process"
         axes = self.axes(world_size)
         stages = f" ({self.schedule}, {self.stages} stages)"
         named = [f"pipeline {self.pipeline}{stages}"] if self.pipeline > 1 else []
         data = self.data_size(world_size)
-        groups = f" in {axes['dp_replicate']} groups" if self.data == "hsdp" else ""
+        groups = f" in {axes['dp_replicate']} groups" if self.strategy.in_groups else ""
         named.append(
             f"{self.data} {data}{groups}" + (", offloaded to the host" if self.offload == "cpu" else "")
         )
@@ -203,17 +226,15 @@ class ParallelConfig:
         return " x ".join(named)
 
     def check(self, shape: ModelShape, world_size: int, capacity: int) -> None:
-        """Refuse a model, a number of processes or a capacity that these settings cannot have.
-
-        To be called before any process group exists.
+        """Check a model, a number of processes and a capacity against these settings, before any process group exists.
 
         Args:
-            shape: the decoder; its vocabulary is looked at if it is set.
+            shape: of the decoder; a vocabulary of 0 is not known yet and not checked.
             world_size: processes of the run.
-            capacity: most slots of a pack.
+            capacity: largest number of slots of a pack.
 
         Raises:
-            ValueError: the settings and the nearest legal choice are named.
+            ValueError: they do not fit; the settings and the nearest legal choice are named.
         """
         self.axes(world_size)
         if world_size == 1 and self.offload != "none":
@@ -243,19 +264,19 @@ class ParallelConfig:
             )
 
     def check_dtype(self, dtype: str, world_size: int) -> None:
-        """Refuse a precision of forward passes that shards cannot have.
+        """Check the precision of forward passes.
 
         Raises:
-            ValueError: both settings are named, and what goes together.
+            ValueError: shards do not support it; both settings are named.
         """
         if self.shards_parameters and world_size > 1 and dtype == "fp16":
             raise ValueError(
-                f"train.dtype=fp16 with parallel.data={self.data}: scaled gradients would overflow unseen where they"
+                f"train.dtype=fp16 with parallel.data={self.data}: scaled gradients would overflow unnoticed where they"
                 " are reduced; use train.dtype=bf16, or parallel.data=ddp or zero1"
             )
 
     def _check_tensor(self, shape: ModelShape, world_size: int) -> None:
-        """Every rank has equally many heads, and equal pieces of matrices and vocabulary."""
+        """Tensor parallelism divides heads, matrices and the vocabulary evenly."""
         names = ("kv_heads", "heads", "d_ff", "vocabulary_size")
         divided = {name: getattr(shape, name) for name in names}  # a vocabulary of 0 is not known yet
         for name, size in divided.items():
@@ -271,7 +292,7 @@ class ParallelConfig:
             )
 
     def _check_context(self, shape: ModelShape, world_size: int) -> None:
-        """Ulysses divides heads, once more where tensors do; a ring has whole documents."""
+        """Ulysses divides heads, after tensor parallelism has; a ring attends to whole documents."""
         if self.context == 1:
             return
         near = self._nearest("context", world_size, lambda ranks: shape.heads % (self.tensor * ranks) == 0)
@@ -290,7 +311,7 @@ class ParallelConfig:
             )
 
     def _nearest(self, name: str, world_size: int, legal: Callable[[int], bool]) -> int:
-        """The number of ranks nearest to what an axis has that is legal and, beside the other axes, fits the world."""
+        """The legal number of ranks nearest to an axis's that fits the world beside the other axes."""
         asked = int(getattr(self, name))
         room = world_size // (self.model_ranks // asked)
         return _nearest((ranks for ranks in _divisors(room) if legal(ranks)), asked)
@@ -310,7 +331,7 @@ def check_readers(readers: int, data_size: int) -> None:
 
 
 def _nearest_shares(asked: Mapping[str, int], world_size: int) -> dict[str, int]:
-    """Ranks along axes that fit the world: as few axes as can be are changed, by as little as can be; only these."""
+    """Changes of axes after which they fit the world: as few axes as possible, by as little as possible."""
     choices = (
         dict(zip(asked, sizes, strict=True))
         for sizes in itertools.product(_divisors(world_size), repeat=len(asked))

@@ -40,7 +40,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from multipack.ops.partial import Bounds, Gradients, Kernel, choose_kernel, merge
-from multipack.parallel.collectives import _run
+from multipack.parallel.collectives import run_collective
 from multipack.parallel.rollcall import Group, ranks_of
 
 Wait = Callable[[], None]
@@ -188,8 +188,8 @@ class GroupExchange:
                 work.wait()
             operations.clear()  # which kept the tensors alive
 
-        _run("ring attention", begin, self._group)
-        return lambda: _run("ring attention", wait, self._group)
+        run_collective("ring attention", begin, self._group)
+        return lambda: run_collective("ring attention", wait, self._group)
 
 
 def ring_attention(

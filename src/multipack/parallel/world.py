@@ -1,7 +1,7 @@
-"""Who takes part in a run: ranks, device, backend, and how the processes were launched.
+"""`World`: the processes of a run, their device, backend and launcher, and how they join and leave.
 
-`World` is a value that is asked for and handed around; nothing here is kept at module level. Which process this is says
-the launcher that started it (ranks.py); without one the world is a single process and no process group exists.
+A `World` is a value that is passed around; nothing is kept at module level. This process's rank comes from the
+launcher's variables (ranks.py). Without a launcher the world is a single process and no process group exists.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class World:
     """The processes of a run, seen from one of them.
 
     Attributes:
-        rank, size: this process and how many there are.
-        local_rank: this process among those of its host.
-        device: where it computes.
-        backend: of its process group: gloo, nccl, or none.
-        launcher, command: what started it.
+        rank, size: of this process, and the number of processes.
+        local_rank: rank of this process among those of its host.
+        device: where this process computes.
+        backend: of the process group: gloo, nccl, or none.
+        launcher, command: what started this process.
         timeout_seconds: how long a collective waits for a missing rank.
-        groups: of parts of the world, by parts: see `divided`.
+        groups: process groups by division of the ranks: see `divided`.
     """
 
     rank: int = 0
@@ -52,22 +52,22 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, the one that prints and writes."""
+        """Whether this is rank 0, which prints and writes files."""
         return self.rank == 0
 
     def synchronize(self) -> None:
-        """Wait until the device has done what it was given, so that a clock read now is honest."""
+        """Wait until the device has finished its work, before a clock is read."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def divided(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-        """This rank's group, where the ranks are divided into parts; collective the first time.
+        """This rank's process group when the ranks are divided into parts; collective the first time.
 
-        A group has threads and connections of its own, so that parts which were asked for before have the groups that
-        were made then. They wait for a missing rank as long as the world does; torch's own would wait half an hour.
+        Every group has threads and connections of its own, so that groups are kept and reused. They have the world's
+        timeout; torch's default is half an hour.
 
         Args:
-            parts: every rank in one of them, the same on all ranks.
+            parts: each rank is in exactly one; the same on all ranks.
 
         Raises:
             ValueError: there is no process group.
@@ -80,7 +80,7 @@ class World:
             return world
         if key not in self.groups:
             timeout = timedelta(seconds=self.timeout_seconds)
-            if self.backend == "nccl":  # divides its communicator at once
+            if self.backend == "nccl":  # splits its communicator in one call
                 own = dist.split_group(split_ranks=[list(part) for part in key], timeout=timeout)
             else:
                 made = [dist.new_group(list(part), timeout=timeout) for part in key]
@@ -119,10 +119,10 @@ class World:
         return box[0]
 
     def on_main(self, function: Callable[[], str | None]) -> str:
-        """Run `function` on rank 0 alone; every rank gets its result or fails with its error.
+        """Run `function` on rank 0 alone; every rank returns its result or raises its error.
 
         Raises:
-            ValueError: what rank 0 could not do (rank 0 itself raises the original error).
+            ValueError: rank 0 failed (rank 0 itself raises the original error).
         """
         if self.size == 1:
             return function() or ""
@@ -141,13 +141,13 @@ class World:
         return str(outcome["value"])
 
 
-def choose_device(asked: Device, local_rank: int) -> torch.device:
+def choose_device(requested: Device, local_rank: int) -> torch.device:
     """The device of this process.
 
     Raises:
-        ValueError: CUDA was asked for where there is none, or there are fewer GPUs than local ranks.
+        ValueError: CUDA is requested but not available, or there are fewer GPUs than local ranks.
     """
-    if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
+    if requested == "cpu" or (requested == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError("train.device=cuda, but torch sees no GPU here; use train.device=cpu")
@@ -160,13 +160,13 @@ def choose_device(asked: Device, local_rank: int) -> torch.device:
 
 
 def launched_by(environment: Mapping[str, str]) -> tuple[str, str]:
-    """The launcher's name and command line, as far as they can be told.
+    """The launcher's name and command line, as far as they are known.
 
     Args:
         environment: variables of this process.
 
     Returns:
-        (name, command): `("none", …)` for a process started by hand; the command is this process's own then.
+        (name, command): for a process started by hand `"none"` and its own command line.
     """
     program = Path(sys.argv[0]).name
     own = " ".join(["python -m multipack" if program == "__main__.py" else program, *sys.argv[1:]])
@@ -187,21 +187,21 @@ def _parent_command() -> str:
 
 @contextmanager
 def connected(device: Device = "auto", timeout_seconds: float = 600.0) -> Iterator[World]:
-    """Join the processes that a launcher started and leave them in order.
+    """Join the processes that a launcher started; leave them on exit.
 
-    A clean exit ends with a barrier: without it gloo aborts now and then, because a rank that leaves early
-    closes connections that others still use. After an error there is no barrier (the others may wait in
-    another collective); the launcher ends them.
+    A clean exit ends with a barrier: without it gloo sometimes aborts, because a rank that leaves early closes
+    connections that others still use. After an error there is no barrier, because the others may be in another
+    collective; the launcher ends them.
 
     Args:
-        device: `auto` takes a GPU where there is one.
-        timeout_seconds: how long a collective may wait for a missing rank before it raises.
+        device: `auto` uses a GPU if there is one.
+        timeout_seconds: how long a collective waits for a missing rank before it raises.
 
     Yields:
         The world, with its process group initialized if there is more than one process.
 
     Raises:
-        ValueError: the launcher's variables are incomplete or disagree, or the device is not there.
+        ValueError: the launcher's variables are incomplete or contradictory, or the device is not available.
     """
     environment = os.environ
     ranks = find_ranks(environment)
@@ -209,13 +209,13 @@ def connected(device: Device = "auto", timeout_seconds: float = 600.0) -> Iterat
     if ranks.size == 1:
         yield World(device=choose_device(device, 0), launcher=launcher, command=command)
         return
-    meeting = rendezvous(environment, ranks)
+    address = rendezvous(environment, ranks)
     target = choose_device(device, ranks.local_rank)
     if target.type == "cuda":
         torch.cuda.set_device(target)
     backend = "nccl" if target.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_seconds)
-    _join(environment, backend, ranks, meeting, timeout, target if target.type == "cuda" else None)
+    _join(environment, backend, ranks, address, timeout, target if target.type == "cuda" else None)
     try:
         yield World(
             ranks.rank, ranks.size, ranks.local_rank, target, backend, launcher, command, timeout_seconds
@@ -229,18 +229,18 @@ def _join(
     environment: Mapping[str, str],
     backend: str,
     ranks: Ranks,
-    meeting: tuple[str, int],
+    address: tuple[str, int],
     timeout: timedelta,
     device_id: torch.device | None,
 ) -> None:
-    """Initialize the process group; under torchrun in a key space of its own for each restart.
+    """Initialize the process group; under torchrun with store keys of its own for each restart.
 
-    A restarted worker would otherwise read the addresses that its predecessor left in the store. Without torchrun,
-    whose agent keeps one, rank 0 opens the store.
+    A restarted worker would otherwise read the addresses that its predecessor left in the store, which torchrun's agent
+    keeps. Without such an agent rank 0 opens the store.
     """
     restart = environment.get("TORCHELASTIC_RESTART_COUNT")
     kept = restart is not None and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = TCPStore(*meeting, ranks.size, is_master=not kept and ranks.rank == 0, timeout=timeout)
+    store = TCPStore(*address, ranks.size, is_master=not kept and ranks.rank == 0, timeout=timeout)
     dist.init_process_group(
         backend,
         store=PrefixStore(f"attempt-{restart}" if kept else "run", store),
