@@ -13,7 +13,8 @@ ROOT = Path(multipack.__file__).parent
 LEFT_OF = {
     "words": "",
     "atomic": "",
-    "shapes": "words",
+    "shapes": "words shapes_huggingface",
+    "shapes_huggingface": "",
     "run": "words atomic",
     "planning": "words atomic shapes",
     "data": "words atomic shapes planning",
@@ -28,7 +29,7 @@ LEFT_OF = {
     "cli": "words atomic shapes run planning data ops models parallel reports training config launch",
 }
 """Rooms that a room may import, beside itself."""
-TORCH_FREE = ["planning", "shapes", "shapes.py", "words.py", "run.py", "atomic.py"]
+TORCH_FREE = ["planning", "shapes.py", "shapes_huggingface.py", "words.py", "run.py", "atomic.py"]
 
 
 def _files():

@@ -132,16 +132,16 @@ def test_neutral_defaults_leave_dense_shapes_as_they_were():
     [
         ({"experts": 8}, r"experts_per_token=0 must be 1 … model\.experts=8"),
         ({"experts": 8, "experts_per_token": 9}, "experts_per_token=9 must be"),
-        ({"experts_per_token": 2}, r"model\.experts_per_token=2 means nothing while model\.experts=0"),
-        ({"shared_experts": 1}, r"model\.shared_experts=1 means nothing while model\.experts=0"),
-        ({"window_layers": 2}, r"set model\.window, or leave model\.window_layers away"),
+        ({"experts_per_token": 2}, r"model\.experts_per_token=2 has no effect with model\.experts=0"),
+        ({"shared_experts": 1}, r"model\.shared_experts=1 has no effect with model\.experts=0"),
+        ({"window_layers": 2}, r"set model\.window, or leave model\.window_layers out"),
         ({"window": -1}, r"model\.window must not be negative"),
         ({"window": 8, "window_layers": 7}, r"model\.window_layers=7 cannot exceed model\.layers=6"),
         ({"experts": 4, "experts_per_token": 1, "dense_layers": 7}, r"model\.dense_layers=7 cannot exceed"),
         ({"kv_rank": 8, "nope_width": 4}, r"needs model\.nope_width and model\.value_width"),
         ({"kv_rank": 8, "nope_width": 4, "value_width": 4, "kv_heads": 2}, "a key for every head"),
         ({"kv_rank": 8, "nope_width": 4, "value_width": 4, "rope_width": 3}, "even head width, got 3"),
-        ({"query_rank": 8}, r"model\.query_rank=8 means nothing while model\.kv_rank=0"),
+        ({"query_rank": 8}, r"model\.query_rank=8 has no effect with model\.kv_rank=0"),
     ],
 )
 def test_half_described_shapes_are_refused(fields, message):
@@ -316,8 +316,8 @@ def test_the_decoder_refuses_what_it_cannot_build(name):
     torch = pytest.importorskip("torch")
     from multipack.models.decoder import Decoder
 
-    with torch.device("meta"), pytest.raises(ValueError, match="serves planning only"):
+    with torch.device("meta"), pytest.raises(ValueError, match="planning"):
         Decoder(SHAPES[name])
     sliding = dataclasses.replace(SHAPES["tiny"], vocabulary_size=10, window=4, window_layers=1)
-    with pytest.raises(ValueError, match=r"model\.window_layers=1 of model\.layers=2 slide"):
+    with pytest.raises(ValueError, match=r"model\.window_layers=1 of model\.layers=2"):
         Decoder(sliding)

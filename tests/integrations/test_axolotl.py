@@ -155,7 +155,33 @@ def test_bins_are_hardly_more_than_first_fits(shape, batch_size):
     assert bins <= theirs * 1.005 + batch_size
 
 
-def test_bins_of_a_batch_are_alike_in_cost():
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_a_limit_of_documents_costs_few_bins(batch_size):
+    """Axolotl's default is 200 documents per bin; longest-first packing fills bins with the shortest of them."""
+    lengths = np.random.default_rng(2).integers(20, 300, 6000)
+    sampler = MultipackBatchSampler(shuffled(lengths), batch_size, 32768, lengths, drop_last=False)
+    bins = [held for batch in sampler for held in batch]
+    assert max(len(held) for held in bins) <= 200
+    bound = max(-(-int(lengths.sum()) // 32768), -(-len(lengths) // 200))
+    assert len(bins) <= 1.02 * bound + batch_size
+
+
+def test_no_batch_is_lost_between_ranks(monkeypatch):
+    """Hosts assign batch b to rank b % ranks and drop a last round that is not full."""
+    monkeypatch.setattr(axolotl, "world_size", lambda: 8)
+    lengths = lognormal(1000)
+    sampler = MultipackBatchSampler(shuffled(lengths), 2, 4096, lengths)
+    batches = list(sampler)
+    assert len(batches) % 8 == 0
+    assert sorted(documents_of(batches)) == list(range(1000))
+
+
+def test_ranks_are_refused():
+    with pytest.raises(ValueError, match="num_replicas, rank"):
+        MultipackBatchSampler(range(3), 1, 10, [1, 2, 3], num_replicas=2, rank=0)
+
+
+def test_bins_of_a_batch_are_equal_in_cost():
     lengths = lognormal()
     batches = list(MultipackBatchSampler(shuffled(lengths), 4, 8192, lengths))
     squares = np.array([[(lengths[held] ** 2).sum() for held in batch] for batch in batches])
@@ -228,7 +254,7 @@ def test_every_epoch_has_the_first_ones_length():
     assert all(epoch != epochs[0] for epoch in epochs[1:])
 
 
-def test_epochs_differ_although_nobody_sets_them():
+def test_epochs_differ_without_set_epoch():
     lengths = lognormal(500)
     sampler = MultipackBatchSampler(shuffled(lengths), 1, 4096, lengths)
     assert list(sampler) != list(sampler)
@@ -304,7 +330,7 @@ def test_warnings_of_settings(caplog):
     with caplog.at_level(logging.WARNING):
         MultipackBatchSampler(RandomSampler(range(3)), 1, 10, [1, 2, 3], sequential=True)
         MultipackBatchSampler(SequentialSampler(range(3)), 1, 10, [1, 2, 3], label_counts=None)
-    assert "no SequentialSampler (RandomSampler)" in caplog.text
+    assert "not a SequentialSampler (RandomSampler)" in caplog.text
     assert "no effect here: label_counts" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING):
@@ -400,7 +426,7 @@ def test_states_of_something_else_are_refused():
     for other, name in (
         (MultipackBatchSampler(SequentialSampler(lengths), 4, 4096, lengths), "batch_size=2"),
         (MultipackBatchSampler(SequentialSampler(lengths), 2, 4096, lengths, bin_size=8), "bin_size=200"),
-        (MultipackBatchSampler(SequentialSampler(lengths), 2, 4096, lengths[::-1].copy()), "lengths="),
+        (MultipackBatchSampler(SequentialSampler(lengths), 2, 4096, lengths[::-1].copy()), "plan="),
     ):
         with pytest.raises(ValueError, match=name):
             other.load_state_dict(state)
@@ -409,7 +435,7 @@ def test_states_of_something_else_are_refused():
     for name, value in (
         ("batch", 10**6),
         ("length", 0),
-        ("batches", "0" * 16),
+        ("plan", "0" * 16),
         ("order", torch.tensor([10**6])),
         ("order", torch.tensor([0.5])),
     ):

@@ -1,4 +1,4 @@
-"""One thin file for each host: the names that people import today, with this planner inside.
+"""Drop-in replacements for other packages' samplers, one file per package, with this planner inside.
 
-`multipack_v2` stands in for imoneoi's multipack_sampler, `axolotl` for Axolotl's `MultipackBatchSampler`.
+`multipack_v2` replaces the samplers of imoneoi's multipack_sampler, `axolotl` Axolotl's `MultipackBatchSampler`.
 """

@@ -1,21 +1,24 @@
-"""Drop-in for Axolotl's `MultipackBatchSampler` and its packing functions, with this planner inside.
+"""Drop-in for Axolotl's `MultipackBatchSampler` and its documented packing functions.
 
     - from axolotl.utils.samplers.multipack import MultipackBatchSampler
     + from multipack.integrations.axolotl import MultipackBatchSampler
 
-In a running Axolotl, put it where the trainer looks it up: `axolotl.core.trainers.base.MultipackBatchSampler` and
+In a running Axolotl, set it where the trainer looks it up: `axolotl.core.trainers.base.MultipackBatchSampler` and
 `axolotl.utils.trainer.MultipackBatchSampler`.
 
     sampler   7 2 9 4 0 …                      any sampler of document numbers
-    batches   [[7, 2], [9]] [[4, 0, 3], [8]]   `batch_size` bins each, alike in cost; a bin is a list of documents
+    batches   [[7, 2], [9]] [[4, 0, 3], [8]]   `batch_size` bins each, equal in cost; a bin is a list of documents
+
+Hosts assign batch b to rank b % ranks. So `ranks · batch_size` bins are planned as one step: batches that run side by
+side are equal in cost, their number is a multiple of the ranks, and no rank's last batch is lost.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -23,100 +26,57 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import BatchSampler, Sampler, SequentialSampler
 
-from multipack.integrations.arrange import arrange, fitting, in_order, side_by_side
-from multipack.integrations.axolotl_packing import (
-    allocate,
-    allocate_sequentially,
-    ffd_check,
-    ffd_with_result,
-    pack_group,
-    pack_parallel,
+from multipack.integrations.full_steps import (
+    check_state,
+    dropped_message,
+    fitting_documents,
+    full_steps,
+    reduced,
+    world_size,
 )
-from multipack.integrations.ranks import reduced, world_size
-from multipack.integrations.states import check_identity, digest, restore, state_of
 from multipack.planning.lengths import check_integer
-from multipack.planning.packing import pack
-
-__all__ = [
-    "MultipackBatchSampler",
-    "allocate",
-    "allocate_sequentially",
-    "ffd_check",
-    "ffd_with_result",
-    "pack_group",
-    "pack_parallel",
-]
+from multipack.planning.options import PlanOptions
+from multipack.planning.packing import Packs, pack
 
 LOG = logging.getLogger(__name__)
 
 Integers = NDArray[np.int64]
+Bins = list[list[int]]
 
 MOST_BINS = 256
-"""Bins that are planned together at most: more fill hardly better, and time would grow faster than documents."""
-
-
-@dataclass
-class _Epoch:
-    """What the sampler yielded for an epoch, and the batches made of it.
-
-    Attributes:
-        order: (documents,) document numbers as the sampler yielded them.
-        source: the sampler that yielded them; None for an order that a state holds.
-        inner: the sampler's own state after that.
-        ranks: batches that run side by side.
-        batches: positions in `order`, one array a bin; None until they are made.
-        left: positions that no batch holds.
-        started: whether an iterator has begun with them.
-        used, slots: tokens and slots that the statistics have counted.
-    """
-
-    order: Integers
-    source: Any
-    inner: dict[str, Any]
-    ranks: int
-    batches: list[list[Integers]] | None = None
-    left: Integers | None = None
-    started: bool = False
-    used: int = 0
-    slots: int = 0
+"""Maximum bins that are planned together: more hardly fill better, and the time grows faster than the documents."""
 
 
 class MultipackBatchSampler(BatchSampler):
-    """Batches of bins: Axolotl's sampler, with bins of a batch that are alike in cost.
+    """Batches of bins: Axolotl's sampler, with bins of a batch that are equal in cost.
 
-    The sampler below is read once an epoch, and what `len` promised is what is iterated. `len` is the same on all
-    ranks and in all epochs: that of the first epoch, on the rank that has fewest batches, gathered once (when `len` is
-    first asked for, or iteration begins; so every rank has to do one of them). Where a rank or a later
-    epoch has documents for more, these are in `left_out`, and a warning counts them; where it has fewer, its
-    bins are less full. With torch.distributed, batches that ranks run side by side (batch number // ranks is the
-    same) are alike in cost too.
+    The inner sampler is read once per epoch, and `len` is exact. It is that of the first epoch, on the rank with the
+    fewest batches: the first call of `len` is a collective, and iteration is none. If a later epoch has more documents
+    than fit, they are listed in `left_out`, with a warning; if it has fewer, its bins are less full.
 
-    An iterator after the first reads the sampler again, so that epochs differ although the host never calls
-    `set_epoch`. The state holds the order that the sampler yielded (8 bytes a document), so resuming is exact with any
-    sampler, and draws nothing from a random generator.
+    An iterator after the first reads the inner sampler again, so that epochs differ although the host never calls
+    `set_epoch`. The state holds the order of the inner sampler (8 bytes per document), so that resuming is exact with
+    any sampler.
 
     Args:
-        sampler: any sampler or iterable of document numbers. If it has `set_epoch`, it is told the epoch.
+        sampler: any sampler or iterable of document numbers. If it has `set_epoch`, that is called.
         batch_size: bins of a batch.
-        batch_max_len: most tokens of a bin.
+        batch_max_len: maximum tokens of a bin.
         lengths: (documents,) tokens of every document that the sampler may yield, by its number.
         packing_efficiency_estimate: kept as an attribute, for hosts that read it.
-        drop_last: full batches only: what best fit packs into fewer than `batch_size` bins is left out. Where there
-            is not even one full batch, documents are spread over its bins. False spreads all documents
-            over one batch more; only the last can have fewer bins, and only for want of documents.
-        num_count_samples: no longer needed: what is counted is what is iterated.
+        drop_last: full batches only. In a single process, documents that best fit packs into fewer than `batch_size`
+            bins are left out, unless there is no full batch without them.
+        num_count_samples: not needed: `len` is exact.
         sequential: keep the sampler's order: bins are filled one after another.
-        group_size: documents that are planned together, at most `MOST_BINS` bins of them. Larger groups fill
-            bins better.
-        bin_size: most documents of a bin; None or 0 for no limit.
-        num_processes, safe_mode, mp_start_method: no longer needed: packing takes no other process and
-            skips nothing.
-        overlong: documents longer than `batch_max_len` are an `error`, or `drop`ped: counted in
-            `overlong_documents`, with a warning.
-        **kwargs: names of other versions; they have no effect, which a warning says.
+        group_size: documents that are planned together, at most `MOST_BINS` bins. Larger groups fill bins better.
+        bin_size: maximum documents of a bin; None or 0 for no limit.
+        num_processes, safe_mode, mp_start_method: not needed: packing starts no processes and skips nothing.
+        overlong: documents longer than `batch_max_len` are an `error`, or `drop`ped: listed in `overlong_documents`,
+            with a warning.
+        **kwargs: arguments of other versions. They have no effect, with a warning.
 
     Raises:
-        ValueError: documents that are too long, or too few for one batch.
+        ValueError: documents that are too long, or `rank`, `num_replicas` or `world_size` among the arguments.
     """
 
     sampler: Sampler[int] | Iterable[int]
@@ -141,81 +101,72 @@ class MultipackBatchSampler(BatchSampler):
     ) -> None:
         super().__init__(sampler, batch_size, drop_last)
         self.batch_max_len = check_integer("batch_max_len", batch_max_len)
-        self.lengths, fits = fitting(lengths, self.batch_max_len, overlong, "batch_max_len")
+        self.lengths, self._fits = fitting_documents(lengths, self.batch_max_len, overlong, "batch_max_len")
+        self.overlong_documents = np.flatnonzero(~self._fits)
         self.packing_efficiency_estimate = packing_efficiency_estimate or 1.0
-        self.sequential = sequential
+        self.sequential = bool(sequential)
         self.group_size = check_integer("group_size", group_size)
         self.bin_size = check_integer("bin_size", bin_size) if bin_size else None
         self.num_count_samples, self.num_processes = num_count_samples, num_processes
         self.safe_mode, self.mp_start_method = safe_mode, mp_start_method
-        self.overlong, self._fits = overlong, fits
-        self.overlong_documents = np.flatnonzero(~fits)
         self.epoch = 0
         self.len_across_ranks: int | None = None
-        self._drawn: _Epoch | None = None
-        self._past_used = self._past_slots = 0  # of epochs before the current one
+        self.total_tokens_used = self.total_token_slots = 0
+        self._epoch: _Epoch | None = None
         self._position = 0  # batches of this epoch that were yielded
-        self._resume = 0  # where the next iterator starts
-        if len(self.overlong_documents):
-            LOG.warning(
-                "%d of %d documents (%d tokens) are longer than batch_max_len=%d and are left out, as overlong='drop'"
-                " asks",
-                *(
-                    len(self.overlong_documents),
-                    len(fits),
-                    int(self.lengths[~fits].sum()),
-                    self.batch_max_len,
-                ),
+        self._resume = 0  # first batch of the next iterator
+        if message := dropped_message(self.lengths, self._fits, "batch_max_len", self.batch_max_len):
+            LOG.warning(message)
+        if ranks := sorted({"rank", "num_replicas", "world_size"} & kwargs.keys()):
+            raise ValueError(
+                f"{', '.join(ranks)}: this sampler yields the batches of all ranks, and the host assigns batch b to"
+                " rank b % ranks; leave them out, or give the ranks to a DistributedSampler below it"
             )
         if kwargs:
             LOG.warning("these settings have no effect here: %s", ", ".join(sorted(kwargs)))
         if sequential and not isinstance(sampler, SequentialSampler):
             LOG.warning(
-                "sequential packing keeps the order of a sampler that is no SequentialSampler (%s); did you mean to set"
-                " curriculum_sampling too?",
+                "sequential packing keeps the order of a sampler that is not a SequentialSampler (%s); did you mean to"
+                " set curriculum_sampling too?",
                 type(sampler).__name__,
             )
 
     def __len__(self) -> int:
-        """Batches of an epoch: the same on all ranks and in all epochs. The first call is a collective.
+        """Batches of an epoch, the same on all ranks and in all epochs. The first call is a collective.
 
         Raises:
             ValueError: a rank has no batch.
         """
         if self.len_across_ranks is None:
-            least = self.gather_len_batches(len(self._batches_of(self._epoch_drawn(), None)))
+            least = self.gather_len_batches(len(self._current().batches))
             if least == 0:
                 raise ValueError(
                     f"on one rank or more, documents are too few for a batch of batch_size={self.batch_size} bins;"
-                    " use a smaller batch_size, or drop_last=False"
+                    " use a smaller batch_size, or drop_last=False (for evaluation: eval_sample_packing: False)"
                 )
             self.len_across_ranks = least
         return self.len_across_ranks
 
-    def __iter__(self) -> Iterator[list[list[int]]]:  # type: ignore[override]
-        """The batches of the epoch, `len` of them: lists of bins, which are lists of document numbers."""
-        if self._drawn is not None and self._drawn.started:
-            self._forget()
-        length, drawn = len(self), self._epoch_drawn()
-        batches = self.generate_batches(set_stats=True)
-        drawn.started = True
-        self._warn_of_left_out()
+    def __iter__(self) -> Iterator[Bins]:  # type: ignore[override]
+        """The batches of the epoch: lists of bins, which are lists of document numbers."""
+        if self._epoch is not None and self._epoch.is_iterated:
+            self._epoch = None
+        epoch, batches = self._current(), self.generate_batches(set_stats=True)
+        if not batches:
+            len(self)
+        epoch.is_iterated = True
+        if len(left := self.left_out):
+            LOG.warning(
+                "epoch %d: %d documents (%d tokens) are in none of the %d batches (drop_last, or another rank or epoch"
+                " has fewer); left_out lists them",
+                *(self.epoch, len(left), int(self.lengths[left].sum()), len(batches)),
+            )
         start, self._resume = self._resume, 0
         self._position = start
-        for number in range(start, length):
-            if self._drawn is drawn:
+        for number in range(start, len(batches)):
+            if self._epoch is epoch:
                 self._position = number + 1
             yield batches[number]
-
-    @property
-    def total_tokens_used(self) -> int:
-        """Tokens in the batches of all epochs so far."""
-        return self._past_used + (self._drawn.used if self._drawn else 0)
-
-    @property
-    def total_token_slots(self) -> int:
-        """Slots of the bins of all epochs so far."""
-        return self._past_slots + (self._drawn.slots if self._drawn else 0)
 
     @property
     def eff_total_used(self) -> int:
@@ -229,140 +180,116 @@ class MultipackBatchSampler(BatchSampler):
 
     @property
     def left_out(self) -> Integers:
-        """(documents,) numbers of this epoch's documents that no batch holds."""
-        drawn = self._epoch_drawn()
-        self._batches_of(drawn, self.len_across_ranks)
-        assert drawn.left is not None
-        return drawn.order[drawn.left]
+        """(documents,) documents of this epoch that are in no batch."""
+        epoch = self._current()
+        return epoch.order[epoch.left]
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch and tell the sampler; the current epoch keeps order and position."""
+        """Move to the beginning of an epoch, also of the inner sampler; the current epoch keeps order and position."""
         epoch = check_integer("epoch", epoch, 0)
         if epoch == self.epoch:
             return
-        self.epoch, self._position, self._resume = epoch, 0, 0
-        self._forget()
+        self.epoch, self._position, self._resume, self._epoch = epoch, 0, 0, None
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
 
-    def generate_batches(self, set_stats: bool = False) -> list[list[list[int]]]:
-        """The batches of the epoch: `len` of them where that is known, else what this rank's documents fill.
-
-        Args:
-            set_stats: count their tokens and slots, once an epoch.
-
-        Returns:
-            Batches of bins of document numbers.
-        """
-        drawn = self._epoch_drawn()
-        batches = self._batches_of(drawn, self.len_across_ranks)
-        if set_stats:
-            held = [position for batch in batches for position in batch]
-            drawn.used = int(self.lengths[drawn.order[np.concatenate(held)]].sum()) if held else 0
-            drawn.slots = len(held) * self.batch_max_len
-        return [[drawn.order[positions].tolist() for positions in batch] for batch in batches]
+    def generate_batches(self, set_stats: bool = False) -> list[Bins]:
+        """The batches of the epoch, as many as `len` if it is known. `set_stats` counts them, once per epoch."""
+        epoch = self._current()
+        if set_stats and not epoch.is_counted:
+            bins = [positions for batch in epoch.batches for positions in batch]
+            self.total_tokens_used += sum(int(self.lengths[epoch.order[held]].sum()) for held in bins)
+            self.total_token_slots += len(bins) * self.batch_max_len
+            epoch.is_counted = True
+        return [[epoch.order[positions].tolist() for positions in batch] for batch in epoch.batches]
 
     def num_batches(self) -> int:
         """Batches of an epoch, as `len`."""
         return len(self)
 
     def efficiency(self) -> float:
-        """Tokens over slots of all epochs so far; the current epoch is counted if none was."""
+        """Tokens divided by slots of all epochs so far, at least of the current one."""
         if self.total_token_slots == 0:
             self.generate_batches(set_stats=True)
         return self.total_tokens_used / self.total_token_slots if self.total_token_slots else 0.0
 
     def gather_efficiency(self) -> float:
-        """A cautious estimate for all ranks: 99.7 % of the best rank's efficiency, cut to steps of 0.5 %."""
+        """99.7 % of the best rank's efficiency, rounded down to 0.5 %: a cautious estimate. A collective."""
         return math.floor(0.997 * reduced(self.efficiency(), "max") * 200) / 200
 
     def gather_len_batches(self, num: float) -> int:
-        """The fewest batches of any rank; every rank has to call it."""
+        """The fewest batches of any rank. A collective."""
         return math.floor(reduced(num, "min"))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where iteration stands: after the last batch that was yielded. For this rank."""
+        """The position of this rank after the last batch that was yielded."""
         return self.state_at(self._position)
 
     def state_at(self, batch: int) -> dict[str, Any]:
-        """The state before a batch of the epoch, for loaders that are ahead of what was trained on."""
-        length, drawn = len(self), self._epoch_drawn()
+        """The state before a batch of the epoch, for loaders that prefetch."""
+        epoch = self._current()
         return self._identity() | {
             "epoch": self.epoch,
             "batch": int(batch),
-            "length": length,
-            "ranks": drawn.ranks,
-            "order": torch.from_numpy(drawn.order),
-            "sampler": drawn.inner,
-            "batches": _digest(self._batches_of(drawn, length)),
+            "length": self.len_across_ranks or len(epoch.batches),
+            "ranks": epoch.ranks,
+            "order": torch.from_numpy(epoch.order),
+            "sampler": epoch.inner,
+            "plan": epoch.fingerprint,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken, in the next iterator, with the same batches and the same `len`.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state` was taken, in the next iterator, with the same batches and the same `len`.
 
         Raises:
-            ValueError: the state is of other documents or options, or its batches cannot be made again.
+            ValueError: the state belongs to other documents or options, or its batches cannot be made again.
         """
-        check_identity(
-            state, self._identity(), ("epoch", "batch", "length", "ranks", "order", "sampler", "batches")
-        )
-        epoch, batch, length, ranks = (
+        more = ("epoch", "batch", "length", "ranks", "order", "sampler", "plan")
+        check_state(dict(state), self._identity(), more)
+        number, batch, length, ranks = (
             check_integer(f"the saved sampler state's {name}", state[name], least)
             for name, least in (("epoch", 0), ("batch", 0), ("length", 1), ("ranks", 1))
         )
         if batch > length:
             raise ValueError(f"the saved sampler state is at batch {batch} of {length}")
         order = self._checked_order(torch.as_tensor(state["order"]).numpy(), "the saved sampler state")
-        drawn = _Epoch(order, None, state["sampler"], ranks)
-        if _digest(self._batches_of(drawn, length)) != state["batches"]:
-            raise ValueError(
-                "the saved sampler state is of other batches although documents and options agree: the version of"
-                " multipack changed since; go on with the one that it was saved with"
-            )
-        self._forget()
-        self.epoch, self._position, self._resume = epoch, batch, batch
-        self.len_across_ranks, self._drawn = length, drawn
-        restore(self.sampler, state["sampler"])
+        epoch = _Epoch(self, order, None, state["sampler"], length, ranks)
+        check_state(dict(state), {"plan": epoch.fingerprint}, ())
+        self.epoch, self._position, self._resume = number, batch, batch
+        self.len_across_ranks, self._epoch = length, epoch
+        _restore(self.sampler, state["sampler"])
 
     def _identity(self) -> dict[str, Any]:
-        """What a state must agree in."""
         return {
-            "lengths": digest([self.lengths]),
             "batch_size": self.batch_size,
             "batch_max_len": self.batch_max_len,
             "drop_last": self.drop_last,
-            "sequential": bool(self.sequential),
+            "sequential": self.sequential,
             "group_size": self.group_size,
             "bin_size": self.bin_size,
-            "overlong": self.overlong,
         }
 
-    def _forget(self) -> None:
-        """Let the current epoch's batches go, and remember what they counted."""
-        if self._drawn is not None:
-            self._past_used += self._drawn.used
-            self._past_slots += self._drawn.slots
-            self._drawn = None
-
-    def _epoch_drawn(self) -> _Epoch:
-        """The epoch's order, read from the sampler once; again if a host has replaced the sampler."""
-        if (
-            self._drawn is not None
-            and self._drawn.source is not None
-            and self._drawn.source is not self.sampler
-        ):
-            self._forget()
-        if self._drawn is None:
-            yielded = np.array([int(number) for number in self.sampler], dtype=np.int64)
-            order = self._checked_order(yielded, "the sampler")
-            self._drawn = _Epoch(order, self.sampler, state_of(self.sampler), world_size())
-        return self._drawn
+    def _current(self) -> _Epoch:
+        """The epoch's batches; the inner sampler is read once, and again if a host has replaced it."""
+        known = self._epoch
+        if known is not None and known.source in (None, self.sampler):
+            if self.len_across_ranks not in (None, len(known.batches)):
+                self._epoch = _Epoch(
+                    self, known.order, known.source, known.inner, self.len_across_ranks, known.ranks
+                )
+            return self._epoch  # type: ignore[return-value]
+        yielded = np.array([int(number) for number in self.sampler], dtype=np.int64)
+        order = self._checked_order(yielded, "the sampler")
+        self._epoch = _Epoch(
+            self, order, self.sampler, _state_of(self.sampler), self.len_across_ranks, world_size()
+        )
+        return self._epoch
 
     def _checked_order(self, order: Integers, whose: str) -> Integers:
         """Document numbers without those that are too long.
 
         Raises:
-            ValueError: numbers that are no documents.
+            ValueError: there are none, or they are not numbers of documents.
         """
         if order.ndim != 1 or order.dtype.kind not in "iu" or len(order) == 0:
             raise ValueError(f"{whose} yields no document numbers")
@@ -373,71 +300,190 @@ class MultipackBatchSampler(BatchSampler):
             )
         return order[self._fits[order]]
 
-    def _batches_of(self, drawn: _Epoch, number: int | None) -> list[list[Integers]]:
-        """Batches of positions in the epoch's order; those at hand if they are as many."""
-        if drawn.batches is None or number not in (None, len(drawn.batches)):
-            lengths = self.lengths[drawn.order]
-            least = self.batch_size * (number or 1) if self.drop_last else number or 1
-            if len(lengths) < least and number is None:
-                drawn.batches, drawn.left = [], np.arange(len(lengths))
-            elif len(lengths) < least:
-                raise ValueError(
-                    f"the sampler yields {len(lengths):,} documents in epoch {self.epoch}, too few for {number:,}"
-                    f" batches of {self.batch_size} bins, which the first epoch had and len promised; use a"
-                    " sampler that yields as many documents in every epoch"
-                )
-            elif self.sequential:
-                drawn.batches, drawn.left = self._in_order(lengths, number)
-            else:
-                drawn.batches, drawn.left = self._planned(lengths, drawn.ranks, number)
-        return drawn.batches
 
-    def _in_order(self, lengths: Integers, number: int | None) -> tuple[list[list[Integers]], Integers]:
-        """Batches of bins that keep the order, and what is left."""
-        bins = in_order(lengths, self.batch_max_len, self.bin_size)
-        full, rest = divmod(len(bins), self.batch_size)
-        wanted = number or (max(full, 1) if self.drop_last or not rest else full + 1)
-        most = wanted * self.batch_size
-        if len(bins) > most or self.drop_last:
-            bins = in_order(lengths, self.batch_max_len, self.bin_size, most)
-        elif len(bins) <= most - self.batch_size:
-            bins = in_order(lengths, self.batch_max_len, self.bin_size, min(most, len(lengths)))
-        held = list(bins)
-        batches = [held[first : first + self.batch_size] for first in range(0, len(held), self.batch_size)]
-        return batches, np.arange(bins.offsets[-1], len(lengths))
+class _Epoch:
+    """The order that the inner sampler yielded for an epoch, and the batches made of it.
 
-    def _planned(
-        self, lengths: Integers, ranks: int, number: int | None
-    ) -> tuple[list[list[Integers]], Integers]:
-        """Batches of bins that are alike in cost, and what is left."""
-        bins = len(pack(lengths, self.batch_max_len, "best_fit", self.bin_size))
-        together = min(self.group_size * bins // len(lengths), MOST_BINS)
-        window = max(1, together // self.batch_size)
-        steps = arrange(
-            lengths,
-            capacity=self.batch_max_len,
-            packs=self.batch_size,
-            window=window,
-            balance="cost",
-            drop_last=self.drop_last,
-            steps=number,
-            max_documents=self.bin_size,
-        )
-        batches = list(steps)
-        costs = np.array([int(steps.plan.costs(np.concatenate(batch)).sum()) for batch in batches])
-        return [batches[index] for index in side_by_side(costs, ranks, window, steps.full)], steps.left
+    Attributes:
+        order: (documents,) document numbers.
+        source: the inner sampler; None for an order from a saved state.
+        inner: the inner sampler's own state after it was read.
+        ranks: number of batches that run side by side.
+        batches: positions in `order`, one array per bin.
+        left: (documents,) positions that are in no batch.
+        fingerprint: of the plan, or of the lengths in their order if `sequential`.
+        is_iterated, is_counted: whether an iterator has begun, and whether the statistics include it.
+    """
 
-    def _warn_of_left_out(self) -> None:
-        left = self.left_out
-        if len(left):
-            LOG.warning(
-                "epoch %d: %d documents (%d tokens) are in none of the %d batches (drop_last, or another rank or epoch"
-                " has fewer); left_out names them",
-                *(self.epoch, len(left), int(self.lengths[left].sum()), len(self)),
+    def __init__(
+        self,
+        host: MultipackBatchSampler,
+        order: Integers,
+        source: Any,
+        inner: Mapping[str, Any],
+        number: int | None,
+        ranks: int,
+    ) -> None:
+        self.order, self.source, self.inner, self.ranks = order, source, inner, ranks
+        self.is_iterated = self.is_counted = False
+        self.fingerprint = ""
+        lengths, size = host.lengths[order], host.batch_size
+        least = size * (number or 1) if host.drop_last else number or 1
+        self.batches: list[list[Integers]] = []
+        self.left = np.arange(len(lengths))
+        if len(lengths) < least and number is not None:
+            raise ValueError(
+                f"the sampler yields {len(lengths):,} documents in epoch {host.epoch}, too few for {number:,} batches"
+                f" of {size} bins, the length of the first epoch; use a sampler that yields as many documents in every"
+                " epoch"
             )
+        if len(lengths) < least:
+            return
+        if host.sequential:
+            bins = _bins_in_order(lengths, host.batch_max_len, host.bin_size, size, host.drop_last, number)
+            self.batches = [list(bins)[first : first + size] for first in range(0, len(bins), size)]
+            self.left = np.arange(bins.offsets[-1], len(lengths))
+            self.fingerprint = hashlib.sha256(lengths.astype("<i8").tobytes()).hexdigest()[:16]
+            return
+        together = max(1, math.ceil(lengths.sum() / host.batch_max_len))
+        bins_planned = min(host.group_size * together // len(lengths), MOST_BINS)
+        side_by_side = ranks if len(lengths) >= ranks * size and not (number or 0) % ranks else 1
+        options = PlanOptions(
+            capacity=host.batch_max_len,
+            packs_per_step=size * side_by_side,
+            order="given",
+            window=max(1, bins_planned // (size * side_by_side)),
+            balance="joint",
+            max_documents=host.bin_size or 0,
+        )
+        drop_last = host.drop_last and side_by_side == 1
+        steps = full_steps(lengths, options, drop_last=drop_last, steps=number and number // side_by_side)
+        for step in range(len(steps)):
+            packs = steps[step]
+            self.batches += [packs[rank::side_by_side] for rank in range(min(side_by_side, len(packs)))]
+        self.left, self.fingerprint = steps.left, steps.plan.fingerprint
 
 
-def _digest(batches: list[list[Integers]]) -> str:
-    """Says which positions are in which bin, and which bins in which batch."""
-    bins = [positions for batch in batches for positions in batch]
-    return digest([np.array([len(batch) for batch in batches], dtype=np.int64), *bins])
+def _bins_in_order(
+    lengths: Integers, capacity: int, bin_size: int | None, size: int, drop_last: bool, number: int | None
+) -> Packs:
+    """Next fit, then cut or split to whole batches of `size` bins, or to `number` batches."""
+    bins = pack(lengths, capacity, "next_fit", bin_size)
+    full, rest = divmod(len(bins), size)
+    batches = number or (max(full, 1) if drop_last or not rest else full + 1)
+    wanted = batches * size
+    if len(bins) > wanted:
+        return Packs(bins.order[: bins.offsets[wanted]], bins.offsets[: wanted + 1])
+    if not drop_last and len(bins) > wanted - size:
+        return bins
+    starts = bins.offsets[:-1].tolist()
+    sizes = np.diff(bins.offsets).tolist()
+    for _ in range(min(wanted, len(lengths)) - len(bins)):
+        largest = int(np.argmax(sizes))
+        half = sizes[largest] // 2
+        starts.append(starts[largest] + half)
+        sizes.append(sizes[largest] - half)
+        sizes[largest] = half
+    return Packs(bins.order, np.array([*sorted(starts), len(lengths)], dtype=np.int64))
+
+
+def _state_of(sampler: Any) -> dict[str, Any]:
+    """The inner sampler's own state after it was read, as far as it has one: its next epoch follows from it."""
+    if hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict"):
+        return {"state_dict": sampler.state_dict()}
+    state: dict[str, Any] = {}
+    if isinstance(getattr(sampler, "generator", None), torch.Generator):
+        state["generator"] = sampler.generator.get_state()
+    if hasattr(sampler, "set_epoch") and isinstance(getattr(sampler, "epoch", None), int):
+        state["epoch"] = sampler.epoch
+    return state
+
+
+def _restore(sampler: Any, state: Mapping[str, Any]) -> None:
+    """Restore the state of `_state_of`, if the sampler is of that kind."""
+    if "state_dict" in state and hasattr(sampler, "load_state_dict"):
+        sampler.load_state_dict(state["state_dict"])
+    if "generator" in state and isinstance(getattr(sampler, "generator", None), torch.Generator):
+        sampler.generator.set_state(state["generator"])
+    if "epoch" in state and hasattr(sampler, "set_epoch"):
+        sampler.set_epoch(state["epoch"])
+
+
+def ffd_check(sequence_lengths: ArrayLike, bin_capacity: int, num_bins: int) -> bool:
+    """Whether first fit decreasing packs these sequences into at most `num_bins` bins."""
+    lengths = np.asarray(sequence_lengths)
+    if lengths.size == 0:
+        return True
+    if lengths.max() > bin_capacity:
+        return False
+    return len(pack(lengths, bin_capacity, "first_fit_decreasing")) <= num_bins
+
+
+def pack_group(
+    sequence_lengths: ArrayLike,
+    group_offset: int,
+    bin_capacity: int,
+    max_bins: int,
+    bin_size: int,
+    safe_mode: bool = True,
+) -> Bins:
+    """Pack a group of sequences by best fit.
+
+    Args:
+        sequence_lengths: (sequences,) tokens of each.
+        group_offset: added to every position.
+        bin_capacity: maximum tokens of a bin. A longer sequence is an error.
+        max_bins: maximum number of bins, if `safe_mode`: the fullest are kept, and a warning counts skipped sequences.
+        bin_size: maximum sequences of a bin.
+        safe_mode: apply `max_bins`.
+    """
+    lengths = np.asarray(sequence_lengths)
+    if lengths.size == 0:
+        return []
+    bins = pack(lengths, bin_capacity, "best_fit", bin_size or None)
+    kept = np.arange(len(bins))
+    if safe_mode and len(bins) > max_bins:
+        kept = np.sort(np.argsort(-bins.totals(lengths), kind="stable")[:max_bins])
+        skipped = len(lengths) - int(bins.sizes()[kept].sum())
+        LOG.warning(
+            "pack_group: %d of %d sequences do not fit into max_bins=%d and are skipped; raise max_bins, or set"
+            " safe_mode=False",
+            *(skipped, len(lengths), max_bins),
+        )
+    return [(bins[number] + group_offset).tolist() for number in kept.tolist()]
+
+
+def pack_parallel(
+    sequence_lengths: ArrayLike,
+    bin_capacity: int,
+    group_size: int,
+    bin_size: int,
+    num_processes: int | None = None,
+    safe_mode: bool = True,
+    mp_start_method: str | None = "fork",
+) -> Bins:
+    """`pack_group` for each `group_size` sequences. The last three arguments are not needed: no process is started."""
+    lengths = np.asarray(sequence_lengths)
+    size = check_integer("group_size", group_size)
+    groups = ((first, lengths[first : first + size]) for first in range(0, len(lengths), size))
+    return [
+        held
+        for first, group in groups
+        for held in pack_group(group, first, bin_capacity, len(group), bin_size, safe_mode)
+    ]
+
+
+def allocate_sequentially(
+    sequence_lengths: ArrayLike, rank: int, bin_capacity: int, num_ranks: int
+) -> tuple[Bins, int, int]:
+    """Fill bins in the order of the sequences and assign them to ranks in turn.
+
+    Returns:
+        (this rank's bins, tokens of all sequences, slots of all ranks' bins).
+    """
+    lengths = np.asarray(sequence_lengths)
+    if lengths.size == 0:
+        return [], 0, 0
+    bins = pack(lengths, bin_capacity, "next_fit")
+    own = [bins[number].tolist() for number in range(rank, len(bins), num_ranks)]
+    return own, int(lengths.sum()), len(bins) * bin_capacity

@@ -1,7 +1,7 @@
-"""A Hugging Face config.json → the fields of a `ModelShape`, by the fields present.
+"""The fields of a `ModelShape` from a Hugging Face config.json.
 
-JSON only: nothing of what the file names is imported, and no package is needed. Fields mean what they
-mean in the models' own configurations, and what a file may leave out has the value that those give it.
+The file is read as JSON; no code is imported. Fields have the meaning of the models' own configurations, and missing
+fields the defaults of these.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _GATED = (
     *("olmo", "olmo2", "olmo3", "olmoe", "cohere", "cohere2", "granite", "granitemoe", "glm4", "glm4_moe"),
 )
 _PLAIN = ("gpt2", "gptj", "gpt_neox", "gpt_bigcode", "starcoder2", "phi")
-"""Model types whose feed-forward layer has a gate, and those without: their files do not say."""
+"""Model types with and without a gate in the feed-forward layer, which their files do not state."""
 
 _NAMES: dict[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
@@ -39,7 +39,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "rope_width": ("qk_rope_head_dim",),
     "value_width": ("v_head_dim",),
 }
-"""Field → what config.json files call it."""
+"""Field → its names in config.json files."""
 
 _NO_WINDOW: dict[str, Any] = {"use_sliding_window": False}
 _TIED: dict[str, Any] = {"tie_word_embeddings": True}
@@ -61,29 +61,29 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "gpt_oss": {"sliding_window_pattern": 2},
 }
-"""Model type → values that its files may leave out."""
+"""Model type → defaults of fields that its files may omit."""
 
 _UNKNOWN_COST = (
     *("is_encoder_decoder", "attention_chunk_size", "attention_types", "index_topk", "altup_num_inputs"),
     *("layers_block_type", "hybrid_override_pattern", "attn_layer_period", "ssm_cfg", "mamba_d_state"),
     "linear_num_key_heads",
 )
-"""Fields of models whose layers cost otherwise: encoders, chunked or selected keys, recurrences."""
+"""Fields of models whose cost is not known here: encoders, chunked or selected keys, recurrences."""
 
 
 def fields_of(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     """Fields of a `ModelShape` from a Hugging Face configuration.
 
     Args:
-        source: the file's content, its path, or the folder that holds config.json.
+        source: the file's content, its path, or the folder of config.json.
 
     Raises:
-        ValueError: no decoder whose cost is known: the message names the missing or unknown fields.
-        FileNotFoundError: there is no such file.
+        ValueError: not a decoder of known cost; the message names the missing or unknown fields.
+        FileNotFoundError: the file does not exist.
     """
     given = source if isinstance(source, Mapping) else _read_config(Path(source))
     text = given.get("text_config")
-    if isinstance(text, Mapping):  # a model of images and text: its language model
+    if isinstance(text, Mapping):  # the language model of a model of images and text
         given = {"model_type": f"{given.get('model_type')}_text", **text}
     kind = str(given.get("model_type", "?"))
     filled = {**_DEFAULTS.get(kind, {}), **given}
@@ -95,7 +95,7 @@ def fields_of(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
         )
     if kind not in _GATED + _PLAIN and config.get("hidden_act") not in ("silu", "swish"):
         raise ValueError(
-            f"model_type={kind!r} is unknown and hidden_act={config.get('hidden_act')!r} does not tell whether its"
+            f"model_type={kind!r} is unknown and hidden_act={config.get('hidden_act')!r} does not determine whether its"
             " feed-forward layer is gated; give a ModelShape instead"
         )
     found = {field: _number(config, names) for field, names in _NAMES.items()}
@@ -103,7 +103,7 @@ def fields_of(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
         found["d_ff"] = 4 * found["d_model"]
     if config.get("multi_query"):
         found["kv_heads"] = 1
-    if found["kv_rank"]:  # a key for every head, whatever the file says of heads
+    if found["kv_rank"]:  # latent attention has a key for every head
         found["kv_heads"] = found["head_dim"] = 0
     needed = ["layers", "heads", "d_model", "d_ff", "vocabulary_size", "context"]
     needed += ["experts_per_token"] if found["experts"] else []
@@ -132,7 +132,7 @@ def fields_of(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
 
 
 def _layers_that_differ(config: Mapping[str, Any], found: dict[str, int]) -> dict[str, int]:
-    """Sliding layers, and the dense layers of a mixture."""
+    """Layers with a window, and the dense layers of a mixture."""
     layers = found["layers"]
     window = _number(config, ("sliding_window",)) if config.get("use_sliding_window", True) else 0
     kinds, pattern = config.get("layer_types"), _number(config, ("sliding_window_pattern",))
@@ -162,7 +162,7 @@ def _layers_that_differ(config: Mapping[str, Any], found: dict[str, int]) -> dic
 
 
 def _theta(config: Mapping[str, Any]) -> float:
-    """The base of the rotary frequencies; no cost depends on it, so layers with bases of their own are no error."""
+    """The base of the rotary frequencies. The cost does not depend on it, so bases per layer are not an error."""
     nested = config.get("rope_parameters")
     theta = config.get("rope_theta", nested.get("rope_theta") if isinstance(nested, Mapping) else None)
     return float(theta) if isinstance(theta, int | float) else 10_000.0
@@ -175,7 +175,7 @@ def _epsilon(config: Mapping[str, Any]) -> float:
 
 
 def _number(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
-    """The first of these fields that is there, an integer from 0; 0 when none is."""
+    """The first of these fields that is present, an integer of at least 0; 0 if none is."""
     for name in names:
         value = config.get(name)
         if value is None:
@@ -189,9 +189,7 @@ def _number(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
 def _read_config(path: Path) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        raise FileNotFoundError(
-            f"{file} is not there; give a model's config.json, or the folder that holds it"
-        )
+        raise FileNotFoundError(f"{file} does not exist; give a model's config.json, or its folder")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:

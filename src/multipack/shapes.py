@@ -1,11 +1,11 @@
-"""What a decoder looks like, as plain data that the cost model, the decoder and the reports share.
+"""The shape of a decoder as plain data, shared by the cost model, the decoder and the reports.
 
-A `ModelShape` holds numbers and names only: no torch, no configuration file. Presets carry the published
-widths of each model, so that `plan(..., cost=CostModel.from_shape(SHAPES["llama-8b"]))` needs no weights;
-`ModelShape.from_huggingface` reads the widths of any other decoder from its config.json.
+A `ModelShape` holds numbers and names only, without torch. Presets have the published widths of each model, so that
+`plan(..., cost=CostModel.from_shape(SHAPES["llama-8b"]))` needs no weights. `ModelShape.from_huggingface` reads the
+widths of any other decoder from its config.json.
 
-Mixtures of experts, windows in some layers and latent attention are described too, because planning needs their cost;
-the decoder of this project builds dense layers that all attend alike, and refuses the others.
+Mixtures of experts, windows in some layers and latent attention are described because planning needs their cost. The
+decoder of this project builds dense layers with equal attention, and refuses other shapes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Positions = Literal["learned", "rope"]
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Layers, widths and the few switches that tell GPT-2 and Llama apart."""
+    """Layers, widths, and the options in which GPT-2 and Llama differ."""
 
     layers: int = 6
     """Transformer blocks."""
     heads: int = 4
     """Query heads."""
     kv_heads: int = 0
-    """Key and value heads; fewer than `heads` is grouped-query attention; 0 = as many as heads."""
+    """Key and value heads; fewer than `heads` is grouped-query attention; 0 = `heads`."""
     d_model: int = 192
     """Width of the residual stream."""
     d_ff: int = 512
@@ -37,13 +37,13 @@ class ModelShape:
     vocabulary_size: int = 0
     """Tokens in the vocabulary; 0 = the tokenizer's own size."""
     context: int = 8192
-    """Most positions in a document: the table's rows for learned positions, a limit for generation."""
+    """Maximum positions of a document: rows of the table of learned positions, a limit for generation."""
     positions: Positions = "rope"
     """`learned` (GPT-2) or `rope` (Llama)."""
     norm: Norm = "rmsnorm"
     """`layernorm` (GPT-2) or `rmsnorm` (Llama)."""
     activation: Activation = "swiglu"
-    """`gelu`, or `swiglu`, which is gated (three matrices)."""
+    """`gelu` (two matrices) or `swiglu` (gated, three matrices)."""
     bias: bool = False
     """Biases in linear layers and LayerNorm."""
     tied: bool = True
@@ -59,32 +59,32 @@ class ModelShape:
     experts: int = 0
     """Routed experts of a layer; 0 = no mixture of experts. For planning only."""
     experts_per_token: int = 0
-    """Routed experts that each token passes through. For planning only."""
+    """Routed experts of each token. For planning only."""
     expert_width: int = 0
     """Width of a routed expert's feed-forward layer; 0 = d_ff. For planning only."""
     shared_experts: int = 0
-    """Experts beside the routed ones, which every token passes through. For planning only."""
+    """Experts of every token, in addition to the routed ones. For planning only."""
     shared_width: int = 0
-    """Width of a shared expert's feed-forward layer; 0 = that of a routed one. For planning only."""
+    """Width of a shared expert's feed-forward layer; 0 = the width of a routed expert. For planning only."""
     dense_layers: int = 0
-    """Layers of a mixture (usually its first) whose feed-forward layer is dense, d_ff wide. For planning only."""
+    """Layers of a mixture (usually the first) with a dense feed-forward layer of width d_ff. For planning only."""
     window: int = 0
-    """Tokens that a sliding layer sees, the query itself included; 0 = all layers see all."""
+    """Tokens that a layer with a window sees, including the query itself; 0 = no windows."""
     window_layers: int = 0
-    """Layers that slide, where `window` is set; 0 = all of them; fewer than all: for planning only."""
+    """Layers with a window, if `window` is set; 0 = all of them. Fewer than all: for planning only."""
     kv_rank: int = 0
-    """Rank of the keys' and values' common latent (multi-head latent attention); 0 = none. For planning only."""
+    """Rank of the common latent of keys and values (multi-head latent attention); 0 = none. For planning only."""
     query_rank: int = 0
     """Rank of the queries' latent in latent attention; 0 = full queries. For planning only."""
     nope_width: int = 0
     """Width of a latent head's query and key without positions. For planning only."""
     rope_width: int = 0
-    """Width of a latent head's query and key with rotary positions; heads share the key. For planning only."""
+    """Width of a latent head's query and key with rotary positions; the key is shared. For planning only."""
     value_width: int = 0
     """Width of a latent head's value. For planning only."""
 
     def __post_init__(self) -> None:
-        """Refuse shapes that no decoder can have."""
+        """Check the widths."""
         if self.kv_heads == 0:
             object.__setattr__(self, "kv_heads", self.heads)
         for name in ("layers", "heads", "kv_heads", "d_model", "d_ff", "context"):
@@ -112,7 +112,7 @@ class ModelShape:
         self._check_planning_only()
 
     def _check_planning_only(self) -> None:
-        """Refuse mixtures, windows and latent attention that are half described."""
+        """Check that mixtures, windows and latent attention are described completely."""
         for name in PLANNING_ONLY:
             if getattr(self, name) < 0:
                 raise ValueError(f"model.{name} must not be negative, got {getattr(self, name)}")
@@ -120,8 +120,8 @@ class ModelShape:
             stray = [name for name in names if getattr(self, name)]
             if stray and not getattr(self, switch):
                 raise ValueError(
-                    f"model.{stray[0]}={getattr(self, stray[0])} means nothing while model.{switch}=0:"
-                    f" set model.{switch}, or leave model.{stray[0]} away"
+                    f"model.{stray[0]}={getattr(self, stray[0])} has no effect with model.{switch}=0:"
+                    f" set model.{switch}, or leave model.{stray[0]} out"
                 )
         for name in ("dense_layers", "window_layers"):
             if getattr(self, name) > self.layers:
@@ -135,7 +135,7 @@ class ModelShape:
         if self.kv_rank and not (self.nope_width and self.value_width):
             raise ValueError(
                 f"model.kv_rank={self.kv_rank} is latent attention, which needs model.nope_width and"
-                f" model.value_width too; got {self.nope_width} and {self.value_width}"
+                f" model.value_width; got {self.nope_width} and {self.value_width}"
             )
         if self.kv_rank and self.kv_heads != self.heads:
             raise ValueError(
@@ -147,7 +147,7 @@ class ModelShape:
 
     @classmethod
     def preset(cls, name: str) -> dict[str, Any] | None:
-        """The values of a named shape, or of the Hugging Face config.json at a path; None if there is neither."""
+        """Values of a preset, or of the Hugging Face config.json at a path; None if neither exists."""
         shape = SHAPES.get(name)
         if shape is None and Path(name).exists():
             shape = cls.from_huggingface(name)
@@ -162,32 +162,32 @@ class ModelShape:
 
     @classmethod
     def from_huggingface(cls, source: Mapping[str, Any] | str | Path) -> ModelShape:
-        """The shape that a Hugging Face config.json describes, as far as cost depends on it.
+        """The shape that a Hugging Face config.json describes, for planning.
 
-        The result serves planning: what families do besides (normalized queries, soft caps, biases of some
-        projections, heads for multi-token prediction) is not described.
+        Details without influence on the cost (normalized queries, soft caps, biases of some projections, heads for
+        multi-token prediction) are not described.
 
         Args:
-            source: the file's content, its path, or the folder that holds it. It is read as JSON; nothing is run.
+            source: the file's content, its path, or its folder. It is read as JSON; no code is run.
 
         Raises:
-            ValueError: no decoder whose cost is known: the message names the missing or unknown fields.
-            FileNotFoundError: there is no such file.
+            ValueError: not a decoder of known cost; the message names the missing or unknown fields.
+            FileNotFoundError: the file does not exist.
         """
-        from multipack.shapes.huggingface import fields_of  # which nothing but this needs
+        from multipack.shapes_huggingface import fields_of
 
         return cls(**fields_of(source))
 
     @property
     def head_width(self) -> int:
-        """Width of one head's query and key in effect."""
+        """Width of one head's query and key."""
         if self.kv_rank:
             return self.nope_width + self.rope_width
         return self.head_dim or self.d_model // self.heads
 
     @property
     def value_head_width(self) -> int:
-        """Width of one head's value in effect."""
+        """Width of one head's value."""
         return self.value_width if self.kv_rank else self.head_width
 
     @property
@@ -197,12 +197,12 @@ class ModelShape:
 
     @property
     def sliding_layers(self) -> int:
-        """Layers that slide, in effect."""
+        """Number of layers with a window."""
         return (self.window_layers or self.layers) if self.window else 0
 
     @property
     def attention_parameters(self) -> int:
-        """Matrix elements of one block's projections of query, key, value and output."""
+        """Matrix elements of the query, key, value and output projections of one block."""
         d, heads = self.d_model, self.heads
         if not self.kv_rank:
             return d * self.head_width * (2 * heads + 2 * self.kv_heads)
@@ -214,9 +214,9 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Matrix elements that a token meets in one block (biases and norms left out): P in the cost formula.
+        """Matrix elements of one block that a token is multiplied with: P in the cost formula.
 
-        In a mixture: in a block with experts, its router included.
+        Without biases and norms. In a mixture: of a block with experts, including its router.
         """
         return self.attention_parameters + (
             self._mixture(self.experts_per_token) if self.experts else self._feed_forward(self.d_ff)
@@ -224,13 +224,13 @@ class ModelShape:
 
     @property
     def token_parameters(self) -> int:
-        """Matrix elements that a token meets in all blocks: N·P where all blocks are alike."""
+        """Matrix elements of all blocks that a token is multiplied with: N·P if all blocks are equal."""
         dense = self.attention_parameters + self._feed_forward(self.d_ff)
         return (self.layers - self.dense_layers) * self.layer_parameters + self.dense_layers * dense
 
     @property
     def total_parameters(self) -> int:
-        """All matrix elements: every expert, embeddings, learned positions (biases and norms left out)."""
+        """All matrix elements: experts, embeddings, learned positions; without biases and norms."""
         idle = self._mixture(self.experts) - self._mixture(self.experts_per_token) if self.experts else 0
         embeddings = self.d_model * self.vocabulary_size * (1 if self.tied else 2)
         table = self.d_model * self.context if self.positions == "learned" else 0
@@ -240,7 +240,7 @@ class ModelShape:
         return (3 if self.gated else 2) * self.d_model * width
 
     def _mixture(self, experts: int) -> int:
-        """Matrix elements of the router, so many routed experts, and the shared ones."""
+        """Matrix elements of the router, this number of routed experts, and the shared experts."""
         width = self.expert_width or self.d_ff
         shared = self.shared_experts * self._feed_forward(self.shared_width or width)
         return self.d_model * self.experts + experts * self._feed_forward(width) + shared
@@ -250,7 +250,7 @@ class ModelShape:
         return replace(self, vocabulary_size=size)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as they are written into config.yaml."""
+        """Plain values, as in config.yaml."""
         return asdict(self)
 
 
@@ -260,7 +260,7 @@ _BELONG: dict[str, tuple[str, ...]] = {
     "window": ("window_layers",),
     "kv_rank": ("query_rank", "nope_width", "rope_width", "value_width"),
 }
-"""Switch → the fields that mean something only where it is set."""
+"""Switch → fields that have an effect only if it is set."""
 
 PLANNING_ONLY: tuple[str, ...] = (
     "experts",
@@ -268,7 +268,7 @@ PLANNING_ONLY: tuple[str, ...] = (
     "kv_rank",
     *(name for names in _BELONG.values() for name in names),
 )
-"""Fields of models that the decoder builds in part (`window`) or not at all, and whose cost the planner knows."""
+"""Fields of models whose cost the planner knows and that the decoder builds in part (`window`) or not at all."""
 
 
 def _gpt2(layers: int, heads: int, d_model: int) -> ModelShape:
