@@ -51,6 +51,17 @@ def pack():
 
 
 @pytest.fixture
+def single():
+    """Tokens → PackedBatch of one document without targets."""
+
+    def make(tokens):
+        none = np.zeros((0, 2), dtype=np.int64)
+        return PackedCollator(1, len(tokens))([Document(np.asarray(tokens, dtype=np.uint32), none)])
+
+    return make
+
+
+@pytest.fixture
 def pad():
     """Documents → PackedBatch of padded rows."""
     return PaddedCollator(pad_id=3)

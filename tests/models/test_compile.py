@@ -1,4 +1,4 @@
-"""Blocks compiled one by one: one graph for all layers and all packs, and the numbers of the model as it was."""
+"""Blocks compiled one by one: one graph for all layers and packs, equal results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from multipack.ops.attention.loop import document_attention
 
 @pytest.fixture(autouse=True)
 def _fresh():
-    """What other tests compiled does not count here."""
+    """Forget what other tests compiled."""
     torch.compiler.reset()
     yield
     torch.compiler.reset()
@@ -40,7 +40,7 @@ def packs(document):
 
 
 class Count:
-    """A backend that runs what it is given as it is, and counts."""
+    """A backend that runs graphs unchanged and counts them."""
 
     def __init__(self):
         self.graphs = 0
@@ -67,7 +67,8 @@ def compare(model, reference, batch, distance, gradients, tolerance):
     assert distance(gradients(model), gradients(reference)) < tolerance
 
 
-@pytest.mark.parametrize(("pad_to", "graphs"), [(96, 1), (None, 2)])
+@pytest.mark.parametrize(("pad_to", "graphs"), [pytest.param(96, 1, marks=pytest.mark.slow), (None, 2)])
+@pytest.mark.parametrize("shape", ["llama-gqa"], indirect=True)
 def test_one_graph_serves_all_layers_and_packs(model, packs, distance, gradients, pad_to, graphs):
     reference = copy.deepcopy(model)
     count = Count()
@@ -79,6 +80,7 @@ def test_one_graph_serves_all_layers_and_packs(model, packs, distance, gradients
     assert list(model.state_dict()) == list(reference.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["llama-gqa"], indirect=True)
 def test_one_graph_for_any_number_of_slots(model, packs):
     count = Count()
@@ -88,8 +90,9 @@ def test_one_graph_for_any_number_of_slots(model, packs):
     assert count.graphs == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["llama-gqa"], indirect=True)
-def test_gradients_that_torch_compile_makes(shape, packs, distance, gradients):
+def test_compiled_gradients(shape, packs, distance, gradients):
     torch.manual_seed(5)
     model = Decoder(dataclasses.replace(shape, window=3))
     reference = copy.deepcopy(model)
@@ -98,6 +101,7 @@ def test_gradients_that_torch_compile_makes(shape, packs, distance, gradients):
         compare(model, reference, batch, distance, gradients, 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["llama-gqa"], indirect=True)
 def test_autocast_is_compiled_in(model, packs, distance):
     reference, count = copy.deepcopy(model), Count()
@@ -128,11 +132,11 @@ def test_flex_becomes_part_of_the_graph(monkeypatch, shape, packs, distance):
 
 
 @pytest.mark.parametrize("shape", ["llama-gqa"], indirect=True)
-def test_rows_that_would_be_compiled_for_every_pack_are_refused(shape, packs):
+def test_backends_that_would_compile_for_every_pack_are_refused(shape, packs):
     model = Decoder(shape, "padded")
     model(next(packs()))
     compile_blocks(model, backend="eager")
-    with pytest.raises(Exception, match=r"attention=padded cannot take torch.compile on cpu.*'loop'"):
+    with pytest.raises(Exception, match=r"attention=padded .*torch.compile.*'loop'"):
         model(next(packs()))
 
 
@@ -153,9 +157,8 @@ def arguments(dtype, window, lengths=(5, 140, 140, 1, 0, 0), heads=4, kv_heads=2
     return (*tensors, torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), window)
 
 
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_operator_keeps_torchs_rules(dtype, window):
+@pytest.mark.parametrize(("dtype", "window"), [(torch.float32, 3), (torch.bfloat16, None)])
+def test_operator_passes_opcheck(dtype, window):
     opcheck(document_attention, arguments(dtype, window))
 
 
@@ -165,13 +168,13 @@ def test_gradients_of_the_operator(window):
     assert torch.autograd.gradcheck(lambda *x: document_attention(*x, bounds, window)[0], (q, k, v))
 
 
-def test_operator_refuses_boundaries_of_other_tensors():
+def test_operator_refuses_bounds_of_other_tensors():
     q, k, v, bounds, window = arguments(torch.float32, None)
-    with pytest.raises(ValueError, match=r"from 0 to 286, the tokens of q; it goes 0 … 145"):
+    with pytest.raises(ValueError, match=r"cu_seqlens .*286"):
         document_attention(q, k, v, bounds[:3], window)
 
 
-def test_bfloat16_goes_back_by_what_was_not_rounded(document, distance):
+def test_bfloat16_gradients_come_from_unrounded_results(document, distance):
     """Short documents have the gradients of float32 attention, rounded once."""
     batch = PackedCollator(3, 300)([document(300), document(20), document(5)])
     half = [torch.randn(325, n, 16).bfloat16().requires_grad_() for n in (4, 2, 2)]

@@ -47,7 +47,7 @@ def test_padded_rows_weigh_the_same(model, documents, collate):
 
 
 @pytest.mark.parametrize("loss_weighting", ["token", "document"])
-@pytest.mark.parametrize(("align", "pad_to"), [(2, None), (5, None), (16, None), (4, 64)])
+@pytest.mark.parametrize(("align", "pad_to"), [(5, None), (4, 64)])
 def test_aligned_documents_have_the_losses_and_gradients_of_tight_ones(
     model, documents, collate, distance, align, pad_to, loss_weighting
 ):
@@ -60,7 +60,7 @@ def test_aligned_documents_have_the_losses_and_gradients_of_tight_ones(
     assert distance(gradients_of(model, losses[1]), gradients_of(model, losses[0])) < 1e-6
 
 
-@pytest.mark.parametrize("shape", ["gpt2", "gpt2-no-bias"], indirect=True)
+@pytest.mark.parametrize("shape", ["gpt2"], indirect=True)
 def test_alignment_may_go_beyond_a_table_of_positions_but_no_document_may(shape, document, collate):
     model = Decoder(dataclasses.replace(shape, context=9))
     fits = [document(9), document(5)]

@@ -5,27 +5,27 @@ import torch
 
 from multipack.data.tokenizer import byte_tokenizer
 from multipack.models.decoder import Decoder
-from multipack.models.generate import generate, generate_batch, single_document
+from multipack.models.generate import generate, generate_batch
 from multipack.models.sampling import Sampling
 from multipack.shapes import ModelShape
 
 
-def test_greedy_is_the_argmax_of_the_logits(model, reference_logits):
+def test_greedy_is_the_argmax_of_the_logits(model, reference_logits, single):
     new = generate(model, [4, 9], 8, temperature=0)
     ids = [4, 9]
     for _ in range(8):
         ids.append(int(reference_logits(model, ids)[-1].argmax()))
     assert new == ids[2:]
-    logits = model.logits(single_document(ids[:-1]))
+    logits = model.logits(single(ids[:-1]))
     assert logits.argmax(-1).tolist()[1:] == new
 
 
-def test_looks_at_the_last_context_tokens_only(model):
+def test_only_the_last_context_tokens_count(model):
     prompt = [token % 50 for token in range(1, 41)]
     assert generate(model, prompt, 3, temperature=0) == generate(model, prompt[-16:], 3, temperature=0)
 
 
-def test_drawing_is_seeded_and_leaves_the_global_generator_alone(model):
+def test_draws_are_seeded_and_leave_the_global_generator_alone(model):
     before = torch.get_rng_state()
     draws = [generate(model, [1], 12, generator=torch.Generator().manual_seed(seed)) for seed in (5, 5, 6)]
     assert draws[0] == draws[1] != draws[2]
@@ -33,19 +33,19 @@ def test_drawing_is_seeded_and_leaves_the_global_generator_alone(model):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_frequencies_follow_the_softmax(model):
+def test_frequencies_follow_the_softmax(model, single):
     drawn = generate_batch(model, [[7]] * 2000, Sampling(max_tokens=1, temperature=2.0), together=2000)
     draws = torch.tensor([completion.tokens[0] for completion in drawn])
     observed = torch.bincount(draws, minlength=50) / 2000
     with torch.no_grad():
-        expected = (model.logits(single_document([7]))[0] / 2.0).softmax(-1)
+        expected = (model.logits(single([7]))[0] / 2.0).softmax(-1)
     assert (observed - expected).abs().max() < 5 * (0.25 / 2000) ** 0.5
     assert (observed - expected).abs().sum() < 0.25
 
 
-def test_top_k_draws_among_the_likeliest(model):
+def test_top_k_draws_among_the_most_likely(model, single):
     with torch.no_grad():
-        likeliest = set(model.logits(single_document([7]))[0].topk(3).indices.tolist())
+        likeliest = set(model.logits(single([7]))[0].topk(3).indices.tolist())
     generator = torch.Generator().manual_seed(0)
     drawn = {generate(model, [7], 1, 5.0, 3, None, generator)[0] for _ in range(60)}
     assert drawn == likeliest
@@ -64,37 +64,40 @@ def test_stops_at_the_end_token_without_returning_it(model):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_mode_is_restored_also_after_an_error(model, training):
+def test_mode_and_prompt_are_left_as_they_were(model, training):
     model.train(training)
-    generate(model, [1], 1)
-    assert model.training is training
-    with pytest.raises(ValueError, match="token 50 is outside the vocabulary"):
+    prompt = [1, 2]
+    assert generate(model, prompt, 0) == []
+    generate(model, prompt, 2)
+    assert prompt == [1, 2]
+    with pytest.raises(ValueError, match="token 50"):
         generate(model, [50], 1)
     assert model.training is training
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_the_prompt_is_not_changed_and_nothing_may_be_asked(model):
-    prompt = [1, 2]
-    assert generate(model, prompt, 0) == []
-    generate(model, prompt, 2)
-    assert prompt == [1, 2]
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"prompt_ids": []}, "the prompt is empty"),
-        ({"max_tokens": -1}, "max_tokens must not be negative, got -1"),
-        ({"temperature": -0.5}, "temperature must not be negative, got -0.5"),
-        ({"top_k": -2}, "top_k must not be negative, got -2"),
-        ({"top_p": 0.0}, "top_p must be above 0"),
-        ({"prompt_ids": [3, -1]}, "token -1 is outside the vocabulary of 50"),
-    ],
-)
-def test_bad_options_are_refused(model, options, says):
-    with pytest.raises(ValueError, match=says):
-        generate(model, **{"prompt_ids": [1], "max_tokens": 1, **options})
+@pytest.mark.parametrize("shape", ["llama-gqa"], indirect=True)
+def test_wrong_options_are_refused(model):
+    for options, named in (
+        ({"prompt_ids": []}, "prompt"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"temperature": -0.5}, "temperature"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"prompt_ids": [3, -1]}, "token -1"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            generate(model, **{"prompt_ids": [1], "max_tokens": 1, **options})
+    heard = []
+    batch = {"tokenizer": byte_tokenizer(), "listener": lambda *told: heard.append(told)}
+    for prompts, options, named in (
+        ([[1], [99]], {"sampling": Sampling(max_tokens=3), **batch}, "token 99"),
+        ([[1]], {"sampling": Sampling(stop=("a",))}, "tokenizer"),
+        ([[1]], {"sampling": Sampling(), "together": 0}, "together"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            generate_batch(model, prompts, **options)
+    assert not heard
 
 
 # --- several prompts, and text ------------------------------------------------------------------------
@@ -135,7 +138,7 @@ def test_completions_have_text_that_stop_strings_cut(writer):
     assert "" not in heard[0]
 
 
-def test_nothing_is_drawn_that_the_tokenizer_does_not_have(model):
+def test_only_tokens_of_the_tokenizer_are_drawn(model):
     """The model has 50 tokens; the tokenizer of two characters, 2."""
     from multipack.data.tokenizer import character_tokenizer
 
@@ -145,24 +148,7 @@ def test_nothing_is_drawn_that_the_tokenizer_does_not_have(model):
     assert set(found.text) == {"a", "b"}
 
 
-def test_no_prompts_and_no_tokens_are_no_work(model):
+def test_no_prompts_and_no_tokens(model):
     assert generate_batch(model, [], Sampling()) == []
     (found,) = generate_batch(model, [[1]], Sampling(max_tokens=0))
     assert (found.tokens, found.reason, found.text) == ([], "length", "")
-
-
-def test_one_bad_prompt_is_told_before_anything_is_written(model):
-    heard = []
-    with pytest.raises(ValueError, match="token 99 is outside the vocabulary of 50"):
-        generate_batch(
-            model,
-            [[1], [99]],
-            Sampling(max_tokens=3),
-            tokenizer=byte_tokenizer(),
-            listener=lambda *told: heard.append(told),
-        )
-    assert not heard
-    with pytest.raises(ValueError, match="give generate_batch a tokenizer"):
-        generate_batch(model, [[1]], Sampling(stop=("a",)))
-    with pytest.raises(ValueError, match="together must be at least 1 text, got 0"):
-        generate_batch(model, [[1]], Sampling(), together=0)

@@ -1,25 +1,20 @@
-"""The cache against reading everything again: tokens, logits, windows, half precision, and who stands beside whom."""
+"""Generation with the cache equals the whole forward pass for every token, alone and together."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from multipack.models.cache import SMALLEST, KeyValueCache
+from multipack.data.collate import PackedCollator
+from multipack.data.documents import Document
 from multipack.models.decoder import Decoder
-from multipack.models.generate import (
-    PACK_TOKENS,
-    _pack,
-    _packs,
-    _Text,
-    generate,
-    generate_batch,
-    single_document,
-)
+from multipack.models.generate import PACK_TOKENS, generate, generate_batch
+from multipack.models.kv_cache import SMALLEST, KeyValueCache
 from multipack.models.sampling import Sampling
 from multipack.ops.attention import attention
 
@@ -42,9 +37,11 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return torch.randint(0, 50, (length,), generator=generator).tolist()
 
 
-def generate_pack(lengths: list[int]):
+def pack_of(lengths):
     """A pack of documents of these lengths."""
-    return _pack([[0] * length for length in lengths])
+    none = np.zeros((0, 2), dtype=np.int64)
+    documents = [Document(np.zeros(length, dtype=np.uint32), none) for length in lengths]
+    return PackedCollator(len(lengths), max(lengths))(documents)
 
 
 def test_greedy_with_the_cache_equals_the_whole_forward_pass_over_220_tokens(model):
@@ -56,10 +53,10 @@ def test_greedy_with_the_cache_equals_the_whole_forward_pass_over_220_tokens(mod
 
 @torch.no_grad()
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-13)])
-def test_logits_equal_those_of_the_whole_text(model, dtype, tolerance):
+def test_logits_equal_those_of_the_whole_text(model, single, dtype, tolerance):
     model = longer(model, LONG).eval().to(dtype)
     ids, cache = prompt_of(150), KeyValueCache(model.shape.layers, rows=1, limit=LONG)
-    batch = single_document(ids[:9])
+    batch = single(ids[:9])
     cache.admit(batch)
     rows = [model.hidden(batch, cache)]
     for position in range(9, len(ids)):
@@ -69,7 +66,7 @@ def test_logits_equal_those_of_the_whole_text(model, dtype, tolerance):
     assert cache.lengths == [150]
     assert cache.capacity == 4 * SMALLEST == LONG
     found = F.linear(torch.cat(rows), model.output_weight)
-    expected = model.logits(single_document(ids))
+    expected = model.logits(single(ids))
     assert (found - expected).abs().max() <= tolerance * expected.abs().max()
 
 
@@ -90,7 +87,7 @@ def test_prompts_together_are_each_as_alone(model, together):
     assert found == generate_batch(model, prompts, GREEDY, use_cache=False)
 
 
-def test_texts_that_end_leave_the_batch_and_the_others_go_on(model):
+def test_texts_end_independently(model):
     model = longer(model, 128)
     prompts = [prompt_of(length, seed) for seed, length in enumerate((4, 30, 11, 7, 19))]
     free = [generate(model, prompt, 16, temperature=0) for prompt in prompts]
@@ -105,7 +102,7 @@ def test_texts_that_end_leave_the_batch_and_the_others_go_on(model):
         assert {completion.reason for completion in found} == {"end", "length"}
 
 
-def test_draws_do_not_depend_on_who_is_beside(model):
+def test_draws_do_not_depend_on_the_other_prompts(model):
     model = longer(model, 64)
     prompts = [prompt_of(length, length) for length in (6, 3, 20)]
     sampling = Sampling(max_tokens=30, temperature=1.5, top_k=20, top_p=0.9, seed=4)
@@ -119,7 +116,7 @@ def test_draws_do_not_depend_on_who_is_beside(model):
 
 
 @pytest.mark.parametrize("window", [1, 6])
-def test_sliding_layers_see_their_window_only(model, window):
+def test_layers_with_a_window(model, window):
     sliding = Decoder(dataclasses.replace(model.shape, context=64, window=window))
     sliding.load_state_dict(longer(model, 64).state_dict())
     prompts = [prompt_of(length, length) for length in (3, 30, 60)]
@@ -149,9 +146,9 @@ def test_a_layer_attends_as_attention_does_over_the_whole_sequences(window, head
     ]
     expected = []
     for q, k, v in wholes:
-        expected.append(attention(q, k, v, single_document([0] * len(q)), window=window))
+        expected.append(attention(q, k, v, pack_of([len(q)]), window=window))
     cache = KeyValueCache(1, rows=4, limit=200)
-    packed = generate_pack(list(lengths))
+    packed = pack_of(lengths)
     cache.admit(packed)
     begun = [
         torch.cat([whole[i][:length] for whole, length in zip(wholes, lengths, strict=True)])
@@ -174,7 +171,7 @@ def test_a_layer_attends_as_attention_does_over_the_whole_sequences(window, head
 def test_a_removed_row_is_taken_by_the_last_and_used_again():
     cache = KeyValueCache(1, rows=3, limit=10)
     (layer,) = cache.layers
-    pack = generate_pack([2, 3, 4])
+    pack = pack_of([2, 3, 4])
     cache.admit(pack)
     key = torch.arange(9.0).view(9, 1, 1).expand(9, 1, 2).contiguous()
     layer.attend(key, key, key, pack, "auto", None)
@@ -184,25 +181,28 @@ def test_a_removed_row_is_taken_by_the_last_and_used_again():
     assert layer.keys[1, 0, :3, 0].tolist() == [2, 3, 4]
     cache.remove(1)
     assert cache.lengths == [4]
-    with pytest.raises(ValueError, match="room for 3 sequences of 10 tokens each, not for 4 of up to 4"):
-        cache.admit(generate_pack([1, 1, 1]))
-    with pytest.raises(ValueError, match="not for 2 of up to 11"):
-        cache.admit(generate_pack([11]))
+    with pytest.raises(ValueError, match="3 sequences of 10 tokens each, not 4 of up to 4"):
+        cache.admit(pack_of([1, 1, 1]))
+    with pytest.raises(ValueError, match="not 2 of up to 11"):
+        cache.admit(pack_of([11]))
     assert cache.lengths == [4]
 
 
-def test_prompts_are_cut_into_packs_of_bounded_size():
-    def text(length):
-        return _Text(0, [0] * length, torch.Generator())
-
-    sizes = [PACK_TOKENS // 2, PACK_TOKENS // 2, 1, 2 * PACK_TOKENS, 5]
-    packs = list(_packs([text(size) for size in sizes], context=4 * PACK_TOKENS))
-    assert [[text.length for text in pack] for pack in packs] == [sizes[:2], [1], [2 * PACK_TOKENS], [5]]
-    assert [len(pack) for pack in _packs([text(PACK_TOKENS)] * 9, context=PACK_TOKENS // 4)] == [4, 4, 1]
+@pytest.mark.parametrize("shape", ["llama-gqa"], indirect=True)
+def test_prompts_are_read_in_packs_of_bounded_size(model, monkeypatch):
+    monkeypatch.setattr("multipack.models.generate.PACK_TOKENS", 100)
+    model, passes = longer(model, LONG), []
+    whole = model.hidden
+    monkeypatch.setattr(
+        model, "hidden", lambda batch, cache=None: passes.append(batch.lengths) or whole(batch, cache)
+    )
+    generate_batch(model, [prompt_of(n) for n in (50, 50, 1, 200, 5)], Sampling(max_tokens=1))
+    assert PACK_TOKENS > 100
+    assert [[n for n in lengths if n] for lengths in passes] == [[50, 50], [1], [200], [5]]
 
 
 @pytest.mark.parametrize("how", ["autocast", "weights"])
-def test_half_precision_keeps_half_of_the_bytes(model, how):
+def test_half_precision_keeps_half_of_the_bytes(model, single, how):
     model = longer(model, 128).eval()
     if how == "weights":
         model = model.bfloat16()
@@ -220,7 +220,7 @@ def test_half_precision_keeps_half_of_the_bytes(model, how):
         patch.setattr(KeyValueCache, "seen", look)
         cached = generate(model, prompt_of(9), 40, temperature=0)
         whole = generate(model, prompt_of(9), 40, temperature=0, use_cache=False)
-        logits = model.logits(single_document([*prompt_of(9), *cached])).float()
+        logits = model.logits(single([*prompt_of(9), *cached])).float()
     assert seen == {torch.bfloat16}
     # Rounding differs, so that a near tie may fall the other way; every token is nearly the likeliest.
     chosen = logits[8:-1].gather(1, torch.tensor(cached)[:, None])[:, 0]

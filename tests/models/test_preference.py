@@ -65,8 +65,7 @@ def padded_loss(model, pairs, beta, label_smoothing=0.0):
     return loss.sum(), policy
 
 
-@pytest.mark.parametrize("pad_to", [None, 80])
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.2])
+@pytest.mark.parametrize(("label_smoothing", "pad_to"), [(0.0, None), (0.2, 80)])
 def test_loss_and_gradients_equal_the_padded_computation(
     decoder, pairs, gradients, distance, label_smoothing, pad_to
 ):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multipack.data.tokenizer import Tokenizer, byte_tokenizer, train_bpe
-from multipack.models.text import TextStream
+from multipack.models.sampling import TextStream
 
 BYTES = byte_tokenizer()
 BPE = train_bpe(iter(["the cat sat on the mat, naïve café 日本語 " * 20]), 300)

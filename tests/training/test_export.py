@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,10 +16,11 @@ from typer.testing import CliRunner
 
 from multipack.cli import app
 from multipack.data.chat import ChatTemplate
+from multipack.data.collate import PackedCollator
+from multipack.data.documents import Document
 from multipack.data.header import CHAT_TEMPLATE
 from multipack.data.tokenizer import Tokenizer, byte_tokenizer, character_tokenizer
 from multipack.models.decoder import Decoder
-from multipack.models.generate import single_document
 from multipack.parallel.world import World
 from multipack.run import RunDirectory, config_yaml
 from multipack.shapes import ModelShape
@@ -36,6 +38,12 @@ TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+def single_document(ids):
+    """A pack of one document without targets."""
+    none = np.zeros((0, 2), dtype=np.int64)
+    return PackedCollator(1, len(ids))([Document(np.asarray(ids, dtype=np.uint32), none)])
 
 
 def chat_tokenizer():

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from multipack.data.batch import PackedBatch
-from multipack.models.cache import KeyValueCache
+from multipack.models.kv_cache import KeyValueCache
 from multipack.models.layers import Block, Rotation, make_norm, rotary_tables
 from multipack.ops.attention import find_backend
 from multipack.ops.loss import linear_cross_entropy

@@ -1,13 +1,12 @@
-"""Text from a decoder, one token at a time: prompts are read as packs, and every further token costs one token.
+"""Generation: prompts are read as packs, and each further token costs one token's work.
 
-    prompts   A A A A A   B B   C C C        one pack, no padding; keys and values go into a cache
-    step 1            A     B       C        from then on a token of every text a pass …
-    step 2            A             C        … and texts that have ended are left out
+    prompts   A A A A A   B B   C C C        one pack without padding; keys and values go into a cache
+    step 1            A     B       C        then one token of every text per pass …
+    step 2            A             C        … until the text ends
 
-A token sees at most the last `model.shape.context` tokens before it. Beyond that the window slides, and positions with
-it: what the cache holds was computed at other positions and from tokens that are no longer seen, so a text that
-outgrows the context is read again, whole, for each of its tokens. Results are those of reading everything again all
-the time (`use_cache=False`), and do not depend on which prompts stand beside each other.
+A token sees at most the last `model.shape.context` tokens. Beyond that the context slides and positions with it, so
+cached keys are invalid and the text is read again, whole, for each further token. Results equal those without a cache
+(`use_cache=False`) and do not depend on which prompts are generated together.
 """
 
 from __future__ import annotations
@@ -25,30 +24,28 @@ from torch import Tensor
 from multipack.data.batch import PackedBatch
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
-from multipack.data.tokenizer import Tokenizer
-from multipack.models.cache import KeyValueCache
 from multipack.models.decoder import Decoder
-from multipack.models.sampling import Sampling, draw
-from multipack.models.text import TextStream
+from multipack.models.kv_cache import KeyValueCache
+from multipack.models.sampling import Sampling, TextDecoder, TextStream, draw
 
 PACK_TOKENS = 16_384
-"""Most tokens of prompts that are read as one pack, where they are several."""
+"""Maximum tokens of a pack of several prompts."""
 MOST_TOGETHER = 64
-"""Texts that are written at the same time; more wait until one has ended."""
+"""Texts generated at the same time; others wait until one ends."""
 
 Reason = Literal["end", "stop", "length"]
 Listener = Callable[[int, str], None]
-"""`listener(prompt's number, text)`: told what is certain of a text as soon as it is."""
+"""`listener(index of the prompt, new text)`, called as text is complete."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What a model wrote after a prompt.
+    """The continuation of a prompt.
 
     Attributes:
-        tokens: the new tokens, without an end token, but with those that the stop string is of.
-        reason: `end`: the model wrote an end token; `stop`: a stop string; `length`: as many tokens as were asked for.
-        text: cut before the stop string; empty where no tokenizer was given.
+        tokens: the new tokens, without an end token, but with those of a stop string.
+        reason: `end`: an end token; `stop`: a stop string; `length`: the maximum number of tokens.
+        text: cut before the stop string; empty without a tokenizer.
     """
 
     tokens: list[int]
@@ -71,17 +68,16 @@ def generate(
     """Continue a prompt.
 
     Args:
-        model: left in the mode (train or eval) in which it came.
-        prompt_ids: at least one token. Only the last `model.shape.context` tokens are ever looked at.
-        max_tokens: most tokens to add.
-        temperature: logits are divided by it; 0 = always the likeliest token.
-        top_k: draw among the k likeliest only; 0 = among all.
+        model: its mode (train or eval) is restored.
+        prompt_ids: at least one token; only the last `model.shape.context` count.
+        max_tokens: maximum number of new tokens.
+        temperature: logits are divided by it; 0 = the most likely token (greedy).
+        top_k: draw among the k most likely tokens; 0 = all.
         end_id: stop at this token, which is not returned.
-        generator: a CPU generator to draw from; None = a fresh one with torch's default seed, so that two
-            calls give the same. The global generator is never touched.
-        vocabulary_size: draw among the first so many tokens only: those that the tokenizer has, where the model's
-            vocabulary is larger; None = among all.
-        top_p: draw among the fewest likeliest tokens that together have this probability; 1 = among all.
+        generator: CPU generator to draw from; None = a new one with torch's default seed, so that two calls return
+            the same. The global generator is not used.
+        vocabulary_size: draw among the first tokens only, if the tokenizer has fewer than the model; None = all.
+        top_p: draw among the fewest most likely tokens that together have this probability; 1 = all.
         use_cache: keep keys and values; False = read the whole text again for each token.
 
     Returns:
@@ -103,35 +99,35 @@ def generate_batch(
     sampling: Sampling,
     *,
     end_ids: Collection[int] = (),
-    tokenizer: Tokenizer | None = None,
+    tokenizer: TextDecoder | None = None,
     vocabulary_size: int | None = None,
     listener: Listener | None = None,
     use_cache: bool = True,
     together: int = MOST_TOGETHER,
 ) -> list[Completion]:
-    """Continue several prompts together; each as it would be continued alone.
+    """Continue several prompts together, each exactly as alone.
 
     Args:
-        model: left in the mode (train or eval) in which it came.
-        prompts: tokens of each, at least one. Only the last `model.shape.context` tokens are ever looked at.
-        sampling: how tokens are drawn, and when to stop. Prompt i draws from a generator of seed + i.
+        model: its mode (train or eval) is restored.
+        prompts: tokens of each, at least one; only the last `model.shape.context` count.
+        sampling: how tokens are drawn, and when to stop.
         end_ids: tokens that end a text.
-        tokenizer: makes text of tokens, which stop strings and a listener need; also says the vocabulary's size.
+        tokenizer: decodes tokens, as stop strings and a listener need.
         vocabulary_size: as in `generate`; None = the tokenizer's, or all.
-        listener: told the text of each prompt as it comes.
+        listener: called with each prompt's text as it comes.
         use_cache: as in `generate`.
-        together: most texts written at the same time, which bounds the cache's memory.
+        together: maximum number of texts at the same time, which bounds the cache's memory.
 
     Returns:
-        A completion for each prompt, in their order.
+        One completion per prompt, in their order.
 
     Raises:
         ValueError: an empty prompt, a token outside the vocabulary, or stop strings or a listener without a tokenizer.
     """
     if tokenizer is None and (sampling.stop or listener is not None):
-        raise ValueError("stop strings and a listener need text: give generate_batch a tokenizer")
+        raise ValueError("stop strings and a listener need a tokenizer: pass tokenizer=")
     if together < 1:
-        raise ValueError(f"together must be at least 1 text, got {together}")
+        raise ValueError(f"together must be at least 1, got {together}")
     if vocabulary_size is None and tokenizer is not None:
         vocabulary_size = tokenizer.vocabulary_size
     texts = [
@@ -148,14 +144,9 @@ def generate_batch(
     return [text.completion() for text in texts]
 
 
-def single_document(ids: Sequence[int]) -> PackedBatch:
-    """A pack of one document, without targets."""
-    return _pack([ids])
-
-
 @dataclass(eq=False)
 class _Text:
-    """A prompt and what was written after it so far."""
+    """A prompt and its continuation so far."""
 
     number: int
     prompt: list[int]
@@ -170,57 +161,57 @@ class _Text:
         return len(self.prompt) + len(self.tokens)
 
     def last(self, count: int) -> list[int]:
-        """Its last `count` tokens, or all where it has fewer."""
+        """The last `count` tokens, or all if there are fewer."""
         missing = count - len(self.tokens)
         return [*self.prompt[-missing:], *self.tokens] if missing > 0 else self.tokens[-count:]
 
     def take(self, token: int, end_ids: Collection[int], max_tokens: int) -> None:
-        """One more token, which may end the text."""
+        """Add a token, which may end the text."""
         if token in end_ids:
             self.reason = "end"
         else:
             self.tokens.append(token)
             if self.stream is not None:
-                self._tell(self.stream.push(token))
+                self._notify(self.stream.push(token))
                 if self.stream.stopped:
                     self.reason = "stop"
             if self.reason is None and len(self.tokens) >= max_tokens:
                 self.reason = "length"
         if self.reason is not None and self.stream is not None:
-            self._tell(self.stream.finish())
+            self._notify(self.stream.finish())
             if self.stream.stopped:
                 self.reason = "stop"
 
     def completion(self) -> Completion:
-        """The result; a text of which nothing was asked has its length."""
+        """The result so far; without a reason to end, its length is the reason."""
         return Completion(
             self.tokens, self.reason or "length", "" if self.stream is None else self.stream.text
         )
 
-    def _tell(self, piece: str) -> None:
+    def _notify(self, piece: str) -> None:
         if piece and self.listener is not None:
             self.listener(self.number, piece)
 
 
 class _Reader:
-    """What the model makes of the last token of each text, with a cache of up to `rows` texts or without any."""
+    """Runs the model on texts, with a cache of up to `rows` texts; 0 = no cache."""
 
     def __init__(self, model: Decoder, rows: int) -> None:
         self.model, self.device = model, model.embedding.weight.device
         self.cache = KeyValueCache(len(model.blocks), rows, model.shape.context)
         self.held: list[_Text] = []
-        """The text in each row of the cache: all of its tokens but the newest."""
+        """The text in each row of the cache, which has all of its tokens but the newest."""
 
     def read(self, texts: Sequence[_Text]) -> Tensor:
-        """(B, d) the decoder's last hidden state of each text."""
+        """(B, d) the final hidden state of each text's last token."""
         context = self.model.shape.context
-        self._leave_out({text for text in texts if text.length <= context})
+        self._evict({text for text in texts if text.length <= context})
         hidden: dict[_Text, Tensor] = {}
         if self.held:
             batch = self.cache.advance([text.tokens[-1] for text in self.held], self.device)
             hidden.update(zip(self.held, self.model.hidden(batch, self.cache), strict=True))
         fresh = [text for text in texts if text not in hidden]
-        # What fills the context cannot grow in the cache: its next token slides the window.
+        # A text as long as the context cannot grow in the cache: its next token slides the context.
         kept = [text for text in fresh if self.cache.rows and text.length < context]
         for pack in _packs(kept, context):
             hidden.update(self._whole(pack, self.cache))
@@ -230,17 +221,17 @@ class _Reader:
         return torch.stack([hidden[text] for text in texts])
 
     def _whole(self, pack: list[_Text], cache: KeyValueCache | None) -> Iterator[tuple[_Text, Tensor]]:
-        """Read texts from their beginnings, or from where the context begins."""
+        """Read the last `context` tokens of texts."""
         batch = _pack([text.last(self.model.shape.context) for text in pack]).to(self.device)
         if cache is not None:
             cache.admit(batch)
         ends = torch.tensor(batch.lengths).cumsum(0) - 1
         return zip(pack, self.model.hidden(batch, cache)[ends.to(self.device)], strict=True)
 
-    def _leave_out(self, going_on: set[_Text]) -> None:
-        """Free the rows of texts that have ended or outgrown the context; the last row moves there."""
+    def _evict(self, kept: set[_Text]) -> None:
+        """Free the rows of texts that have ended or outgrown the context."""
         for row in reversed(range(len(self.held))):
-            if self.held[row] not in going_on:
+            if self.held[row] not in kept:
                 self.cache.remove(row)
                 self.held[row] = self.held[-1]
                 self.held.pop()
@@ -256,7 +247,7 @@ def _write(
     use_cache: bool,
     together: int,
 ) -> None:
-    """Continue all texts to their ends, at most `together` at a time, in their order."""
+    """Continue all texts to their ends, in their order, at most `together` at a time."""
     if not sampling.max_tokens:
         return
     waiting = list(reversed(texts))
@@ -274,7 +265,7 @@ def _write(
 
 @contextmanager
 def _evaluating(model: Decoder) -> Iterator[None]:
-    """The model in eval mode; blocks that training compiled run as they were written, or each length would compile."""
+    """The model in eval mode; compiled blocks run uncompiled, since every new length would be compiled."""
     was_training = model.training
     compiled = any(module._compiled_call_impl is not None for module in model.modules())
     eager: AbstractContextManager[object] = nullcontext()
@@ -289,7 +280,7 @@ def _evaluating(model: Decoder) -> Iterator[None]:
 
 
 def _packs(texts: Sequence[_Text], context: int) -> Iterator[list[_Text]]:
-    """Texts in their order, cut into packs of at most `PACK_TOKENS`; a longer text is a pack of its own."""
+    """Texts in their order, in packs of at most `PACK_TOKENS`; a longer text is a pack of its own."""
     pack: list[_Text] = []
     tokens = 0
     for text in texts:
@@ -311,12 +302,12 @@ def _pack(documents: Sequence[Sequence[int]]) -> PackedBatch:
 
 
 def _checked(prompt_ids: Sequence[int], model: Decoder) -> list[int]:
-    """The tokens of a prompt, all of which the model knows: a GPU would not say which one it does not."""
+    """The prompt's tokens, checked: an index error on a GPU would not name the token."""
     prompt, size = [int(token) for token in prompt_ids], model.shape.vocabulary_size
     if not prompt:
-        raise ValueError("the prompt is empty: give at least one token (the end token starts a document)")
+        raise ValueError("the prompt is empty: pass at least one token (the end token starts a document)")
     if outside := [token for token in prompt if not 0 <= token < size]:
         raise ValueError(
-            f"token {outside[0]} is outside the vocabulary of {size:,}: the prompt's tokenizer must be the model's"
+            f"token {outside[0]} is outside the vocabulary of {size:,}: use the model's tokenizer"
         )
     return prompt

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from multipack.data.batch import PackedBatch
-from multipack.models.cache import LayerCache
+from multipack.models.kv_cache import LayerCache
 from multipack.ops.attention import attention
 from multipack.shapes import ModelShape
 

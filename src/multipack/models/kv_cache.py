@@ -1,12 +1,11 @@
-"""Keys and values that a decoder has computed already, so that one more token costs one token's work.
+"""Key-value cache: each further token of a sequence costs one token's work.
 
-    row 0   k k k k k + · ·      every layer keeps (rows, K, capacity, D) keys, and as many values;
-    row 1   k k + · · · · ·      a row is a sequence; + is where its next token goes;
-    row 2   k k k k k k + ·      · is room: finite numbers that are masked, so that they weigh nothing
+    row 0   k k k k k + · ·      each layer holds (rows, K, capacity, D) keys and values; a row is a sequence.
+    row 1   k k + · · · · ·      + is the place of its next token; · is unused: zeros, masked so that they have
+    row 2   k k k k k k + ·      no weight.
 
-Rows 0 … n − 1 are in use, and a sequence that ends leaves its row to the last of them. Whole sequences come in as
-one pack (`admit`), which the model reads as it reads any pack; after that every row takes one token a pass
-(`advance`), all rows at once.
+Rows 0 … n − 1 are in use; when a sequence ends, the last row moves to its place. Whole sequences enter as one pack
+(`admit`), which the model reads like any pack; then each pass adds one token to every row (`advance`).
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ from multipack.data.batch import IGNORE, PackedBatch
 from multipack.ops.attention import attention
 
 SMALLEST = 64
-"""Tokens of a row for which memory is taken at first; it doubles when it is full."""
+"""Initial capacity of a row in tokens; it doubles when it is full."""
 
 
 class KeyValueCache:
-    """What all layers of a decoder keep of up to `rows` sequences.
+    """Keys and values of all layers for up to `rows` sequences.
 
     Args:
-        layers: blocks of the decoder.
-        rows: most sequences at a time.
-        limit: most tokens of a sequence: the model's context.
+        layers: number of blocks.
+        rows: maximum number of sequences at a time.
+        limit: maximum tokens of a sequence: the model's context.
 
     Attributes:
-        layers: one `LayerCache` a block.
-        lengths: tokens of each row in use, those of the pass under way included.
-        fresh: whether the pass under way brings whole sequences, which see nothing but themselves.
+        layers: one `LayerCache` per block.
+        lengths: tokens of each row in use, including those of the current pass.
+        fresh: whether the current pass has whole sequences, which see only themselves.
     """
 
     def __init__(self, layers: int, rows: int, limit: int) -> None:
@@ -50,10 +49,10 @@ class KeyValueCache:
         self._seen: dict[int | None, tuple[int, int, Tensor | None]] = {}
 
     def admit(self, batch: PackedBatch) -> None:
-        """Announce a pack of whole sequences: each gets a row behind those in use.
+        """Announce a pack of whole sequences, each of which gets a new row.
 
         Raises:
-            ValueError: more sequences or tokens than there is room for.
+            ValueError: too many sequences or tokens.
         """
         first, lengths = len(self.lengths), torch.tensor(batch.lengths, device=batch.input_ids.device)
         rows = torch.arange(first, first + len(lengths), device=lengths.device)
@@ -64,12 +63,12 @@ class KeyValueCache:
         """Announce the next token of every row, in their order.
 
         Returns:
-            The pack of these tokens: documents of one token each, which begin where their rows end.
+            The pack of these tokens: documents of one token each, at the positions after their rows.
 
         Raises:
             ValueError: a row is full.
         """
-        # One copy to the device for both.
+        # One copy to the device for tokens and positions.
         input_ids, positions = torch.tensor([list(tokens), self.lengths]).to(device)
         self._announce([length + 1 for length in self.lengths], fresh=False)
         count = len(self.lengths)
@@ -79,7 +78,7 @@ class KeyValueCache:
         return replace(self._singles, input_ids=input_ids, position_ids=positions)
 
     def remove(self, row: int) -> None:
-        """Forget a sequence; the last row in use moves to `row`."""
+        """Remove a sequence; the last row in use moves to `row`."""
         last = len(self.lengths) - 1
         for layer in self.layers:
             layer.move(last, row, self.lengths[last])
@@ -87,11 +86,11 @@ class KeyValueCache:
         self.lengths.pop()
 
     def seen(self, window: int | None) -> tuple[int, int, Tensor | None]:
-        """What the newest token of each row looks at, worked out once for all layers.
+        """The columns that the newest token of each row sees, computed once for all layers.
 
         Returns:
-            (first, last, mask): columns first … last − 1, of which row r sees those where `mask` (rows, 1, 1, columns)
-            is True; None = all of them.
+            (first, last, mask): columns first … last − 1, and a (rows, 1, 1, columns) mask, True where a row sees a
+            column; None = every row sees all of them.
         """
         if window not in self._seen:
             starts = [0 if window is None else max(length - window, 0) for length in self.lengths]
@@ -107,15 +106,15 @@ class KeyValueCache:
 
     @property
     def slots(self) -> tuple[Tensor, Tensor]:
-        """Row and column of each token of the pass under way: two (T,) tensors."""
+        """Row and column of each token of the current pass: two (T,) tensors."""
         return self._slots
 
     def _announce(self, lengths: Sequence[int], fresh: bool) -> None:
         longest = max(lengths, default=0)
         if len(lengths) > self.rows or longest > self.limit:
             raise ValueError(
-                f"the cache has room for {self.rows} sequences of {self.limit:,} tokens each,"
-                f" not for {len(lengths)} of up to {longest:,}"
+                f"the cache holds {self.rows} sequences of {self.limit:,} tokens each,"
+                f" not {len(lengths)} of up to {longest:,}"
             )
         if longest > self.capacity:
             self.capacity = min(max(longest, 2 * self.capacity, SMALLEST), self.limit)
@@ -124,7 +123,7 @@ class KeyValueCache:
 
 
 class LayerCache:
-    """Keys and values of one layer, in the dtype in which they are computed (autocast's where it is on)."""
+    """Keys and values of one layer, in the dtype in which they were computed (autocast's where it is on)."""
 
     def __init__(self, cache: KeyValueCache) -> None:
         self._cache = cache
@@ -133,7 +132,7 @@ class LayerCache:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch, backend: str, window: int | None
     ) -> Tensor:
-        """Keep the pack's keys and values, then attend to all that each token may see.
+        """Store the pack's keys and values, then attend to all tokens that each token sees.
 
         Args:
             query: (T, H, D).
@@ -144,7 +143,7 @@ class LayerCache:
             window: tokens that each position sees, itself included; None = all.
 
         Returns:
-            (T, H, D), what `attention` over the whole sequences gives at these tokens.
+            (T, H, D), equal to `attention` over the whole sequences at these tokens.
         """
         self._reserve(key)
         rows, columns = self._cache.slots
@@ -153,7 +152,7 @@ class LayerCache:
         if self._cache.fresh:
             return attention(query, key, value, batch, backend, window=window)
         first, last, mask = self._cache.seen(window)
-        # The H / K query heads that share a key head are that head's queries: no key is copied for them.
+        # The H / K query heads of a key head become its queries, so keys are not copied.
         queries = query.reshape(len(query), key.shape[1], -1, query.shape[2])
         keys, values = (held[: len(query), :, first:last] for held in (self.keys, self.values))
         return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask).flatten(1, 2)
@@ -168,7 +167,7 @@ class LayerCache:
         size = (self._cache.rows, key.shape[1], self._cache.capacity, key.shape[2])
         if self.keys.shape == size:
             return
-        # Zeros: a masked column has no weight, but 0 · NaN of memory never written would still be NaN.
+        # Zeros, because a masked column's weight 0 times a NaN in uninitialized memory would be NaN.
         keys, values = key.new_zeros(size), key.new_zeros(size)
         if self.keys.numel():
             keys[:, :, : self.keys.shape[2]] = self.keys
@@ -177,7 +176,7 @@ class LayerCache:
 
 
 def _single_tokens(count: int, device: torch.device) -> PackedBatch:
-    """A pack of so many documents of one token each, which are numbered instead of filled in."""
+    """A pack of `count` documents of one token each, with row numbers in place of tokens."""
     return PackedBatch(
         input_ids=torch.arange(count, device=device),
         targets=torch.full((count,), IGNORE, device=device),
