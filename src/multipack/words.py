@@ -137,6 +137,16 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def changed_words(group: str, value: Any, default: Any) -> list[str]:
+    """Return the words `group.field=value` of the fields of a dataclass that differ from those of `default`."""
+    values = {each.name: getattr(value, each.name) for each in fields(default)}
+    return [
+        f"{group}.{name}={str(field).lower() if isinstance(field, bool) else field}"
+        for name, field in values.items()
+        if field != getattr(default, name)
+    ]
+
+
 def _groups(schema: type) -> dict[str, type]:
     hints = typing.get_type_hints(schema)
     return {entry.name: hints[entry.name] for entry in fields(schema) if is_dataclass(hints[entry.name])}

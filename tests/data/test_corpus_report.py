@@ -79,7 +79,7 @@ def test_what_people_see(config, text_file, tmp_path):
     assert rows["documents"] == "2"
     assert rows["longest"] == "606 tokens: c.jsonl:8"
     assert rows["targets"] == "608 (99.3% of the tokens)"
-    assert rows["too long"] == "for packs of 512: 50.00% of the documents, with 15.36% of the tokens beyond"
+    assert rows["too long"] == "for packs of 512: 50.00% of the documents, by 15.36% of the tokens"
     assert rows["left out"] == "14 duplicates"
     drawn = histogram_lines(report, 60)
     assert [line.split()[0] for line in drawn] == ["4", "8", "16", "32", "64", "128", "256", "512"]
@@ -93,7 +93,7 @@ def test_of_a_stream_no_document_is_said_to_be_too_long(config, text_file, tmp_p
     data = config(source="text", path=text_file("abc " * 400), documents="stream")
     report = report_corpus(path := prepare(data, BYTE, tmp_path / "out"))
     rows = dict(store_rows(path, report))
-    assert rows["documents"] == "one stream, cut into blocks by training"
+    assert rows["documents"] == "one stream, which training cuts into blocks"
     assert not {"lengths", "longest", "too long"} & rows.keys()
     assert "by length" not in CliRunner().invoke(app, ["prepare", "--report", str(path)]).output
 
@@ -122,6 +122,4 @@ def test_the_command_line_reports_what_it_prepares(text_file, tmp_path):
     assert told["histogram"] == report_corpus(folder).to_dict()["histogram"]
     for more in (words, ["--engine", "ray"], ["--shards", "2"]):
         refused = CliRunner().invoke(app, ["prepare", *more, "--report", str(folder)])
-        assert "prepares nothing: leave out settings, --store, --shards and --engine" in str(
-            refused.exception
-        )
+        assert "only reports: leave out settings, --store, --shards and --engine" in str(refused.exception)

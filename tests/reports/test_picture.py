@@ -14,7 +14,7 @@ def test_a_whole_picture():
     assert draw_step(made, tokens_per_character=256, batch_size=4).splitlines() == [
         "step 0 of 1: 8 documents of 12,032 tokens; a character is 256 tokens, X is padding",
         "",
-        "as they come, in batches of 4",
+        "in order, in batches of 4",
         "  ┌ AAAAAAAAAAA",
         "  │ BBBBBB",
         "  │ CCCCCCC",
@@ -34,7 +34,7 @@ def test_a_whole_picture():
         "  │ GGGXXXXX",
         "  └ HHHHXXXX",
         "",
-        "packed, 1 pack of at most 16,384 tokens: 16,384 slots, 26.6 % left free",
+        "packed, 1 pack of at most 16,384 tokens: 16,384 slots, 26.6 % free",
         "  [ AAAAAAAAAAAEEEEEEEECCCCCCCBBBBBBDDDDFFFFHHHHGGGXXXXXXXXXXXXXXXXX ]",
         "    cu_seqlens 0 2816 4864 6656 8192 9216 10240 11264 12032",
     ]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from multipack.cli.command_options import AdviseSettings, Json
+from multipack.cli.command_options import AdviseSettings, Json, setting
 
 if TYPE_CHECKING:
     from multipack.launch.advise import Advice, Candidate
@@ -20,12 +20,7 @@ COLUMNS = ["", " param", "grads", "AdamW", "copies", "saved", " peak", " sent", 
 
 def advise(
     words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="SETTING",
-            help="model=PRESET, devices=NUMBER, memory=80GiB, link=fast|slow, capacity=TOKENS, …",
-            show_default=False,
-        ),
+        list[str] | None, setting("model=PRESET, devices=NUMBER, memory=80GiB, link=slow, capacity=TOKENS, …")
     ] = None,
     as_json: Json = False,
     settings: AdviseSettings = False,

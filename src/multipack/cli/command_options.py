@@ -15,12 +15,13 @@ import typer
 if TYPE_CHECKING:
     from multipack.reports.console import Console
 
-Words = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="SETTING", help="GROUP=PRESET, GROUP.KEY=VALUE, config=FILE or out=DIR.", show_default=False
-    ),
-]
+
+def setting(text: str) -> Any:
+    """Return the argument for key=value words."""
+    return typer.Argument(metavar="SETTING", help=text, show_default=False)
+
+
+Words = Annotated[list[str] | None, setting("GROUP=PRESET, GROUP.KEY=VALUE, config=FILE or out=DIR.")]
 
 COMMANDS = (
     *("train", "config", "prepare", "plan", "pack", "calibrate", "generate", "export"),

@@ -1,4 +1,4 @@
-"""Commands that need lengths only: plan, pack."""
+"""Commands that need only lengths of documents: plan, pack."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from multipack.cli.command_options import Json, PackSettings, PlanSettings, Source, announce
+from multipack.cli.command_options import Json, PackSettings, PlanSettings, Source, announce, setting
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,24 +26,15 @@ if TYPE_CHECKING:
 def plan(
     source: Source,
     words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="SETTING",
-            help="plan.KEY=VALUE, model=PRESET, world_size=RANKS, sync=step, seed=NUMBER, …",
-            show_default=False,
-        ),
+        list[str] | None, setting("plan.KEY=VALUE, model=PRESET, world_size=RANKS, sync=step, seed=NUMBER, …")
     ] = None,
     explore: Annotated[
-        bool, typer.Option("--explore", help="Compare windows, budgets and grouping in a table instead.")
+        bool, typer.Option("--explore", help="Print a table of windows, budgets and grouping.")
     ] = False,
     as_json: Json = False,
-    picture: Annotated[
-        bool, typer.Option("--picture", help="Draw more of the step: 24 documents and 8 packs.")
-    ] = False,
+    picture: Annotated[bool, typer.Option("--picture", help="Draw 24 documents and 8 packs, not 4.")] = False,
     step: Annotated[int, typer.Option(help="The global step to draw; -1 = the last.")] = 0,
-    tokens_per_character: Annotated[
-        int, typer.Option(min=0, help="Scale of the picture; 0 = so that it fits.")
-    ] = 0,
+    tokens_per_character: Annotated[int, typer.Option(min=0, help="Scale of the picture; 0 = fit.")] = 0,
     settings: PlanSettings = False,
 ) -> None:
     """Plan an epoch: report how well it packs and balances, and draw one step.
@@ -54,9 +45,9 @@ def plan(
       multipack plan lengths.npy world_size=4 sync=step model=llama-70b
       multipack plan books.store model=path/config.json --explore
 
-    Documents cost what model= makes them cost: a preset (llama-8b if nothing
-    is said) or the path of a Hugging Face config.json; or what cost=FILE says,
-    a fit to measured times. `multipack plan --settings` lists every setting.
+    The cost of a document follows from model=, a preset (default: llama-8b) or
+    the path of a Hugging Face config.json, or from cost=FILE, a cost fitted to
+    measured times. `multipack plan --settings` lists all settings.
     """
     from multipack.cli.plan_settings import PlanCommand, training_command
     from multipack.data.lengths import read_lengths
@@ -88,26 +79,25 @@ def plan(
     )
     share = padded_share(lengths, wanted.padded_batch_size, wanted.seed)
     if as_json:
-        told = {**found.to_dict(), "padded_share": share, "fingerprint": made.fingerprint}
-        typer.echo(json.dumps(told, indent=1, ensure_ascii=False))
+        shown = {**found.to_dict(), "padded_share": share, "fingerprint": made.fingerprint}
+        typer.echo(json.dumps(shown, indent=1, ensure_ascii=False))
         return
     rows = report_rows(found, share, wanted.padded_batch_size, wanted.world_size, fills_packs(wanted.plan))
-    told_fit = [("too long", fit.describe())] if fit is not None and fit.describe() else []
-    console.section(f"plan of {source}", [*rows, *told_fit])
+    fit_rows = [("too long", fit.describe())] if fit is not None and fit.describe() else []
+    console.section(f"plan of {source}", [*rows, *fit_rows])
     head, _, pictures = drawn.partition("\n")
     console.paragraph(f"\n{head}")
     console.line(f"{pictures}\n")
-    console.line(f"to train with these settings:\n  {training_command(Path(source), wanted)}")
+    console.line(f"to train with this plan:\n  {training_command(Path(source), wanted)}")
 
 
 def _draw(made: Plan, step: int, tokens_per_character: int, whole: bool, columns: int) -> str:
-    """The picture of a step: some 30 lines, or more where the whole is asked for."""
+    """Return the picture of a step: about 30 lines, or more with `whole`."""
     from multipack.reports.picture import draw_step
 
     if not -made.num_steps <= step < made.num_steps:
         raise ValueError(
-            f"--step {step} is none of the plan's {made.num_steps:,} steps: draw one of 0 … {made.num_steps - 1},"
-            " or -1 for the last"
+            f"--step {step}: the plan has {made.num_steps:,} steps; use 0 … {made.num_steps - 1}, or -1 for the last"
         )
     sizes = {
         "columns": max(min(columns - 8, 72), 8),
@@ -146,16 +136,11 @@ def _explore(source: str, lengths: NDArray[np.int64], wanted: PlanCommand, as_js
 
 def pack(
     source: Source,
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="SETTING", help="capacity=TOKENS, method=NAME, out=FILE.npz, …", show_default=False
-        ),
-    ] = None,
+    words: Annotated[list[str] | None, setting("capacity=TOKENS, method=NAME, out=FILE.npz, …")] = None,
     as_json: Json = False,
     settings: PackSettings = False,
 ) -> None:
-    """Pack documents, whatever their order, and prove how few packs there could be.
+    """Pack documents in any order, and prove a lower bound on the number of packs.
 
     [bold]Examples[/bold]
 
@@ -163,7 +148,7 @@ def pack(
       multipack pack lengths.npy capacity=8192 method=fewest out=packs.npz
       multipack pack counts.npy capacity=512 method=fewest histogram=true
 
-    `multipack pack --settings` lists every setting.
+    `multipack pack --settings` lists all settings.
     """
     from multipack.cli.plan_settings import PackCommand, pack_rows
     from multipack.data.lengths import read_lengths
@@ -184,7 +169,7 @@ def pack(
         _save_packs(Path(wanted.out), packs, wanted.capacity)
     if as_json:
         tokens = int(lengths.sum())
-        told = {
+        shown = {
             **asdict(wanted),
             "documents": len(lengths),
             "tokens": tokens,
@@ -194,7 +179,7 @@ def pack(
             "filled": tokens / (len(packs) * wanted.capacity),
             "seconds": seconds,
         }
-        typer.echo(json.dumps(told, indent=1))
+        typer.echo(json.dumps(shown, indent=1))
         return
     console.section(f"packs of {source}", pack_rows(packs, lengths, wanted, seconds))
 

@@ -1,4 +1,4 @@
-"""Commands about runs: train, config, prepare, calibrate."""
+"""Commands that work on documents: train, config, prepare, calibrate."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from multipack.cli.command_options import (
 def train(words: Words = None, settings: Settings = False) -> None:
     """Train a decoder without padding.
 
-    With no words: a small Llama-style model on the running Python's own standard library.
+    Without settings: a small Llama-style model on Python's standard library.
 
     [bold]Examples[/bold]
 
       multipack train
       multipack train data=jsonl data.path=train.jsonl model=gpt2 out=runs/a
       multipack train train.resume=true out=runs/a
-      multipack train train.resume=auto out=runs/a   # begins it, or goes on: for jobs that are started again
+      multipack train train.resume=auto out=runs/a   # begins it or resumes it: for jobs that may restart
       torchrun --nproc-per-node 4 -m multipack train plan.packs_per_step=8
 
-    `multipack train --settings` lists every setting.
+    `multipack train --settings` lists all settings.
     """
     from multipack.parallel.ranks import find_ranks
     from multipack.planning.first_use import compile_planner
@@ -57,7 +57,7 @@ def train(words: Words = None, settings: Settings = False) -> None:
 
 
 def config(words: Words = None, settings: Settings = False) -> None:
-    """Print the configuration that the words resolve to, as YAML."""
+    """Print the configuration that the settings resolve to, as YAML."""
     from multipack.run import config_yaml
     from multipack.training.run_config import compose_run
 
@@ -66,19 +66,19 @@ def config(words: Words = None, settings: Settings = False) -> None:
 
 def prepare(
     words: Words = None,
-    store: Annotated[Path | None, typer.Option(help="The store's folder; default: in the cache.")] = None,
-    shards: Annotated[int, typer.Option(help="Write a folder of so many stores; 0 = one store.")] = 0,
+    store: Annotated[Path | None, typer.Option(help="Folder of the store; default: in the cache.")] = None,
+    shards: Annotated[int, typer.Option(help="Number of shards; 0 = one store.")] = 0,
     engine: Annotated[
-        str, typer.Option(help="What tokenizes: local, or ray; the result is the same.")
+        str, typer.Option(help="Tokenize with local or ray; the result is the same.")
     ] = "local",
-    report: Annotated[Path | None, typer.Option(help="Tell about this store, and prepare nothing.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Only report on this store.")] = None,
     as_json: Json = False,
     settings: PrepareSettings = False,
 ) -> None:
-    """Tokenize documents into a token store: memory-mapped, written whole or not at all.
+    """Tokenize documents into a token store: memory-mapped, written atomically.
 
-    All cores tokenize where there is enough to do. After an interruption, the
-    same command goes on behind the parts that are finished.
+    Large corpora are tokenized on all cores. After an interruption, the same
+    command continues after the finished parts.
 
     [bold]Examples[/bold]
 
@@ -87,7 +87,7 @@ def prepare(
       multipack prepare data=jsonl data.path=web.jsonl --store web --shards 16
       multipack prepare --report books.store
 
-    `multipack prepare --settings` lists every setting.
+    `multipack prepare --settings` lists all settings.
     """
     from multipack.data.corpus_report import report_corpus
     from multipack.data.prepare import prepare as run
@@ -103,7 +103,7 @@ def prepare(
             path = run(composed.data, composed.tokenizer, store, lambda *told: advance(*told), **options)
     elif words or store or shards or engine != "local":
         raise ValueError(
-            f"--report {report} prepares nothing: leave out settings, --store, --shards and --engine"
+            f"--report {report} only reports: leave out settings, --store, --shards and --engine"
         )
     found = report_corpus(path)
     if as_json:
@@ -115,12 +115,12 @@ def prepare(
 def calibrate(
     words: Words = None,
     save: Annotated[
-        Path, typer.Option(help="File for the fitted cost; it must not exist.", show_default=True)
+        Path, typer.Option(help="File for the fitted cost; must not exist.", show_default=True)
     ] = Path("cost.json"),
     as_json: Json = False,
     settings: CalibrateSettings = False,
 ) -> None:
-    """Time real packs on this device, and fit the planner's cost to them.
+    """Time packs on this device, and fit the planner's cost to the times.
 
     [bold]Examples[/bold]
 
@@ -128,8 +128,8 @@ def calibrate(
       multipack plan books cost=cost.json
       multipack train data=store data.path=books model=small plan.cost=cost.json
 
-    Half of the packs are fitted to; the others show how well times are
-    predicted. Nothing else should run meanwhile.
+    The fit uses half of the packs, and predicts the times of the others. No
+    other work should run on the machine meanwhile.
     """
     from multipack.parallel.world import connected
     from multipack.planning.first_use import compile_planner
@@ -138,7 +138,7 @@ def calibrate(
     from multipack.training.run_config import compose
 
     if save.exists():
-        raise ValueError(f"--save {save} exists already: choose another name, or move it away")
+        raise ValueError(f"--save {save} exists: choose another name, or move it away")
     wanted, console = compose(words or []), Console(stream=sys.stderr if as_json else None)
     compile_planner(wanted.plan.for_ranks(1), 1, "step", announce(console))
     with connected(wanted.train.device, wanted.parallel.timeout_seconds) as world:
@@ -147,5 +147,5 @@ def calibrate(
     if as_json:
         typer.echo(json.dumps({"saved": str(save), **found.to_dict()}, indent=1))
         return
-    console.table("packs that were not fitted to", *found.table())
+    console.table("packs outside of the fit", *found.table())
     console.section("calibration", calibration_rows(found, save))

@@ -27,6 +27,7 @@ from multipack.launch.traffic import Traffic, communication
 from multipack.parallel.parallel_config import ContextMethod, Data, ParallelConfig, Schedule
 from multipack.parallel.stages import bubble, fit_micro_batches, stage_imbalance
 from multipack.planning.cost import CostModel
+from multipack.words import changed_words
 
 GIB = 2**30
 CLOSE = 0.9
@@ -131,12 +132,11 @@ class Candidate:
     @property
     def words(self) -> list[str]:
         """Words of `multipack train`."""
-        request, default = self.request, asdict(ParallelConfig())
+        request = self.request
+        parallel = changed_words("parallel", self.config, ParallelConfig()) or ["parallel.data=ddp"]
         plan = [f"plan.capacity={request.capacity}", f"plan.packs_per_step={self.packs}"]
-        changed = {name: value for name, value in asdict(self.config).items() if value != default[name]}
-        parallel = [f"parallel.{name}={value}" for name, value in (changed or {"data": "ddp"}).items()]
-        last = [f"train.dtype={request.dtype}", *parallel, f"train.recompute={self.recompute}"]
-        return [*model_words(request.model), *plan, *last]
+        train = [f"train.dtype={request.dtype}", f"train.recompute={self.recompute}"]
+        return [*model_words(request.model), *plan, *parallel, *train]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON, in bytes."""

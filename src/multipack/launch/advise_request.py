@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from multipack.launch.memory_model import Dtype
 from multipack.shapes import SHAPES, ModelShape
+from multipack.words import changed_words
 
 LINKS = {"fast": (300.0, 40.0), "slow": (20.0, 1.25)}
 """Assumed GB/s that a device sends within its host (NVLink; PCIe) and to other hosts (400 Gbit/s InfiniBand per device;
@@ -114,14 +115,7 @@ def model_words(shape: ModelShape) -> list[str]:
 
     The vocabulary is left to the tokenizer.
     """
-
-    def differing(other: ModelShape) -> list[str]:
-        values = {each.name: getattr(shape, each.name) for each in fields(shape)}
-        return [
-            f"model.{name}={str(value).lower() if isinstance(value, bool) else value}"
-            for name, value in values.items()
-            if name != "vocabulary_size" and value != getattr(other, name)
-        ]
-
-    nearest = min(SHAPES, key=lambda name: len(differing(SHAPES[name])))
-    return [f"model={nearest}", *differing(SHAPES[nearest])]
+    known = replace(shape, vocabulary_size=0)
+    presets = {name: replace(preset, vocabulary_size=0) for name, preset in SHAPES.items()}
+    nearest = min(presets, key=lambda name: len(changed_words("model", known, presets[name])))
+    return [f"model={nearest}", *changed_words("model", known, presets[nearest])]

@@ -1,16 +1,8 @@
-"""Predicted memory of a rank during training, without torch.
+"""Predicted memory of a rank during training, without torch: docs/choosing.md states the formulas and their accuracy.
 
-Parameters, gradients and AdamW's two moments are float32: 4 + 4 + 8 bytes per parameter in every precision. ZeRO
-divides them over N ranks (Rajbhandari et al. 2020, arXiv:1910.02054, §5):
-
-    ddp 4 + 4 + 8      zero1 4 + 4 + 8/N      zero2, zero3 4/N + 4/N + 8/N      hsdp: N = ranks of one group
-
-zero1 assigns whole tensors, so its share is at least the largest tensor. zero2 gathers all blocks for the whole step,
-zero3 two at a time. Pipelines keep gathered parameters and whole gradients until the end of a step. Next to tensor and
-pipeline parallelism, ddp and zero1 use `fully_shard` with shards on one rank, which adds float32 copies.
-
-Activations are counted tensor by tensor as the decoder saves them. Tensor parallelism, pipelines and activation
-checkpointing follow Korthikanti et al. 2022 (arXiv:2205.05198, §4 and §5).
+Parameters, gradients and AdamW's moments are float32 in every precision, and divided as in ZeRO (Rajbhandari et al.
+2020, arXiv:1910.02054, §5). Activations are counted tensor by tensor as the decoder saves them; tensor parallelism,
+pipelines and activation checkpointing follow Korthikanti et al. 2022 (arXiv:2205.05198, §4 and §5).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The one place that prints: tables and a progress bar on a terminal, plain lines elsewhere, rank 0 only."""
+"""Printing: tables and progress bars on a terminal, plain lines elsewhere, by default on rank 0 only."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ from rich.table import Table
 from rich.text import Text
 
 HARMLESS = {code: "�" for code in [*range(32), *range(127, 160)] if code not in (9, 10)}
-"""Control characters → a visible mark: what a model writes must not steer the terminal it is shown on."""
+"""Control characters → a visible mark: text of a model must not control the terminal."""
 
 
-_NARROWEST = 24  # columns that wrapped text has, however narrow the terminal
+_NARROWEST = 24
+"""Minimum width of wrapped text."""
 
 
 def wrapped(text: str, columns: int, indent: int = 0) -> str:
-    """Text in lines of at most so many columns, never broken within a word.
+    """Wrap text without breaking words.
 
     Args:
-        text: words; lines of their own stay lines of their own.
-        columns: of the whole line.
-        indent: columns that come before: the first line is printed behind them, all others begin with so many spaces.
+        text: words; existing line breaks are kept.
+        columns: maximum width of a line.
+        indent: columns before the text: reserved in the first line, filled with spaces in all others.
     """
     width = max(columns - indent, _NARROWEST)
     wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
@@ -47,7 +48,7 @@ class Advance(Protocol):
     """Moves a progress bar."""
 
     def __call__(self, done: float, total: float | None = None, note: str = "") -> None:
-        """Set the bar to `done` (of `total`, when it becomes known) and show `note` behind it."""
+        """Set the bar to `done` of `total`, if known, and show `note` after it."""
         ...
 
 
@@ -70,7 +71,7 @@ class Console:
         self._rich = RichConsole(file=out, highlight=False, markup=False, soft_wrap=True)
 
     def line(self, text: str = "", style: str = "") -> None:
-        """Print text as it is; with `all_ranks`, every line behind its time and rank."""
+        """Print text unchanged; with `all_ranks`, every line is prefixed with time and rank."""
         if not self.enabled:
             return
         text = text.translate(HARMLESS)
@@ -80,11 +81,11 @@ class Console:
         self._rich.print(Text(text, style=style))
 
     def paragraph(self, text: str) -> None:
-        """Print text in lines as wide as the terminal, 80 columns where there is none."""
+        """Print text wrapped to the terminal, or to 80 columns without one."""
         self.line(text if self.all_ranks else wrapped(text, self.columns))
 
     def section(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
-        """A heading and aligned `name  value` rows; values go on below themselves where the line ends."""
+        """Print a heading and aligned `name  value` rows; long values are wrapped in their column."""
         width = max((len(name) for name, _ in rows), default=0)
         self.line()
         self.line(title, style="bold")
@@ -93,7 +94,7 @@ class Console:
             self.line(f"  {name:<{width}}  {shown}")
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """A framed table on a terminal; aligned plain lines elsewhere."""
+        """Print a framed table on a terminal, aligned plain lines elsewhere."""
         if not self.enabled:
             return
         if self._terminal and not self.all_ranks:
@@ -104,7 +105,7 @@ class Console:
             self._rich.print(table)
             return
         widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
-        if not self.all_ranks:  # the last column goes on below itself
+        if not self.all_ranks:  # wrap the last column
             indent = 2 + sum(width + 2 for width in widths[:-1])
             rows = [[*row[:-1], wrapped(row[-1], self.columns, indent)] for row in rows]
         lines = [
@@ -115,7 +116,7 @@ class Console:
 
     @contextmanager
     def progress(self, title: str) -> Iterator[Advance]:
-        """A progress bar with time left on a terminal; nothing elsewhere.
+        """Show a progress bar with the remaining time on a terminal, nothing elsewhere.
 
         Yields:
             A function that moves the bar; lines printed meanwhile appear above it.

@@ -1,7 +1,7 @@
-"""A step of a plan, drawn in the terminal: as documents come, as padding would train them, and as packed.
+"""A step of a plan drawn as text: its documents in order, padded, and packed.
 
-One row a document, a letter a document, X for padding, every character a stated number of tokens, after the
-picture on Axolotl's multipack page.
+One letter per document and X for padding; every character is a stated number of tokens. After the picture on
+Axolotl's multipack page.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from multipack.planning.plan import Plan
 
 LETTERS = (string.ascii_letters.swapcase() + string.digits).replace("X", "").replace("x", "")
-"""A … Z a … z 0 … 9, a letter a document, starting over after the last; X is padding's alone."""
+"""A … Z a … z 0 … 9 without X, used cyclically for documents."""
 
-_LINES = 4  # lines that a step's packs fill together, where they are that few
+_LINES = 4
+"""Minimum number of lines for the packs of a step."""
 
 
 def draw_step(
@@ -35,21 +36,20 @@ def draw_step(
     max_documents: int = 24,
     max_packs: int = 8,
 ) -> str:
-    """Three pictures of a step's documents: as they come, padded, packed.
+    """Draw the documents of a step three times: in order, padded, packed.
 
     Args:
         plan: any plan.
-        step: which of its steps.
-        tokens_per_character: None = the least round number at which the longest document fits into `columns`
-            and a full pack too (into four rows where the step has one pack, into two where it has two).
-        columns: most characters of a row of tokens.
+        step: index of the step.
+        tokens_per_character: None = the smallest round number at which the longest document fits into `columns`, and
+            a full pack into one row (four rows for one pack, two for two).
+        columns: maximum characters of a row.
         batch_size: documents of a padded batch.
-        max_documents: rows of the first two pictures, packed rows being limited likewise; what is left out
-            is counted.
-        max_packs: packs that are drawn before the rest is counted.
+        max_documents: maximum rows of the first two pictures; the rest is counted.
+        max_packs: maximum number of packs drawn; the rest is counted.
 
     Returns:
-        Lines of text. A document shorter than half a character may have no letter among the packed.
+        Lines of text. A document shorter than half a character may have no letter in its pack.
 
     Raises:
         ValueError: a size below 1, or `tokens_per_character` so small that a pack exceeds 10,000 characters.
@@ -80,7 +80,7 @@ def draw_step(
         f"step {number} of {plan.num_steps:,}: {_count(len(documents), 'document')} of {tokens:,} tokens;"
         f" a character is {_count(scale, 'token')}, X is padding",
         "",
-        f"as they come, in batches of {batch_size}",
+        f"in order, in batches of {batch_size}",
         *_batches(plan.lengths[documents], scale, batch_size, max_documents, padded=False),
         "",
         "padded to the longest of each batch: "
@@ -88,7 +88,7 @@ def draw_step(
         *_batches(plan.lengths[documents], scale, batch_size, max_documents, padded=True),
         "",
         f"packed, {_count(len(packs), 'pack')} of at most {plan.capacity:,} tokens: "
-        + _padding(tokens, len(packs) * plan.capacity, "left free"),
+        + _padding(tokens, len(packs) * plan.capacity, "free"),
     ]
     shown = min(len(packs), max_packs)
     for pack in range(shown):
@@ -100,9 +100,9 @@ def draw_step(
 
 
 def round_scale(tokens: int, columns: int) -> int:
-    """Tokens a character: the least round number that fits a row of `tokens` into `columns`.
+    """Return the tokens per character: the smallest round number that fits a row of `tokens` into `columns`.
 
-    Round is a power of two that divides the row, else 1, 2 or 5 times a power of ten.
+    Round numbers are powers of two that divide the row, otherwise 1, 2 or 5 times a power of ten.
     """
     least = -(-tokens // columns)
     power = 1
@@ -119,7 +119,7 @@ def round_scale(tokens: int, columns: int) -> int:
 def _batches(
     lengths: NDArray[np.int64], scale: int, batch_size: int, max_documents: int, *, padded: bool
 ) -> list[str]:
-    """One row a document, batches bracketed; what is beyond the last row is counted."""
+    """Return one row per document with brackets around batches; further documents are counted."""
     lines = []
     shown = min(len(lengths), max_documents)
     for row in range(shown):
@@ -144,13 +144,13 @@ def _bracket(row: int, last: int) -> str:
 def _packed(
     lengths: NDArray[np.int64], letters: list[str], capacity: int, scale: int, columns: int
 ) -> list[str]:
-    """A pack: its documents end to end, room at the end as padding, and cu_seqlens below."""
+    """Return the rows of a pack: its documents, free slots as padding, and cu_seqlens below."""
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
     edges = (cu_seqlens + scale // 2) // scale
     text = "".join(letter * int(count) for letter, count in zip(letters, np.diff(edges), strict=True))
     width = max(-(-capacity // scale), len(text))
     text += "X" * (width - len(text))
-    row = -(-width // -(-width // columns))  # as few rows as fit, all of one width
+    row = -(-width // -(-width // columns))  # as few rows as possible, of equal width
     rows = [f"    {text[start : start + row]}" for start in range(0, width, row)]
     rows[0] = "  [" + rows[0][3:]
     rows[-1] += " ]"
@@ -165,12 +165,12 @@ def _packed(
 
 
 def _characters(tokens: int, scale: int) -> int:
-    """A document's row is at least one character."""
+    """Return the characters of a document, at least one."""
     return max(1, (tokens + scale // 2) // scale)
 
 
 def _padded(lengths: NDArray[np.int64], batch_size: int) -> int:
-    """Slots of the padded batches."""
+    """Return the slots of the padded batches."""
     starts = np.arange(0, len(lengths), batch_size)
     rows = np.diff(np.append(starts, len(lengths)))
     return int((np.maximum.reduceat(lengths, starts) * rows).sum())

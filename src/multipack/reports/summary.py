@@ -1,4 +1,4 @@
-"""Rows of text about settings, a plan and a token store, for the console."""
+"""Rows of text about settings, plans and token stores, for the console."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from multipack.planning.explore import Row
-from multipack.planning.options import PlanOptions
-from multipack.planning.report import PlanReport
 from multipack.reports.console import Console, wrapped
 
 if TYPE_CHECKING:
     from multipack.data.corpus_report import CorpusReport
+    from multipack.planning.explore import Row
+    from multipack.planning.options import PlanOptions
+    from multipack.planning.report import PlanReport
 
 Rows = list[tuple[str, str]]
 
@@ -20,12 +20,12 @@ Rows = list[tuple[str, str]]
 def settings_text(
     rows: Sequence[tuple[str, str, str, str]], presets: Mapping[str, Sequence[str]], columns: int
 ) -> str:
-    """A table of settings, a group after the other.
+    """Return a table of settings, by group.
 
     Args:
-        rows: (key, type, default, meaning) of each.
-        presets: names that `group=NAME` understands.
-        columns: most columns of a line.
+        rows: (key, type, default, meaning) of each setting.
+        presets: group → names of its presets.
+        columns: maximum width.
     """
     width, last = max(len(key) for key, *_ in rows), None
     lines: list[str] = []
@@ -38,13 +38,13 @@ def settings_text(
             )
         last = group
         shown = f" [{default}]".replace("\n", "\\n") if default not in ("", "[]") else ""
-        told = _wrapped_choices(f"{meaning} ({kind}){shown}", columns, width + 4)
-        lines.append(f"  {key:<{width}}  {told}")
+        text = _wrapped_choices(f"{meaning} ({kind}){shown}", columns, width + 4)
+        lines.append(f"  {key:<{width}}  {text}")
     return "\n".join(lines).strip("\n")
 
 
 def _wrapped_choices(text: str, columns: int, indent: int) -> str:
-    """Text wrapped, also behind the bars between choices where these fill a line."""
+    """Wrap text, also after the | between choices if they do not fit in a line."""
     whole = wrapped(text, columns, indent)
     if max(map(len, f"{' ' * indent}{whole}".split("\n"))) <= columns:
         return whole
@@ -52,37 +52,35 @@ def _wrapped_choices(text: str, columns: int, indent: int) -> str:
 
 
 def report_rows(report: PlanReport, share: float, batch_size: int, ranks: int, full: bool = True) -> Rows:
-    """A plan in words.
+    """Return the rows of a plan's report.
 
     Args:
-        report: of the plan, dealt to `ranks`.
-        share: real-token share of padding random batches of `batch_size` documents.
+        report: of the plan, assigned to `ranks`.
+        share: share of real tokens in padded random batches of `batch_size` documents.
         batch_size: see `share`.
         ranks: data-parallel ranks.
-        full: packs shall be full; else a budget below the capacity keeps room, and bounds for full packs do not
-            say how good the plan is.
+        full: no budget below the capacity; otherwise lower bounds hold for full packs only.
     """
-    least = "no packing could have fewer than" if full else "full ones would be at least"
-    fewest = "no plan could have fewer than" if full else "of full packs there would be at least"
+    least = "lower bound" if full else "lower bound for full packs"
     return [
         ("documents", f"{report.documents:,}"),
         ("tokens", f"{report.tokens:,}"),
         ("packs", f"{report.packs:,} ({least} {report.minimum_packs:,})"),
-        ("global steps", f"{report.steps:,} ({fewest} {report.minimum_steps:,})"),
+        ("global steps", f"{report.steps:,} ({least} {report.minimum_steps:,})"),
         (
             "packing efficiency",
-            f"{report.efficiency:.2%} of the slots of all steps hold tokens;"
+            f"{report.efficiency:.2%} of all slots hold tokens;"
             f" {report.efficiency_but_last:.2%} without the last step",
         ),
         *(_balance_rows(report, ranks) if ranks > 1 else []),
         *_order_rows(report),
         ("dropped", f"{report.dropped_documents:,} documents, {report.dropped_tokens:,} tokens"),
-        *_some("carried", report.carried_documents, "documents open the next epoch"),
-        *_some("split", report.split_documents, "documents were longer than a pack, and cut or split"),
-        ("padding", f"{report.padding:.2%} of the slots, were every pack padded to the capacity"),
+        *_some("carried", report.carried_documents, "documents, trained first in the next epoch"),
+        *_some("split", report.split_documents, "documents longer than a pack, truncated or split"),
+        ("padding", f"{report.padding:.2%} of the slots, if every pack is padded to the capacity"),
         (
             "padding instead",
-            f"{share:.1%} real tokens in random batches of {batch_size} padded to their longest",
+            f"{share:.1%} real tokens in random batches of {batch_size} padded to the longest document",
         ),
         *([] if report.step_seconds is None else [("predicted", _step_time(report))]),
         ("planned in", _time(report.seconds)),
@@ -91,34 +89,34 @@ def report_rows(report: PlanReport, share: float, batch_size: int, ranks: int, f
 
 
 def _balance_rows(report: PlanReport, ranks: int) -> Rows:
-    """How alike ranks are; a single one waits for nobody, so that all of this would say nothing."""
+    """Return the rows about balance between ranks, which a single rank does not need."""
     sampled = report.measured_steps < report.steps
     return [
         (
             "utilization",
-            f"{report.utilization:.2%} (tokens of the mean rank over the fullest, {ranks} ranks)",
+            f"{report.utilization:.2%} (mean tokens of a rank / maximum, {ranks} ranks)",
         ),
         (
             "cost utilization",
-            f"{report.cost_utilization:.2%} (cost of the mean rank over the dearest, {ranks} ranks);"
-            f" no arrangement of these steps could exceed {report.cost_utilization_ceiling:.2%}",
+            f"{report.cost_utilization:.2%} (mean cost of a rank / maximum, {ranks} ranks);"
+            f" upper bound for these steps: {report.cost_utilization_ceiling:.2%}",
         ),
-        ("of the ceiling", f"{report.ceiling_reached:.2%} is reached"),
+        ("of the ceiling", f"{report.ceiling_reached:.2%} of the upper bound"),
         (
             "κ",
-            f"a token of the longest document costs {report.kappa:.3f} times the mean token; full packs can cost the"
-            " same where this is near 1",
+            f"{report.kappa:.3f} = cost of a token in the longest document / mean cost of a token; near 1, full packs"
+            " cost the same",
         ),
         (
             "imbalance",
-            f"the dearest rank costs {report.imbalance_mean:.4f} times the mean;"
-            f" {report.imbalance_max:.4f} times where ranks meet at their worst",
+            f"maximum cost of a rank / mean: {report.imbalance_mean:.4f}, at the worst sync point"
+            f" {report.imbalance_max:.4f}",
         ),
         (
             "L² lag",
-            f"{report.l2_lag_mean:,.0f} mean, {report.l2_lag_max:,.0f} max (√ of what ranks differ in Σ l², in tokens)",
+            f"{report.l2_lag_mean:,.0f} mean, {report.l2_lag_max:,.0f} max (√ of the ranks' difference in Σ l²)",
         ),
-        *([("measured", f"{report.measured_steps:,} steps, evenly apart")] if sampled else []),
+        *([("measured", f"{report.measured_steps:,} evenly spaced steps")] if sampled else []),
     ]
 
 
@@ -127,22 +125,22 @@ def _order_rows(report: PlanReport) -> Rows:
     rows = [
         (
             "displacement",
-            f"{report.displacement_median:.1f} steps from the place in the order for half of the documents,"
-            f" {report.displacement_p99:.1f} for 99 %, {report.displacement_max:.1f} at most{late}",
+            f"steps between a document's place in the order and its step: median {report.displacement_median:.1f},"
+            f" 99 % {report.displacement_p99:.1f}, maximum {report.displacement_max:.1f}{late}",
         )
     ]
     if report.mean_length_spread is not None:
         rows.append(
             (
                 "mean length",
-                f"spreads {report.mean_length_spread:.2f} times as far over the steps as over random ones",
+                f"its spread over steps is {report.mean_length_spread:.2f} × that of random steps",
             )
         )
     return rows
 
 
 def _step_time(report: PlanReport) -> str:
-    return f"{report.step_seconds:.4g} s of forward and backward passes a step, by the cost's measured times"
+    return f"{report.step_seconds:.4g} s per step in forward and backward passes, from measured times"
 
 
 def _time(seconds: float) -> str:
@@ -150,17 +148,17 @@ def _time(seconds: float) -> str:
 
 
 def _some(name: str, count: int, what: str) -> Rows:
-    """A row for what seldom happens; none where it did not."""
+    """Return one row, or none for a count of 0."""
     return [(name, f"{count:,} {what}")] if count else []
 
 
 def fills_packs(config: PlanOptions) -> bool:
-    """Whether packs shall be as full as can be: no budget below the capacity keeps room in them."""
+    """Return whether no budget below the capacity limits packs."""
     return config.budget in (0, config.capacity)
 
 
 def explore_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Columns and cells of `explore`, the chosen row marked by an arrow."""
+    """Return columns and cells of `explore`; an arrow marks the given settings."""
     columns = ["window", "budget", "group", "steps", "filled", "cost util.", "ceiling", "moved", "spread"]
     cells = [
         [
@@ -180,28 +178,31 @@ def explore_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
 
 
 def explore_notes(rows: Sequence[Row]) -> list[str]:
-    """How to read the table of `explore`, and how few steps there can be."""
+    """Return explanations of the table of `explore`."""
     sampled = [row.measured_steps for row in rows if row.measured_steps < row.steps]
-    measured = f" Measured over at most {max(sampled):,} steps of each plan, evenly apart." if sampled else ""
+    measured = f" Measured over at most {max(sampled):,} evenly spaced steps of each plan." if sampled else ""
     return [
         "Fill: fewer steps and more filled slots are better;"
-        f" no plan of these documents could have fewer than {min(row.minimum_steps for row in rows):,} steps.",
-        f"Balance: cost util. is the mean rank's cost over the dearest's, and cannot exceed the ceiling.{measured}",
-        "Randomness: 99 % of the documents are trained within so many steps of their place in the order as moved says;"
-        " a spread of 1 is that of random steps, and above it documents of like length share steps.",
+        f" the lower bound is {min(row.minimum_steps for row in rows):,} steps.",
+        f"Balance: cost util. is the mean cost of a rank / maximum; ceiling is its upper bound.{measured}",
+        "Randomness: moved is the number of steps within which 99 % of the documents stay of their place in the order;"
+        " spread compares mean lengths of steps with random steps (1); above 1, similar lengths share steps.",
         "The arrow marks the given settings.",
     ]
 
 
 def store_rows(path: Path, report: CorpusReport) -> Rows:
-    """A token store, or a folder of shards, in words."""
+    """Return the rows of a token store, or of a folder of shards."""
     shards = f"{report.shards:,} shards{'' if report.is_complete else ' so far'}"
     left_out = [row for reason, count in report.skipped.items() for row in _some("left out", count, reason)]
     return [
         ("folder", str(path)),
         *([("stores", shards)] if report.shards > 1 or not report.is_complete else []),
         ("corpus", report.description),
-        ("documents", "one stream, cut into blocks by training" if report.is_stream else _documents(report)),
+        (
+            "documents",
+            "one stream, which training cuts into blocks" if report.is_stream else _documents(report),
+        ),
         ("tokens", f"{report.tokens:,}"),
         ("vocabulary", f"{report.vocabulary_size:,}"),
         ("targets", f"{report.targets:,} ({report.target_share:.1%} of the tokens)"),
@@ -225,8 +226,8 @@ def _length_rows(report: CorpusReport) -> Rows:
         *[
             (
                 "" if number else "too long",
-                f"for packs of {entry.capacity:,}: {entry.documents / report.documents:.2%} of the documents, with"
-                f" {entry.tokens / report.tokens:.2%} of the tokens beyond",
+                f"for packs of {entry.capacity:,}: {entry.documents / report.documents:.2%} of the documents, by"
+                f" {entry.tokens / report.tokens:.2%} of the tokens",
             )
             for number, entry in enumerate(report.excess)
         ],
@@ -234,9 +235,9 @@ def _length_rows(report: CorpusReport) -> Rows:
 
 
 def tell_store(console: Console, path: Path, report: CorpusReport) -> None:
-    """Print a token store, or a folder of shards: its figures, and its documents by length."""
+    """Print the rows of a token store and a histogram of its document lengths."""
     console.section("token store", store_rows(path, report))
-    if report.is_stream:  # of one document, which training cuts, its length says nothing
+    if report.is_stream:
         return
     console.line("\ndocuments by length in tokens")
     for line in histogram_lines(report, console.columns):
@@ -244,7 +245,7 @@ def tell_store(console: Console, path: Path, report: CorpusReport) -> None:
 
 
 def histogram_lines(report: CorpusReport, columns: int) -> list[str]:
-    """Documents by length as bars, a line for each power of two."""
+    """Return a bar chart of document lengths, one line per power of two."""
     most = max(bar.documents for bar in report.histogram)
     names = [
         f"{bar.first:,}" if bar.first == bar.last else f"{bar.first:,} … {bar.last:,}"
