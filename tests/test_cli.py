@@ -108,7 +108,7 @@ def test_plan_reports_and_draws(run, lengths_file):
     assert "padded to the longest" in shown
     assert max(map(len, shown.splitlines()[:-1])) <= 80
     last = "torchrun --nproc-per-node 2 -m multipack train data=… plan.capacity=2048"
-    assert shown.splitlines()[-1] == f"  {last}"
+    assert shown.splitlines()[-1].startswith(f"  {last}")
     alone, more = run(*words).output, run(*words, "--picture").output
     assert not any(f"  {row}" in alone for row in balance)
     assert (alone.count("cu_seqlens"), more.count("cu_seqlens")) == (4, 8)
