@@ -28,7 +28,7 @@ _PUBLIC = {
     "PackedBatch": "multipack.data.batch",
     "PackedBatchSampler": "multipack.data.sampler",
     "PackedCollator": "multipack.data.collate",
-    "PackedStreamDataset": "multipack.data.stream",
+    "PackedStreamDataset": "multipack.data.stream_dataset",
     "PackedLoader": "multipack.data.loader",
     "attention": "multipack.ops.attention",
     "Decoder": "multipack.models.decoder",
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from multipack.data.loader import PackedLoader as PackedLoader
     from multipack.data.sampler import PackedBatchSampler as PackedBatchSampler
     from multipack.data.store import TokenStore as TokenStore
-    from multipack.data.stream import PackedStreamDataset as PackedStreamDataset
+    from multipack.data.stream_dataset import PackedStreamDataset as PackedStreamDataset
     from multipack.models.decoder import Decoder as Decoder
     from multipack.models.generate import generate as generate
     from multipack.ops.attention import attention as attention

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from multipack.data.batch import IGNORE
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
-from multipack.data.stream import PackedStreamDataset
+from multipack.data.stream_dataset import PackedStreamDataset
 from multipack.planning.stream import PackStream
 
 HERE = Path(__file__).parent

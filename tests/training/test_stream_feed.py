@@ -1,5 +1,6 @@
 """Training on documents that arrive: steps, ranks, going on, growing folders, ends."""
 
+import functools
 import itertools
 import json
 import threading
@@ -268,7 +269,7 @@ def test_ranks_end_alike_where_documents_come_too_late_for_one_of_them(folder):
     def run(rank):
         feed = feed_of(folder, world=Linked(rank, 2, meeting=meeting, brought=brought))
         if rank:
-            feed.loader = late_after(feed.loader, 4)
+            feed._steps = functools.partial(late_after, feed._steps(), 2)
         found[rank] = [told(data) for data in feed], feed.late, feed.ended
         feed.close()
 
@@ -285,17 +286,10 @@ def test_ranks_end_alike_where_documents_come_too_late_for_one_of_them(folder):
     assert there == "waited in vain"
 
 
-def late_after(loader, batches):
-    """The same loader, for which documents come too late after so many batches."""
-
-    class Late:
-        state_dict, close = loader.state_dict, loader.close
-
-        def __iter__(self):
-            yield from itertools.islice(loader, batches)
-            raise DocumentsLate("waited in vain")
-
-    return Late()
+def late_after(steps, count):
+    """`count` steps, and then documents that come too late."""
+    yield from itertools.islice(steps, count)
+    raise DocumentsLate("waited in vain")
 
 
 def test_a_stop_while_documents_are_awaited_ends_the_steps_and_loses_nothing(folder):

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from multipack.data.batch import PackedBatch
 
@@ -45,6 +45,7 @@ class Indexed(Protocol):
 
 Item = tuple[PackedBatch, dict[str, Any]]
 """A batch, and the sampler's state after it."""
+Made = TypeVar("Made")
 
 
 class PackedLoader:
@@ -158,7 +159,7 @@ class PackedLoader:
         self.close()
 
 
-class PrefetchThread:
+class PrefetchThread(Generic[Made]):
     """Makes items in a thread: as many as were asked for, and `size` more.
 
     The number of items that were begun does not depend on the speed of the thread, so that it is equal on all ranks
@@ -167,11 +168,11 @@ class PrefetchThread:
 
     NAME = "multipack-loader"
 
-    def __init__(self, items: Iterator[Item], size: int) -> None:
+    def __init__(self, items: Iterator[Made], size: int) -> None:
         self._items, self._size = items, size
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=self.NAME)
 
-    def items(self) -> Iterator[Item]:
+    def items(self) -> Iterator[Made]:
         """The items in order; an exception in the thread is raised here."""
         begun = deque(self._executor.submit(next, self._items, None) for _ in range(self._size))
         while True:

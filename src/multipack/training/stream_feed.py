@@ -1,32 +1,30 @@
-"""Global steps of documents that arrive while a run trains on them, as this rank sees them.
+"""Global steps of documents that arrive during the run, as this rank sees them.
 
-    Arriving ─ items ─▶ PackStream ─ steps ─▶ StreamSampler ─▶ PackedLoader ─▶ StreamFeed ─▶ the loop
-                                      └─ state: where reading stands, and what is in flight
+    Arriving ─ items ─▶ PackStream ─ steps ─▶ this rank's packs, collated one step ahead ─▶ training
+                        └─ state: position of reading, and the items in flight
 
-Every rank reads the same documents, plans the same steps and takes its share, so that all end after the same step.
+Every rank reads the same documents, plans the same steps and takes its share, so all ranks end after the same step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import islice
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from multipack.data.arriving import Arriving, DocumentsLate, StreamInterrupted
+from multipack.data.batch import PackedBatch
 from multipack.data.collate import PackedCollator
-from multipack.data.loader import PackedLoader
-from multipack.data.stream import StreamSampler
+from multipack.data.loader import PrefetchThread
+from multipack.data.stream_dataset import rank_items
 from multipack.parallel.mesh import Mesh
 from multipack.planning.cost import CostModel
-from multipack.planning.options import Sync
 from multipack.planning.packing import Packs
 from multipack.planning.plan import Plan
 from multipack.planning.report import predicted_seconds
-from multipack.planning.stream import PackStream
-from multipack.planning.stream_step import StreamStep
+from multipack.planning.stream import PackStream, StreamStep
 from multipack.training.feed import StepData, cost_spread
 
 if TYPE_CHECKING:
@@ -41,35 +39,34 @@ def open_feed(
     clock: Callable[[], float],
     pad: bool = False,
 ) -> StreamFeed:
-    """The feed of a run that trains on documents which arrive.
+    """The feed of a run that trains on arriving documents.
 
     Args:
-        config: of the run.
+        config: the run.
         mesh: its ranks.
         arriving: its documents.
-        cost_model: what a document costs.
+        cost_model: cost of a document.
         clock: seconds.
-        pad: give every pack one shape.
+        pad: give all packs one shape.
 
     Raises:
-        ValueError: settings that only documents which are all there can have, or more ranks than packs of a step.
+        ValueError: settings that need all documents at once, or more ranks than packs of a step.
     """
-    plan, train = config.plan, config.train
-    packs, ranks = plan.packs_per_step, mesh.data_size
-    if not train.steps:
-        raise ValueError("data.stream=true: nobody knows how many documents are to come; set train.steps")
+    options, packs, ranks = config.plan, config.plan.packs_per_step, mesh.data_size
+    if not config.train.steps:
+        raise ValueError("data.stream=true: the number of documents is unknown; set train.steps")
     if arriving.has_pairs:
         raise ValueError(
             f"{arriving.name} holds preference pairs, whose reference is computed over all of them beforehand: prepare"
-            " them whole, and leave data.stream out"
+            " them as a complete store, and leave data.stream out"
         )
-    if plan.tail == "carry":
+    if options.tail == "carry":
         raise ValueError(
             "plan.tail=carry carries documents into the next epoch, and a stream has one: keep or drop"
         )
-    if plan.effort != 1:
+    if options.effort != 1:
         raise ValueError(
-            f"plan.effort={plan.effort} is for documents that are all there: leave it out of a stream"
+            f"plan.effort={options.effort} needs all documents at once: leave it out of a stream"
         )
     if ranks > packs:
         raise ValueError(
@@ -78,122 +75,116 @@ def open_feed(
         )
     stream = PackStream(
         arriving,
-        capacity=plan.capacity,
+        capacity=options.capacity,
         packs_per_step=packs,
         length=itemgetter("length"),
         targets=itemgetter("targets"),
-        lookahead=plan.window,
-        seed=train.seed,
-        order=plan.order,
-        tail=plan.tail,
+        lookahead=options.window,
+        seed=config.train.seed,
+        order=options.order,
+        tail=options.tail,
         resume="items",
-        budget=plan.budget or None,
-        balance=plan.balance,
+        budget=options.budget or None,
+        balance=options.balance,
         cost=cost_model,
-        max_documents=plan.max_documents or None,
-        group=plan.group,
-        align=plan.align,
-        loss_weighting=train.loss_weighting,
+        max_documents=options.max_documents or None,
+        group=options.group,
+        align=options.align,
+        loss_weighting=config.train.loss_weighting,
     )
-    return StreamFeed(
-        arriving,
-        stream,
-        mesh,
-        cost_model=cost_model,
-        sync=config.parallel.sync,
-        prefetch=train.prefetch,
-        clock=clock,
-        pad_to=stream.longest if pad else None,
-        pad_id=arriving.tokenizer.end_id or 0,
-        multiple=config.parallel.token_multiple,
-    )
+    return StreamFeed(config, mesh, arriving, stream, cost_model, clock, pad)
 
 
 class StreamFeed:
-    """Iterates the global steps of a stream until it ends; like `Feed`, which goes on for ever.
+    """Iterates the global steps of a stream until it ends; see `Feed`.
 
     Args:
+        config: the run.
+        mesh: the ranks that share each step.
         arriving: the documents.
         stream: plans them.
-        mesh: the ranks that share each step.
-        cost_model: what a document costs.
-        sync: where they wait for each other.
-        prefetch: packs collated ahead.
+        cost_model: cost of a document.
         clock: seconds.
-        pad_to, pad_id, multiple: see `PackedCollator`.
+        pad: give all packs one shape.
 
     Attributes:
-        sampler: this rank's packs.
         micro_batches: packs of a rank in a step.
+        targets_per_step: target tokens of a step whose packs are full: the documents to come are unknown.
         ended: whether the stream has ended, and no step follows.
-        late: what did not come in time, on this rank or another, where that ended the steps; empty otherwise.
+        late: which documents did not arrive in time, here or on another rank, and ended the steps; else empty.
 
     Raises:
-        ValueError: more ranks than packs of a step. While iterating: ranks that read different documents; whatever is
-            wrong with a document.
+        ValueError: while iterating: ranks that read different documents; a malformed document.
     """
+
+    plan: Plan | None = None
 
     def __init__(
         self,
+        config: Config,
+        mesh: Mesh,
         arriving: Arriving,
         stream: PackStream,
-        mesh: Mesh,
-        *,
         cost_model: CostModel,
-        sync: Sync = "micro",
-        prefetch: int = 2,
         clock: Callable[[], float],
-        pad_to: int | None = None,
-        pad_id: int = 0,
-        multiple: int = 1,
+        pad: bool = False,
     ) -> None:
-        self.arriving, self.stream, self.world = arriving, stream, mesh.world
-        self.sampler = StreamSampler(
-            stream, arriving, rank=mesh.data_rank, world_size=mesh.data_size, sync=sync
-        )
-        self._state = stream.state_dict()
-        self.micro_batches = -(-self._state["options"]["packs_per_step"] // mesh.data_size)
-        collator = PackedCollator.of(stream, pad_to, pad_id, multiple)
-        self.loader = PackedLoader(self.sampler, self.sampler, collator, prefetch)
+        self.arriving, self.stream, self.mesh = arriving, stream, mesh
+        self.micro_batches = -(-config.plan.packs_per_step // mesh.data_size)
+        self.targets_per_step = float(config.plan.packs_per_step * config.plan.mean)
         self.ended, self.late = False, ""
-        self.plan: Plan | None = None
-        self._cost_model, self._clock = cost_model, clock
-        self._last: StreamStep | None = None  # that was handed out
+        self._collate = PackedCollator.of(
+            stream,
+            stream.longest if pad else None,
+            arriving.tokenizer.end_id or 0,
+            config.parallel.token_multiple,
+        )
+        self._cost_model, self._sync, self._clock = cost_model, config.parallel.sync, clock
+        self._prefetch = config.train.prefetch > 0
+        self._thread: PrefetchThread | None = None
+        self._state = stream.state_dict()
+        self._last: StreamStep | None = None  # the step that was yielded last
+
+    def _steps(self) -> Iterator[tuple[StreamStep, list[PackedBatch]]]:
+        """Each step with this rank's packs; runs in the background thread."""
+        for step in self.stream:
+            packs = rank_items(step, self.mesh.data_rank, self.mesh.data_size, self._sync)
+            yield step, [self._collate([self.arriving.document(item) for item in pack]) for pack in packs]
 
     def __iter__(self) -> Iterator[StepData]:
-        batches = iter(self.loader)
+        steps = self._steps()
+        if self._prefetch:
+            self._thread = PrefetchThread(steps, 1)
+            steps = self._thread.items()
         while True:
-            began = self._clock()
-            micro_batches, interrupted = [], False
+            began, interrupted = self._clock(), False
+            step, micro_batches = None, list[PackedBatch]()
             try:
-                micro_batches = list(islice(batches, self.micro_batches))
+                step, micro_batches = next(steps, (None, []))
             except StreamInterrupted:
                 interrupted = True
-            except DocumentsLate as error:
-                # On all ranks, or on some alone: none goes on, and what was done is saved.
+            except DocumentsLate as error:  # no rank continues, and the run is saved
                 interrupted, self.late = True, str(error)
-            step: StreamStep | None = self.loader.state_dict()["step"] if micro_batches else None
-            if self._all_stop(step, interrupted):
+            if self._all_stop(step, interrupted) or step is None:
                 return
-            assert step is not None
             self._last = step
             yield self._data(step, micro_batches, began)
 
     def _all_stop(self, step: StreamStep | None, interrupted: bool) -> bool:
-        """Whether no rank has this step, or one shall stop.
+        """Whether no rank has this step, or one of them stops; collective.
 
         Raises:
             ValueError: ranks have different documents.
         """
-        digest = 0
+        digest, world = 0, self.mesh.world
         if step is not None:
             digest = 1 + int(np.bitwise_xor.reduce(step.positions * 40503 + step.lengths)) % (1 << 20)
-        # Equal on all ranks if and only if ranks · Σ d² = (Σ d)²: exact, as whole numbers below 2⁵³ are.
+        # Equal on all ranks if and only if ranks · Σ d² = (Σ d)²: exact, since whole numbers below 2⁵³ are.
         values = [float(interrupted), float(bool(self.late)), float(digest), float(digest) ** 2]
-        stopped, late, total, squares = (int(each) for each in self.world.sum(values))
+        stopped, late, total, squares = (int(each) for each in world.sum(values))
         if late and not self.late:
-            self.late = f"documents came too late on {late} of {self.world.size} ranks, and here in time"
-        if not stopped and self.world.size * squares != total * total:
+            self.late = f"documents came too late on {late} of {world.size} ranks, and here in time"
+        if not stopped and world.size * squares != total * total:
             raise ValueError(
                 f"ranks read different documents in step {self.stream.step}: every rank must see the same documents in"
                 " the same order; a data set that is shuffled or divided by rank must be neither"
@@ -201,56 +192,50 @@ class StreamFeed:
         self.ended = not stopped and step is None
         return bool(stopped) or step is None
 
-    def _data(self, step: StreamStep, micro_batches: list[Any], began: float) -> StepData:
-        align, ranks, sync = self.stream.align, self.sampler.world_size, self.sampler.sync
+    def _data(self, step: StreamStep, micro_batches: list[PackedBatch], began: float) -> StepData:
+        align, ranks, sync = self.stream.align, self.mesh.data_size, self._sync
         dealt = step.deal(ranks, sync)
-        dealt_costs = self._cost_model, -(-step.lengths // align) * align, dealt, ranks, sync
+        costs = self._cost_model, -(-step.lengths // align) * align, dealt, ranks, sync
         return StepData(
             micro_batches=micro_batches,
             target_tokens=step.targets,
             denominator=step.denominator,
             documents=step.positions,
             lengths=step.lengths,
-            cost_spread=cost_spread(*dealt_costs),
-            predicted_seconds=predicted_seconds(*dealt_costs),
+            cost_spread=cost_spread(*costs),
+            predicted_seconds=predicted_seconds(*costs),
             packs=Packs(step.positions[dealt.order], dealt.offsets),
             wait_seconds=self._clock() - began,
             epoch=0,
             index=step.number,
         )
 
-    @property
-    def targets_per_step(self) -> float:
-        """What packs that are full of targets have: nobody knows the documents that are to come."""
-        options = self._state["options"]
-        return float(options["packs_per_step"] * options["mean"])
-
-    def names(self, position: int) -> str:
-        """The name of a document of the last step that was handed out; of others their position."""
-        if self._last is not None:
-            found = np.flatnonzero(self._last.positions == position)
-            if len(found):
-                return self.arriving.document_name(self._last.items[found[0]])
-        return f"document {position:,} of {self.arriving.name}"
+    def names(self, number: int) -> str:
+        """The name of a document of the last step; for others their position."""
+        if self._last is not None and len(found := np.flatnonzero(self._last.positions == number)):
+            return self.arriving.document_name(self._last.items[found[0]])
+        return f"document {number:,} of {self.arriving.name}"
 
     def interrupt(self) -> None:
-        """Wait for no documents any more: the iteration ends, on all ranks, and the state is as after the last step."""
+        """End waiting for documents: the iteration ends on all ranks, with the state after the last step."""
         self.arriving.interrupt()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state after the step that was handed out last, as plain values; the same on every rank."""
+        """The state after the last step that was yielded, as plain values; equal on every rank."""
         return self._state if self._last is None else self._last.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at `state`, with any number of ranks.
 
         Raises:
-            ValueError: it is damaged, or of another stream.
+            ValueError: the state is damaged, or of another stream.
         """
-        self.loader.load_state_dict(state)
+        self.stream.load_state_dict(state)
+        self.arriving.restart()  # a state from before the first step holds no position of the documents
         self._state, self._last = state, None
 
     def close(self) -> None:
         """Stop waiting and prefetching."""
         self.arriving.interrupt()
-        self.loader.close()
+        if self._thread is not None:
+            self._thread.stop()
