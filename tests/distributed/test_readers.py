@@ -62,7 +62,7 @@ def content(batch):
 
 
 def threads():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("multipack-readers")]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("multipack-loader")]
 
 
 def equal(world, path, options, readers, prefetch):

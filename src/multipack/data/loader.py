@@ -80,7 +80,7 @@ class PackedLoader:
         self._collator = collator
         self._prefetch = prefetch
         self._state: dict[str, Any] | None = None
-        self._thread: Any = None
+        self._thread: PrefetchThread[Item] | None = None
         self._iteration = 0
 
     def __len__(self) -> int:
@@ -96,7 +96,7 @@ class PackedLoader:
         items = self._items()
         thread = None
         if self._prefetch:
-            thread = self._thread = self._ahead(items)
+            thread = self._thread = PrefetchThread(items, self._prefetch)
             items = thread.items()
         try:
             for batch, state in items:
@@ -119,9 +119,6 @@ class PackedLoader:
                 error.add_note(f"while making a batch of the documents {', '.join(map(str, numbers[:32]))}")
                 raise
             yield batch, state
-
-    def _ahead(self, items: Iterator[Item]) -> Any:
-        return PrefetchThread(items, self._prefetch)
 
     def _check_current(self, iteration: int) -> None:
         if iteration != self._iteration:

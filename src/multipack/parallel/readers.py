@@ -13,10 +13,7 @@ training, have started equally many rounds, and finish them.
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -116,9 +113,6 @@ class ScatteredLoader(PackedLoader):
             state = self._dealt.state_dict()
             yield self._round(state["step"] * micro_batches + state["micro_batch"] - 1), state
 
-    def _ahead(self, items: Iterator[Item]) -> _DeterministicPrefetch:
-        return _DeterministicPrefetch(items, self._prefetch)
-
     def _round(self, pack: int) -> PackedBatch:
         """Micro-batch number `pack` of this rank in the epoch; a reader makes those of all its ranks."""
         packs = self._read(pack) if self._rank == self.reader else None
@@ -158,28 +152,3 @@ class ScatteredLoader(PackedLoader):
             message = f"rank {self.reader}, which reads: {error} (in a batch of the documents {documents})"
             return [(pack, kind(message))] * len(self.data_ranks)
         return [(pack, made[data_rank]) for data_rank in self.data_ranks.values()]
-
-
-class _DeterministicPrefetch:
-    """Makes items in a thread: as many as were asked for and `size` more, equally many on all ranks."""
-
-    def __init__(self, items: Iterator[Item], size: int) -> None:
-        self._items, self._size = items, size
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="multipack-readers")
-
-    def items(self) -> Iterator[Item]:
-        """The items in order; an exception in the thread is raised here."""
-        started = deque(self._executor.submit(next, self._items, None) for _ in range(self._size))
-        while True:
-            started.append(self._executor.submit(next, self._items, None))
-            item = started.popleft().result()
-            if item is None:
-                return
-            yield item
-
-    def stop(self) -> None:
-        """Finish the rounds that were started, which other ranks wait for, and end the thread."""
-        is_worker = threading.current_thread().name.startswith(
-            "multipack-readers"
-        )  # the garbage collector's call
-        self._executor.shutdown(wait=not is_worker)
