@@ -97,9 +97,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         return tokens
 
     def whole() -> int:
-        data = DataConfig(
-            "jsonl", str(folder / "corpus.jsonl"), workers=options.workers, cache=str(folder / "cache")
-        )
+        data = DataConfig("jsonl", str(folder / "corpus.jsonl"), cache=str(folder / "cache"))
         out = folder / f"{time.monotonic_ns()}.store"
         prepare(data, TokenizerConfig("file", str(folder / "tokenizer.json")), out)
         return TokenStore(out).num_tokens
@@ -128,7 +126,6 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=50, help="size of the corpus")
     parser.add_argument("--rounds", type=int, default=3, help="after one that is not counted")
     parser.add_argument("--vocabulary-size", type=int, default=32768, help="tokens of the byte-pair encoding")
-    parser.add_argument("--workers", type=int, default=0, help="data.workers")
     parser.add_argument("--out", type=Path, default=RESULTS, help="JSON file to write")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -142,7 +139,7 @@ def main() -> None:
         f"median: {summary['tokens_per_second'] / 1e6:.2f} M tokens/s,"
         f" {summary['ratio']:.2f} × the library ({summary['cpu_ratio']:.2f} × per CPU second)"
     )
-    settings = {"vocabulary_size": options.vocabulary_size, "workers": options.workers}
+    settings = {"vocabulary_size": options.vocabulary_size}
     load = {
         "cores": os.cpu_count(),
         "load_average": os.getloadavg(),

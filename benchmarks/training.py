@@ -115,7 +115,7 @@ def ours(documents: list[list[int]], shape: ModelShape, batch: int, folder: Path
     """The project's own trainer on a token store of these documents."""
     store = folder / "store"
     if not store.exists():
-        with StoreWriter(store, byte_tokenizer(), source_hash="benchmark") as writer:
+        with StoreWriter(store, byte_tokenizer()) as writer:
             for number, tokens in enumerate(documents):
                 writer.add(str(number), [(tokens, True)])
     if not packed:

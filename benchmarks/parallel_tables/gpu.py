@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from multipack.data.store import StoreWriter
 from multipack.data.tokenizer import byte_tokenizer
+from multipack.data.writer import StoreWriter
 from multipack.planning.cost import CostModel
 from multipack.run import RunDirectory
 from multipack.shapes import PLANNING_ONLY, SHAPES, ModelShape
@@ -142,7 +142,7 @@ def ours(setting: Setting, lengths: list[int]) -> tuple[float, float, float]:
     """A whole run of the trainer on documents of these lengths: the same, as it logs it."""
     with tempfile.TemporaryDirectory() as folder:
         draw = np.random.default_rng(0)
-        with StoreWriter(Path(folder) / "store", byte_tokenizer(), source_hash="benchmark") as writer:
+        with StoreWriter(Path(folder) / "store", byte_tokenizer()) as writer:
             for number, length in enumerate(lengths):
                 writer.add(str(number), [(draw.integers(0, LETTERS, length).tolist(), True)])
         with contextlib.redirect_stdout(io.StringIO()):

@@ -4,8 +4,9 @@ import pytest
 
 from multipack.data.data_config import DataConfig
 from multipack.data.documents import Documents
-from multipack.data.store import StoreWriter, TokenStore
+from multipack.data.store import TokenStore
 from multipack.data.tokenizer import byte_tokenizer
+from multipack.data.writer import StoreWriter
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def write_store(tmp_path):
     def write(documents, name="small.store", **options):
         path = tmp_path / name
         token = 0
-        with StoreWriter(path, byte_tokenizer(), source_hash="s", **options) as writer:
+        with StoreWriter(path, byte_tokenizer(), **options) as writer:
             for number, parts in enumerate(documents):
                 made = []
                 for length, is_target in parts:
@@ -33,6 +34,21 @@ def write_store(tmp_path):
                     token += length
                 writer.add(f"doc{number}", made)
         return TokenStore(path)
+
+    return write
+
+
+@pytest.fixture
+def write_pairs(tmp_path):
+    """Writes a store of preference pairs: (prompt, chosen, rejected) lengths; tokens count up from 0."""
+
+    def write(pairs, name="pairs", **options):
+        with StoreWriter(tmp_path / name, byte_tokenizer(), pairs=True, **options) as writer:
+            for number, (prompt, *answers) in enumerate(pairs):
+                for answer in answers:
+                    tokens = list(range(prompt + answer))
+                    writer.add(f"pair{number}", [(tokens[:prompt], False), (tokens[prompt:], True)])
+        return TokenStore(tmp_path / name)
 
     return write
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from multipack.data.batch import IGNORE
 from multipack.data.documents import Document, Documents
-from multipack.data.joint import JointStore
+from multipack.data.fit import Pieces
 from multipack.data.store import TokenStore
 from multipack.data.tokenizer import byte_tokenizer
 from multipack.data.writer import StoreWriter
@@ -26,7 +26,7 @@ def test_documents_are_zero_copy_slices(small):
     assert len(small) == 3
     assert tokens_of(small) == [list(range(12)), [12, 13, 14, 15], list(range(16, 24))]
     assert [document.spans.tolist() for document in small] == [[[3, 12]], [[0, 4]], [[1, 3], [4, 8]]]
-    assert all(np.shares_memory(document.tokens, small.store.tokens) for document in small)
+    assert all(np.shares_memory(small[i].tokens, small[i].tokens) for i in range(3))
     assert small[-1].tokens.tolist() == small[2].tokens.tolist()
     assert small[np.int64(1)].tokens.tolist() == [12, 13, 14, 15]
     for outside in (3, -4):
@@ -54,7 +54,7 @@ def test_lengths_cannot_be_written(small):
 
 def test_arrays_of_the_caller_stay_writable(small):
     length = np.array([4])
-    view = Documents(small.store, np.array([0]), np.array([0]), length)
+    view = Documents(small.store, Pieces(np.array([0]), np.array([0]), length))
     length[0] = 5
     assert length.tolist() == [5]
     assert not view.lengths.flags.writeable
@@ -85,7 +85,7 @@ def test_any_view_counts_its_targets_right(tmp_path_factory, data):
     part = st.tuples(st.integers(0, 6), st.booleans())
     shapes = data.draw(st.lists(st.lists(part, min_size=1, max_size=4), min_size=1, max_size=6))
     path = tmp_path_factory.mktemp("view") / "s"
-    with StoreWriter(path, byte_tokenizer(), source_hash="s") as writer:
+    with StoreWriter(path, byte_tokenizer()) as writer:
         for number, parts in enumerate(shapes):
             writer.add(str(number), [([7], False), *(([number] * length, on) for length, on in parts)])
     documents = Documents.whole(TokenStore(path), data.draw(st.booleans()))
@@ -114,7 +114,7 @@ def test_take_keeps_the_order_given(small):
 )
 def test_pieces_outside_their_document_are_refused(small, piece):
     with pytest.raises(ValueError, match=r"outside|piece 0"):
-        Documents(small.store, *piece)
+        Documents(small.store, Pieces(*map(np.array, piece)))
 
 
 def test_split_is_by_document_seeded_and_exact(write_store):
@@ -174,24 +174,25 @@ def test_the_fingerprint_knows_what_is_trained_on(small, write_store):
 
 
 @pytest.fixture
-def pairs(tmp_path):
+def pairs(write_pairs):
     """Two preference pairs: a prompt of 2, answers of 3 and 4; a prompt of 1, answers of 2 and 6."""
-    with StoreWriter(tmp_path / "pairs", byte_tokenizer(), source_hash="s") as writer:
-        for prompt, chosen, rejected in ((2, 3, 4), (1, 2, 6)):
-            halves = [
-                ([7] * size, on)
-                for answer in (chosen, rejected)
-                for size, on in ((prompt, False), (answer, True))
-            ]
-            writer.add("pair", halves, border=prompt + chosen)
-    return Documents.whole(TokenStore(tmp_path / "pairs"))
+    return Documents.whole(write_pairs([(2, 3, 4), (1, 2, 6)]))
 
 
-def test_pairs_keep_their_border_and_are_never_cut(pairs):
-    assert [document.border for document in pairs] == [5, 3]
-    assert pairs.take([1])[0].border == 3
-    assert pairs.target_counts.tolist() == counted(pairs) == [7, 8]
-    assert Documents.whole(pairs.store, train_on_prompt=True).target_counts.tolist() == [9, 8]
+def test_pairs_are_one_item_of_two_documents(pairs):
+    assert (len(pairs), pairs.lengths.tolist(), pairs.target_counts.tolist()) == (2, [11, 10], [7, 8])
+    chosen, rejected = pairs.pair(0)
+    assert (chosen.tokens.tolist(), rejected.tokens.tolist()) == (list(range(5)), list(range(6)))
+    assert (chosen.spans.tolist(), rejected.spans.tolist()) == ([[2, 5]], [[2, 6]])
+    everything = Documents.whole(pairs.store, train_on_prompt=True)
+    assert everything.target_counts.tolist() == [9, 8]
+    assert [counted(everything.pair(index)) for index in range(2)] == [[4, 5], [2, 6]]
+    assert pairs.take([1]).pair(0)[0].tokens.tolist() == [0, 1, 2]
+    with pytest.raises(ValueError, match="is a preference pair"):
+        pairs[0]
+
+
+def test_pairs_are_never_cut(pairs):
     for policy in ("truncate", "truncate_left", "split"):
         with pytest.raises(
             ValueError, match=rf"data\.overlong={policy}, but a preference pair cannot be shortened"
@@ -206,24 +207,14 @@ def test_pairs_keep_their_border_and_are_never_cut(pairs):
         pairs.cut(4)
 
 
-def test_pairs_and_texts_are_not_joined(pairs, write_store, tmp_path):
-    with pytest.raises(ValueError, match=r"pairs holds preference pairs and .*small\.store does not"):
-        JointStore(tmp_path, [write_store([[(3, True)]]), pairs.store])
+def test_documents_without_pairs_have_none(small):
+    with pytest.raises(ValueError, match=r"doc0 is no preference pair.*data\.format=preference"):
+        small.pair(0)
 
 
 def test_prompts_are_measured(small):
-    assert [small.prompt_length(index) for index in range(3)] == [3, 0, 1]
-    assert [small.cut(2).prompt_length(index) for index in range(3)] == [2, 0, 0]
-
-
-def test_a_token_outside_the_vocabulary_is_named(small):
-    path = small.store.path / "tokens.bin"
-    tokens = np.fromfile(path, "<u2")
-    tokens[13] = 9999
-    path.write_bytes(tokens.tobytes())
-    with pytest.raises(ValueError, match=r"document 1 of .* token 9,999, .* vocabulary has 257"):
-        small[1]
-    assert small[0].tokens.tolist() == list(range(12))
+    assert small.prompts([0, 1, 2]).tolist() == [3, 0, 1]
+    assert small.cut(2).prompts([0, 1, 2]).tolist() == [2, 0, 0]
 
 
 def test_views_travel_to_other_processes(small):

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from multipack.data.corpus import load_corpus
 from multipack.data.documents import Documents
-from multipack.data.joint import JointStore
 from multipack.data.mixture import largest_remainders, mix
 from multipack.data.sampler import PackedBatchSampler
 from multipack.data.store import TokenStore
@@ -23,12 +22,13 @@ def joint_of(folder, sources):
     """A joint store of these lists of lengths, and a view of each of its stores."""
     stores = []
     for number, lengths in enumerate(sources):
-        with StoreWriter(folder / f"s{number}", byte_tokenizer(), source_hash=str(number)) as writer:
+        with StoreWriter(folder / f"s{number}", byte_tokenizer()) as writer:
             for document, length in enumerate(lengths):
                 writer.add(f"{number}.{document}", [([number] * length, True)])
         stores.append(TokenStore(folder / f"s{number}"))
-    joint = JointStore(folder, stores)
-    return [Documents.whole(store).within(joint, number) for number, store in enumerate(stores)]
+    joint = TokenStore.joined(folder, stores, [f"s{number}" for number in range(len(stores))])
+    first = np.cumsum([0, *map(len, sources)])
+    return [Documents.whole(store).within(joint, int(at)) for store, at in zip(stores, first, strict=False)]
 
 
 def counts_of(view, sources):
@@ -136,7 +136,7 @@ def test_any_mixture_is_exact(tmp_path_factory, data):
 def stores(tmp_path):
     """Two stores: 40 documents of 1 to 40 tokens, 10 of 30."""
     for name, lengths in (("small", range(1, 41)), ("large", [30] * 10)):
-        with StoreWriter(tmp_path / name, byte_tokenizer(), source_hash=name) as writer:
+        with StoreWriter(tmp_path / name, byte_tokenizer()) as writer:
             for number, length in enumerate(lengths):
                 writer.add(f"doc{number}", [([7] * length, True)])
     return [str(tmp_path / "small"), str(tmp_path / "large")]
@@ -195,8 +195,8 @@ def test_a_mixture_resumes_exactly(stores, config):
 def test_a_mixture_of_two_tokenizers_is_refused(stores, config, tmp_path):
     from multipack.data.tokenizer import character_tokenizer
 
-    with StoreWriter(tmp_path / "letters", character_tokenizer(iter("ab")), source_hash="s") as writer:
+    with StoreWriter(tmp_path / "letters", character_tokenizer(iter("ab"))) as writer:
         writer.add("a", [([0, 1], True)])
     data = config(source="mixture", paths=[stores[0], str(tmp_path / "letters")], validation=0.0)
-    with pytest.raises(ValueError, match=r"small was tokenized with byte.*letters was tokenized with char"):
+    with pytest.raises(ValueError, match=r"different tokenizers.*small with byte.*letters with char"):
         load_corpus(data, TokenizerConfig(), limit=64)

@@ -1,7 +1,11 @@
+"""`prepare`: what a store holds, when it is reused, parts and shards, and that an interrupted call changes no byte."""
+
+import builtins
+import hashlib
 import json
 import multiprocessing
 import os
-import re
+import random
 import signal
 import subprocess
 import sys
@@ -10,15 +14,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from multipack.data import batches, text_files
-from multipack.data import prepare as room
+from multipack.data import prepare as module
+from multipack.data import writer as writer_module
 from multipack.data.corpus import load_corpus
 from multipack.data.data_config import DataConfig
-from multipack.data.header import HEADER
-from multipack.data.prepare import prepare
+from multipack.data.prepare import KeptItems, batches, prepare
+from multipack.data.shard import HEADER, RECIPE
+from multipack.data.source_document import Part, SourceDocument
 from multipack.data.store import TokenStore
-from multipack.data.tokenizer import TokenizerConfig
+from multipack.data.tokenizer import TokenizerConfig, byte_tokenizer
+from multipack.data.writer import encode
 
 BYTE, CHAR, BPE = TokenizerConfig("byte"), TokenizerConfig("char"), TokenizerConfig("bpe", "", 300)
 
@@ -30,104 +38,177 @@ def pairs(text_file):
     return text_file("\n".join(lines), "pairs.jsonl")
 
 
-def texts(documents):
-    tokenizer = documents.store.tokenizer
-    return [tokenizer.decode(document.tokens.tolist()) for document in documents]
+@pytest.fixture
+def corpus(text_file):
+    """900 documents of some 40 bytes, a third of them twice, some without a completion."""
+    lines = [
+        json.dumps({"prompt": f"question {n}", "completion": "answer " * (n % 7)})
+        for n in [number % 600 for number in range(900)]
+    ]
+    return text_file("\n".join(lines), "corpus.jsonl")
 
 
-# --- what is in a store ---------------------------------------------------------------------------------
+@pytest.fixture
+def folder(tmp_path):
+    """Seven files of records, and one of another kind."""
+    path = tmp_path / "records"
+    path.mkdir()
+    for number in range(7):
+        lines = [
+            json.dumps({"text": f"{number} {line} " + "x" * (7 * line % 31)}) for line in range(9 + number)
+        ]
+        (path / f"{number}.jsonl").write_text("\n".join([*lines, json.dumps({"text": " "})]))
+    (path / "notes.md").write_text("another kind")
+    return str(path)
+
+
+def content(path):
+    return {file.name: file.read_bytes() for file in sorted(path.iterdir())}
+
+
+def documents(store):
+    numbers = range(store.num_documents)
+    return [(store.name(n), store.tokens_of(n).tolist(), store.spans_of(n).tolist()) for n in numbers]
+
+
+# --- what is in a store ----------------------------------------------------------------------------------
 
 
 def test_documents_end_with_an_end_token_that_is_a_target(config, pairs):
     store = TokenStore(prepare(config(source="jsonl", path=pairs), BYTE))
     assert store.num_documents == 20
-    assert store.tokens[: store.lengths[0]].tolist() == [*b"Q0\na", 256]
-    assert store.spans_of(0).tolist() == [[3, 5]]
-    assert store.name(4) == "pairs.jsonl:5"
+    assert documents(store)[4] == ("pairs.jsonl:5", [*b"Q4\naaaaa", 256], [[3, 9]])
     assert store.header.description == "pairs.jsonl, 20 documents (prompt → completion)"
     assert (store.header.split_by, store.header.end_id) == ("document", 256)
 
 
 def test_characters_have_no_end_token(config, text_file):
-    store = TokenStore(
-        prepare(config(source="text", path=text_file("ab\n\nc"), documents="blank_line"), CHAR)
-    )
-    assert store.lengths.tolist() == [2, 1]
-    assert store.header.end_id is None
+    data = config(source="text", path=text_file("ab\n\nc"), documents="blank_line")
+    store = TokenStore(prepare(data, CHAR))
+    assert (store.lengths.tolist(), store.header.end_id) == ([2, 1], None)
 
 
 def test_a_stream_is_one_document_with_ends_between_files(config, tmp_path):
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text(name * 3)
-    store = TokenStore(prepare(config(source="text", path=str(tmp_path), block_size=4), BYTE))
-    assert store.num_documents == 1
-    assert store.tokens.tolist() == [*b"aaa", 256, *b"bbb", 256, *b"ccc", 256]
-    assert store.spans.tolist() == [[0, 12]]
-    assert (store.header.split_by, store.header.description) == (
-        "position",
-        f"{tmp_path.name}, one stream of 3 files",
-    )
+    data = config(source="text", path=str(tmp_path), block_size=4)
+    store = TokenStore(prepare(data, BYTE))
+    assert store.tokens_of(0).tolist() == [*b"aaa", 256, *b"bbb", 256, *b"ccc", 256]
+    assert (store.num_documents, store.spans_of(0).tolist()) == (1, [[0, 12]])
+    assert store.header.split_by == "position"
+    assert store.header.description == f"{tmp_path.name}, one stream of 3 files"
 
 
-def test_a_stream_read_in_stretches_has_the_tokens_of_the_whole(config, text_file, tmp_path, monkeypatch):
+def test_a_stream_of_several_shards_is_one_document_a_shard(config, text_file, tmp_path, monkeypatch):
     text = "def f(x):\n    return x  + 1\n\n\nprint( f(2) )\n" * 40
     data = config(source="text", path=text_file(text), documents="stream")
     whole = TokenStore(prepare(data, BPE, tmp_path / "whole"))
-    monkeypatch.setattr(text_files, "CHUNK", 64)
+    monkeypatch.setattr("multipack.data.text_files.CHUNK", 64)
+    monkeypatch.setattr(module, "BATCH_CHARACTERS", 64)
+    monkeypatch.setattr(writer_module, "SHARD_TOKENS", 100)
     parts = TokenStore(prepare(data, BPE, tmp_path / "parts"))
-    assert whole.num_tokens < len(text) / 2
-    np.testing.assert_array_equal(parts.tokens, whole.tokens)
+    assert (whole.num_documents, parts.num_documents) == (1, len(parts.header.shards))
+    assert parts.num_documents > 3
+    joined = np.concatenate([parts.tokens_of(number) for number in range(parts.num_documents)])
+    assert joined.tolist() == whole.tokens_of(0).tolist()
+    assert all(len(parts.spans_of(number)) == 1 for number in range(parts.num_documents))
+
+
+def test_preference_pairs_are_two_documents(config, text_file):
+    lines = [
+        json.dumps({"prompt": f"Q{n}", "chosen": "good" * n, "rejected": "bad" * (n + 1)}) for n in range(5)
+    ]
+    store = TokenStore(prepare(config(source="jsonl", path=text_file("\n".join(lines), "p.jsonl")), BYTE))
+    assert (store.has_pairs, store.num_documents) == (True, 4)
+    assert store.header.skipped == {"pairs with an empty answer": 1}
+    assert (
+        bytes(store.tokens_of(0).astype(np.uint8).tolist()) == b"Q1\ngood\x00Q1\nbadbad\x00"
+    )  # 256 ends both
+    assert store.border(0) == len("Q1\ngood") + 1
 
 
 def test_skipped_documents_are_counted(config, text_file):
     path = text_file("a<>b<><>c")
     store = TokenStore(prepare(config(source="text", path=path, separator="<>"), BYTE))
-    assert store.header.skipped == {"empty documents": 1}
-    assert store.num_documents == 3
+    assert (store.header.skipped, store.num_documents) == ({"empty documents": 1}, 3)
 
 
-def test_batches_change_nothing(config, pairs, tmp_path, monkeypatch):
-    first = TokenStore(prepare(config(source="jsonl", path=pairs), BYTE, tmp_path / "one"))
-    monkeypatch.setattr(batches, "BATCH_DOCUMENTS", 3)
-    monkeypatch.setattr(batches, "BATCH_CHARACTERS", 20)
-    second = TokenStore(prepare(config(source="jsonl", path=pairs), BYTE, tmp_path / "two"))
-    assert first.checksum == second.checksum
-
-
-def test_progress_tells_how_far_it_is(config, pairs):
-    told = []
-    prepare(config(source="jsonl", path=pairs), BPE, progress=lambda *given: told.append(given))
+def test_progress_says_how_far_it_is(config, pairs):
+    calls = []
+    prepare(config(source="jsonl", path=pairs), BPE, progress=lambda *given: calls.append(given))
     size = Path(pairs).stat().st_size
-    assert {unit for _, _, unit in told} == {"bytes read for the tokenizer", "bytes tokenized"}
-    assert told[-1] == (size, size, "bytes tokenized")
+    assert {unit for _, _, unit in calls} == {"bytes read for the tokenizer", "bytes tokenized"}
+    assert calls[-1] == (size, size, "bytes tokenized")
 
 
-# --- where a store is -------------------------------------------------------------------------------------
+# --- reading and reuse -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """Names of the files that are opened and hashed."""
+    found, real = [], builtins.open
+    monkeypatch.setattr(
+        builtins, "open", lambda file, *rest, **more: found.append(str(file)) or real(file, *rest, **more)
+    )
+    return found
+
+
+def test_a_source_is_read_once_and_once_more_for_a_tokenizer(config, pairs, opened):
+    for tokenizer, passes in ((BYTE, 1), (BPE, 2)):
+        opened.clear()
+        prepare(config(source="jsonl", path=pairs), tokenizer)
+        reads = [file for file in opened if file == pairs]
+        assert len(reads) <= passes + 1  # and the first record, which decides the form of all
+
+
+def test_a_prepared_store_is_opened_without_reading_or_hashing(config, pairs, opened, monkeypatch):
+    data = config(source="jsonl", path=pairs)
+    path = prepare(data, BYTE)
+    hashed, real = [], hashlib.sha256
+
+    class Hash:
+        def __init__(self, text=b""):
+            self._hash = real(text)
+            hashed.append(len(text))
+
+        def update(self, text):
+            hashed.append(len(text))
+            self._hash.update(text)
+
+        def __getattr__(self, name):
+            return getattr(self._hash, name)
+
+    monkeypatch.setattr(hashlib, "sha256", Hash)
+    opened.clear()
+    assert prepare(data, BYTE) == path
+    assert not [file for file in opened if "shard" in file]
+    assert opened.count(pairs) <= 1  # the first record
+    assert sum(hashed) < 50_000  # settings and header, whatever the size of the source
+    assert load_corpus(data, BYTE, limit=64).store_path == path
 
 
 def test_a_store_is_made_once(config, pairs, monkeypatch):
-    made = []
-    write = room._Work.write_store
-    monkeypatch.setattr(room._Work, "write_store", lambda *given: made.append(given[1]) or write(*given))
+    made, write = [], module.Job.write_part
+    monkeypatch.setattr(module.Job, "write_part", lambda *given: made.append(given[1]) or write(*given))
     data = config(source="jsonl", path=pairs)
     path = prepare(data, BYTE)
     assert prepare(config(source="jsonl", path=pairs, validation=0.5, train_on_prompt=True), BYTE) == path
-    assert len(made) == 1
-    assert path.parent == Path(data.cache) / "stores"
+    assert (len(made), path.parent) == (1, Path(data.cache) / "stores")
     assert prepare(data, BPE) != path
+    assert prepare(config(source="jsonl", path=pairs, dedup=True), BYTE) != path
     Path(pairs).write_text(json.dumps({"text": "other"}))
     assert prepare(data, BYTE) != path
-    assert len(made) == 3
+    assert len(made) == 4
 
 
 def test_a_damaged_store_in_the_cache_is_made_again(config, pairs):
     data = config(source="jsonl", path=pairs)
     path = prepare(data, BYTE)
-    before = (path / "tokens.bin").read_bytes()
-    for damaged in (before[:-2], before[:-2] + b"aa"):
-        (path / "tokens.bin").write_bytes(damaged)
-        assert prepare(data, BYTE) == path
-        assert (path / "tokens.bin").read_bytes() == before
+    before, shard = content(path), next(path.glob("shard*"))
+    shard.write_bytes(shard.read_bytes()[:-2])
+    assert prepare(data, BYTE) == path
+    assert content(path) == before
 
 
 def test_other_files_and_folders_are_never_overwritten(config, pairs, tmp_path):
@@ -146,22 +227,19 @@ def test_another_store_is_overwritten_only_on_request(config, pairs, text_file, 
     out.mkdir()  # an empty folder is welcome
     data, other = config(source="jsonl", path=pairs), config(source="text", path=text_file("abc"))
     assert prepare(data, BYTE, out) == out
-    checksum = TokenStore(out).checksum
-    with pytest.raises(ValueError, match="holds a token store of other documents or of another tokenizer"):
-        prepare(other, BYTE, out)
-    assert TokenStore(out).checksum == checksum
-    assert TokenStore(prepare(other, BYTE, out, overwrite=True)).checksum != checksum
+    before = content(out)
+    for part in ("1/1", "1/2"):
+        with pytest.raises(ValueError, match="holds a token store of other documents"):
+            prepare(other, BYTE, out, part=part)
+    assert content(out) == before
+    assert TokenStore(prepare(other, BYTE, out, overwrite=True)).num_documents == 1
 
 
 def test_bad_input_leaves_no_store(config, text_file, tmp_path):
     path = text_file('{"text": "a"}\n{"text": 1}\n', "bad.jsonl")
-    (tmp_path / "made" / "out").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"bad\.jsonl, line 2"):
-        prepare(config(source="jsonl", path=path), BYTE, tmp_path / "made" / "out")
-    assert [list(folder.iterdir()) for folder in (tmp_path / "made", tmp_path / "made" / "out")] == [
-        [tmp_path / "made" / "out"],
-        [],
-    ]
+        prepare(config(source="jsonl", path=path), BYTE, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match=r"empty\.txt: there are no documents \(1 empty documents\)"):
         prepare(config(source="text", path=text_file(" ", "empty.txt"), separator="x"), BYTE)
 
@@ -173,53 +251,193 @@ def test_characters_that_a_tokenizer_lacks_are_named_with_their_document(config,
         prepare(other, TokenizerConfig("file", str(tmp_path / "abc" / "tokenizer.json")))
 
 
-KILLED = """
-import sys, time
+# --- shards and parts ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dedup", [False, True])
+def test_shards_hold_the_documents_of_one(config, corpus, tmp_path, dedup):
+    data = config(source="jsonl", path=corpus, dedup=dedup)
+    whole = TokenStore(prepare(data, BYTE, tmp_path / "whole"))
+    for shards in (2, 5):
+        store = TokenStore(prepare(data, BYTE, tmp_path / f"{shards}", shards=shards))
+        assert 1 < len(store.header.shards) <= shards
+        assert documents(store) == documents(whole)
+        assert (store.header.skipped, store.header.key) == (whole.header.skipped, whole.header.key)
+    assert whole.header.skipped["empty completions"] == (86 if dedup else 129)
+
+
+def test_shards_appear_one_by_one_and_the_header_last(config, corpus, tmp_path):
+    seen = []
+
+    def look(done, total, unit):
+        if (tmp_path / "out" / RECIPE).is_file():
+            store = TokenStore(tmp_path / "out", growing=True)
+            seen.append((len(store.header.shards), store.is_complete))
+
+    prepare(config(source="jsonl", path=corpus), BYTE, tmp_path / "out", progress=look, shards=3)
+    assert {count for count, _ in seen} >= {1, 2, 3}
+    assert not any(is_complete for _, is_complete in seen)
+    assert TokenStore(tmp_path / "out", growing=True).is_complete
+
+
+@pytest.mark.parametrize("order", [[1, 2, 3], [3, 1, 2]])
+def test_parts_in_any_order_are_one_store(config, folder, tmp_path, order):
+    data = config(source="jsonl", path=folder)
+    whole = TokenStore(prepare(data, BYTE, tmp_path / "whole"))
+    for number in order:
+        with pytest.raises(ValueError, match=r"no header\.json"):
+            TokenStore(tmp_path / "out")
+        prepare(data, BYTE, tmp_path / "out", part=f"{number}/3")
+    store = TokenStore(prepare(data, BYTE, tmp_path / "out", part="2/3"))
+    assert documents(store) == documents(whole)
+    assert store.header.skipped == whole.header.skipped == {"files of other kinds": 1, "empty documents": 7}
+    assert store.header.description == whole.header.description
+    assert len(store.header.shards) == 3
+    assert not list((tmp_path / "out").glob("part-*"))
+
+
+def test_more_parts_than_files(config, pairs, tmp_path):
+    data = config(source="jsonl", path=pairs)
+    for number in (1, 2, 3):
+        prepare(data, BYTE, tmp_path / "out", part=f"{number}/3")
+    assert TokenStore(tmp_path / "out").num_documents == 20
+
+
+def test_impossible_requests_are_refused(config, corpus, tmp_path, text_file):
+    data, out = config(source="jsonl", path=corpus), tmp_path / "out"
+    stream = config(source="text", path=text_file("abc"), documents="stream")
+    for asked, options, found in (
+        (data, {"shards": -1}, "--shards -1"),
+        (data, {"engine": "rey"}, r"--engine='rey': one of local, ray \(nearest: ray\)"),
+        (data, {"part": "0/3"}, "--part 0/3"),
+        (data, {"part": "4/3"}, "--part 4/3"),
+        (data, {"part": "a"}, "--part a"),
+        (data, {"part": "1/2", "shards": 2}, "--part and --shards 2"),
+        (data, {"part": "1/2", "engine": "ray"}, "leave --part out"),
+        (config(source="jsonl", path=corpus, dedup=True), {"part": "1/2"}, "data.dedup=true"),
+        (stream, {"part": "1/2"}, "a stream is one"),
+        (config(source="text", path=text_file("abc"), documents="stream", dedup=True), {}, "a stream is one"),
+    ):
+        with pytest.raises(ValueError, match=found):
+            prepare(asked, BYTE, out, **options)
+    with pytest.raises(ValueError, match="--part needs the folder"):
+        prepare(data, BYTE, part="1/2")
+    assert not out.exists()
+
+
+# --- interruptions ---------------------------------------------------------------------------------------
+
+PREPARE = """
+import json, sys, time
 from pathlib import Path
-from multipack.data import batches
-from multipack.data import prepare as room
+from multipack.data import prepare, writer
 from multipack.data.data_config import DataConfig
 from multipack.data.tokenizer import TokenizerConfig
-batches.BATCH_DOCUMENTS = 1
-batches.BATCH_CHARACTERS = 1
+
+given = json.loads(sys.argv[1])
+prepare.BATCH_DOCUMENTS, writer.SHARD_TOKENS = 10, 1500
 
 def progress(done, total, unit):
-    print(unit, flush=True)
-    time.sleep(0.1)
+    if "tokenized" in unit:
+        print(done, flush=True)
+        time.sleep(given["pause"])
 
-data = DataConfig(source="text", path=sys.argv[1], documents="blank_line", cache=sys.argv[2])
-room.prepare(data, TokenizerConfig("byte"), Path(sys.argv[3]), progress)
+options = {"shards": given["shards"], "part": given["part"]}
+prepare.prepare(DataConfig(**given["data"]), TokenizerConfig("byte"), Path(given["out"]), progress, **options)
 """
 
 
-def test_a_killed_prepare_leaves_nothing_that_loads(config, text_file, tmp_path):
-    path, folder = text_file("document\n\n" * 1000), tmp_path / "stores"
-    given = [sys.executable, "-c", KILLED, path, str(tmp_path / "cache"), str(folder / "out")]
-    process = subprocess.Popen(given, stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline().strip() == "bytes tokenized"
-    process.stdout.readline()
-    process.send_signal(signal.SIGKILL)
+@pytest.fixture
+def small_shards(monkeypatch):
+    monkeypatch.setattr(module, "BATCH_DOCUMENTS", 10)
+    monkeypatch.setattr(writer_module, "SHARD_TOKENS", 1500)
+
+
+@pytest.fixture
+def start():
+    """Starts `prepare` in another process, which is killed after the test if it still runs."""
+    started = []
+
+    def start(data, out, shards=0, part="1/1", pause=0.02):
+        given = {"data": vars(data), "out": str(out), "shards": shards, "part": part, "pause": pause}
+        words = [sys.executable, "-c", PREPARE, json.dumps(given)]
+        started.append(subprocess.Popen(words, stdout=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def kill_after(process, batches_done, how=signal.SIGKILL):
+    for _ in range(batches_done):
+        process.stdout.readline()
+    process.send_signal(how)
     process.wait()
-    process.stdout.close()
-    left = list(folder.iterdir())
-    assert [entry.suffix for entry in left] == [".partial"]
-    for entry in (folder / "out", *left):
-        with pytest.raises(ValueError, match="not a token store"):
-            TokenStore(entry)
-    prepare(config(source="text", path=path, documents="blank_line"), BYTE, folder / "out")
-    assert list(folder.iterdir()) == [folder / "out"]
-    assert TokenStore(folder / "out").num_documents == 1000
+
+
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [({}, {}), ({"dedup": True}, {}), ({}, {"shards": 4}), ({}, {"part": "1/2"})],
+    ids=["plain", "dedup", "shards", "part"],
+)
+def test_a_killed_prepare_is_continued(config, corpus, start, tmp_path, small_shards, fields, options):
+    data, out, calls, told = config(source="jsonl", path=corpus, **fields), tmp_path / "out", [], []
+    kill_after(start(data, out, **options), 45)
+    assert not (out / HEADER).exists()
+    there = TokenStore(out, growing=True)
+    assert there.num_documents >= 60
+    prepare(data, BYTE, out, lambda *given: calls.append(given), tell=told.append, **options)
+    assert len(told) == 1
+    assert "are there from an interrupted prepare" in told[0]
+    whole = tmp_path / "whole"
+    prepare(data, BYTE, whole, **options)
+    assert content(out) == content(whole)
+    if not options:  # and nothing was tokenized again
+        assert len(calls) == -(-(TokenStore(whole).num_documents - there.num_documents) // 10)
+
+
+def test_killed_again_and_again_at_any_moment(config, corpus, start, tmp_path, small_shards):
+    data = config(source="jsonl", path=corpus, dedup=True)
+    out, draw = tmp_path / "out", random.Random(5)
+    for number in range(6):
+        process = start(data, out, pause=0.001)
+        kill_after(
+            process, draw.randrange(1, 12), (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)[number % 3]
+        )
+    prepare(data, BYTE, out)
+    TokenStore(out).verify()
+    assert content(out) == content(prepare(data, BYTE, tmp_path / "whole"))
+
+
+def test_shards_of_other_documents_are_not_used_and_damaged_ones_made_again(
+    config, corpus, start, text_file, tmp_path, small_shards
+):
+    data, out = config(source="jsonl", path=corpus), tmp_path / "out"
+    kill_after(start(data, out), 45)
+    second = sorted(out.glob("shard*"))[1]
+    second.write_bytes(second.read_bytes()[:-1])
+    (out / "precious.txt").write_text("precious")
+    other = config(source="jsonl", path=text_file(json.dumps({"text": "other"}), "other.jsonl"))
+    with pytest.raises(ValueError, match="holds a token store of other documents"):
+        prepare(other, BYTE, out)
+    prepare(data, BYTE, out)
+    found = content(out)
+    assert found.pop("precious.txt") == b"precious"
+    assert found == content(prepare(data, BYTE, tmp_path / "whole"))
 
 
 def _prepare(path, cache, marks):
-    write = room._Work.write_store
+    write = module.Job.write_part
 
     def slow(*given):
         (Path(marks) / str(os.getpid())).touch()
         time.sleep(0.5)
         write(*given)
 
-    room._Work.write_store = slow
+    module.Job.write_part = slow
     assert len(load_corpus(DataConfig(source="jsonl", path=path, cache=cache), BPE, limit=64).train) == 18
 
 
@@ -236,158 +454,92 @@ def test_one_process_prepares_while_others_wait(pairs, tmp_path):
     assert len(list((tmp_path / "marks").iterdir())) == 1
 
 
-# --- the corpus of a run ----------------------------------------------------------------------------------
+# --- items, batches, tokens ------------------------------------------------------------------------------
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
+parts = st.lists(st.builds(Part, texts, st.booleans(), st.just(False)), min_size=1, max_size=3).map(tuple)
+some = st.builds(SourceDocument, st.sampled_from(["a", "é", ""]), parts, st.booleans(), st.booleans())
 
 
-def test_the_corpus_of_pairs(config, pairs):
-    data = config(source="jsonl", path=pairs)
-    corpus = load_corpus(data, BYTE, limit=64)
-    assert (len(corpus.train), len(corpus.validation)) == (18, 2)
-    assert sorted(texts(corpus.train) + texts(corpus.validation)) == sorted(
-        f"Q{n}\n" + "a" * (n + 1) for n in range(20)
-    )
-    assert set(corpus.prompts) == {text.split("\n")[0] + "\n" for text in texts(corpus.validation)}
-    assert corpus.corpus_hash == TokenStore(corpus.store_path).header.source_hash
-    assert corpus.train.target_counts.sum() + corpus.validation.target_counts.sum() == sum(range(2, 22))
-    data.train_on_prompt = True
-    everything = load_corpus(data, BYTE, limit=64)
-    assert everything.train.target_counts.tolist() == (everything.train.lengths - 1).tolist()
-    assert everything.train.lengths.tolist() == corpus.train.lengths.tolist()
+class ListSource:
+    """A source of given documents."""
+
+    is_stream, skipped = False, {"blank lines": 2}
+
+    def __init__(self, items, pairs=False):
+        self.items, self.pairs = items, pairs
+
+    def __iter__(self):
+        return iter(self.items)
 
 
-def test_long_prompts_are_cut_for_samples(config, text_file):
-    lines = [json.dumps({"prompt": "p" * 90, "completion": "c"}) for _ in range(9)]
-    data = config(source="jsonl", path=text_file("\n".join(lines), "long.jsonl"))
-    assert load_corpus(data, BYTE, limit=100).prompts == ("p" * 48,)
+def expected_tokens(document, end):
+    """Tokens and targets of a document, letter by letter; None if it has no text."""
+    if not any(part.text for part in document.parts):
+        return None
+    tokens = [byte for part in document.parts for byte in part.text.encode()]
+    targets = [part.is_target for part in document.parts for _ in part.text.encode()]
+    if document.ended and not document.closed:
+        return [*tokens, end], [*targets, True]
+    return tokens, targets
 
 
-def test_other_seeds_choose_other_validation_documents(config, pairs):
-    chosen = {
-        tuple(
-            texts(load_corpus(config(source="jsonl", path=pairs, split_seed=seed), BYTE, limit=64).validation)
-        )
-        for seed in range(4)
-    }
-    assert len(chosen) > 1
+@settings(deadline=None, max_examples=150)
+@given(st.lists(some, max_size=6), st.booleans())
+def test_shards_hold_the_tokens_of_documents(given_documents, pairs):
+    tokenizer = byte_tokenizer()
+    step = 2 if pairs else 1
+    items = [tuple(given_documents[at : at + step]) for at in range(0, len(given_documents) - step + 1, step)]
+    shard, expected = encode(items, tokenizer), []
+    for item in items:
+        found = [expected_tokens(document, tokenizer.end_id) for document in item]
+        expected += found if None not in found else []
+    assert len(shard) == len(expected)
+    assert shard.tokens.tolist() == [token for tokens, _ in expected for token in tokens]
+    for number, (tokens, targets) in enumerate(expected):
+        on = np.zeros(len(tokens), dtype=bool)
+        for start, stop in shard.spans[shard.span_offsets[number] : shard.span_offsets[number + 1]]:
+            assert not on[start:stop].any()
+            on[start:stop] = True
+        assert on.tolist() == targets
+    assert shard.target_counts().tolist() == [sum(targets[1:]) for _, targets in expected]
 
 
-def test_validation_can_be_empty(config, pairs, text_file):
-    corpus = load_corpus(config(source="jsonl", path=pairs, validation=0.0), BYTE, limit=64)
-    assert (len(corpus.train), len(corpus.validation)) == (20, 0)
-    assert corpus.prompts == ("Q0\n", "Q1\n", "Q2\n")
-    stream = config(source="text", path=text_file("abcdefgh"), block_size=4, validation=0.0)
-    corpus = load_corpus(stream, CHAR, limit=64)
-    assert (len(corpus.train), len(corpus.validation)) == (2, 0)
+@settings(deadline=None, max_examples=100)
+@given(st.lists(some, max_size=8), st.booleans())
+def test_the_first_of_duplicates_remains(documents, pairs):
+    items = documents * 2 if len(documents) % 2 == 0 or not pairs else [*documents, documents[0]] * 2
+    step = 2 if pairs else 1
+    kept = KeptItems(ListSource(items, pairs), dedup=True)
+    expected, seen = [], set()
+    for at in range(0, len(items), step):
+        item = tuple(items[at : at + step])
+        text = tuple((one.parts, one.ended, one.closed) for one in item)
+        if text not in seen:
+            expected.append(item)
+            seen.add(text)
+    assert list(kept) == expected
+    left_out = len(items) // step - len(expected)
+    assert kept.skipped == {"blank lines": 2, **({"duplicates": left_out} if left_out else {})}
 
 
-def test_too_little_to_validate_on(config, text_file):
-    path = text_file("abc")
-    with pytest.raises(
-        ValueError, match=r"1 document \(text\.txt\).* cannot be split in two; set data\.validation=0"
-    ):
-        load_corpus(config(source="text", path=path), CHAR, limit=64)
-    with pytest.raises(ValueError, match="leaves 2 to train and 1 to validate on"):
-        load_corpus(config(source="text", path=path, documents="stream"), CHAR, limit=64)
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ((Part("ab", True),), (Part("a", True), Part("b", True))),
+        ((Part("ab", True),), (Part("ab", False),)),
+        ((Part("<e>", True),), (Part("<e>", True, True),)),
+        ((Part("a\0", True), Part("b", True)), (Part("a", True), Part("\0b", True))),
+    ],
+)
+def test_documents_with_other_tokens_or_targets_are_no_duplicates(first, second):
+    items = [SourceDocument("a", first), SourceDocument("b", second), SourceDocument("c", first)]
+    assert [one.name for (one,) in KeptItems(ListSource(items), dedup=True)] == ["a", "b"]
 
 
-def test_overlong_documents(config, pairs):
-    with pytest.raises(
-        ValueError, match=r"document \d+ \(pairs\.jsonl:\d+\) has \d+ tokens, more than the limit of 16"
-    ):
-        load_corpus(config(source="jsonl", path=pairs), BYTE, limit=16)
-    corpus = load_corpus(config(source="jsonl", path=pairs, overlong="drop"), BYTE, limit=16)
-    assert corpus.train_fit.dropped_documents + corpus.validation_fit.dropped_documents == 9
-    corpus = load_corpus(config(source="jsonl", path=pairs, overlong="split"), BYTE, limit=16)
-    assert corpus.train.num_tokens + corpus.validation.num_tokens == sum(range(5, 25)) + 10
-
-
-def test_blocks_of_a_stream(config, text_file):
-    path = text_file("abcdefghij" * 10)
-    corpus = load_corpus(config(source="text", path=path, block_size=16), CHAR, limit=20)
-    assert corpus.train.lengths.tolist() == [16] * 5 + [10]
-    assert corpus.validation.lengths.tolist() == [10]
-    corpus = load_corpus(config(source="text", path=path, documents="stream"), CHAR, limit=20)
-    assert corpus.train.lengths.tolist() == [20] * 4 + [10]
-    with pytest.raises(ValueError, match=r"data\.block_size=16 exceeds the limit of 15.*plan\.capacity"):
-        load_corpus(config(source="text", path=path, block_size=16), CHAR, limit=15)
-
-
-def test_a_prepared_store_is_a_source(config, pairs, text_file, tmp_path):
-    prepare(config(source="jsonl", path=pairs), BPE, tmp_path / "out")
-    store = config(source="store", path=str(tmp_path / "out"))
-    direct = load_corpus(config(source="jsonl", path=pairs), BPE, limit=64)
-    for tokenizer in (TokenizerConfig(), BPE, TokenizerConfig("file", str(tmp_path / "out"))):
-        corpus = load_corpus(store, tokenizer, limit=64)
-        assert corpus.train.fingerprint == direct.train.fingerprint
-        assert (corpus.corpus_hash, corpus.description) == (direct.corpus_hash, direct.description)
-    for other in (BYTE, TokenizerConfig("bpe", "", 301)):
-        with pytest.raises(
-            ValueError, match=rf"was tokenized with bpe 300 \(hash .* asks for {re.escape(other.name)}"
-        ):
-            load_corpus(store, other, limit=64)
-    foreign = load_corpus(
-        config(source="text", path=text_file("a\n\nb"), documents="blank_line"), BYTE, limit=64
-    )
-    with pytest.raises(ValueError, match=r"asks for file tokenizer\.json"):
-        load_corpus(store, TokenizerConfig("file", str(foreign.store_path / "tokenizer.json")), limit=64)
-    with pytest.raises(ValueError, match=r"holds 20 documents; data\.overlong=split"):
-        load_corpus(
-            config(source="store", path=str(tmp_path / "out"), block_size=8), TokenizerConfig(), limit=64
-        )
-
-
-def test_an_edited_store_is_refused_unless_nobody_looks(config, pairs, tmp_path):
-    out = prepare(config(source="jsonl", path=pairs), BYTE, tmp_path / "out")
-    tokens = bytearray((out / "tokens.bin").read_bytes())
-    tokens[0] = ord("X")
-    (out / "tokens.bin").write_bytes(tokens)
-    with pytest.raises(ValueError, match=r"tokens\.bin was edited"):
-        load_corpus(config(source="store", path=str(out)), TokenizerConfig(), limit=64)
-    corpus = load_corpus(config(source="store", path=str(out), verify=False), TokenizerConfig(), limit=64)
-    assert len(corpus.train) == 18
-    (out / HEADER).unlink()
-    with pytest.raises(ValueError, match="not a token store"):
-        load_corpus(config(source="store", path=str(out)), TokenizerConfig(), limit=64)
-
-
-# --- real corpora -----------------------------------------------------------------------------------------
-
-
-def test_tinyshakespeare_by_characters(shared_data, config):
-    data = config(source="text", path=str(shared_data / "text" / "tinyshakespeare.txt"), block_size=1024)
-    corpus = load_corpus(data, CHAR, limit=1024)
-    assert corpus.tokenizer.vocabulary_size == 65
-    assert (corpus.train.num_tokens, corpus.validation.num_tokens) == (1_003_854, 111_540)
-    assert (len(corpus.train), len(corpus.validation)) == (981, 109)
-    text = (shared_data / "text" / "tinyshakespeare.txt").read_text()
-    assert "".join(texts(corpus.train)) == text[:1_003_854]
-
-
-def test_tinyshakespeare_by_speeches(shared_data, config):
-    path = str(shared_data / "text" / "tinyshakespeare.txt")
-    corpus = load_corpus(config(source="text", path=path, documents="blank_line"), BYTE, limit=4096)
-    assert (len(corpus.train), len(corpus.validation)) == (6500, 722)
-
-
-def test_gsm8k(shared_data, config):
-    path = str(shared_data / "text" / "gsm8k_train.jsonl.gz")
-    corpus = load_corpus(config(source="jsonl", path=path, fields=["question", "answer"]), BYTE, limit=4096)
-    assert len(corpus.train) + len(corpus.validation) == 7473
-    assert (corpus.train.target_counts < corpus.train.lengths - 1).all()
-    assert all(prompt.endswith("\n") for prompt in corpus.prompts)
-
-
-def test_the_standard_library(monkeypatch):
-    corpus = load_corpus(DataConfig(), TokenizerConfig(), limit=1024)
-    assert re.fullmatch(
-        r"Python 3\.\d+\.\S+ standard library, [\d,]+ functions with docstring", corpus.description
-    )
-    assert corpus.tokenizer.vocabulary_size == 2048
-    assert len(corpus.train) + len(corpus.validation) > 4000
-    assert corpus.train.lengths.max() == 1024
-    assert corpus.train_fit.split_documents > 10  # auto: functions longer than the limit are split
-    assert all(prompt.lstrip().startswith(("def ", "async def ")) for prompt in corpus.prompts)
-    assert len(corpus.prompts) == 3
-    monkeypatch.setattr(room._Work, "write_store", None)
-    again = load_corpus(DataConfig(), TokenizerConfig(), limit=1024)  # from the cache
-    assert again.train.fingerprint == corpus.train.fingerprint
+def test_batches_are_bounded(monkeypatch):
+    monkeypatch.setattr(module, "BATCH_DOCUMENTS", 3)
+    items = [(SourceDocument(str(n), (Part("x" * n, True),)),) for n in (1, 1, 1, 1, 30, 2)]
+    made = list(batches(items, lambda: 7, 10))
+    assert [[len(one.parts[0].text) for (one,) in batch.items] for batch in made] == [[1, 1, 1], [1, 30], [2]]
+    assert {batch.done for batch in made} == {7}

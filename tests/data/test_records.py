@@ -26,8 +26,8 @@ def text(parts, targets=False):
     return "".join(part.text for part in parts if part.is_target or not targets)
 
 
-def halves(document):
-    return document.parts[: document.border], document.parts[document.border :]
+def halves(documents):
+    return [document.parts for document in documents]
 
 
 # --- what a record is ------------------------------------------------------------------------------------
@@ -39,7 +39,7 @@ def test_messages_are_written_by_a_template(read):
     assert text(first.parts) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
     assert text(first.parts, targets=True) == "Hello<|im_end|>"
     assert text(second.parts, targets=True) == "Go away<|im_end|>"
-    assert (first.closed, first.border, source.pairs) == (True, 0, False)
+    assert (first.closed, source.pairs) == (True, False)
     assert source.special_tokens == ("<|im_start|>", "<|im_end|>")
     assert json.loads(source.chat_template)["name"] == "chatml"
     assert source.describe(2) == "a.jsonl, 2 documents (messages, chatml)"
@@ -97,40 +97,35 @@ def test_prompts_and_completions_may_be_messages(read):
 )
 def test_preferences_of_messages(read, record):
     source = read(record)
-    (document,) = source
-    chosen, rejected = halves(document)
+    documents = list(source)
+    chosen, rejected = halves(documents)
     begin = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert text(chosen) == f"{begin}Hello<|im_end|>\n"
     assert text(rejected) == f"{begin}Go away<|im_end|>\n"
     assert text(chosen, targets=True) == "Hello<|im_end|>"
     assert text(rejected, targets=True) == "Go away<|im_end|>"
-    assert document.closed
+    assert all(document.closed for document in documents)
     assert source.pairs
 
 
 def test_earlier_answers_of_a_preference_are_context(read):
-    (document,) = read({"messages": [USER, ANSWER, USER], "chosen": ANSWER, "rejected": OTHER})
-    for half, answer in zip(halves(document), ("Hello", "Go away"), strict=True):
+    documents = list(read({"messages": [USER, ANSWER, USER], "chosen": ANSWER, "rejected": OTHER}))
+    for half, answer in zip(halves(documents), ("Hello", "Go away"), strict=True):
         assert text(half, targets=True) == f"{answer}<|im_end|>"
         assert text(half).count("Hello") == 1 + (answer == "Hello")
 
 
 def test_preferences_of_text(read):
     source = read({"prompt": "p", "chosen": "c", "rejected": "r"})
-    (document,) = source
-    assert document.parts == (
-        ("p\n", False, False),
-        ("c", True, False),
-        ("p\n", False, False),
-        ("r", True, False),
-    )
-    assert (document.border, document.closed, source.pairs, source.chat_template) == (2, False, True, "")
+    expected = [(("p\n", False, False), (answer, True, False)) for answer in "cr"]
+    assert halves(source) == expected
+    assert (next(iter(source)).closed, source.pairs, source.chat_template) == (False, True, "")
     assert source.describe(1) == "a.jsonl, 1 documents (prompt → chosen | rejected)"
-    (named,) = read({"a": "p", "b": "c", "c": "r"}, fields=["a", "b", "c"])  # only a preference has three
-    assert (named.parts, named.border) == (document.parts, 2)
-    (document,) = read({"a": "c", "b": "r"}, fields=["a", "b"], format="preference")
-    assert document.parts == (("c", True, False), ("r", True, False))
-    assert document.border == 1
+    assert (
+        halves(read({"a": "p", "b": "c", "c": "r"}, fields=["a", "b", "c"])) == expected
+    )  # three names: a preference
+    without = read({"a": "c", "b": "r"}, fields=["a", "b"], format="preference")
+    assert halves(without) == [((answer, True, False),) for answer in "cr"]
 
 
 def test_what_has_nothing_to_learn_is_counted(read):
@@ -146,7 +141,7 @@ def test_what_has_nothing_to_learn_is_counted(read):
         {"prompt": [USER], "chosen": [ANSWER], "rejected": [ANSWER]},
         {"prompt": [USER], "chosen": [USER, ANSWER], "rejected": [USER]},
     )
-    assert len(list(source)) == 1
+    assert len(list(source)) == 2
     assert source.skipped == {"pairs with an empty answer": 2, "pairs of equal answers": 1}
     source = read(
         {"prompt": "p", "chosen": "", "rejected": "r"}, {"prompt": "p", "chosen": "a", "rejected": "a"}
@@ -231,11 +226,11 @@ def test_the_identity_depends_on_form_and_template(config, text_file):
 def test_preferences(shared_data, config):
     source = open_source(config(source="jsonl", path=str(shared_data / "text" / "dpo_en_demo_300.json.gz")))
     documents = list(source)
-    assert len(documents) == 300
+    assert len(documents) == 600
     assert source.skipped == {}
     assert source.pairs
-    for document in documents:
-        chosen, rejected = halves(document)
+    for pair in zip(documents[::2], documents[1::2], strict=True):
+        chosen, rejected = halves(pair)
         assert text(chosen, targets=True) != text(rejected, targets=True)
         prompts = [text(half)[: text(half).rindex(text(half, targets=True))] for half in (chosen, rejected)]
         assert prompts[0] == prompts[1]

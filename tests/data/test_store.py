@@ -1,3 +1,5 @@
+"""Token stores: what was written is read, in every state of the folder; damage is found before it is believed."""
+
 import json
 import pickle
 import resource
@@ -5,56 +7,60 @@ import shutil
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from multipack.data.blocks import BlockBuilder, TokenBlock
-from multipack.data.header import BORDERS, CHAT_TEMPLATE, HEADER, StoreHeader
-from multipack.data.store import StoreWriter, TokenStore
-from multipack.data.tokenizer import Tokenizer, byte_tokenizer, train_bpe
+from multipack.data.documents import Documents
+from multipack.data.shard import CHAT_TEMPLATE, HEADER, RECIPE, Shard, StoreHeader, open_shard, shard_name
+from multipack.data.store import TokenStore
+from multipack.data.tokenizer import Tokenizer, byte_tokenizer, character_tokenizer, train_bpe
+from multipack.data.writer import StoreWriter
+
+FIRST = shard_name(0, 0)
 
 
 @pytest.fixture
 def path(write_store):
     """A store of two documents."""
-    return write_store([[(2, False), (3, True)], [(4, True)]], description="two", split_by="document").path
+    return write_store([[(2, False), (3, True)], [(4, True)]], description="two").path
 
 
-def edit_header(path, **fields):
-    """A header with other fields and a checksum that fits them, as a malicious writer would make it."""
-    content = json.loads((path / HEADER).read_text()) | fields
-    checksum = content.pop("checksum")
-    for name in ("format", "version"):
-        content.pop(name)
-    checksum = StoreHeader(**content).checksum if isinstance(content["files"], dict) else checksum
-    kept = json.loads((path / HEADER).read_text())
-    (path / HEADER).write_text(json.dumps({**kept, **fields, "checksum": checksum}))
+@pytest.fixture
+def three(write_store):
+    """Five documents in three shards."""
+    documents = [[(3, False), (9, True)], [(4, True)], [(8, True)], [(5, False)], [(7, True)]]
+    return write_store(documents, "three.store", shard_tokens=9)
+
+
+def content(store):
+    numbers = range(store.num_documents)
+    return [(store.name(n), store.tokens_of(n).tolist(), store.spans_of(n).tolist()) for n in numbers]
+
+
+def edit(file, at=-1):
+    """Change one byte of a file, in place."""
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
 
 
 def test_what_was_written_is_read(write_store):
     store = write_store([[(2, False), (3, True)], [(4, True)], [(1, False)]], description="three")
     assert (store.num_documents, store.num_tokens, store.vocabulary_size) == (3, 10, 257)
-    np.testing.assert_array_equal(store.tokens, np.arange(10))
-    np.testing.assert_array_equal(store.lengths, [5, 4, 1])
-    assert [store.spans_of(i).tolist() for i in range(3)] == [[[2, 5]], [[0, 4]], []]
-    assert [store.name(i) for i in range(3)] == ["doc0", "doc1", "doc2"]
-    assert store.header.description == "three"
-    assert store.tokenizer.hash == byte_tokenizer().hash
-    assert store.tokenizer.name == "byte"
-    assert store.tokens.dtype == np.uint16
+    assert content(store) == [
+        ("doc0", [0, 1, 2, 3, 4], [[2, 5]]),
+        ("doc1", [5, 6, 7, 8], [[0, 4]]),
+        ("doc2", [9], []),
+    ]
+    assert (store.lengths.tolist(), store.target_counts.tolist()) == ([5, 4, 1], [3, 3, 0])
+    assert (store.header.description, store.tokenizer.hash) == ("three", byte_tokenizer().hash)
+    assert (store.tokenizer.name, store.tokens_of(0).dtype) == ("byte", np.uint16)
     store.verify()
-
-
-def test_neighboring_targets_are_one_range(write_store):
-    store = write_store([[(2, True), (1, True), (1, False), (0, True), (2, True)]])
-    assert store.spans_of(0).tolist() == [[0, 3], [4, 6]]
-
-
-def test_a_stream_is_one_document(tmp_path):
-    with StoreWriter(tmp_path / "s", byte_tokenizer(), source_hash="s", split_by="position") as writer:
-        for piece in ([1, 2], [3], [4, 5]):
-            writer.add("piece", [(piece, True)], continues=True)
-        writer.end_document("stream")
-    store = TokenStore(tmp_path / "s")
-    assert (store.num_documents, store.name(0), store.spans_of(0).tolist()) == (1, "stream", [[0, 5]])
+    assert not store.tokens_of(0).flags.writeable
+    assert store.tokens_of(1, 2, 1).tolist() == [7]
+    for start, length in ((0, 5), (-1, 2), (3, 3), (3, -1)):
+        with pytest.raises(IndexError, match="of document 1, which has 4"):
+            store.tokens_of(1, start, length)
 
 
 def test_large_vocabularies_take_four_bytes(tmp_path):
@@ -62,250 +68,226 @@ def test_large_vocabularies_take_four_bytes(tmp_path):
     fields["added_tokens"].append({**fields["added_tokens"][0], "id": 257, "content": "<extra>"})
     tokenizer = Tokenizer(json.dumps(fields))
     tokenizer.vocabulary_size = 70_000
-    with StoreWriter(tmp_path / "s", tokenizer, source_hash="s") as writer:
+    with StoreWriter(tmp_path / "s", tokenizer) as writer:
         writer.add("a", [([1, 69_999], True)])
-    store = TokenStore(tmp_path / "s")
-    assert store.tokens.dtype == np.uint32
-    assert store.tokens.tolist() == [1, 69_999]
+    assert TokenStore(tmp_path / "s").tokens_of(0).tolist() == [1, 69_999]
 
 
-def test_blocks_and_documents_one_by_one_give_the_same_bytes(tmp_path):
-    documents = [
-        (f"é{n}", [([n] * (n % 5 + 1), n % 2 == 0), ([1, 2, 3], True)], 2 * (n % 3 == 1)) for n in range(40)
+def test_shards_are_safetensors_files(path):
+    from safetensors.numpy import load_file
+
+    arrays = load_file(path / FIRST)
+    assert arrays["tokens"].tolist() == list(range(9))
+    assert arrays["offsets"].tolist() == [0, 5, 9]
+
+
+def test_documents_of_several_shards_are_those_of_one(three, write_store):
+    assert [entry.documents for entry in three.header.shards] == [1, 2, 2]
+    whole = write_store(
+        [[(3, False), (9, True)], [(4, True)], [(8, True)], [(5, False)], [(7, True)]], "whole.store"
+    )
+    assert content(three) == content(whole)
+    assert three.lengths.tolist() == whole.lengths.tolist()
+    assert three.target_counts.tolist() == whole.target_counts.tolist() == [9, 3, 7, 0, 6]
+    assert [content(three.shard(number)) for number in range(3)] == [
+        content(whole)[:1],
+        content(whole)[1:3],
+        content(whole)[3:],
     ]
-    for name, sizes in (("one by one", [1] * 40), ("in blocks", [7, 1, 30, 2]), ("at once", [40])):
-        rest = iter(documents)
-        with StoreWriter(tmp_path / name, byte_tokenizer(), source_hash="s") as writer:
-            for size in sizes:
-                if size == 1:
-                    title, parts, border = next(rest)
-                    writer.add(title, parts, border=border)
-                    continue
-                builder = BlockBuilder(257)
-                for _ in range(size):
-                    builder.add(*next(rest))
-                writer.extend(TokenBlock.from_bytes(builder.finish().to_bytes()))
-    first = TokenStore(tmp_path / "at once")
-    assert first.name(39) == "é39"
-    for name in ("one by one", "in blocks"):
-        for file in (*first.header.files, HEADER):
-            assert (tmp_path / name / file).read_bytes() == (first.path / file).read_bytes()
+    shards = [three.shard(number).checksum for number in range(3)]
+    assert len({three.checksum, whole.checksum, *shards}) == 5
 
 
-def test_stretches_of_a_stream_join(tmp_path):
-    with StoreWriter(tmp_path / "s", byte_tokenizer(), source_hash="s") as writer:
-        builder = BlockBuilder(257)
-        for parts in ([([1, 2], True)], [([3], False), ([4], True)], [([5], True)]):
-            builder.add("stretch", parts)
-        writer.extend(builder.finish(), continues=True)
-        writer.add("end", [([6], True)], continues=True)
-        writer.add("named", [([7], False)])
-        writer.add("next", [([8], True)])
-    store = TokenStore(tmp_path / "s")
-    assert [store.name(number) for number in range(2)] == ["named", "next"]
-    assert store.spans_of(0).tolist() == [[0, 2], [3, 6]]
-    assert store.tokens_of(0).tolist() == [1, 2, 3, 4, 5, 6, 7]
-
-
-def test_documents_are_slices_of_the_map(path):
-    store = TokenStore(path)
-    assert isinstance(store.tokens.base, np.memmap)
-    assert not store.tokens.flags.writeable
-
-
-def test_a_store_of_a_billion_tokens_opens_without_reading_them(path):
-    tokens, documents = 10**9, 10**7
-    sizes = {
-        "tokens.bin": 2 * tokens,
-        **dict.fromkeys(("offsets.bin", "span_offsets.bin", "name_offsets.bin"), 8 * (documents + 1)),
-        "spans.bin": 16 * documents,
-        "names.bin": 10 * documents,
-    }
-    ends = {"offsets.bin": tokens, "span_offsets.bin": documents, "name_offsets.bin": 10 * documents}
-    for name, size in sizes.items():
-        with open(path / name, "r+b") as file:
-            file.truncate(0)
-            file.truncate(size)  # holes: no disk is used
-            if name in ends:
-                file.seek(size - 8)
-                file.write(ends[name].to_bytes(8, "little"))
-    files = json.loads((path / HEADER).read_text())["files"]
-    files |= {name: {"bytes": size, "sha256": ""} for name, size in sizes.items()}
-    edit_header(path, documents=documents, tokens=tokens, spans=documents, files=files)
-    before, read = resource.getrusage(resource.RUSAGE_SELF), _bytes_read()
-    store = TokenStore(path)
-    after = resource.getrusage(resource.RUSAGE_SELF)
-    assert (store.num_tokens, store.num_documents, len(store.tokens)) == (tokens, documents, tokens)
-    assert _bytes_read() - read < 1 << 18
-    assert (
-        after.ru_minflt + after.ru_majflt - before.ru_minflt - before.ru_majflt < 1000
-    )  # pages; it has 600,000
+def test_a_store_opens_without_reading_its_tokens(write_store, monkeypatch):
+    store = write_store([[(250, True)] for _ in range(400)])
+    before = _bytes_read()
+    opened = TokenStore(store.path)
+    assert (opened.num_documents, opened.num_tokens) == (400, 100_000)
+    assert _bytes_read() - before < 20_000  # the shard has more than 200,000
+    monkeypatch.setattr("hashlib.file_digest", None)
+    assert opened.lengths.sum() == 100_000
 
 
 def _bytes_read():
-    """By calls of this process so far; 0 where the system does not tell."""
-    try:
-        with open("/proc/self/io") as file:
-            return int(file.readline().split()[1])
-    except OSError:
-        return 0
+    """Bytes read by calls of this process."""
+    with open("/proc/self/io") as file:
+        return int(file.readline().split()[1])
 
 
-def test_parts_of_documents(write_store):
-    store = write_store([[(5, True)], [(7, True)]])
-    assert store.tokens_of(1, 2, 3).tolist() == [7, 8, 9]
-    assert store.tokens_of(1).tolist() == list(range(5, 12))
-    for start, length in ((0, 8), (-1, 2), (5, 3), (3, -1)):
-        with pytest.raises(IndexError, match="of document 1, which has 7"):
-            store.tokens_of(1, start, length)
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_stores_travel_to_other_processes(three, in_memory):
+    store = TokenStore(three.path, in_memory=in_memory)
+    assert content(store) == content(three)
+    data = pickle.dumps(store)
+    assert len(data) < 2000
+    assert content(pickle.loads(data)) == content(three)
 
 
-def test_target_counts(tmp_path, write_store):
-    store = write_store(
-        [[(3, False), (9, True)], [(4, True)], [(2, False)], [(1, False), (2, True), (1, False)]]
-    )
-    assert store.target_counts.tolist() == [9, 3, 0, 2]
-    with StoreWriter(tmp_path / "pairs", byte_tokenizer(), source_hash="s") as writer:
-        writer.add("a", [([1, 2], False), ([3], True), ([1, 2], False), ([4, 5], True)], border=3)
-        writer.add("b", [([1, 2], True), ([3, 4], True)], border=2)  # its halves have no prompt
-    assert TokenStore(tmp_path / "pairs").target_counts.tolist() == [3, 2]
+def test_a_store_that_is_moved_is_the_same_store(path, tmp_path):
+    before = TokenStore(path)
+    shutil.move(path, tmp_path / "elsewhere")
+    assert TokenStore(tmp_path / "elsewhere").checksum == before.checksum
 
 
-# --- pairs and chats ------------------------------------------------------------------------------------
+def test_documents_in_memory_are_a_store(three):
+    shard = Shard.joined([open_shard(three.path / entry.name)[0] for entry in three.header.shards])
+    store = TokenStore.of_documents(three.path, shard, three.header)
+    assert content(store) == content(three)
+    assert content(pickle.loads(pickle.dumps(store))) == content(three)
+    assert store.checksum != three.checksum
 
 
-def test_a_store_of_pairs_knows_their_borders(tmp_path, path):
-    with StoreWriter(
-        tmp_path / "pairs", byte_tokenizer(), source_hash="s", chat_template='{"é": 1}'
-    ) as writer:
-        writer.add("no pair", [([1, 2], True)])
-        writer.add("pair", [([1], False), ([2], True), ([3, 4], True)], border=2)
-    store = TokenStore(tmp_path / "pairs")
+def test_a_growing_store_has_the_shards_that_are_there(three):
+    (three.path / HEADER).unlink()
+    with pytest.raises(ValueError, match=r"not a complete token store \(it has no header\.json\)"):
+        TokenStore(three.path)
+    growing = TokenStore(three.path, growing=True)
+    assert not growing.is_complete
+    assert content(growing) == content(three)
+    (three.path / shard_name(0, 1)).unlink()
+    assert TokenStore(three.path, growing=True).num_documents == 1  # up to the first gap
+    (three.path / RECIPE).unlink()
+    with pytest.raises(ValueError, match=r"recipe\.json"):
+        TokenStore(three.path, growing=True)
+
+
+# --- joined stores ---------------------------------------------------------------------------------------
+
+
+def test_joined_stores_label_their_documents(three, path):
+    joined = TokenStore.joined(path.parent, [TokenStore(path), three], ["code", "prose"])
+    assert [joined.name(number) for number in (0, 2)] == ["code: doc0", "prose: doc0"]
+    assert [each[1:] for each in content(joined)] == [
+        each[1:] for each in content(TokenStore(path)) + content(three)
+    ]
+    assert content(pickle.loads(pickle.dumps(joined))) == content(joined)
+    other = TokenStore.joined(path.parent, [three, TokenStore(path)], ["a", "b"])
+    assert other.checksum != joined.checksum
+    edit(three.path / FIRST)
+    with pytest.raises(ValueError, match=r"sha256 differs"):
+        joined.verify()
+
+
+def test_stores_of_different_kinds_are_not_joined(path, write_pairs, tmp_path):
+    with StoreWriter(tmp_path / "letters", character_tokenizer(iter("abc"))) as writer:
+        writer.add("a", [([0, 1], True)])
+    one = TokenStore(path)
+    with pytest.raises(ValueError, match=r"different tokenizers.*small\.store with byte .*letters with char"):
+        TokenStore.joined(tmp_path, [one, TokenStore(tmp_path / "letters")], ["", ""])
+    with pytest.raises(ValueError, match=r"pairs holds preference pairs and .*small\.store does not"):
+        TokenStore.joined(tmp_path, [one, write_pairs([(1, 2, 3)])], ["", ""])
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_any_documents_of_any_stores_have_their_ranges(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("joined")
+    sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    part, stores = st.tuples(st.integers(1, 4), st.booleans()), []
+    for number, size in enumerate(sizes):
+        shard_tokens = data.draw(st.integers(1, 20))
+        with StoreWriter(folder / str(number), byte_tokenizer(), shard_tokens=shard_tokens) as writer:
+            for document in range(size):
+                parts = data.draw(st.lists(part, min_size=1, max_size=4))
+                writer.add(str(document), [([number] * length, on) for length, on in parts])
+        stores.append(TokenStore(folder / str(number)))
+    joined = TokenStore.joined(folder, stores, ["x"] * len(stores))
+    numbers = np.array(data.draw(st.lists(st.integers(0, sum(sizes) - 1), max_size=8)), dtype=np.int64)
+    counts, spans = joined.spans_of_each(numbers)
+    expected = [joined.spans_of(number) for number in numbers.tolist()]
+    assert counts.tolist() == [len(each) for each in expected]
+    assert spans.tolist() == [row for each in expected for row in each.tolist()]
+    view = Documents.whole(joined).take(numbers)
+    assert view.target_counts.tolist() == [int((each.shifted_targets() >= 0).sum()) for each in view]
+
+
+# --- pairs and chats -------------------------------------------------------------------------------------
+
+
+def test_a_pair_is_two_neighboring_documents(write_pairs):
+    store = write_pairs([(1, 2, 3), (2, 1, 4)])
     assert store.has_pairs
-    assert [store.border(0), store.border(1)] == [0, 2]
-    assert store.spans_of(1).tolist() == [[1, 2], [2, 4]]  # no range crosses the border
-    assert store.chat_template == '{"é": 1}'
-    assert store.header.version == 2
-    store.verify()
-    plain = TokenStore(path)
-    assert (plain.has_pairs, plain.border(1), plain.chat_template, plain.header.version) == (False, 0, "", 1)
-    assert json.loads((path / HEADER).read_text())["version"] == 1  # older versions of multipack read it
+    assert (store.num_documents, store.lengths.tolist()) == (2, [7, 9])
+    assert store.target_counts.tolist() == [5, 5]
+    assert [store.border(number) for number in range(2)] == [3, 3]
+    assert [spans.tolist() for spans in store.spans_of_pair(1)] == [[[2, 3]], [[2, 6]]]
+    assert [entry.documents for entry in store.header.shards] == [4]
 
 
-def test_damaged_borders_and_templates(tmp_path):
-    with StoreWriter(tmp_path / "s", byte_tokenizer(), source_hash="s", chat_template="{}") as writer:
-        writer.add("pair", [([1, 2], True), ([3, 4], True)], border=2)
+def test_a_pair_is_never_divided_between_shards(write_pairs):
+    store = write_pairs([(1, 2, 3)] * 5, shard_tokens=1)
+    assert [entry.documents for entry in store.header.shards] == [2] * 5
+
+
+def test_the_chat_template_is_kept(tmp_path):
+    with StoreWriter(tmp_path / "s", byte_tokenizer(), chat_template='{"é": 1}') as writer:
+        writer.add("chat", [([1, 2], True)])
+    assert TokenStore(tmp_path / "s").chat_template == '{"é": 1}'
     (tmp_path / "s" / CHAT_TEMPLATE).write_text("[]")
-    with pytest.raises(ValueError, match=r"chat_template\.json was exchanged"):
+    with pytest.raises(ValueError, match=r"chat_template\.json has changed"):
         _ = TokenStore(tmp_path / "s").chat_template
-    (tmp_path / "s" / BORDERS).write_bytes(np.array([4], "<i8").tobytes())
-    with pytest.raises(ValueError, match=r"borders\.bin says 4 for document 0 of 4 tokens"):
-        TokenStore(tmp_path / "s").border(0)
-    (tmp_path / "s" / BORDERS).write_bytes(b"")
-    with pytest.raises(ValueError, match=r"borders\.bin has 0 bytes instead of 8"):
-        TokenStore(tmp_path / "s")
 
 
-def test_a_store_travels_to_other_processes_by_its_path(path):
-    data = pickle.dumps(TokenStore(path))
-    assert len(data) < 1000
-    assert pickle.loads(data).num_tokens == 9
-
-
-def test_unicode_names_come_back(tmp_path):
-    with StoreWriter(tmp_path / "s", byte_tokenizer(), source_hash="s") as writer:
-        for name in ("é/日本.txt:1", "half \ud800"):
-            writer.add(name, [([1], True)])
-    store = TokenStore(tmp_path / "s")
-    assert [store.name(0), store.name(1)] == ["é/日本.txt:1", "half ?"]
-
-
-@pytest.mark.parametrize("tokens", [[257], [-1, 3]])
-def test_tokens_outside_the_vocabulary_are_not_written(tmp_path, tokens):
-    writer = StoreWriter(tmp_path / "s", byte_tokenizer(), source_hash="s")
-    with pytest.raises(ValueError, match="vocabulary of 257"), writer:
-        writer.add("a", [(tokens, True)])
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_documents_without_tokens_and_unended_ones_are_not_written(tmp_path):
-    with pytest.raises(ValueError, match=r"document 0 \(a\) has no tokens"):  # noqa: SIM117
-        with StoreWriter(tmp_path / "s", byte_tokenizer(), source_hash="s") as writer:
-            writer.add("a", [([], True)])
-    with pytest.raises(ValueError, match="call end_document"):  # noqa: SIM117
-        with StoreWriter(tmp_path / "s", byte_tokenizer(), source_hash="s") as writer:
-            writer.add("a", [([1], True)], continues=True)
-    assert list(tmp_path.iterdir()) == []
-
-
-# --- damaged and foreign stores -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", [9000, 20_000, 200_000])
-def test_a_full_disk_is_named_and_leaves_nothing(tmp_path, size):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))  # no file may become larger
-    try:
-        with (
-            pytest.raises(OSError, match=r"File too large: '.*tokens\.bin'"),
-            StoreWriter(tmp_path / "s", byte_tokenizer(), source_hash="s") as writer,
-        ):
-            writer.add("d", [([0] * (size // 2), True)])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert list(tmp_path.iterdir()) == []
+# --- damaged and foreign stores --------------------------------------------------------------------------
 
 
 def test_a_foreign_folder(tmp_path, path):
-    with pytest.raises(ValueError, match=r"not a token store \(it has no header\.json\).*multipack prepare"):
-        TokenStore(tmp_path)
-    (tmp_path / HEADER).write_text('{"format": "something"}')
-    with pytest.raises(ValueError, match="of another format"):
-        TokenStore(tmp_path)
-    (tmp_path / HEADER).write_text('{"form')
-    with pytest.raises(ValueError, match="not JSON"):
-        TokenStore(tmp_path)
-    with pytest.raises(ValueError, match="not a token store"):
-        TokenStore(path / "tokens.bin")
+    for text, found in (
+        (None, r"not a complete token store \(it has no header\.json\).*multipack prepare"),
+        ('{"format": "something"}', "of another format"),
+        ("[]", "of another format"),
+        ('{"form', "not JSON"),
+        ('{"format": "multipack-token-store", "version": 2}', "has version 2 .* reads version 3: prepare"),
+        ('{"format": "multipack-token-shards", "version": 1}', "has version 1 .* prepare"),
+        ('{"format": "multipack-token-store", "version": 3}', "lacks 'vocabulary_size'"),
+    ):
+        if text is not None:
+            (tmp_path / HEADER).write_text(text)
+        with pytest.raises(ValueError, match=found):
+            TokenStore(tmp_path)
+    with pytest.raises(ValueError, match="not a complete token store"):
+        TokenStore(path / FIRST)
 
 
-def test_a_newer_version(path):
-    content = json.loads((path / HEADER).read_text())
-    (path / HEADER).write_text(json.dumps({**content, "version": 3}))
-    with pytest.raises(ValueError, match=r"version 3 .* reads versions up to 2: update multipack"):
-        TokenStore(path)
-
-
-@pytest.mark.parametrize("name", ["tokens.bin", "offsets.bin", "spans.bin", "names.bin", "tokenizer.json"])
-def test_truncated_longer_and_missing_files(path, name):
-    original = (path / name).read_bytes()
-    for content in (original[:-1], original + b"\0", b""):
-        (path / name).write_bytes(content)
-        with pytest.raises(ValueError, match=rf"{name} has .* bytes instead of .* truncated or damaged"):
+def test_truncated_longer_and_missing_shards(path):
+    original = (path / FIRST).read_bytes()
+    for changed in (original[:-1], original + b"\0", b""):
+        (path / FIRST).write_bytes(changed)
+        with pytest.raises(ValueError, match=rf"{FIRST}: the file has .* bytes instead of .* damaged"):
             TokenStore(path)
-    (path / name).unlink()
-    with pytest.raises(ValueError, match=f"{name} is missing"):
+    (path / FIRST).unlink()
+    with pytest.raises(ValueError, match="the file is missing"):
         TokenStore(path)
 
 
-@pytest.mark.parametrize("name", ["tokens.bin", "spans.bin", "names.bin", "tokenizer.json"])
-def test_edited_files_do_not_verify(path, name):
-    content = bytearray((path / name).read_bytes())
-    content[0] ^= 1
-    (path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=f"{name} was edited"):
+def test_edited_files_are_found(path):
+    edit(path / FIRST)
+    with pytest.raises(ValueError, match=r"sha256 differs"):
         TokenStore(path).verify()
+    text = (path / "tokenizer.json").read_text()
+    (path / "tokenizer.json").write_text(
+        text.replace('"add_prefix_space":false', '"add_prefix_space":true', 1).replace(
+            '"add_prefix_space": false', '"add_prefix_space": true', 1
+        )
+    )
+    with pytest.raises(ValueError, match=r"tokenizer\.json has changed"):
+        _ = TokenStore(path).tokenizer
+    other = json.loads((path / HEADER).read_text())
+    for change in ({"vocabulary_size": 1}, {"shards": []}, {"description": "x"}):
+        (path / HEADER).write_text(json.dumps({**other, **change}))
+        with pytest.raises(ValueError, match="was edited"):
+            TokenStore(path)
 
 
-def test_an_edited_header(path):
-    content = json.loads((path / HEADER).read_text())
-    (path / HEADER).write_text(json.dumps({**content, "documents": 1}))
-    with pytest.raises(ValueError, match="was edited"):
-        TokenStore(path)
-    del content["tokens"]
-    (path / HEADER).write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="lacks 'tokens'"):
-        TokenStore(path)
+def header_of(path, **fields):
+    """Rewrite a header with other fields and a checksum that fits, as a malicious writer would."""
+    content = json.loads((path / HEADER).read_text()) | fields
+    for name in ("format", "version", "checksum"):
+        content.pop(name)
+    from multipack.data.shard import ShardEntry
+
+    content["shards"] = tuple(ShardEntry(**shard) for shard in content["shards"])
+    StoreHeader(**content).write(path / HEADER)
 
 
 @pytest.mark.parametrize(
@@ -313,46 +295,91 @@ def test_an_edited_header(path):
     [
         {"documents": 1},
         {"tokens": 10**15},
-        {"tokens": -9},
-        {"tokens": 9.0},
-        {"dtype": "uint32"},
-        {"dtype": "object"},
-        {"split_by": "chance"},
-        {"overlong": "guess"},
-        {"files": {"../../elsewhere": {"bytes": 1, "sha256": ""}}},
-        {"files": []},
+        {"documents": -1},
+        {"bytes": True},
+        {"name": "../../etc/passwd"},
+        {"sha256": "0"},
     ],
 )
-def test_a_header_that_lies_with_a_right_checksum(path, fields):
-    edit_header(path, **fields)
-    with pytest.raises(ValueError, match="prepare the store again"):
-        TokenStore(path)
+def test_headers_that_contradict_their_files_are_refused(path, fields):
+    shard = json.loads((path / HEADER).read_text())["shards"][0]
+    header_of(path, shards=[{**shard, **fields}])
+    with pytest.raises(ValueError, match="damaged"):
+        _ = TokenStore(path).lengths
+
+
+def rewrite(file, change):
+    """Change the layout of a shard's file."""
+    raw = file.read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    layout = json.loads(raw[8 : 8 + size])
+    change(layout)
+    header = json.dumps(layout).encode().ljust(size)
+    file.write_bytes(len(header).to_bytes(8, "little") + header + raw[8 + size :])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layout: layout["tokens"].update(shape=[10**12]),
+        lambda layout: layout["tokens"].update(shape=[-9]),
+        lambda layout: layout["tokens"].update(dtype="F32"),
+        lambda layout: layout["tokens"].update(data_offsets=[0, 18]),
+        lambda layout: layout["spans"].update(shape=[4]),
+        lambda layout: layout.pop("names"),
+        lambda layout: layout["__metadata__"].update(version="9"),
+        lambda layout: layout.update(tokens=7),
+    ],
+)
+def test_impossible_shards_are_refused(path, change):
+    rewrite(path / FIRST, change)
+    with pytest.raises(ValueError, match="damaged"):
+        open_shard(path / FIRST)
+
+
+def test_arbitrary_bytes_are_no_shard(tmp_path):
+    file = tmp_path / FIRST
+    for raw in (b"", b"\xff" * 8, b"\0" * 64, b"\x08" + b"\0" * 7 + b"[[[[[[[[", b"\x02" + b"\0" * 7 + b"{}"):
+        file.write_bytes(raw)
+        with pytest.raises(ValueError, match="damaged"):
+            open_shard(file)
 
 
 def test_offsets_that_do_not_increase(write_store):
     store = write_store([[(2, True)], [(2, True)], [(2, True)]])
-    for content, found in (
-        ([0, 4, 2, 6], "does not increase at document 1"),
+    raw = (store.path / FIRST).read_bytes()
+    at = 8 + int.from_bytes(raw[:8], "little")  # offsets are the first array
+    for numbers, found in (
+        ([0, 4, 2, 6], "offsets does not increase at document 1"),
         ([0, 2, 2, 6], "at document 1"),
-        ([0, 2, 4, 5], "runs from 0 to 5, not from 0 to 6"),
-        ([1, 2, 4, 6], "runs from 1"),
+        ([0, 2, 4, 5], "offsets does not match"),
+        ([1, 2, 4, 6], "offsets does not match"),
     ):
-        (store.path / "offsets.bin").write_bytes(np.array(content, "<i8").tobytes())
+        (store.path / FIRST).write_bytes(raw[:at] + np.array(numbers, "<i8").tobytes() + raw[at + 32 :])
         with pytest.raises(ValueError, match=found):
             _ = TokenStore(store.path).lengths
 
 
-def test_an_exchanged_tokenizer(path):
-    text = (path / "tokenizer.json").read_text()
-    other = text.replace('"add_prefix_space": false', '"add_prefix_space": true ', 1)
-    assert len(other) == len(text)
-    assert other != text
-    (path / "tokenizer.json").write_text(other)
-    with pytest.raises(ValueError, match=r"tokenizer\.json was exchanged"):
-        _ = TokenStore(path).tokenizer
+def test_a_token_outside_the_vocabulary_is_named(tmp_path, write_store):
+    tokenizer = byte_tokenizer()
+    tokenizer.vocabulary_size = 300
+    with StoreWriter(tmp_path / "s", tokenizer) as writer:
+        writer.add("a", [([1, 299], True)])
+    header_of(tmp_path / "s", vocabulary_size=257)
+    with pytest.raises(ValueError, match=r"document 0 holds token 299, and the vocabulary has 257"):
+        TokenStore(tmp_path / "s").tokens_of(0)
 
 
-def test_a_store_that_is_moved_is_the_same_store(path, tmp_path):
-    before = TokenStore(path)
-    shutil.move(path, tmp_path / "elsewhere")
-    assert TokenStore(tmp_path / "elsewhere").checksum == before.checksum
+@pytest.mark.parametrize("size", [9000, 200_000])
+def test_a_full_disk_is_named_and_leaves_no_torn_file(tmp_path, size):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))  # no file may become larger
+    try:
+        with (
+            pytest.raises(OSError, match=rf"File too large: '.*{FIRST}'"),
+            StoreWriter(tmp_path / "s", byte_tokenizer()) as writer,
+        ):
+            writer.add("d", [([0] * size, True)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not [file for file in (tmp_path / "s").iterdir() if "shard" in file.name]

@@ -13,8 +13,9 @@ from multipack.data.collate import PackedCollator
 from multipack.data.documents import Documents
 from multipack.data.loader import PackedLoader
 from multipack.data.sampler import PackedBatchSampler
-from multipack.data.store import StoreWriter, TokenStore
+from multipack.data.store import TokenStore
 from multipack.data.tokenizer import byte_tokenizer
+from multipack.data.writer import StoreWriter
 from multipack.parallel.mesh import Mesh, build_mesh
 from multipack.parallel.parallel_config import ParallelConfig, check_readers
 from multipack.parallel.readers import ScatteredLoader, open_loader, opens_tokens
@@ -28,7 +29,7 @@ def corpus(tmp_path_factory):
     """Documents of very different lengths, most of them with a prompt."""
     path = tmp_path_factory.mktemp("readers") / "corpus"
     draw = np.random.default_rng(3)
-    with StoreWriter(path, byte_tokenizer(), source_hash="readers") as writer:
+    with StoreWriter(path, byte_tokenizer()) as writer:
         for number in range(90):
             length = int(np.clip(draw.lognormal(3.0, 0.8), 3, 120))
             prompt = int(draw.integers(0, length - 1))

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from multipack.data.documents import Document
-from multipack.data.preference import PreferenceCollator, PreferencePair, halves
+from multipack.data.preference import PreferenceCollator, PreferencePair
 from multipack.models.decoder import Decoder
 from multipack.models.preference import PreferenceDecoder, preference_metrics
 
@@ -24,13 +24,13 @@ PLAN = SimpleNamespace(most_documents=4, longest=64, align=1, loss_weighting="do
 def pairs():
     made = []
     for seed, (prompt, chosen, rejected) in enumerate(SIZES):
-        draw, total = np.random.default_rng(seed), 2 * prompt + chosen + rejected
-        tokens = draw.integers(0, VOCABULARY, total).astype(np.uint16)
-        tokens[prompt + chosen : 2 * prompt + chosen] = tokens[:prompt]
-        border = prompt + chosen
-        spans = np.array([[prompt, border], [border + prompt, total]], dtype=np.int64)
+        draw, answers = np.random.default_rng(seed), []
+        begin = draw.integers(0, VOCABULARY, prompt)
+        for size in (chosen, rejected):
+            tokens = np.concatenate([begin, draw.integers(0, VOCABULARY, size)]).astype(np.uint16)
+            answers.append(Document(tokens, np.array([[prompt, prompt + size]], dtype=np.int64)))
         reference = -3.0 * draw.random(2) * (chosen, rejected)
-        made.append(PreferencePair(*halves(Document(tokens, spans, border=border)), reference))
+        made.append(PreferencePair(*answers, reference))
     return made
 
 

@@ -16,8 +16,9 @@ from multipack.data.documents import Documents
 from multipack.data.loader import PackedLoader
 from multipack.data.preference import PreferenceCollator, PreferencePairs
 from multipack.data.sampler import PackedBatchSampler
-from multipack.data.store import StoreWriter, TokenStore
+from multipack.data.store import TokenStore
 from multipack.data.tokenizer import byte_tokenizer, train_bpe
+from multipack.data.writer import StoreWriter
 from multipack.models.preference import PreferenceDecoder
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.materialize import weights_hash
@@ -37,15 +38,15 @@ CAPACITY = 96
 
 @pytest.fixture
 def pairs(tmp_path):
-    """Twenty pairs of bytes; every document is prompt, chosen, prompt, rejected."""
+    """Twenty pairs of bytes."""
     draw, tokenizer = np.random.default_rng(4), byte_tokenizer()
-    with StoreWriter(tmp_path / "pairs.store", tokenizer, source_hash="s") as writer:
+    with StoreWriter(tmp_path / "pairs.store", tokenizer, pairs=True) as writer:
         for number in range(20):
             prompt, chosen, rejected = (
                 draw.integers(97, 123, size).tolist() for size in draw.integers(1, 20, 3)
             )
-            parts = [(prompt, False), (chosen, True), (prompt, False), (rejected, True)]
-            writer.add(f"pair {number}", parts, border=len(prompt) + len(chosen))
+            for answer in (chosen, rejected):
+                writer.add(f"pair {number}", [(prompt, False), (answer, True)])
     return Documents.whole(TokenStore(tmp_path / "pairs.store"))
 
 
@@ -222,12 +223,11 @@ def test_real_preferences_are_learned(shared_data, tmp_path):
     ]
     texts = [each for each in texts if each[1] != each[2]][:48]
     tokenizer = train_bpe((text for each in texts for text in each), 512)
-    with StoreWriter(tmp_path / "pairs.store", tokenizer, source_hash="s") as writer:
+    with StoreWriter(tmp_path / "pairs.store", tokenizer, pairs=True) as writer:
         for number, each in enumerate(texts):
             prompt, chosen, rejected = (tokenizer.encode(text) for text in each)
-            end = [tokenizer.end_id]
-            parts = [(prompt, False), (chosen + end, True), (prompt, False), (rejected + end, True)]
-            writer.add(f"{number}", parts, border=len(prompt) + len(chosen) + 1)
+            for answer in (chosen, rejected):
+                writer.add(f"{number}", [(prompt, False), ([*answer, tokenizer.end_id], True)])
     documents = Documents.whole(TokenStore(tmp_path / "pairs.store"))
     torch.manual_seed(0)
     decoder = PreferenceDecoder(

@@ -13,8 +13,6 @@ import torch
 
 from multipack.data.arriving import DocumentsLate
 from multipack.data.corpus import load_corpus
-from multipack.data.shards import ShardsHeader, shard_name
-from multipack.data.store import TokenStore
 from multipack.data.streamed import StreamedRecords
 from multipack.data.tokenizer import TokenizerConfig, byte_tokenizer
 from multipack.data.writer import StoreWriter
@@ -47,23 +45,16 @@ class Linked(World):
 
 
 def write_shard(path, number, shift=0):
-    with StoreWriter(path / shard_name(number), byte_tokenizer(), source_hash="s") as writer:
-        for document in range(30 * number, 30 * number + 30):
-            tokens = [(document + shift + i) % 250 for i in range(LENGTHS[document])]
-            writer.add(f"doc{document}", [(tokens, True)])
+    writer = StoreWriter(path, byte_tokenizer()).__enter__()  # continues after the shards that are there
+    for document in range(30 * number, 30 * number + 30):
+        tokens = [(document + shift + i) % 250 for i in range(LENGTHS[document])]
+        writer.add(f"doc{document}", [(tokens, True)])
+    writer.end_shard()
 
 
 def complete(path):
-    stores = [TokenStore(each) for each in sorted(path.glob("shard-*"))]
-    ShardsHeader(
-        [{"name": store.path.name, "checksum": store.checksum} for store in stores],
-        documents=90,
-        tokens=int(LENGTHS.sum()),
-        source_hash="s",
-        tokenizer_hash=stores[0].header.tokenizer_hash,
-        description="shards",
-        skipped={},
-    ).write(path)
+    with StoreWriter(path, byte_tokenizer()):
+        pass
 
 
 @pytest.fixture
@@ -132,7 +123,7 @@ def test_every_document_is_trained_on_once_and_then_it_ends(folder, prefetch):
             assert list(batch.lengths)[: len(pack)] == LENGTHS[pack].tolist()
             assert [int(batch.input_ids[at]) for at in batch.cu_seqlens[: len(pack)]] == (pack % 250).tolist()
     last = steps[-1].documents[0]
-    assert feed.names(last) == f"{shard_name(last // 30)}: doc{last}"
+    assert feed.names(last) == f"shard {last // 30}: doc{last}"
     assert feed.names(0) == f"document 0 of {folder}"
 
 
@@ -161,7 +152,6 @@ def test_two_ranks_take_the_steps_of_one(folder):
 def test_ranks_that_read_different_documents_stop(folder, tmp_path):
     other = tmp_path / "other"
     write_shard(other, 1)  # the second shard's documents come first
-    (other / shard_name(1)).rename(other / shard_name(0))
     complete(other)
     meeting, brought, errors = threading.Barrier(2), {}, []
 
@@ -309,10 +299,11 @@ def test_a_stop_while_documents_are_awaited_ends_the_steps_and_loses_nothing(fol
 
 def test_documents_that_never_come_end_a_run_that_is_saved_and_can_go_on(tmp_path, capsys):
     path = tmp_path / "shards"
-    for number in range(2):
-        with StoreWriter(path / shard_name(number), byte_tokenizer(), source_hash="s") as writer:
-            for document in range(400):
-                writer.add(f"doc{document}", [([document % 250] * 20, True)])
+    for _ in range(2):
+        writer = StoreWriter(path, byte_tokenizer()).__enter__()
+        for document in range(400):
+            writer.add(f"doc{document}", [([document % 250] * 20, True)])
+        writer.end_shard()
     words = ["data.patience_seconds=0.2", "train.eval_every=0"]
     feed = feed_of(path, *words)
     steps = len(list(feed))
@@ -321,7 +312,7 @@ def test_documents_that_never_come_end_a_run_that_is_saved_and_can_go_on(tmp_pat
     assert not feed.ended
     assert "waited 0.2 s for" in feed.late
     words.append(f"out={tmp_path / 'run'}")
-    with pytest.raises(ValueError, match=rf"shard-00002 .*train\.resume.*saved after step {steps}\)"):
+    with pytest.raises(ValueError, match=rf"shard 2 of .*train\.resume.*saved after step {steps}\)"):
         train(config_of(path, *words))
     complete(path)
     capsys.readouterr()
@@ -349,7 +340,7 @@ def test_prompts_and_validation_come_from_what_is_held_back(folder):
     config = config_of(folder, "data.validation=0.2")
     corpus = load_corpus(config.data, config.tokenizer, limit=64)
     assert len(corpus.validation) == 6
-    assert (len(corpus.train), corpus.store_path) == (0, folder / shard_name(0))
+    assert (len(corpus.train), corpus.store_path) == (0, folder)
     assert corpus.prompts
     feed = open_feed(config, Mesh.plain(World()), corpus.arriving, CostModel.from_shape(), time.perf_counter)
     assert sum(len(data.documents) for data in feed) == 84

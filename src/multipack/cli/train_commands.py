@@ -66,25 +66,28 @@ def config(words: Words = None, settings: Settings = False) -> None:
 
 def prepare(
     words: Words = None,
-    store: Annotated[Path | None, typer.Option(help="Folder of the store; default: in the cache.")] = None,
-    shards: Annotated[int, typer.Option(help="Number of shards; 0 = one store.")] = 0,
+    store: Annotated[Path | None, typer.Option(help="The store's folder; default: in the cache.")] = None,
+    shards: Annotated[int, typer.Option(help="Number of shards, about; 0 = by tokens.")] = 0,
+    part: Annotated[str, typer.Option(help="i/n: tokenize part i of n; all parts are one store.")] = "1/1",
     engine: Annotated[
-        str, typer.Option(help="Tokenize with local or ray; the result is the same.")
+        str, typer.Option(help="Engine: local, or ray (all parts as tasks of a cluster).")
     ] = "local",
     report: Annotated[Path | None, typer.Option(help="Only report on this store.")] = None,
     as_json: Json = False,
     settings: PrepareSettings = False,
 ) -> None:
-    """Tokenize documents into a token store: memory-mapped, written atomically.
+    """Tokenize documents into a token store: memory-mapped, complete when its header is there.
 
-    Large corpora are tokenized on all cores. After an interruption, the same
-    command continues after the finished parts.
+    The tokenizers library uses all cores. After an interruption, the same
+    command continues after the shards that are there. A scheduler can run the
+    parts of a source of several files on several machines.
 
     [bold]Examples[/bold]
 
       multipack prepare data=text data.path=books/ --store books.store
       multipack train data=store data.path=books.store
       multipack prepare data=jsonl data.path=web.jsonl --store web --shards 16
+      multipack prepare data=jsonl data.path=web/ --store web.store --part 3/16
       multipack prepare --report books.store
 
     `multipack prepare --settings` lists all settings.
@@ -99,12 +102,10 @@ def prepare(
     if path is None:
         composed = compose(words or [])
         with console.progress("tokenizing") as advance:
-            options: Any = {"engine": engine, "shards": shards, "tell": console.line}
+            options: Any = {"engine": engine, "shards": shards, "part": part, "tell": console.line}
             path = run(composed.data, composed.tokenizer, store, lambda *told: advance(*told), **options)
-    elif words or store or shards or engine != "local":
-        raise ValueError(
-            f"--report {report} only reports: leave out settings, --store, --shards and --engine"
-        )
+    elif words or store or shards or part != "1/1" or engine != "local":
+        raise ValueError(f"--report {report} only reports: leave out settings and all options but --json")
     found = report_corpus(path)
     if as_json:
         typer.echo(json.dumps({"folder": str(path), **found.to_dict()}, indent=1, ensure_ascii=False))

@@ -25,9 +25,8 @@ import numpy as np
 
 from multipack.data.data_config import DataConfig
 from multipack.data.documents import Document, Documents
-from multipack.data.fit import Fit, FitPolicy, FitReport
-from multipack.data.joint import Store
-from multipack.data.memory import MemoryStore
+from multipack.data.fit import Fit, FitReport
+from multipack.data.store import TokenStore
 from multipack.data.tokenizer import Tokenizer
 from multipack.planning.lengths import check_integer
 
@@ -121,7 +120,7 @@ class Arriving(ABC):
         """Make the first chunk the present one."""
 
     @abstractmethod
-    def _store(self) -> Store | MemoryStore | None:
+    def _store(self) -> TokenStore | None:
         """The present chunk, waited for if need be; None after the last."""
 
     @abstractmethod
@@ -185,7 +184,7 @@ class Arriving(ABC):
             self._documents, self._chunk_report = self._trained_on(store, self._chunk)
         return self._documents
 
-    def _trained_on(self, store: Store | MemoryStore, chunk: int) -> tuple[Documents, FitReport]:
+    def _trained_on(self, store: TokenStore, chunk: int) -> tuple[Documents, FitReport]:
         """What is trained on of a chunk: what is not held back, none of it too long."""
         whole = self._whole(store)
         if chunk == 0 and len(self._held):
@@ -196,15 +195,15 @@ class Arriving(ABC):
             return whole.take([]), report
         return whole.fit(self._limit, fit)
 
-    def _whole(self, store: Store | MemoryStore) -> Documents:
+    def _whole(self, store: TokenStore) -> Documents:
         return Documents.whole(store, self._data.train_on_prompt)
 
-    def _fit(self, store: Store | MemoryStore) -> Fit:
+    def _fit(self, store: TokenStore) -> Fit:
         data = self._data
-        policy: FitPolicy = self._overlong(store) if data.overlong == "auto" else data.overlong
+        policy: str = self._overlong(store) if data.overlong == "auto" else data.overlong
         return Fit(policy, data.overlap, data.repeat_prompt)
 
-    def _overlong(self, store: Store | MemoryStore) -> FitPolicy:
+    def _overlong(self, store: TokenStore) -> str:
         """What becomes of documents that are too long, where the configuration leaves it to the stream."""
         return "error"
 

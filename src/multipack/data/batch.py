@@ -1,16 +1,16 @@
-"""`PackedBatch`: one pack of documents as flat tensors, and the one place that says where documents begin.
+"""`PackedBatch`: one pack of documents as flat tensors, and the only place that holds document boundaries.
 
     documents      A A A A A   B B   C C C                      a pack of 10 tokens, padded to 12
     input_ids      a a a a a   b b   c c c   0 0                (T,) int64
     position_ids   0 1 2 3 4   0 1   0 1 2   0 1                (T,) restart at every document
     targets        a a a a −   b −   c c −   − −                (T,) already shifted; − is −100
     cu_seqlens     0 5 7 10 12 12 …                             (most documents + 2,) int32, the tail repeats T
-    weights        ¼ ¼ ¼ ¼ 0   1 0   ½ ½ 0   0 0                (T,) float32, where documents weigh alike; else None
+    weights        ¼ ¼ ¼ ¼ 0   1 0   ½ ½ 0   0 0                (T,) float32, if documents have equal weight; else None
 
-Padding is one last document that attends to itself and is never a target. Where documents are aligned to a multiple,
-each also ends in padding of its own, which no token of it sees:
+Padding is one last document that attends to itself and is never a target. If documents are aligned to a multiple, each
+also ends in padding of its own, which no token of it attends to:
 
-    align=4        A A A A A 0 0 0   B B 0 0   C C C 0          cu_seqlens 0 8 12 16 …, positions go on, targets −
+    align=4        A A A A A 0 0 0   B B 0 0   C C C 0          cu_seqlens 0 8 12 16 …; targets −
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ import torch
 from torch import Tensor
 
 IGNORE = -100
-"""The target that no loss counts."""
+"""Target that no loss counts."""
+TENSORS = ("input_ids", "targets", "position_ids", "cu_seqlens", "weights")
+"""Fields of a `PackedBatch` that are on a device; `weights` may be None."""
 
 
 @dataclass(frozen=True)
@@ -32,20 +34,20 @@ class PackedBatch:
 
     Attributes:
         input_ids: (T,) int64 tokens.
-        targets: (T,) int64, shifted: the token that follows, or −100 at each document's last position,
-            on prompts and on padding.
+        targets: (T,) int64, shifted: the next token, or −100 at each document's last position, on prompts and on
+            padding.
         position_ids: (T,) int64, counted from 0 in every document.
-        cu_seqlens: (D + 2,) int32 starts of documents, where D is the plan's most documents in a pack;
-            the tail repeats T, so that its shape is the same for every pack of a plan.
-        max_seqlen: tokens of the longest document that any pack of the plan may hold (a constant).
-        num_documents: real documents in this pack.
-        num_tokens: real tokens: padding never counts.
+        cu_seqlens: (D + 2,) int32 starts of documents, where D is the plan's largest number of documents in a pack; the
+            tail repeats T, so that the shape is the same for every pack of a plan.
+        max_seqlen: tokens of the longest document in any pack of the plan (a constant).
+        num_documents: documents in this pack, without padding.
+        num_tokens: tokens in this pack, without padding.
         num_target_tokens: targets that are not −100.
-        lengths: the same boundaries on the host: slots of each document, padding's last, summing to T.
-        longest: tokens of this pack's longest real document, its padding not counted.
-        num_target_documents: documents that have a target. A piece of a document that was split is one.
-        weights: (T,) float32 weight of each target in the summed loss: one over the targets of its document;
-            0 where there is no target. None = every target weighs 1.
+        lengths: the same boundaries on the host: slots of each document, padding's last; their sum is T.
+        longest: tokens of this pack's longest document, without padding.
+        num_target_documents: documents that have a target. A piece of a split document counts as one.
+        weights: (T,) float32 weight of each target in the summed loss: 1 / (targets of its document), 0 without a
+            target. None = every target has weight 1.
     """
 
     input_ids: Tensor
@@ -66,7 +68,7 @@ class PackedBatch:
         return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> PackedBatch:
-        """The same batch in page-locked memory (torch's loader calls this)."""
+        """The same batch in page-locked memory (torch's DataLoader calls this)."""
         return self._each(Tensor.pin_memory)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> PackedBatch:
@@ -81,9 +83,5 @@ class PackedBatch:
 
     @property
     def denominator(self) -> int:
-        """This pack's share of what the loss is divided by: its targets or, with `weights`, its documents with one."""
+        """This pack's share of the loss's denominator: its targets or, with `weights`, its documents with a target."""
         return self.num_target_tokens if self.weights is None else self.num_target_documents
-
-
-TENSORS = ("input_ids", "targets", "position_ids", "cu_seqlens", "weights")
-"""The fields of a `PackedBatch` that live on a device; `weights` may be None."""

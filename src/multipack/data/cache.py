@@ -11,10 +11,10 @@ from pathlib import Path
 
 
 def cache_folder(chosen: str = "") -> Path:
-    """The folder for trained tokenizers and token stores: `chosen`, or the user's cache folder.
+    """The folder of trained tokenizers and token stores: `chosen`, or the user's cache folder; it is not created.
 
-    Without a choice it is `$XDG_CACHE_HOME/multipack` when that variable holds an absolute path (as the XDG
-    base directory specification demands), else `~/.cache/multipack`. Nothing is created.
+    The user's is `$XDG_CACHE_HOME/multipack` if that variable holds an absolute path (the XDG base directory
+    specification requires one), else `~/.cache/multipack`.
     """
     if chosen:
         return Path(chosen).expanduser()
@@ -24,9 +24,9 @@ def cache_folder(chosen: str = "") -> Path:
 
 @contextmanager
 def locked(path: Path, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
-    """Hold an exclusive lock between processes on the file `path` (created, and left behind).
+    """Hold an exclusive lock between processes on the file `path`, which is created and remains.
 
-    The operating system releases the lock when its holder ends, however it ends.
+    The operating system releases the lock when its process ends or is killed.
 
     Args:
         path: the lock file.

@@ -1,4 +1,4 @@
-"""Documents of one pack → `PackedBatch`, packed without padding or, for comparison, padded as others do."""
+"""The documents of one pack → `PackedBatch`: packed without padding or, for comparison, padded."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from multipack.planning.options import LossWeighting, check_loss_weighting
 
 
 class Planned(Protocol):
-    """What a collator takes over from a `Plan` or a `PackedBatchSampler`."""
+    """What a collator takes from a `Plan` or a `PackedBatchSampler`."""
 
     @property
     def most_documents(self) -> int:
-        """Documents that no pack exceeds."""
+        """Largest number of documents in a pack."""
 
     @property
     def longest(self) -> int:
@@ -30,32 +30,31 @@ class Planned(Protocol):
 
     @property
     def align(self) -> int:
-        """Every document is counted as a multiple of this."""
+        """Slots of every document are a multiple of this."""
 
     @property
     def loss_weighting(self) -> LossWeighting:
-        """What the loss is a mean over."""
+        """Unit of the mean loss."""
 
 
 @dataclass(frozen=True)
 class PackedCollator:
-    """Concatenates the documents of a pack. `PackedCollator.of(plan)` takes the first two and the last two from it.
+    """Concatenates the documents of a pack. `PackedCollator.of(plan)` takes the settings that a plan decides from it.
 
     Args:
-        max_documents: the plan's most documents in a pack: fixes the length of `cu_seqlens`.
-        max_seqlen: slots of the longest document of the plan (a constant for kernels).
-        pad_to: give every batch this many slots (the capacity) with one padding document at the end;
-            None = no padding at all.
-        pad_id: the token that fills padding.
-        align: pad each document at its end to a multiple of this, as context parallelism (twice its ranks) and
-            fp8 matrix products (16) ask. Attention is causal, so that losses and gradients stay the same.
-        loss_weighting: `token`: every target weighs 1; `document`: one over the targets of its document
-            (`PackedBatch.weights`), the denominator being the documents that have a target.
-        multiple: slots of every pack are a multiple of this, by a padding document at the end: ranks that divide the
-            tokens of a pack get equally many. The capacity must be one too.
+        max_documents: the plan's largest number of documents in a pack: decides the length of `cu_seqlens`.
+        max_seqlen: slots of the plan's longest document (a constant for kernels).
+        pad_to: slots of every batch (the capacity), with one padding document at the end; None = no padding.
+        pad_id: token of padding.
+        align: pad each document at its end to a multiple of this, for context parallelism (twice its ranks) and fp8
+            matrix products (16). Attention is causal, so that losses and gradients do not change.
+        loss_weighting: `token`: every target has weight 1; `document`: 1 / (targets of its document)
+            (`PackedBatch.weights`), and the denominator is the number of documents with a target.
+        multiple: slots of every pack are a multiple of this, by a padding document at the end, for ranks that divide
+            the tokens of a pack. The capacity must be a multiple, too.
 
-    A pack without documents (a rank that has nothing to do in a micro-batch) becomes one weightless padding
-    document, so that every rank runs the same collectives.
+    A pack without documents (of a rank without work in a micro-batch) becomes one padding document without weight, so
+    that every rank runs the same collectives.
 
     Raises:
         ValueError: an alignment below 1, a `pad_to` that is not a multiple of it, or an unknown weighting.
@@ -88,7 +87,7 @@ class PackedCollator:
     def of(
         cls, plan: Planned, pad_to: int | None = None, pad_id: int = 0, multiple: int = 1
     ) -> PackedCollator:
-        """The collator of a plan, or of a sampler: what both must agree in is taken from there."""
+        """The collator of a plan, or of a sampler."""
         return cls(
             plan.most_documents, plan.longest, pad_to, pad_id, plan.align, plan.loss_weighting, multiple
         )
@@ -125,7 +124,7 @@ class PackedCollator:
         input_ids = np.full(slots, self.pad_id, dtype=np.int64)
         targets = np.full(slots, IGNORE, dtype=np.int64)
         starts = np.cumsum(sizes) - sizes
-        for start, document in zip(starts, documents, strict=False):  # padding has a start and no document
+        for start, document in zip(starts, documents, strict=False):  # padding has no document
             stop = start + len(document.tokens)
             input_ids[start:stop] = document.tokens
             targets[start:stop] = document.shifted_targets()
@@ -154,13 +153,12 @@ class PackedCollator:
 
 @dataclass(frozen=True)
 class PaddedCollator:
-    """Pads every document to the longest of the batch, as a conventional loader does.
+    """Pads every document to the longest of the batch, as conventional loaders do; measures the cost of padding.
 
-    The result is a `PackedBatch` of equally long documents, whose tails are padding: the model runs on it
-    unchanged and computes every padded slot. It exists to measure what padding costs.
+    The result is a `PackedBatch` of equally long documents whose tails are padding; the model computes every slot.
 
     Args:
-        pad_id: the token that fills padding.
+        pad_id: token of padding.
         loss_weighting: as in `PackedCollator`.
     """
 
@@ -200,7 +198,7 @@ class PaddedCollator:
 def _weigh(
     targets: NDArray[np.int64], sizes: NDArray[np.int64], loss_weighting: LossWeighting
 ) -> tuple[int, int, Tensor | None]:
-    """Targets of a pack, its documents that have one, and (T,) weights where documents weigh alike.
+    """Number of targets, number of documents with a target, and (T,) weights or None.
 
     Args:
         targets: (T,) shifted targets.

@@ -5,16 +5,12 @@ Computed from the store when asked: a store never changes, and ten million docum
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from multipack.data.header import HEADER
-from multipack.data.shards import ShardsHeader, is_shards, list_shards
 from multipack.data.store import TokenStore
 
 CAPACITIES = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
@@ -109,62 +105,38 @@ class CorpusReport:
 
 
 def report_corpus(path: Path | str) -> CorpusReport:
-    """The report of a token store, or of a folder of shards.
+    """The report of a token store, also of one that still grows.
 
     Raises:
-        ValueError: there is neither at `path`, or it is damaged, or empty.
+        ValueError: there is no store at `path`, or it is damaged, or empty.
     """
-    path = Path(path)
-    if not is_shards(path):
-        store = TokenStore(path)
-        return _report([store], store.header.description, store.header.skipped, True)
-    shards, is_complete = list_shards(path)
-    stores = [TokenStore(shard) for shard in shards]
-    if is_complete:
-        header = ShardsHeader.read(path)
-        return _report(stores, header.description, header.skipped, True)
-    skipped = Counter[str]()
-    for store in stores:
-        skipped.update(store.header.skipped)
-    return _report(stores, f"{len(stores):,} shards so far", dict(skipped), False)
-
-
-def _report(
-    stores: Sequence[TokenStore], description: str, skipped: dict[str, int], is_complete: bool
-) -> CorpusReport:
-    lengths = np.concatenate([store.lengths for store in stores])
+    store = TokenStore(path, growing=True)
+    lengths, header = store.lengths, store.header
     if not len(lengths):
-        raise ValueError(f"{stores[0].path} has no documents")
+        raise ValueError(f"{path} has no documents")
     at = int(np.argmax(lengths))
-    longest = int(lengths[at])
-    where = np.cumsum([store.num_documents for store in stores])
-    holder = int(np.searchsorted(where, at, "right"))
     median, p99 = np.percentile(lengths, (50, 99))
     return CorpusReport(
-        description=description,
+        description=header.description if store.is_complete else f"{len(header.shards):,} shards so far",
         documents=len(lengths),
         tokens=int(lengths.sum()),
-        targets=sum(int(store.target_counts.sum()) for store in stores),
+        targets=int(store.target_counts.sum()),
         mean=float(lengths.mean()),
         median=float(median),
         p99=float(p99),
-        longest=longest,
-        longest_name=stores[holder].name(at - int(where[holder]) + stores[holder].num_documents),
-        duplicates=skipped.get("duplicates", 0),
-        skipped=skipped,
+        longest=int(lengths[at]),
+        longest_name=store.name(at),
+        duplicates=header.skipped.get("duplicates", 0),
+        skipped=header.skipped,
         histogram=_histogram(lengths),
         excess=_excess(lengths),
-        pairs=any(store.has_pairs for store in stores),
-        is_stream=stores[0].header.split_by == "position",
-        shards=len(stores),
-        is_complete=is_complete,
-        bytes=sum(_size(store) for store in stores),
-        vocabulary_size=stores[0].vocabulary_size,
+        pairs=store.has_pairs,
+        is_stream=header.split_by == "position",
+        shards=len(header.shards),
+        is_complete=store.is_complete,
+        bytes=sum(entry.bytes for entry in header.shards),
+        vocabulary_size=store.vocabulary_size,
     )
-
-
-def _size(store: TokenStore) -> int:
-    return sum(entry["bytes"] for entry in store.header.files.values()) + (store.path / HEADER).stat().st_size
 
 
 def _histogram(lengths: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[Bar, ...]:

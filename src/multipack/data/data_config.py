@@ -69,14 +69,12 @@ class DataConfig:
     """Tokens that a split piece repeats from the previous one, as context: they are targets once."""
     repeat_prompt: bool = False
     """Begin each piece of a split document with the document's prompt."""
-    workers: int = 0
-    """Processes that tokenize; 0 = chosen by the number of cores and the amount of work."""
     stream: bool = False
     """Train while documents arrive: from a growing folder of stores, or from a streamed data set."""
     patience_seconds: float = 300.0
     """Seconds that a stream waits for the next store of an incomplete folder before the run stops."""
-    verify: bool = True
-    """Verify the checksums of a token store before it is used."""
+    verify: Literal["size", "full"] = "size"
+    """Check of a token store before it is used: sizes, or hashes too (`full`: read once a host, until files change)."""
     stage: str = ""
     """Copy token stores first: `memory` = into each process, or a folder of this host; empty = read in place."""
     readers: int = 0
@@ -189,7 +187,6 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("validation", lambda value: 0 <= value < 1, "a share, at least 0 and less than 1"),
     ("block_size", lambda value: value == 0 or value >= 2, "at least 2 tokens (or 0: as many as fit)"),
     ("overlap", lambda value: value >= 0, "0 tokens or more"),
-    ("workers", lambda value: value >= 0, "1 process or more (or 0: chosen by the amount of work)"),
     ("readers", lambda value: value >= 0, "1 data-parallel rank or more (or 0: every rank reads its own)"),
     ("patience_seconds", lambda value: value > 0, "more than 0 seconds"),
 )

@@ -13,11 +13,7 @@ from typing import Any
 from multipack.data.arriving import Arriving, DocumentsLate, StreamInterrupted
 from multipack.data.data_config import DataConfig
 from multipack.data.documents import Document, Documents
-from multipack.data.fit import FitPolicy
-from multipack.data.header import HEADER
-from multipack.data.joint import Store
-from multipack.data.memory import MemoryStore
-from multipack.data.shards import list_shards, shard_name
+from multipack.data.shard import HEADER, RECIPE, find_shards
 from multipack.data.store import TokenStore
 from multipack.data.tokenizer import Tokenizer
 
@@ -45,8 +41,7 @@ class GrowingFolder(Arriving):
     def __init__(self, data: DataConfig, limit: int) -> None:
         self._folder = Path(data.path).expanduser()
         self._patience_seconds = data.patience_seconds
-        self._shards: list[Path] = []
-        self._is_complete = False
+        self._found: TokenStore | None = None  # with the shards that are there
         self._open: OrderedDict[int, Documents] = OrderedDict()
         self._first: TokenStore | None = None
         super().__init__(data, limit)
@@ -85,52 +80,52 @@ class GrowingFolder(Arriving):
         self._shard += 1
 
     def _store(self) -> TokenStore | None:
-        path = self._awaited(self._shard)
-        if path is None:
-            return None
-        store = self._checked(path)
-        if self._data.verify:
+        store = self._awaited(self._shard)
+        if store is not None and self._data.verify == "full":
             store.verify()
         return store
 
-    def _awaited(self, shard: int) -> Path | None:
-        """The path of a shard, once it is there; None if there will be none."""
+    def _awaited(self, shard: int) -> TokenStore | None:
+        """A shard, once it is there; None if there will be none."""
         began = time.monotonic()
         while True:
-            if shard >= len(self._shards) and not self._is_complete and self._folder.is_dir():
-                self._shards, self._is_complete = list_shards(self._folder)
-            if shard < len(self._shards):
-                return self._shards[shard]
-            if self._is_complete:
+            self._look(shard)
+            found, there = self._found, 0 if self._found is None else len(self._found.header.shards)
+            if found is not None and shard < there:
+                store = found.shard(shard)
+                self._first = self._first or store
+                return store
+            if found is not None and found.is_complete:
                 return None
             if time.monotonic() - began > self._patience_seconds:
                 raise DocumentsLate(
-                    f"waited {self._patience_seconds:g} s for {self._folder / shard_name(shard)} ({shard:,} shards are"
-                    f" there, and no {HEADER} that says these are all): go on with train.resume when it has arrived, or"
-                    " raise data.patience_seconds"
+                    f"waited {self._patience_seconds:g} s for shard {shard} of {self._folder} ({there:,} shards are"
+                    f" there, and no {HEADER} that completes the store): resume with train.resume when it has arrived,"
+                    " or raise data.patience_seconds"
                 )
             if self.interrupted:
-                raise StreamInterrupted(f"while {self._folder / shard_name(shard)} was awaited")
+                raise StreamInterrupted(f"while shard {shard} of {self._folder} was awaited")
             time.sleep(min(POLL_SECONDS, self._patience_seconds / 8))
 
-    def _checked(self, path: Path) -> TokenStore:
-        store = TokenStore(path)
-        if store.header.split_by == "position":
+    def _look(self, shard: int) -> None:
+        """Read the folder again, unless the shard is known."""
+        found, folder = self._found, self._folder
+        if found is not None and (found.is_complete or shard < len(found.header.shards)):
+            return
+        if not ((folder / HEADER).is_file() or (folder / RECIPE).is_file()):
+            return
+        header, is_complete = find_shards(folder, found.header.shards if found is not None else ())
+        files = [folder / entry.name for entry in header.shards]
+        self._found = TokenStore(folder, header=header, shards=files)
+        self._found.is_complete = is_complete
+        if header.split_by == "position":
             raise ValueError(
-                f"{path} holds a stretch of one stream of text, which cannot be trained on while it arrives: divide the"
-                " text into documents (data.documents), or wait for it and leave data.stream out"
+                f"{folder} holds one stream of text, which cannot be trained on while it arrives: divide the text into"
+                " documents (data.documents), or wait for it and leave data.stream out"
             )
-        first = self._first = self._first or store
-        if store.header.tokenizer_hash != first.header.tokenizer_hash or store.has_pairs != first.has_pairs:
-            raise ValueError(
-                f"{path} was tokenized with {store.header.tokenizer} (hash {store.header.tokenizer_hash[:12]}), and"
-                f" {first.path} with {first.header.tokenizer} (hash {first.header.tokenizer_hash[:12]}); the shards of"
-                " a folder have one tokenizer, and either all hold preference pairs or none does"
-            )
-        return store
 
-    def _overlong(self, store: Store | MemoryStore) -> FitPolicy:
-        return store.overlong if isinstance(store, TokenStore) else "error"
+    def _overlong(self, store: TokenStore) -> str:
+        return store.overlong
 
     def _item(self, documents: Documents, number: int) -> dict[str, Any]:
         if self._shard not in self._open:
@@ -145,12 +140,12 @@ class GrowingFolder(Arriving):
 
     def _view(self, shard: int) -> Documents:
         if shard not in self._open:
-            path = self._awaited(shard)
-            if path is None:
+            store = self._awaited(shard)
+            if store is None:
                 raise ValueError(
-                    f"{self._folder / shard_name(shard)} is no longer there, and documents of it are due"
+                    f"shard {shard} of {self._folder} is no longer there, and its documents are needed"
                 )
-            self._keep(shard, self._trained_on(self._checked(path), shard)[0])
+            self._keep(shard, self._trained_on(store, shard)[0])
         self._open.move_to_end(shard)
         return self._open[shard]
 
@@ -160,4 +155,4 @@ class GrowingFolder(Arriving):
 
     def document_name(self, item: dict[str, Any]) -> str:
         """See `Arriving`."""
-        return f"{shard_name(item['shard'])}: {self._view(item['shard']).names(item['number'])}"
+        return f"shard {item['shard']}: {self._view(item['shard']).names(item['number'])}"

@@ -1,4 +1,4 @@
-"""Document lengths from where people keep them: a .npy file or a token store."""
+"""Document lengths from a .npy file or a token store."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from multipack.planning.lengths import check_lengths
 
 @dataclass
 class LengthsConfig:
-    """What becomes of a store's documents before they are planned, as `DataConfig` says it for training."""
+    """Policy for long documents of a store, as in `DataConfig`."""
 
     overlong: Overlong = "auto"
-    """Documents longer than a pack; auto: what the store says, mostly an error."""
+    """Documents longer than a pack; auto: the store's own policy, mostly an error."""
     overlap: int = 0
     """Tokens that a split piece repeats from the one before, as context."""
     repeat_prompt: bool = False
@@ -27,12 +27,12 @@ class LengthsConfig:
 
 
 class Lengths(NamedTuple):
-    """Documents as a planner sees them.
+    """Documents as a planner takes them.
 
     Attributes:
         lengths: (documents,) int64 tokens.
-        targets: (documents,) int64 target tokens; None where only lengths are known: all but the first token.
-        fit: what was done to documents that were too long; None where only lengths are known.
+        targets: (documents,) int64 target tokens; None if unknown: all but the first token.
+        fit: what was done to documents that were too long; None for a file of lengths.
     """
 
     lengths: NDArray[np.int64]
@@ -43,17 +43,17 @@ class Lengths(NamedTuple):
 def read_lengths(
     path: Path, capacity: int, histogram: bool = False, data: LengthsConfig | None = None
 ) -> Lengths:
-    """Lengths in tokens, and target tokens where the source knows them.
+    """Lengths in tokens, and target tokens where they are known.
 
     Args:
-        path: a .npy file of whole numbers, or the folder of a token store or of its shards.
-        capacity: most tokens of a pack: a store's stream is cut into documents of this length, and its other
-            documents are treated as training would with the same `data`.
+        path: a .npy file of whole numbers, or the folder of a token store.
+        capacity: most tokens of a pack: the stream of a store is cut into documents of this length, and other
+            documents are treated as in training with the same `data`.
         histogram: the file counts documents by length: entry i is the number of documents of i + 1 tokens.
-        data: what becomes of a store's documents that are too long; None = the default.
+        data: policy for long documents of a store; None = the default.
 
     Returns:
-        The documents; those of a histogram in rising length.
+        The documents; those of a histogram in increasing length.
 
     Raises:
         ValueError: the file is not an array of lengths (or counts), or the folder is no token store.
@@ -82,9 +82,9 @@ def read_lengths(
 
 def _of_store(path: Path, capacity: int, data: LengthsConfig) -> Lengths:
     from multipack.data.documents import Documents
-    from multipack.data.joint import open_store
+    from multipack.data.store import TokenStore
 
-    store = open_store(path)
+    store = TokenStore(path)
     documents = Documents.whole(store)
     if store.header.split_by == "position":
         documents = documents.cut(capacity)

@@ -1,10 +1,10 @@
-"""Preference pairs: one document of a store is two of a pack, the chosen answer and the rejected one.
+"""Preference pairs: two neighboring documents of a store, the chosen and the rejected answer, each after its prompt.
 
-    store     |prompt chosen·prompt rejected|            one document, its `border` where the second half begins
-    pack      | c c c c | r r r | c c | r r r r | …      documents 2i and 2i + 1 are pair i
-    reference  −11.0 −13.5 | …                           what another model gave both halves, summed over targets
+    store     |prompt chosen|prompt rejected|prompt …    documents 2i and 2i + 1
+    pack      | c c c c | r r r | c c | r r r r | …      the same, pair after pair
+    reference  −11.0     −13.5    …                      log-probabilities under a reference model, summed over targets
 
-A pair is planned as one document, so that both halves meet in one pack and the loss of a pair needs no other rank.
+The planner's item is the pair, so that both answers are in one pack and the loss of a pair needs no other rank.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class PreferenceBatch(PackedBatch):
 
     Attributes:
         reference: (pairs, 2) float64 log-probabilities of chosen and rejected under the reference model; None while
-            these are being computed.
+            they are being computed.
     """
 
     reference: Tensor | None = None
@@ -60,19 +60,19 @@ class PreferenceBatch(PackedBatch):
 
     @property
     def denominator(self) -> int:
-        """This pack's share of what the loss is divided by: its pairs."""
+        """This pack's share of the loss's denominator: its pairs."""
         return self.num_pairs
 
 
 class PreferencePairs:
-    """Documents that are pairs, as pairs: a data set for `PackedLoader` and `PreferenceCollator`.
+    """The pairs of a view: a data set for `PackedLoader` and `PreferenceCollator`.
 
     Args:
-        documents: every one has a border.
-        reference: (n, 2) float64 log-probabilities of each pair's halves; None = not known yet.
+        documents: a view of a store of pairs.
+        reference: (n, 2) float64 log-probabilities of each pair's answers; None = not known yet.
 
     Raises:
-        ValueError: documents without targets, or reference values of another number of pairs.
+        ValueError: reference values of another number of pairs.
     """
 
     def __init__(self, documents: Documents, reference: NDArray[np.float64] | None = None) -> None:
@@ -91,45 +91,18 @@ class PreferencePairs:
 
         Raises:
             IndexError: there is none.
-            ValueError: the document is no pair, or a half of it has no target; it is named.
+            ValueError: the documents are no pairs, or an answer has no target.
         """
-        try:
-            chosen, rejected = halves(self.documents[index])
-        except ValueError as error:
-            raise ValueError(f"{self.documents.names(index)}: {error}") from None
+        chosen, rejected = self.documents.pair(index)
         return PreferencePair(chosen, rejected, None if self.reference is None else self.reference[index])
-
-
-def halves(document: Document) -> tuple[Document, Document]:
-    """The chosen and the rejected half of a document that is a pair.
-
-    Raises:
-        ValueError: it has no border, or a half has no target to prefer.
-    """
-    border, length = document.border, len(document.tokens)
-    if not 0 < border < length:
-        raise ValueError(
-            f"a document of {length:,} tokens with border={border} is no preference pair; prepare the data with"
-            " data.format=preference (prompt, chosen, rejected)"
-        )
-    parts = []
-    for name, start, stop in (("chosen", 0, border), ("rejected", border, length)):
-        spans = np.clip(document.spans - start, 0, stop - start)
-        spans = spans[spans[:, 1] > np.maximum(spans[:, 0], 1)]
-        if not len(spans):
-            raise ValueError(
-                f"the {name} half of this preference pair has no target token: its answer is empty"
-            )
-        parts.append(Document(document.tokens[start:stop], spans))
-    return parts[0], parts[1]
 
 
 @dataclass(frozen=True)
 class PreferenceCollator:
-    """Concatenates the halves of pairs. `PreferenceCollator.of(plan)` takes all it needs from a plan of the pairs.
+    """Concatenates the answers of pairs; `PreferenceCollator.of(plan)` takes the settings from a plan of the pairs.
 
     Args:
-        packed: of packs with twice as many documents as the plan has pairs in one.
+        packed: collator of packs with twice as many documents as the plan has pairs in one.
     """
 
     packed: PackedCollator
@@ -141,25 +114,23 @@ class PreferenceCollator:
         """The collator of a plan over pairs, or of a sampler.
 
         Raises:
-            ValueError: the plan aligns documents: it counted one alignment for a pair, and halves would need two.
+            ValueError: the plan aligns documents: it counts one alignment for a pair, and two answers would need two.
         """
         if plan.align != 1:
-            raise ValueError(
-                f"plan.align={plan.align} does not go with preference pairs, whose halves lie side by side: use 1"
-            )
+            raise ValueError(f"plan.align={plan.align} is not possible with preference pairs: use 1")
         return cls(PackedCollator(2 * plan.most_documents, plan.longest, pad_to, pad_id, multiple=multiple))
 
     def __call__(self, pairs: Sequence[PreferencePair]) -> PreferenceBatch:
         """Pack `pairs` in the order given.
 
         Raises:
-            ValueError: more than the plan allows in a pack; some pairs have reference values and others have not.
+            ValueError: more than the plan allows in a pack; only some pairs have reference values.
         """
         known = [pair.reference for pair in pairs if pair.reference is not None]
         if known and len(known) < len(pairs):
             raise ValueError(f"only {len(known)} of {len(pairs)} pairs have reference values")
-        batch = self.packed([half for pair in pairs for half in (pair.chosen, pair.rejected)])
+        batch = self.packed([answer for pair in pairs for answer in (pair.chosen, pair.rejected)])
         held: dict[str, Any] = {field.name: getattr(batch, field.name) for field in fields(PackedBatch)}
-        # A pack without pairs has all (none) of its values.
+        # A pack without pairs counts as one whose values are known.
         values = torch.from_numpy(np.array(known, dtype=np.float64).reshape(-1, 2))
         return PreferenceBatch(**held, reference=values if len(known) == len(pairs) else None)

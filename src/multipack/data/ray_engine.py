@@ -1,124 +1,100 @@
-"""Tokenizing on a Ray cluster (`pip install "multipack[ray]"`).
+"""`prepare --engine ray`: the parts of a source as tasks of a Ray cluster (`pip install "multipack[ray]"`).
 
-    source ─▶ this process: batches of documents ─▶ tasks: blocks ─▶ this process, in the order of the source
+    part 0 ─▶ task ─▶ shard-0000-00000 shard-0000-00001 …
+    part 1 ─▶ task ─▶ shard-0001-00000 …                       the last one to finish writes the header
 
-The result is that of one machine, byte for byte.
+Parts are contiguous ranges of files. All machines of the cluster must see the files and the store's folder under the
+same paths. A task that dies is run again, and continues after the shards that are there.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from multipack.data.batches import Batch, in_order
-from multipack.data.blocks import TokenBlock, documents_to_bytes
-from multipack.data.sources import Source
+from multipack.data.prepare import Job
+from multipack.data.sources import open_source
 from multipack.data.tokenizer import Tokenizer
-from multipack.data.workers import make_answer, read_answer
+from multipack.data.writer import finish_store, remove_store
+
+PART_BYTES, MOST_PARTS = 256 << 20, 9999
+"""Bytes of files of one part, about; they are more if there would be more parts than these."""
 
 
-class RayEngine:
-    """Reads and tokenizes in Ray's tasks.
+def run_parts(job: Job, path: Path, replace_store: bool) -> None:
+    """Tokenize all parts of a source as tasks, and complete the store.
 
-    They run on the cluster to which this process is connected; or else on one that it can join (`RAY_ADDRESS`, or one
-    that `ray start` began on this machine: what `ray.init` calls `address="auto"`); or else on this machine.
+    Runs on the cluster to which this process is connected; or else on one that it can join (`RAY_ADDRESS`, or one that
+    `ray start` began on this machine); or else on this machine.
 
     Args:
-        tokenizer: makes the tokens.
+        job: source and tokenizer.
+        path: folder of the store.
+        replace_store: whether another token store there is replaced.
 
     Raises:
-        ValueError: Ray Data is not installed.
+        ValueError: Ray is not installed; the source is malformed.
+        ChildProcessError: a task was killed more often than Ray tries again.
     """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        try:
-            import ray
-            import ray.data
-        except ImportError as error:
-            raise ValueError(
-                f'--engine ray needs the package ray, with Ray Data: pip install "multipack[ray]" ({error})'
-            ) from error
-        self._ray: Any = ray
-        self._is_ours = not ray.is_initialized()
-        if self._is_ours:
-            ray.init(include_dashboard=False, log_to_driver=False, logging_level="error")
-        self._encoder = _Encoder(tokenizer.hash, tokenizer.name, [ray.put(tokenizer.to_json())])
-        self._task = ray.remote(num_cpus=1, max_retries=3)(_answer)
-
-    def reads(self, source: Source, tokenizes: bool = True) -> Source:
-        """The documents of `source`, read by this process."""
-        return source
-
-    def encode(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, TokenBlock]]:
-        """See `Engine`.
-
-        Raises:
-            ValueError: text that the tokenizer does not know.
-        """
-        cores = int(self._ray.cluster_resources().get("CPU", 1))
-        with self._failures():
-            for batch, answer in in_order(batches, self._submit, 2 * cores + 1):
-                yield batch, read_answer(answer)
-
-    def _submit(self, batch: Batch) -> Future[Any]:
-        future: Future[Any] = self._task.remote(self._encoder, documents_to_bytes(batch.documents)).future()
-        return future
-
-    @contextmanager
-    def _failures(self) -> Iterator[None]:
-        """What kills a task more often than Ray tries again is an error that says so."""
-        errors = self._ray.exceptions
-        try:
-            yield
-        except (errors.WorkerCrashedError, errors.OutOfMemoryError, errors.NodeDiedError) as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise ChildProcessError(
-                f"a task of Ray was killed ({reason}); a machine may be out of memory:"
-                " start again: finished parts are kept"
-            ) from error
-
-    def close(self) -> None:
-        """Leave the cluster, if it was joined here."""
-        if self._is_ours:
-            self._ray.shutdown()
+    try:
+        import ray
+    except ImportError as error:
+        raise ValueError(
+            f'--engine ray needs the package ray: pip install "multipack[ray]" ({error})'
+        ) from error
+    source = job.source
+    parts = 1
+    if source.unit == "bytes":
+        parts = max(1, min(len(source.files), -(-source.total // PART_BYTES), MOST_PARTS))
+    job = replace(job, parts=parts)
+    is_ours = not ray.is_initialized()
+    if is_ours:
+        ray.init(include_dashboard=False, log_to_driver=False, logging_level="error")
+    try:
+        if replace_store and not (path / "recipe.json").exists():
+            remove_store(path)
+        tokenizer = (job.tokenizer.to_json(), job.tokenizer.name)
+        about = ray.put((job.data, job.tokenizer_config, tokenizer, job.key, parts, os.getcwd(), str(path)))
+        task = ray.remote(num_cpus=1, max_retries=3)(write_part)
+        waiting, done = [task.remote(about, part, replace_store) for part in range(parts)], 0
+        while waiting:
+            finished, waiting = ray.wait(waiting)
+            problems = [problem for problem in ray.get(finished) if problem]
+            if problems:
+                raise ValueError(problems[0])
+            done += len(finished)
+            job.progress(done, parts, "parts tokenized")
+    except (ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ChildProcessError(
+            f"a task of Ray was killed ({reason}); a machine may be out of memory: start again; finished shards remain"
+        ) from error
+    finally:
+        if is_ours:
+            ray.shutdown()
+    if not finish_store(path, source.describe):
+        raise ValueError(
+            f"{path}: not all parts are there; every machine of the cluster must see this folder"
+        )
 
 
-_tokenizers: dict[str, Tokenizer] = {}
-"""What this worker of Ray has read: the tokenizer of the last task, by its hash."""
+def write_part(about: tuple[Any, ...], part: int, replace_store: bool) -> str:
+    """A task: write one part of the store; returns what is wrong with the source, or nothing."""
+    data, config, tokenizer, key, parts, folder, path = about
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a task has one core
+    try:
+        os.chdir(folder)  # relative paths are those of the caller
+        source = open_source(data, config)
+        job = Job(data, config, Tokenizer(*tokenizer), source, parts, 0, _silent, _silent)
+        if job.key != key:
+            return f"{data.path}: this machine sees other files, or other times of change, than the caller"
+        job.write_part(Path(path), part, replace_store and parts == 1)
+    except (ValueError, OSError) as error:
+        return str(error)
+    return ""
 
 
-@dataclass(frozen=True)
-class _Encoder:
-    """Tokenizes documents that come as bytes.
-
-    Attributes:
-        hash: of the tokenizer.
-        name: of the tokenizer.
-        definition: a reference to its JSON; in a list, so that it is fetched once a process, not once a task.
-    """
-
-    hash: str
-    name: str
-    definition: list[Any]
-
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer, which is read once a process."""
-        if self.hash not in _tokenizers:
-            import ray
-
-            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a task has one core
-            _tokenizers.clear()
-            _tokenizers[self.hash] = Tokenizer(ray.get(self.definition[0]), self.name)
-        return _tokenizers[self.hash]
-
-    def answer(self, request: bytes) -> bytes:
-        """See `make_answer`."""
-        return make_answer(request, self.tokenizer())
-
-
-def _answer(encoder: _Encoder, request: bytes) -> bytes:
-    return encoder.answer(request)
+def _silent(*_: object) -> None:
+    pass

@@ -168,7 +168,7 @@ class RecordReader:
             if texts[0] == texts[1]:
                 return "pairs of equal answers"
             halves = [(*begin, Part(text, True)) for text in texts]
-        return [SourceDocument(name, halves[0] + halves[1], closed=shape.is_chat, border=len(halves[0]))]
+        return [SourceDocument(name, answer, closed=shape.is_chat) for answer in halves]
 
     def _prompt(self, texts: list[str]) -> tuple[Part, ...]:
         return tuple(Part(text + self._config.between, False) for text in texts)

@@ -30,15 +30,12 @@ class SourceDocument:
         parts: its text in pieces, in order.
         ended: whether the text ends here (False: a stretch of a file that continues in the next document).
         closed: whether the text marks its own end, as chat templates do: no end token is added.
-        border: number of the part with which the second half of a preference pair (the rejected one) begins;
-            0 = the document is no pair.
     """
 
     name: str
     parts: tuple[Part, ...]
     ended: bool = True
     closed: bool = False
-    border: int = 0
 
     @property
     def characters(self) -> int:

@@ -14,6 +14,7 @@ from `source.documents_of(record, …)`.
 from __future__ import annotations
 
 import codecs
+import copy
 import gzip
 import hashlib
 import io
@@ -22,6 +23,7 @@ import platform
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, TextIO, cast
 
@@ -115,6 +117,23 @@ class Source:
         # Times of change are left out: they differ between equal installations, and nobody edits these files.
         self.files = [SourceFile(name, folder / name, (folder / name).stat().st_size, 0) for name in names]
         self.overlong = "split"
+
+    def part(self, number: int, parts: int) -> Source:
+        """Part `number` of `parts`: contiguous files, or rows of a data set, of about equal size."""
+        if parts == 1:
+            return self
+        part = copy.copy(self)
+        part.skipped, part._ignored = {}, self._ignored if number == 0 else 0
+        if self.dataset is not None:
+            part.dataset = self.dataset.shard(parts, number, contiguous=True)
+            part.total = len(part.dataset)
+            return part
+        *begins, end = accumulate((file.size for file in self.files), initial=0)
+        part.files = [
+            file for file, at in zip(self.files, begins, strict=True) if at * parts // max(end, 1) == number
+        ]
+        part.total = len(part.files) if self.unit == "files" else sum(file.size for file in part.files)
+        return part
 
     @property
     def is_stream(self) -> bool:

@@ -1,15 +1,13 @@
-"""Token stores, copied to where they are read quickly before training begins: into memory, or to a folder of this host.
+"""Token stores, copied to fast storage before training, and verified once a host.
 
     data.path=/shared/books   ──▶  read in place                                        data.stage=
                               ──▶  arrays in the memory of each process                 data.stage=memory
-                              ──▶  /local/3f9a…/ tokens.bin, …, header.json             data.stage=/local
+                              ──▶  /local/3f9a…/ shard-0000-00000.safetensors, …        data.stage=/local
 
-A copy is named by the checksum of its store, which holds the hash of every file: equal stores share one, whatever
-their paths, and a store that was prepared again gets another. One process copies, under a lock on that folder, while
-the others wait; so a folder that is local to a host (also /dev/shm, which is memory) is filled once a host. A copy
-appears whole or not at all. Shards are copied one by one, so that an interruption leaves those that are done.
-
-A staged store keeps the path by which people know it, and its checksum: documents, plans and saved runs are the same.
+A copy is named by the content hash of its store: equal stores share one, and a store that was prepared again gets
+another. One process copies, under a lock in that folder, while the others wait. Shards appear whole, and the header
+last, so that an interrupted copy is continued. A staged store keeps its path in messages and its hash: documents, plans
+and saved runs are the same.
 """
 
 from __future__ import annotations
@@ -18,194 +16,194 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Sequence
+import socket
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import cast
 
-from multipack.atomic import atomic_folder
+from multipack.atomic import PARTIAL, write_atomically
 from multipack.data.cache import locked
-from multipack.data.header import HEADER
-from multipack.data.joint import JointStore, Store
-from multipack.data.memory import MemoryStore
+from multipack.data.shard import CHAT_TEMPLATE, HEADER, RECIPE, TOKENIZER
 from multipack.data.store import TokenStore
 from multipack.data.tokenizer import Progress
 
 MEMORY = "memory"
-"""The value of `data.stage` that means no folder."""
-_CHUNK = 1 << 24
-"""Bytes that are read at once."""
-_LOCK = ".staging.lock"
+"""Value of `data.stage` that is no folder."""
 _COPY = re.compile(r"[0-9a-f]{32}")
-"""Name of a copy: the beginning of its store's checksum."""
 
 
-class Staging:
-    """Brings token stores to where a run reads them, and verifies them on the way.
+def verify_once(stores: Sequence[TokenStore], cache: Path, progress: Progress | None = None) -> None:
+    """Compare the content of stores with their hashes, once a host while sizes and times of change stay the same.
+
+    One process of a host reads, under a lock, and leaves a stamp in `cache`; the others find it.
+
+    Raises:
+        ValueError: a store is damaged.
+    """
+    for store in stores:
+        files = [store.folder / entry.name for entry in store.header.shards]
+        state = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+        text = f"{socket.gethostname()} {store.folder.absolute()} {store.checksum} {state}"
+        stamp = cache / "verified" / hashlib.sha256(text.encode()).hexdigest()[:32]
+        with locked(stamp.with_suffix(".lock")):
+            if not stamp.exists():
+                store.verify(progress)
+                write_atomically(stamp, text.encode())
+
+
+def stage(
+    stores: Sequence[TokenStore], where: str, progress: Progress | None = None
+) -> tuple[list[TokenStore], str]:
+    """The same stores, copied to memory or to a folder of this host; and one line for people.
 
     Args:
-        where: `memory`, a folder, or nothing: stores are read where they are.
-        verify: whether the content is compared with the hashes in its headers: while it is copied, or where it lies.
-        progress: told how many bytes are done.
+        stores: stores that are folders.
+        where: `memory`, a folder, or empty: stores are read where they are.
+        progress: called with (bytes done, total, unit).
 
-    Attributes:
-        where: as given.
-        told: what was done, in a sentence for people; empty = nothing.
+    Raises:
+        ValueError: no room; the folder cannot be written.
     """
+    if not where:
+        return list(stores), ""
+    return _into_memory(stores) if where == MEMORY else _into_folder(stores, where, progress)
 
-    def __init__(self, where: str = "", verify: bool = True, progress: Progress | None = None) -> None:
-        self.where, self.told = where, ""
-        self._verify, self._progress = verify, progress
 
-    def take(self, stores: Sequence[Store]) -> list[Store]:
-        """The same stores, ready to be read.
-
-        Raises:
-            ValueError: a store is damaged; there is no room, or the folder cannot be written.
-        """
-        if not self.where:
-            if self._verify:
-                for store in stores:
-                    store.verify(self._progress)
-            return list(stores)
-        single = [part for store in stores for part in _parts(store)]
-        found = iter(self._into_memory(single) if self.where == MEMORY else self._into_folder(single))
-        return [_rebuilt(store, [next(found) for _ in _parts(store)]) for store in stores]
-
-    def _into_memory(self, stores: Sequence[TokenStore]) -> list[TokenStore]:
-        total, free = sum(map(_array_bytes, stores)), available_memory()
-        if free is not None and total > free:
-            raise ValueError(
-                f"data.stage={MEMORY}: the token stores have {total:,} bytes, of which each process of a host holds a"
-                f" copy, and {free:,} are free: set data.stage=/dev/shm (one copy a host), a local folder, or nothing"
-            )
-        ready, done = list[TokenStore](), 0
-        for store in stores:
-            held = TokenStore(store.path, in_memory=True)
-            _expect_same(held, store)
-            if self._verify:
-                held.verify()
-            ready.append(held)
-            done += _array_bytes(held)
-            self._tell(done, total, "bytes read into memory")
-        self.told = (
-            f"{total:,} bytes of tokens and offsets were read into memory, once in every process;"
-            " data.stage=/dev/shm keeps one copy for all processes of a host"
+def _into_memory(stores: Sequence[TokenStore]) -> tuple[list[TokenStore], str]:
+    total, free = sum(map(_size, stores)), available_memory()
+    if free is not None and total > free:
+        raise ValueError(
+            f"data.stage={MEMORY}: the token stores have {total:,} bytes, of which each process of a host holds a"
+            f" copy, and {free:,} are free: set data.stage=/dev/shm (one copy a host), a local folder, or nothing"
         )
-        return ready
-
-    def _into_folder(self, stores: Sequence[TokenStore]) -> list[TokenStore]:
-        folder = Path(self.where).expanduser().absolute()
-        copies = {store.checksum: folder / store.checksum[:32] for store in stores}
-        ready = {store.checksum: self._find(store, copies[store.checksum]) for store in stores}
-        copied = 0
-        missing = [store for store in stores if ready[store.checksum] is None]
-        if missing:
-            with ExitStack() as held:
-                self._lock(held, folder)
-                for store in missing:  # another process may have been faster
-                    ready[store.checksum] = self._find(store, copies[store.checksum])
-                wanted = {store.checksum: store for store in missing if ready[store.checksum] is None}
-                total = sum(map(_folder_bytes, wanted.values()))
-                self._check_room(folder, total)
-                for checksum, store in wanted.items():
-                    self._copy(store, copies[checksum], copied, total)
-                    copied += _folder_bytes(store)
-                    ready[checksum] = TokenStore(store.path, copies[checksum])
-        whole = sum(_folder_bytes(store) for store in {store.checksum: store for store in stores}.values())
-        how = f"{copied:,} copied now" if copied else "a copy that was there already"
-        self.told = f"tokens are read from {folder}: {whole:,} bytes, {how}"
-        return [cast(TokenStore, ready[store.checksum]) for store in stores]
-
-    def _find(self, store: TokenStore, copy: Path) -> TokenStore | None:
-        """The copy of a store, if it is there and right."""
-        try:
-            found = TokenStore(store.path, copy)
-            if self._verify:
-                found.verify(self._progress)
-        except (ValueError, FileNotFoundError):  # not there, damaged, or replaced by another process just now
-            return None
-        return found if found.checksum == store.checksum else None
-
-    def _lock(self, held: ExitStack, folder: Path) -> None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            held.enter_context(locked(folder / _LOCK, lambda: self._tell(0, None, "waiting for a copy")))
-        except OSError as error:
-            raise ValueError(
-                f"data.stage={self.where}: the folder cannot be written ({error.strerror}): name one on this host that"
-                " can, such as /dev/shm or a local disk"
-            ) from error
-        except ValueError as error:
-            raise ValueError(
-                f"data.stage={self.where}: this file system has no file locks, by which one process copies and others"
-                " wait: name a folder on this host, such as /dev/shm or a local disk"
-            ) from error
-
-    def _check_room(self, folder: Path, needed: int) -> None:
-        free = shutil.disk_usage(folder).free
-        if needed > free:
-            copies = [entry for entry in folder.iterdir() if _COPY.fullmatch(entry.name)]
-            others = sum(file.stat().st_size for copy in copies for file in copy.iterdir() if file.is_file())
-            kept = (
-                f", and copies of other stores there take {others:,}: remove those"
-                if others
-                else ": remove files"
-            )
-            raise ValueError(
-                f"data.stage={self.where}: {needed:,} bytes are to be copied, {free:,} are free{kept}, name another"
-                " folder, or leave data.stage out"
-            )
-
-    def _copy(self, store: TokenStore, copy: Path, done: int, total: int) -> None:
-        """Copy a store's files, the header last; `done` of `total` bytes were copied before.
-
-        Raises:
-            ValueError: a file changed or is damaged where it is copied from, or could not be written.
-        """
-        try:
-            with atomic_folder(copy, replace=True) as partial:
-                for name in [*store.header.files, HEADER]:
-                    digest = hashlib.sha256()
-                    with open(store.folder / name, "rb") as source, open(partial / name, "xb") as target:
-                        while chunk := source.read(_CHUNK):
-                            target.write(chunk)
-                            if self._verify:
-                                digest.update(chunk)
-                            done += len(chunk)
-                            self._tell(done, total, "bytes copied")
-                        target.flush()
-                        os.fsync(target.fileno())
-                    if (
-                        self._verify
-                        and name != HEADER
-                        and digest.hexdigest() != store.header.files[name]["sha256"]
-                    ):
-                        raise ValueError(
-                            f"{store.folder / name} was edited (its sha256 differs): the store is damaged; prepare it"
-                            " again"
-                        )
-                _expect_same(TokenStore(store.path, partial), store)
-        except OSError as error:
-            raise ValueError(
-                f"data.stage={self.where}: {store.path} could not be copied to {copy} ({error.strerror}): make room,"
-                " name another folder, or leave data.stage out"
-            ) from error
-
-    def _tell(self, done: int, total: int | None, unit: str) -> None:
-        if self._progress is not None:
-            self._progress(done, total, unit)
+    held = [TokenStore(store.path, in_memory=True) for store in stores]
+    return held, (
+        f"{total:,} bytes of tokens and offsets were read into memory, once in every process;"
+        " data.stage=/dev/shm keeps one copy for all processes of a host"
+    )
 
 
-def bytes_asked(store: Store | MemoryStore) -> int:
-    """Bytes of documents that were asked of storage so far, in this process (see `TokenStore.bytes_asked`)."""
-    if isinstance(store, MemoryStore):
-        return 0
-    return sum(part.bytes_asked for part in _parts(store))
+def _into_folder(
+    stores: Sequence[TokenStore], where: str, progress: Progress | None
+) -> tuple[list[TokenStore], str]:
+    folder = Path(where).expanduser().absolute()
+    wanted = {store.checksum: store for store in stores}
+    missing = [store for store in wanted.values() if _find_copy(store, folder) is None]
+    copied = 0
+    if missing:
+        with ExitStack() as held:
+            _lock(held, folder, where, progress)
+            missing = [
+                store for store in missing if _find_copy(store, folder) is None
+            ]  # others may have copied
+            copied = sum(_missing_bytes(store, folder / store.checksum[:32]) for store in missing)
+            _check_room(folder, where, copied)
+            done = 0
+
+            def report(now: int) -> None:
+                if progress is not None:
+                    progress(now, copied, "bytes copied")
+
+            for store in missing:
+                done = _copy(store, folder, where, report, done)
+    how = f"{copied:,} copied now" if copied else "a copy that was there already"
+    total = sum(map(_size, wanted.values()))
+    ready = list[TokenStore]()
+    for store in stores:
+        copy = _find_copy(store, folder)
+        if copy is None:
+            raise ValueError(f"{store.path} was replaced by another store while it was copied: start again")
+        ready.append(copy)
+    return ready, f"tokens are read from {folder}: {total:,} bytes, {how}"
+
+
+def _find_copy(store: TokenStore, folder: Path) -> TokenStore | None:
+    """The copy of a store, if it is there and complete."""
+    try:
+        found = TokenStore(store.path, folder / store.checksum[:32])
+    except ValueError:
+        return None
+    return found if found.checksum == store.checksum else None
+
+
+def _lock(held: ExitStack, folder: Path, where: str, progress: Progress | None) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        waiting = None if progress is None else partial(progress, 0, None, "waiting for a copy")
+        held.enter_context(locked(folder / ".staging.lock", waiting))
+    except OSError as error:
+        raise ValueError(
+            f"data.stage={where}: the folder cannot be written ({error.strerror}): name a folder of this host that can,"
+            " such as /dev/shm or a local disk"
+        ) from error
+    except ValueError as error:
+        raise ValueError(
+            f"data.stage={where}: this file system has no file locks: name a folder of this host, such as /dev/shm or a"
+            " local disk"
+        ) from error
+
+
+def _check_room(folder: Path, where: str, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if needed <= free:
+        return
+    copies = [entry for entry in folder.iterdir() if _COPY.fullmatch(entry.name)]
+    others = sum(file.stat().st_size for copy in copies for file in copy.iterdir() if file.is_file())
+    kept = f", and copies of stores there take {others:,}: remove those" if others else ": remove files"
+    raise ValueError(
+        f"data.stage={where}: {needed:,} bytes are to be copied, {free:,} are free{kept}, name another folder, or leave"
+        " data.stage out"
+    )
+
+
+def _files(store: TokenStore) -> list[str]:
+    """The files of a store, its header last."""
+    texts = [TOKENIZER, *([CHAT_TEMPLATE] if store.header.chat_template_hash else []), RECIPE]
+    return [*texts, *(entry.name for entry in store.header.shards), HEADER]
+
+
+def _missing_bytes(store: TokenStore, copy: Path) -> int:
+    try:
+        missing = [name for name in _files(store) if not _is_copied(store, copy, name)]
+        return sum((store.folder / name).stat().st_size for name in missing)
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"{store.path} was replaced by another store while it was copied: start again"
+        ) from error
+
+
+def _is_copied(store: TokenStore, copy: Path, name: str) -> bool:
+    file = copy / name
+    return file.is_file() and file.stat().st_size == (store.folder / name).stat().st_size
+
+
+def _copy(store: TokenStore, folder: Path, where: str, progress: Callable[[int], None], done: int) -> int:
+    """Copy the files of a store that are missing; returns the bytes copied so far, `done` of them before."""
+    copy = folder / store.checksum[:32]
+    try:
+        copy.mkdir(exist_ok=True)
+        for name in _files(store):
+            if _is_copied(store, copy, name):
+                continue
+            partial = copy / f".{name}{PARTIAL}"
+            with open(store.folder / name, "rb") as source, open(partial, "wb") as target:
+                shutil.copyfileobj(source, target, 1 << 24)
+                target.flush()
+                os.fsync(target.fileno())
+                done += target.tell()
+            os.replace(partial, copy / name)
+            progress(done)
+    except OSError as error:
+        raise ValueError(
+            f"data.stage={where}: {store.path} could not be copied to {copy} ({error.strerror}): make room, name"
+            " another folder, or leave data.stage out"
+        ) from error
+    return done
 
 
 def available_memory() -> int | None:
-    """Bytes of memory that new allocations can have, as Linux estimates them; None where nobody says."""
+    """Bytes of memory that new allocations can have, as Linux estimates them; None if unknown."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -214,31 +212,5 @@ def available_memory() -> int | None:
     return 1024 * kibibytes[0] if kibibytes else None
 
 
-def _parts(store: Store) -> list[TokenStore]:
-    """The single stores of a store, in order."""
-    if isinstance(store, TokenStore):
-        return [store]
-    return [part for each in store.stores for part in _parts(each)]
-
-
-def _rebuilt(store: Store, parts: list[TokenStore]) -> Store:
-    """A store as `open_store` gave it, of copies of its parts; nothing else about it changes."""
-    if isinstance(store, TokenStore):
-        return parts[0]
-    joint = JointStore(store.path, parts)
-    joint.header = store.header  # a folder of shards has a header of its own
-    return joint
-
-
-def _expect_same(copy: TokenStore, store: TokenStore) -> None:
-    if copy.checksum != store.checksum:
-        raise ValueError(f"{store.path} was replaced by another store while it was copied: start again")
-
-
-def _array_bytes(store: TokenStore) -> int:
-    return sum(entry["bytes"] for name, entry in store.header.files.items() if name.endswith(".bin"))
-
-
-def _folder_bytes(store: TokenStore) -> int:
-    files = store.header.files.values()
-    return sum(entry["bytes"] for entry in files) + (store.folder / HEADER).stat().st_size
+def _size(store: TokenStore) -> int:
+    return sum(entry.bytes for entry in store.header.shards)

@@ -1,25 +1,24 @@
-"""The token store: a folder of flat, memory-mapped files; a document is a slice of them.
+"""The token store: a folder of shards, complete when its header is there.
 
-    header.json        format, version, dtype, counts, hashes, size and sha256 of every file; its own checksum
-    tokens.bin         |AAAAAAAA|BBBB|CCCCCC|     uint16 (vocabulary ≤ 65,536) or uint32
-    offsets.bin        0        8    12     18    int64, documents + 1
-    spans.bin          [3,8) [0,4) [1,3) [4,6)    int64 pairs: ranges of targets within their document
-    span_offsets.bin   0     1     2          4   int64, documents + 1
-    names.bin, name_offsets.bin                   UTF-8, and int64, documents + 1
-    borders.bin        of pairs only: int64, documents: first token of the second half; 0 = no pair
-    tokenizer.json
-    chat_template.json of chats only: how conversations became text
+books/
+  recipe.json                     source, settings and tokenizer; written first
+  tokenizer.json
+  chat_template.json              of chats only
+  shard-0000-00000.safetensors    part 0, shard 0: flat arrays (see `data/shard.py`); each appears whole, in order
+  shard-0000-00001.safetensors
+  part-0000.json                  part 0 is finished; removed with the other parts' files when all are
+  header.json                     last: all shards with their sizes and hashes, counts, and its own checksum
 
-All numbers are little endian. The folder appears whole or not at all: it is written beside its place, the
-header last, and then moved there. Nothing in it is ever executed or unpickled; sizes are checked before they
-are believed.
+A store that grows has no header yet. Several stores joined, a copy of a store, and documents in memory are a header and
+shards, too. Nothing in a store is executed or unpickled; sizes are checked before they are believed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,108 +26,165 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from multipack.data.fit import FitPolicy
-from multipack.data.header import BORDERS, CHAT_TEMPLATE, DTYPES, StoreHeader
+from multipack.data.shard import (
+    CHAT_TEMPLATE,
+    HEADER,
+    TOKENIZER,
+    Integers,
+    Shard,
+    ShardEntry,
+    StoreHeader,
+    check_sizes,
+    damaged,
+    find_shards,
+    open_shard,
+    token_dtype,
+)
 from multipack.data.tokenizer import Tokenizer
-from multipack.data.writer import StoreWriter
 
-__all__ = ["StoreWriter", "TokenStore"]
-
-_BLOCK = 1 << 20
-"""Documents whose targets are counted at once: bounds the memory that it takes."""
+Progress = Callable[[int, int | None, str], None]
+_COUNTING = threading.Lock()
 
 
 class TokenStore:
-    """A token store, opened read-only in milliseconds: nothing is read but the header.
+    """A token store, read-only. Opening it reads its header only; shards are mapped when they are first used.
+
+    A preference pair counts as one document here: its length is the sum of both answers' lengths.
 
     Args:
-        path: its folder.
-        folder: where its files are read, if that is a copy of them elsewhere (see `data/staging.py`).
-        in_memory: read all arrays into memory now, each from its beginning to its end, instead of mapping them.
+        path: folder of the store; names it in messages.
+        folder: folder to read, if it is a copy elsewhere (see `data/staging.py`); None = `path`.
+        in_memory: read all arrays into memory now, instead of mapping them.
+        growing: also open a store that is not complete, with the shards that can be read now.
+        header, shards: header and shards, if they are not to be read from the folder: a file, or a shard in memory.
+        labels: prefix of the names in each shard; empty = none.
 
     Attributes:
-        path: its folder, by which people know it.
-        folder: where its files are read.
-        in_memory: as given.
-        header: what it says about itself.
-        tokens: (tokens,) uint16 or uint32, memory-mapped.
-        offsets: (documents + 1,) int64: document d is `tokens[offsets[d]:offsets[d + 1]]`.
-        spans: (spans, 2) int64 ranges of targets; those of document d are
-            `spans[span_offsets[d]:span_offsets[d + 1]]`, counted from its first token.
-        span_offsets: (documents + 1,) int64.
-        borders: (documents,) int64 first token of the second half of a pair, 0 = no pair; empty where there are none.
+        path, folder, in_memory, header: as given, or as read.
+        is_complete: whether no more shards follow.
+        first: (shards + 1,) number of the first document of each shard.
 
     Raises:
-        ValueError: there is no store at `path`, or it is truncated, edited, or of a newer format.
+        ValueError: no complete store at `path`, of another version, truncated or damaged.
     """
 
     def __init__(
-        self, path: Path | str, folder: Path | str | None = None, *, in_memory: bool = False
+        self,
+        path: Path | str,
+        folder: Path | str | None = None,
+        *,
+        in_memory: bool = False,
+        growing: bool = False,
+        header: StoreHeader | None = None,
+        shards: Sequence[Path | Shard] | None = None,
+        labels: Sequence[str] = (),
     ) -> None:
-        self.path, self.in_memory = Path(path), in_memory
+        self.path, self.in_memory, self.is_complete = Path(path), in_memory, True
         self.folder = self.path if folder is None else Path(folder)
-        self._arrays: dict[str, NDArray[Any]] = {}
-        self._bytes_asked, self._counting = 0, threading.Lock()
-        self.header = header = StoreHeader.read(self.folder)
-        for name, entry in header.files.items():
-            file = self.folder / name
-            size = file.stat().st_size if file.is_file() else -1
-            if size != entry["bytes"]:
-                has = "is missing" if size < 0 else f"has {size:,} bytes instead of {entry['bytes']:,}"
-                raise ValueError(f"{file} {has}: the store is truncated or damaged; prepare it again")
-        self.tokens: NDArray[np.unsignedinteger] = self._map("tokens.bin", f"<u{DTYPES[header.dtype]}")
-        self.offsets: NDArray[np.int64] = self._map("offsets.bin", "<i8")
-        self.spans: NDArray[np.int64] = self._map("spans.bin", "<i8").reshape(-1, 2)
-        self.span_offsets: NDArray[np.int64] = self._map("span_offsets.bin", "<i8")
-        self._name_offsets: NDArray[np.int64] = self._map("name_offsets.bin", "<i8")
-        self._names: NDArray[np.uint8] = self._map("names.bin", "u1")
-        self.borders: NDArray[np.int64] = self._map(BORDERS, "<i8")
-        for name, offsets, end in (
-            ("offsets.bin", self.offsets, header.tokens),
-            ("span_offsets.bin", self.span_offsets, header.spans),
-            ("name_offsets.bin", self._name_offsets, len(self._names)),
-        ):
-            if offsets[0] != 0 or offsets[-1] != end:
-                raise self._damaged(f"{name} runs from {offsets[0]} to {offsets[-1]}, not from 0 to {end}")
+        if header is None and growing:
+            header, self.is_complete = find_shards(self.folder)
+        self.header = header or StoreHeader.read(self.folder / HEADER)
+        if shards is None:
+            check_sizes(self.folder, self.header.shards)
+            shards = [self.folder / shard.name for shard in self.header.shards]
+        self._files = [None if isinstance(shard, Shard) else shard for shard in shards]
+        self._opened = [shard if isinstance(shard, Shard) else None for shard in shards]
+        self._labels = tuple(labels) or ("",) * len(shards)
+        self._step = 2 if self.header.pairs else 1
+        counts = [entry.documents // self._step for entry in self.header.shards]
+        self.first = np.cumsum([0, *counts])
+        self._bytes_asked = 0
+        if in_memory:
+            for number in range(len(shards)):
+                self._count(sum(values.nbytes for values in vars(self._shard(number)).values()))
 
-    def _map(self, name: str, dtype: str) -> NDArray[Any]:
-        if name not in self.header.files or self.header.files[name]["bytes"] == 0:  # which cannot be mapped
-            return np.zeros(0, dtype=dtype)
-        if not self.in_memory:
-            return np.memmap(self.folder / name, dtype=dtype, mode="r").view(np.ndarray)
-        array = np.fromfile(self.folder / name, dtype=dtype)
-        array.flags.writeable = False
-        self._arrays[name] = array
-        self._count(array.nbytes)
-        return array
+    @classmethod
+    def of_documents(cls, path: Path, shard: Shard, header: StoreHeader) -> TokenStore:
+        """A store of documents that are in memory; `path` names it."""
+        entry = ShardEntry("memory", 0, shard.sha256(), len(shard), len(shard.tokens), len(shard))
+        return cls(path, header=replace(header, shards=(entry,)), shards=[shard])
+
+    @classmethod
+    def joined(cls, path: Path, stores: Sequence[TokenStore], labels: Sequence[str]) -> TokenStore:
+        """The documents of several stores, in order; names begin with their store's label.
+
+        Raises:
+            ValueError: the stores have different tokenizers, or only some hold preference pairs.
+        """
+        first = stores[0]
+        for other in stores[1:]:
+            _check_joinable(first, other)
+        skipped: dict[str, int] = {}
+        for store in stores:
+            for reason, count in store.header.skipped.items():
+                skipped[reason] = skipped.get(reason, 0) + count
+        templates = {store.header.chat_template_hash for store in stores}
+        header = replace(
+            first.header,
+            shards=tuple(entry for store in stores for entry in store.header.shards),
+            skipped=skipped,
+            chat_template_hash=first.header.chat_template_hash if len(templates) == 1 else "",
+        )
+        named = [label for store, label in zip(stores, labels, strict=True) for _ in store._files]
+        shards: list[Any] = [
+            file or opened
+            for store in stores
+            for file, opened in zip(store._files, store._opened, strict=True)
+        ]
+        return cls(path, first.folder, header=header, shards=shards, labels=[f"{label}: " for label in named])
+
+    def shard(self, number: int) -> TokenStore:
+        """The documents of one shard."""
+        header = replace(self.header, shards=(self.header.shards[number],))
+        shards: list[Any] = [self._files[number] or self._opened[number]]
+        return TokenStore(self.path, self.folder, header=header, shards=shards, labels=[self._labels[number]])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For other processes, which open the files again."""
+        state = {name: value for name, value in vars(self).items() if name not in _CACHED}
+        opened = zip(self._files, self._opened, strict=True)
+        return state | {"_opened": [None if file else shard for file, shard in opened]}
+
+    def _shard(self, number: int) -> Shard:
+        opened, file = self._opened[number], self._files[number]
+        if opened is None and file is not None:
+            opened, entry, _ = open_shard(file, self.in_memory)
+            if entry != self.header.shards[number]:
+                raise damaged(file, "it is not the shard that the header names")
+            if opened.tokens.dtype != np.dtype(token_dtype(self.vocabulary_size)):
+                raise damaged(file, f"tokens of type {opened.tokens.dtype}")
+            self._opened[number] = opened
+        assert opened is not None
+        return opened
+
+    def _find(self, document: int) -> tuple[Shard, int]:
+        """The shard of a document, and its number there; of a pair the number of its first answer."""
+        if not 0 <= document < self.num_documents:
+            raise IndexError(f"document {document} of {self.num_documents:,}")
+        number = int(np.searchsorted(self.first, document, "right")) - 1
+        return self._shard(number), (document - int(self.first[number])) * self._step
 
     def _count(self, size: int) -> None:
-        with self._counting:  # a thread that prefetches counts too
+        with _COUNTING:  # the thread that prefetches counts too
             self._bytes_asked += size
-
-    def _damaged(self, what: str) -> ValueError:
-        return ValueError(f"{self.folder}: {what}: the store is damaged; prepare it again")
-
-    def __reduce__(self) -> tuple[Any, ...]:  # other processes open the files for themselves
-        return _reopen, (self.path.absolute(), self.folder.absolute(), self.in_memory)
 
     @property
     def bytes_asked(self) -> int:
-        """Bytes of documents (tokens, and their ranges of targets) that were asked of storage so far, here.
+        """Bytes of tokens and target ranges that this process has asked of storage.
 
-        In memory these are the bytes of all arrays, read once. Otherwise offsets and ranges that every rank looks
-        at to plan are not counted, nor what `verify` reads.
+        In memory these are the bytes of all arrays, read once. Offsets and ranges that are read for planning, and
+        `verify`, are not counted.
         """
         return self._bytes_asked
 
     @property
     def num_documents(self) -> int:
-        """Documents in the store."""
-        return self.header.documents
+        """Number of documents."""
+        return int(self.first[-1])
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the store."""
+        """Number of tokens."""
         return self.header.tokens
 
     @property
@@ -137,148 +193,174 @@ class TokenStore:
         return self.header.vocabulary_size
 
     @property
-    def overlong(self) -> FitPolicy:
-        """What becomes of documents longer than a pack, where nobody says otherwise."""
+    def overlong(self) -> str:
+        """Policy for documents longer than a pack where `data.overlong` is auto."""
         return self.header.overlong
 
     @property
     def has_pairs(self) -> bool:
-        """Whether documents of the store are preference pairs: two answers, the chosen one first."""
-        return BORDERS in self.header.files
+        """Whether the documents are preference pairs."""
+        return self.header.pairs
 
     @property
     def checksum(self) -> str:
-        """Identifies the content of the store."""
-        return self.header.checksum
+        """Identifies the content."""
+        return self.header.content_hash
 
     @cached_property
-    def lengths(self) -> NDArray[np.int64]:
-        """(documents,) tokens of each document, read-only.
+    def lengths(self) -> Integers:
+        """(documents,) tokens of each document, read-only."""
+        shards = range(len(self._files))
+        return _frozen([np.diff(self._shard(number).offsets[:: self._step]) for number in shards])
 
-        Raises:
-            ValueError: offsets do not increase: the store is damaged.
-        """
-        for name, offsets, least in (
-            ("offsets.bin", self.offsets, 1),
-            ("span_offsets.bin", self.span_offsets, 0),
-        ):
-            steps = np.diff(offsets)
-            if len(steps) and steps.min() < least:
-                raise self._damaged(f"{name} does not increase at document {int(np.argmin(steps))}")
-        lengths = np.diff(self.offsets)
-        lengths.flags.writeable = False
-        return lengths
+    @cached_property
+    def target_counts(self) -> Integers:
+        """(documents,) targets of each document, read-only; the first token of a document never is one."""
+        counts = [self._shard(number).target_counts() for number in range(len(self._files))]
+        return _frozen([each.reshape(-1, self._step).sum(axis=1) for each in counts])
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer whose tokens these are.
+        """The tokenizer of the tokens.
 
         Raises:
-            ValueError: its file is not the one that the header speaks of.
+            ValueError: its file has changed.
         """
-        tokenizer = Tokenizer.load(self.folder / "tokenizer.json", self.header.tokenizer)
+        tokenizer = Tokenizer.load(self.folder / TOKENIZER, self.header.tokenizer)
         if tokenizer.hash != self.header.tokenizer_hash:
-            raise self._damaged("tokenizer.json was exchanged")
+            raise damaged(self.folder, f"{TOKENIZER} has changed")
         return tokenizer
 
     @cached_property
     def chat_template(self) -> str:
-        """How conversations became text, as JSON; empty where documents are no conversations.
+        """The chat template of the documents, as JSON; empty without chats, and if joined stores differ in it.
 
         Raises:
-            ValueError: its file is not the one that the header speaks of.
+            ValueError: its file has changed.
         """
-        entry = self.header.files.get(CHAT_TEMPLATE)
-        if entry is None:
+        if not self.header.chat_template_hash:
             return ""
         content = (self.folder / CHAT_TEMPLATE).read_bytes()
-        if hashlib.sha256(content).hexdigest() != entry["sha256"]:
-            raise self._damaged(f"{CHAT_TEMPLATE} was exchanged")
+        if hashlib.sha256(content).hexdigest() != self.header.chat_template_hash:
+            raise damaged(self.folder, f"{CHAT_TEMPLATE} has changed")
         return content.decode("utf-8", "replace")
-
-    @cached_property
-    def target_counts(self) -> NDArray[np.int64]:
-        """(documents,) tokens of each document that are targets, read-only.
-
-        Its first token never is, nor is the first of a pair's second half: nothing comes before them.
-        """
-        counts = np.empty(self.num_documents, dtype=np.int64)
-        for at in range(0, self.num_documents, _BLOCK):
-            documents = slice(at, min(at + _BLOCK, self.num_documents))
-            first = np.asarray(self.span_offsets[documents.start : documents.stop + 1])
-            spans = self.spans[first[0] : first[-1]]
-            targets = spans[:, 1] - spans[:, 0] - (spans[:, 0] == 0)
-            if self.has_pairs:
-                border = np.repeat(self.borders[documents], np.diff(first))
-                targets -= (spans[:, 0] == border) & (border > 0)
-            sums = np.concatenate(([0], np.cumsum(targets)))
-            counts[documents] = np.diff(sums[first - first[0]])
-        counts.flags.writeable = False
-        return counts
 
     def tokens_of(
         self, document: int, start: int = 0, length: int | None = None
     ) -> NDArray[np.unsignedinteger]:
-        """(length,) tokens of a document from its token `start` on (None: all that follow), not copied.
+        """(length,) tokens of a document from `start`, not copied; None = all that follow.
 
         Raises:
-            IndexError: they are not all in the document.
+            IndexError: they are outside the document.
+            ValueError: a token is outside the vocabulary: the store is damaged.
         """
-        first, end = int(self.offsets[document]), int(self.offsets[document + 1])
+        shard, number = self._find(document)
+        first, end = int(shard.offsets[number]), int(shard.offsets[number + self._step])
         stop = end - first if length is None else start + length
         if not 0 <= start <= stop <= end - first:
             raise IndexError(f"tokens {start} to {stop} of document {document}, which has {end - first}")
+        tokens = shard.tokens[first + start : first + stop]
         if not self.in_memory:
-            self._count((stop - start) * self.tokens.itemsize)
-        return self.tokens[first + start : first + stop]
+            self._count(tokens.nbytes)
+        if len(tokens) and int(tokens.max()) >= self.vocabulary_size:
+            raise damaged(
+                self.path,
+                f"document {document} holds token {int(tokens.max()):,}, and the vocabulary has"
+                f" {self.vocabulary_size:,} tokens",
+            )
+        return tokens
 
-    def border(self, document: int) -> int:
-        """First token of the second half of a pair; 0 where the document is no pair.
+    def spans_of(self, document: int) -> Integers:
+        """(k, 2) ranges of targets of a document; of a pair those of the chosen answer."""
+        return self.spans_of_pair(document)[0]
 
-        Raises:
-            ValueError: it lies outside the document: the store is damaged.
-        """
-        if not self.has_pairs:
-            return 0
-        border, length = int(self.borders[document]), int(self.offsets[document + 1] - self.offsets[document])
-        if not 0 <= border < length:
-            raise self._damaged(f"{BORDERS} says {border} for document {document} of {length} tokens")
-        return border
-
-    def spans_of(self, document: int) -> NDArray[np.int64]:
-        """(k, 2) ranges of targets of a document."""
-        spans = self.spans[self.span_offsets[document] : self.span_offsets[document + 1]]
+    def spans_of_pair(self, document: int) -> list[Integers]:
+        """(k, 2) ranges of targets of each answer of a pair, counted from its first token; of others one array."""
+        shard, number = self._find(document)
+        ends = shard.span_offsets[number : number + self._step + 1]
+        spans = [shard.spans[ends[answer] : ends[answer + 1]] for answer in range(self._step)]
         if not self.in_memory:
-            self._count(spans.nbytes)
+            self._count(sum(each.nbytes for each in spans))
         return spans
 
-    def name(self, document: int) -> str:
-        """The name of a document, as its source gave it."""
-        raw = self._names[self._name_offsets[document] : self._name_offsets[document + 1]]
-        return raw.tobytes().decode("utf-8", "replace")
+    def border(self, document: int) -> int:
+        """Tokens of the chosen answer of a pair."""
+        shard, number = self._find(document)
+        return int(shard.offsets[number + 1] - shard.offsets[number])
 
-    def verify(self, progress: Callable[[int, int | None, str], None] | None = None) -> None:
-        """Read everything and compare it with the header's hashes.
+    def spans_of_each(self, documents: Integers) -> tuple[Integers, Integers]:
+        """Ranges of targets of many documents, in their order; of pairs those of the chosen answers.
+
+        Returns:
+            (n,) number of ranges of each document, and (their sum, 2) the ranges.
+        """
+        owner = np.searchsorted(self.first, documents, "right") - 1
+        counts = np.zeros(len(documents), dtype=np.int64)
+        found: list[tuple[Integers, Integers, Integers]] = []  # places in the result, counts, ranges
+        for shard_number in np.unique(owner):
+            shard, mine = self._shard(int(shard_number)), np.flatnonzero(owner == shard_number)
+            numbers = (documents[mine] - self.first[shard_number]) * self._step
+            first = np.asarray(shard.span_offsets[numbers])
+            counts[mine] = shard.span_offsets[numbers + 1] - first
+            found.append((mine, counts[mine], shard.spans[_ranges(first, counts[mine])]))
+        begins = np.cumsum(counts) - counts
+        spans = np.empty((int(counts.sum()), 2), dtype=np.int64)
+        for mine, own, values in found:
+            spans[_ranges(begins[mine], own)] = values
+        return counts, spans
+
+    def name(self, document: int) -> str:
+        """Name of a document."""
+        number = int(np.searchsorted(self.first, document, "right")) - 1
+        shard, own = self._find(document)
+        return self._labels[number] + shard.name(own)
+
+    def verify(self, progress: Progress | None = None) -> None:
+        """Read everything, and compare it with the hashes in the header.
 
         Raises:
-            ValueError: a file was edited.
+            ValueError: a file has changed.
         """
-        total, done = sum(entry["bytes"] for entry in self.header.files.values()), 0
-        for name, entry in self.header.files.items():
-            if name in self._arrays:  # what will be used, and no second reading
-                found = hashlib.sha256(self._arrays[name].data).hexdigest()
-            else:
-                with open(self.folder / name, "rb") as file:
-                    found = hashlib.file_digest(file, "sha256").hexdigest()
-            if found != entry["sha256"]:
-                raise self._damaged(f"{name} was edited (its sha256 differs)")
-            done += entry["bytes"]
+        done, total = 0, sum(entry.bytes for entry in self.header.shards)
+        for file, entry in zip(self._files, self.header.shards, strict=True):
+            if file is None:
+                continue
+            data = open_shard(file)[2]
+            if hashlib.sha256(data.data).hexdigest() != entry.sha256:
+                raise damaged(file, "its content has changed (its sha256 differs)")
+            done += entry.bytes
             if progress is not None:
                 progress(done, total, "bytes verified")
+        _ = self.tokenizer, self.chat_template
 
     def __repr__(self) -> str:
         return f"TokenStore({str(self.path)!r}, {self.num_documents:,} documents, {self.num_tokens:,} tokens)"
 
 
-def _reopen(path: Path, folder: Path, in_memory: bool) -> TokenStore:
-    return TokenStore(path, folder, in_memory=in_memory)
+_CACHED = ("lengths", "target_counts", "tokenizer", "chat_template")
+
+
+def _frozen(parts: list[Integers]) -> Integers:
+    values = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+    values.flags.writeable = False
+    return values
+
+
+def _ranges(first: Integers, counts: Integers) -> Integers:
+    """The numbers first, first + 1, … of each range of `counts` numbers, in turn."""
+    return np.arange(int(counts.sum())) + np.repeat(first - np.cumsum(counts) + counts, counts)
+
+
+def _check_joinable(one: TokenStore, other: TokenStore) -> None:
+    if one.header.tokenizer_hash != other.header.tokenizer_hash:
+        used = " and ".join(
+            f"{store.path} with {store.header.tokenizer} (hash {store.header.tokenizer_hash[:12]})"
+            for store in (one, other)
+        )
+        raise ValueError(
+            f"stores of different tokenizers cannot be trained on together: {used}; prepare one of them again with"
+            " tokenizer.kind=file and the other's tokenizer.json"
+        )
+    if one.has_pairs != other.has_pairs:
+        pairs, plain = (one, other) if one.has_pairs else (other, one)
+        raise ValueError(f"{pairs.path} holds preference pairs and {plain.path} does not: train on one kind")

@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 
 from multipack.data.arriving import HEAD, Arriving, StreamInterrupted
-from multipack.data.blocks import encode
 from multipack.data.data_config import DataConfig
 from multipack.data.documents import Document, Documents
-from multipack.data.memory import MemoryStore
 from multipack.data.records import RecordReader, without_nulls
+from multipack.data.shard import StoreHeader
 from multipack.data.source_document import SourceDocument
+from multipack.data.store import TokenStore
 from multipack.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
+from multipack.data.writer import encode
 
 RECORDS = 256
 """Records that are tokenized together: a chunk. The first one has `HEAD`."""
@@ -120,7 +121,7 @@ class StreamedRecords(Arriving):
             )
         return rows
 
-    def _store(self) -> MemoryStore | None:
+    def _store(self) -> TokenStore | None:
         """The present chunk; None after the last. Chunks of which nothing remains are passed over."""
         while True:
             if self.interrupted:
@@ -130,14 +131,15 @@ class StreamedRecords(Arriving):
             records = list(islice(rows, size))
             self._end = self._begin + len(records)
             self._skipped_here = {}
-            documents = self._documents_of(records)
-            block = encode(documents, self._with_tokenizer())
-            if block.num_left_out:
-                self._skip("documents without tokens", block.num_left_out)
+            items = self._items_of(records)
+            shard = encode(items, self._with_tokenizer())
+            pairs = self._reader.shape is not None and self._reader.shape.form == "preference"
+            left_out = len(items) - len(shard) // (2 if pairs else 1)
+            if left_out:
+                self._skip("documents without tokens", left_out)
             self._rows = rows
-            if len(block.lengths):
-                pairs = self._reader.shape is not None and self._reader.shape.form == "preference"
-                return MemoryStore(Path(self.name), block, self.tokenizer.vocabulary_size, pairs)
+            if len(shard):
+                return TokenStore.of_documents(Path(self.name), shard, self._header(pairs))
             self._leave()
             if len(records) < size:
                 return None
@@ -150,16 +152,22 @@ class StreamedRecords(Arriving):
         for reason, count in self._skipped_here.items():
             self._skipped[reason] = self._skipped.get(reason, 0) + count
 
-    def _documents_of(self, records: list[dict[str, Any]]) -> list[SourceDocument]:
-        documents = list[SourceDocument]()
+    def _header(self, pairs: bool) -> StoreHeader:
+        tokenizer = self.tokenizer
+        return StoreHeader(
+            tokenizer.vocabulary_size, tokenizer.end_id, tokenizer.name, tokenizer.hash, pairs=pairs
+        )
+
+    def _items_of(self, records: list[dict[str, Any]]) -> list[list[SourceDocument]]:
+        items = list[list[SourceDocument]]()
         for number, record in enumerate(records, self._begin + 1):
             name = f"{Path(self.name).name}:{number}"
             found = self._reader.documents(record, name, f"{self.name}, row {number}")
             if isinstance(found, str):
                 self._skip(found)
             else:
-                documents += found
-        return documents
+                items.append(found)
+        return items
 
     def _skip(self, reason: str, count: int = 1) -> None:
         self._skipped_here[reason] = self._skipped_here.get(reason, 0) + count
@@ -179,7 +187,6 @@ class StreamedRecords(Arriving):
             "dtype": size,
             "tokens": base64.b64encode(document.tokens.astype(size, copy=False).tobytes()).decode(),
             "spans": document.spans.tolist(),
-            "border": document.border,
         }
 
     def document(self, item: dict[str, Any]) -> Document:
@@ -188,7 +195,7 @@ class StreamedRecords(Arriving):
             raise ValueError(f"the saved document {item['name']} has tokens of type {item['dtype']!r}")
         tokens = np.frombuffer(base64.b64decode(item["tokens"]), dtype=item["dtype"])
         spans = np.array(item["spans"], dtype=np.int64).reshape(-1, 2)
-        return Document(tokens, spans, item["border"])
+        return Document(tokens, spans)
 
     def document_name(self, item: dict[str, Any]) -> str:
         """See `Arriving`."""

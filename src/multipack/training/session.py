@@ -11,8 +11,8 @@ import torch
 
 from multipack.atomic import write_atomically
 from multipack.data.corpus import Corpus
-from multipack.data.header import CHAT_TEMPLATE
 from multipack.data.loader import PackedLoader
+from multipack.data.shard import CHAT_TEMPLATE
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.state import local
 from multipack.parallel.world import World

@@ -1,0 +1,217 @@
+"""The documents of a run: from a source or a prepared store, split, fitted; full verification once a host."""
+
+import json
+import multiprocessing
+import re
+
+import pytest
+
+from multipack.data import corpus as module
+from multipack.data.corpus import load_corpus
+from multipack.data.data_config import DataConfig
+from multipack.data.documents import Documents
+from multipack.data.fit import Fit
+from multipack.data.lengths import LengthsConfig, read_lengths
+from multipack.data.prepare import prepare
+from multipack.data.shard import HEADER
+from multipack.data.store import TokenStore
+from multipack.data.tokenizer import TokenizerConfig
+
+AUTO, BYTE, CHAR, BPE = (TokenizerConfig(*given) for given in ((), ("byte",), ("char",), ("bpe", "", 300)))
+
+
+@pytest.fixture
+def pairs(text_file):
+    """Twenty prompts and completions as jsonl."""
+    lines = [json.dumps({"prompt": f"Q{n}", "completion": "a" * (n + 1)}) for n in range(20)]
+    return text_file("\n".join(lines), "pairs.jsonl")
+
+
+def texts(documents):
+    tokenizer = documents.store.tokenizer
+    return [tokenizer.decode(document.tokens.tolist()) for document in documents]
+
+
+def test_prompts_and_completions(config, pairs):
+    data = config(source="jsonl", path=pairs)
+    corpus = load_corpus(data, BYTE, limit=64)
+    assert (len(corpus.train), len(corpus.validation)) == (18, 2)
+    found = sorted(texts(corpus.train) + texts(corpus.validation))
+    assert found == sorted(f"Q{n}\n" + "a" * (n + 1) for n in range(20))
+    assert set(corpus.prompts) == {text.split("\n")[0] + "\n" for text in texts(corpus.validation)}
+    assert corpus.corpus_hash == TokenStore(corpus.store_path).checksum
+    assert corpus.train.target_counts.sum() + corpus.validation.target_counts.sum() == sum(range(2, 22))
+    data.train_on_prompt = True
+    everything = load_corpus(data, BYTE, limit=64)
+    assert everything.train.target_counts.tolist() == (everything.train.lengths - 1).tolist()
+    assert everything.train.lengths.tolist() == corpus.train.lengths.tolist()
+
+
+def test_long_prompts_are_cut_for_samples(config, text_file):
+    lines = [json.dumps({"prompt": "p" * 90, "completion": "c"}) for _ in range(9)]
+    data = config(source="jsonl", path=text_file("\n".join(lines), "long.jsonl"))
+    assert load_corpus(data, BYTE, limit=100).prompts == ("p" * 48,)
+
+
+def test_preference_pairs(config, text_file):
+    lines = [json.dumps({"prompt": f"Q{n}", "chosen": "good" * n, "rejected": "bad"}) for n in range(1, 21)]
+    corpus = load_corpus(config(source="jsonl", path=text_file("\n".join(lines), "p.jsonl")), BYTE, limit=128)
+    assert (len(corpus.train), len(corpus.validation)) == (18, 2)
+    assert all(prompt.startswith("Q") for prompt in corpus.prompts)
+    chosen, rejected = corpus.train.pair(0)
+    assert corpus.train.lengths[0] == len(chosen.tokens) + len(rejected.tokens)
+
+
+def test_the_seed_chooses_validation_documents(config, pairs):
+    chosen = set()
+    for seed in range(4):
+        corpus = load_corpus(config(source="jsonl", path=pairs, split_seed=seed), BYTE, limit=64)
+        chosen.add(tuple(texts(corpus.validation)))
+    assert len(chosen) > 1
+
+
+def test_validation_can_be_empty(config, pairs, text_file):
+    corpus = load_corpus(config(source="jsonl", path=pairs, validation=0.0), BYTE, limit=64)
+    assert (len(corpus.train), len(corpus.validation)) == (20, 0)
+    assert corpus.prompts == ("Q0\n", "Q1\n", "Q2\n")
+    stream = config(source="text", path=text_file("abcdefgh"), block_size=4, validation=0.0)
+    assert len(load_corpus(stream, CHAR, limit=64).train) == 2
+
+
+def test_too_few_documents_to_validate_on(config, text_file):
+    path = text_file("abc")
+    with pytest.raises(ValueError, match=r"1 document \(text\.txt\).*set data\.validation=0"):
+        load_corpus(config(source="text", path=path), CHAR, limit=64)
+    with pytest.raises(ValueError, match="leaves 2 to train and 1 to validate on"):
+        load_corpus(config(source="text", path=path, documents="stream"), CHAR, limit=64)
+
+
+def test_documents_that_are_too_long(config, pairs):
+    with pytest.raises(ValueError, match=r"\(pairs\.jsonl:\d+\) has \d+ tokens, more than the limit of 16"):
+        load_corpus(config(source="jsonl", path=pairs), BYTE, limit=16)
+    corpus = load_corpus(config(source="jsonl", path=pairs, overlong="drop"), BYTE, limit=16)
+    assert corpus.train_fit.dropped_documents + corpus.validation_fit.dropped_documents == 9
+    corpus = load_corpus(config(source="jsonl", path=pairs, overlong="split"), BYTE, limit=16)
+    assert corpus.train.num_tokens + corpus.validation.num_tokens == sum(range(5, 25)) + 10
+
+
+def test_blocks_of_a_stream(config, text_file):
+    path = text_file("abcdefghij" * 10)
+    corpus = load_corpus(config(source="text", path=path, block_size=16), CHAR, limit=20)
+    assert corpus.train.lengths.tolist() == [16] * 5 + [10]
+    assert corpus.validation.lengths.tolist() == [10]
+    corpus = load_corpus(config(source="text", path=path, documents="stream"), CHAR, limit=20)
+    assert corpus.train.lengths.tolist() == [20] * 4 + [10]
+    with pytest.raises(ValueError, match=r"data\.block_size=16 exceeds the limit of 15.*plan\.capacity"):
+        load_corpus(config(source="text", path=path, block_size=16), CHAR, limit=15)
+
+
+def test_a_prepared_store_is_a_source(config, pairs, text_file, tmp_path):
+    prepare(config(source="jsonl", path=pairs), BPE, tmp_path / "out")
+    store = config(source="store", path=str(tmp_path / "out"))
+    direct = load_corpus(config(source="jsonl", path=pairs), BPE, limit=64)
+    for tokenizer in (AUTO, BPE, TokenizerConfig("file", str(tmp_path / "out"))):
+        corpus = load_corpus(store, tokenizer, limit=64)
+        assert corpus.train.fingerprint == direct.train.fingerprint
+        assert (corpus.corpus_hash, corpus.description) == (direct.corpus_hash, direct.description)
+    other = text_file("a\n\nb")
+    foreign = load_corpus(config(source="text", path=other, documents="blank_line"), BYTE, limit=64)
+    file = TokenizerConfig("file", str(foreign.store_path / "tokenizer.json"))
+    for wrong in (BYTE, TokenizerConfig("bpe", "", 301), file):
+        with pytest.raises(ValueError, match=rf"with bpe 300 \(hash .* asks for {re.escape(wrong.name)}"):
+            load_corpus(store, wrong, limit=64)
+    with pytest.raises(ValueError, match=r"holds 20 documents; data\.overlong=split"):
+        load_corpus(config(source="store", path=str(tmp_path / "out"), block_size=8), AUTO, limit=64)
+
+
+def test_content_is_verified_on_request(config, pairs, tmp_path):
+    out = prepare(config(source="jsonl", path=pairs), BYTE, tmp_path / "out")
+    shard = next(out.glob("shard*"))
+    raw = bytearray(shard.read_bytes())
+    raw[-1] ^= 1
+    shard.write_bytes(raw)
+    assert len(load_corpus(config(source="store", path=str(out)), AUTO, limit=64).train) == 18
+    full = config(source="store", path=str(out), verify="full")
+    assert len(load_corpus(full, AUTO, limit=64, reads=False).train) == 18
+    with pytest.raises(ValueError, match="sha256 differs"):
+        load_corpus(full, AUTO, limit=64)
+    with pytest.raises(ValueError, match=r"data\.verify='sizes'.*nearest: size"):
+        config(verify="sizes").check()
+    (out / HEADER).unlink()
+    with pytest.raises(ValueError, match="not a complete token store"):
+        load_corpus(config(source="store", path=str(out)), AUTO, limit=64)
+
+
+def _load(data, counts):
+    verify = TokenStore.verify
+    TokenStore.verify = lambda *given: counts.put(1) or verify(*given)
+    load_corpus(data, AUTO, limit=64)
+
+
+def test_one_process_of_a_host_verifies(config, pairs, tmp_path):
+    out = prepare(config(source="jsonl", path=pairs), BYTE, tmp_path / "out")
+    data, fork = config(source="store", path=str(out), verify="full"), multiprocessing.get_context("fork")
+    counts = fork.Queue()
+    processes = [fork.Process(target=_load, args=(data, counts)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert counts.get(timeout=5) == 1
+    assert counts.empty()
+    shard = next(out.glob("shard*"))
+    shard.write_bytes(shard.read_bytes())  # another time of change
+    _load(data, counts)
+    assert counts.get(timeout=5) == 1
+
+
+def test_lengths_of_a_store_are_those_of_training(write_store):
+    store = write_store([[(3, False), (9, True)], [(4, True)]])
+    found = read_lengths(store.path, 16)
+    assert (found.lengths.tolist(), found.targets.tolist()) == ([12, 4], [9, 3])
+    with pytest.raises(ValueError, match=r"more than the limit of 8 .*data\.overlong=truncate"):
+        read_lengths(store.path, 8)
+    found = read_lengths(store.path, 8, data=LengthsConfig("split", overlap=1, repeat_prompt=True))
+    documents, report = Documents.whole(store).fit(8, Fit("split", 1, True))
+    assert found.lengths.tolist() == documents.lengths.tolist() == [8, 8, 4]
+    assert (found.targets.tolist(), found.fit) == (documents.target_counts.tolist(), report)
+
+
+# --- real corpora ----------------------------------------------------------------------------------------
+
+
+def test_tinyshakespeare(shared_data, config):
+    path = str(shared_data / "text" / "tinyshakespeare.txt")
+    corpus = load_corpus(config(source="text", path=path, block_size=1024), CHAR, limit=1024)
+    assert corpus.tokenizer.vocabulary_size == 65
+    assert (corpus.train.num_tokens, corpus.validation.num_tokens) == (1_003_854, 111_540)
+    assert (len(corpus.train), len(corpus.validation)) == (981, 109)
+    assert (
+        "".join(texts(corpus.train)) == (shared_data / "text" / "tinyshakespeare.txt").read_text()[:1_003_854]
+    )
+    corpus = load_corpus(config(source="text", path=path, documents="blank_line"), BYTE, limit=4096)
+    assert (len(corpus.train), len(corpus.validation)) == (6500, 722)
+
+
+def test_gsm8k(shared_data, config):
+    path = str(shared_data / "text" / "gsm8k_train.jsonl.gz")
+    corpus = load_corpus(config(source="jsonl", path=path, fields=["question", "answer"]), BYTE, limit=4096)
+    assert len(corpus.train) + len(corpus.validation) == 7473
+    assert (corpus.train.target_counts < corpus.train.lengths - 1).all()
+    assert all(prompt.endswith("\n") for prompt in corpus.prompts)
+
+
+def test_the_standard_library(monkeypatch):
+    corpus = load_corpus(DataConfig(), AUTO, limit=1024)
+    assert re.fullmatch(
+        r"Python 3\.\d+\.\S+ standard library, [\d,]+ functions with docstring", corpus.description
+    )
+    assert corpus.tokenizer.vocabulary_size == 2048
+    assert len(corpus.train) + len(corpus.validation) > 4000
+    assert corpus.train.lengths.max() == 1024
+    assert corpus.train_fit.split_documents > 10  # auto: functions longer than the limit are split
+    assert len(corpus.prompts) == 3
+    assert all(prompt.lstrip().startswith(("def ", "async def ")) for prompt in corpus.prompts)
+    monkeypatch.setattr(module.prepare.__globals__["Job"], "write_part", None)
+    again = load_corpus(DataConfig(), AUTO, limit=1024)  # from the cache
+    assert again.train.fingerprint == corpus.train.fingerprint
