@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import re
 from datetime import timedelta
 
 import numpy as np
@@ -105,27 +106,27 @@ def check(pool, name, method, lengths=LENGTHS, options=(), tolerance=1e-5):
     return [targets for _, targets in found]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("name", "ranks"), [("gpt", 4), ("llama", 2), ("one key head", 4)])
 @pytest.mark.parametrize("method", ["ulysses", "ring"])
-@pytest.mark.parametrize("name", ["gpt", "llama", "one key head"])
-def test_losses_and_gradients_add_up_to_those_of_one_process(pools, name, method, ranks):
+def test_losses_and_gradients_sum_to_those_of_one_process(pools, name, method, ranks):
     targets = check(pools(ranks), name, method)
     assert len(set(targets)) > 1
 
 
-@pytest.mark.parametrize("lengths", [(64,), (2,) * 30, (32, 32), (7,)], ids=str)
 @pytest.mark.parametrize("method", ["ulysses", "ring"])
-def test_any_documents(pools, method, lengths):
-    check(pools(4), "gpt", method, lengths)
+def test_any_documents(pools, method):
+    for lengths in ((64,), (2,) * 30, (32, 32), (7,)):
+        check(pools(4), "gpt", method, lengths)
 
 
 @pytest.mark.parametrize("method", ["ulysses", "ring"])
-@pytest.mark.parametrize("option", ["weights", "full", "selective", "float64", "compile"])
-def test_goes_together_with(pools, option, method):
-    check(pools(2), "llama", method, options=(option,), tolerance=1e-12 if option == "float64" else 1e-5)
+@pytest.mark.parametrize("options", [("weights", "float64"), ("selective",), ("compile",)])
+def test_options(pools, options, method):
+    tolerance = 1e-12 if "float64" in options else 1e-5
+    check(pools(2), "llama", method, options=options, tolerance=tolerance)
 
 
-def test_bf16_is_right_to_its_noise(pools):
+def test_bf16_is_accurate_to_rounding(pools):
     for method in ("ulysses", "ring"):
         check(pools(2), "llama", method, options=("bf16", "full"), tolerance=0.03)
 
@@ -149,7 +150,7 @@ def mixed_dtypes(world, method):
 
 
 @pytest.mark.parametrize("method", ["ulysses", "ring"])
-def test_casts_as_attention_does_before_anything_is_sent(pools, method):
+def test_tensors_are_cast_before_they_are_sent(pools, method):
     assert pools(2).run(mixed_dtypes, method) == [((SLOTS // 2, 4, 8), "torch.bfloat16")] * 2
 
 
@@ -190,7 +191,7 @@ def sent_bytes(world, name, method, lengths):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_sends_as_many_bytes_as_the_formulas_say(pools, ranks):
+def test_bytes_sent_follow_the_formulas(pools, ranks):
     shape = SHAPES["llama"]
     each, kv_heads = SLOTS // ranks, max(shape.kv_heads, ranks)
     layers, size = shape.layers, 4 * shape.head_width
@@ -221,7 +222,7 @@ def shares(world, method):
     return [getattr(own, name).tolist() for name in ("input_ids", "targets", "position_ids", "weights")]
 
 
-def test_a_share_is_this_ranks_tokens_and_says_where_all_documents_begin(pools):
+def test_a_share_has_this_ranks_tokens_and_the_bounds_of_all_documents(pools):
     batch = pack(weighting="document")
     for method, order in (("ulysses", range(64)), ("ring", [*range(16), *range(48, 64), *range(16, 48)])):
         found = pools(2).run(shares, method)
@@ -231,7 +232,7 @@ def test_a_share_is_this_ranks_tokens_and_says_where_all_documents_begin(pools):
 
 
 def mistakes(world):
-    """What is said to each mistake."""
+    """Messages of mistakes."""
     _, model, share = pair(world, LLAMA, "ring")
     _, exchanging, halves = pair(
         world, dataclasses.replace(LLAMA, heads=3, kv_heads=3, head_dim=8), "ulysses"
@@ -262,24 +263,23 @@ def mistakes(world):
     return said
 
 
-def test_mistakes_are_refused_in_words(pools):
+def test_mistakes_are_refused_equally_on_all_ranks(pools):
     said, other = pools(2).run(mistakes)
     assert said == other
     expected = {
-        "slots": "a pack of 50 slots cannot be divided evenly by parallel.context=2 (ring): pad packs to a multiple of"
-        " 4, such as 48",
-        "pairs": "a PreferenceBatch cannot be divided over ranks",
-        "whole": "expects one rank's share of a pack",
-        "heads": "there are 3 on each",
-        "other": "made for parallel.context_method=ulysses",
-        "window": "model.window=12: use parallel.context_method=ulysses",
-        "backend": "model.attention=loop: use model.attention=auto",
-        "method": "parallel.context_method=rings is unknown: use ulysses or ring",
-        "model": "Linear has no module with `attend`",
-        "mesh": "but the mesh has 2",
+        "slots": "a pack of 50 slots .*parallel.context=2 .*48",
+        "pairs": "PreferenceBatch .*parallel.context=1",
+        "whole": "divide_context",
+        "heads": "parallel.context=2 .*3 on each",
+        "other": "parallel.context_method=ulysses",
+        "window": "model.window=12.*parallel.context_method=ulysses",
+        "backend": "model.attention=loop.*model.attention=auto",
+        "method": "parallel.context_method=rings .*ulysses or ring",
+        "model": "Linear .*`attend`",
+        "mesh": "mesh has 2",
     }
     for name, words in expected.items():
-        assert words in said[name]
+        assert re.search(words, said[name]), said[name]
 
 
 def one_leaves(world):
@@ -302,5 +302,4 @@ def test_a_rank_that_takes_no_part_in_a_ring_is_named(pool_type):
     pool = pool_type(2, timeout_seconds=3)
     first = pool.outcomes(one_leaves)[0]
     pool.kill()
-    assert first.value.startswith("ring attention failed (")
-    assert "rank 1 of ranks 0, 1 did not take part" in first.value
+    assert re.search("ring attention failed.*rank 1", first.value)

@@ -1,4 +1,4 @@
-"""The ring, its ranks played by threads of one process: exact, balanced, and sending no more than it says."""
+"""Ring attention with threads as ranks: exact, balanced, and sending no more than stated."""
 
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
 from multipack.ops.attention import attention
-from multipack.ops.partial import CPU, FLASH, PLAIN, Bounds, choose_kernel, merge
+from multipack.ops.partial import CPU, PLAIN
 from multipack.parallel.ring import Ring, head_tail, ring_attention
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
@@ -110,17 +110,18 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("kernel", [CPU, PLAIN], ids=["cpu", "plain"])
 @pytest.mark.parametrize("lengths", LAYOUTS.values(), ids=LAYOUTS)
-def test_equals_attention_over_the_whole_pack(lengths, kernel, ranks):
+def test_equals_attention_over_the_whole_pack(lengths, kernel):
     tensors, upstream = drawn(sum(lengths))
-    found, *_ = run(lengths, ranks, tensors, upstream, kernel)
-    for ours, theirs in zip(found, reference(lengths, tensors, upstream), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    expected = reference(lengths, tensors, upstream)
+    for ranks in (1, 2, 4):
+        found, *_ = run(lengths, ranks, tensors, upstream, kernel)
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(
     cuts=st.lists(st.integers(1, 95), max_size=12, unique=True),
     ranks=st.sampled_from([1, 2, 3, 4, 6, 8]),
@@ -180,7 +181,7 @@ def test_gradients_are_those_of_finite_differences():
 
 @pytest.mark.parametrize("kernel", [CPU, PLAIN], ids=["cpu", "plain"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_right_to_its_noise(kernel, dtype):
+def test_half_precision_is_accurate_to_rounding(kernel, dtype):
     lengths = LAYOUTS["longer than a chunk"]
     tensors, upstream = drawn(sum(lengths), dtype)
     found, *_ = run(lengths, 4, tensors, upstream, kernel)
@@ -190,80 +191,6 @@ def test_half_precision_is_right_to_its_noise(kernel, dtype):
         assert ours.dtype == dtype
         noise = (theirs.double() - true).norm()
         assert (ours.double() - true).norm() < 2 * noise + 1e-9
-
-
-def test_plain_products_work_in_tiles(monkeypatch):
-    lengths = LAYOUTS["longer than a chunk"]
-    tensors, upstream = drawn(sum(lengths))
-    whole, *_ = run(lengths, 2, tensors, upstream, PLAIN)
-    monkeypatch.setattr("multipack.ops.partial.SCORES", 100)
-    tiled, *_ = run(lengths, 2, tensors, upstream, PLAIN)
-    for ours, theirs in zip(tiled, whole, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-
-
-def test_parts_merge_to_the_whole_also_where_scores_are_far_apart():
-    (q, k, v), _ = drawn(32, kv_heads=HEADS)
-    q, k = q * 30, k * torch.linspace(0.1, 30, 32)[:, None, None]
-    whole, sums = CPU.forward(q, k, v, None)
-    out, lse = CPU.forward(q, k[:5], v[:5], None)
-    for rows in (slice(5, 6), slice(6, 32)):
-        merge(out, lse, *CPU.forward(q, k[rows], v[rows], None))
-    torch.testing.assert_close(out, whole, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(lse, sums, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("documents", [(9, 9, 14), None], ids=["documents", "all"])
-def test_kernels_agree(documents):
-    (q, k, v), upstream = drawn(32)
-    seen = None
-    if documents:
-        seen = Bounds(documents, torch.tensor([0, *np.cumsum(documents)], dtype=torch.int32))
-    results = []
-    for kernel in (CPU, PLAIN):
-        out, lse = kernel.forward(q, k, v, seen)
-        results.append((out, lse, *kernel.backward(upstream, q, k, v, out, lse, seen)))
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    assert choose_kernel(q) is CPU
-    assert choose_kernel(q.to("meta")) is PLAIN
-
-
-@pytest.mark.parametrize("documents", [(9, 9, 14), None], ids=["documents", "all"])
-def test_flash_attention_takes_and_gives_these_shapes(documents):
-    tensors, upstream = drawn(32, torch.bfloat16)
-    q, k, v, upstream = (x.to("meta") for x in (*tensors, upstream))
-    seen = documents and Bounds(documents, torch.empty(4, dtype=torch.int32, device="meta"))
-    out, lse = FLASH.forward(q, k, v, seen)
-    assert (out.shape, lse.shape, out.dtype, lse.dtype) == (
-        q.shape,
-        q.shape[:2],
-        torch.float32,
-        torch.float32,
-    )
-    grads = FLASH.backward(upstream, q, k, v, out, lse, seen)
-    assert [grad.shape for grad in grads] == [x.shape for x in (q, k, v)]
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("documents", [(9, 9, 14), None], ids=["documents", "all"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_kernels_for_gpus_agree_with_that_for_cpus(documents, dtype):
-    (q, k, v), upstream = drawn(32, dtype)
-    results = []
-    for device in ("cuda", "cpu"):
-        seen = None
-        if documents:
-            starts = torch.tensor([0, *np.cumsum(documents)], dtype=torch.int32, device=device)
-            seen = Bounds(documents, starts)
-        own = [x.to(device) for x in (q, k, v)]
-        kernel = choose_kernel(own[0])
-        out, lse = kernel.forward(*own, seen)
-        results.append((out, lse, *kernel.backward(upstream.to(device), *own, out, lse, seen)))
-    assert choose_kernel(q.cuda()) is (PLAIN if dtype == torch.float32 else FLASH)
-    for ours, theirs in zip(*results, strict=True):
-        assert (ours.cpu() - theirs).norm() < (4 * torch.finfo(dtype).eps + 1e-6) * theirs.norm()
 
 
 def work(lengths, ranks, held):
@@ -300,7 +227,7 @@ def test_head_and_tail_balance_the_work(ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_sends_what_it_says(ranks):
+def test_elements_sent(ranks):
     slots = 64
     tensors, upstream = drawn(slots)
     _, forward, backward = run((slots,), ranks, tensors, upstream)
@@ -317,14 +244,14 @@ def test_sends_what_it_says(ranks):
     assert forward[0] == 2 * crossing[0] * KV_HEADS * WIDTH
 
 
-def test_refuses_what_is_not_its_own():
+def test_wrong_arguments_are_refused():
     (q, k, v), _ = drawn(32)
     ring, starts = Ring.of((32,), 0, 1), torch.tensor([0, 16, 32], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"has 32 tokens, but q has 16"):
         ring_attention(q[:16], k[:16], v[:16], ring, starts)
     with pytest.raises(ValueError, match="takes q"):
         ring_attention(q, k, v[:, :1], ring, starts)
-    with pytest.raises(ValueError, match="in one dtype"):
+    with pytest.raises(ValueError, match="share a dtype"):
         ring_attention(q.half(), k, v, ring, starts)
     with pytest.raises(ValueError, match="10 slots cannot be cut into 4 equal chunks"):
         Ring.of((10,), 0, 2)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from multipack.data.batch import PackedBatch
 from multipack.models.kv_cache import LayerCache
 from multipack.ops.attention import attention
+from multipack.ops.autocast import in_autocast_dtype
 from multipack.shapes import ModelShape
 
 Rotation = tuple[Tensor, Tensor]
@@ -99,7 +100,7 @@ class Attention(nn.Module):
         self, x: Tensor, batch: PackedBatch, rotation: Rotation | None, cache: LayerCache | None = None
     ) -> Tensor:
         """(T, d) → (T, d)."""
-        x = _cast_once(x)
+        x = in_autocast_dtype(x)  # once: otherwise each projection makes its own copy
         heads = (-1, self.head_width)
         query = self.query(x).unflatten(-1, heads)
         key = self.key(x).unflatten(-1, heads)
@@ -130,7 +131,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(T, d) → (T, d)."""
-        x = _cast_once(x)
+        x = in_autocast_dtype(x)  # once: otherwise each projection makes its own copy
         if self.gated:
             inner = F.silu(self.gate(x)) * self.up(x)
         else:
@@ -206,11 +207,3 @@ def make_norm(shape: ModelShape) -> nn.Module:
     if shape.norm == "layernorm":
         return nn.LayerNorm(shape.d_model, eps=shape.norm_eps, bias=shape.bias)
     return nn.RMSNorm(shape.d_model, eps=shape.norm_eps)
-
-
-def _cast_once(x: Tensor) -> Tensor:
-    """`x` in autocast's dtype where it is on: otherwise each projection would make its own copy."""
-    device = x.device.type
-    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-        return x.to(torch.get_autocast_dtype(device))
-    return x

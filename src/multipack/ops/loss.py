@@ -38,6 +38,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from multipack.data.batch import IGNORE
+from multipack.ops.autocast import autocast_dtype
 
 # all_gather_into_tensor warns since torch 2.13, where it is called all_gather_single.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -160,7 +161,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weights: Tensor | None,
         options: _Options,
     ) -> Tensor:
-        head = _Head(weight, _product_dtype(hidden, weight), options)
+        head = _Head(weight, autocast_dtype(weight), options)
         losses, _, *gradients = head.run(hidden, targets, rows, weights, None, ctx.needs_input_grad)
         ctx.save_for_backward(*gradients)
         ctx.dtypes = hidden.dtype, weight.dtype
@@ -181,7 +182,7 @@ class _LinearLogProbabilities(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor, options: _Options
     ) -> Tensor:
-        ctx.options, ctx.dtype = options, _product_dtype(hidden, weight)
+        ctx.options, ctx.dtype = options, autocast_dtype(weight)
         head = _Head(weight, ctx.dtype, options)
         losses, lse, *_ = head.run(hidden, targets, rows, None, None, (False, False))
         ctx.save_for_backward(hidden, weight, targets, rows, lse)
@@ -351,13 +352,6 @@ def _add_product(out: Tensor, left: Tensor, right: Tensor) -> None:
         out.addmm_(left, right)
     else:
         out += left @ right
-
-
-def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """The dtype of matrix products: autocast's where it is on."""
-    device = hidden.device.type
-    autocast = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
-    return torch.get_autocast_dtype(device) if autocast else weight.dtype
 
 
 def _rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:

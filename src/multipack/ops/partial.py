@@ -195,7 +195,7 @@ def _flash_bounds(documents: Bounds | None, q: Tensor, k: Tensor) -> tuple[Tenso
 def _sum_repeated(grad: Tensor, x: Tensor) -> Tensor:
     """(S, H, D) → (S, K, D): sum over the query heads that read a key head."""
     groups = grad.shape[1] // x.shape[1]
-    return grad if groups == 1 else grad.unflatten(1, (-1, groups)).sum(2)
+    return grad if groups == 1 else grad.view(len(x), -1, groups, grad.shape[2]).sum(2)
 
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:

@@ -1,19 +1,18 @@
-"""Context parallelism: ranks divide the tokens of every pack, and attend to each other's.
+"""Context parallelism: ranks divide the tokens of every pack, and attention sees the tokens of all ranks.
 
     ulysses    rank 0  a a a b      tokens ↔ heads     all of a a a b b b b c with half of the heads: the model's own
-               rank 1  b b b c      all_to_all         attention, windows included; then back
+               rank 1  b b b c      all-to-all         attention, windows included; then back
 
-    ring       rank 0  a a · · · · b c                 two chunks each; keys and values of the documents that cross
-               rank 1  · · a b b b · ·                 chunks are shown to the ranks that need them (ring.py)
+    ring       rank 0  a a · · · · b c                 two chunks per rank; keys and values of documents that cross
+               rank 1  · · a b b b · ·                 chunks are sent to the ranks that need them (ring.py)
 
-Everything but attention works on a token by itself and needs no change: `divide_context` replaces the `attend` of every
-module that has one, and gives back a function from a pack to this rank's share of it. Losses and gradients of the
-ranks add up to those of the whole. What a rank sends for one layer and pack of T slots, forward, in elements (n ranks,
-H query heads and K key heads of width D on this rank):
+Everything but attention works on each token alone and is unchanged: `divide_context` replaces the `attend` of every
+module that has one, and returns a function from a pack to this rank's share of it. Losses and gradients of the ranks
+sum to those of the whole pack. Elements that a rank sends per layer and pack of T slots, forward (n ranks, H query
+heads and K key heads of width D on this rank):
 
-    ulysses    (n − 1)/n · T/n · (2 H + 2 K) · D       and as much backward; K is first raised to a
-               multiple of n, by copies
-    ring       at most 2 (n − 1) · T/n · K · D         and twice as much backward; less the shorter documents are
+    ulysses    (n − 1)/n · T/n · (2 H + 2 K) · D       and as much backward; K is first repeated to a multiple of n
+    ring       at most 2 (n − 1) · T/n · K · D         and twice as much backward; less for shorter documents
 
 Ulysses is Jacobs et al. 2023, arXiv:2309.14509.
 """
@@ -33,6 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from multipack.data.batch import IGNORE, PackedBatch
+from multipack.ops.autocast import in_autocast_dtype
 from multipack.parallel.collectives import all_to_all
 from multipack.parallel.parallel_config import ContextMethod
 from multipack.parallel.ring import Ring, head_tail, ring_attention
@@ -46,15 +46,14 @@ Attend = Callable[..., Tensor]
 class ContextBatch(PackedBatch):
     """One rank's tokens of a pack.
 
-    `input_ids`, `targets`, `position_ids` and `weights` are this rank's (T/ranks,); `num_target_tokens` counts its
-    targets, and `num_target_documents` the documents whose first target it has, so that both add up to the pack's over
-    the ranks. All else says what it says of the whole pack: `cu_seqlens`, `lengths`, `longest`, `max_seqlen`,
-    `num_documents` and `num_tokens`.
+    `input_ids`, `targets`, `position_ids` and `weights` are this rank's (T/ranks,). `num_target_tokens` counts its
+    targets and `num_target_documents` the documents whose first target it has, so both sum to the pack's over ranks.
+    All other fields are those of the whole pack.
 
     Attributes:
         whole: the whole pack.
         ring: this rank's work in a ring; None = Ulysses.
-        own_cu_seqlens: (N + 1,) int32 starts of the pieces of documents in this rank's chunks; None = Ulysses.
+        own_cu_seqlens: (N + 1,) int32 starts of the documents' pieces in this rank's chunks; None = Ulysses.
     """
 
     whole: PackedBatch
@@ -72,27 +71,27 @@ class ContextBatch(PackedBatch):
 def divide_context(
     model: nn.Module, mesh: DeviceMesh, method: ContextMethod
 ) -> Callable[[PackedBatch], ContextBatch]:
-    """Let the model attend over tokens that the ranks of `mesh` divide, in place; collective.
+    """Make the model attend over tokens that the ranks of `mesh` divide, in place; collective.
 
-    Heads are counted from tensors, so that tensor parallelism may have divided them before.
+    The number of heads follows from the tensors, so tensor parallelism may be applied first.
 
     Args:
-        model: has modules with an `attend` (query, key, value, batch, backend, window).
-        mesh: of one dimension; ranks in it hold the same model and are given the same packs.
+        model: has modules with `attend` (query, key, value, batch, backend, window).
+        mesh: of one dimension; its ranks hold the same model and get the same packs.
         method: how ranks attend to each other's tokens.
 
     Returns:
-        A function from a pack to this rank's share, which the model then takes in its place. It counts targets: call
-        it while they are on the host.
+        A function from a pack to this rank's share, which the model takes instead. It counts targets: call it while
+        they are on the host.
 
     Raises:
-        ValueError: an unknown method, a mesh of several dimensions, or a model that attends nowhere.
+        ValueError: an unknown method, a mesh of several dimensions, or a model without `attend`.
     """
     if method not in get_args(ContextMethod):
         known = " or ".join(get_args(ContextMethod))
         raise ValueError(f"parallel.context_method={method} is unknown: use {known}")
     if mesh.ndim != 1:
-        raise ValueError(f"tokens are divided along one axis, but the mesh has {mesh.ndim}: pass one of them")
+        raise ValueError(f"divide_context takes a mesh of one dimension, but the mesh has {mesh.ndim}")
     modules: list[Any] = [module for module in model.modules() if callable(getattr(module, "attend", None))]
     if not modules:
         raise ValueError(
@@ -101,12 +100,12 @@ def divide_context(
         )
     group = mesh.get_group()
     if method == "ring":
-        # nccl opens a group's connections in its first collective, which no rank may be missing from; in a ring, some
-        # have nothing to send.
+        # nccl opens a group's connections in its first collective, which needs all ranks; in a ring, some may have
+        # nothing to send.
         torch.distributed.all_reduce(torch.zeros(1, device=mesh.device_type), group=group)
     for module in modules:
         attend = _ring if method == "ring" else partial(_ulysses, module.attend)
-        # torch.compile cannot follow what reads lengths on the host and talks to other ranks: it goes around it.
+        # torch.compile cannot trace code that reads lengths on the host and communicates.
         module.attend = torch.compiler.disable(partial(attend, group))  # type: ignore[no-untyped-call]
     return partial(_share, mesh.get_local_rank(), mesh.size(), method)
 
@@ -115,7 +114,7 @@ def _share(rank: int, ranks: int, method: ContextMethod, batch: PackedBatch) -> 
     """A rank's share of a pack.
 
     Raises:
-        ValueError: slots that ranks cannot divide, or a batch whose loss needs whole documents.
+        ValueError: slots that ranks cannot divide evenly, or a batch whose loss needs whole documents.
     """
     if type(batch) is not PackedBatch:
         raise ValueError(
@@ -156,7 +155,7 @@ def _share(rank: int, ranks: int, method: ContextMethod, batch: PackedBatch) -> 
 
 
 def _count_targets(batch: PackedBatch, pieces: tuple[slice, ...]) -> tuple[int, int]:
-    """Targets within these slots, and documents whose first target is."""
+    """Number of targets in these slots, and of documents whose first target is in them."""
     places = np.flatnonzero(batch.targets.cpu().numpy() != IGNORE)
     documents = np.searchsorted(np.cumsum(batch.lengths), places, side="right")
     firsts = places[np.unique(documents, return_index=True)[1]]
@@ -177,16 +176,16 @@ def _ulysses(
     backend: str,
     window: int | None,
 ) -> Tensor:
-    """Exchange tokens of all heads for all tokens of some heads, attend as the model does, and exchange back."""
+    """Exchange some tokens of all heads for all tokens of some heads, attend, and exchange back."""
     whole, ranks = _divided(batch).whole, torch.distributed.get_world_size(group)
-    q, k, v = _in_autocast_dtype(q, k, v)
+    q, k, v = (in_autocast_dtype(x) for x in (q, k, v))  # before it is sent: half of the bytes
     heads, kv_heads = q.shape[1], k.shape[1]
     if heads % ranks:
         raise ValueError(
             f"parallel.context={ranks} (ulysses) divides heads among its ranks, and there are {heads} on each: use a"
             " divisor of that, or parallel.context_method=ring"
         )
-    # Where ranks outnumber key heads, or do not divide them, some ranks read the same one: each has its copy.
+    # Where the ranks do not divide the key heads, several ranks read one key head, each its own copy.
     copies = math.lcm(kv_heads, ranks) // kv_heads
     if copies > 1:
         k, v = (x.repeat_interleave(copies, dim=1) for x in (k, v))
@@ -200,12 +199,10 @@ def _ulysses(
 def _ring(
     group: Group, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, backend: str, window: int | None
 ) -> Tensor:
-    """Attend in a ring; the arguments are those of `Attend`."""
+    """Attend in a ring; arguments are those of `Attend`."""
     share = _divided(batch)
     if share.ring is None or share.own_cu_seqlens is None:
-        raise ValueError(
-            "this share of a pack was made for parallel.context_method=ulysses, not for this ring"
-        )
+        raise ValueError("this share of a pack was made for parallel.context_method=ulysses, not for a ring")
     if window is not None:
         raise ValueError(
             f"parallel.context_method=ring attends to whole documents, but model.window={window}: use"
@@ -213,25 +210,17 @@ def _ring(
         )
     if backend != "auto":
         raise ValueError(
-            f"parallel.context_method=ring computes attention by itself, but model.attention={backend}: use"
+            f"parallel.context_method=ring has its own attention kernels, but model.attention={backend}: use"
             " model.attention=auto, or parallel.context_method=ulysses"
         )
-    return ring_attention(*_in_autocast_dtype(q, k, v), share.ring, share.own_cu_seqlens, group)
+    q, k, v = (in_autocast_dtype(x) for x in (q, k, v))
+    return ring_attention(q, k, v, share.ring, share.own_cu_seqlens, group)
 
 
 def _divided(batch: PackedBatch) -> ContextBatch:
     if isinstance(batch, ContextBatch):
         return batch
     raise ValueError(
-        "this model's attention expects one rank's share of a pack, and was given all of it: call it with what the"
-        " function from divide_context gives"
+        "this model's attention expects one rank's share of a pack, and got a whole pack: call the function that"
+        " divide_context returned on it"
     )
-
-
-def _in_autocast_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As attention casts: before anything is sent, because half as many bytes travel then."""
-    device = q.device.type
-    if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
-        return q.to(dtype), k.to(dtype), v.to(dtype)
-    return q, k, v

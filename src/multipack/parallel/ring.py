@@ -1,29 +1,27 @@
-"""Ring attention over packed documents: queries stay, keys and values visit (Liu et al. 2023, arXiv:2310.01889).
+"""Ring attention over packed documents: queries stay, keys and values move (Liu et al. 2023, arXiv:2310.01889).
 
-A pack of T slots is cut into 2n chunks for n ranks, and rank r holds chunks r and 2n−1−r: one early and one late, whose
-triangle of causal work together is as large as any other pair's.
+A pack of T slots is cut into 2n chunks for n ranks, and rank r holds chunks r and 2n−1−r: one early and one late, so
+that the causal work of every rank is equal for a document that fills the pack.
 
     n = 2              keys   rank 0  rank 1  rank 1  rank 0
-                               ch. 0   ch. 1   ch. 2   ch. 3        ◣ each document by itself, inside a chunk
+                               ch. 0   ch. 1   ch. 2   ch. 3        ◣ each document alone, inside a chunk
     queries rank 0   chunk 0    ◣                                    ■ a rectangle without a mask
             rank 1   chunk 1    ■       ◣
             rank 1   chunk 2    ■       ■       ◣
             rank 0   chunk 3    ■       ■       ■       ◣
 
-Documents cross the borders of chunks. Only one of them can reach from chunk j into a later chunk i: the one that the
-last token of j and the first of i belong to. All its tokens in i see all its tokens in j. So what two ranks have to do
-with each other is one dense rectangle, which `rectangle` finds from lengths on the host: of the keys of one rank, the
-queries of another see one range of rows, or none. That range is all that is sent; packs of short documents send next to
-nothing.
+Only one document can reach from chunk j into a later chunk i: the one with the last token of j and the first of i. All
+its tokens in i see all its tokens in j. So two ranks share one dense rectangle of queries and keys, or none, which
+`rectangle` computes from lengths on the host. Only these keys and values are sent; packs of short documents send
+almost nothing.
 
-Step s of n: rank r gets such keys and values from rank r − s and shows its own to rank r + s, while it computes step
-s − 1. Results merge by their log-sum-exp (partial.py). Going back, keys and values come again, and their gradients
-go home to the rank that owns them. Every message goes straight to who needs it, and nobody passes on what is another's.
-Where one document fills the pack, the last rank sends as much as each would in a ring of neighbors, and all of them
-together 3/4 of that; in turn, distant ranks talk to each other, which a ring of neighbors avoids:
+In step s of n, rank r receives keys and values from rank r − s and sends its own to rank r + s, while it computes step
+s − 1. Results merge by their log-sum-exp (ops/partial.py). In the backward pass keys and values are sent again, and
+their gradients are sent back to their owner. Messages go directly to the rank that needs them, so distant ranks
+communicate, which a ring of neighbors avoids, but less is sent:
 
     elements sent forward ≤ 2 (n − 1) · T/n · K · D  (K key heads of width D), backward twice that
-    over all ranks        ≤ 3 (n − 1)/2 · T · K · D
+    over all ranks        ≤ 3 (n − 1)/2 · T · K · D  (3/4 of a ring of neighbors)
 """
 
 from __future__ import annotations
@@ -39,6 +37,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from multipack.ops.attention import check_heads
 from multipack.ops.partial import Bounds, Gradients, Kernel, choose_kernel, merge
 from multipack.parallel.collectives import run_collective
 from multipack.parallel.rollcall import Group, ranks_of
@@ -48,11 +47,11 @@ Wait = Callable[[], None]
 
 @dataclass(frozen=True)
 class Rectangle:
-    """Queries of one rank that all see the same keys of another; rows are counted in each rank's own tokens.
+    """Queries of one rank that all see the same keys of another; rows are positions in each rank's own tokens.
 
     Attributes:
-        queries: rows of the rank that asks.
-        keys: rows of the rank that owns them.
+        queries: rows of the querying rank.
+        keys: rows of the rank that owns the keys.
     """
 
     queries: slice
@@ -60,7 +59,7 @@ class Rectangle:
 
     @property
     def scores(self) -> int:
-        """Pairs of a query and a key."""
+        """Number of pairs of a query and a key."""
         rows: int = self.queries.stop - self.queries.start
         return rows * int(self.keys.stop - self.keys.start)
 
@@ -71,9 +70,9 @@ class Ring:
 
     Attributes:
         rank: this rank.
-        ranks: how many there are.
-        lengths: tokens of the documents in each of this rank's chunks, those of the early one first.
-        seen: [s] what this rank's queries see of the keys of rank − s, its own included (s = 0); None = nothing.
+        ranks: number of ranks.
+        lengths: tokens of the documents in this rank's chunks, the early chunk first.
+        seen: [s] what this rank's queries see of the keys of rank − s (itself for s = 0); None = nothing.
         shown: [s] what the queries of rank + s see of this rank's keys.
     """
 
@@ -85,7 +84,7 @@ class Ring:
 
     @classmethod
     def of(cls, lengths: Sequence[int], rank: int, ranks: int) -> Ring:
-        """From the lengths of all documents of the pack, padding's included.
+        """From the lengths of all documents of the pack, padding included.
 
         Raises:
             ValueError: their sum is no multiple of 2 · ranks.
@@ -99,7 +98,7 @@ class Ring:
 
     @property
     def scores(self) -> int:
-        """Pairs of a query and a key that this rank computes: its work."""
+        """Number of pairs of a query and a key that this rank computes."""
         squares = sum(length * (length + 1) // 2 for length in self.lengths)
         return squares + sum(seen.scores for seen in self.seen if seen)
 
@@ -117,16 +116,16 @@ def head_tail(slots: int, rank: int, ranks: int) -> tuple[slice, slice]:
 
 
 def rectangle(ends: Sequence[int], asking: int, owner: int, ranks: int) -> Rectangle | None:
-    """What queries of one rank see of the keys of another outside the chunks that they lie in.
+    """What queries of one rank see of the keys of another, in other chunks than their own.
 
-    Between each of the two chunks of both it is a rectangle, and these lie side by side: a document that reaches both
-    chunks of one rank fills all between them, and so the rest of the early one.
+    Each pair of their chunks gives a rectangle, and these are adjacent: a document that reaches both chunks of a rank
+    fills everything between them, and so the rest of the early one.
 
     Args:
-        ends: where the documents of the pack end, ascending, the last one at T.
+        ends: ends of the pack's documents, ascending, the last one T.
         asking: the rank of the queries.
         owner: the rank of the keys.
-        ranks: how many there are.
+        ranks: number of ranks.
     """
     slots = ends[-1]
     size = slots // (2 * ranks)
@@ -152,9 +151,9 @@ class Exchange(Protocol):
     """Messages between the ranks of a ring."""
 
     def start(self, sent: Tensor | None, to: int, received: Tensor | None, source: int) -> Wait:
-        """Send to a rank and receive from another, each if there is something; the result waits for both.
+        """Start sending to a rank and receiving from another, if not None; the result waits for both.
 
-        Tensors are contiguous, and stay as they are until then.
+        Tensors are contiguous and must not change until then.
         """
         ...
 
@@ -162,7 +161,7 @@ class Exchange(Protocol):
 class GroupExchange:
     """Messages in a process group.
 
-    nccl opens a group's connections in its first collective, which needs all ranks: let there be one before.
+    nccl opens a group's connections in its first collective, which needs all ranks: run one before.
     """
 
     def __init__(self, group: Group = None) -> None:
@@ -186,7 +185,7 @@ class GroupExchange:
         def wait(group: Group) -> None:
             for work in works:
                 work.wait()
-            operations.clear()  # which kept the tensors alive
+            operations.clear()  # they keep the tensors alive
 
         run_collective("ring attention", begin, self._group)
         return lambda: run_collective("ring attention", wait, self._group)
@@ -202,34 +201,27 @@ def ring_attention(
     kernel: Kernel | None = None,
     exchange: Exchange | None = None,
 ) -> Tensor:
-    """Causal attention of this rank's queries to the keys of all ranks, each in its own document, scaled by 1/√D.
+    """Causal attention inside each document, of this rank's queries to the keys of all ranks, scaled by 1/√D.
 
-    Every rank of the group calls it, and runs it backward.
+    Every rank of the group must call it and run it backward.
 
     Args:
         q: (T/ranks, H, D) queries of this rank's two chunks, the early one first.
         k: (T/ranks, K, D) keys of the same tokens, where K divides H.
         v: (T/ranks, K, D) values.
         ring: this rank's work for this pack.
-        cu_seqlens: (N + 1,) int32 starts of `ring.lengths`, and their sum, on the device of q.
+        cu_seqlens: (N + 1,) int32 cumulative sums of `ring.lengths`, from 0, on the device of q.
         group: the ranks.
-        kernel: None = the one for these tensors.
-        exchange: how messages travel; None = in the group.
+        kernel: None = `choose_kernel(q)`.
+        exchange: how messages are sent; None = by the group.
 
     Returns:
         (T/ranks, H, D) in q's dtype.
 
     Raises:
-        ValueError: tensors that do not go together, or that are not those of this ring.
+        ValueError: mismatched shapes or dtypes, or another number of tokens than the ring's.
     """
-    if not q.dim() == k.dim() == v.dim() == 3 or k.shape != v.shape or q.shape[::2] != k.shape[::2]:
-        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
-        raise ValueError(f"ring attention takes q (T, H, D) and k, v (T, K, D), got {shapes}")
-    if q.shape[1] % k.shape[1] or not q.dtype == k.dtype == v.dtype:
-        raise ValueError(
-            f"the key heads must divide the query heads, in one dtype: got {q.shape[1]} and {k.shape[1]} of"
-            f" {q.dtype}, {k.dtype} and {v.dtype}"
-        )
+    check_heads(q, k, v)
     if len(q) != sum(ring.lengths):
         raise ValueError(f"this rank of the ring has {sum(ring.lengths):,} tokens, but q has {len(q):,}")
     work = _Work(
@@ -243,7 +235,7 @@ def ring_attention(
 
 
 class _RingAttention(torch.autograd.Function):
-    """By hand, because the way back needs the merged result, and sends what autograd knows nothing of."""
+    """An autograd function, because the backward pass needs the merged result and communicates."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, work: _Work) -> Tensor:
@@ -264,12 +256,12 @@ class _RingAttention(torch.autograd.Function):
 
 
 Visit = tuple[Rectangle, Tensor, Tensor] | None
-"""Which queries see which keys, the keys and the values; None = no query sees any."""
+"""Which queries see which keys; the keys; the values. None = no query sees any."""
 
 
 @dataclass(frozen=True)
 class _Work:
-    """What a rank does for one pack and layer, forward and backward."""
+    """The work of a rank for one pack and layer, forward and backward."""
 
     ring: Ring
     documents: Bounds
@@ -308,7 +300,7 @@ class _Work:
         return dq, dk, dv
 
     def visits(self, k: Tensor, v: Tensor) -> Iterator[Visit]:
-        """What comes in each step, own keys in the first; the next is on its way while one is used, and already now."""
+        """Keys and values of each step, own ones first. The exchange of the next step runs while one is used."""
         return self._visits(k, v, self.fetch(1, k, v))
 
     def _visits(self, k: Tensor, v: Tensor, coming: tuple[Wait, Tensor | None]) -> Iterator[Visit]:
@@ -322,7 +314,7 @@ class _Work:
             yield (seen, arrived[0], arrived[1]) if seen and arrived is not None else None
 
     def fetch(self, step: int, k: Tensor, v: Tensor) -> tuple[Wait, Tensor | None]:
-        """Start a step's exchange of keys and values: what waits for it, and (2, S, K, D) that it fills."""
+        """Start a step's exchange of keys and values; return a function that waits, and the (2, S, K, D) it fills."""
         if step >= self.ring.ranks:
             return _nothing, None
         shown, to, source = self.ring.shown[step], self.rank_at(step), self.rank_at(-step)
@@ -331,7 +323,7 @@ class _Work:
         return self.exchange.start(sent, to, arriving, source), arriving
 
     def send_home(self, step: int, parts: list[Tensor], dk: Tensor, dv: Tensor, dtype: torch.dtype) -> Wait:
-        """Send gradients of a step's keys and values to their owner: what waits for own ones' and adds them."""
+        """Send a step's gradients of keys and values to their owner; the result waits for this rank's and adds them."""
         shown, to, source = self.ring.shown[step], self.rank_at(-step), self.rank_at(step)
         sent = torch.stack(parts).to(dtype) if parts else None
         if step == 0:
@@ -349,7 +341,7 @@ class _Work:
         return come_home
 
     def rank_at(self, steps: int) -> int:
-        """The rank so many places on."""
+        """The rank `steps` places further."""
         return (self.ring.rank + steps) % self.ring.ranks
 
 

@@ -46,6 +46,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from multipack.ops.autocast import in_autocast_dtype
 from multipack.parallel.collectives import all_gather, identity, reduce_scatter
 from multipack.parallel.rollcall import Group, place_in
 from multipack.parallel.state import local
@@ -230,10 +231,7 @@ def _gather_first(group: Group, _: nn.Module, arguments: tuple[Any, ...]) -> tup
 
 def _all_tokens(x: Tensor, group: Group) -> Tensor:
     """(T / ranks, d) → (T, d), in autocast's dtype where it is on, which halves what is sent."""
-    device = x.device.type
-    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-        x = x.to(torch.get_autocast_dtype(device))
-    return all_gather(x, group=group)
+    return all_gather(in_autocast_dtype(x), group=group)
 
 
 def _over_vocabulary(attribute: str, loss: Callable[..., Tensor], group: Group) -> Callable[..., Tensor]:

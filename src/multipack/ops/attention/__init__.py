@@ -33,12 +33,14 @@ from multipack.ops.attention.loop import FLOAT32_TOKENS
 from multipack.ops.attention.masks import check_window, document_mask, first_visible, mask_4d
 from multipack.ops.attention.selection import position
 from multipack.ops.attention.table import BACKENDS, Backend, find_backend, table_rows
+from multipack.ops.autocast import in_autocast_dtype
 
 __all__ = [
     "BACKENDS",
     "FLOAT32_TOKENS",
     "Backend",
     "attention",
+    "check_heads",
     "document_mask",
     "find_backend",
     "first_visible",
@@ -74,8 +76,10 @@ def attention(
         ValueError: mismatched shapes or dtypes; an unknown backend, or one that does not support these tensors (the
             message says why, and which one does).
     """
-    q, k, v = _in_autocast_dtype(q, k, v)
-    _check(q, k, v, batch)
+    q, k, v = (in_autocast_dtype(x) for x in (q, k, v))
+    check_heads(q, k, v)
+    if q.shape[0] != batch.input_ids.shape[0]:
+        raise ValueError(f"the batch has {batch.num_slots:,} slots, but q is {tuple(q.shape)}")
     check_window(window)
     return select(backend, q, k, v, window).function(q, k, v, batch, window)
 
@@ -96,22 +100,16 @@ def select(backend: str, q: Tensor, k: Tensor, v: Tensor, window: int | None = N
     return table.BACKENDS[position(backend, *properties)]
 
 
-def _in_autocast_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    device = q.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        # Like autocast itself, this leaves float64 unchanged.
-        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
-    return q, k, v
+def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Check that q is (T, H, D) and k and v are (T, K, D), where K divides H, all in one dtype.
 
-
-def _check(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch) -> None:
+    Raises:
+        ValueError: they are not.
+    """
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or q.shape[::2] != k.shape[::2]:
         raise ValueError(f"attention takes q (T, H, D) and k, v (T, K, D), got {shapes}")
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"the number of key heads must divide that of query heads, got {shapes}")
-    if q.shape[0] != batch.input_ids.shape[0]:
-        raise ValueError(f"the batch has {batch.num_slots:,} slots, but {shapes}")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
