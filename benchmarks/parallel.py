@@ -1,4 +1,4 @@
-"""What parallel methods cost and send: scaling, overhead, traffic against its formulas, a thousand simulated ranks.
+"""Cost and traffic of parallel methods: scaling, overhead, bytes against formulas, a thousand simulated ranks.
 
     python benchmarks/parallel.py                     every table, about five minutes on a quiet machine
     python benchmarks/parallel.py --quick             every table with less work, about a minute
@@ -6,17 +6,14 @@
     python benchmarks/parallel.py --show              the figures that were written last, without measuring
     python benchmarks/parallel.py --page              the same, into docs/parallel.md
 
-    scaling     weak scaling of ddp and zero3 from one process to two, beside two processes that never speak
+    scaling     weak scaling of ddp and zero3 from one process to two, beside two processes that do not communicate
     overhead    every strategy applied to a single process, against plain training
-    traffic     bytes handed to collectives, and written to sockets, against launch/traffic.py, on 2 and 4 processes
+    traffic     bytes handed to collectives against launch/traffic.py, on 2 and 4 processes
     simulated   8 to 1,024 ranks: a step's time under a cost measured here, against perfect balance
-    gpu         MFU of the preset gpt2, and tokens per second beside a plain loop (where there is a GPU)
-    kernels     attention's kernels against each other (where there is a GPU)
 
-Processes have one thread each. Ratios are of measurements that alternate in one run; each table keeps the machine's
-load, and seconds on the wall say little where that is above the number of processes. A full run writes
-results/parallel.json, and tables of a GPU go to results/parallel_cuda.json; a quick or partial run writes only where
---out says so.
+Processes have one thread each. Ratios are of measurements that alternate in one run. Each table keeps the machine's
+load; seconds on the wall mean little if it exceeds the number of processes. A full run writes results/parallel.json;
+a quick or partial run writes only to --out.
 """
 
 from __future__ import annotations
@@ -32,12 +29,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from parallel_tables import gpu, overhead, scaling, simulated, traffic
+from parallel_tables import overhead, scaling, simulated, traffic
 from planning_tables.table import Table, aligned, grid, markdown, verdicts
 from result import write_result
 
 RESULTS = Path(__file__).parent / "results" / "parallel.json"
-RESULTS_CUDA = RESULTS.with_name("parallel_cuda.json")
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "parallel.md"
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 
@@ -47,15 +43,14 @@ TABLES: dict[str, Callable[[bool], Table]] = {
     "traffic": traffic.table,
     "simulated": simulated.table,
 }
-ON_GPU: dict[str, Callable[[bool], Table]] = {"gpu": gpu.table, "kernels": gpu.kernels}
 
 
 def measure(names: list[str], quick: bool) -> list[dict[str, Any]]:
-    """Make these tables one after the other, print each; with the time each took and the load around it."""
+    """Make and print these tables; each keeps its time and the load before and after."""
     made = []
     for name in names:
         before, began = os.getloadavg()[0], time.perf_counter()
-        table = {**TABLES, **ON_GPU}[name](quick)
+        table = TABLES[name](quick)
         seconds, load = time.perf_counter() - began, [round(each, 2) for each in (before, os.getloadavg()[0])]
         made.append({**table.to_dict(), "seconds": round(seconds, 1), "load_before_and_after": load})
         show(made[-1])
@@ -63,14 +58,14 @@ def measure(names: list[str], quick: bool) -> list[dict[str, Any]]:
 
 
 def parts(values: dict[str, Any]) -> tuple[Table, str]:
-    """A table, and what is said of how it was measured."""
+    """A table, and its time and load as text."""
     own = {name: value for name, value in values.items() if name not in ("seconds", "load_before_and_after")}
     before, after = values["load_before_and_after"]
     return Table.from_dict(own), f"{values['seconds']:.0f} s, load {before:g} before and {after:g} after"
 
 
 def show(values: dict[str, Any]) -> None:
-    """Print a table, what was asked of it, and its notes."""
+    """Print a table, its verdicts and its notes."""
     table, how = parts(values)
     print(f"\n{table.name}: {table.title} ({how})\n")
     print(aligned(grid(table)) if table.rows else "  no rows")
@@ -108,7 +103,7 @@ def write_page(saved: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    known = [*TABLES, *ON_GPU]
+    known = list(TABLES)
     parser.add_argument("--table", action="append", choices=known, help="only this; may be repeated")
     parser.add_argument(
         "--quick", action="store_true", help="less work: for a look, not for figures to quote"
@@ -127,17 +122,8 @@ def main() -> None:
                 show(values)
         return
     made = [values for values in measure(names, options.quick) if values["rows"]]
-    if options.out is not None:
-        write(options.out, made, options.quick)
-    elif not options.quick and not options.table:
-        write(RESULTS, [values for values in made if values["name"] in TABLES])
-        write(RESULTS_CUDA, [values for values in made if values["name"] in ON_GPU])
-
-
-def write(out: Path, tables: list[dict[str, Any]], quick: bool = False) -> None:
-    """Write tables, if there are any."""
-    if tables:
-        write_result(out, {"quick": quick, "tables": tables})
+    if options.out is not None or not (options.quick or options.table):
+        write_result(options.out or RESULTS, {"quick": options.quick, "tables": made})
 
 
 if __name__ == "__main__":

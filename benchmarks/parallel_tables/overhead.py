@@ -1,4 +1,4 @@
-"""What a strategy costs where there is nobody to share with: applied to one process, against training plainly."""
+"""What a strategy costs by itself: applied to one process, against plain training."""
 
 from __future__ import annotations
 

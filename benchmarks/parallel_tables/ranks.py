@@ -1,14 +1,13 @@
-"""Processes joined by gloo, one thread each, that stay for many measurements."""
+"""Processes joined by gloo, one thread each, that serve many measurements."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,10 @@ TIMEOUT_SECONDS = 600.0
 
 
 class Ranks:
-    """So many processes, each of which runs the functions that it is told to.
+    """Processes that run module-level functions as function(world, kept, …).
 
-    A function is a module's own, and is called as function(world, kept, …): `kept` is a dictionary that its process
-    keeps from call to call. Unlike in a run, a single process has a process group too, so that strategies have ranks
-    to be applied to.
-
-    Args:
-        size: how many.
+    `kept` is a dictionary that each process keeps from call to call. Unlike in a run, a single process has a process
+    group too, so that strategies can be applied to it.
     """
 
     def __init__(self, size: int) -> None:
@@ -44,29 +39,23 @@ class Ranks:
             self._connections.append(ours)
 
     def run(self, function: Callable[..., Any], *arguments: Any, only: Sequence[int] = ()) -> list[Any]:
-        """Call the function on all ranks, or on some alone while the others wait; what they returned, by rank.
+        """Call the function on all ranks, or on some while the others wait; returns their results by rank.
 
         Raises:
             RuntimeError: a rank failed; its traceback is the message.
         """
-        chosen = [self._connections[rank] for rank in only or range(self.size)]
-        for connection in chosen:
-            connection.send((function, arguments))
-        found: dict[Connection, Any] = {}
-        deadline = time.monotonic() + TIMEOUT_SECONDS
-        while len(found) < len(chosen):
-            ready = wait([each for each in chosen if each not in found], deadline - time.monotonic())
-            if not ready:
-                raise RuntimeError(f"{function.__name__}: not done after {TIMEOUT_SECONDS:g} s")
-            for connection in ready:
-                rank = self._connections.index(connection)
-                try:
-                    found[connection], error = connection.recv()
-                except EOFError:
-                    error = "the process ended"
-                if error:
-                    raise RuntimeError(f"{function.__name__}, rank {rank} of {self.size}: {error}")
-        return [found[each] for each in chosen]
+        ranks = only or range(self.size)
+        for rank in ranks:
+            self._connections[rank].send((function, arguments))
+        found = []
+        for rank in ranks:
+            answer, error = None, f"not done after {TIMEOUT_SECONDS:g} s"
+            if self._connections[rank].poll(TIMEOUT_SECONDS):
+                answer, error = self._connections[rank].recv()
+            if error:
+                raise RuntimeError(f"{function.__name__}, rank {rank} of {self.size}: {error}")
+            found.append(answer)
+        return found
 
     def __enter__(self) -> Ranks:
         return self
@@ -77,14 +66,13 @@ class Ranks:
                 connection.send(None)
             else:  # a rank failed, and others may wait for it
                 process.kill()
-        for connection, process in zip(self._connections, self._processes, strict=True):
+        for process in self._processes:
             process.join(TIMEOUT_SECONDS)
-            connection.close()
         self._folder.cleanup()
 
 
 def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
-    """One process: join the others, do what it is told until there is no more, leave past a barrier."""
+    """One process: join the others, run functions until None arrives, leave past a barrier."""
     os.environ["OMP_NUM_THREADS"] = "1"
     from datetime import timedelta
 
@@ -99,13 +87,12 @@ def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
         "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timeout
     )
     world, kept = World(rank, size, rank, torch.device("cpu"), "gloo"), {}
-    while (told := connection.recv()) is not None:
-        function, arguments = told
+    while (request := connection.recv()) is not None:
+        function, arguments = request
         try:
-            answer = (function(world, kept, *arguments), "")
+            connection.send((function(world, kept, *arguments), ""))
         except Exception:
-            answer = (None, traceback.format_exc())
-        connection.send(answer)
+            connection.send((None, traceback.format_exc()))
     kept.clear()
-    dist.barrier()  # without it gloo aborts now and then
+    dist.barrier()  # without it gloo sometimes aborts
     dist.destroy_process_group()

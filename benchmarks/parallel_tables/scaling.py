@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
 
@@ -23,15 +22,7 @@ WAYS: dict[str, ParallelConfig | None] = {
     "ddp": ParallelConfig(),
     "zero3": ParallelConfig(data="zero3"),
 }
-"""One process while the other sleeps; both without a word to each other; both together."""
-
-
-@dataclass(frozen=True)
-class Spent:
-    """Seconds of a step: on the wall, and of the processor."""
-
-    wall: float
-    cpu: float
+"""One process while the other sleeps; both without communication; both together."""
 
 
 def table(quick: bool) -> Table:
@@ -55,19 +46,19 @@ def table(quick: bool) -> Table:
         ranks.run(prepare, shape, slots)
         for way in WAYS:
             ranks.run(timed, way, 1, only=[0] if way == "alone" else ())
-        found: dict[str, list[Spent]] = {way: [] for way in WAYS}
+        found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
         for turn in range(rounds):
             names = list(WAYS)[turn % len(WAYS) :] + list(WAYS)[: turn % len(WAYS)]
             for way in names:
                 found[way].append(_round(ranks, way, steps))
-    walls = {way: [each.wall for each in spent] for way, spent in found.items()}
+    walls = {way: [wall for wall, _ in spent] for way, spent in found.items()}
     for way, wall in walls.items():
         made.row(
             way,
             median(wall),
             median(one / own for one, own in zip(walls["alone"], wall, strict=True)),
             median(one / own for one, own in zip(walls["side by side"], wall, strict=True)),
-            median(each.cpu for each in found[way]),
+            median(cpu for _, cpu in found[way]),
             " ".join(f"{seconds:.2f}" for seconds in wall),
         )
     made.notes.append(
@@ -82,7 +73,7 @@ def table(quick: bool) -> Table:
 
 
 def prepare(world: World, kept: dict[str, Any], shape: Any, slots: int) -> None:
-    """Engines of all ways, and this rank's pack: all ranks' documents are as long, and their tokens differ."""
+    """Make the engines, and this rank's pack: ranks have documents of the same lengths and different tokens."""
     kept["pack"] = pack_of(filling(slots, 300), slots, shape.vocabulary_size, seed=world.rank)
     plain = engine_of(world, shape)
     kept["engines"] = {
@@ -90,21 +81,22 @@ def prepare(world: World, kept: dict[str, Any], shape: Any, slots: int) -> None:
     }
 
 
-def timed(world: World, kept: dict[str, Any], way: str, steps: int) -> Spent:
-    """What a step takes on this rank; ranks begin together, unless one of them is alone."""
+def timed(world: World, kept: dict[str, Any], way: str, steps: int) -> tuple[float, float]:
+    """Seconds of a step on this rank, on the wall and of the processor; ranks begin together, unless one is alone."""
     engine, together = kept["engines"][way], 1 if WAYS[way] is None else world.size
     if way != "alone":
         dist.barrier()
     wall, cpu = time.perf_counter(), time.process_time()
     for _ in range(steps):
         train_step(engine, [kept["pack"]], together)
-    return Spent((time.perf_counter() - wall) / steps, (time.process_time() - cpu) / steps)
+    return (time.perf_counter() - wall) / steps, (time.process_time() - cpu) / steps
 
 
-def _round(ranks: Ranks, way: str, steps: int) -> Spent:
-    """One measurement of a way: the mean of ranks that are alone in turn, else the slower of them."""
-    if way != "alone":
+def _round(ranks: Ranks, way: str, steps: int) -> tuple[float, float]:
+    """One measurement: the mean of ranks that are alone in turn, else the slower one."""
+    if way == "alone":
+        each = [ranks.run(timed, way, steps, only=[rank])[0] for rank in range(ranks.size)]
+    else:
         each = ranks.run(timed, way, steps)
-        return Spent(max(spent.wall for spent in each), mean(spent.cpu for spent in each))
-    each = [ranks.run(timed, way, steps, only=[rank])[0] for rank in range(ranks.size)]
-    return Spent(mean(spent.wall for spent in each), mean(spent.cpu for spent in each))
+    walls, cpus = zip(*each, strict=True)
+    return (mean if way == "alone" else max)(walls), mean(cpus)

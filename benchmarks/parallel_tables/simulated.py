@@ -27,15 +27,14 @@ STEPS = 2
 
 @dataclass(frozen=True)
 class Found:
-    """Seconds of a step, over those of perfect balance: all packs' seconds divided evenly among the ranks.
+    """Seconds of a step over those of perfect balance: all packs' seconds divided evenly among the ranks.
 
     Attributes:
         own: as the plan deals it.
-        least: no arrangement of these documents into these packs takes less (proven for the cost that the plan
-            balances by).
+        least: lower bound for any arrangement of these documents into as many packs, for the plan's cost.
         dealt: the plan's packs, dealt to ranks at random.
         sequential: the documents in the order in which they were drawn, packed one after the other.
-        seconds: CPU seconds that dealing took.
+        seconds: CPU seconds of dealing.
     """
 
     own: float

@@ -1,45 +1,72 @@
-"""Observers on two ranks: every rank sees the same, and the noise is that of the known covariance."""
+"""Callbacks on two ranks: every rank sees the same values, and the noise is that of the known covariance."""
 
-import json
-import os
-import socket
-import subprocess
+import importlib
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
-HERE = Path(__file__).parent
+from multipack.parallel.build import plain_engine
+from multipack.parallel.mesh import build_mesh
+from multipack.parallel.parallel_config import ParallelConfig
+from multipack.training.averaging import MovingAverage
+from multipack.training.gradients import GradientNoise, LayerNorms
+from multipack.training.optimizer import OptimizerConfig, build_optimizer
+
+sys.path.append(str(Path(__file__).parent))
+tiny = importlib.import_module("sharding")
 
 
-def test_two_ranks_see_the_same_and_the_noise_of_the_known_covariance(tmp_path):
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-        str(port),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*launcher, str(HERE / "watched.py"), str(tmp_path)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1))
+class Distance(nn.Module):
+    """Σ ½ |θ − x|² over the rows x: a row's gradient is θ − x, of mean θ − E x and covariance Cov x."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(4))
+        self.second = nn.Parameter(torch.zeros(2))
+
+    def forward(self, rows):
+        return 0.5 * (torch.cat([self.first, self.second]) - rows).square().sum()
+
+
+def watched(world):
+    torch.manual_seed(0)
+    model = Distance()
+    optimizer = build_optimizer(model, OptimizerConfig())
+    engine = plain_engine(model, optimizer, build_mesh(ParallelConfig(), world))
+    average, noise, norms = MovingAverage(0.9), GradientNoise(), LayerNorms()
+    noise.decay = 0.9999
+    draw = torch.Generator().manual_seed(world.rank)
+    for step in range(1, 601):
+        # Ranks have small batches of different sizes, rank 1 sometimes none.
+        sizes = [[3 + step % 2, 5], [step % 4, 7]][world.rank]
+        whole = 3 + step % 2 + 5 + step % 4 + 7
+        rows = [0.5 + torch.randn(size, 6, generator=draw) for size in sizes]
+        noise.before_step(step)
+
+        def watch(index, step=step, sizes=sizes, whole=whole):
+            noise.micro_batch(index, engine, float(sum(sizes[: index + 1])), float(whole))
+
+        engine.forward_backward(rows, whole, watch)
+        found = {**noise.gradient(step, engine), **norms.gradient(step, engine)}
+        if step > 590:
+            engine.step(1e-3)
+            average.after_step(step, engine, applied=True)
+        else:
+            engine.discard()
+    return found, noise.state(), tiny.state_hash({"means": average.tensors()}), average.steps
+
+
+def test_two_ranks_see_the_same_and_the_noise_of_the_known_covariance(pools):
+    first, second = pools(2).run(watched)
     assert first == second
-    assert first["steps"] == 10
+    found, _, _, steps = first
+    assert steps == 10
     # tr Σ = 6 · 1, |G|² = 6 · ½²; the last ten steps move the weights by a hundredth.
-    assert first["found"]["gradient_noise"] == pytest.approx(6 / 1.5, rel=0.15)
-    assert set(first["found"]) == {
+    assert found["gradient_noise"] == pytest.approx(6 / 1.5, rel=0.15)
+    assert set(found) == {
         "gradient_noise",
         *(f"{kind}/{layer}" for kind in ("grad_norm", "weight_norm") for layer in ("first", "second")),
     }

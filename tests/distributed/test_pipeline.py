@@ -1,58 +1,47 @@
-"""Pipelines of 2 and 4 ranks against one process: losses, gradients, weights; what they hold, and what they refuse."""
+"""Pipelines of 2 and 4 ranks: passes, collectives and what ranks hold are counted, and what would hang is refused.
+
+That they train as one process does is in test_parity.py.
+"""
 
 import gc
+import importlib
+import sys
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
-from multipack.models.decoder import PARALLEL_PLAN, Decoder, Part
-from multipack.parallel.context import divide_context
+from multipack.models.decoder import Decoder, Part
+from multipack.parallel.build import build_engine
+from multipack.parallel.mesh import Mesh, build_mesh
 from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.pipeline import Pipeline
 from multipack.parallel.schedules import Stage
-from multipack.parallel.shard import shard
 from multipack.parallel.stages import bubble, split_layers, stages_of_rank
-from multipack.parallel.state import local, piece_of
-from multipack.parallel.tensor import divide_tensors
-from multipack.shapes import ModelShape
+from multipack.parallel.world import World
 
-SLOTS, VOCABULARY, SEED = 48, 64, 5
-LLAMA = ModelShape(
-    layers=4, heads=4, kv_heads=2, d_model=32, d_ff=48, vocabulary_size=VOCABULARY, context=SLOTS, tied=False
-)
-GPT = replace(
-    LLAMA,
-    kv_heads=4,
-    positions="learned",
-    norm="layernorm",
-    activation="gelu",
-    bias=True,
-    tied=True,
-)
-SHAPES = {"gpt": GPT, "llama": LLAMA}
+sys.path.append(str(Path(__file__).parent))
+tiny = importlib.import_module("sharding")
+
+SLOTS, VOCABULARY, SEED = 48, 96, 5
+SHAPES = {name: replace(shape, layers=4, context=SLOTS) for name, shape in tiny.SHAPES.items()}
 
 
-def shape_of(name, layers=4):
-    return replace(SHAPES[name], layers=layers)
-
-
-def packs(count, step=0, slots=SLOTS, first=0):
+def packs(count, step=0, slots=SLOTS):
     """Packs that all differ in their boundaries and in how many targets they have."""
-    draw = np.random.default_rng(100 * step + first)
+    draw = np.random.default_rng(step)
     collate = PackedCollator(max_documents=4, max_seqlen=slots, pad_to=slots)
     batches = []
     for number in range(count):
         lengths = draw.integers(3, slots // 3, 3)
-        lengths[0] = 4 + number  # no two packs have one and the same first border
+        lengths[0] = 4 + number  # no two packs have the same first border
         documents = [
             Document(draw.integers(0, VOCABULARY, n).astype(np.uint16), np.array([[number % 3, n]]))
             for n in lengths
@@ -61,274 +50,85 @@ def packs(count, step=0, slots=SLOTS, first=0):
     return batches
 
 
-def scale_of(batches):
-    return 1.0 / sum(batch.num_target_tokens for batch in batches)
-
-
-def clip(gradients, squares, limit=0.1):
-    norm = squares**0.5
-    for gradient in gradients:
-        gradient.mul_(min(1.0, limit / (norm + 1e-6)))
-    return norm
-
-
-def reference(name, micro_batches, layers=4, steps=3, ranks=1, autocast=False):
-    """The same training in this process; with several data-parallel `ranks`, of the packs of all of them."""
+def make_stages(name, mesh, schedule, dropout=0.0):
+    """This rank's stages, with the weights of one process's model."""
+    shape = replace(SHAPES[name], dropout=dropout)
     torch.manual_seed(SEED)
-    model = Decoder(shape_of(name, layers))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses, norms, gradients = [], [], {}
-    for step in range(steps):
-        every = [packs(micro_batches, step, first=rank) for rank in range(ranks)]
-        scale = scale_of([batch for batches in every for batch in batches])
-        found = []
-        for batches in every:
-            found.append([])
-            for batch in batches:
-                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                    loss = model(batch)
-                (loss * scale).backward()
-                found[-1].append(float(loss.detach()))
-        losses.append(found)
-        gradients = gradients or {n: p.grad.numpy().copy() for n, p in model.named_parameters()}
-        squares = sum(float(p.grad.square().sum()) for p in model.parameters())
-        norms.append(clip([p.grad for p in model.parameters()], squares))
-        optimizer.step()
-        optimizer.zero_grad()
-    weights = {n: p.detach().numpy().copy() for n, p in model.named_parameters()}
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        evaluated = [float(model(batch)) for batch in packs(3, step=9)]
-    return {
-        "losses": losses,
-        "norms": norms,
-        "gradients": gradients,
-        "weights": weights,
-        "evaluated": evaluated,
-    }
-
-
-def make_stages(name, mesh, schedule, layers=4, divide=lambda model: None, dropout=0.0):
-    """This rank's stages, filled with what one process would begin with."""
-    shape = replace(shape_of(name, layers), dropout=dropout)
-    numbers = stages_of_rank(mesh.get_local_rank(), mesh.size(), schedule)
-    cuts = split_layers(layers, mesh.size() * len(numbers))
+    values = Decoder(shape).state_dict()
+    split = split_layers(shape.layers, mesh.size() * len(stages_of_rank(0, mesh.size(), schedule)))
     stages = []
-    for number in numbers:
-        stage = Decoder(shape, part=Part(cuts[number].start, cuts[number].stop, layers))
-        divide(stage)
+    for number in stages_of_rank(mesh.get_local_rank(), mesh.size(), schedule):
+        stage = Decoder(shape, part=Part(split[number].start, split[number].stop, shape.layers))
+        stage.load_state_dict({key: values[key] for key, _ in stage.named_parameters()})
         stages.append(stage)
-    torch.manual_seed(SEED)
-    values = {own: parameter.detach() for own, parameter in Decoder(shape).named_parameters()}
-    for stage in stages:
-        for own, parameter in stage.named_parameters():
-            local(parameter.detach()).copy_(piece_of(values[own], parameter))
     return stages
 
 
-def whole(tensor):
-    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return tensor.detach().numpy().copy()
+def engine_of(mesh, name, config, micro_batches, dtype=torch.float32):
+    sgd = lambda named: torch.optim.SGD(list(named.values()), lr=0.1)  # noqa: E731
+    return build_engine(tiny.blueprint(SHAPES[name]), sgd, mesh, config, dtype, micro_batches=micro_batches)
 
 
-def train(world, mesh, pipeline, micro_batches, *, steps=3, data_ranks=1, data_rank=0, **how):
-    """A few steps of AdamW with clipping; what this rank saw and holds."""
-    held = pipeline.parameters
-    optimizer = torch.optim.AdamW(held.values(), lr=1e-2)
-    losses, norms, gradients = [], [], {}
-    for step in range(steps):
-        every = [packs(micro_batches, step, first=rank) for rank in range(data_ranks)]
-        scale = data_ranks * scale_of([batch for batches in every for batch in batches])
-        losses.append(pipeline.forward_backward(every[data_rank], scale, **how))
-        gradients = gradients or {n: whole(p.grad) for n, p in held.items()}
-        own = {n: whole(p.grad) for n, p in held.items() if n not in pipeline.duplicates}
-        # All ranks of a stage gathered the same: their sum counts each so often.
-        squares = world.sum([sum(float(np.square(g, dtype=np.float64).sum()) for g in own.values())])[0]
-        squares /= world.size // mesh.size()
-        norms.append(clip([local(p.grad) for p in held.values()], squares))
-        optimizer.step()
-        optimizer.zero_grad()
-    return {
-        "losses": losses,
-        "norms": norms,
-        "gradients": gradients,
-        "weights": {n: whole(p) for n, p in held.items()},
-        "evaluated": pipeline.evaluate(packs(3, step=9), **how),
-        "duplicates": sorted(pipeline.duplicates),
-        "last": pipeline.rank == pipeline.ranks - 1,
-    }
-
-
-def check(found, wanted, rank_of=lambda rank: 0, tolerance=1e-5):
-    """Whether what ranks found is what one process does, and copies of a parameter are equal to the bit."""
-    weights = {}
-    for rank, each in enumerate(found):
-        if each["last"]:
-            told = [losses[rank_of(rank)] for losses in wanted["losses"]]
-            np.testing.assert_allclose(each["losses"], told, rtol=tolerance)
-            np.testing.assert_allclose(each["evaluated"], wanted["evaluated"], rtol=tolerance)
-        else:
-            assert not np.any(each["losses"])
-            assert each["evaluated"] == [0.0] * 3
-        # A key's bias has no gradient but rounding: its scale is that of the others.
-        largest = max(np.abs(value).max() for value in wanted["gradients"].values())
-        for name, value in each["gradients"].items():
-            slack = tolerance * max(np.abs(wanted["gradients"][name]).max(), 0.01 * largest)
-            np.testing.assert_allclose(value, wanted["gradients"][name], rtol=0, atol=slack, err_msg=name)
-        for name, value in each["weights"].items():
-            slack = 2 * tolerance
-            np.testing.assert_allclose(value, wanted["weights"][name], rtol=slack, atol=slack, err_msg=name)
-        for name, value in each["weights"].items():
-            assert np.array_equal(weights.setdefault(name, value), value), name
-    assert weights.keys() == wanted["weights"].keys()
-    for each in found:
-        np.testing.assert_allclose(each["norms"], wanted["norms"], rtol=tolerance)
-
-
-def parity_case(world, name, schedule, micro_batches, layers):
-    mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("pp",))
-    stages = make_stages(name, mesh, schedule, layers)
-    calls = []
-    for stage in stages:
+def counted(world, name, words, micro_batches):
+    """Calls of stages and collectives of a training step, and the number of FSDP units."""
+    config = ParallelConfig(**words)
+    mesh = build_mesh(config, world)
+    engine, calls = engine_of(mesh, name, config, micro_batches), []
+    for stage in engine.modules:
         stage.register_forward_hook(lambda *_: calls.append(1))
-    pipeline = Pipeline(stages, mesh, schedule, micro_batches, width=32)
-    found = train(world, mesh, pipeline, micro_batches)
-    return {**found, "calls": len(calls), "stages": len(stages)}
-
-
-@pytest.mark.parametrize("name", ["gpt", "llama"])
-@pytest.mark.parametrize(
-    ("ranks", "schedule", "micro_batches"),
-    [
-        (2, "gpipe", 3),
-        (2, "1f1b", 5),
-        (2, "interleaved", 4),
-        (4, "gpipe", 4),
-        (4, "1f1b", 6),
-        (4, "interleaved", 8),
-    ],
-)
-def test_a_pipeline_trains_as_one_process_does(pools, name, ranks, schedule, micro_batches):
-    layers = 8 if (ranks, schedule) == (4, "interleaved") else 4
-    found = pools(ranks).run(parity_case, name, schedule, micro_batches, layers)
-    check(found, reference(name, micro_batches, layers))
-    tied = [["embedding.weight"] if rank == ranks - 1 and name == "gpt" else [] for rank in range(ranks)]
-    assert [each["duplicates"] for each in found] == tied
-    # Nothing but the steps' and the evaluation's own passes ran: torch's first look at shapes would be one more.
-    passes = 3 * micro_batches + 3
-    assert [each["calls"] for each in found] == [passes * each["stages"] for each in found]
-
-
-class Counting(TorchDispatchMode):
-    """Counts what is asked of process groups, by name."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-        if function.namespace == "c10d":
-            self.counts[str(function)] += 1
-        return function(*arguments, **(keywords or {}))
-
-
-def sharded_case(world, name, schedule, micro_batches, kind):
-    axes = (
-        {"pp": 2, "dp_replicate": 1, "dp_shard": 2}
-        if kind == "zero3"
-        else {"pp": 2, "dp_replicate": 2, "dp_shard": 1}
-    )
-    root = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-    data = root["dp_shard"] if kind == "zero3" else root["dp_replicate", "dp_shard"]
-    data_rank = root["dp_shard" if kind == "zero3" else "dp_replicate"].get_local_rank()
-    stages = make_stages(
-        name, root["pp"], schedule, divide=lambda model: shard(model, data, reshard=kind == "zero3")
-    )
-    pipeline = Pipeline(stages, root["pp"], schedule, micro_batches, width=32)
-    found = train(world, root["pp"], pipeline, micro_batches, data_ranks=2, data_rank=data_rank)
-    with Counting() as counting:
-        pipeline.forward_backward(packs(micro_batches), 1.0)
+    batches = packs(micro_batches)
+    with tiny.Communication() as seen:
+        engine.forward_backward(batches, 1)
+    engine.evaluate(packs(3))
     return {
-        **found,
-        "counts": dict(counting.counts),
-        "units": sum(len(stage.blocks) + (stage.part.is_first or stage.part.is_last) for stage in stages),
+        "calls": len(calls),
+        "stages": len(engine.modules),
+        "seen": dict(seen.calls),
+        "units": sum(
+            len(stage.blocks) + (stage.part.is_first or stage.part.is_last) for stage in engine.modules
+        ),
+        "duplicates": sorted(engine.duplicates),
     }
 
 
 @pytest.mark.parametrize(
-    ("name", "schedule", "kind"),
+    ("name", "words", "reduction"),
     [
-        ("gpt", "1f1b", "zero3"),
-        ("llama", "interleaved", "zero3"),
-        ("gpt", "interleaved", "replicas"),
-        ("llama", "gpipe", "replicas"),
+        ("gpt", {"data": "zero3"}, "reduce_scatter"),
+        ("llama", {"data": "zero3", "schedule": "interleaved"}, "reduce_scatter"),
+        ("llama", {"schedule": "gpipe"}, "allreduce"),
     ],
+    ids=str,
 )
-def test_stages_can_be_sharded_and_replicated(pools, name, schedule, kind):
-    found = pools(4).run(sharded_case, name, schedule, 4, kind)
-    check(found, reference(name, 4, ranks=2), rank_of=lambda rank: rank % 2)
-    for each in found:  # a step reduces every unit once, whatever the number of micro-batches
-        reductions = "reduce_scatter" if kind == "zero3" else "allreduce"
-        assert sum(n for op, n in each["counts"].items() if reductions in op) == each["units"], each["counts"]
+def test_a_step_reduces_every_unit_once_and_runs_no_extra_passes(pools, name, words, reduction):
+    micro_batches = 4
+    found = pools(4).run(counted, name, {"pipeline": 2, **words}, micro_batches)
+    for rank, each in enumerate(found):
+        assert each["seen"][reduction] == each["units"], each
+        # torch's inference of shapes would be one more pass.
+        assert each["calls"] == (micro_batches + 3) * each["stages"]
+        assert each["duplicates"] == (["embedding.weight"] if rank >= 2 and name == "gpt" else [])
 
 
-def divided_case(world, name, schedule):
-    root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
-    stages = make_stages(
-        name, root["pp"], schedule, divide=lambda model: divide_tensors(model, root["tp"], PARALLEL_PLAN)
-    )
-    pipeline = Pipeline(stages, root["pp"], schedule, 4, width=32, tensor_ranks=2)
-    return train(world, root["pp"], pipeline, 4)
+def in_bfloat16(world):
+    config = ParallelConfig(pipeline=2) if world.size > 1 else ParallelConfig()
+    mesh = build_mesh(config, world) if world.size > 1 else Mesh(world)
+    engine, batches = engine_of(mesh, "llama", config, 4, torch.bfloat16), packs(4)
+    losses = engine.forward_backward(batches, sum(batch.num_target_tokens for batch in batches)).losses
+    return losses, engine.clip(0.0)
 
 
-@pytest.mark.parametrize(("name", "schedule"), [("gpt", "1f1b"), ("llama", "interleaved")])
-def test_stages_can_be_divided_by_tensor_parallelism(pools, name, schedule):
-    check(pools(4).run(divided_case, name, schedule), reference(name, 4))
+def test_forward_passes_run_in_the_requested_precision(pools):
+    wanted, norm = in_bfloat16(World())
+    found = pools(2).run(in_bfloat16)
+    np.testing.assert_allclose(found[1][0], wanted, rtol=1e-5)
+    assert found[0] == ([0.0] * 4, pytest.approx(norm, rel=1e-3))
+    engine, batches = engine_of(Mesh(World()), "llama", ParallelConfig(), 4), packs(4)
+    exact = engine.forward_backward(batches, 1).losses
+    assert np.abs(np.subtract(wanted, exact)).max() > 1e-3
 
 
-def context_case(world, method):
-    root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "cp"))
-    shares = []
-
-    def divide(model):
-        shares.append(divide_context(model, root["cp"], method))
-        shard(model, root["cp"], reshard=False)
-
-    stages = make_stages("llama", root["pp"], "interleaved", divide=divide)
-    pipeline = Pipeline(stages, root["pp"], "interleaved", 4, width=32)
-    losses = pipeline.forward_backward(packs(4), 2 * scale_of(packs(4)), share=shares[0])
-    gradients = {name: whole(parameter.grad) for name, parameter in pipeline.parameters.items()}
-    return losses, gradients, pipeline.evaluate(packs(3, step=9), share=shares[0])
-
-
-@pytest.mark.parametrize("method", ["ulysses", "ring"])
-def test_ranks_can_divide_the_tokens_of_what_stages_exchange(pools, method):
-    found = pools(4).run(context_case, method)
-    wanted = reference("llama", 4, steps=1)
-    losses = [np.sum([each[part] for each in found], axis=0) for part in (0, 2)]
-    np.testing.assert_allclose(losses[0], wanted["losses"][0][0], rtol=1e-5)
-    for _, gradients, _ in found:
-        for name, value in gradients.items():
-            slack = 1e-5 * np.abs(wanted["gradients"][name]).max()
-            np.testing.assert_allclose(value, wanted["gradients"][name], rtol=0, atol=slack, err_msg=name)
-    torch.manual_seed(SEED)
-    model = Decoder(shape_of("llama"))
-    evaluated = [float(model(batch).detach()) for batch in packs(3, step=9)]
-    np.testing.assert_allclose(losses[1], evaluated, rtol=1e-5)
-
-
-def autocast_case(world):
-    mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("pp",))
-    pipeline = Pipeline(make_stages("llama", mesh, "1f1b"), mesh, "1f1b", 4, width=32)
-    return train(world, mesh, pipeline, 4, autocast=lambda: torch.autocast("cpu", torch.bfloat16))
-
-
-def test_forward_passes_run_in_the_precision_asked_for(pools):
-    wanted, exact = reference("llama", 4, autocast=True), reference("llama", 4)
-    check(pools(2).run(autocast_case), wanted, tolerance=1e-4)
-    assert np.abs(np.subtract(wanted["losses"], exact["losses"])).max() > 1e-3
-
-
-def evaluation_case(world):
+def evaluated(world):
     mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("pp",))
     stages = make_stages("gpt", mesh, "1f1b", dropout=0.5)
     stages[0].eval()
@@ -356,12 +156,12 @@ def evaluation_case(world):
     return losses, modes, trained
 
 
-def test_evaluation_takes_any_packs_and_leaves_no_trace(pools):
+def test_evaluation_takes_any_packs_and_changes_nothing(pools):
     torch.manual_seed(SEED)
-    model = Decoder(shape_of("gpt"))
+    model = Decoder(SHAPES["gpt"])
     with torch.no_grad():
         wanted = [float(model(b)) for b in [*packs(5), *packs(1), *packs(2, slots=30), *packs(1), *packs(1)]]
-    found = pools(2).run(evaluation_case)
+    found = pools(2).run(evaluated)
     np.testing.assert_allclose(found[1][0], wanted, rtol=1e-5)
     assert not np.any(found[0][0])
     assert [modes for _, modes, _ in found] == [[False, True]] * 2
@@ -369,7 +169,7 @@ def test_evaluation_takes_any_packs_and_leaves_no_trace(pools):
     assert once != again  # training drops out again, and anew
 
 
-def refusal_case(world):
+def refused(world):
     mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("pp",))
     stages = make_stages("gpt", mesh, "1f1b")
     pipeline = Pipeline(stages, mesh, "1f1b", 3, width=32)
@@ -415,7 +215,7 @@ def refusal_case(world):
 
 
 def test_what_would_hang_is_refused_on_every_rank(pools):
-    found = pools(2).run(refusal_case)
+    found = pools(2).run(refused)
     assert found[0].pop() == (
         "stage 0 of the pipeline gave (30, 32) of torch.float32, and the next one expects (48, 32) of torch.float32"
     )
@@ -441,7 +241,7 @@ def test_what_would_hang_is_refused_on_every_rank(pools):
     assert told[11].startswith("micro-batch 1 has 30 slots, and the first of them had 48")
 
 
-def failing_case(world):
+def failing(world):
     mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("pp",))
     pipeline = Pipeline(make_stages("llama", mesh, "1f1b"), mesh, "1f1b", 2, width=32)
     batches = packs(2)
@@ -449,9 +249,9 @@ def failing_case(world):
     pipeline.forward_backward(batches, 1.0)
 
 
-def test_what_a_stage_refuses_is_told_and_nobody_waits_for_ever(pool_type):
+def test_an_error_of_a_stage_is_raised_and_no_rank_hangs(pool_type):
     pool = pool_type(2, timeout_seconds=2.0)
-    first, last = pool.outcomes(failing_case)
+    first, last = pool.outcomes(failing)
     assert f"ValueError: token {VOCABULARY} is outside the vocabulary" in first.error
     assert last.error
     assert "not done after" not in last.error
@@ -471,7 +271,7 @@ class Box:
         Box.alive -= 1
 
 
-def memory_case(world, schedule):
+def held_for_backward(world, schedule):
     mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("pp",))
     pipeline = Pipeline(make_stages("llama", mesh, schedule), mesh, schedule, 6, width=32)
     Box.alive = Box.most = 0
@@ -484,7 +284,7 @@ def memory_case(world, schedule):
 
 
 def test_1f1b_holds_as_many_micro_batches_as_there_are_ranks(pools):
-    gpipe, bounded = (pools(4).run(memory_case, schedule) for schedule in ("gpipe", "1f1b"))
+    gpipe, bounded = (pools(4).run(held_for_backward, schedule) for schedule in ("gpipe", "1f1b"))
     for rank, ((all_of_them, *_), (most, left, received, gradients)) in enumerate(
         zip(gpipe, bounded, strict=True)
     ):
@@ -513,7 +313,7 @@ class Relay(nn.Module):
         return x.sum() if self.last else x
 
 
-def relay_case(world, schedule, micro_batches):
+def relayed(world, schedule, micro_batches):
     """Order of passes, and losses."""
     mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("pp",))
     numbers = stages_of_rank(world.rank, world.size, schedule)
@@ -545,7 +345,7 @@ def idle_share(orders, stages):
 def test_packs_stay_with_their_hidden_states_and_ranks_wait_as_the_formula_says(
     pools, schedule, ranks, micro_batches
 ):
-    found = pools(ranks).run(relay_case, schedule, micro_batches)
+    found = pools(ranks).run(relayed, schedule, micro_batches)
     marks = [SLOTS * 4.0 * float(batch.cu_seqlens[1]) for batch in packs(micro_batches)]
     assert len(set(marks)) == micro_batches
     assert found[-1]["losses"] == marks

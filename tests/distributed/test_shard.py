@@ -1,4 +1,7 @@
-"""ZeRO 2 and 3, HSDP, and groups of one rank: equal to one process, with the collectives that they are to cost."""
+"""ZeRO 2 and 3, HSDP and groups of one rank: the collectives they cost, and their precision.
+
+That they train as one process does is in test_parity.py.
+"""
 
 import functools
 import importlib
@@ -9,29 +12,16 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from multipack.parallel.materialize import check_equal, materialize
+from multipack.parallel.materialize import materialize
 from multipack.parallel.shard import shard, synchronizing
 
 sys.path.append(str(Path(__file__).parent))
 tiny = importlib.import_module("sharding")
 
-_MATRICES = {
-    **{f"attention.{name}": ColwiseParallel() for name in ("query", "key", "value")},
-    **{f"feed_forward.{name}": ColwiseParallel() for name in ("gate", "up")},
-    **{name: RowwiseParallel() for name in ("attention.output", "feed_forward.down")},
-}
 
-
-def _no_clip(parameters, max_norm):
-    """In the place of torch's, which takes no tensors of different meshes."""
-    return 0.0
-
-
-@functools.cache  # a process serves many cases, and gloo's groups take their time
+@functools.cache  # creating gloo's groups takes time
 def _mesh(*sizes):
-    """Of the last of these axes."""
     return init_device_mesh("cpu", sizes, mesh_dim_names=("dp_replicate", "dp_shard", "tp")[3 - len(sizes) :])
 
 
@@ -48,39 +38,6 @@ def _sharded(world, kind, stage, **options):
     shard(model, _mesh_of(world, stage), reshard=stage != "zero2", **options)
     materialize([model], lambda: tiny.drawn(kind), tiny.whole_shapes(kind), world)
     return model
-
-
-def _parity(world, kind, stage, micro_batches, options, steps=5):
-    torch.set_num_threads(1)
-    model = _sharded(world, kind, stage, **options)
-    updates = tiny.adamw(model.parameters())
-    when = synchronizing(model, keep=stage == "zero2")
-    found = tiny.together(world, model, model, updates, steps, when, micro_batches)
-    check_equal(dict(model.named_parameters()), world)
-    *expected, reference = tiny.alone(kind, world.size, steps, micro_batches)
-    tiny.assert_alike(found, expected)
-    assert tiny.largest_difference(model, reference) < 2e-5
-    assert all(isinstance(each, DTensor) for each in model.parameters())
-
-
-@pytest.mark.parametrize("stage", ["zero2", "zero3", "groups of one"])
-@pytest.mark.parametrize("kind", ["gpt", "llama"])
-def test_two_ranks_train_as_one_process(pools, kind, stage):
-    pools(2).run(_parity, kind, stage, 1, {})
-
-
-@pytest.mark.parametrize(("kind", "stage"), [("llama", "zero2"), ("gpt", "zero3"), ("llama", "hsdp")])
-def test_four_ranks_train_as_one_process_over_three_uneven_micro_batches(pools, kind, stage):
-    pools(4).run(_parity, kind, stage, 3, {})
-
-
-def test_groups_of_one_rank_accumulate_over_three_uneven_micro_batches(pools):
-    pools(2).run(_parity, "llama", "groups of one", 3, {})
-
-
-@pytest.mark.parametrize("stage", ["zero2", "zero3"])
-def test_offloaded_shards_train_as_one_process(pools, stage):
-    pools(2).run(_parity, "llama", stage, 2, {"offload": True})
 
 
 def _counted(world, stage, micro_batches, keep):
@@ -189,28 +146,6 @@ def _evaluated(world, stage):
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])
 def test_an_evaluation_leaves_nothing_whole(pools, stage):
     pools(2).run(_evaluated, stage)
-
-
-def _beside_tensor_parallelism(world, micro_batches):
-    """Two groups of one rank (or shards of two), each rank of them two that divide the matrices of blocks."""
-    *expected, reference = tiny.alone("llama", 2, 3, micro_batches, clip=_no_clip)
-    for groups in (2, 1):
-        mesh = _mesh(groups, 2 // groups, 2)
-        model = tiny.on_meta("llama")
-        for block in model.blocks:
-            parallelize_module(block, mesh["tp"], _MATRICES)
-        shard(model, mesh["dp_replicate", "dp_shard"], reshard=True)
-        materialize([model], lambda: tiny.drawn("llama"), tiny.whole_shapes("llama"), world)
-        assert tiny.largest_difference(model, tiny.fresh("llama")) == 0
-        updates, when = tiny.adamw(model.parameters()), synchronizing(model)
-        found = tiny.together(world, model, model, updates, 3, when, micro_batches, ranks=2, clip=_no_clip)
-        check_equal(dict(model.named_parameters()), world)
-        tiny.assert_alike(found, expected)
-        assert tiny.largest_difference(model, reference) < 2e-5
-
-
-def test_shards_and_groups_of_one_rank_stand_beside_tensor_parallelism(pools):
-    pools(4).run(_beside_tensor_parallelism, 3)
 
 
 def _refuses(world):

@@ -130,7 +130,7 @@ class ScheduledRun:
             return self.clock.seconds(self._began, mark)
 
         return [
-            Pass(stage, number, kind, since(began), since(ended))  # type: ignore[arg-type]
+            Pass(stage, number, kind, since(began), since(ended))
             for stage, number, kind, began, ended in self._marks
         ]
 
