@@ -1,7 +1,6 @@
 """What tests of shards share: tiny decoders, packs with unequal targets, training by one process, and counts."""
 
 import hashlib
-import math
 from collections import Counter
 
 import numpy as np
@@ -92,43 +91,21 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
 
-def alone(kind, ranks, steps, micro_batches=1, clip=None):
-    """Training by one process on all ranks' packs: (losses, gradient norms, the model)."""
-    model, clip = fresh(kind), clip or torch.nn.utils.clip_grad_norm_
-    updates = adamw(model.parameters())
-    losses, norms = [], []
+def together(world, model, call, updates, steps, synchronizing, micro_batches=1):
+    """Training on all ranks; the losses of its steps."""
+    losses = []
     for step in range(steps):
-        packs, targets = packs_of_step(step, ranks, micro_batches)
+        packs, targets = packs_of_step(step, world.size, micro_batches)
         total = 0.0
-        for each in (each for own in packs for each in own):
-            loss = model(each) / targets
-            loss.backward()
-            total += float(loss.detach())
-        norms.append(float(clip(model.parameters(), 0.5)))
-        updates.step()
-        updates.zero_grad()
-        losses.append(total)
-    return losses, norms, model
-
-
-def together(world, model, call, updates, steps, synchronizing, micro_batches=1, ranks=None, clip=None):
-    """The same on all ranks, of which `ranks` have packs of their own: (losses, gradient norms)."""
-    ranks, clip = ranks or world.size, clip or torch.nn.utils.clip_grad_norm_
-    rank = world.rank // (world.size // ranks)
-    losses, norms = [], []
-    for step in range(steps):
-        packs, targets = packs_of_step(step, ranks, micro_batches)
-        total = 0.0
-        for number, each in enumerate(packs[rank]):
+        for number, each in enumerate(packs[world.rank]):
             with synchronizing(number == micro_batches - 1):
-                loss = call(each) * (ranks / targets)
+                loss = call(each) * (world.size / targets)
                 loss.backward()
-            total += float(loss.detach()) / ranks
-        norms.append(float(_whole(clip(model.parameters(), 0.5))))
+            total += float(loss.detach()) / world.size
         updates.step()
         updates.zero_grad()
-        losses.append(world.sum([total])[0] * ranks / world.size)
-    return losses, norms
+        losses.append(world.sum([total])[0])
+    return losses
 
 
 def _whole(tensor):
@@ -142,13 +119,6 @@ def largest_difference(model, reference):
     found = dict(model.named_parameters())
     assert found.keys() == expected.keys()
     return max(float((_whole(found[name]) - expected[name]).abs().max()) for name in expected)
-
-
-def assert_alike(found, expected, loss=1e-5, norm=1e-5):
-    for own, other in zip(found[0], expected[0], strict=True):
-        assert abs(own - other) <= loss * max(1.0, abs(other)), (found[0], expected[0])
-    for own, other in zip(found[1], expected[1], strict=True):
-        assert math.isclose(own, other, rel_tol=norm, abs_tol=1e-7), (found[1], expected[1])
 
 
 def state_hash(state):

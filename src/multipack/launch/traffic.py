@@ -62,22 +62,23 @@ def communication(work: Workload) -> list[Traffic]:
 
 
 def _data(work: Workload, part: RankPart) -> Iterator[Traffic]:
-    config, axes, micro_batches = work.config, work.axes, work.micro_batches
+    config, micro_batches = work.config, work.micro_batches
+    divided = config.divisions(work.world_size)
     blocks = part.layers * block_parameters(work.shape, config.tensor)
     outside = outside_parameters(work.shape, part, config.tensor)
     held = FLOAT32 * (blocks + outside)
     if not config.shards_parameters:
-        ranks = axes["dp_replicate"] * axes["cp"]
-        for kind in ("all_reduce", "broadcast") if config.data == "zero1" else ("all_reduce",):
+        ranks = divided["copies"]
+        for kind in ("all_reduce", "broadcast") if config.strategy.divides_optimizer else ("all_reduce",):
             yield Traffic("data", kind, ranks, ranks * config.tensor, held)
         return
     # Gathered for the forward and the backward pass; zero2 and pipelines keep what they gathered.
     reduces, of_blocks, of_outside = micro_batches, 2 * micro_batches, micro_batches
     if config.pipeline > 1:
         reduces, of_blocks, of_outside = 1, micro_batches + 1, 1
-    if config.data == "zero2":
+    if config.strategy.keeps_gathered:
         of_blocks = of_outside = 1
-    shards, groups = axes["dp_shard"] * axes["cp"], axes["dp_replicate"]
+    shards, groups = divided["parameters"], divided["copies"]
     reach = shards * config.tensor
     gathered = work.product * (of_blocks * blocks + of_outside * outside)
     yield Traffic("data", "all_gather", shards, reach, gathered)
@@ -110,9 +111,9 @@ def _context(work: Workload, part: RankPart) -> Iterator[Traffic]:
 
 
 def _pipeline(work: Workload, part: RankPart) -> Iterator[Traffic]:
-    config, axes = work.config, work.axes
+    config = work.config
     hidden = work.slots // config.tensor * work.shape.d_model * work.stream
-    inner = axes["dp_replicate"] * axes["dp_shard"] * axes["cp"] * axes["tp"]
+    inner = work.world_size // config.pipeline
     # The last stage has no next one, and the first none before it.
     sends = (2 * config.stages // config.pipeline - part.is_first - part.is_last) * work.micro_batches
     yield Traffic("pipeline", "send", config.pipeline, config.pipeline * inner, sends * hidden)

@@ -1,6 +1,6 @@
-"""Which process of a run this one is, read from what its launcher says; knows no torch.
+"""The rank of this process, read from its launcher's environment variables. Imports no torch.
 
-Every launcher names the same three numbers in its own way, and `TABLE` says how:
+Launchers use different names for the same numbers (`TABLE`):
 
     launcher                      rank                   world size              rank on this host
     torchrun, or exported         RANK                   WORLD_SIZE              LOCAL_RANK
@@ -9,10 +9,10 @@ Every launcher names the same three numbers in its own way, and `TABLE` says how
     mpiexec of MPICH, Intel MPI   PMI_RANK               PMI_SIZE                MPI_LOCALRANKID, PMI_LOCAL_RANK
     srun                          SLURM_PROCID           SLURM_STEP_NUM_TASKS    SLURM_LOCALID
 
-Variables outlive their process: a batch script hands its own on to everything that it starts. Rows that speak must
-therefore agree, and an error names those that do not. Rows are silent where they speak of something else: all but
-torchrun's inside torchrun (srun or mpiexec may have started one torchrun a node), and srun's where it started one
-helper of an MPI launcher a node, a shell, or nothing at all (a batch script has SLURM_PROCID, but no step).
+Processes inherit variables: a batch script passes its own on to everything that it starts. Rows that apply must
+therefore agree; otherwise an error names them. Some rows do not apply: inside torchrun all but its own (srun or mpiexec
+may have started one torchrun per node), and srun's if it started one helper of an MPI launcher per node, a shell, or
+nothing at all (a batch script has SLURM_PROCID, but no step).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import NamedTuple
 from multipack.parallel.hostnames import expand_hostlist
 
 
-class Row(NamedTuple):
-    """One launcher's names; of several names of a number, the first that is set counts."""
+class Variables(NamedTuple):
+    """The variables of one launcher; of several names, the first that is set counts."""
 
     launcher: str
     rank: tuple[str, ...]
@@ -37,28 +37,28 @@ class Row(NamedTuple):
 
 
 TABLE = (
-    Row("RANK and WORLD_SIZE", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)),
-    Row(
+    Variables("RANK and WORLD_SIZE", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)),
+    Variables(
         "Open MPI",
         ("OMPI_COMM_WORLD_RANK",),
         ("OMPI_COMM_WORLD_SIZE",),
         ("OMPI_COMM_WORLD_LOCAL_RANK",),
         ("OMPI_COMM_WORLD_LOCAL_SIZE",),
     ),
-    Row("PALS", ("PALS_RANKID",), ("PMI_SIZE",), ("PALS_LOCAL_RANKID",), ("PALS_LOCAL_SIZE",)),
-    Row(
+    Variables("PALS", ("PALS_RANKID",), ("PMI_SIZE",), ("PALS_LOCAL_RANKID",), ("PALS_LOCAL_SIZE",)),
+    Variables(
         "MPICH",
         ("PMI_RANK",),
         ("PMI_SIZE",),
         ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
         ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
     ),
-    Row("srun", ("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",), ()),
+    Variables("srun", ("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",), ()),
 )
-"""Launchers, the innermost first."""
+"""Launchers, innermost first."""
 
 JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "PALS_APID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
-"""What tells one run on a host from another, by whoever may know it."""
+"""Variables that distinguish runs on one host."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,10 @@ class Ranks:
 
     Attributes:
         rank: of this process, 0 … size − 1.
-        size: processes of the run.
-        local_rank: of this process among those of its host.
-        local_size: processes on this host; 0 = nobody said.
-        launcher: who said so: a launcher of `TABLE`, `"torchrun"`, or `"none"`.
+        size: number of processes of the run.
+        local_rank: rank of this process among those of its host.
+        local_size: number of processes on this host; 0 = unknown.
+        launcher: of `TABLE`, `"torchrun"`, or `"none"`.
     """
 
     rank: int = 0
@@ -81,9 +81,9 @@ class Ranks:
 
 
 class _Claim(NamedTuple):
-    """What one row says; (variable, value), or None where it is silent."""
+    """Values of one launcher's variables as (variable, value); None if not set."""
 
-    row: Row
+    row: Variables
     rank: tuple[str, int] | None
     size: tuple[str, int] | None
     local_rank: tuple[str, int] | None
@@ -91,13 +91,13 @@ class _Claim(NamedTuple):
 
 
 def find_ranks(environment: Mapping[str, str]) -> Ranks:
-    """Which process this is; without a launcher's variables, the only one.
+    """The rank of this process; without a launcher's variables it is the only one.
 
     Args:
         environment: variables of this process.
 
     Raises:
-        ValueError: two launchers disagree, a number is missing or is none, or a rank is not below the size.
+        ValueError: two launchers disagree, a value is missing or not a number, or a rank is not below the size.
     """
     claims = _claims(environment)
     rank, size = _agreed("rank", claims), _agreed("size", claims)
@@ -131,13 +131,13 @@ def find_ranks(environment: Mapping[str, str]) -> Ranks:
 
 
 def rendezvous(environment: Mapping[str, str], ranks: Ranks) -> tuple[str, int]:
-    """Where the processes of a run meet: a host's address and a port, the same for each of them.
+    """Address and port of the store that the processes of a run join through, the same for all of them.
 
-    MASTER_ADDR and MASTER_PORT say so, which torchrun and `multipack launch` set. Started by srun alone, processes meet
-    on the first host of their step; by mpiexec alone, only where all are on one host.
+    Taken from MASTER_ADDR and MASTER_PORT, which torchrun and `multipack launch` set. Processes started by srun alone
+    use the first host of their step; those started by mpiexec alone must be on one host.
 
     Raises:
-        ValueError: nobody says where rank 0 is.
+        ValueError: the host of rank 0 is unknown.
     """
     address = environment.get("MASTER_ADDR", "")
     if not address:
@@ -154,19 +154,19 @@ def rendezvous(environment: Mapping[str, str], ranks: Ranks) -> tuple[str, int]:
 
 
 def job_of(environment: Mapping[str, str]) -> str:
-    """A name of the job that is the same in all its processes, the empty one where no scheduler gave one."""
+    """A name of the job that is the same in all its processes; empty without a scheduler."""
     job = next((environment[name] for name in JOBS if environment.get(name)), "")
     step = environment.get("SLURM_STEP_ID", "")
     return f"{job}.{step}" if job and step else job
 
 
 def port_of(job: str) -> int:
-    """A port for a job, 16,384 … 32,767: below those that Linux hands out by itself (from 32,768 on)."""
+    """A port for a job, 16,384 … 32,767: below Linux's ephemeral ports, which begin at 32,768."""
     return 16_384 + zlib.crc32(job.encode()) % 16_384
 
 
 def _claims(environment: Mapping[str, str]) -> list[_Claim]:
-    """Rows that speak of this process."""
+    """Rows that apply to this process."""
     found = []
     for row in TABLE[:1] if "TORCHELASTIC_RUN_ID" in environment else TABLE:
         if row.launcher == "srun" and not _is_step(environment):
@@ -174,7 +174,7 @@ def _claims(environment: Mapping[str, str]) -> list[_Claim]:
         rank = _number(environment, row.rank)
         size = _number(environment, row.size)
         if rank is None and row is not TABLE[0]:
-            continue  # PMI_SIZE belongs to whichever row has a rank
+            continue  # PMI_SIZE is shared by rows: it belongs to the one with a rank
         if rank is not None or size is not None:
             local = _number(environment, row.local_rank), _number(environment, row.local_size)
             found.append(_Claim(row, rank, size, *local))
@@ -184,7 +184,7 @@ def _claims(environment: Mapping[str, str]) -> list[_Claim]:
 
 
 def _started_helpers(environment: Mapping[str, str], claims: list[_Claim]) -> bool:
-    """Whether srun started a helper of mpiexec on each node, and the helpers these processes."""
+    """Whether srun started one helper of mpiexec per node, and the helpers started these processes."""
     sizes = {claim.row.launcher: claim.size[1] for claim in claims if claim.size is not None}
     inner = [size for launcher, size in sizes.items() if launcher not in ("srun", TABLE[0].launcher)]
     one_a_node = re.fullmatch(r"1(\(x\d+\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
@@ -192,7 +192,7 @@ def _started_helpers(environment: Mapping[str, str], claims: list[_Claim]) -> bo
 
 
 def _is_step(environment: Mapping[str, str]) -> bool:
-    """Whether srun started this process as one of several; a shell that srun opened is no run."""
+    """Whether srun started this process as one of several; a shell opened by srun is not a run."""
     if not (environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_STEP_ID")):
         return False
     size = _number(environment, ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"))
@@ -200,7 +200,7 @@ def _is_step(environment: Mapping[str, str]) -> bool:
 
 
 def _agreed(which: str, claims: list[_Claim]) -> tuple[str, int] | None:
-    """The first row's value, with which all others must agree."""
+    """The first row's value, which all others must equal."""
     stated = [getattr(claim, which) for claim in claims if getattr(claim, which) is not None]
     for other in stated[1:]:
         if other[1] != stated[0][1]:
@@ -213,7 +213,7 @@ def _agreed(which: str, claims: list[_Claim]) -> tuple[str, int] | None:
 
 
 def _first(which: str, claims: list[_Claim]) -> tuple[str, int] | None:
-    """The first row's value: LOCAL_RANK may differ, where each process is shown one GPU only."""
+    """The first row's value; local ranks may differ if each process sees one GPU only."""
     return next((getattr(claim, which) for claim in claims if getattr(claim, which) is not None), None)
 
 
