@@ -289,7 +289,7 @@ def test_files_and_folders(tmp_path):
         ),
         ({**MIXTRAL, "num_experts_per_tok": None}, "lacks num_experts_per_tok"),
         ({**DEEPSEEK, "v_head_dim": None}, "lacks v_head_dim$"),
-        ({**LLAMA, "model_type": "brandnew", "hidden_act": "gelu"}, "hidden_act='gelu' does not tell"),
+        ({**LLAMA, "model_type": "brandnew", "hidden_act": "gelu"}, "hidden_act='gelu' does not determine"),
         ({}, "'\\?' is unknown"),
         ({**LLAMA, "is_encoder_decoder": True}, "is_encoder_decoder is a model whose cost is not known"),
         ({**LLAMA, "attention_chunk_size": 8192}, "attention_chunk_size"),
