@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multipack.planning.fewest import SCALE, Knapsack, fewest, fill
-from multipack.planning.kernels.packing import hand_out
-from multipack.planning.packing import Histogram, best_fit, count, pack, simple_bound
+from multipack.planning.histogram import Histogram, best_fit, count, simple_bound
+from multipack.planning.kernels.fit import hand_out
+from multipack.planning.packing import pack
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "lengths"
 needs_data = pytest.mark.skipif(not DATA.exists(), reason="../shared/data is absent")

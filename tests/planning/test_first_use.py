@@ -9,7 +9,7 @@ import pytest
 
 from multipack.planning.first_use import compile_packer, compile_planner
 from multipack.planning.jit import cached
-from multipack.planning.kernels import balancing, packing, placing
+from multipack.planning.kernels import balancing, fit, placing
 from multipack.planning.options import PlanOptions
 
 COMPILED_AHEAD = """
@@ -58,7 +58,7 @@ def test_it_is_announced_once(monkeypatch):
     said = []
     compile_planner(PlanOptions(capacity=100, packs_per_step=2))  # from here on the cache has what is needed
     compile_packer(100, "best_fit")
-    if not cached(placing, balancing, packing):
+    if not cached(placing, balancing, fit):
         pytest.skip("no cache folder can be written to here")
     compile_planner(PlanOptions(capacity=100, packs_per_step=2), announce=lambda: said.append("plan"))
     compile_packer(100, "best_fit", announce=lambda: said.append("pack"))
@@ -91,4 +91,4 @@ def test_settings_far_beyond_the_invented_documents():
     compile_packer(2**27, "best_fit")
     compile_packer(1, "next_fit")
     assert placing.place.signatures
-    assert packing.next_fit.signatures
+    assert fit.next_fit.signatures

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from multipack.planning.histogram import count, longest_first
 from multipack.planning.lengths import LARGEST_CAPACITY, check_lengths
-from multipack.planning.packing import Packs, count, longest_first, minimum_packs, pack
+from multipack.planning.packing import Packs, minimum_packs, pack
 
 METHODS = ["next_fit", "first_fit_decreasing", "best_fit_decreasing", "best_fit", "fewest"]
 

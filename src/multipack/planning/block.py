@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from multipack.planning.kernels import packing, placing
+from multipack.planning.kernels import fit, placing
 from multipack.planning.level import few, level_tokens, trade, trade_two
 from multipack.planning.order import BLOCKS, keys
 
@@ -72,7 +72,7 @@ def first_fit(lengths: Integers, old: int, rules: Rules) -> Integers:
     """
     order = np.lexsort((-lengths, np.arange(len(lengths)) >= old))
     packs = np.empty(len(lengths), dtype=np.int64)
-    packs[order] = packing.first_fit(lengths[order], rules.capacity, rules.max_documents)[0]
+    packs[order] = fit.first_fit(lengths[order], rules.capacity, rules.max_documents)[0]
     return packs
 
 

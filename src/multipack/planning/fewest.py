@@ -2,7 +2,7 @@
 
 The search goes from cheap to expensive methods and stops as soon as a packing has as many packs as the bound:
 
- 1. best fit, and the simple bounds of `packing.py`: milliseconds;
+ 1. best fit, and the simple bounds of `histogram.py`: milliseconds;
  2. `fill`: packs filled to the last token, one after another; enough where packs hold many documents;
  3. the linear program over patterns, whose dual proves what no simple bound finds: that lengths do not combine well.
     Its solution x_p is rounded down, the remaining documents are packed by 1 and 2, and the program is solved
@@ -38,8 +38,8 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse import csc_array, hstack
 
-from multipack.planning.kernels import patterns as kernels
-from multipack.planning.packing import Histogram, Patterns, best_fit, simple_bound
+from multipack.planning.histogram import Histogram, Patterns, best_fit, simple_bound
+from multipack.planning.kernels import search as kernels
 
 QUICK = ((50, 10**8), (1_000, 10**8))
 THOROUGH = ((10_000, 10**9), (10_000, 4 * 10**9))

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multipack.planning.jit import cached
-from multipack.planning.kernels import balancing, bounds, packing, patterns, placing
+from multipack.planning.kernels import balancing, bounds, fit, placing, search
 from multipack.planning.level import level_tokens
 from multipack.planning.options import PlanOptions, Sync
 from multipack.planning.packing import Method, pack
@@ -56,7 +56,7 @@ def compile_planner(
         report(made, min(world_size, packs), sync)
     hard = np.array([6, 6, 5], dtype=np.int64)  # two packs of 10 cannot hold these
     level_tokens(hard, hard, 2, 10, 3)
-    packing.first_fit(hard, 10, 3)  # for what waits, where it is more than a pack each
+    fit.first_fit(hard, 10, 3)  # for what waits, where it is more than a pack each
 
 
 def compile_packer(
@@ -66,7 +66,7 @@ def compile_packer(
     announce: Callable[[], None] = lambda: None,
 ) -> None:
     """Compile what `pack` uses; see `compile_planner`."""
-    if not cached(packing, *([patterns] if method == "fewest" else [])):
+    if not cached(fit, *([search] if method == "fewest" else [])):
         announce()
     pack(_lengths(capacity), capacity, method, max_documents, time_budget=1.0)
 

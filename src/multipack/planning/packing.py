@@ -3,27 +3,19 @@
 lengths   5 3 4 2 6        capacity 8
 next fit  |AAAAABBB|CCCCDD··|EEEEEE··|      in order, one open pack
 best fit  |EEEEEEDD|AAAAABBB|CCCC····|      longest first, each into the smallest room that fits
-
-Packing needs the histogram of lengths only. Ten million documents have some thousand distinct lengths, so most of the
-work does not depend on the number of documents. Equal packs are one entry, a *pattern*:
-
-lengths        6 ×3, 3 ×7        capacity 12
-pattern 0      2×6               1 pack
-pattern 1      1×6, 2×3          1 pack
-pattern 2      4×3               1 pack
-pattern 3      1×3               1 pack
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from multipack.planning.kernels import packing as kernels
+from multipack.planning.histogram import best_fit, count, longest_first, simple_bound
+from multipack.planning.kernels import fit as kernels
 from multipack.planning.lengths import check_lengths, check_max_documents, check_seconds
 
 Method = Literal["next_fit", "first_fit_decreasing", "best_fit_decreasing", "best_fit", "fewest"]
@@ -152,126 +144,3 @@ def minimum_packs(lengths: ArrayLike, capacity: int, max_documents: int | None =
     """
     checked = check_lengths(lengths, capacity)
     return simple_bound(count(checked), capacity, check_max_documents(max_documents, len(checked)))
-
-
-class Histogram(NamedTuple):
-    """Number of documents of each length.
-
-    Attributes:
-        values: (distinct,) int64 lengths in tokens, falling.
-        counts: (distinct,) int64 documents of each length.
-    """
-
-    values: NDArray[np.int64]
-    counts: NDArray[np.int64]
-
-    @property
-    def documents(self) -> int:
-        """Number of documents."""
-        return int(self.counts.sum())
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens."""
-        return int(self.values @ self.counts)
-
-
-def count(lengths: NDArray[np.int64]) -> Histogram:
-    """The histogram of checked lengths."""
-    if _is_sparse(lengths):
-        values, counts = np.unique(lengths, return_counts=True)
-    else:
-        dense = np.bincount(lengths)
-        values = np.flatnonzero(dense)
-        counts = dense[values]
-    return Histogram(values[::-1].copy(), counts[::-1].astype(np.int64))
-
-
-def longest_first(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """(documents,) document numbers by falling length, equal lengths by rising number."""
-    if _is_sparse(lengths):
-        return np.argsort(-lengths, kind="stable")
-    return kernels.descending(lengths, int(lengths.max()))
-
-
-def _is_sparse(lengths: NDArray[np.int64]) -> bool:
-    """Whether a table over all lengths would cost more than sorting the documents."""
-    return int(lengths.max()) > 16 * len(lengths) + (1 << 16)
-
-
-def simple_bound(histogram: Histogram, capacity: int, max_documents: int) -> int:
-    """A proven lower bound on the number of packs, in O(distinct lengths).
-
-    The largest of ⌈tokens / capacity⌉, ⌈documents / max_documents⌉, and for every length a ≤ capacity / 2 the bound L2
-    of Martello and Toth (1990): documents longer than capacity − a share no pack with a document of at least a tokens,
-    those above capacity / 2 share no pack with each other, and the others of at least a tokens fill the room that these
-    leave before they need packs of their own.
-    """
-    values, counts = histogram
-    documents = np.concatenate([[0], np.cumsum(counts)])  # of the longest lengths
-    tokens = np.concatenate([[0], np.cumsum(values * counts)])
-    bound = max(-(-int(tokens[-1]) // capacity), -(-int(documents[-1]) // max_documents))
-    above_half = int(
-        np.searchsorted(-values, -(capacity // 2))
-    )  # number of lengths above half of the capacity
-    shortest = values[above_half:]
-    alone = np.searchsorted(-values, -(capacity - shortest))
-    until = np.arange(above_half, len(values)) + 1
-    room = (documents[above_half] - documents[alone]) * capacity - (tokens[above_half] - tokens[alone])
-    rest = np.maximum(tokens[until] - tokens[above_half] - room, 0)
-    by_length = documents[above_half] + -(-rest // capacity)
-    return max(bound, int(documents[above_half]), int(by_length.max(initial=0)))
-
-
-class Patterns(NamedTuple):
-    """Packs of a histogram's documents. Pattern p has the runs starts[p] … starts[p + 1] − 1.
-
-    Attributes:
-        starts: (patterns + 1,) int64.
-        numbers: (runs,) int64 index into the histogram's lengths.
-        copies: (runs,) int64 documents of that length in each pack.
-        packs: (patterns,) int64 number of packs.
-    """
-
-    starts: NDArray[np.int64]
-    numbers: NDArray[np.int64]
-    copies: NDArray[np.int64]
-    packs: NDArray[np.int64]
-
-    @property
-    def num_packs(self) -> int:
-        """Number of packs of all patterns."""
-        return int(self.packs.sum())
-
-    def documents(self, distinct: int) -> NDArray[np.int64]:
-        """(distinct,) documents of each length in all packs."""
-        times = np.repeat(self.packs, np.diff(self.starts))
-        total = np.zeros(distinct, dtype=np.int64)
-        np.add.at(total, self.numbers, times * self.copies)
-        return total
-
-    @classmethod
-    def empty(cls) -> Patterns:
-        """No packs."""
-        none = np.zeros(0, dtype=np.int64)
-        return cls(np.zeros(1, dtype=np.int64), none, none, none)
-
-    @classmethod
-    def join(cls, first: Patterns, second: Patterns) -> Patterns:
-        """The packs of both."""
-        starts = np.concatenate([first.starts[:-1], second.starts + first.starts[-1]])
-        return cls(starts, *(np.concatenate(pair) for pair in zip(first[1:], second[1:], strict=True)))
-
-
-def best_fit(histogram: Histogram, capacity: int, max_documents: int) -> Patterns:
-    """Exact best fit decreasing: each document, longest first, into the smallest room that fits.
-
-    The operating system provides the pages of a zeroed table when they are first used, so that a capacity of many
-    millions costs no more than the rooms that occur.
-    """
-    room = min(capacity, histogram.tokens)
-    table = np.zeros(room + 1, dtype=np.int64)
-    bits = tuple(np.zeros((room >> shift) + 1, dtype=np.uint64) for shift in (6, 12, 18))
-    opened, packs, newest, runs = kernels.best_fit(*histogram, room, max_documents, table, bits)
-    order = np.argsort(opened)
-    return Patterns(*kernels.unroll(order, newest, runs), packs[order])

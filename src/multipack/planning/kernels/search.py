@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multipack.planning.jit import compiled
-from multipack.planning.kernels.packing import trailing_zeros
+from multipack.planning.kernels.fit import trailing_zeros
 
 Integers = NDArray[np.int64]
 Words = NDArray[np.uint64]
