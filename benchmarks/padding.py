@@ -24,9 +24,9 @@ from torch import Tensor
 from multipack.ops.loss import linear_cross_entropy
 from multipack.parallel.world import World
 from multipack.reports.console import Console
-from multipack.training.assemble import assemble
 from multipack.training.compare import Comparison, compare_with_padding
 from multipack.training.run_config import compose
+from multipack.training.trainer import Trainer
 from result import write_result
 
 RESULTS = Path(__file__).parent / "results" / "padding.json"
@@ -41,19 +41,19 @@ def measure(words: list[str], options: argparse.Namespace) -> dict[str, Comparis
     """Compare under one configuration, with either padded loss."""
     with tempfile.TemporaryDirectory() as folder:
         config = compose([*words, "train.eval_every=0", f"out={folder}/run"])
-        session = assemble(config, World(), Console())
+        trainer = Trainer(config, World(), Console())
         found = {}
         for name, loss in (("same loss", linear_cross_entropy), ("every slot", every_slot)):
             found[name] = compare_with_padding(
-                session.engine,
-                session.corpus.train,
-                session.feed.plan,
+                trainer.engine,
+                trainer.corpus.train,
+                trainer.feed.plan,
                 batch_size=options.batch_size,
                 steps=options.steps,
                 seconds=options.seconds,
                 padded_loss=loss,
             )
-        session.close()
+        trainer.close()
     return found
 
 

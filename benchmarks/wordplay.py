@@ -28,8 +28,7 @@ from torch import Tensor, nn
 from multipack.planning.cost import CostModel
 from multipack.run import RunDirectory
 from multipack.shapes import ModelShape
-from multipack.training.peak import matmul_peak
-from multipack.training.precision import DTYPES, resolve_dtype
+from multipack.training.precision import DTYPES, matmul_peak, resolve_dtype
 from multipack.training.run_config import compose
 from multipack.training.trainer import train
 from result import write_result

@@ -47,8 +47,8 @@ def corpus_path(tmp_path_factory):
     return path
 
 
-@pytest.fixture
-def words(corpus_path):
+@pytest.fixture(scope="session")
+def run_words(corpus_path):
     """A run of a second: bytes, a tiny decoder, four packs a step, fp32."""
     return [
         "data=jsonl",
@@ -66,3 +66,9 @@ def words(corpus_path):
         "train.compare_padding=false",
         "log.every=2",
     ]
+
+
+@pytest.fixture
+def words(run_words):
+    """The words of a short run, to be added to."""
+    return list(run_words)

@@ -18,10 +18,10 @@ from multipack.parallel.state import local, piece_of
 from multipack.run import RunDirectory, config_yaml
 from multipack.shapes import ModelShape
 from multipack.training import checkpoint_tensors, trainer
-from multipack.training.averaging import MovingAverage
+from multipack.training.callbacks.averaging import MovingAverage
+from multipack.training.callbacks.callback import Callbacks
 from multipack.training.checkpoint import CheckpointWriter, Content, load_checkpoint
 from multipack.training.export import export
-from multipack.training.observer import Observers
 from multipack.training.run_config import compose, compose_run
 from multipack.training.weights import begin_from, initial_weights
 
@@ -60,12 +60,12 @@ def _averaged(world, path, sizes):
     source.fill("model", other.parameters)
     again = MovingAverage(0.5)
     again.load_state(average.state())
-    Observers([again]).load_tensors(source, other)
+    Callbacks([again]).load_all_tensors(source, other)
     _advance(plain, expected, 2)
     _advance(other, again, 2)
     for name, mean in again.tensors().items():
         assert torch.equal(local(mean), piece_of(expected.tensors()[name], mean)), name
-    ((_, context),) = again.weightings(other)
+    ((_, context),) = again.weight_sets(other)
     with context:
         for name, weight in other.parameters.items():
             assert torch.equal(local(weight), local(again.tensors()[name])), name

@@ -12,8 +12,8 @@ from multipack.data.sampler import PackedBatchSampler
 from multipack.parallel.mesh import Mesh, build_mesh
 from multipack.parallel.parallel_config import AXES, ParallelConfig
 from multipack.parallel.world import World
-from multipack.training import assemble
 from multipack.training.run_config import compose
+from multipack.training.run_parts import packs_per_step
 
 LENGTHS = np.random.default_rng(3).integers(5, 60, 200)
 
@@ -78,7 +78,7 @@ def told_of_hosts(world, of_host):
     before = socket.gethostname
     socket.gethostname = lambda: f"host{world.rank // of_host}"
     try:
-        return assemble._packs_per_step(config, build_mesh(config.parallel, world))[1]
+        return packs_per_step(config, build_mesh(config.parallel, world))[1]
     finally:
         socket.gethostname = before
 

@@ -11,9 +11,10 @@ from torch import nn
 from multipack.parallel.build import plain_engine
 from multipack.parallel.mesh import build_mesh
 from multipack.parallel.parallel_config import ParallelConfig
-from multipack.training.averaging import MovingAverage
-from multipack.training.gradients import GradientNoise, LayerNorms
-from multipack.training.optimizer import OptimizerConfig, build_optimizer
+from multipack.training.callbacks.averaging import MovingAverage
+from multipack.training.callbacks.gradients import GradientNoise, LayerNorms
+from multipack.training.optimizer import build_optimizer
+from multipack.training.settings import OptimizerConfig
 
 sys.path.append(str(Path(__file__).parent))
 tiny = importlib.import_module("sharding")

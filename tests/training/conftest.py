@@ -1,9 +1,158 @@
-"""What the tests of training/ share."""
+"""Shared by the tests of training/: one finished run, trainers, and callbacks added to runs."""
+
+import json
+import shutil
 
 import pytest
+
+from multipack.parallel.world import World
+from multipack.reports.console import Console
+from multipack.training.callbacks.callback import Callback
+from multipack.training.run_config import compose
+from multipack.training.run_parts import RunParts
+from multipack.training.trainer import Trainer, train
+
+PEAK = "multipack.training.precision.matmul_peak"
+TIMED = {
+    "dt",
+    "dtf",
+    "dtb",
+    "dto",
+    "data_time",
+    "sps",
+    "tps",
+    "sps_per_device",
+    "tps_per_device",
+    "mfu",
+    "memory",
+}
+"""Metrics that differ between equal runs."""
+
+
+class RunFiles:
+    """The records of a run directory."""
+
+    def __init__(self, path):
+        self.path = path
+        lines = (path / "metrics.jsonl").read_text().splitlines()
+        self.records = [json.loads(line) for line in lines]
+        self.steps = [record for record in self.records if "loss" in record]
+        self.losses = [record["loss"] for record in self.steps]
+        self.evaluations = [record for record in self.records if "val_loss" in record]
+        self.untimed = [
+            {name: value for name, value in record.items() if name not in TIMED} for record in self.records
+        ]
+
+
+class Recorder(Callback):
+    """Records the hooks that are called, and does in them what a test asks for."""
+
+    name = "recorder"
+
+    def __init__(self, **actions):
+        self.seen, self.loaded, self.actions = [], None, actions
+
+    def _do(self, hook, default, *arguments):
+        self.seen.append((hook, *arguments))
+        return self.actions[hook](*arguments) if hook in self.actions else default
+
+    def before_step(self, step):
+        self._do("before_step", None, step)
+
+    def micro_batch(self, index, engine, own, whole):
+        self._do("micro_batch", None, index)
+
+    def gradient(self, step, engine):
+        return self._do("gradient", {}, step)
+
+    def accept(self, step, loss, grad_norm):
+        return self._do("accept", True, step)
+
+    def after_step(self, step, engine, applied):
+        self._do("after_step", None, step)
+
+    def record(self, values):
+        self._do("record", None, int(values["step"]), "val_loss" in values)
+
+    def sample(self, step, text):
+        self._do("sample", None, step)
+
+    def stop_reason(self, step, val_loss):
+        return self._do("stop_reason", "", step)
+
+    def state(self):
+        return {"count": len(self.seen)}
+
+    def load_state(self, state):
+        self.loaded = state["count"]
+
+    def close(self, failed):
+        self._do("close", None, failed)
 
 
 @pytest.fixture(autouse=True)
 def known_peak(monkeypatch):
-    """No test measures the matmul peak of this machine, which takes longer than most runs here; see test_peak.py."""
-    monkeypatch.setattr("multipack.training.precision.matmul_peak", lambda *_: 1e11)
+    """No test measures the matmul peak of this machine, which takes longer than most runs here."""
+    monkeypatch.setattr(PEAK, lambda *_, **__: 1e11)
+
+
+@pytest.fixture(scope="session")
+def files():
+    """Path of a run directory → its records."""
+    return RunFiles
+
+
+@pytest.fixture(scope="session")
+def recorder():
+    """Hook → action: a callback that records the hooks that are called."""
+    return Recorder
+
+
+@pytest.fixture(scope="session")
+def changed():
+    """Words with others in the place of those that set the same."""
+
+    def change(words, *more):
+        keys = {word.partition("=")[0] for word in more}
+        return [word for word in words if word.partition("=")[0] not in keys] + list(more)
+
+    return change
+
+
+@pytest.fixture(scope="session")
+def _finished(corpus_path, run_words, tmp_path_factory):
+    path = tmp_path_factory.mktemp("runs") / "finished"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PEAK, lambda *_, **__: 1e11)
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+        train(compose([*run_words, "train.keep_checkpoints=0", f"out={path}"]))
+    return path
+
+
+@pytest.fixture
+def finished(_finished, tmp_path):
+    """A copy of a run that took the six steps of `words`, with checkpoints after steps 3 and 6."""
+    return shutil.copytree(_finished, tmp_path / "finished")
+
+
+@pytest.fixture
+def trainer(words, tmp_path, changed):
+    """More words → a trainer in one process, closed after the test."""
+    made = []
+
+    def make(*more):
+        config = compose(changed(words, f"out={tmp_path / f'trainer{len(made)}'}", *more))
+        made.append(Trainer(config, World(), Console(rank=1)))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """Callbacks that runs get beside their own, as long as they are in this list."""
+    callbacks, build = [], RunParts._build_callbacks
+    monkeypatch.setattr(RunParts, "_build_callbacks", lambda parts: [*build(parts), *callbacks])
+    return callbacks

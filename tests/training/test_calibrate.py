@@ -7,15 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from multipack.parallel.mesh import Mesh
 from multipack.parallel.world import World
 from multipack.planning.cost import CostModel
 from multipack.reports.console import Console
 from multipack.shapes import ModelShape
-from multipack.training.assemble import assemble
 from multipack.training.calibrate import COST_FILE, DecoderTimer, calibrate, cost_rows, mixes
 from multipack.training.run_config import compose, compose_run
-from multipack.training.trainer import train
+from multipack.training.trainer import Trainer, train
 
 SHAPE = ModelShape(layers=2, heads=2, d_model=16, d_ff=32, vocabulary_size=50, dropout=0.5)
 
@@ -135,7 +133,7 @@ def test_a_measured_run_keeps_its_cost_and_resumes_with_it(words, tmp_path, caps
     state["files"], state["progress"]["data"]["fingerprint"] = listed, fingerprint
     (checkpoint / "state.json").write_text(json.dumps(state))
     resumed = compose_run(["train.resume=true", f"out={out}", "train.steps=8"])
-    session = assemble(resumed, World(), Console(rank=1))
+    session = Trainer(resumed, World(), Console(rank=1))
     assert (session.cost_model.linear, session.cost_model.constant) == (12_345, 678)
     assert session.step == 6
     assert _plan(session)[0] == fingerprint
@@ -145,20 +143,22 @@ def test_a_measured_run_keeps_its_cost_and_resumes_with_it(words, tmp_path, caps
 def _fingerprint_with(words, cost, tmp_path):
     """The fingerprint of the run's plan under another cost."""
     from multipack.data.corpus import load_corpus
-    from multipack.training.assemble import _sampler
+    from multipack.planning.plan import plan
 
     config = compose(words)
     documents = load_corpus(config.data, config.tokenizer, limit=config.plan.capacity).train
-    return _sampler(config, Mesh(World()), documents, CostModel.from_dict(cost), "training").plan.fingerprint
+    options = {"options": config.plan.for_ranks(1), "seed": config.train.seed}
+    targets, cost = documents.target_counts, CostModel.from_dict(cost)
+    return plan(documents.lengths, targets=targets, cost=cost, **options).fingerprint
 
 
 def test_a_run_stopped_before_its_first_checkpoint_plans_alike(words, tmp_path):
     out = tmp_path / "run"
     config = compose([*words, "plan.cost=measured", f"out={out}"])
-    first = _plan(assemble(config, World(), Console(rank=1)))
+    first = _plan(Trainer(config, World(), Console(rank=1)))
     again = compose_run(["train.resume=true", f"out={out}"])
     assert again.plan.cost == "measured"
-    assert _plan(assemble(again, World(), Console(rank=1))) == first
+    assert _plan(Trainer(again, World(), Console(rank=1))) == first
 
 
 def test_a_checkpoint_without_its_cost_is_refused(words, tmp_path):
@@ -172,7 +172,7 @@ def test_a_checkpoint_without_its_cost_is_refused(words, tmp_path):
     with pytest.raises(
         ValueError, match=r"cost\.json is missing: the run was planned with plan\.cost=measured"
     ):
-        assemble(compose_run(["train.resume=true", f"out={out}"]), World(), Console(rank=1))
+        Trainer(compose_run(["train.resume=true", f"out={out}"]), World(), Console(rank=1))
 
 
 def test_the_run_itself_does_not_notice_the_measuring(words, tmp_path):
@@ -180,7 +180,7 @@ def test_the_run_itself_does_not_notice_the_measuring(words, tmp_path):
     seen = []
     for cost in ("flops", "measured"):
         out = tmp_path / cost
-        session = assemble(compose([*words, f"plan.cost={cost}", f"out={out}"]), World(), Console(rank=1))
+        session = Trainer(compose([*words, f"plan.cost={cost}", f"out={out}"]), World(), Console(rank=1))
         weights = session.engine.state()["model"]
         seen.append((torch.get_rng_state(), {name: value.clone() for name, value in weights.items()}))
         session.close()

@@ -1,4 +1,4 @@
-"""The main job as it is: `multipack train` with its defaults. Minutes, so marked slow."""
+"""`multipack train` with its defaults, and on characters of Shakespeare. Minutes, so marked slow."""
 
 import json
 import os
@@ -7,17 +7,16 @@ import sys
 
 import pytest
 
+from multipack.training.run_config import compose
+from multipack.training.trainer import train
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_default_run_learns_the_standard_library(tmp_path):
     environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-    done = subprocess.run(
-        [sys.executable, "-m", "multipack", "train", f"out={tmp_path / 'run'}"],
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
+    command = [sys.executable, "-m", "multipack", "train", f"out={tmp_path / 'run'}"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     validation = [record["val_loss"] for record in records if "val_loss" in record]
@@ -28,20 +27,15 @@ def test_the_default_run_learns_the_standard_library(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_characters_of_shakespeare_are_learned(shared_data, tmp_path):
-    """nanoGPT's stream, cut into blocks: well below the 4.17 of guessing among 65 characters."""
+def test_characters_of_shakespeare_are_learned(shared_data, tmp_path, capsys):
+    """nanoGPT's small CPU model reaches 1.88 in 2,000 steps of 768 characters; required: 1.9."""
+    text = shared_data / "text" / "tinyshakespeare.txt"
     words = [
-        "data=shakespeare_char",
-        f"data.path={shared_data / 'text' / 'tinyshakespeare.txt'}",
-        "data.block_size=256",
-        "model=tiny",
-        "plan.capacity=2048",
-        "train.steps=250",
-        "train.eval_every=250",
-        "train.eval_packs=16",
-        "train.compare_padding=false",
-        f"out={tmp_path / 'run'}",
+        *("data=shakespeare_char", f"data.path={text}", "data.block_size=128", "train.seed=1"),
+        *("model.layers=4", "model.heads=4", "model.d_model=128", "model.d_ff=344"),
+        *("plan.capacity=2048", "plan.packs_per_step=1", "train.steps=400", "train.eval_every=400"),
+        *("train.eval_packs=16", "optimizer.lr=4e-3", "optimizer.warmup_steps=40"),
+        *("train.compare_padding=false", "log.every=0", f"out={tmp_path / 'run'}"),
     ]
-    subprocess.run([sys.executable, "-m", "multipack", "train", *words], check=True, capture_output=True)
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(lines[-1])["val_loss"] < 2.4
+    assert train(compose(words)).val_loss <= 1.9
+    assert "65 tokens" in capsys.readouterr().out  # the vocabulary of characters

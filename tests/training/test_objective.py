@@ -42,7 +42,7 @@ def test_pairs_are_trained_by_preference_and_tell_rewards(pairs, tmp_path, capsy
 def test_fp16_that_always_overflows_ends_the_run(words, tmp_path, monkeypatch):
     """Every step is left out until no scale is left; then the run says so and where it was good."""
     from multipack.parallel.engine import ModelEngine
-    from multipack.training.session import NonFiniteLoss
+    from multipack.training.run_state import NonFiniteLoss
 
     clip = ModelEngine.clip
 

@@ -1,4 +1,4 @@
-"""What only the vocabulary or the names of parameters tell against is refused before a process joins the others."""
+"""Settings that only the vocabulary or names of parameters show to be illegal are refused before processes join."""
 
 import shutil
 
@@ -8,101 +8,97 @@ from multipack.data.corpus import find_tokenizer, load_corpus
 from multipack.data.data_config import DataConfig
 from multipack.data.prepare import prepare
 from multipack.data.tokenizer import TokenizerConfig
-from multipack.parallel.world import connected
-from multipack.training import trainer
+from multipack.parallel.world import World, connected
+from multipack.reports.console import Console
+from multipack.training import trainer as module
 from multipack.training.run_config import compose, compose_run
+from multipack.training.trainer import Trainer
 
 BYTES = TokenizerConfig("byte")
+SMALL = ["model=tiny", "model.kv_heads=2", "plan.capacity=256", "plan.packs_per_step=4", "train.dtype=fp32"]
 
 
 @pytest.fixture
-def alone(monkeypatch):
-    """One of two processes that would be heard if it joined the other."""
+def one_of_two(monkeypatch):
+    """This process is one of two, and fails if it joins the other."""
 
     def joined(*_):
         raise AssertionError("joined the other process")
 
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "29999")
-    monkeypatch.setattr(trainer, "connected", joined)
+    monkeypatch.setattr(module, "connected", joined)
 
 
-@pytest.fixture
-def sources(corpus_path, tmp_path):
-    """Words of documents by how their tokenizer is found."""
+@pytest.fixture(scope="module")
+def sources(corpus_path, tmp_path_factory):
+    """Kind of source → its words; the tokenizer is found in another way for each."""
+    folder = tmp_path_factory.mktemp("sources")
     data = DataConfig(source="jsonl", path=str(corpus_path))
-    store, other, shards = tmp_path / "store", tmp_path / "other", tmp_path / "shards"
+    store, other, shards = folder / "store", folder / "other", folder / "shards"
     prepare(data, BYTES, out=store)
     shutil.copytree(store, other)
     prepare(data, BYTES, out=shards, shards=2)
     text = ["data=jsonl", f"data.path={corpus_path}"]
+    stream = ["data=store", f"data.path={shards}", "data.stream=true", "data.patience_seconds=5"]
     return {
-        "byte": [*text, "tokenizer=byte"],
-        "char": [*text, "tokenizer=char"],
-        "bpe": [*text, "tokenizer=bpe", "tokenizer.vocabulary_size=301"],
-        "store": ["data=store", f"data.path={store}"],
-        "mixture": ["data=mixture", f"data.paths=[{store},{other}]"],
-        "stream": [
-            "data=store",
-            f"data.path={shards}",
-            "data.stream=true",
-            "data.patience_seconds=5",
-            "train.steps=3",
-        ],
+        "byte": [*text, "tokenizer=byte", *SMALL],
+        "char": [*text, "tokenizer=char", *SMALL],
+        "bpe": [*text, "tokenizer=bpe", "tokenizer.vocabulary_size=301", *SMALL],
+        "store": ["data=store", f"data.path={store}", *SMALL],
+        "mixture": ["data=mixture", f"data.paths=[{store},{other}]", *SMALL],
+        "stream": [*stream, "train.steps=3", *SMALL],
     }
 
 
-def _config(sources, kind, *more):
-    small = "model=tiny model.kv_heads=2 plan.capacity=256 plan.packs_per_step=4 train.dtype=fp32"
-    return compose([*sources[kind], *small.split(), *more])
+def test_the_tokenizer_is_found_before_documents_are_tokenized(sources):
+    for kind, words in sources.items():
+        config = compose(words)
+        found = find_tokenizer(config.data, config.tokenizer, limit=256)
+        corpus = load_corpus(config.data, config.tokenizer, limit=256)
+        assert found.hash == corpus.tokenizer.hash, kind
 
 
-@pytest.mark.parametrize("kind", ["byte", "char", "bpe", "store", "mixture", "stream"])
-def test_the_tokenizer_is_found_before_documents_are_tokenized(sources, kind):
-    config = _config(sources, kind)
-    found = find_tokenizer(config.data, config.tokenizer, limit=256)
-    assert found.hash == load_corpus(config.data, config.tokenizer, limit=256).tokenizer.hash
+def test_a_vocabulary_that_ranks_do_not_divide(one_of_two, sources):
+    for kind, size in (("byte", 257), ("bpe", 301), ("store", 257), ("mixture", 257), ("stream", 257)):
+        message = rf"model\.vocabulary_size={size}: use model\.vocabulary_size={size + 1}"
+        with pytest.raises(ValueError, match=message):
+            module.train(compose([*sources[kind], "parallel.tensor=2"]))
 
 
-@pytest.mark.parametrize(
-    ("kind", "size"), [("byte", 257), ("bpe", 301), ("store", 257), ("mixture", 257), ("stream", 257)]
-)
-def test_a_vocabulary_that_ranks_do_not_divide(alone, sources, kind, size):
-    said = rf"parallel\.tensor=2 does not divide model\.vocabulary_size={size}: use model\.vocabulary_size={size + 1}"
-    with pytest.raises(ValueError, match=said):
-        trainer.train(_config(sources, kind, "parallel.tensor=2"))
-
-
-def test_the_vocabulary_of_the_weights_that_a_run_begins_with(alone, sources, tmp_path, monkeypatch):
+def test_the_vocabulary_of_initial_weights(one_of_two, sources, tmp_path, monkeypatch):
+    before = [*sources["byte"], "train.steps=1", "model.vocabulary_size=259", f"out={tmp_path / 'before'}"]
     with monkeypatch.context() as one:
         for name in ("RANK", "WORLD_SIZE"):
             one.delenv(name)
-        one.setattr(trainer, "connected", connected)
-        before = _config(
-            sources, "byte", "train.steps=1", "model.vocabulary_size=259", f"out={tmp_path / 'before'}"
-        )
-        trainer.train(before)
-    begun = compose_run([*sources["byte"], f"train.init_from={tmp_path / 'before'}", "parallel.tensor=2"])
-    with pytest.raises(ValueError, match=r"does not divide model\.vocabulary_size=259"):
-        trainer.train(begun)
+        one.setattr(module, "connected", connected)
+        module.train(compose([*before, "train.eval_every=0", "train.compare_padding=false"]))
+    config = compose_run([*sources["byte"], f"train.init_from={tmp_path / 'before'}", "parallel.tensor=2"])
+    with pytest.raises(ValueError, match=r"model\.vocabulary_size=259"):
+        module.train(config)
 
 
-def test_a_first_stage_that_nobody_trains(alone, sources):
-    untied = ["model.tied=false", "model.layers=2", "parallel.pipeline=2"]
+def test_a_frozen_first_stage(one_of_two, sources):
+    words = ["model.tied=false", "model.layers=2", "parallel.pipeline=2"]
     frozen = "optimizer.rules=[embedding freeze,blocks.0 freeze]"
-    with pytest.raises(ValueError, match=r"freeze all that the first stage .* parallel\.pipeline=1"):
-        trainer.train(_config(sources, "byte", *untied, frozen))
+    with pytest.raises(ValueError, match=r"optimizer\.rules .*parallel\.pipeline=1"):
+        module.train(compose([*sources["byte"], *words, frozen]))
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
+def test_legal_settings_join(one_of_two, sources):
+    for words in (
         ["parallel.tensor=2", "model.vocabulary_size=258"],
         ["parallel.pipeline=2", "model.layers=2", "optimizer.rules=[blocks.0 freeze]"],
-    ],
-)
-def test_what_goes_together_joins(alone, sources, more):
-    with pytest.raises(AssertionError, match="joined the other process"):
-        trainer.train(_config(sources, "byte", *more))
+    ):
+        with pytest.raises(AssertionError, match="joined the other process"):
+            module.train(compose([*sources["byte"], *words]))
+
+
+def test_too_few_documents_are_refused(tmp_path):
+    path = tmp_path / "few.jsonl"
+    path.write_text('{"text": "one two"}\n{"text": "three"}\n')
+    words = [f"data.path={path}", "data=jsonl", "tokenizer=byte", "model=tiny", "data.validation=0"]
+    with pytest.raises(ValueError, match=r"data\.validation.*train\.eval_every=0"):
+        Trainer(compose([*words, f"out={tmp_path / 'run'}"]), World(), Console(rank=1))
+    assert not (tmp_path / "run").exists()

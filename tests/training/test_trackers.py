@@ -1,24 +1,24 @@
-"""Trackers: fakes that fail in every way, and each real one, offline, where its package is installed."""
+"""Trackers: fakes that fail in every hook, and each real one, offline, where its package is installed."""
 
 import json
 import os
 import sqlite3
 import subprocess
 import sys
-from concurrent import futures
 
 import pytest
 
 from multipack.parallel.world import World
-from multipack.training import trackers
-from multipack.training.settings import TrackConfig
-from multipack.training.trackers import TRACKERS, TrackerObserver, about_run, open_trackers
+from multipack.training.callbacks import tracking
+from multipack.training.callbacks.trackers import TRACKERS, TrackedRun
+from multipack.training.callbacks.tracking import Tracking, open_trackers
+from multipack.training.settings import TRACKER_NAMES, TrackConfig
 
 SETTINGS = {"train": {"steps": 6, "seed": 0}, "optimizer": {"rules": ["norm lr=2"]}, "out": "runs/a"}
 
 
 class Fake:
-    """Keeps what it is told; raises in the methods it is asked to."""
+    """Records its calls; raises in the given methods."""
 
     def __init__(self, name="fake", fails=(), run_id="run-1"):
         self.name, self.fails, self.run_id = name, set(fails), run_id
@@ -43,26 +43,26 @@ class Fake:
         self._tell("close", failed)
 
 
-def _about(tmp_path, **options):
-    return about_run(TrackConfig(**options), tmp_path / "run-7", SETTINGS)
+def _described(tmp_path, **options):
+    return TrackedRun(TrackConfig(**options), tmp_path / "run-7", SETTINGS)
 
 
-def _feed(observer, first=0, last=2):
+def _feed(callback, first=0, last=2):
     for step in range(first, last + 1):
-        observer.record({"step": step, "loss": 4.0 - step, "grad_norm/blocks.0": 0.5})
-        observer.sample(step, f"words of step {step}")
+        callback.record({"step": step, "loss": 4.0 - step, "grad_norm/blocks.0": 0.5})
+        callback.sample(step, f"words of step {step}")
 
 
-def test_records_and_samples_are_handed_on_under_their_steps(tmp_path):
+def test_records_and_samples_are_forwarded_with_their_steps(tmp_path):
     fake, told = Fake(), []
-    observer = TrackerObserver([fake], _about(tmp_path), told.append)
-    assert fake.told == []  # nothing begins before there is something to tell
-    assert observer.state() == {}
-    _feed(observer, 3, 4)
-    observer.close(failed=False)
+    callback = Tracking([fake], _described(tmp_path), told.append)
+    assert fake.told == []  # nothing begins before the first record
+    assert callback.state() == {}
+    _feed(callback, 3, 4)
+    callback.close(failed=False)
     (what, about), *rest = fake.told
     assert (what, about.name, about.step, about.resumed, about.run_id) == ("begin", "run-7", 3, False, "")
-    assert about.flat_settings()["optimizer.rules"] == "['norm lr=2']"
+    assert about.flat_settings["optimizer.rules"] == "['norm lr=2']"
     assert rest == [
         ("record", 3, {"loss": 1.0, "grad_norm/blocks.0": 0.5}),
         ("sample", 3, "words of step 3"),
@@ -74,97 +74,99 @@ def test_records_and_samples_are_handed_on_under_their_steps(tmp_path):
 
 
 @pytest.mark.parametrize("fails", ["begin", "record", "sample", "close", "all"])
-def test_a_tracker_that_fails_is_named_once_and_the_others_go_on(tmp_path, fails):
+def test_a_failing_tracker_is_reported_once_and_the_others_continue(tmp_path, fails):
     broken, sound, told = Fake("broken", [fails]), Fake("sound"), []
-    observer = TrackerObserver([broken, sound], _about(tmp_path), told.append)
-    _feed(observer)
-    observer.close(failed=False)
+    callback = Tracking([broken, sound], _described(tmp_path), told.append)
+    _feed(callback)
+    callback.close(failed=False)
     assert [what for what, *_ in sound.told] == ["begin", *["record", "sample"] * 3, "close"]
     named = [line for line in told if "failed at" in line]
     assert len(named) == 1
     where = "begin" if fails == "all" else fails
     assert named[0].startswith(
-        f"tracker broken failed at {where}: no {where} today; the run goes on without it"
+        f"tracker broken failed at {where}: no {where} today; the run continues without it"
     )
-    assert [what for what, *_ in broken.told].count("close") == 1  # whatever it is, it can let go
+    assert [what for what, *_ in broken.told].count("close") == 1
     assert len(told) == (2 if fails == "all" else 1)
 
 
 def test_a_tracker_that_never_began_is_not_closed(tmp_path):
     fake = Fake()
-    TrackerObserver([fake], _about(tmp_path)).close(failed=True)
+    Tracking([fake], _described(tmp_path)).close(failed=True)
     assert fake.told == []
 
 
-def test_a_resumed_run_goes_on_in_the_same_one(tmp_path):
-    before = TrackerObserver([Fake(run_id="abc")], _about(tmp_path))
+def test_a_resumed_run_continues_in_the_same_one(tmp_path):
+    before = Tracking([Fake(run_id="abc")], _described(tmp_path))
     _feed(before)
     state = json.loads(json.dumps(before.state()))
     fake, new = Fake(), Fake("new")
-    after = TrackerObserver([fake, new], _about(tmp_path))
+    after = Tracking([fake, new], _described(tmp_path))
     after.load_state(state)
     _feed(after, 3, 3)
     assert (fake.told[0][1].run_id, fake.told[0][1].resumed, fake.told[0][1].step) == ("abc", True, 3)
     assert (new.told[0][1].run_id, new.told[0][1].resumed) == ("", False)
     asked = Fake()
-    after = TrackerObserver([asked], _about(tmp_path, run_id="mine"))
+    after = Tracking([asked], _described(tmp_path, run_id="mine"))
     after.load_state(state)
     _feed(after)
-    assert asked.told[0][1].run_id == "mine"  # what the user says wins
+    assert asked.told[0][1].run_id == "mine"  # the setting wins
     assert after.state() == {"run_ids": {"fake": "mine"}}
 
 
-def test_a_run_whose_tracker_failed_still_knows_where_to_go_on(tmp_path):
-    first = TrackerObserver([Fake(run_id="abc")], _about(tmp_path))
+def test_the_run_id_of_a_failed_tracker_is_kept(tmp_path):
+    first = Tracking([Fake(run_id="abc")], _described(tmp_path))
     _feed(first)
-    second = TrackerObserver([Fake(fails=["begin"])], _about(tmp_path), lambda line: None)
+    second = Tracking([Fake(fails=["begin"])], _described(tmp_path), lambda line: None)
     second.load_state(first.state())
     _feed(second)
     assert second.state() == first.state()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"to": ["wandbb"]}, "track.to=wandbb is none of .*did you mean wandb"),
+def test_illegal_settings_are_refused_by_name():
+    for options, message in (
+        ({"to": ["wandbb"]}, "track.to=wandbb .*did you mean wandb"),
         ({"to": ["jsonl"]}, r"metrics\.jsonl is always written"),
         ({"to": ["wandb", "wandb"]}, "more than once"),
-        ({"to": ["wandb", "mlflow"], "run_id": "a"}, "track.run_id=a cannot name"),
+        ({"to": ["wandb", "mlflow"], "run_id": "a"}, "track.run_id=a"),
         ({"project": ""}, "track.project"),
-    ],
-)
-def test_settings_that_cannot_be_meant_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        TrackConfig(**options)
+    ):
+        with pytest.raises(ValueError, match=message):
+            TrackConfig(**options)
 
 
-@pytest.mark.parametrize("name", list(TRACKERS))
-def test_a_missing_package_is_an_error_that_names_the_extra(name, monkeypatch):
-    def missing():
-        raise ImportError(f"No module named '{name}'")
+def test_a_missing_package_is_an_error_that_names_the_extra(monkeypatch):
+    assert tuple(TRACKERS) == TRACKER_NAMES
+    for name in TRACKER_NAMES:
+        monkeypatch.setitem(tracking.TRACKERS, name, lambda: __import__("no_such_package"))
+        with pytest.raises(ValueError, match=rf'track\.to={name} needs .*pip install "multipack\[{name}\]"'):
+            open_trackers(TrackConfig(to=[name]), World())
 
-    monkeypatch.setitem(trackers.TRACKERS, name, missing)
-    with pytest.raises(ValueError, match=rf'track\.to={name} needs .*pip install "multipack\[{name}\]"'):
-        open_trackers(TrackConfig(to=[name]), World())
+
+def test_only_rank_0_feeds_trackers(monkeypatch):
+    monkeypatch.setitem(tracking.TRACKERS, "wandb", Fake)
+    monkeypatch.setattr(World, "on_main", lambda world, function: function() if world.is_main else None)
+    config = TrackConfig(to=["wandb"])
+    assert [len(open_trackers(config, World(rank=rank, size=2))) for rank in (0, 1)] == [1, 0]
 
 
 def _track(tmp_path, tracker, state=None, first=0, last=2, failed=False, **options):
-    """A run tracked by the real one; returns its state."""
+    """Track a run with a real tracker; returns the state of the callback."""
     config = TrackConfig(to=[tracker], mode="offline", **options)
     told = []
-    observer = TrackerObserver(
-        open_trackers(config, World()), about_run(config, tmp_path / "run-7", SETTINGS), told.append
+    callback = Tracking(
+        open_trackers(config, World()), TrackedRun(config, tmp_path / "run-7", SETTINGS), told.append
     )
     if state is not None:
-        observer.load_state(json.loads(json.dumps(state)))
-    _feed(observer, first, last)
-    found = observer.state()
-    observer.close(failed)
+        callback.load_state(json.loads(json.dumps(state)))
+    _feed(callback, first, last)
+    found = callback.state()
+    callback.close(failed)
     assert told == []
     return found
 
 
-def test_tensorboard_writes_event_files_and_forgets_steps_that_come_again(tmp_path):
+def test_tensorboard_writes_event_files_and_hides_repeated_steps(tmp_path):
     pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -200,7 +202,7 @@ def test_wandb_writes_an_offline_run_with_all_its_names(tmp_path):
     for name in [*names.values(), "abc123", "grad_norm/blocks.0", "norm lr=2"]:
         assert name.encode() in written, name
     assert any("words of step 2" in path.read_text() for path in folder.rglob("*.html"))
-    # Without an id wandb makes one, and a resumed run has the same.
+    # Without an id wandb creates one, which a resumed run continues.
     state = _track(tmp_path / "b", "wandb", failed=True)
     made = state["run_ids"]["wandb"]
     assert _track(tmp_path / "b", "wandb", state, first=3) == state
@@ -209,7 +211,7 @@ def test_wandb_writes_an_offline_run_with_all_its_names(tmp_path):
 
 
 @pytest.mark.slow  # the tables of its database take seconds
-def test_mlflow_keeps_a_run_and_goes_on_in_it(tmp_path):
+def test_mlflow_keeps_a_run_and_continues_it(tmp_path):
     pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
     pytest.importorskip("sqlalchemy", reason="mlflow is installed without its database (mlflow-skinny)")
     from mlflow import MlflowClient
@@ -224,11 +226,11 @@ def test_mlflow_keeps_a_run_and_goes_on_in_it(tmp_path):
     assert client.get_experiment(run.info.experiment_id).name == "packs"
     longer = {**SETTINGS, "train": {"steps": 9, "seed": 0}}
     config = TrackConfig(to=["mlflow"], mode="offline", project="packs")
-    about = about_run(config, tmp_path / "run-7", longer)
-    observer = TrackerObserver(open_trackers(config, World()), about, pytest.fail)
-    observer.load_state(state)
-    _feed(observer, 3, 4)
-    observer.close(failed=False)
+    about = TrackedRun(config, tmp_path / "run-7", longer)
+    callback = Tracking(open_trackers(config, World()), about, pytest.fail)
+    callback.load_state(state)
+    _feed(callback, 3, 4)
+    callback.close(failed=False)
     run = client.get_run(run_id)
     assert run.info.status == "FINISHED"
     assert (run.data.params["train.steps"], run.data.tags["resumed.train.steps"]) == ("6", "9")
@@ -238,53 +240,26 @@ def test_mlflow_keeps_a_run_and_goes_on_in_it(tmp_path):
     assert (samples / "step-00000004.txt").read_text() == "words of step 4"
 
 
-def test_a_lost_mlflow_server_is_noticed_and_not_asked_again(tmp_path):
-    pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
-
-    class Lost:
-        """A client whose server answers once, and never again."""
-
-        asked = 0
-
-        def log_batch(self, run_id, metrics):
-            self.asked += 1
-            raise ConnectionError("no route to host")
-
-        def set_terminated(self, run_id, status):
-            raise AssertionError("a lost server was asked again")
-
-    tracker, told = TRACKERS["mlflow"](), []
-    tracker._client, tracker._run_id = Lost(), "abc"
-    observer = TrackerObserver([tracker], _about(tmp_path), told.append)
-    observer._begun.add("mlflow")
-    for step in range(100):
-        waiting = list(tracker._pending)
-        observer.record({"step": step, "loss": 1.0})
-        futures.wait(waiting)  # the next record finds that this one failed
-    observer.close(failed=False)
-    assert len(told) == 1
-    assert "tracker mlflow failed at record: no route to host" in told[0]
-    assert tracker._client.asked <= 3
-
-
 TRACKIO = """
 import sys
 from pathlib import Path
 from multipack.parallel.world import World
-from multipack.training.trackers import TrackConfig, TrackerObserver, about_run, open_trackers
+from multipack.training.callbacks.trackers import TrackedRun
+from multipack.training.callbacks.tracking import Tracking, open_trackers
+from multipack.training.settings import TrackConfig
 
 state = None
 for first in (0, 2):
     config = TrackConfig(to=["trackio"], mode="offline", project="packs", group="sweep-3")
-    about = about_run(config, Path(sys.argv[1]) / "run-7", {"train": {"steps": 6}})
-    observer = TrackerObserver(open_trackers(config, World()), about, lambda line: sys.exit(line))
+    about = TrackedRun(config, Path(sys.argv[1]) / "run-7", {"train": {"steps": 6}})
+    callback = Tracking(open_trackers(config, World()), about, lambda line: sys.exit(line))
     if state:
-        observer.load_state(state)
+        callback.load_state(state)
     for step in range(first, first + 2):
-        observer.record({"step": step, "loss": 4.0 - step})
-        observer.sample(step, "words")
-    state = observer.state()
-    observer.close(failed=False)
+        callback.record({"step": step, "loss": 4.0 - step})
+        callback.sample(step, "words")
+    state = callback.state()
+    callback.close(failed=False)
 assert state == {"run_ids": {"trackio": "run-7"}}, state
 """
 
@@ -308,13 +283,13 @@ def test_trackio_keeps_a_run_in_its_database(tmp_path):
     assert any("sweep-3" in (text if isinstance(text, str) else text.decode()) for _, text in configs)
 
 
-def test_an_offline_run_is_never_sent_to_a_space(tmp_path, monkeypatch):
+def test_an_offline_trackio_run_is_never_sent_to_a_space(tmp_path, monkeypatch):
     pytest.importorskip("trackio", reason="the extra trackio is not installed")
     monkeypatch.setenv("TRACKIO_SPACE_ID", "me/mine")
     told = []
     config = TrackConfig(to=["trackio"], mode="offline")
-    observer = TrackerObserver(
-        open_trackers(config, World()), about_run(config, tmp_path / "run-7", SETTINGS), told.append
+    callback = Tracking(
+        open_trackers(config, World()), TrackedRun(config, tmp_path / "run-7", SETTINGS), told.append
     )
-    _feed(observer)
+    _feed(callback)
     assert "track.mode=offline, but TRACKIO_SPACE_ID is set" in told[0]

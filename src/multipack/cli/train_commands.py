@@ -39,7 +39,7 @@ def train(words: Words = None, settings: Settings = False) -> None:
     from multipack.parallel.ranks import find_ranks
     from multipack.planning.first_use import compile_planner
     from multipack.reports.console import Console
-    from multipack.training.observer import RunStopped
+    from multipack.training.callbacks.callback import RunStopped
     from multipack.training.run_config import compose_run
     from multipack.training.trainer import train as run
 

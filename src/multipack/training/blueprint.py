@@ -1,9 +1,8 @@
-"""The run's model as parallelism asks for it: built whole or in parts, its first weights, what is done to blocks."""
+"""The run's model as a `Blueprint` for parallelism: how to build it whole or in parts, and its first weights."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -16,21 +15,19 @@ from multipack.parallel.stages import head_layers, split_layers
 from multipack.shapes import ModelShape
 from multipack.training.objective import Objective
 from multipack.training.optimizer import described, freeze
-
-if TYPE_CHECKING:
-    from multipack.training.run_config import Config
+from multipack.training.run_config import Config
 
 
 def blueprint_of(
     config: Config, objective: Objective, shape: ModelShape, weights: Mapping[str, Tensor] | None
 ) -> Blueprint:
-    """How to build the run's model.
+    """The blueprint of the run's model.
 
     Args:
         config: of the run.
-        objective: which decoder it is.
+        objective: decides which decoder is built.
         shape: of the decoder.
-        weights: that the run begins with; None = they are drawn from `train.seed`.
+        weights: initial weights; None = draw them from `train.seed`.
     """
     shapes = _shapes(shape)
     whole = described(shapes)
@@ -59,31 +56,24 @@ def blueprint_of(
             compile_blocks(model)
 
     return Blueprint(
-        build,
-        shape.layers,
-        shape.d_model,
-        shapes,
-        initial,
-        PARALLEL_PLAN,
-        head_layers(shape),
-        prepare,
+        build, shape.layers, shape.d_model, shapes, initial, PARALLEL_PLAN, head_layers(shape), prepare
     )
 
 
 def check_first_stage(config: Config, shape: ModelShape) -> None:
-    """Refuse rules that leave the first stage of a pipeline nothing to train; needs no process group.
+    """Refuse rules that freeze the whole first stage of a pipeline; needs no process group.
 
     Raises:
-        ValueError: see above; or a rule that matches nothing.
+        ValueError: see above; or a rule that matches no parameter.
     """
     stop = split_layers(shape.layers, config.parallel.stages, head_layers(shape))[0].stop
     with torch.device("meta"):
         first = dict(Decoder(shape, part=Part(0, stop, shape.layers)).named_parameters())
     freeze(first, config.optimizer, described(_shapes(shape)))
-    if not any(each.requires_grad for each in first.values()):
+    if not any(parameter.requires_grad for parameter in first.values()):
         raise frozen_stage(config.parallel)
 
 
 def _shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
-        return {name: tuple(each.shape) for name, each in Decoder(shape).named_parameters()}
+        return {name: tuple(parameter.shape) for name, parameter in Decoder(shape).named_parameters()}

@@ -1,4 +1,4 @@
-"""What padding would have cost, measured in the run itself: same model, same documents, both ways by turns."""
+"""The cost of padding, measured in the run itself: the same model and documents, packed and padded in turns."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from multipack.planning.plan import LossWeighting, Plan
 
 @dataclass(frozen=True)
 class Comparison:
-    """Packed steps against padded steps over the same documents.
+    """Packed and padded steps over the same documents.
 
     Attributes:
-        ratio: packed real tokens/s over padded real tokens/s, over all steps together. (Single steps differ as
-            much as their documents do: a long one makes a step's padding several times that of another.)
-        packed_tokens_per_second: real tokens of all steps over their time.
-        padded_tokens_per_second: the same.
-        pad_factor: padded slots over real tokens: the ratio that equal cost per slot would give.
-        steps: pairs of steps that were timed.
+        ratio: packed tokens/s over padded tokens/s, padding not counted, over all steps together. (Single steps vary
+            as their documents do.)
+        packed_tokens_per_second: tokens of all steps over their time.
+        padded_tokens_per_second: likewise.
+        pad_factor: padded slots over tokens: the ratio if every slot cost the same.
+        steps: number of pairs of steps.
         batch_size: documents in a padded batch.
     """
 
@@ -67,19 +67,19 @@ def compare_with_padding(
     clock: Callable[[], float] = time.perf_counter,
     padded_loss: Callable[..., Tensor] | None = None,
 ) -> Comparison:
-    """Time whole steps (forward, backward, clipping, optimizer at learning rate 0) both ways, in alternation.
+    """Time whole steps (forward, backward, clipping, optimizer with learning rate 0) both ways, in alternation.
 
-    Only for a run that has ended: the optimizer's moments move, the weights do not.
+    To be called after a run: the optimizer's moments change, the weights do not.
 
     Args:
         engine: of a world with one process.
-        documents: the training documents that the plan speaks of.
-        plan: its first steps are the ones compared.
+        documents: the training documents of the plan.
+        plan: its first steps are compared.
         batch_size: documents in a padded batch.
         steps: most pairs to time, after one untimed pair.
         seconds: start no further pair after this time (at least one is timed).
         clock: seconds.
-        padded_loss: what padded steps use in the place of the model's own `loss_function`.
+        padded_loss: loss function of padded steps; None = the model's own.
 
     Raises:
         ValueError: there is more than one process.

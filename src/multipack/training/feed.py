@@ -1,4 +1,4 @@
-"""Global steps, epoch after epoch, as this rank sees them."""
+"""Global steps as this rank sees them, epoch after epoch."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from multipack.planning.report import predicted_seconds
 
 @dataclass(frozen=True)
 class StepData:
-    """What a global step needs.
+    """The data of a global step.
 
     Attributes:
         micro_batches: this rank's packs.
-        target_tokens: the step's targets over all ranks.
+        target_tokens: targets over all ranks.
         denominator: what the step's summed loss is divided by, over all ranks.
-        documents: document numbers of the step, all ranks.
+        documents: document numbers of all ranks.
         lengths: their tokens.
-        cost_spread: dearest rank's predicted cost over the mean, minus 1.
-        predicted_seconds: forward and backward passes of the dearest rank, as the cost predicts them; None where the
-            cost was not fitted to measured times.
+        cost_spread: predicted cost of the most loaded rank over the mean, minus 1.
+        predicted_seconds: forward and backward passes of the most loaded rank; None unless the cost was fitted to
+            measured times.
         packs: of all ranks, as document numbers: pack m · ranks + r is rank r's micro-batch m.
-        wait_seconds: how long the packs were waited for.
-        epoch: counted from 0.
-        index: the step's number within its epoch's plan, from 0.
+        wait_seconds: time spent waiting for the packs.
+        epoch: from 0.
+        index: of the step in its epoch's plan, from 0.
     """
 
     micro_batches: list[PackedBatch]
@@ -53,38 +53,38 @@ class StepData:
     index: int
 
 
-class Steps(Protocol):
-    """Where a run's global steps come from: an epoch's plan again and again, or documents that arrive."""
+class Feed(Protocol):
+    """The source of a run's global steps: the plan of each epoch, or documents that arrive."""
 
     micro_batches: int
-    """Packs of a rank in a step."""
+    """Packs per rank and step."""
     ended: bool
-    """Whether there is no further step."""
+    """There is no further step."""
     late: str
-    """What did not come in time, where that ended the steps; empty otherwise."""
+    """The documents that did not arrive in time and ended the steps; empty otherwise."""
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the current epoch; None where documents arrive, and are planned as they come."""
+        """The plan of the current epoch; None where documents arrive."""
         ...
 
     @property
     def targets_per_step(self) -> float:
-        """Mean target tokens of a global step, from what is known when a run begins."""
+        """Mean target tokens of a global step, as known when the run starts."""
         ...
 
     def __iter__(self) -> Iterator[StepData]: ...
 
     def names(self, number: int) -> str:
-        """The name of a document, for people."""
+        """The name of a document, for messages."""
         ...
 
     def interrupt(self) -> None:
-        """Wait for documents no more."""
+        """Stop waiting for documents."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the steps that were handed out."""
+        """The position after the steps that were yielded."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -96,13 +96,13 @@ class Steps(Protocol):
         ...
 
 
-class Feed:
-    """Iterates global steps without end, epoch after epoch; its state is the sampler's.
+class EpochFeed:
+    """Iterates global steps epoch after epoch, without end; its state is the sampler's.
 
     Args:
         loader: batches of this rank, in the sampler's order.
-        sampler: the plan of the current epoch, dealt to this rank.
-        documents: names of documents, for people.
+        sampler: this rank's part of the current epoch's plan.
+        documents: for names and targets.
         clock: seconds.
     """
 
@@ -121,6 +121,8 @@ class Feed:
         self.micro_batches = sampler.micro_batches
         self.names = documents.names
         self.targets_per_step = float(documents.target_counts.sum()) / sampler.steps_per_epoch
+        self.state_dict, self.load_state_dict = loader.state_dict, loader.load_state_dict
+        self.close = loader.close
         self._clock = clock
 
     @property
@@ -129,7 +131,7 @@ class Feed:
         return self.sampler.plan
 
     def interrupt(self) -> None:
-        """Nothing is waited for: all documents are there."""
+        """See `Feed`; all documents are present."""
 
     def __iter__(self) -> Iterator[StepData]:
         while True:
@@ -143,44 +145,29 @@ class Feed:
             self.sampler.set_epoch(epoch + 1)
 
     def _take(self, batches: Iterator[PackedBatch], epoch: int, index: int, began: float) -> StepData:
-        micro_batches = [next(batches) for _ in range(self.sampler.micro_batches)]
-        plan = self.sampler.plan
-        documents, dealt = plan.documents(index), self.sampler.deal_of(index)
+        sampler, plan = self.sampler, self.sampler.plan
+        micro_batches = [next(batches) for _ in range(sampler.micro_batches)]
+        documents, dealt = plan.documents(index), sampler.deal_of(index)
+        predicted = (plan.cost_model, plan.slots, dealt, sampler.world_size, sampler.sync)
         return StepData(
             micro_batches=micro_batches,
             target_tokens=plan.targets(index),
             denominator=plan.denominator(index),
             documents=documents,
             lengths=plan.lengths[documents],
-            cost_spread=cost_spread(
-                plan.cost_model, plan.slots, dealt, self.sampler.world_size, self.sampler.sync
-            ),
-            predicted_seconds=predicted_seconds(
-                plan.cost_model, plan.slots, dealt, self.sampler.world_size, self.sampler.sync
-            ),
+            cost_spread=cost_spread(*predicted),
+            predicted_seconds=predicted_seconds(*predicted),
             packs=dealt,
             wait_seconds=self._clock() - began,
             epoch=epoch,
             index=index,
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """The position after the steps that were handed out."""
-        return self.loader.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at `state`."""
-        self.loader.load_state_dict(state)
-
-    def close(self) -> None:
-        """Stop prefetching."""
-        self.loader.close()
-
 
 def cost_spread(
     cost_model: CostModel, slots: NDArray[np.int64], dealt: Packs, ranks: int, sync: Sync
 ) -> float:
-    """Dearest rank's predicted cost over the mean rank's, minus 1; arguments as of `predicted_seconds`."""
+    """Predicted cost of the most loaded rank over the mean, minus 1; arguments as of `predicted_seconds`."""
     costs = cost_model.cost(slots[dealt.order])  # of this step's documents only
     packs = Packs(np.arange(len(dealt.order)), dealt.offsets)
     loads = meetings(packs.totals(costs), ranks, sync)

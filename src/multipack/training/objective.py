@@ -21,7 +21,7 @@ from multipack.models.preference import PreferenceDecoder, preference_metrics
 from multipack.ops.loss import training_loss
 from multipack.parallel.engine import ModelEngine
 from multipack.shapes import ModelShape
-from multipack.training.observer import Observer
+from multipack.training.callbacks.callback import Callback
 from multipack.training.preference import PreferenceMetrics, with_reference
 from multipack.training.settings import PreferenceConfig
 
@@ -76,7 +76,7 @@ class Objective(ABC):
     def collator(self, sampler: PackedBatchSampler, pad_to: int | None) -> Collator:
         """Makes a batch of a pack's documents."""
 
-    def observers(self, engine: ModelEngine) -> list[Observer]:
+    def callbacks(self, engine: ModelEngine) -> list[Callback]:
         """What this objective adds to a step's record."""
         return []
 
@@ -167,7 +167,7 @@ class Preferences(Objective):
         pad_id, multiple = self.corpus.tokenizer.end_id or 0, self.config.parallel.token_multiple
         return PreferenceCollator.of(sampler, pad_to, pad_id, multiple)
 
-    def observers(self, engine: ModelEngine) -> list[Observer]:
+    def callbacks(self, engine: ModelEngine) -> list[Callback]:
         """Rewards of the step's pairs."""
         return [PreferenceMetrics(_decoder(engine))]
 

@@ -1,15 +1,17 @@
-"""AdamW over groups of parameters, which follow from their dimensions and from rules on their names.
+"""Optimizers: AdamW, or Muon for matrices of blocks; parameters are grouped by their dimensions and by rules.
 
     'optimizer.rules=[embedding lr=0.5, *.bias lr=2 weight_decay=0, blocks.0 freeze]'
 
-The first rule whose pattern matches a parameter's name, or the name of a module that holds it, decides; what it does
-not say is as for parameters without a rule: learning rate × 1, weight decay where there are two dimensions or more.
+The first rule whose pattern matches a parameter's name, or the name of a module that holds it, applies. Without a rule
+the learning rate is scaled by 1, and tensors with two or more dimensions decay. Another optimizer is a function and a
+row in `OPTIMIZERS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,22 +25,30 @@ FUSED_DEVICES = {"cpu", "cuda", "xpu", "mps"}
 
 @dataclass(frozen=True)
 class Treatment:
-    """What the optimizer does with a parameter; parameters that are treated alike form a group."""
+    """How the optimizer treats a parameter; parameters with equal treatments form a group.
+
+    Attributes:
+        lr_scale: factor of the learning rate.
+        weight_decay: decoupled weight decay.
+        frozen: not trained.
+        is_matrix: a matrix of a block that Muon updates.
+    """
 
     lr_scale: float
     weight_decay: float
     frozen: bool = False
+    is_matrix: bool = False
 
 
 def treatments(parameters: Mapping[str, Tensor], config: OptimizerConfig) -> dict[str, Treatment]:
-    """What becomes of every parameter, by its name.
+    """The treatment of each parameter, by name.
 
     Args:
-        parameters: by name; those that need no gradient already stay frozen.
+        parameters: by name; those without requires_grad are frozen.
         config: weight decay and rules.
 
     Raises:
-        ValueError: a rule decides about no parameter; names that are near are named.
+        ValueError: a rule applies to no parameter; the message has the nearest names.
     """
     rules = [read_rule(text) for text in config.rules]
     deciding: dict[str, int] = {}
@@ -52,15 +62,16 @@ def treatments(parameters: Mapping[str, Tensor], config: OptimizerConfig) -> dic
     found = {}
     for name, parameter in parameters.items():
         rule = rules[deciding[name]] if name in deciding else Rule("", name)
-        usual = config.weight_decay if parameter.dim() >= 2 else 0.0
-        decay = usual if rule.weight_decay is None else rule.weight_decay
+        default = config.weight_decay if parameter.dim() >= 2 else 0.0
+        decay = default if rule.weight_decay is None else rule.weight_decay
         frozen = rule.freeze or not parameter.requires_grad
-        found[name] = Treatment(1.0, 0.0, True) if frozen else Treatment(rule.lr_scale, decay)
+        matrix = config.name == "muon" and parameter.dim() == 2 and name.startswith("blocks.")
+        found[name] = Treatment(1.0, 0.0, True) if frozen else Treatment(rule.lr_scale, decay, False, matrix)
     return found
 
 
 def described(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, nn.Parameter]:
-    """Parameters without values, for what depends on names and shapes of a whole model only."""
+    """Parameters without values, for what depends only on names and shapes of a whole model."""
     return {name: nn.Parameter(torch.empty(shape, device="meta")) for name, shape in shapes.items()}
 
 
@@ -69,17 +80,17 @@ def freeze(
     config: OptimizerConfig,
     whole: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Treatment]:
-    """Let the parameters that a rule freezes need no gradient from here on; returns what becomes of the others.
+    """Set requires_grad=False on frozen parameters; returns the treatment of each parameter.
 
-    To be called before the model is wrapped: DDP and FSDP ask once which parameters have a gradient.
+    To be called before the model is wrapped: DDP and FSDP read requires_grad once.
 
     Args:
         parameters: of this rank, by name.
         config: the rules.
-        whole: all the model's parameters, which rules speak of; None = the same.
+        whole: all parameters of the model, which rules are matched with; None = `parameters`.
 
     Raises:
-        ValueError: see `treatments`; nothing is left to train.
+        ValueError: see `treatments`; or every parameter is frozen.
     """
     found = treatments(whole if whole is not None else parameters, config)
     if all(treatment.frozen for treatment in found.values()):
@@ -93,18 +104,18 @@ def build_optimizer(
     model: nn.Module | Mapping[str, nn.Parameter],
     config: OptimizerConfig,
     whole: Mapping[str, Tensor] | None = None,
-) -> torch.optim.AdamW:
-    """AdamW over the model's groups; parameters that a rule freezes are left out, see `freeze`.
+) -> torch.optim.Optimizer:
+    """The optimizer of `optimizer.name` over groups of parameters; frozen ones are left out, see `freeze`.
 
-    Every group has `lr_scale` beside torch's own settings: whoever sets a group's learning rate multiplies by it.
+    Each group has `lr_scale` beside torch's settings; schedules multiply learning rates by it.
 
     Args:
         model: or its parameters by name; where ranks hold parts, this rank's.
         config: settings and rules.
-        whole: all the model's parameters, which rules speak of; None = the same.
+        whole: all parameters of the model, which rules are matched with; None = `model`'s.
 
     Raises:
-        ValueError: see `freeze`; `optimizer.fused=true` where the device has no such kernel.
+        ValueError: see `freeze`; or `optimizer.fused=true` where the device has no such kernel.
     """
     named = dict(model.named_parameters()) if isinstance(model, nn.Module) else dict(model)
     groups: dict[Treatment, list[nn.Parameter]] = {}
@@ -117,18 +128,76 @@ def build_optimizer(
             "weight_decay": treatment.weight_decay,
             "lr": config.lr * treatment.lr_scale,
             "lr_scale": treatment.lr_scale,
+            "is_matrix": treatment.is_matrix,
         }
         for treatment, parameters in groups.items()
     ]
-    fused = _fused(config, {parameter.device.type for group in groups.values() for parameter in group})
+    return OPTIMIZERS[config.name](described_groups, config)
+
+
+def _adamw(groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    devices = {parameter.device.type for group in groups for parameter in group["params"]}
+    fused = _fused(config, devices)
     return torch.optim.AdamW(
-        described_groups or [{"params": []}],
+        list(groups) or [{"params": []}],
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
         fused=fused,
         foreach=not fused,
     )
+
+
+def _muon(groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Muon (Jordan 2024) for matrices of blocks, AdamW for embeddings, norms, biases and the head.
+
+    Updates are scaled to the root mean square of AdamW's (Liu et al. 2025, arXiv:2502.16982), so that one learning rate
+    serves both.
+    """
+    matrices = [group for group in groups if group["is_matrix"]]
+    others = [group for group in groups if not group["is_matrix"]]
+    if not matrices:  # a pipeline stage without blocks
+        return _adamw(others, config)
+    muon = torch.optim.Muon(matrices, lr=config.lr, momentum=config.momentum, adjust_lr_fn="match_rms_adamw")
+    return CombinedOptimizer([muon, _adamw(others, config)])
+
+
+OPTIMIZERS: dict[str, Callable[[Sequence[dict[str, Any]], OptimizerConfig], torch.optim.Optimizer]] = {
+    "adamw": _adamw,
+    "muon": _muon,
+}
+"""`optimizer.name` → a function of parameter groups and settings."""
+
+
+class CombinedOptimizer(torch.optim.Optimizer):
+    """Several optimizers of different parameters as one: `param_groups` and `state` are those of all.
+
+    Args:
+        parts: the optimizers.
+    """
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        self.parts = list(parts)
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self._share()
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Step all optimizers."""
+        for part in self.parts:
+            part.step()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        super().load_state_dict(state_dict)
+        self._share()
+
+    def _share(self) -> None:
+        """Let the parts use this optimizer's groups and state."""
+        groups = iter(self.param_groups)
+        for part in self.parts:
+            part.param_groups = [next(groups) for _ in part.param_groups]
+            part.state = self.state
 
 
 def _fused(config: OptimizerConfig, devices: set[str]) -> bool:
@@ -142,11 +211,11 @@ def _fused(config: OptimizerConfig, devices: set[str]) -> bool:
 
 
 def optimizer_text(parameters: Mapping[str, Tensor], config: OptimizerConfig) -> str:
-    """One line for the run header: how many tensors and parameters are decayed, are not, and are frozen.
+    """One line for the run header: tensors and parameters that decay, do not decay, and are frozen.
 
     Args:
         parameters: the model's, by name.
-        config: as `build_optimizer` took it.
+        config: as for `build_optimizer`.
     """
     found = treatments(parameters, config)
     kinds = {
@@ -154,10 +223,12 @@ def optimizer_text(parameters: Mapping[str, Tensor], config: OptimizerConfig) ->
         "not decayed": [n for n, t in found.items() if not t.weight_decay and not t.frozen],
         "frozen": [n for n, t in found.items() if t.frozen],
         "with another learning rate": [n for n, t in found.items() if t.lr_scale != 1.0],
+        "by Muon": [n for n, t in found.items() if t.is_matrix],
     }
     counted = [
         f"{kind}: {len(names)} tensors, {sum(parameters[name].numel() for name in names):,} parameters"
         for kind, names in kinds.items()
         if names or kind in ("decayed", "not decayed")
     ]
-    return f"AdamW, lr {config.lr:g}; " + "; ".join(counted)
+    name = "Muon and AdamW" if config.name == "muon" else "AdamW"
+    return f"{name}, lr {config.lr:g}; " + "; ".join(counted)

@@ -1,8 +1,9 @@
-"""The precision of forward passes, the matmul peak in it, and runs that are equal to the last bit."""
+"""The dtype of forward passes, the matmul peak of a device (the reference of MFU), and deterministic runs."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
@@ -10,48 +11,92 @@ from typing import Literal
 import torch
 
 from multipack.parallel.world import World
-from multipack.training.peak import matmul_peak
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""What `train.dtype` names."""
+"""Values of `train.dtype`."""
+
+PUBLISHED_TFLOPS: dict[str, float] = {
+    "A100": 312.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "H200": 989.0,
+    "B200": 2250.0,
+    "MI300X": 1307.0,
+}
+"""Dense bf16 peaks from vendors' data sheets, TFLOP/s, by a part of the device's name."""
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-"""The variable that makes cuBLAS's results repeatable; the command line sets it where nobody else has."""
+"""Environment variable that makes cuBLAS deterministic; the command line sets a default."""
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The precision of forward passes: `auto` is bf16 where the device has instructions for it."""
+    """The dtype of forward passes: `auto` is bf16 if the device computes it natively."""
     if name != "auto":
         return DTYPES[name]
     if device.type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        # torch has no public word for it; where the private one is missing, fp32 is right everywhere.
+        # torch has no public function for it; without the private ones fp32 is always correct.
         asks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
         native = any(getattr(torch.cpu, name, lambda: False)() for name in asks)
     return torch.bfloat16 if native else torch.float32
 
 
 def name_of_dtype(dtype: torch.dtype) -> Literal["fp32", "bf16", "fp16"]:
-    """What `train.dtype` calls a precision."""
+    """The value of `train.dtype` for a dtype."""
     return "bf16" if dtype == torch.bfloat16 else "fp16" if dtype == torch.float16 else "fp32"
 
 
+def published_peak(name: str, dtype: torch.dtype) -> float:
+    """The vendor's bf16 peak of a GPU in FLOP/s; 0 if device or dtype is not listed."""
+    if dtype != torch.bfloat16:
+        return 0.0
+    return next((1e12 * peak for key, peak in PUBLISHED_TFLOPS.items() if key in name), 0.0)
+
+
+def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.4, size: int = 0) -> float:
+    """FLOP/s of one device: published for known GPUs, else the fastest of repeated square matmuls.
+
+    Args:
+        device: where to measure.
+        dtype: of both factors.
+        seconds: duration of the measurement, at most.
+        size: rows and columns; 0 = 768 on a CPU, 8192 on a GPU.
+    """
+    if device.type == "cuda":
+        published = published_peak(torch.cuda.get_device_name(device), dtype)
+        if published:
+            return published
+    n = size or (8192 if device.type == "cuda" else 768)
+    # A generator of its own leaves the run's random numbers alone.
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(n, n, generator=generator).to(device, dtype)
+    b = torch.randn(n, n, generator=generator).to(device, dtype)
+    torch.mm(a, b)
+    best, deadline = 0.0, time.perf_counter() + seconds
+    while time.perf_counter() < deadline:
+        began = time.perf_counter()
+        torch.mm(a, b)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = max(best, 2.0 * n**3 / (time.perf_counter() - began))
+    return best
+
+
 def mean_peak(world: World, dtype: torch.dtype, seconds: float = 0.4) -> float:
-    """Mean over ranks of the matmul peak, measured at the same time: ranks on one CPU share it."""
+    """Mean over ranks of the matmul peak, measured simultaneously, because ranks on one CPU share it; collective."""
     world.barrier()
     return world.sum([matmul_peak(world.device, dtype, seconds)])[0] / world.size
 
 
 @contextmanager
 def deterministic(wanted: bool, device: torch.device) -> Iterator[None]:
-    """A context in which torch uses only kernels whose results never differ between runs, if that is `wanted`.
+    """A context in which torch uses only deterministic kernels, if `wanted`; operations without one raise.
 
-    An operation that has no such kernel raises. On a CPU a run is repeated to the last bit with as many threads as
-    before; on a GPU, on one of the same kind with the same libraries.
+    A CPU run repeats bit for bit with the same number of threads, a GPU run on the same device and libraries.
 
     Raises:
-        ValueError: cuBLAS was not told to be deterministic before it was loaded.
+        ValueError: cuBLAS was loaded without its deterministic setting.
     """
     if not wanted:
         yield

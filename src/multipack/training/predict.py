@@ -17,9 +17,9 @@ from multipack.parallel.world import World
 from multipack.planning.cost import CostModel
 from multipack.planning.plan import plan as make_plan
 from multipack.reports.console import Console
-from multipack.training.assemble import document_limit, shape_of
 from multipack.training.calibrate import NOISY, DecoderTimer, calibrate, cost_rows, least_seconds
 from multipack.training.precision import resolve_dtype
+from multipack.training.run_parts import document_limit, shape_of
 
 if TYPE_CHECKING:
     from multipack.training.run_config import Config

@@ -34,7 +34,7 @@ from multipack.parallel.engine import ModelEngine
 from multipack.parallel.materialize import weights_hash
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.world import World
-from multipack.training.observer import Observer
+from multipack.training.callbacks.callback import Callback
 from multipack.training.settings import PreferenceConfig
 from multipack.training.weights import begin_from, initial_weights
 
@@ -269,7 +269,7 @@ PREFERENCE_LEGEND = {
 """Metric → meaning, for the run's legend."""
 
 
-class PreferenceMetrics(Observer):
+class PreferenceMetrics(Callback):
     """Puts the rewards of a step's pairs into its record: `reward_accuracy`, `reward_margin` and both means.
 
     Args:

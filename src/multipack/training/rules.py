@@ -15,14 +15,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Rule:
-    """An exception for the parameters that a pattern names; None = as for those without a rule.
+    """An exception for parameters; None = as without a rule.
 
     Attributes:
-        text: as the user wrote it.
-        pattern: a glob on parameters' names, or on names of modules, which stand for all that they hold.
+        text: of the rule.
+        pattern: a glob on names of parameters, or of modules with all their parameters.
         lr_scale: factor of the learning rate.
         weight_decay: decoupled weight decay.
-        freeze: keep the weights as they are.
+        freeze: do not train.
     """
 
     text: str
@@ -32,38 +32,36 @@ class Rule:
     freeze: bool = False
 
     def matches(self, name: str) -> bool:
-        """Whether the rule names this parameter, or a module that holds it."""
+        """Whether the pattern matches this parameter or a module that holds it."""
         return fnmatchcase(name, self.pattern) or fnmatchcase(name, f"{self.pattern}.*")
 
 
 def read_rule(text: str) -> Rule:
-    """A rule from its text.
+    """Parse a rule.
 
     Raises:
-        ValueError: it has no pattern, says nothing, or says what no rule can say.
+        ValueError: a missing pattern or setting, or an unknown setting.
     """
     pattern, *words = text.split() or [""]
-    said: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for word in words:
         key, equals, value = word.partition("=")
         if word == "freeze":
-            said["freeze"] = True
+            settings["freeze"] = True
         elif key in ("lr", "weight_decay") and equals:
-            said["lr_scale" if key == "lr" else key] = _number(text, key, value)
+            settings["lr_scale" if key == "lr" else key] = _number(text, key, value)
         else:
             raise ValueError(
                 f"optimizer.rules: {word!r} of {text!r} is none of lr=FACTOR, weight_decay=VALUE and freeze"
             )
-    if not said or "=" in pattern:
+    if not settings or "=" in pattern:
         raise ValueError(
-            f"optimizer.rules: {text!r} must name parameters and say what is different for them:"
+            f"optimizer.rules: {text!r} must have a pattern and at least one setting:"
             " PATTERN [lr=FACTOR] [weight_decay=VALUE] [freeze]"
         )
-    if "freeze" in said and len(said) > 1:
-        raise ValueError(
-            f"optimizer.rules: {text!r} freezes its parameters, so that nothing else can be said of them"
-        )
-    return Rule(text, pattern, **said)
+    if "freeze" in settings and len(settings) > 1:
+        raise ValueError(f"optimizer.rules: {text!r} freezes its parameters: leave out its other settings")
+    return Rule(text, pattern, **settings)
 
 
 def _number(text: str, key: str, value: str) -> float:
@@ -77,12 +75,12 @@ def _number(text: str, key: str, value: str) -> float:
 
 
 def useless(rule: Rule, before: Sequence[Rule], names: Sequence[str]) -> str:
-    """The message for a rule that decides about no parameter."""
+    """The error message for a rule that applies to no parameter."""
     taken = [name for name in names if rule.matches(name)]
     if taken:
         earlier = next(other for other in before if other.matches(taken[0]))
         return (
-            f"optimizer.rules: {rule.text!r} decides nothing, because earlier rules match all that it names"
+            f"optimizer.rules: {rule.text!r} has no effect, because earlier rules match all its parameters"
             f" ({earlier.text!r} matches {taken[0]}): put it before them"
         )
     parts = [name.split(".") for name in names]

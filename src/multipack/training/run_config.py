@@ -121,6 +121,11 @@ class Config:
                 f"model.attention={self.model.attention}: ring attention has its own kernels; use model.attention=auto,"
                 " or parallel.context_method=ulysses"
             )
+        if self.optimizer.name == "muon" and parallel.offload != "none":
+            raise ValueError(
+                f"optimizer.name=muon multiplies whole matrices, which parallel.offload={parallel.offload} keeps on the"
+                " host: use parallel.offload=none, or optimizer.name=adamw"
+            )
         if self.log.gradient_noise and not parallel.keeps_own_gradients:
             raise ValueError(
                 "log.gradient_noise=true needs the whole gradient of a rank's first micro-batch, which only"
@@ -218,7 +223,7 @@ def compose_run(words: Iterable[str]) -> Config:
         raise ConfigError("train.resume=true needs out=RUN_DIR (or write train.resume=RUN_DIR)")
     try:
         run, checkpoint = find_run(path)
-        checkpoint = checkpoint or (run.latest_checkpoint() if run.latest.is_file() else None)
+        checkpoint = checkpoint or (run.latest_checkpoint() if run.has_checkpoints else None)
     except FileNotFoundError as error:
         raise ConfigError(f"train.resume={resume}: {error}") from error
     if out and Path(out).resolve() != run.path.resolve():

@@ -1,57 +1,157 @@
-"""Rows about the plan and the documents of a run, for the console."""
+"""What a run prints: the header with everything to know about the run later, and the closing report."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import platform
+import signal
 
-from multipack.planning.report import PlanReport, padded_share
+import numpy as np
+import torch
+
+import multipack
+from multipack.data.corpus import Corpus
+from multipack.ops.attention import select
+from multipack.parallel.world import hosts
+from multipack.planning.report import padded_share, report
 from multipack.reports.summary import Rows, fills_packs, report_rows
+from multipack.training.calibrate import cost_rows
+from multipack.training.compare import Comparison
+from multipack.training.metrics import LEGEND, PREDICTED, SKIPPED
+from multipack.training.optimizer import described, optimizer_text
+from multipack.training.precision import DTYPES
+from multipack.training.run_state import RunState
+from multipack.training.schedule import schedule_text
 
-if TYPE_CHECKING:
-    from multipack.data.corpus import Corpus
-    from multipack.training.session import Session
+
+def print_header(run: RunState, seconds: float) -> None:
+    """Print what the run is, its plan, and the legend of metrics.
+
+    Args:
+        run: about to train.
+        seconds: time spent on building it.
+    """
+    console, config = run.console, run.config
+    console.section("run", header_rows(run))
+    if console.enabled:
+        console.section("plan", stream_rows(run) if run.feed.plan is None else plan_rows(run))
+    legend = LEGEND | run.callbacks.legend
+    if run.cost_model.timed is not None and config.parallel.model_ranks == 1:
+        legend["dt_predicted"] = PREDICTED
+    if config.train.dtype == "fp16":
+        legend["skipped"] = SKIPPED
+    console.table("legend", ["metric", "meaning"], list(legend.items()))
+    for note in run.notes:
+        console.paragraph(f"note: {note}")
+    start = f"continuing after step {run.step}" if run.step else "starting"
+    console.line(f"\nstart-up time {seconds:.1f} s; {start}, {run.steps} steps in all")
+    if run.step >= run.steps and not config.train.eval_only:
+        console.line(f"nothing to train: the run has taken {run.step} steps; raise train.steps to go on")
 
 
-def plan_rows(session: Session, report: PlanReport) -> Rows:
-    """Return the rows of a run's plan: its report, the packs of a step, validation, and documents cut or dropped."""
-    config, packs = session.config, session.config.plan.packs_per_step
-    batch_size = config.train.padded_batch_size
-    share = padded_share(session.corpus.train.lengths, batch_size, config.train.seed)
-    mesh = session.engine.mesh
-    rank = "rank" if mesh.data_size == session.world.size else "data-parallel rank"
-    dealt = (
-        f"{packs} packs of at most {config.plan.capacity:,} tokens,"
-        f" {session.feed.micro_batches} a {rank}, one micro-batch each"
-    )
+def print_result(run: RunState, stopped_by: signal.Signals | None, comparison: Comparison | None) -> None:
+    """Print how the run ended, and where its files are."""
+    console, folder = run.console, run.run
+    if run.corpus.arriving is not None and (notes := corpus_notes(run.corpus)):
+        console.section("documents that arrived", notes)
+    if run.ending and stopped_by is None:
+        console.line(f"\nended after step {run.step} of {run.steps}: {run.ending}")
+    if stopped_by is not None:
+        console.line(
+            f"\n{stopped_by.name}: saved after step {run.step} of {run.steps}; go on with"
+            f" `multipack train train.resume=true out={folder.path}`"
+        )
+    if comparison is not None:
+        console.section("cost of padding (measured in this run)", _comparison_rows(comparison))
+    if run.prediction.steps:
+        console.section("predicted and measured time", run.prediction.rows())
+    rows = [("config", folder.config), ("metrics", folder.metrics), ("samples", folder.samples)]
+    if folder.latest.is_file():
+        rows.append(("checkpoint", folder.latest_checkpoint()))
+    if run.corpus.arriving is None:  # arriving documents may never become a store
+        rows.append(("token store", run.corpus.store_path))
+    console.section("written", [(name, str(path)) for name, path in rows])
+    if run.val_loss is not None and run.evaluated == run.step:
+        console.line(f"\nfinal validation loss {run.val_loss:.4f} after {run.step} steps")
+
+
+def header_rows(run: RunState) -> Rows:
+    """The device, the software, the model, the optimizer and the data of a run."""
+    world, config, shape = run.world, run.config, run.shape
+    parameters = described(run.engine.shapes)
+    threads = torch.get_num_threads()
+    cpu = f"{threads} thread{'s' if threads > 1 else ''}"
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else cpu
+    family = "Llama" if shape.positions == "rope" else "GPT-2"
+    count = sum(parameter.numel() for parameter in parameters.values())
+    tokenizer = run.corpus.tokenizer
     return [
-        *report_rows(report, share, batch_size, mesh.data_size, fills_packs(config.plan)),
-        ("a step", dealt),
+        ("device", f"{world.device} ({device})"),
+        ("backend", f"{world.backend}, attention {_attention_backend(run)}"),
+        ("world size", f"{world.size} process{'es' if world.size > 1 else ''}"),
+        ("parallel", config.parallel.text(world.size)),
+        ("hosts", ", ".join(hosts(world))),
+        ("launcher", f"{world.launcher}: {world.command}"),
         (
-            "validation",
-            f"{len(session.corpus.validation):,} documents, {session.corpus.validation.num_tokens:,} tokens",
+            "versions",
+            f"multipack {multipack.__version__}, Python {platform.python_version()}, torch {torch.__version__},"
+            f" numpy {np.__version__}",
         ),
-        *corpus_notes(session.corpus),
+        (
+            "model",
+            f"{family} style, {shape.layers} layers, width {shape.d_model}, {shape.heads} heads"
+            f" ({shape.kv_heads} kv), feed-forward {shape.d_ff}, vocabulary {shape.vocabulary_size:,}",
+        ),
+        ("parameters", f"{count:,} ({config.train.dtype})"),
+        ("optimizer", optimizer_text(parameters, config.optimizer)),
+        ("learning rate", schedule_text(config.optimizer, run.steps, run.feed.targets_per_step)),
+        *cost_rows(run.cost_model),
+        ("seed", str(config.train.seed)),
+        ("corpus", run.corpus.description),
+        ("corpus hash", run.corpus.corpus_hash[:16]),
+        ("tokenizer", f"{tokenizer.vocabulary_size:,} tokens, hash {tokenizer.hash[:16]}"),
+        ("run directory", str(run.run.path)),
     ]
 
 
-def stream_rows(session: Session) -> Rows:
-    """Return the rows of a plan whose documents arrive during training."""
-    corpus, plan = session.corpus, session.config.plan
+def plan_rows(run: RunState) -> Rows:
+    """The report of the plan, packs of a step, and documents that were cut or skipped."""
+    plan, config, mesh = run.feed.plan, run.config, run.mesh
+    assert plan is not None
+    found = report(plan, mesh.data_size, config.parallel.sync)
+    batch_size = config.train.padded_batch_size
+    share = padded_share(run.corpus.train.lengths, batch_size, config.train.seed)
+    rank = "rank" if mesh.data_size == run.world.size else "data-parallel rank"
+    step = (
+        f"{config.plan.packs_per_step} packs of at most {config.plan.capacity:,} tokens,"
+        f" {run.feed.micro_batches} per {rank}, one micro-batch each"
+    )
+    held = run.corpus.validation
+    return [
+        *report_rows(found, share, batch_size, mesh.data_size, fills_packs(config.plan)),
+        ("step", step),
+        ("validation", f"{len(held):,} documents, {held.num_tokens:,} tokens"),
+        *corpus_notes(run.corpus),
+    ]
+
+
+def stream_rows(run: RunState) -> Rows:
+    """What is known about the plan of documents that arrive."""
+    corpus, plan = run.corpus, run.config.plan
     held = corpus.validation
     return [
         (
             "documents",
-            f"those of {corpus.description}; the run ends after them, or after {session.steps:,} steps",
+            f"those of {corpus.description}; the run ends with them, or after {run.steps:,} steps",
         ),
-        ("planned ahead", f"{plan.window} steps, as soon as enough documents arrived"),
-        ("a step", f"{plan.packs_per_step} packs of at most {plan.capacity:,} tokens"),
+        ("planned ahead", f"{plan.window} steps, as soon as the documents that fill them are there"),
+        ("step", f"{plan.packs_per_step} packs of at most {plan.capacity:,} tokens"),
         ("validation", f"{len(held):,} of the first documents, {held.num_tokens:,} tokens, never trained on"),
         *corpus_notes(corpus),
     ]
 
 
 def corpus_notes(corpus: Corpus) -> Rows:
-    """Return the rows about documents that were cut, dropped or skipped, of a stream those until now."""
+    """Documents that were cut, dropped or skipped on their way from the source; so far, if documents arrive."""
     arriving = corpus.arriving
     train_fit, skipped = (
         (corpus.train_fit, corpus.skipped) if arriving is None else (arriving.report, arriving.skipped)
@@ -60,3 +160,27 @@ def corpus_notes(corpus: Corpus) -> Rows:
     rows = [(f"too long, {which}", fit.describe()) for which, fit in fits if fit.describe()]
     rows += [(f"mixture, {share.name}", share.describe()) for share in corpus.mixture]
     return rows + [("skipped", f"{count:,} {reason}") for reason, count in skipped.items()]
+
+
+def _comparison_rows(found: Comparison) -> Rows:
+    return [
+        ("packed", f"{found.packed_tokens_per_second:,.0f} tokens/s"),
+        (
+            "padded",
+            f"{found.padded_tokens_per_second:,.0f} tokens/s (random batches of {found.batch_size},"
+            f" {100 / found.pad_factor:.1f} % of the slots hold tokens)",
+        ),
+        ("packed / padded", f"{found.ratio:.2f} x (over {found.steps} pairs of steps)"),
+        ("pad factor", f"{found.pad_factor:.2f} (slots that padding computes per token)"),
+    ]
+
+
+def _attention_backend(run: RunState) -> str:
+    """Name of the attention backend in effect."""
+    config, shape, device = run.config, run.shape, run.world.device
+    if config.parallel.context > 1 and config.parallel.context_method == "ring":
+        return "ring"
+    dtype = DTYPES[config.train.dtype]
+    q = torch.empty(1, shape.heads, shape.head_width, device=device, dtype=dtype, requires_grad=True)
+    kv = torch.empty(1, shape.kv_heads, shape.head_width, device=device, dtype=dtype)
+    return select(config.model.attention, q, kv, kv, shape.window or None).name

@@ -1,9 +1,9 @@
-"""The learning rate of every step: pure functions, so that a resumed run needs no scheduler state.
+"""Learning-rate schedules as pure functions of the step: a resumed run needs no scheduler state.
 
     cosine   ╱‾‾╲        constant   ╱‾‾‾‾‾      wsd   ╱‾‾‾‾╲         linear   ╱╲
             ╱     ╲___             ╱                 ╱      ╲___             ╱   ╲___
 
-A warm-up rises linearly to the peak; what follows ends at `optimizer.min_lr`, in step `optimizer.decay_steps`.
+The warm-up rises linearly to the peak; the decay ends at `optimizer.min_lr` in step `optimizer.decay_steps`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
     """Learning rate of a step.
 
     `wsd` (warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395) stays at its peak and decays over the last
-    `decay_share` of the steps, along a line or along 1 − √progress (Hägele et al. 2024, arXiv:2405.18392): a run
-    can be prolonged from any checkpoint before the decay.
+    `decay_share` of the steps, linearly or as 1 − √progress (Hägele et al. 2024, arXiv:2405.18392): a run can be
+    extended from any checkpoint before the decay.
 
     Args:
-        step: the step about to be taken, from 1.
+        step: the step to take, from 1.
         steps: the last step of the run.
         config: peak, floor, warm-up and schedule.
     """
@@ -41,11 +41,10 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
 
 
 def rate_factor(config: OptimizerConfig, targets_per_step: float) -> float:
-    """What every learning rate of a run is multiplied by, for the size of its steps: 1 at the reference.
+    """Factor of all learning rates of a run for the size of its steps: 1 at the reference.
 
     With κ times the reference's targets in a step the factor is κ (`linear`: Goyal et al. 2017, arXiv:1706.02677,
-    for SGD) or √κ (`sqrt`: Malladi et al. 2022, arXiv:2205.10287, for Adam). Only rates are scaled: the latter's
-    betas and epsilon stay as they are set.
+    for SGD) or √κ (`sqrt`: Malladi et al. 2022, arXiv:2205.10287, for Adam). Adam's betas and epsilon are not scaled.
 
     Args:
         config: `lr_scaling` and `reference_tokens`.
@@ -62,10 +61,10 @@ def rate_factor(config: OptimizerConfig, targets_per_step: float) -> float:
 
 
 def schedule_text(config: OptimizerConfig, steps: int, targets_per_step: float) -> str:
-    """One line for the run header: schedule, its turning points, and how the rate was scaled.
+    """One line for the run header: the schedule, its turning points, and the scaling of the rate.
 
     Args:
-        config: as the user set it.
+        config: of the run.
         steps: the last step of the run.
         targets_per_step: target tokens of a global step, the mean of the plan.
     """
@@ -86,7 +85,7 @@ def schedule_text(config: OptimizerConfig, steps: int, targets_per_step: float) 
 
 
 def _decay(steps: int, config: OptimizerConfig) -> tuple[int, int]:
-    """The steps after which the decay begins, and in which it ends."""
+    """The step after which the decay begins, and the step in which it ends."""
     last = config.decay_steps or steps
     if config.schedule != "wsd":
         return config.warmup_steps, last

@@ -11,84 +11,84 @@ from multipack.planning.options import LossWeighting
 from multipack.training.rules import read_rule
 
 TRACKER_NAMES = ("tensorboard", "wandb", "mlflow", "trackio")
-"""What `track.to` accepts; see `multipack.training.trackers`."""
+"""What `track.to` accepts; see `training/callbacks/trackers.py`."""
 
 
 @dataclass
 class TrainConfig:
-    """The life of a run."""
+    """Length, evaluation, checkpoints, precision and guards of a run."""
 
     steps: int = 0
     """Global steps; 0 = train.epochs passes over the documents."""
     epochs: float = 1.0
     """Passes over the documents, where train.steps is 0."""
     eval_every: int = 50
-    """Steps between evaluations with a sample; there is one before the first step and one at the end too. 0 = never."""
+    """Steps between evaluations, each with a sample; also before the first step and at the end. 0 = never."""
     eval_packs: int = 0
     """Most validation packs of an evaluation, rounded up to whole global steps; 0 = all."""
     eval_only: bool = False
-    """Evaluate, write a sample and stop."""
+    """Evaluate, write a sample, and stop."""
     checkpoint_every: int = 0
-    """Steps between checkpoints; 0 = at evaluations. There is one at the end in any case."""
+    """Steps between checkpoints; 0 = at evaluations. The end of the run is always saved."""
     keep_checkpoints: int = 2
-    """Newest checkpoints that are kept; 0 = all."""
+    """Number of newest checkpoints to keep; 0 = all."""
     checkpoint_async: bool = False
-    """Write checkpoints in the background while training goes on; each is first copied to the CPU's memory."""
+    """Write checkpoints in the background, from a copy in host memory."""
     resume: str = "false"
-    """`true` continues the run in out=; `auto` does so too, or begins it; a run directory or checkpoint: that one."""
+    """`true` continues the run in out=; `auto` continues or starts it; or the path of a run or checkpoint."""
     loss_weighting: LossWeighting = "token"
-    """What the loss is a mean over: every target `token` alike, or every `document` alike (a cut piece is one)."""
+    """Unit of the mean loss: `token` weighs targets equally, `document` documents (pieces of split ones too)."""
     seed: int = 0
-    """Of the initial weights, the order of documents, dropout and samples."""
+    """Seed of initial weights, document order, dropout and samples."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Precision of forward passes; auto = bf16 autocast where the device computes it natively. fp16 scales the loss."""
     device: Device = "auto"
     """Where to train; auto = a GPU if there is one."""
     sample_prompt: str = ""
-    """What samples begin with; empty = a prompt from the validation documents."""
+    """Prompt of samples; empty = the beginning of a validation document."""
     sample_tokens: int = 64
     """Tokens of a sample; 0 = no samples."""
     sample_temperature: float = 0.8
     """Temperature of samples; 0 = greedy."""
     sample_top_k: int = 50
-    """Samples draw from this many likeliest tokens; 0 = all."""
+    """Samples draw from this many most likely tokens; 0 = all."""
     compare_padding: bool = True
-    """At the end, measure what padding would have cost (one process only)."""
+    """At the end, measure the cost of padding (one process only)."""
     padded_batch_size: int = 8
-    """Documents in a batch of the padded training that the run is compared with."""
+    """Documents in a padded batch, for the comparison with padding."""
     fixed_shape: bool = False
-    """Fill every pack up to plan.capacity with a padding document, so that all batches have one shape."""
+    """Pad every pack to plan.capacity, so that all batches have one shape."""
     prefetch: int = 2
     """Packs collated ahead in a background thread; 0 = none."""
     compile: bool = False
-    """Compile every block with torch.compile: the first steps take longer, the others less time."""
+    """Compile every block with torch.compile: slower first steps, faster others."""
     recompute: Literal["none", "full", "selective"] = "none"
-    """What the backward pass computes again instead of keeping: whole blocks (full), or what is cheap (selective)."""
+    """Activation checkpointing: recompute whole blocks (full) or cheap operations (selective) in the backward pass."""
     tiles: int = 1
     """Pieces in which feed-forwards and the vocabulary are computed one after the other: less memory, more work."""
     deterministic: bool = False
-    """Only kernels whose results never differ between runs: two runs are equal to the last bit, maybe slower."""
+    """Use deterministic kernels only: runs are equal bit for bit, and may be slower."""
     init_from: str = ""
-    """Weights (and tokenizer) to begin with: a run, a checkpoint, or a folder in Hugging Face's format."""
+    """Initial weights (and tokenizer): a run, a checkpoint, or a folder in Hugging Face's format."""
     z_loss: float = 0.0
-    """Weight of (log Σ exp logits)² in the loss of training, which keeps logits small; 1e-4 is usual."""
+    """Weight of (log Σ exp logits)² in the training loss, which keeps logits small; typical: 1e-4."""
     label_smoothing: float = 0.0
-    """Share of each target's probability that is spread over the vocabulary, in training."""
+    """Share of each target's probability that is spread over the vocabulary in training."""
     ema_decay: float = 0.0
-    """Decay of a running mean of the weights, kept beside them and evaluated too; 0 = none, 0.999 is usual."""
+    """Decay of a moving average of the weights, which is saved and evaluated too; 0 = none, typical: 0.999."""
     spike: Literal["off", "skip", "stop"] = "off"
-    """What becomes of a step whose loss or gradient jumps: applied, left out (and logged), or the run stops."""
+    """What to do with a step whose loss or gradient norm jumps: apply it, skip it, or stop the run."""
     spike_factor: float = 6.0
-    """A jump is this many standard deviations above the recent mean."""
+    """Standard deviations above the recent mean that count as a jump."""
     patience: int = 0
-    """Evaluations without a better validation loss after which the run stops early; 0 = never."""
+    """Stop after this many evaluations without a better validation loss; 0 = never."""
     min_improvement: float = 0.0
-    """How much lower a validation loss must be to count as better."""
+    """Decrease of the validation loss that counts as better."""
     profile: bool = False
-    """Write one torch trace of a few steps (after the first ones) to the run directory."""
+    """Write a torch trace of three steps, after the first two, to the run directory."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot run."""
+        """Check ranges."""
         counts = ("steps", "eval_every", "eval_packs", "checkpoint_every", "keep_checkpoints", "prefetch")
         for name in (*counts, "seed", "sample_tokens", "sample_temperature", "sample_top_k"):
             if getattr(self, name) < 0:
@@ -116,62 +116,66 @@ class TrainConfig:
 
 @dataclass
 class LogConfig:
-    """What is printed."""
+    """What a run prints and measures."""
 
     every: int = 10
     """Steps between log lines; 0 = none. metrics.jsonl has every step."""
     all_ranks: bool = False
-    """Every rank prints, each line with its time and rank."""
+    """Every rank prints, with time and rank in each line."""
     layer_norms: bool = False
-    """Log the gradient's and the weights' norms of every layer."""
+    """Log norms of gradients and weights per layer."""
     gradient_noise: bool = False
-    """Log the gradient's noise scale, in targets: about the batch beyond which more data a step helps little."""
+    """Log the gradient noise scale, in targets: larger steps than this help little."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant."""
+        """Check ranges."""
         if self.every < 0:
             raise ValueError(f"log.every must not be negative, got {self.every}")
 
 
 @dataclass
 class OptimizerConfig:
-    """AdamW, its schedule and gradient clipping."""
+    """Optimizer, schedule and gradient clipping."""
 
+    name: Literal["adamw", "muon"] = "adamw"
+    """AdamW for all parameters, or Muon for the matrices of blocks with AdamW for the rest."""
     lr: float = 2e-3
     """Peak learning rate."""
     min_lr: float = -1.0
     """Learning rate at the end of the schedule; negative = a tenth of optimizer.lr."""
     lr_scaling: Literal["none", "sqrt", "linear"] = "none"
-    """How learning rates grow with the targets of a step: not at all, by their root, or by their number."""
+    """Scale learning rates with the targets of a step: not, by the square root, or linearly."""
     reference_tokens: int = 0
-    """Targets of a step that optimizer.lr was found with; needed by optimizer.lr_scaling."""
+    """Targets of a step that optimizer.lr was tuned for; needed by optimizer.lr_scaling."""
     warmup_steps: int = 20
     """Steps in which the learning rate rises linearly to its peak."""
     decay_steps: int = 0
     """Step at which the schedule reaches min_lr; 0 = the last step of the run."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """What follows the warm-up: half a cosine or a line down to min_lr, the peak for ever, or until a decay."""
+    """After the warm-up: cosine or linear decay to min_lr, constant, or constant with a final decay (wsd)."""
     decay_share: float = 0.2
-    """Share of the steps, the last ones, over which schedule=wsd decays."""
+    """Last share of the steps, over which schedule=wsd decays."""
     decay_shape: Literal["linear", "sqrt"] = "linear"
-    """How schedule=wsd decays: along a line, or along 1 - sqrt(progress), which falls fast at first."""
+    """Decay of schedule=wsd: linear, or 1 - sqrt(progress), which falls fast at first."""
     beta1: float = 0.9
     """Decay of the first moment."""
     beta2: float = 0.95
     """Decay of the second moment."""
+    momentum: float = 0.95
+    """Decay of Muon's momentum."""
     eps: float = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
     weight_decay: float = 0.1
     """Decoupled weight decay of tensors with two or more dimensions."""
     rules: list[str] = field(default_factory=list)
-    """Exceptions by (globs of) parameters' or modules' names: `*.bias lr=2 weight_decay=0`, `blocks.0 freeze`."""
+    """Exceptions by globs on names of parameters or modules: `*.bias lr=2 weight_decay=0`, `blocks.0 freeze`."""
     fused: Literal["auto", "true", "false"] = "auto"
-    """One kernel for all tensors of a group: auto = where the device has it; false = several kernels (foreach)."""
+    """Fused AdamW kernel: auto = where the device has one; false = several kernels (foreach)."""
     clip: float = 1.0
-    """Largest global norm of the gradient; 0 = no clipping."""
+    """Maximum global norm of the gradient; 0 = no clipping."""
 
     def __post_init__(self) -> None:
-        """Refuse what would not train."""
+        """Check ranges."""
         if self.lr <= 0:
             raise ValueError(f"optimizer.lr={self.lr} must be positive")
         if self.min_lr > self.lr:
@@ -180,7 +184,7 @@ class OptimizerConfig:
             raise ValueError(
                 "optimizer.clip, weight_decay, warmup_steps and decay_steps must not be negative"
             )
-        for name in ("beta1", "beta2"):
+        for name in ("beta1", "beta2", "momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"optimizer.{name} must be in [0, 1), got {getattr(self, name)}")
         if not 0 < self.decay_share <= 1:
@@ -196,7 +200,7 @@ class OptimizerConfig:
 
 @dataclass
 class TrackConfig:
-    """Which trackers get a run's records, beside metrics.jsonl."""
+    """Trackers that get a run's records, beside metrics.jsonl."""
 
     to: list[str] = field(default_factory=list)
     """Any of tensorboard, wandb, mlflow and trackio; each needs the extra of its name."""
@@ -207,16 +211,16 @@ class TrackConfig:
     name: str = ""
     """Name of the run; empty = the run directory's."""
     run_id: str = ""
-    """Go on in this run of wandb or mlflow; empty = a new one, or that of the run which is resumed."""
+    """Continue this run of wandb or mlflow; empty = a new one, or that of the resumed run."""
     group: str = ""
     """Group of runs in wandb and trackio, a tag in mlflow."""
     mode: Literal["online", "offline", "disabled"] = "online"
-    """online = as each tracker is set up; offline = files on this machine alone; disabled = track.to is left out."""
+    """online = as each tracker is set up; offline = files on this machine only; disabled = ignore track.to."""
     folder: str = ""
-    """Where trackers keep their files; empty = the run directory. Trackio's own setting says where its files are."""
+    """Folder of trackers' files; empty = the run directory. Trackio has a setting of its own."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no tracker."""
+        """Check names of trackers."""
         for name in self.to:
             if name not in TRACKER_NAMES:
                 near = difflib.get_close_matches(name, TRACKER_NAMES, 1)
@@ -240,14 +244,14 @@ class PreferenceConfig:
     """Direct preference optimization (DPO)."""
 
     beta: float = 0.1
-    """How strongly the model is held to the reference: larger values let it move less."""
+    """Strength of the penalty for moving away from the reference."""
     label_smoothing: float = 0.0
-    """Share of the preferences that is taken as wrong, below 0.5; 0 = plain DPO."""
+    """Assumed share of wrong preferences, below 0.5; 0 = plain DPO."""
     reference: str = ""
     """The reference model: a run, a checkpoint or a Hugging Face folder; empty = the run's own initial weights."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant."""
+        """Check ranges."""
         if self.beta <= 0:
             raise ValueError(f"preference.beta must be positive, got {self.beta}")
         if not 0 <= self.label_smoothing < 0.5:

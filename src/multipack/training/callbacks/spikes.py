@@ -1,4 +1,4 @@
-"""A guard against steps whose loss or gradient jumps: they are left out, or the run stops."""
+"""Spike guard: skips steps whose loss or gradient norm jumps, or stops the run."""
 
 from __future__ import annotations
 
@@ -8,25 +8,24 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
+from multipack.training.callbacks.callback import Callback, RunStopped
 from multipack.training.metrics import SKIPPED
-from multipack.training.observer import Observer, RunStopped, Verdict
 
 DECAY = 0.98
-"""Share of the statistics that a step keeps: they are over about 50 steps."""
+"""Decay of the statistics per step: they cover about 50 steps."""
 WARM_UP = 20
-"""Steps that fill the statistics before any step is judged."""
+"""Steps that fill the statistics before steps are judged."""
 MOST_IN_A_ROW = 10
-"""Steps left out one after another that say: this is no spike, the run is somewhere else."""
+"""Stop after this many consecutive skipped steps."""
 SMALLEST_DEVIATION = 1e-3
-"""Of the mean: a loss that hardly varies must not make a spike of rounding."""
+"""Lower limit of the deviation, relative to the mean: rounding must not make a spike of a nearly constant loss."""
 
 
 @dataclass
 class RunningMoments:
-    """Mean and variance of recent values, with weights that fall by `DECAY` a value and sum to 1.
+    """Mean and variance of recent values, with weights that decay by `DECAY` per value and sum to 1.
 
-    The update is West's (1979, doi:10.1145/359146.359153) for weighted values; the weights' sum is that of a
-    geometric series, so that the first values are not pulled towards zero.
+    The update is West's (1979, doi:10.1145/359146.359153) for weighted values.
     """
 
     count: int = 0
@@ -34,7 +33,7 @@ class RunningMoments:
     variance: float = 0.0
 
     def add(self, value: float) -> None:
-        """Count one value."""
+        """Add one value."""
         self.count += 1
         share = (1 - DECAY) / (1 - DECAY**self.count)
         difference = value - self.mean
@@ -42,40 +41,40 @@ class RunningMoments:
         self.variance = (1 - share) * (self.variance + share * difference**2)
 
     def deviation(self) -> float:
-        """Standard deviation, at least a thousandth of the mean."""
+        """Standard deviation, at least `SMALLEST_DEVIATION` of the mean."""
         return max(math.sqrt(self.variance), SMALLEST_DEVIATION * abs(self.mean))
 
 
-class SpikeGuard(Observer):
-    """Compares every step's loss and gradient norm with those of the steps that were applied before.
+class SpikeGuard(Callback):
+    """Compares the loss and gradient norm of every step with those of recently applied steps.
 
-    A step is a spike if either is more than `factor` standard deviations above its recent mean. What is left out does
-    not enter the statistics, so that a spike of many steps does not become the usual.
+    A step is a spike if either is more than `factor` standard deviations above its recent mean. Skipped steps do not
+    enter the statistics, so that a long spike does not become normal.
 
     Args:
-        action: leave such steps out, or stop the run.
+        action: skip such steps, or stop the run.
         factor: standard deviations.
-        tell: says that a step was left out, and why.
+        report: prints which step was skipped, and why.
     """
 
     name = "spikes"
     legend: Mapping[str, str] = MappingProxyType({"skipped": SKIPPED})
 
     def __init__(
-        self, action: Literal["skip", "stop"], factor: float, tell: Callable[[str], None] = print
+        self, action: Literal["skip", "stop"], factor: float, report: Callable[[str], None] = print
     ) -> None:
         self.action = action
         self.factor = factor
         self.skipped = 0
-        self._tell = tell
+        self._report = report
         self._in_a_row = 0
         self._moments = {"loss": RunningMoments(), "grad_norm": RunningMoments()}
 
-    def judge(self, step: int, loss: float, grad_norm: float) -> Verdict:
-        """Whether the step is applied.
+    def accept(self, step: int, loss: float, grad_norm: float) -> bool:
+        """See `Callback`.
 
         Raises:
-            RunStopped: the action is to stop; or too many steps in a row were left out.
+            RunStopped: the action is to stop, or too many consecutive steps were skipped.
         """
         values = {"loss": loss, "grad_norm": grad_norm}
         jumps = [text for name, value in values.items() if (text := self._jump(name, value))]
@@ -83,22 +82,22 @@ class SpikeGuard(Observer):
             self._in_a_row = 0
             for name, value in values.items():
                 self._moments[name].add(value)
-            return "apply"
-        why = f"step {step} jumps: {' and '.join(jumps)}"
+            return True
+        reason = f"step {step} is a spike: {' and '.join(jumps)}"
         if self.action == "stop":
             raise RunStopped(
-                f"{why}; the step was not applied, and train.spike=stop ends the run. Lower optimizer.lr, use"
-                " train.spike=skip to leave such steps out, or raise train.spike_factor"
+                f"{reason}; the step was not applied, and train.spike=stop ends the run. Lower optimizer.lr, use"
+                " train.spike=skip to skip such steps, or raise train.spike_factor"
             )
         self.skipped += 1
         self._in_a_row += 1
         if self._in_a_row >= MOST_IN_A_ROW:
             raise RunStopped(
-                f"{why}; it is the {self._in_a_row}th step in a row that train.spike=skip left out: this is no spike."
-                " Lower optimizer.lr, or raise train.spike_factor"
+                f"{reason}; train.spike=skip has skipped {self._in_a_row} consecutive steps. Lower optimizer.lr, or"
+                " raise train.spike_factor"
             )
-        self._tell(f"{why}; the step was left out ({self.skipped} so far)")
-        return "skip"
+        self._report(f"{reason}; the step was skipped ({self.skipped} so far)")
+        return False
 
     def _jump(self, name: str, value: float) -> str:
         moments = self._moments[name]
@@ -116,6 +115,6 @@ class SpikeGuard(Observer):
         return {"moments": moments, "skipped": self.skipped, "in_a_row": self._in_a_row}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state()` gave."""
+        """See `Callback`."""
         self._moments = {name: RunningMoments(**values) for name, values in state["moments"].items()}
         self.skipped, self._in_a_row = int(state["skipped"]), int(state["in_a_row"])

@@ -1,0 +1,121 @@
+"""Exponential moving average of the weights (EMA), evaluated beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multipack.parallel.engine import ModelEngine
+from multipack.parallel.state import local
+from multipack.training.callbacks.callback import Callback
+from multipack.training.callbacks.gradients import trainable
+
+
+class MovingAverage(Callback):
+    """EMA of all trainable weights in float32, over the applied steps.
+
+    After t steps it is Σ decay^(t−i) · w_i / Σ decay^(t−i) over the weights w_i after step i. The weights sum to 1, so
+    the random initial weights have no part in it (the bias correction of Adam: Kingma & Ba 2015, arXiv:1412.6980,
+    section 3). A rank averages what it holds of the weights; replicas hold equal averages.
+
+    Args:
+        decay: share of the average that a step keeps; 0.999 averages about 1,000 steps.
+    """
+
+    name = "average"
+    legend: Mapping[str, str] = MappingProxyType(
+        {"val_loss_ema": "val_loss of the moving average of the weights"}
+    )
+    suffix = "_ema"
+    """Suffix of metrics that are measured with the average."""
+
+    def __init__(self, decay: float) -> None:
+        self.decay = decay
+        self.steps = 0
+        self._means: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def after_step(self, step: int, engine: ModelEngine, applied: bool) -> None:
+        """Add the weights to the average, unless the step was skipped."""
+        if not applied:
+            return
+        weights = trainable(engine)
+        means = self._local_means(weights)
+        self.steps += 1
+        share = (1 - self.decay) / (1 - self.decay**self.steps)
+        if means:  # a frozen pipeline stage has none
+            torch._foreach_lerp_(means, [local(weight).float() for weight in weights.values()], share)
+
+    def weight_sets(self, engine: ModelEngine) -> Sequence[tuple[str, AbstractContextManager[None]]]:
+        """The average, once there is one."""
+        return [(self.suffix, self._swapped(engine))] if self.steps else []
+
+    @contextmanager
+    def _swapped(self, engine: ModelEngine) -> Iterator[None]:
+        """The model has the average as its weights; on exit its own, bit for bit."""
+        weights = trainable(engine)
+        means = self._local_means(weights)
+        with torch.no_grad():
+            tensors = [local(weight) for weight in weights.values()]
+            own = [tensor.detach().clone() for tensor in tensors]
+            _copy(tensors, means)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                _copy(tensors, own)
+
+    def _local_means(self, weights: Mapping[str, Tensor]) -> list[Tensor]:
+        """This rank's part of the averages, in the order of the weights and on their devices; zeros at first.
+
+        Raises:
+            ValueError: the averages of a checkpoint belong to other weights.
+        """
+        if not self._means:
+            self._means = {
+                name: torch.zeros_like(weight, dtype=torch.float32) for name, weight in weights.items()
+            }
+        shapes = {name: weight.shape for name, weight in weights.items()}
+        saved = {name: mean.shape for name, mean in self._means.items()}
+        other = sorted(name for name in shapes.keys() | saved.keys() if shapes.get(name) != saved.get(name))
+        if other:
+            raise ValueError(
+                f"the checkpoint's average of the weights (train.ema_decay) is over other weights:"
+                f" {', '.join(other[:3])} ({len(other)} in all); keep optimizer.rules as they were, or start a new run"
+            )
+        for name, weight in weights.items():
+            self._means[name] = self._means[name].to(weight.device)  # after loading
+        return [local(self._means[name]) for name in weights]
+
+    def state(self) -> dict[str, Any]:
+        """The number of steps in the average."""
+        return {"steps": self.steps}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """See `Callback`."""
+        self.steps = int(state["steps"])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The averages by parameters' names; empty before the first applied step."""
+        return dict(self._means)
+
+    def empty_tensors(self, shapes: Mapping[str, tuple[int, ...]], engine: ModelEngine) -> dict[str, Tensor]:
+        """See `Callback`; distributed as the weights are."""
+        weights = engine.state()["model"]
+        return {
+            name: torch.zeros_like(weights[name], dtype=torch.float32) for name in shapes if name in weights
+        }
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `Callback`."""
+        self._means = dict(tensors)
+
+
+def _copy(into: list[Tensor], values: list[Tensor]) -> None:
+    if into:  # torch's function refuses an empty list
+        torch._foreach_copy_(into, values)

@@ -1,0 +1,180 @@
+"""Base class of callbacks, and the list of a run's callbacks as one.
+
+    before_step ▸ [forward, backward ▸ micro_batch]… ▸ gradient ▸ clip ▸ accept ▸ optimizer ▸ after_step ▸ record
+                                                                       evaluation ▸ weight_sets ▸ stop_reason, sample
+
+Every rank has the same callbacks. `accept` and `stop_reason` decide about the run, so they must be functions of values
+that are equal on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import chain
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multipack.parallel.engine import ModelEngine
+from multipack.parallel.state import Source
+
+
+class RunStopped(RuntimeError):
+    """The run must stop: the current step was not applied, and the last checkpoint is valid."""
+
+
+class Callback:
+    """Base class: every hook does nothing by default."""
+
+    name = "callback"
+    """Key of its state in checkpoints; unique in a run."""
+    legend: Mapping[str, str] = MappingProxyType({})
+    """Metrics that it adds to records → their meaning."""
+
+    def before_step(self, step: int) -> None:
+        """Called before the batches of `step` (from 1) are fetched."""
+
+    def micro_batch(self, index: int, engine: ModelEngine, own: float, whole: float) -> None:
+        """Called after the backward pass of each micro-batch except the last: gradients are still this rank's own.
+
+        Args:
+            index: of the micro-batch on this rank, from 0.
+            engine: its parameters hold the gradient of the summed loss / `whole`, times ranks and loss scale.
+            own: share of the step's denominator in this rank's micro-batches up to this one.
+            whole: the step's denominator.
+        """
+
+    def gradient(self, step: int, engine: ModelEngine) -> Mapping[str, float]:
+        """Called with the complete, unclipped gradient of the step. Returns metrics for the step's record."""
+        return {}
+
+    def accept(self, step: int, loss: float, grad_norm: float) -> bool:
+        """Whether the step is applied. Both values are finite and equal on every rank.
+
+        Raises:
+            RunStopped: on every rank, with the reason; nothing of the step was applied.
+        """
+        return True
+
+    def after_step(self, step: int, engine: ModelEngine, applied: bool) -> None:
+        """Called after the optimizer, or after the step was skipped."""
+
+    def record(self, values: Mapping[str, float]) -> None:
+        """Called with every record of metrics.jsonl, which includes `step`; on rank 0 only."""
+
+    def sample(self, step: int, text: str) -> None:
+        """Called with the generated text of an evaluation; on rank 0 only."""
+
+    def weight_sets(self, engine: ModelEngine) -> Sequence[tuple[str, AbstractContextManager[None]]]:
+        """Further weights to evaluate: a suffix for `val_loss`, and a context in which the model has them."""
+        return []
+
+    def stop_reason(self, step: int, val_loss: float) -> str:
+        """Called with a validation loss, equal on every rank. Returns why the run should stop; empty = continue."""
+        return ""
+
+    def state(self) -> dict[str, Any]:
+        """Values for a checkpoint, as JSON."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state()` returned."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Tensors for a checkpoint."""
+        return {}
+
+    def empty_tensors(self, shapes: Mapping[str, tuple[int, ...]], engine: ModelEngine) -> dict[str, Tensor]:
+        """Tensors to copy a checkpoint's values into: those that this rank needs.
+
+        Args:
+            shapes: names and global shapes of the saved tensors of all ranks.
+            engine: its parameters show how tensors are distributed.
+        """
+        return {name: torch.zeros(shape) for name, shape in shapes.items()}
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore what `tensors()` returned; the tensors become the callback's own."""
+
+    def close(self, failed: bool) -> None:
+        """Called at the end of the run; `failed`: by an exception."""
+
+
+def _union(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    return {name: value for part in parts for name, value in part.items()}
+
+
+def _drop(results: list[Any]) -> None:
+    """For hooks without a result."""
+
+
+COMBINE: dict[str, Callable[[list[Any]], Any]] = {
+    "gradient": _union,
+    "accept": all,
+    "weight_sets": lambda parts: list(chain.from_iterable(parts)),
+    "stop_reason": lambda reasons: "; ".join(filter(None, reasons)),
+}
+"""Hook → how the results of several callbacks become one; results of other hooks are dropped."""
+
+
+class Callbacks:
+    """The callbacks of a run as one: each hook calls all of them in order and combines their results."""
+
+    def __init__(self, callbacks: Iterable[Callback]) -> None:
+        self._all = list(callbacks)
+        names = [callback.name for callback in self._all]
+        assert len(set(names)) == len(names), names
+
+    def __iter__(self) -> Iterator[Callback]:
+        return iter(self._all)
+
+    def __getattr__(self, hook: str) -> Callable[..., Any]:
+        if not callable(getattr(Callback, hook, None)):
+            raise AttributeError(hook)
+        combine: Callable[[list[Any]], Any] = COMBINE.get(hook, _drop)
+
+        def call(*arguments: Any) -> Any:
+            hooks: list[Callable[..., Any]] = [getattr(callback, hook) for callback in self._all]
+            return combine([each(*arguments) for each in hooks])
+
+        return call
+
+    @property
+    def legend(self) -> dict[str, str]:
+        """Metrics of all callbacks → their meaning."""
+        return _union(callback.legend for callback in self._all)
+
+    def states(self) -> dict[str, dict[str, Any]]:
+        """Name of callback → its state; callbacks without state are left out."""
+        found = {callback.name: callback.state() for callback in self._all}
+        return {name: state for name, state in found.items() if state}
+
+    def load_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Restore what `states()` returned; a callback that is not in it starts anew."""
+        for callback in self._all:
+            if callback.name in states:
+                callback.load_state(states[callback.name])
+
+    def all_tensors(self) -> dict[str, Tensor]:
+        """Tensors of all callbacks, as `<callback>.<name>`."""
+        return {
+            f"{callback.name}.{name}": tensor
+            for callback in self._all
+            for name, tensor in callback.tensors().items()
+        }
+
+    def load_all_tensors(self, source: Source, engine: ModelEngine) -> None:
+        """Restore tensors from a checkpoint, on any mesh; a callback that is not in it starts anew."""
+        saved = source.shapes("observers")
+        for callback in self._all:
+            prefix = f"{callback.name}."
+            shapes = {
+                name.removeprefix(prefix): shape for name, shape in saved.items() if name.startswith(prefix)
+            }
+            if shapes:
+                tensors = callback.empty_tensors(shapes, engine)
+                source.fill("observers", {f"{prefix}{name}": tensor for name, tensor in tensors.items()})
+                callback.load_tensors(tensors)

@@ -1,0 +1,83 @@
+"""A torch trace of a few steps, for `chrome://tracing` or https://ui.perfetto.dev."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from multipack.parallel.engine import ModelEngine
+from multipack.training.callbacks.callback import Callback
+
+SKIP_STEPS = 2
+"""Steps of a process before the trace: they compile and allocate."""
+TRACED_STEPS = 3
+"""Steps in the trace."""
+
+
+class Trace(Callback):
+    """Profiles a few steps of this process and writes one trace. A resumed run keeps the trace that it has.
+
+    Args:
+        path: the file to write; None = this rank writes none.
+        device: a CUDA device's kernels are traced beside the host's operators.
+        report: prints where the trace is.
+    """
+
+    name = "trace"
+
+    def __init__(
+        self, path: Path | None, device: torch.device, report: Callable[[str], None] = print
+    ) -> None:
+        self.path = path
+        self._device = device
+        self._report = report
+        self._steps = 0
+        self._profiler: profile | None = None
+
+    def before_step(self, step: int) -> None:
+        """Start the profiler with the first step of the process."""
+        self._steps += 1
+        if self.path is None or self._steps > 1:
+            return
+        if self.path.exists():
+            self._report(f"{self.path} is of an earlier part of this run; remove it to get another trace")
+            self.path = None
+            return
+        cuda = [ProfilerActivity.CUDA] if self._device.type == "cuda" else []
+        self._profiler = profile(
+            activities=[ProfilerActivity.CPU, *cuda],
+            schedule=schedule(wait=SKIP_STEPS - 1, warmup=1, active=TRACED_STEPS, repeat=1),
+            on_trace_ready=self._write,
+        )
+        self._profiler.start()
+
+    def after_step(self, step: int, engine: ModelEngine, applied: bool) -> None:
+        """Advance the profiler's schedule."""
+        if self._profiler is not None:
+            self._profiler.step()
+            if self._steps == SKIP_STEPS + TRACED_STEPS:
+                self._profiler.stop()
+                self._profiler = None
+
+    def close(self, failed: bool) -> None:
+        """Write a shorter trace if the run ended within it."""
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._profiler = None
+        if self.path is not None and self._steps <= SKIP_STEPS:
+            self._report(
+                f"train.profile=true traces {TRACED_STEPS} steps after the first {SKIP_STEPS} of a process, but this"
+                f" one ran {self._steps}: no trace was written"
+            )
+
+    def _write(self, profiler: Any) -> None:
+        if self.path is None or self._steps <= SKIP_STEPS:
+            return
+        written = self.path.with_name(f".{self.path.name}.partial")
+        profiler.export_chrome_trace(str(written))
+        written.replace(self.path)
+        self._report(f"trace of {TRACED_STEPS} steps: {self.path} (open it in https://ui.perfetto.dev)")

@@ -1,0 +1,407 @@
+"""Callbacks: the order of hooks, the moving average, spike guard, early stopping, gradient statistics, traces."""
+
+import contextlib
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from multipack.models.decoder import Decoder
+from multipack.parallel.build import plain_engine
+from multipack.parallel.mesh import Mesh
+from multipack.parallel.world import World
+from multipack.run import RunDirectory
+from multipack.shapes import SHAPES
+from multipack.training.callbacks import tracking
+from multipack.training.callbacks.averaging import MovingAverage
+from multipack.training.callbacks.callback import Callback, Callbacks, RunStopped
+from multipack.training.callbacks.early_stopping import EarlyStopping
+from multipack.training.callbacks.gradients import GradientNoise, LayerNorms, layer_of
+from multipack.training.callbacks.profiler import Trace
+from multipack.training.callbacks.spikes import DECAY, MOST_IN_A_ROW, WARM_UP, RunningMoments, SpikeGuard
+from multipack.training.optimizer import build_optimizer
+from multipack.training.run_config import compose, compose_run
+from multipack.training.settings import OptimizerConfig
+from multipack.training.trainer import train
+
+
+class Distance(nn.Module):
+    """Σ ½ |θ − x|² over the rows x: a row's gradient is θ − x, with mean θ − E x and covariance Cov x."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(size - 2))
+        self.second = nn.Parameter(torch.zeros(2))
+
+    def forward(self, rows):
+        theta = torch.cat([self.first, self.second])
+        return 0.5 * (theta - rows.to(theta.dtype)).square().sum().float()
+
+
+def _engine(model, dtype=torch.float32, **options):
+    optimizer = build_optimizer(model, OptimizerConfig(**options))
+    return plain_engine(model, optimizer, Mesh(World()), dtype)
+
+
+def _restored(callback):
+    """The state of a callback after a checkpoint."""
+    return json.loads(json.dumps(callback.state()))
+
+
+# The loop
+
+
+def test_hooks_are_called_in_order(words, tmp_path, watched, recorder, files):
+    seen = recorder(gradient=lambda step: {"my_metric": float(step)})
+    watched.append(seen)
+    train(compose([*words, "train.steps=2", "train.eval_every=2", f"out={tmp_path / 'run'}"]))
+    micro = [("micro_batch", index) for index in range(3)]
+
+    def hooks(step):
+        return [
+            *[("before_step", step), *micro, ("gradient", step), ("accept", step), ("after_step", step)],
+            ("record", step, False),
+        ]
+
+    def evaluation(step):
+        return [("record", step, True), ("stop_reason", step), ("sample", step)]
+
+    assert seen.seen == [*evaluation(0), *hooks(1), *hooks(2), *evaluation(2), ("close", False)]
+    assert [record["my_metric"] for record in files(tmp_path / "run").steps] == [1.0, 2.0]
+
+
+def test_a_skipped_step_changes_no_weights(words, tmp_path, watched, recorder, files):
+    watched.append(recorder(accept=lambda step: False))
+    train(compose([*words, "train.steps=2", "train.eval_every=2", f"out={tmp_path / 'run'}"]))
+    found = files(tmp_path / "run")
+    assert found.evaluations[0]["val_loss"] == found.evaluations[1]["val_loss"]
+    assert [record["skipped"] for record in found.steps] == [1.0, 1.0]
+
+
+def test_a_callback_ends_a_run_that_can_be_resumed(words, tmp_path, watched, recorder, capsys):
+    watched.append(recorder(stop_reason=lambda step, _=0: "enough is enough" if step == 2 else ""))
+    out = tmp_path / "run"
+    result = train(compose([*words, "train.steps=4", "train.eval_every=2", f"out={out}"]))
+    assert (result.step, result.stopped_by) == (2, None)
+    assert "ended after step 2 of 4: enough is enough" in capsys.readouterr().out
+    assert RunDirectory(out).latest_checkpoint().name == "step-00000002"
+    watched[0] = recorder()
+    assert train(compose_run([f"out={out}", "train.resume=true"])).step == 4
+    assert watched[0].loaded > 0
+
+
+def test_results_of_several_callbacks_are_combined(recorder):
+    one, other = recorder(gradient=lambda step: {"a": 1.0}), recorder(accept=lambda step: step != 3)
+    with pytest.raises(AssertionError):  # names are unique
+        Callbacks([one, other])
+    other.name = "other"
+    both = Callbacks([one, other])
+    assert (both.accept(3, 1.0, 1.0), both.accept(4, 1.0, 1.0)) == (False, True)
+    assert both.gradient(1, None) == {"a": 1.0}
+    assert (both.stop_reason(1, 2.0), both.weight_sets(None)) == ("", [])
+    assert set(both.states()) == {"recorder", "other"}
+    assert both.close(True) is None
+    assert one.seen[-1] == other.seen[-1] == ("close", True)
+    with pytest.raises(AttributeError):
+        both.no_such_hook()
+
+
+def test_each_setting_adds_its_callback(trainer, monkeypatch):
+    monkeypatch.setitem(tracking.TRACKERS, "wandb", Callback)
+    everything = {
+        "train.profile=true": "trace",
+        "log.layer_norms=true": "layer_norms",
+        "log.gradient_noise=true": "gradient_noise",
+        "train.spike=skip": "spikes",
+        "train.ema_decay=0.9": "average",
+        "train.patience=2": "stopping",
+        "track.to=[wandb]": "trackers",
+    }
+    assert [callback.name for callback in trainer(*everything).callbacks] == list(everything.values())
+    assert list(trainer("track.to=[wandb]", "track.mode=disabled").callbacks) == []
+    with pytest.raises(ValueError, match=r"log\.gradient_noise=true .*plan\.packs_per_step"):
+        trainer("log.gradient_noise=true", "plan.packs_per_step=1")
+
+
+# Moving average
+
+
+def _averaged_steps(engine, average, first, last, skipped=()):
+    """Steps first … last, each followed by `after_step`; returns the weights after each applied one."""
+    history = []
+    for step in range(first, last + 1):
+        engine.forward_backward([torch.randn(4, 5, generator=torch.Generator().manual_seed(step))], 4)
+        if step in skipped:
+            engine.discard()
+        else:
+            engine.step(0.05)
+            history.append({name: p.detach().double().clone() for name, p in engine.parameters.items()})
+        average.after_step(step, engine, applied=step not in skipped)
+    return history
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_average_is_the_weighted_mean_over_applied_steps(dtype):
+    engine, average = _engine(Distance(5).to(dtype)), MovingAverage(0.8)
+    assert (average.weight_sets(engine), average.tensors()) == ([], {})
+    history = _averaged_steps(engine, average, 1, 6, skipped={3})
+    shares = [0.8 ** (4 - i) for i in range(5)]
+    for name, mean in average.tensors().items():
+        assert mean.dtype == torch.float32
+        expected = sum(s * weights[name] for s, weights in zip(shares, history, strict=True)) / sum(shares)
+        torch.testing.assert_close(mean.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_model_has_the_average_inside_the_context_only():
+    engine, average = _engine(Distance(5), rules=["second freeze"]), MovingAverage(0.9)
+    _averaged_steps(engine, average, 1, 4)
+    own, mean = engine.parameters["first"].detach().clone(), average.tensors()["first"].clone()
+    assert set(average.tensors()) == {"first"}  # frozen weights have no average
+    [(suffix, context)] = average.weight_sets(engine)
+    with contextlib.suppress(KeyError), context:
+        assert torch.equal(engine.parameters["first"], mean)
+        raise KeyError("in the evaluation")
+    assert suffix == "_ema"
+    assert torch.equal(engine.parameters["first"], own)
+
+
+def test_an_average_of_other_weights_is_refused():
+    engine, average = _engine(Distance(5)), MovingAverage(0.9)
+    average.load_state({"steps": 3})
+    average.load_tensors({"first": torch.zeros(3), "other": torch.zeros(2)})
+    with pytest.raises(ValueError, match=r"other weights: other, second"):
+        average.after_step(4, engine, applied=True)
+
+
+# Spike guard
+
+
+def _judge(guard, losses, norms=None, first=1):
+    norms = np.ones(len(losses)) if norms is None else norms
+    pairs = zip(losses, norms, strict=True)
+    return [guard.accept(first + i, float(loss), float(norm)) for i, (loss, norm) in enumerate(pairs)]
+
+
+def _normal(count, seed=0):
+    draw = np.random.default_rng(seed)
+    return 3 + 0.1 * draw.standard_normal(count), 1 + 0.05 * draw.standard_normal(count)
+
+
+@given(st.lists(st.floats(-100, 100), min_size=1, max_size=60))
+@settings(deadline=None, max_examples=50)
+def test_moments_are_those_of_the_weighted_values(values):
+    moments = RunningMoments()
+    for value in values:
+        moments.add(value)
+    weights = DECAY ** np.arange(len(values) - 1, -1, -1)
+    mean = np.average(values, weights=weights)
+    variance = np.average((np.array(values) - mean) ** 2, weights=weights)
+    assert moments.mean == pytest.approx(mean, rel=1e-9, abs=1e-9)
+    assert moments.variance == pytest.approx(variance, rel=1e-7, abs=1e-9)
+
+
+@pytest.mark.parametrize(("loss", "norm", "named"), [(5.0, 1.0, "loss 5"), (3.0, 40.0, "grad_norm 40")])
+def test_a_spike_of_either_is_skipped_and_reported(loss, norm, named):
+    reported = []
+    guard = SpikeGuard("skip", 6.0, reported.append)
+    assert all(_judge(guard, *_normal(300)))
+    before = guard.state()["moments"]
+    assert not guard.accept(301, loss, norm)
+    assert guard.state()["moments"] == before  # skipped steps do not enter the statistics
+    assert "step 301" in reported[0]
+    assert named in reported[0]
+    assert guard.accept(302, 3.0, 1.0)
+
+
+def test_what_is_not_a_spike():
+    guard = SpikeGuard("stop", 6.0)
+    assert all(_judge(guard, [3.0] * (WARM_UP - 1) + [50.0]))  # the statistics are not full
+    guard = SpikeGuard("stop", 6.0)
+    _judge(guard, *_normal(WARM_UP))
+    assert guard.accept(WARM_UP + 1, 0.1, 0.01)  # a low value
+    guard = SpikeGuard("stop", 6.0)
+    _judge(guard, [2.0] * 100)
+    assert guard.accept(101, 2.001, 1.0)  # rounding of a constant loss
+    with pytest.raises(RunStopped, match=r"step 102 .*loss 2\.1 .*train\.spike=stop"):
+        guard.accept(102, 2.1, 1.0)
+
+
+def test_many_consecutive_skips_stop_the_run():
+    guard = SpikeGuard("skip", 6.0, lambda line: None)
+    _judge(guard, *_normal(100))
+    for first in (101, 111):
+        assert not any(_judge(guard, [9.0] * (MOST_IN_A_ROW - 1), first=first))
+        assert guard.accept(first + 9, 3.0, 1.0)  # an applied step resets the count
+    _judge(guard, [9.0] * (MOST_IN_A_ROW - 1), first=121)
+    with pytest.raises(RunStopped, match=f"{MOST_IN_A_ROW} consecutive steps"):
+        guard.accept(130, 9.0, 1.0)
+
+
+def test_a_resumed_guard_decides_as_one_that_never_stopped():
+    whole, before, after = (SpikeGuard("skip", 3.0, lambda line: None) for _ in range(3))
+    losses, norms = _normal(300, seed=1)
+    losses[200::23] += 1.0
+    decisions = _judge(whole, losses, norms)
+    assert not all(decisions[150:])
+    first = _judge(before, losses[:150], norms[:150])
+    after.load_state(_restored(before))
+    assert first + _judge(after, losses[150:], norms[150:], first=151) == decisions
+    assert after.state() == whole.state()
+
+
+# Early stopping
+
+
+def test_the_run_stops_when_patience_ends():
+    for patience, least, losses, stops in (
+        (2, 0.0, [3.0, 2.0, 2.5, 1.9, 2.0, 1.95], [5]),
+        (1, 0.0, [2.0, 2.0], [1]),  # an equal loss is no improvement
+        (3, 0.1, [2.0, 1.95, 1.92, 1.91], [3]),
+        (3, 0.1, [2.0, 1.95, 1.92, 1.89, 1.88, 1.87], []),  # small improvements add up
+    ):
+        stopping = EarlyStopping(patience, least)
+        reasons = [stopping.stop_reason(10 * number, loss) for number, loss in enumerate(losses)]
+        assert [number for number, reason in enumerate(reasons) if reason] == stops
+        assert all(f"train.patience={patience}" in reason for reason in reasons if reason)
+
+
+def test_resumed_early_stopping_remembers():
+    whole, before, after = (EarlyStopping(patience=3) for _ in range(3))
+    losses = [3.0, 2.0, 2.1, 2.2, 2.3]
+    expected = [whole.stop_reason(step, loss) for step, loss in enumerate(losses)]
+    assert before.state() == {}
+    first = [before.stop_reason(step, loss) for step, loss in enumerate(losses[:3])]
+    after.load_state(_restored(before))
+    assert first + [after.stop_reason(step, losses[step]) for step in (3, 4)] == expected
+    assert expected[-1]
+
+
+# Gradient statistics
+
+
+def _noisy_step(noise, engine, micro_batches):
+    """One step as the loop makes it; nothing is applied."""
+    sizes = [len(rows) for rows in micro_batches]
+    noise.before_step(1)
+    engine.forward_backward(
+        micro_batches,
+        sum(sizes),
+        lambda index: noise.micro_batch(index, engine, float(sum(sizes[: index + 1])), float(sum(sizes))),
+    )
+    found = noise.gradient(1, engine)
+    engine.discard()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_noise_of_a_known_covariance_is_found(dtype):
+    draw = torch.Generator().manual_seed(3)
+    deviations = torch.tensor([1.0, 2.0, 0.5, 1.0, 3.0, 1.5])
+    mean = torch.full((6,), 0.5)
+    noise, engine = GradientNoise(), _engine(Distance(6), dtype)
+    assert (engine.loss_scale > 1) == (dtype == torch.float16)
+    noise.decay = 0.9999
+    for step in range(1500):
+        sizes = [4 + step % 3, 1 + step % 7, 9]  # micro-batches of different sizes
+        batches = [mean + deviations * torch.randn(rows, 6, generator=draw) for rows in sizes]
+        found = _noisy_step(noise, engine, batches)
+    expected = float(deviations.square().sum() / mean.square().sum())  # θ stays 0
+    assert found["gradient_noise"] == pytest.approx(expected, rel=0.15)
+
+
+def test_a_single_step_follows_the_equations_of_the_appendix():
+    noise, engine = GradientNoise(), _engine(Distance(3))
+    small = torch.tensor([[1.0, 0.0, 2.0]])
+    rest = torch.tensor([[1.0, 1.0, 2.0], [1.0, 0.5, 1.0], [1.0, 0.5, 1.0]])
+    found = _noisy_step(noise, engine, [small, rest])["gradient_noise"]
+    small_square = float(small.mean(0).square().sum())
+    big_square = float(torch.cat([small, rest]).mean(0).square().sum())
+    trace = (small_square - big_square) / (1 / 1 - 1 / 4)
+    square = (4 * big_square - 1 * small_square) / (4 - 1)
+    assert found == pytest.approx(trace / square, rel=1e-5)
+
+
+def test_noise_that_cannot_be_estimated_is_not_reported():
+    engine, rows = _engine(Distance(3)), torch.tensor([[9.0, 0.0, 0.0]])
+    larger = [torch.tensor([[1.0, 0.0, 0.0]]), torch.tensor([[3.0, 0.0, 0.0]])]
+    nothing = torch.zeros(0, 3)
+    for batches in ([rows, -rows], larger, [rows, nothing], [nothing, rows]):
+        assert _noisy_step(GradientNoise(), engine, batches) == {}
+    with pytest.raises(ValueError, match=r"plan\.packs_per_step"):
+        _noisy_step(GradientNoise(), engine, [torch.ones(2, 3)])
+
+
+def test_a_gradient_that_overflowed_is_not_counted():
+    engine, noise, norms = _engine(Distance(3), torch.float16), GradientNoise(), LayerNorms()
+    rows, infinite = torch.tensor([[1.0, 2.0, 1.0]]), torch.full((1, 3), torch.inf)
+    _noisy_step(noise, engine, [rows, torch.ones(1, 3)])
+    state = noise.state()
+    _noisy_step(noise, engine, [rows, infinite])
+    _noisy_step(noise, engine, [infinite, rows])
+    assert noise.state() == state
+    engine.forward_backward([infinite], 1)
+    assert norms.gradient(1, engine) == {}
+
+
+def test_layer_norms_are_those_of_their_tensors_and_sum_to_the_global_one():
+    torch.manual_seed(0)
+    model = Decoder(SHAPES["tiny"].with_vocabulary(50))
+    engine = _engine(model, rules=["blocks.1.feed_forward freeze"])
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter) if parameter.requires_grad else None
+    found = LayerNorms().gradient(1, engine)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    layers = {name.partition("/")[2] for name in found}
+    assert layers == {layer_of(name) for name in trained}
+    assert {"embedding", "blocks.0", "blocks.1", "norm"} <= layers
+    for layer in layers:
+        own = [p for name, p in trained.items() if layer_of(name) == layer]
+        for kind, values in (("grad_norm", [p.grad for p in own]), ("weight_norm", own)):
+            norm = torch.cat([value.detach().reshape(-1) for value in values]).double().norm()
+            assert found[f"{kind}/{layer}"] == pytest.approx(float(norm), rel=1e-5)
+    total = sum(value**2 for name, value in found.items() if name.startswith("grad_norm/")) ** 0.5
+    assert total == pytest.approx(engine.clip(0.0), rel=1e-5)
+
+
+# Profiler
+
+
+def _traced_steps(trace, steps):
+    model = nn.Linear(4, 4)
+    for step in range(1, steps + 1):
+        trace.before_step(step)
+        model(torch.ones(2, 4)).sum().backward()
+        trace.after_step(step, None, applied=True)
+
+
+@pytest.mark.parametrize(("steps", "traced"), [(7, {2, 3, 4}), (4, {2, 3})])
+def test_one_trace_of_a_few_steps_is_written(tmp_path, steps, traced):
+    reported, path = [], tmp_path / "trace.json"
+    trace = Trace(path, torch.device("cpu"), reported.append)
+    _traced_steps(trace, steps)
+    trace.close(failed=steps == 4)
+    names = {str(event.get("name", "")) for event in json.loads(path.read_text())["traceEvents"]}
+    assert {f"ProfilerStep#{number}" for number in traced} <= names
+    assert "ProfilerStep#1" not in names
+    assert any("addmm" in name for name in names)
+    assert [str(path) in line for line in reported] == [True]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_no_trace_of_short_runs_resumed_runs_and_other_ranks(tmp_path):
+    reported, path = [], tmp_path / "trace.json"
+    for where, steps in ((path, 2), (None, 6)):
+        trace = Trace(where, torch.device("cpu"), reported.append)
+        _traced_steps(trace, steps)
+        trace.close(failed=False)
+    assert list(tmp_path.iterdir()) == []
+    path.write_text("the first")
+    trace = Trace(path, torch.device("cpu"), reported.append)
+    _traced_steps(trace, 6)
+    trace.close(failed=False)
+    assert path.read_text() == "the first"
+    assert ["train.profile" in reported[0], "remove it" in reported[1], len(reported)] == [True, True, 2]
