@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from multipack.models.decoder import PARALLEL_PLAN
 from multipack.parallel.context import divide_context
 from multipack.parallel.engine import ModelEngine
+from multipack.parallel.fsdp import shard, synchronizing
 from multipack.parallel.mesh import build_mesh
 from multipack.parallel.parallel_config import ContextMethod, ParallelConfig
 from multipack.parallel.pipeline import Pipeline, PipelineEngine
 from multipack.parallel.replicate import replicate
-from multipack.parallel.shard import shard, synchronizing
 from multipack.parallel.tensor import divide_tensors
 from multipack.parallel.world import World
 from multipack.parallel.zero1 import ShardedOptimizer

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from multipack.models.decoder import Part, initial_parameters
+from multipack.parallel.fsdp import shard
 from multipack.parallel.materialize import check_equal, materialize
-from multipack.parallel.shard import shard
 from multipack.parallel.state import local, piece_of
 from multipack.parallel.world import World
 

@@ -13,8 +13,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from multipack.parallel.fsdp import shard, synchronizing
 from multipack.parallel.materialize import materialize
-from multipack.parallel.shard import shard, synchronizing
 
 sys.path.append(str(Path(__file__).parent))
 tiny = importlib.import_module("sharding")

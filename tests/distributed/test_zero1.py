@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from multipack.parallel import zero1
+from multipack.parallel.fsdp import synchronizing
 from multipack.parallel.materialize import check_equal
-from multipack.parallel.shard import synchronizing
 from multipack.parallel.zero1 import ShardedOptimizer, assign_owners
 
 sys.path.append(str(Path(__file__).parent))

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from multipack.parallel.context import divide_context
 from multipack.parallel.engine import ModelEngine, Share
+from multipack.parallel.fsdp import shard, synchronizing
 from multipack.parallel.materialize import materialize
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.replicate import replicate, zero_gradients
-from multipack.parallel.shard import shard, synchronizing
 from multipack.parallel.stages import split_layers, stages_of_rank
 from multipack.parallel.tensor import divide_tensors
 from multipack.parallel.zero1 import ShardedOptimizer
