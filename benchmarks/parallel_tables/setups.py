@@ -12,7 +12,7 @@ from torch import nn
 from multipack.data.batch import PackedBatch
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
-from multipack.models.decoder import PARALLEL_PLAN, Decoder, Part, initial_parameters
+from multipack.models.decoder import PARALLEL_PLAN, Decoder, DecoderPart, initial_parameters
 from multipack.parallel.build import Blueprint, build_engine
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh, build_mesh
@@ -30,7 +30,7 @@ def blueprint_of(shape: ModelShape) -> Blueprint:
 
     def build(blocks: tuple[int, int] | None) -> nn.Module:
         torch.manual_seed(0)
-        return Decoder(shape, part=None if blocks is None else Part(*blocks, shape.layers))
+        return Decoder(shape, part=None if blocks is None else DecoderPart(*blocks, shape.layers))
 
     def initial() -> object:
         torch.manual_seed(0)

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
-from multipack.models.decoder import PARALLEL_PLAN, Decoder, Part, initial_parameters
+from multipack.models.decoder import PARALLEL_PLAN, Decoder, DecoderPart, initial_parameters
 from multipack.parallel.build import Blueprint
 from multipack.parallel.state import local
 from multipack.shapes import ModelShape
@@ -78,7 +78,7 @@ def blueprint(shape, head_layers=1.0, seed=SEED):
 
     def build(blocks):
         torch.manual_seed(seed)
-        return Decoder(shape, part=None if blocks is None else Part(*blocks, shape.layers))
+        return Decoder(shape, part=None if blocks is None else DecoderPart(*blocks, shape.layers))
 
     def initial():
         torch.manual_seed(seed)

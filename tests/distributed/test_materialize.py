@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from multipack.models.decoder import Part, initial_parameters
+from multipack.models.decoder import DecoderPart, initial_parameters
 from multipack.parallel.fsdp import shard
 from multipack.parallel.materialize import check_equal, materialize
 from multipack.parallel.state import local, piece_of
@@ -42,7 +42,7 @@ def _divided(world, kind, way):
     """What a rank holds of a model, on the meta device."""
     if way == "stages":  # dealt in turn: the first rank has the first and the last, and so tied weights twice
         layers = tiny.SHAPES[kind].layers
-        stages = [Part(0, 1, layers), Part(1, 2, layers), Part(2, layers, layers)]
+        stages = [DecoderPart(0, 1, layers), DecoderPart(1, 2, layers), DecoderPart(2, layers, layers)]
         return [tiny.on_meta(kind, part) for part in stages[world.rank :: world.size]]
     model = tiny.on_meta(kind)
     if "tensors" in way:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
-from multipack.models.decoder import Decoder, Part
+from multipack.models.decoder import Decoder, DecoderPart
 from multipack.parallel.build import build_engine
 from multipack.parallel.mesh import Mesh, build_mesh
 from multipack.parallel.parallel_config import ParallelConfig
@@ -58,7 +58,7 @@ def make_stages(name, mesh, schedule, dropout=0.0):
     split = split_layers(shape.layers, mesh.size() * len(stages_of_rank(0, mesh.size(), schedule)))
     stages = []
     for number in stages_of_rank(mesh.get_local_rank(), mesh.size(), schedule):
-        stage = Decoder(shape, part=Part(split[number].start, split[number].stop, shape.layers))
+        stage = Decoder(shape, part=DecoderPart(split[number].start, split[number].stop, shape.layers))
         stage.load_state_dict({key: values[key] for key, _ in stage.named_parameters()})
         stages.append(stage)
     return stages

@@ -1,4 +1,4 @@
-"""Activation checkpointing and tiles inside shards: FSDP2 wraps blocks that are computed again on the way back."""
+"""Activation checkpointing and tiles with shards, divided tensors and divided tokens."""
 
 import numpy as np
 import pytest
@@ -27,10 +27,11 @@ def batch_of(rank, pad_to=None):
     return PackedCollator(8, 64, pad_to=pad_to)(documents)
 
 
-def case_tensors(world, kind):
-    """The same of a model whose matrices two ranks divide, both with the same pack."""
+def case_tensors(world, kind, tiles):
+    """Loss and gradients of a model whose tensors two ranks divide, with the same pack."""
     model = model_of()
     divide_tensors(model, init_device_mesh("cpu", (world.size,)), PARALLEL_PLAN)
+    tile_layers(model, tiles)
     recompute_blocks(model, kind)
     loss = model(batch_of(0, pad_to=64))
     loss.backward()
@@ -38,7 +39,7 @@ def case_tensors(world, kind):
 
 
 def case_context(world, method, kind):
-    """The same of two ranks that divide the tokens of one pack: their loss, and their gradients, summed."""
+    """Summed loss and gradients of two ranks that divide the tokens of one pack."""
     model = model_of()
     share = divide_context(model, init_device_mesh("cpu", (world.size,)), method)
     recompute_blocks(model, kind)
@@ -55,7 +56,7 @@ def model_of():
 
 
 def case_shards(world, kind, tiles):
-    """Loss of this rank, and gradients of the whole."""
+    """Loss of this rank, and gradients of the whole model."""
     model = model_of()
     tile_layers(model, tiles)
     recompute_blocks(model, kind)
@@ -69,7 +70,7 @@ def case_shards(world, kind, tiles):
 
 
 @pytest.mark.parametrize(("kind", "tiles"), [("full", 1), ("selective", 1), ("none", 3), ("full", 3)])
-def test_shards_give_what_one_process_gives(pools, kind, tiles):
+def test_shards_equal_one_process(pools, kind, tiles):
     found = pools(2).run(case_shards, kind, tiles)
     model = model_of()
     losses = [model(batch_of(rank)) for rank in (0, 1)]
@@ -78,9 +79,9 @@ def test_shards_give_what_one_process_gives(pools, kind, tiles):
         compare(found_here, expected, model)
 
 
-@pytest.mark.parametrize("kind", ["full", "selective"])
-def test_divided_matrices_give_what_one_process_gives(pools, kind):
-    found = pools(2).run(case_tensors, kind)
+@pytest.mark.parametrize(("kind", "tiles"), [("full", 1), ("selective", 1), ("none", 3), ("full", 3)])
+def test_divided_tensors_equal_one_process(pools, kind, tiles):
+    found = pools(2).run(case_tensors, kind, tiles)
     model = model_of()
     expected = model(batch_of(0, pad_to=64))
     expected.backward()
@@ -90,7 +91,7 @@ def test_divided_matrices_give_what_one_process_gives(pools, kind):
 
 @pytest.mark.parametrize("kind", ["full", "selective"])
 @pytest.mark.parametrize("method", ["ulysses", "ring"])
-def test_divided_tokens_give_what_one_process_gives(pools, method, kind):
+def test_divided_tokens_equal_one_process(pools, method, kind):
     found = pools(2).run(case_context, method, kind)
     model = model_of()
     expected = model(batch_of(0, pad_to=64))

@@ -1,5 +1,6 @@
-"""Tensor parallelism equals one process: losses, gradients and trained weights, with collectives that are counted."""
+"""Tensor parallelism equals one process: losses, gradients, trained weights; its collectives are counted."""
 
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -17,8 +18,8 @@ from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
 from multipack.data.preference import PreferenceBatch
 from multipack.models.compile import compile_blocks
-from multipack.models.decoder import PARALLEL_PLAN, Decoder, Part
-from multipack.models.preference import PreferenceDecoder
+from multipack.models.decoder import PARALLEL_PLAN, Decoder, DecoderPart
+from multipack.models.dpo import PreferenceDecoder
 from multipack.models.recompute import recompute_blocks, tile_layers
 from multipack.ops.loss import training_loss
 from multipack.parallel.collectives import all_gather
@@ -44,7 +45,7 @@ SLOTS = 64
 
 
 def _batch(number=0, slots=SLOTS, weighting="token"):
-    """Documents of unequal lengths, some with prompts, which no two batches have alike; padded to `slots`."""
+    """Documents of unequal lengths, some with prompts, different in every batch; padded to `slots`."""
     draw = np.random.default_rng(number)
     documents = []
     for length in draw.permutation([19, 1, 12, 3, 7 + number]):
@@ -55,7 +56,7 @@ def _batch(number=0, slots=SLOTS, weighting="token"):
 
 
 def _whole(name, **changes):
-    """The decoder that every rank draws alike, norms and biases far from their initial values too."""
+    """The same decoder on every rank, with norms and biases far from their initial values."""
     torch.manual_seed(3)
     model = Decoder(replace(SHAPES[name], **changes))
     with torch.no_grad():
@@ -85,7 +86,7 @@ def _gradients(model):
 
 
 def _worst(found, wanted):
-    """The worst distance of any tensor; of one that is nothing but rounding (GPT's key biases) next to the others."""
+    """The largest relative distance of any tensor; those that are only rounding (GPT's key biases) relative to all."""
     assert found.keys() == wanted.keys()
     floor = 1e-2 * torch.stack([each.norm() for each in wanted.values()]).norm()
     return max(
@@ -136,8 +137,9 @@ def parity(world, name):
     return errors
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    ("name", "size"), [("gpt", 2), ("gpt-no-bias-untied", 4), ("llama", 4), ("llama-tied-bias", 2)]
+)
 def test_equals_one_process(pools, name, size):
     for errors in pools(size).run(parity, name):
         assert errors.pop("same loss")
@@ -316,7 +318,7 @@ def in_parts(world):
     """Two stages of a pipeline, one after the other: T / ranks tokens pass between them."""
     whole, batch = _whole("gpt"), _batch()
     halves = []
-    for part in (Part(0, 1, 2), Part(1, 2, 2)):
+    for part in (DecoderPart(0, 1, 2), DecoderPart(1, 2, 2)):
         half = Decoder(GPT, part=part)
         state = whole.state_dict()
         half.load_state_dict({name: state[name] for name in half.state_dict()})
@@ -336,7 +338,7 @@ def test_parts_of_a_pipeline_pass_shares_of_the_tokens(pools):
 
 
 def dropped(world):
-    """Every embedding alike, so that zeros are dropout's: where each rank's are, in its tokens."""
+    """Where dropout zeroed this rank's embeddings, which are all 1."""
     model = Decoder(replace(LLAMA, dropout=0.5))
     with torch.no_grad():
         model.embedding.weight.fill_(1.0)
@@ -457,22 +459,19 @@ def _own_loss(hidden, weight, targets):
     return hidden.sum()
 
 
-def test_mistakes_are_refused_on_all_ranks_alike(pools):
+def test_mistakes_are_refused_equally_on_all_ranks(pools):
     first, second = pools(2).run(refused)
     assert first == second
-    for told, message in zip(
-        (
-            "parallel.tensor=2 divides the slots of every pack, and this one has 61",
-            "is divided already",
-            "does not say how to divide blocks.0.feed_forward.up (Linear with weight, bias)",
-            "the plan calls norm 'diagonal', which is none of column, row",
-            "the plan calls norm 'row', which takes Linear, got LayerNorm",
-            "embedding.weight (57, 32) cannot be divided evenly among parallel.tensor=2 ranks",
-            "the model's loss_function is _own_loss, which takes no group=",
-            "a mesh of one dimension",
-            "need targets (8,), got (4,)",
-        ),
-        first,
-        strict=True,
-    ):
-        assert told in message
+    expected = (
+        "parallel.tensor=2 .*61",
+        "divided already",
+        r"blocks\.0\.feed_forward\.up .*weight, bias",
+        "norm 'diagonal'.* column, row",
+        "norm 'row'.* Linear, got LayerNorm",
+        r"embedding\.weight .*57.*parallel\.tensor=2",
+        "_own_loss.* group=",
+        "one dimension",
+        r"targets \(8,\)",
+    )
+    for pattern, message in zip(expected, first, strict=True):
+        assert re.search(pattern, message), message

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from multipack.models.compile import compile_blocks
 from multipack.models.decoder import Decoder
-from multipack.models.preference import PreferenceDecoder
+from multipack.models.dpo import PreferenceDecoder
 from multipack.models.recompute import recompute_blocks, tile_layers
 
 KINDS = ["full", "selective"]
@@ -191,6 +191,30 @@ def test_selective_recomputes_no_product_and_no_attention(shape, documents, pack
     products = (7 if shape.gated else 6) - (not dropout)  # the last output is read by dropout only
     assert again == shape.layers * products
     assert sum(calls["selective"].values()) > sum(calls["none"].values())
+
+
+class Experts(torch.nn.Module):
+    """Another feed-forward, whose products are not plain matrix products."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.experts = torch.nn.Parameter(torch.randn(3, width, width))
+
+    def forward(self, x):
+        return torch.einsum("td,edf->etf", x, self.experts).relu().sum(0)
+
+    def products(self):
+        return []
+
+
+@pytest.mark.parametrize(("kind", "tiles"), [("full", 1), ("selective", 1), ("selective", 3)])
+def test_another_feed_forward(model, documents, pack, kind, tiles):
+    for block in model.blocks:
+        block.feed_forward = Experts(model.shape.d_model)
+    expected = results(model, pack(documents))
+    tile_layers(model, tiles)
+    recompute_blocks(model, kind)
+    close(results(model, pack(documents)), expected, 1e-5)
 
 
 def test_evaluation_recomputes_nothing(model, documents, pack):

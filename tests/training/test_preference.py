@@ -19,7 +19,7 @@ from multipack.data.sampler import PackedBatchSampler
 from multipack.data.store import TokenStore
 from multipack.data.tokenizer import byte_tokenizer, train_bpe
 from multipack.data.writer import StoreWriter
-from multipack.models.preference import PreferenceDecoder
+from multipack.models.dpo import PreferenceDecoder
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.materialize import weights_hash
 from multipack.parallel.mesh import Mesh

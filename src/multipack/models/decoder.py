@@ -63,7 +63,7 @@ Names are patterns; some shapes lack some of them."""
 
 
 @dataclass(frozen=True)
-class Part:
+class DecoderPart:
     """Consecutive blocks of a decoder: a pipeline stage.
 
     Attributes:
@@ -113,7 +113,7 @@ class Decoder(nn.Module):
         attention: str = "auto",
         loss_function: Callable[..., Tensor] = linear_cross_entropy,
         training_loss: Callable[..., Tensor] | None = None,
-        part: Part | None = None,
+        part: DecoderPart | None = None,
     ) -> None:
         super().__init__()
         if not shape.vocabulary_size:
@@ -139,7 +139,7 @@ class Decoder(nn.Module):
         self.shape = shape
         self.loss_function = loss_function
         self.training_loss = training_loss or loss_function
-        self.part = part or Part(0, shape.layers, shape.layers)
+        self.part = part or DecoderPart(0, shape.layers, shape.layers)
         with torch.device("meta"):  # only reset_parameters draws values
             self._make(shape, attention)
         self.to_empty(device=torch.get_default_device())

@@ -193,7 +193,7 @@ class _Text:
             self.listener(self.number, piece)
 
 
-class _Reader:
+class _Runner:
     """Runs the model on texts, with a cache of up to `rows` texts; 0 = no cache."""
 
     def __init__(self, model: Decoder, rows: int) -> None:
@@ -252,12 +252,12 @@ def _write(
         return
     waiting = list(reversed(texts))
     running: list[_Text] = []
-    reader = _Reader(model, min(together, len(texts)) if use_cache else 0)
+    runner = _Runner(model, min(together, len(texts)) if use_cache else 0)
     with _evaluating(model):
         while waiting or running:
             while waiting and len(running) < together:
                 running.append(waiting.pop())
-            logits = F.linear(reader.read(running), model.output_weight)
+            logits = F.linear(runner.read(running), model.output_weight)
             for text, row in zip(running, logits[:, :vocabulary_size].float().cpu(), strict=True):
                 text.take(draw(row, sampling, text.generator), end_ids, sampling.max_tokens)
             running = [text for text in running if text.reason is None]

@@ -38,14 +38,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from multipack.models.decoder import Decoder
 from multipack.models.layers import Block
 from multipack.ops.attention import table
+from multipack.ops.loss import LOSS_ATTRIBUTES
 
 Recompute = Literal["none", "full", "selective"]
 
 PRODUCTS = ("aten::mm", "aten::addmm")
 """torch's operators of matrix products, without and with a bias."""
-
-LOSSES = ("loss_function", "training_loss", "log_probabilities")
-"""Attributes of decoders that project onto the vocabulary (ops/loss.py)."""
 
 
 def recompute_blocks(model: Decoder, kind: Recompute) -> None:
@@ -79,7 +77,7 @@ def tile_layers(model: Decoder, tiles: int) -> None:
     block: Any
     for block in model.blocks:
         block.tiles = tiles
-    for name in LOSSES:
+    for name in LOSS_ATTRIBUTES:
         if hasattr(model, name):
             setattr(model, name, partial(getattr(model, name), vocabulary_tiles=tiles))
 

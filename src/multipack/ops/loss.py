@@ -43,6 +43,10 @@ from multipack.ops.autocast import autocast_dtype
 # all_gather_into_tensor warns since torch 2.13, where it is called all_gather_single.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+LOSS_ATTRIBUTES = ("loss_function", "training_loss", "log_probabilities")
+"""Attributes of models that hold a function of this module, or one with the same keyword arguments. Tiling and tensor
+parallelism replace them by ones with `vocabulary_tiles` or `group`."""
+
 
 @dataclass(frozen=True)
 class _Options:

@@ -47,12 +47,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from multipack.ops.autocast import in_autocast_dtype
+from multipack.ops.loss import LOSS_ATTRIBUTES
 from multipack.parallel.collectives import all_gather, identity, reduce_scatter
 from multipack.parallel.rollcall import Group, place_in
 from multipack.parallel.state import local
-
-LOSSES = ("loss_function", "training_loss", "log_probabilities")
-"""Attributes of a model that project onto the vocabulary: (hidden, weight, targets, group=…, …) → loss."""
 
 
 def divide_tensors(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
@@ -78,7 +76,7 @@ def divide_tensors(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) 
     found = [(name, module, _divided_type(name, module, plan)) for name, module in model.named_modules()]
     losses = {
         name: _over_vocabulary(name, getattr(model, name), group)
-        for name in LOSSES
+        for name in LOSS_ATTRIBUTES
         if getattr(model, name, None) is not None
     }
     for name, module, divided_type in found:
@@ -90,14 +88,14 @@ def divide_tensors(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) 
         setattr(model, name, loss)
 
 
-class _Divided(nn.Module):
+class _TensorParallel(nn.Module):
     """A module whose parameters are divided among the ranks of `group`."""
 
     placements: ClassVar[dict[str, Shard | Replicate]]
     group: Group
 
 
-class _Column(_Divided, nn.Linear):
+class _ColumnLinear(_TensorParallel, nn.Linear):
     placements: ClassVar = {"weight": Shard(0), "bias": Shard(0)}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -105,7 +103,7 @@ class _Column(_Divided, nn.Linear):
         return F.linear(x, local(self.weight), None if self.bias is None else local(self.bias))
 
 
-class _Row(_Divided, nn.Linear):
+class _RowLinear(_TensorParallel, nn.Linear):
     placements: ClassVar = {"weight": Shard(1), "bias": Replicate()}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -116,7 +114,7 @@ class _Row(_Divided, nn.Linear):
         return reduce_scatter(F.linear(x, local(self.weight), bias), group=self.group)
 
 
-class _Vocabulary(_Divided, nn.Embedding):
+class _VocabularyEmbedding(_TensorParallel, nn.Embedding):
     placements: ClassVar = {"weight": Shard(0)}
 
     def forward(self, words: Tensor) -> Tensor:
@@ -130,7 +128,7 @@ class _Vocabulary(_Divided, nn.Embedding):
         return reduce_scatter(summands, group=self.group)
 
 
-class _Positions(_Divided, nn.Embedding):
+class _PositionEmbedding(_TensorParallel, nn.Embedding):
     placements: ClassVar = {"weight": Replicate()}
 
     def forward(self, positions: Tensor) -> Tensor:
@@ -140,7 +138,7 @@ class _Positions(_Divided, nn.Embedding):
         return F.embedding(positions.chunk(ranks)[rank], identity(local(self.weight), self.group))
 
 
-class _LayerNorm(_Divided, nn.LayerNorm):
+class _TokenLayerNorm(_TensorParallel, nn.LayerNorm):
     placements: ClassVar = {"weight": Replicate(), "bias": Replicate()}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -152,7 +150,7 @@ class _LayerNorm(_Divided, nn.LayerNorm):
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
-class _RMSNorm(_Divided, nn.RMSNorm):
+class _TokenRMSNorm(_TensorParallel, nn.RMSNorm):
     placements: ClassVar = {"weight": Replicate()}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -161,12 +159,12 @@ class _RMSNorm(_Divided, nn.RMSNorm):
         return F.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
-_KINDS: dict[str, tuple[type[_Divided], ...]] = {
-    "column": (_Column,),
-    "row": (_Row,),
-    "vocabulary": (_Vocabulary, _Column),
-    "positions": (_Positions,),
-    "norm": (_LayerNorm, _RMSNorm),
+_KINDS: dict[str, tuple[type[_TensorParallel], ...]] = {
+    "column": (_ColumnLinear,),
+    "row": (_RowLinear,),
+    "vocabulary": (_VocabularyEmbedding, _ColumnLinear),
+    "positions": (_PositionEmbedding,),
+    "norm": (_TokenLayerNorm, _TokenRMSNorm),
     "gathers": (),
 }
 """Kind → divided types. A module takes the one whose base class it has, with that class's `forward`."""
@@ -183,9 +181,9 @@ def _kind_of(name: str, plan: Mapping[str, str]) -> str | None:
     return None
 
 
-def _divided_type(name: str, module: nn.Module, plan: Mapping[str, str]) -> type[_Divided] | None:
+def _divided_type(name: str, module: nn.Module, plan: Mapping[str, str]) -> type[_TensorParallel] | None:
     """The divided type of a module; None = nothing to divide."""
-    if isinstance(module, _Divided):
+    if isinstance(module, _TensorParallel):
         raise ValueError(f"{name} is divided already: divide a model once")
     kind = _kind_of(name, plan)
     if kind is not None and kind != "gathers":
@@ -205,7 +203,7 @@ def _divided_type(name: str, module: nn.Module, plan: Mapping[str, str]) -> type
 
 
 @torch.no_grad()
-def _divide(name: str, module: nn.Module, divided_type: type[_Divided], mesh: DeviceMesh) -> None:
+def _divide(name: str, module: nn.Module, divided_type: type[_TensorParallel], mesh: DeviceMesh) -> None:
     rank, ranks = place_in(mesh.get_group())
     for own, parameter in list(module.named_parameters(recurse=False)):
         placement = divided_type.placements[own]
@@ -221,7 +219,7 @@ def _divide(name: str, module: nn.Module, divided_type: type[_Divided], mesh: De
         divided = DTensor.from_local(piece, mesh, (placement,), run_check=False)
         module.register_parameter(own, nn.Parameter(divided, requires_grad=parameter.requires_grad))
     module.__class__ = divided_type
-    cast(_Divided, module).group = mesh.get_group()
+    cast(_TensorParallel, module).group = mesh.get_group()
 
 
 def _gather_first(group: Group, _: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:

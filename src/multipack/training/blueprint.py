@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from multipack.models.compile import compile_blocks
-from multipack.models.decoder import PARALLEL_PLAN, Decoder, Part, initial_parameters
+from multipack.models.decoder import PARALLEL_PLAN, Decoder, DecoderPart, initial_parameters
 from multipack.models.recompute import recompute_blocks, tile_layers
 from multipack.parallel.build import Blueprint, frozen_stage
 from multipack.parallel.stages import head_layers, split_layers
@@ -35,7 +35,7 @@ def blueprint_of(
     def build(blocks: tuple[int, int] | None) -> nn.Module:
         if torch.get_default_device().type != "meta":  # where nothing is drawn
             torch.manual_seed(config.train.seed)
-        part = None if blocks is None else Part(*blocks, shape.layers)
+        part = None if blocks is None else DecoderPart(*blocks, shape.layers)
         model = objective.decoder(shape, part)
         if weights is not None and not next(model.parameters()).is_meta:
             model.load_state_dict({name: weights[name] for name, _ in model.named_parameters()})
@@ -68,7 +68,7 @@ def check_first_stage(config: Config, shape: ModelShape) -> None:
     """
     stop = split_layers(shape.layers, config.parallel.stages, head_layers(shape))[0].stop
     with torch.device("meta"):
-        first = dict(Decoder(shape, part=Part(0, stop, shape.layers)).named_parameters())
+        first = dict(Decoder(shape, part=DecoderPart(0, stop, shape.layers)).named_parameters())
     freeze(first, config.optimizer, described(_shapes(shape)))
     if not any(parameter.requires_grad for parameter in first.values()):
         raise frozen_stage(config.parallel)

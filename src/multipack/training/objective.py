@@ -16,8 +16,8 @@ from multipack.data.collate import PackedCollator
 from multipack.data.corpus import Corpus
 from multipack.data.preference import PreferenceCollator
 from multipack.data.sampler import PackedBatchSampler
-from multipack.models.decoder import Decoder, Part
-from multipack.models.preference import PreferenceDecoder, preference_metrics
+from multipack.models.decoder import Decoder, DecoderPart
+from multipack.models.dpo import PreferenceDecoder, preference_metrics
 from multipack.ops.loss import training_loss
 from multipack.parallel.engine import ModelEngine
 from multipack.shapes import ModelShape
@@ -58,7 +58,7 @@ class Objective(ABC):
         return {}
 
     @abstractmethod
-    def decoder(self, shape: ModelShape, part: Part | None = None) -> Decoder:
+    def decoder(self, shape: ModelShape, part: DecoderPart | None = None) -> Decoder:
         """The model to train, or a part of it, its weights drawn from torch's global generator."""
 
     def views(
@@ -95,7 +95,7 @@ class NextToken(Objective):
                 "preference.* is about preference pairs (chosen, rejected), and these documents are none: leave it out"
             )
 
-    def decoder(self, shape: ModelShape, part: Part | None = None) -> Decoder:
+    def decoder(self, shape: ModelShape, part: DecoderPart | None = None) -> Decoder:
         """See `Objective`."""
         train = self.config.train
         loss = training_loss(train.z_loss, train.label_smoothing)
@@ -108,7 +108,7 @@ class NextToken(Objective):
 
 
 class Preferences(Objective):
-    """Direct preference optimization of pairs (models/preference.py)."""
+    """Direct preference optimization of pairs (models/dpo.py)."""
 
     needs_initial = True
 
@@ -132,7 +132,7 @@ class Preferences(Objective):
         """A pair counts as one, and would be two rows where it is padded."""
         return {"loss_weighting": "document", "compare_padding": False}
 
-    def decoder(self, shape: ModelShape, part: Part | None = None) -> Decoder:
+    def decoder(self, shape: ModelShape, part: DecoderPart | None = None) -> Decoder:
         """See `Objective`."""
         preference = self.config.preference
         return PreferenceDecoder(

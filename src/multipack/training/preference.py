@@ -29,7 +29,7 @@ from multipack.data.documents import Documents
 from multipack.data.preference import PreferenceCollator, PreferencePairs
 from multipack.data.sampler import PackedBatchSampler
 from multipack.data.tokenizer import Tokenizer
-from multipack.models.preference import PreferenceDecoder, preference_metrics
+from multipack.models.dpo import PreferenceDecoder, preference_metrics
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.materialize import weights_hash
 from multipack.parallel.mesh import Mesh

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from multipack.data.documents import Document
 from multipack.data.preference import PreferenceCollator, PreferencePair
 from multipack.models.decoder import Decoder
-from multipack.models.preference import PreferenceDecoder, preference_metrics
+from multipack.models.dpo import PreferenceDecoder, preference_metrics
 
 VOCABULARY = 50
 SIZES = ((2, 5, 3), (4, 1, 6), (1, 7, 7), (3, 2, 9))
@@ -43,12 +43,10 @@ def decoder(shape, model):
 
 
 def padded_loss(model, pairs, beta, label_smoothing=0.0):
-    """As everybody computes it: one row an answer, padded to the longest, with a mask of the targets."""
+    """The usual computation: one row per answer, with a mask of the targets."""
     answers = [half for pair in pairs for half in (pair.chosen, pair.rejected)]
     log_probabilities = []
-    for (
-        answer
-    ) in answers:  # a row sees its own padding only behind it, so that rows may as well run one by one
+    for answer in answers:
         batch = PreferenceCollator.of(PLAN).packed([answer])
         logits = model.logits(batch)
         each = torch.gather(
@@ -83,7 +81,7 @@ def test_loss_and_gradients_equal_the_padded_computation(
     assert distance(decoder.pair_log_probabilities(batch), policy) < 1e-6
 
 
-def test_packs_of_any_pairs_add_up(decoder, pairs, gradients, distance):
+def test_losses_of_packs_sum_to_the_whole(decoder, pairs, gradients, distance):
     collate = PreferenceCollator.of(PLAN)
     whole = decoder(collate(pairs))
     whole.backward()
@@ -102,12 +100,12 @@ def test_a_pack_without_pairs_is_zero_and_reaches_every_parameter(decoder):
     assert all(parameter.grad is not None for parameter in decoder.parameters())
 
 
-def test_its_parameters_are_a_decoders(decoder, model):
+def test_parameters_are_those_of_a_decoder(decoder, model):
     assert decoder.state_dict().keys() == model.state_dict().keys()
     assert isinstance(decoder, Decoder)
 
 
-def test_without_reference_values_it_is_asked_for_them(decoder, pairs):
+def test_without_reference_values_it_returns_log_probabilities(decoder, pairs):
     unknown = [PreferencePair(pair.chosen, pair.rejected) for pair in pairs]
     batch = PreferenceCollator.of(PLAN)(unknown)
     with torch.no_grad():
@@ -147,6 +145,6 @@ def test_bfloat16_is_close(decoder, pairs):
     assert abs(loss - exact) < 5e-2 * exact
 
 
-def test_what_cannot_be_meant_is_refused(decoder, pack, documents):
-    with pytest.raises(ValueError, match="collate the documents with PreferenceCollator"):
+def test_batches_without_pairs_are_refused(decoder, pack, documents):
+    with pytest.raises(ValueError, match="PreferenceCollator"):
         decoder(pack(documents))

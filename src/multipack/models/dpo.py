@@ -1,12 +1,12 @@
-"""Direct preference optimization on packs: both halves of every pair in one forward pass.
+"""Direct preference optimization (DPO) on packs: both answers of every pair in one forward pass.
 
-    hidden ─ head ─▶ log-probability of each target (T,) ─ sum by document ─▶ (pairs, 2)
+    hidden ─ head ─▶ log-probability of each target (T,) ─ sum per document ─▶ (pairs, 2)
                          │ c c c c │ r r r │ c c │ r r r r │                 minus the reference's
     loss = Σ −log σ(β · ((π_chosen − π_rejected) − (ρ_chosen − ρ_rejected)))
 
-π and ρ are sums of log-probabilities of an answer's tokens under the model and under the reference (Rafailov et al.
-2023, arXiv:2305.18290, equation 7). A share ε of the preferences may be taken as wrong (Mitchell 2023,
-"cDPO"): loss = −(1 − ε) log σ(x) − ε log σ(−x).
+π and ρ are log-probabilities of an answer, summed over its tokens, under the model and the reference (Rafailov et al.
+2023, arXiv:2305.18290, equation 7). With a share ε of wrong preferences (Mitchell 2023, "cDPO"):
+loss = −(1 − ε) log σ(x) − ε log σ(−x).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from multipack.shapes import ModelShape
 
 
 class PreferenceDecoder(Decoder):
-    """A decoder whose loss is that of preference pairs; its parameters are a decoder's, by the same names.
+    """A decoder with the loss of preference pairs; names of parameters are those of `Decoder`.
 
     Args:
         shape: as for `Decoder`.
         attention: as for `Decoder`.
-        beta: how strongly it is held to the reference.
-        label_smoothing: share of the preferences that is taken as wrong.
-        log_probabilities: (hidden, weight, targets, num_targets=…) → (T,); tensor parallelism hands in its own.
+        beta: strength of the pull towards the reference.
+        label_smoothing: assumed share of wrong preferences.
+        log_probabilities: (hidden, weight, targets, num_targets=…) → (T,).
 
     Raises:
         ValueError: as `Decoder` does.
@@ -53,24 +53,24 @@ class PreferenceDecoder(Decoder):
         self._tallies: dict[bool, Tensor | None] = {True: None, False: None}
 
     def forward(self, batch: PackedBatch, x: Tensor | None = None) -> Tensor:
-        """The summed loss over the batch's pairs: 0-d, in the dtype of the parameters.
+        """Sum of the loss over the batch's pairs: 0-d, in the dtype of the parameters.
 
-        A batch without reference values gives (pairs, 2) summed log-probabilities of chosen and rejected instead,
-        which is how a reference model is asked.
+        For a batch without reference values, in evaluation mode, (pairs, 2) log-probabilities of the chosen and
+        rejected answers instead: the values of a reference model.
 
         Raises:
-            ValueError: a batch that holds no pairs; in training mode, one without reference values.
+            ValueError: a batch without pairs; in training mode, one without reference values.
         """
         if not isinstance(batch, PreferenceBatch):
             raise ValueError(
-                "preferences are trained on pairs: collate the documents with PreferenceCollator"
+                "a preference decoder takes pairs: collate the documents with PreferenceCollator"
             )
         if x is not None or not self.part.is_last:
-            raise ValueError("preferences are trained on whole decoders, not on parts of a pipeline")
+            raise ValueError("a preference decoder cannot be a part of a pipeline")
         policy = self.pair_log_probabilities(batch)
         if batch.reference is None:
             if self.training:
-                raise ValueError("this batch has no reference values, which the loss of preferences needs")
+                raise ValueError("this batch has no reference values, which the loss needs")
             return policy
         rewards = self.beta * (policy - batch.reference)
         margins = rewards[:, 0] - rewards[:, 1]
@@ -81,20 +81,20 @@ class PreferenceDecoder(Decoder):
         return losses.sum().to(self.output_weight.dtype)
 
     def pair_log_probabilities(self, batch: PreferenceBatch) -> Tensor:
-        """(pairs, 2) float64 log-probabilities of chosen and rejected, each summed over its targets."""
+        """(pairs, 2) float64 log-probabilities of the chosen and rejected answers."""
         of_tokens = self.log_probabilities(
             self.hidden(batch), self.output_weight, batch.targets, num_targets=batch.num_target_tokens
         )
-        # The repeated end of cu_seqlens gives empty sums; those, and padding's, are not taken.
+        # The repeated end of cu_seqlens gives empty sums; they and that of padding are dropped.
         of_documents = torch.segment_reduce(of_tokens.double(), "sum", offsets=batch.cu_seqlens.long())
         return of_documents[: batch.num_documents].view(-1, 2)
 
     def take_tally(self, training: bool = True) -> list[float]:
-        """Sums over the pairs seen in training mode (or in evaluation mode) since this was last asked.
+        """Statistics of the pairs seen in training (or evaluation) mode since the last call.
 
         Returns:
-            Pairs, pairs whose chosen answer has the higher reward, and the sums of margins, of chosen and of rejected
-            rewards. Sums over ranks are sums of these: see `preference_metrics`.
+            Number of pairs, of pairs whose chosen answer has the higher reward, and the sums of margins, of chosen and
+            of rejected rewards. Sum them over ranks for `preference_metrics`.
         """
         found = self._tallies[training]
         self._tallies[training] = None
@@ -109,7 +109,7 @@ class PreferenceDecoder(Decoder):
 
 
 def preference_metrics(tally: list[float], prefix: str = "") -> dict[str, float]:
-    """What `take_tally` gave, summed over ranks, as means over pairs; nothing where there were none."""
+    """Means over pairs from the sums of `take_tally`; empty without pairs."""
     pairs, *sums = tally
     names = ("reward_accuracy", "reward_margin", "reward_chosen", "reward_rejected")
     return (
