@@ -78,13 +78,8 @@ def _show(console: Console, advice: Advice) -> None:
     title = "GiB on a device, and sent in a step (→ recommended, × does not fit)"
     console.table(title, COLUMNS, [_cells(row, row == advice.chosen) for row in advice.rows])
     if advice.chosen is None:
-        console.section("nothing fits; what would help", [("→", remedy) for remedy in advice.remedies])
+        console.line("\nnothing fits: try more devices, a smaller capacity, or a smaller model", style="bold")
         return
-    sent = [
-        (f"{each.method} {each.kind}", f"{each.sent / GIB:,.1f} GiB among {each.ranks} ranks")
-        for each in advice.chosen.traffic
-    ]
-    console.section("sent by a rank in a step", sent)
     console.line("\nto train with it", style="bold")
     lines = wrapped(advice.command, console.columns - 2, 4).split("\n")
     console.line("  " + " \\\n".join(lines))

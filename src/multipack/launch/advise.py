@@ -1,16 +1,7 @@
-"""Recommend a parallelism for a model and its devices.
+"""Recommend a parallelism for a model and its devices: `QUESTIONS` in order, the smallest change to a model first.
 
-    Does the model fit on one device? ─ yes ─▶ ddp
-      │ no
-    Do shards of its state fit, and are links fast enough? ─ yes ─▶ zero1, zero2, zero3, hsdp
-      │ no
-    Are packs too long? ─▶ context    Are devices of a host closely linked? ─▶ tensor    Are links slow? ─▶ pipeline
-      │ no
-    a combination; host memory (offload) if nothing else fits
-
-The order is that of Sam Foreman's talk Parallel Training Methods: the smallest change to a model comes first.
-Recommended is the simplest candidate that fits and whose estimated time is close to the fastest's. These times only
-rank candidates; they are not predictions.
+The order is that of Sam Foreman's talk Parallel Training Methods. Recommended is the simplest candidate that fits and
+whose estimated time is close to the fastest's. These times only rank candidates; they are not predictions.
 """
 
 from __future__ import annotations
@@ -59,7 +50,7 @@ class Candidate:
     def work(self) -> Workload:
         """A step; a pipeline may need more micro-batches than requested."""
         one, config = self.request, self.config
-        packs_per_rank = -(-one.devices * one.micro_batches // config.data_size(one.devices))
+        packs_per_rank = one.micro_batches * config.model_ranks
         micro_batches = fit_micro_batches(config, packs_per_rank)
         step = (one.devices, one.capacity, one.dtype, self.recompute, micro_batches)
         return Workload(one.model, config, *step)
@@ -105,24 +96,21 @@ class Candidate:
         return (max(compute, overlapped) + exposed) / self.packs
 
     @property
-    def axes(self) -> list[str]:
-        """Model-parallel axes of more than one rank."""
-        return [name for name in ("tensor", "context", "pipeline") if getattr(self.config, name) > 1]
-
-    @property
     def family(self) -> str:
         """A key of `QUESTIONS`."""
-        if not self.axes:
+        axes = [name for name in ("tensor", "context", "pipeline") if getattr(self.config, name) > 1]
+        if not axes:
             return "ddp" if self.config.data == "ddp" else "zero"
-        return self.axes[0] if len(self.axes) == 1 else "together"
+        return axes[0] if len(axes) == 1 else "together"
 
     @property
-    def complexity(self) -> int:
-        """Distance from the default: offload, number of axes, stage of ZeRO, then non-default methods of an axis."""
+    def complexity(self) -> tuple[int, ...]:
+        """Distance from the default: family, offload, number of axes, stage of ZeRO, non-default methods of an axis."""
         config = self.config
+        axes = sum(ranks > 1 for ranks in (config.tensor, config.context, config.pipeline))
         stage = ("ddp", "zero1", "zero2", "zero3", "hsdp").index(config.data)
         unusual = (config.context_method == "ring") + (config.schedule == "interleaved")
-        return 1000 * (config.offload == "cpu") + 100 * len(self.axes) + 10 * stage + unusual
+        return (list(QUESTIONS).index(self.family), config.offload == "cpu", axes, stage, unusual)
 
     @property
     def name(self) -> str:
@@ -157,14 +145,12 @@ class Advice:
         path: questions and answers; the last answer names the recommendation.
         chosen: the recommended candidate; None if nothing fits.
         rows: candidates to compare: all without model-parallel axes, and the best of each other family.
-        remedies: changes that make something fit, if nothing does.
     """
 
     request: AdviseRequest
     path: list[tuple[str, str]]
     chosen: Candidate | None
     rows: list[Candidate]
-    remedies: list[str]
 
     @property
     def command(self) -> str:
@@ -183,7 +169,6 @@ class Advice:
             "path": [{"question": question, "answer": answer} for question, answer in self.path],
             "recommended": self.chosen.to_dict() if self.chosen else None,
             "rows": [row.to_dict() for row in self.rows],
-            "remedies": self.remedies,
             "command": self.command,
         }
 
@@ -205,15 +190,19 @@ def advise(request: AdviseRequest) -> Advice:
         members = [each for each in resident if each.family == family]
         if not members:
             continue
-        best = chosen if chosen in members else _simplest(members) or min(members, key=_peak)
+        best = (
+            chosen
+            if chosen in members
+            else _simplest(members) or min(members, key=lambda each: each.memory.peak)
+        )
         if chosen not in rows:
             path.append((question, _answer(best, chosen)))
-        rows += [best] if best.axes else members
+        rows += members if family in ("ddp", "zero") else [best]
     if chosen not in rows and len(resident) < len(everything):
-        best = chosen or min(everything, key=_peak)
+        best = chosen or min(everything, key=lambda each: each.memory.peak)
         rows += [] if best in rows else [best]
         path.append(("Does it fit with the memory of hosts (offload)?", _answer(best, chosen)))
-    return Advice(request, path, chosen, rows, [] if chosen else _remedies(request))
+    return Advice(request, path, chosen, rows)
 
 
 def candidates(request: AdviseRequest) -> Iterator[Candidate]:
@@ -252,16 +241,8 @@ def _simplest(among: list[Candidate]) -> Candidate | None:
     """Return the simplest candidate that fits and is close to the fastest, of the first family that has one."""
     fitting = [each for each in among if each.fits]
     limit = min((each.seconds_per_pack for each in fitting), default=0.0) / CLOSE
-    order = list(QUESTIONS)
-    return min(
-        (each for each in fitting if each.seconds_per_pack <= limit),
-        key=lambda each: (order.index(each.family), each.complexity, each.seconds_per_pack),
-        default=None,
-    )
-
-
-def _peak(candidate: Candidate) -> int:
-    return candidate.memory.peak
+    fast = [each for each in fitting if each.seconds_per_pack <= limit]
+    return min(fast, key=lambda each: (each.complexity, each.seconds_per_pack), default=None)
 
 
 def _answer(best: Candidate, chosen: Candidate | None) -> str:
@@ -273,17 +254,3 @@ def _answer(best: Candidate, chosen: Candidate | None) -> str:
         return f"it fits ({needs}), but is slower: links or idle ranks; a rank sends {sent:,.1f} GiB per step"
     host = best.memory.host * best.request.devices_per_host / GIB
     return f"yes: {needs}" + (f"; {host:,.0f} GiB in the memory of each host, and steps wait" if host else "")
-
-
-def _remedies(request: AdviseRequest) -> list[str]:
-    """Return the longest packs, and the fewest devices, with which something fits."""
-    capacities = [request.capacity >> power for power in range(1, 20)]
-    shorter = [replace(request, capacity=size) for size in capacities if size >= SHORTEST_SHARE]
-    larger = [replace(request, devices=request.devices << power) for power in range(1, 7)]
-    found = []
-    for name, others in (("capacity", shorter), ("devices", larger)):
-        best = next((best for other in others if (best := _simplest(list(candidates(other))))), None)
-        if best is not None:
-            change = f"{name}={getattr(best.request, name)}"
-            found.append(f"{change} with {best.name} and train.recompute={best.recompute}")
-    return found or ["a smaller model, or devices with more memory"]

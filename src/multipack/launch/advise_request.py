@@ -86,10 +86,10 @@ class AdviseRequest:
         return flops, 1e9 * (self.host_bandwidth or inside), 1e9 * (self.network_bandwidth or outside)
 
     def check_model(self) -> None:
-        """Check that the decoder can be trained.
+        """Check that the model can be trained.
 
         Raises:
-            ValueError: a model for planning only, an unknown vocabulary, or too few learned positions.
+            ValueError: a model for planning only, or an unknown vocabulary.
         """
         shape = self.model
         for name in ("experts", "kv_rank"):
@@ -102,11 +102,6 @@ class AdviseRequest:
             raise ValueError(
                 "model.vocabulary_size=0 is the tokenizer's size, but embedding and logits need memory: set it, for"
                 " example model.vocabulary_size=50257"
-            )
-        if shape.positions == "learned" and shape.context < min(self.capacity, self.document_tokens):
-            raise ValueError(
-                f"document_tokens={self.document_tokens} exceeds the learned positions, model.context={shape.context}:"
-                " use shorter documents, or raise model.context"
             )
 
 

@@ -109,16 +109,9 @@ class Workload:
         return self.config.shards_parameters or self.config.tensor > 1 or self.config.pipeline > 1
 
     def saved_by_block(self) -> dict[str, int]:
-        """Return the bytes that one block saves for its backward pass, by tensor.
+        """Return the bytes that one block saves for its backward pass, by tensor; see docs/choosing.md.
 
-        For T slots, width d, H query and K key heads of width e, feed-forward width f, p bytes per element of products
-        and s of the residual stream, without dropout:
-
-            2·T·d·s  inputs of both norms     T·(H + 2K)·e·p  query, key, value    T·f·p·4  gate, silu(gate), up and
-            2·T·d·p  outputs of both norms    T·H·e·p + 4·T·H  attention and its            their product (gelu: 2)
-                                              log-sum-exp
-
-        Tensor parallelism over n ranks divides all of it by n but the outputs of norms, which are gathered.
+        Tensor parallelism divides all of it but the outputs of norms, which are gathered.
         """
         shape, config, p, slots = self.shape, self.config, self.product, self.slots
         on_cpu, d, e = self.device == "cpu", shape.d_model, shape.head_width
@@ -216,29 +209,27 @@ def _memory_of_part(work: Workload, part: RankPart) -> Memory:
 
     # During a block's backward pass the loss is done, and autocast has freed the copies that are made again.
     freed = loss + (copies - copies // part.layers if work.recompute != "none" else 0)
-    temporary = max(_block_temporaries(work, block, outside) - freed, _loss_temporaries(work) * part.is_last)
+    loss_temporary, block_temporary = _temporaries(work, block, outside)
+    temporary = max(block_temporary - freed, loss_temporary if part.is_last else 0)
     return Memory(*state, gathered, copies, activations, loss, temporary, host)
 
 
-def _loss_temporaries(work: Workload) -> int:
-    """Return the larger of a chunk's logits with the cast output matrix, and the scaled gradient of that matrix."""
-    columns = work.shape.vocabulary_size // work.config.tensor
-    matrix, logits = columns * work.shape.d_model, min(work.slots, LOSS_CHUNK_TOKENS) * columns
-    cast = work.product if work.product < FLOAT32 else 0
-    return max(logits * (FLOAT32 + work.product + cast) + matrix * cast, matrix * FLOAT32)
+def _temporaries(work: Workload, block: int, outside: int) -> tuple[int, int]:
+    """Return what the loss and the backward pass of a block need in addition to what is kept.
 
-
-def _block_temporaries(work: Workload, block: int, outside: int) -> int:
-    """Return what a block's backward pass needs in addition to what was kept.
-
-    Activations computed again, gradients of the wide tensors of the feed-forward layer and of the residual stream, a
-    matrix's gradient, and with `fully_shard` a block's gradients as computed and as reduced.
+    Loss: the larger of a chunk's logits with the cast output matrix, and the scaled gradient of that matrix. Block:
+    activations computed again, gradients of the feed-forward layer's wide tensors and of the residual stream, a
+    matrix's gradient, and with `fully_shard` the block's gradients as computed and as reduced.
     """
-    shape, tensor, width = work.shape, work.config.tensor, work.shape.d_ff // work.config.tensor
-    total = sum(work.saved_by_block().values()) - work.kept_by_block()
-    total += work.slots * width * work.product * (2 if shape.gated else 1)
-    total += 2 * work.slots // tensor * shape.d_model * FLOAT32 + width * shape.d_model * FLOAT32
-    return total + ((work.stream + FLOAT32) * block + work.stream * outside if work.is_wrapped else 0)
+    shape, tensor, slots, product = work.shape, work.config.tensor, work.slots, work.product
+    columns, width, d = shape.vocabulary_size // tensor, shape.d_ff // tensor, shape.d_model
+    cast = product if product < FLOAT32 else 0
+    logits = min(slots, LOSS_CHUNK_TOKENS) * columns * (FLOAT32 + product + cast)
+    loss = max(logits + columns * d * cast, columns * d * FLOAT32)
+    again = sum(work.saved_by_block().values()) - work.kept_by_block()
+    wide = slots * width * product * (2 if shape.gated else 1)
+    reduced = (work.stream + FLOAT32) * block + work.stream * outside if work.is_wrapped else 0
+    return loss, again + wide + (2 * slots // tensor + width) * d * FLOAT32 + reduced
 
 
 def block_parameters(shape: ModelShape, tensor: int = 1) -> int:
