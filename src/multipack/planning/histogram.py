@@ -137,7 +137,9 @@ def best_fit(histogram: Histogram, capacity: int, max_documents: int) -> Pattern
     """
     room = min(capacity, histogram.tokens)
     table = np.zeros(room + 1, dtype=np.int64)
-    bits = tuple(np.zeros((room >> shift) + 1, dtype=np.uint64) for shift in (6, 12, 18))
-    opened, packs, newest, runs = kernels.best_fit(*histogram, room, max_documents, table, bits)
+    fine, coarse, top = (np.zeros((room >> shift) + 1, dtype=np.uint64) for shift in (6, 12, 18))
+    opened, packs, newest, runs = kernels.best_fit(
+        *histogram, room, max_documents, table, (fine, coarse, top)
+    )
     order = np.argsort(opened)
     return Patterns(*kernels.unroll(order, newest, runs), packs[order])
