@@ -1,19 +1,21 @@
-"""Measured cost: the mixes that are timed, what the fit makes of them, and runs that keep and reuse it."""
+"""Calibration: mixes and real packs that are timed, the fit, and runs that plan with it."""
 
 import json
-import re
 
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from multipack.parallel.world import World
+from multipack.cli import app
 from multipack.planning.cost import CostModel
-from multipack.reports.console import Console
+from multipack.run import RunDirectory
 from multipack.shapes import ModelShape
-from multipack.training.calibrate import COST_FILE, DecoderTimer, calibrate, cost_rows, mixes
+from multipack.training import calibrate as calibrate_module
+from multipack.training.calibrate import DecoderTimer, calibrate, mixes
 from multipack.training.run_config import compose, compose_run
-from multipack.training.trainer import Trainer, train
+from multipack.training.run_cost import COST_FILE, cost_rows
+from multipack.training.trainer import train
 
 SHAPE = ModelShape(layers=2, heads=2, d_model=16, d_ff=32, vocabulary_size=50, dropout=0.5)
 
@@ -42,9 +44,13 @@ def test_coefficients_are_recovered_through_the_mixes():
     assert (model.linear, model.quadratic, model.constant) == (1500, 1, 20_000)
     assert model.seconds([100, 5000]) == pytest.approx(_seconds([100, 5000]), rel=1e-9)
     assert model.flops([10]) == CostModel.from_shape(SHAPE).flops([10])
+    rows = dict(cost_rows(model))
+    assert rows["measured times"].startswith("2 ms per micro-batch, 3 µs per token, 2 ns per l(l+1), 40 µs")
+    assert rows["cost of l tokens"].startswith("1,500·l + l(l+1) + 20,000; by FLOPs alone ")
+    assert cost_rows(CostModel.from_shape(SHAPE)) == []
 
 
-def test_the_budget_limits_what_is_timed():
+def test_the_budget_limits_the_size_of_mixes():
     timed = []
 
     def timer(lengths):
@@ -52,19 +58,19 @@ def test_the_budget_limits_what_is_timed():
         return _seconds(lengths, base=0.0, token=1e-3)
 
     model = calibrate(timer, SHAPE, capacity=1 << 20, longest=1 << 20, budget_seconds=30.0)
-    assert (
-        max(timed) == 1024
-    )  # 2 rounds of 21 mixes, 12 × their size in tokens: 24.6 s, and twice that is too much
+    # Two rounds of 21 mixes of 12 times their size in tokens take 24.6 s; the next size would take twice as long.
+    assert max(timed) == 1024
     assert sum(timed) * 1e-3 < 1.5 * 30.0
     assert model.linear == pytest.approx(1e-3 / 2e-9, rel=1e-3)
 
 
-def test_the_least_of_two_rounds_counts():
+def test_the_smaller_of_two_times_counts():
     calls = []
 
     def timer(lengths):
         calls.append(lengths)
-        disturbed = 5.0 if len(calls) % 37 == 20 else 0.0  # another program, for a moment
+        # Another program runs for a moment.
+        disturbed = 5.0 if len(calls) % 37 == 20 else 0.0
         return _seconds(lengths) + disturbed
 
     model = calibrate(timer, SHAPE, capacity=512, longest=512, budget_seconds=1e9)
@@ -72,118 +78,79 @@ def test_the_least_of_two_rounds_counts():
     assert (model.linear, model.constant) == (1500, 20_000)
 
 
-def test_times_that_say_nothing_are_refused_by_the_setting():
-    with pytest.raises(ValueError, match=r"plan\.cost=measured: .* use plan\.cost=flops"):
+def test_times_without_information_are_refused():
+    with pytest.raises(ValueError, match=r"use plan\.cost=flops"):
         calibrate(lambda lengths: 1.0, SHAPE, capacity=512, longest=512)
-    with pytest.raises(ValueError, match=r"plan\.cost=measured: .* in documents of up to 2"):
+    with pytest.raises(ValueError, match="in documents of up to 2"):
         calibrate(_seconds, SHAPE, capacity=2, longest=2)
 
 
-def test_the_timer_leaves_no_trace():
-    torch.manual_seed(3)
-    before = torch.get_rng_state()
+def test_the_timer_times_forward_and_backward_passes():
     readings = iter(range(100))
     timer = DecoderTimer(
         SHAPE, "auto", torch.device("cpu"), torch.float32, clock=lambda: float(next(readings))
     )
-    assert timer([5, 3]) == 1.0  # between two readings of the clock
-    assert torch.equal(torch.get_rng_state(), before)
+    assert timer([5, 3]) == 1.0
     gradients = [parameter.grad for parameter in timer.model.parameters()]
     assert all(gradient is not None and gradient.isfinite().all() for gradient in gradients)
     half = DecoderTimer(SHAPE, "auto", torch.device("cpu"), torch.bfloat16)
     assert half([64]) > 0
 
 
-def test_rows_say_what_was_measured():
-    model = calibrate(_seconds, SHAPE, capacity=512, longest=512)
-    rows = dict(cost_rows(model))
-    assert rows["measured times"] == (
-        "2 ms a micro-batch, 3 µs a token, 2 ns an l(l+1), 40 µs a document (error 0.0 %)"
-    )
-    assert rows["cost of l tokens"].startswith("1,500·l + l(l+1) + 20,000; by FLOPs alone ")
-    assert cost_rows(CostModel.from_shape(SHAPE)) == []
+@pytest.fixture
+def exact(monkeypatch):
+    """Times follow the formula exactly, whatever the model."""
+    monkeypatch.setattr(calibrate_module, "DecoderTimer", lambda *_: _seconds)
 
 
-def _plan(session):
-    plan = session.feed.plan
-    session.close()
-    return plan.fingerprint, plan.order.tolist(), plan.pack_offsets.tolist()
+def test_too_few_packs_are_refused(words, exact, tmp_path):
+    file = tmp_path / "few.jsonl"
+    file.write_text("".join(json.dumps({"text": "abc" * n}) + "\n" for n in range(1, 4)))
+    few = [*words, f"data.path={file}", "data.validation=0", "plan.capacity=512"]
+    result = CliRunner().invoke(app, ["calibrate", *few, "--save", str(tmp_path / "cost.json")])
+    assert "packs are too few to fit a cost" in str(result.exception)
 
 
-def test_a_measured_run_keeps_its_cost_and_resumes_with_it(words, tmp_path, capsys):
-    out = tmp_path / "run"
-    train(compose([*words, "plan.cost=measured", f"out={out}"]))
-    printed = capsys.readouterr().out
-    assert "measured times" in printed
-    assert re.search(r"cost of l tokens +.*l\(l\+1\)|cost of l tokens", printed)
-    saved = CostModel.load(out / COST_FILE)
-    assert saved.timed is not None
-    assert saved.shape is not None
-    checkpoint = out / "checkpoints" / "step-00000006"
-    assert CostModel.load(checkpoint / COST_FILE).to_dict() == saved.to_dict()
-    listed = json.loads((checkpoint / "state.json").read_text())["files"]
-    assert COST_FILE in listed
-    # A cost that no measuring would give: what the resumed run plans with is what was saved.
-    changed = {**saved.to_dict(), "linear": 12_345, "quadratic": 1, "constant": 678}
-    for folder in (out, checkpoint):
-        (folder / COST_FILE).write_text(json.dumps(changed))
-    listed[COST_FILE] = (checkpoint / COST_FILE).stat().st_size
-    state = json.loads((checkpoint / "state.json").read_text())
-    fingerprint = _fingerprint_with(words, changed, tmp_path)
-    state["files"], state["progress"]["data"]["fingerprint"] = listed, fingerprint
-    (checkpoint / "state.json").write_text(json.dumps(state))
-    resumed = compose_run(["train.resume=true", f"out={out}", "train.steps=8"])
-    session = Trainer(resumed, World(), Console(rank=1))
-    assert (session.cost_model.linear, session.cost_model.constant) == (12_345, 678)
-    assert session.step == 6
-    assert _plan(session)[0] == fingerprint
-    assert train(resumed).step == 8
+def test_the_command_saves_a_cost_that_plans_and_trains(words, exact, tmp_path):
+    saved, out = tmp_path / "cost.json", tmp_path / "run"
+    run = CliRunner()
+    result = run.invoke(app, ["calibrate", *words, "--save", str(saved), "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["error"] < 1e-6
+    assert len(found["checked"]) >= 2
+    for documents, tokens, longest, measured, predicted in found["checked"]:
+        assert 1 <= documents <= tokens <= 256
+        assert longest <= tokens
+        assert measured == pytest.approx(predicted, rel=1e-6)
+    assert CostModel.load(saved).timed.token == pytest.approx(3e-6, rel=1e-3)
+    again = run.invoke(app, ["calibrate", *words, "--save", str(saved)])
+    assert "exists" in str(again.exception)
+    train(compose([*words, "train.steps=3", "train.eval_every=0", f"plan.cost={saved}", f"out={out}"]))
+    assert all(record["dt_predicted"] > 0 for record in RunDirectory(out).records())
+    store = tmp_path / "store"
+    assert run.invoke(app, ["prepare", *words[:3], "--store", str(store)]).exit_code == 0
+    shown = run.invoke(app, ["plan", str(store), f"cost={saved}", "plan.capacity=256", "--json"])
+    assert shown.exit_code == 0, shown.output
+    assert json.loads(shown.stdout)["step_seconds"] > 0
 
 
-def _fingerprint_with(words, cost, tmp_path):
-    """The fingerprint of the run's plan under another cost."""
-    from multipack.data.corpus import load_corpus
-    from multipack.planning.plan import plan
-
-    config = compose(words)
-    documents = load_corpus(config.data, config.tokenizer, limit=config.plan.capacity).train
-    options = {"options": config.plan.for_ranks(1), "seed": config.train.seed}
-    targets, cost = documents.target_counts, CostModel.from_dict(cost)
-    return plan(documents.lengths, targets=targets, cost=cost, **options).fingerprint
-
-
-def test_a_run_stopped_before_its_first_checkpoint_plans_alike(words, tmp_path):
-    out = tmp_path / "run"
-    config = compose([*words, "plan.cost=measured", f"out={out}"])
-    first = _plan(Trainer(config, World(), Console(rank=1)))
-    again = compose_run(["train.resume=true", f"out={out}"])
-    assert again.plan.cost == "measured"
-    assert _plan(Trainer(again, World(), Console(rank=1))) == first
+def test_a_run_keeps_its_cost_and_resumes_with_it(words, tmp_path, capsys):
+    saved, out = tmp_path / "cost.json", tmp_path / "run"
+    model = calibrate(_seconds, ModelShape(vocabulary_size=257), capacity=8192, longest=8192)
+    model.save(saved)
+    train(compose([*words, "train.steps=3", "train.eval_every=0", f"plan.cost={saved}", f"out={out}"]))
+    assert "predicted / measured" in capsys.readouterr().out
+    assert CostModel.load(out / COST_FILE).to_dict() == model.to_dict()
+    saved.unlink()
+    resume = [f"out={out}", "train.resume=true", "train.steps=4"]
+    assert train(compose_run(resume)).step == 4
+    (out / COST_FILE).unlink()
+    with pytest.raises(ValueError, match=r"cost\.json is missing"):
+        train(compose_run(resume))
 
 
-def test_a_checkpoint_without_its_cost_is_refused(words, tmp_path):
-    out = tmp_path / "run"
-    train(compose([*words, "train.steps=1", "train.eval_every=0", "plan.cost=measured", f"out={out}"]))
-    checkpoint = out / "checkpoints" / "step-00000001"
-    (checkpoint / COST_FILE).unlink()
-    state = json.loads((checkpoint / "state.json").read_text())
-    del state["files"][COST_FILE]
-    (checkpoint / "state.json").write_text(json.dumps(state))
-    with pytest.raises(
-        ValueError, match=r"cost\.json is missing: the run was planned with plan\.cost=measured"
-    ):
-        Trainer(compose_run(["train.resume=true", f"out={out}"]), World(), Console(rank=1))
-
-
-def test_the_run_itself_does_not_notice_the_measuring(words, tmp_path):
-    """Weights and the generators after assembling are those of a run that counts FLOPs."""
-    seen = []
-    for cost in ("flops", "measured"):
-        out = tmp_path / cost
-        session = Trainer(compose([*words, f"plan.cost={cost}", f"out={out}"]), World(), Console(rank=1))
-        weights = session.engine.state()["model"]
-        seen.append((torch.get_rng_state(), {name: value.clone() for name, value in weights.items()}))
-        session.close()
-        assert (out / COST_FILE).exists() == (cost == "measured")
-    assert torch.equal(seen[0][0], seen[1][0])
-    assert all(torch.equal(value, seen[1][1][name]) for name, value in seen[0][1].items())
+def test_an_unknown_cost_is_refused():
+    for cost in ("flop", "measured"):
+        with pytest.raises(ValueError, match=rf"plan\.cost='{cost}'.*\.json"):
+            compose([f"plan.cost={cost}"])

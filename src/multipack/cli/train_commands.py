@@ -135,7 +135,7 @@ def calibrate(
     from multipack.parallel.world import connected
     from multipack.planning.first_use import compile_planner
     from multipack.reports.console import Console
-    from multipack.training.predict import calibrate_documents, calibration_rows
+    from multipack.training.calibrate import calibrate_documents
     from multipack.training.run_config import compose
 
     if save.exists():
@@ -149,4 +149,4 @@ def calibrate(
         typer.echo(json.dumps({"saved": str(save), **found.to_dict()}, indent=1))
         return
     console.table("packs outside of the fit", *found.table())
-    console.section("calibration", calibration_rows(found, save))
+    console.section("calibration", found.rows(save))

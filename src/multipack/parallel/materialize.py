@@ -156,15 +156,6 @@ def _hash(tensor: Tensor) -> str:
     return hashlib.sha256(_bytes(tensor)).hexdigest()[:HASH_CHARACTERS]
 
 
-def weights_hash(parameters: Iterable[tuple[str, Tensor]]) -> str:
-    """sha256 over names and bytes of whole parameters, in the order of `ModelEngine.whole_parameters`."""
-    digest = hashlib.sha256()
-    for name, value in parameters:
-        digest.update(f"model.{name}".encode())
-        digest.update(_bytes(value))
-    return digest.hexdigest()
-
-
 def _bytes(tensor: Tensor) -> Any:
     held = local(tensor).detach().cpu().contiguous()
     return held.reshape(-1).view(torch.uint8).numpy().data

@@ -57,7 +57,7 @@ class PlanOptions:
     balance: Balance = "cost"
     """What is equalized between packs: model `cost`, tokens and their squares (`joint`), or `tokens`."""
     cost: str = "flops"
-    """What documents cost: the model's `flops`, seconds `measured` as a run starts, or a calibrated FILE.json."""
+    """What documents cost: the model's `flops`, or times in a FILE.json of `multipack calibrate`."""
     max_documents: int = 0
     """Maximum documents of a pack; 0 = no limit."""
     group: bool = True
@@ -82,9 +82,9 @@ class PlanOptions:
         if not isinstance(self.group, bool | np.bool_):
             raise ValueError(f"plan.group must be true or false, got {self.group!r}")
         object.__setattr__(self, "group", bool(self.group))
-        if self.cost not in ("flops", "measured") and not str(self.cost).endswith(".json"):
+        if self.cost != "flops" and not str(self.cost).endswith(".json"):
             raise ValueError(
-                f"plan.cost={self.cost!r}: flops, measured, or a .json file saved by `multipack calibrate`"
+                f"plan.cost={self.cost!r}: flops, or a .json file saved by `multipack calibrate`"
             )
         if self.align > self.capacity:
             raise ValueError(

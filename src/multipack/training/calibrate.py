@@ -1,101 +1,139 @@
-"""Calibration: what documents cost on this device, measured with the run's own decoder at its start.
+"""Calibration: the planner's cost fitted to measured times of a decoder on this device.
 
-    mixes of documents ─▶ forward + backward, timed ─▶ t = t₀ + α·tokens + β·Σ l(l+1) + γ·documents ─▶ CostModel ─▶ plan
+    documents ─▶ plan ─▶ some packs ─┬─ every second one, with mixes ─▶ fit ─▶ cost.json
+                                     └─ the others ─▶ predicted and measured times
 
-Rank 0 measures a decoder of its own, so that neither weights, gradients nor random numbers of the run notice. All
-ranks take rank 0's coefficients, and the run keeps them in cost.json: a resumed run plans with what it was started
-with, also on another machine, because a measured cost is never the same twice and its plans would not be either.
+    mixes of documents ─▶ forward + backward, timed ─▶ t = t₀ + α·tokens + β·Σ l(l+1) + γ·documents ─▶ CostModel
+
+`multipack calibrate --save cost.json` does it; `plan.cost=cost.json` uses it, see run_cost.py.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from multipack.data.collate import PackedCollator
+from multipack.data.corpus import load_corpus
 from multipack.data.documents import Document
 from multipack.models.decoder import Decoder
 from multipack.parallel.world import World
 from multipack.planning.cost import CostModel
-from multipack.run import RunDirectory
+from multipack.planning.plan import plan as make_plan
+from multipack.reports.console import Console
 from multipack.shapes import ModelShape
-from multipack.training.checkpoint import Checkpoint
+from multipack.training.precision import resolve_dtype
+from multipack.training.run_cost import cost_rows, doubt
+from multipack.training.run_parts import document_limit, shape_of
 
 if TYPE_CHECKING:
     from multipack.training.run_config import Config
 
-COST_FILE = "cost.json"
-"""In a run directory and in each of its checkpoints, where the cost was measured."""
-
+PACKS = 24
+"""Packs of the plan that are timed, half of them to fit and half of them to check."""
 BUDGET_SECONDS = 3.0
-"""Time for all micro-batches: where packs of the full capacity would take longer, smaller ones are timed."""
-
+"""Time for all mixes: if packs of the full capacity would take longer, smaller ones are timed."""
 ROUNDS = 2
-"""Times that each mix is timed; the least counts, because other work can only add to it."""
-
-NOISY = 0.2
-"""Error of a fit, as a share of the mean time, from which the header doubts it: 4 … 10 % are usual."""
-
+"""Times that each micro-batch is timed; the smallest counts, because other work can only add to it."""
 _PARTS = (1, 2, 4, 8, 16, 64)
 _SHARES = (1, 2, 4)
 
+Timer = Callable[[list[int]], float]
+"""Lengths of the documents of a micro-batch → seconds of its forward and backward pass."""
 
-def run_cost(
-    config: Config,
-    shape: ModelShape,
-    world: World,
-    run: RunDirectory,
-    checkpoint: Checkpoint | None,
-    dtype: torch.dtype,
-    longest: int,
-) -> CostModel:
-    """The cost model that a run plans with: FLOPs of its shape, or measured seconds, the same on every rank.
 
-    Args:
-        config: `plan.cost` says which; attention and capacity are those to measure with.
-        shape: the run's decoder.
-        world: rank 0 measures.
-        run: where a run that resumes keeps what it measured.
-        checkpoint: the one that the run resumes from.
-        dtype: precision of forward passes.
-        longest: most tokens of a document.
+@dataclass(frozen=True)
+class Calibration:
+    """Result of a calibration.
+
+    Attributes:
+        model: the fitted cost.
+        checked: (documents, tokens, longest, measured seconds, predicted seconds) of packs that were not fitted to.
+    """
+
+    model: CostModel
+    checked: list[tuple[int, int, int, float, float]]
+
+    @property
+    def error(self) -> float:
+        """Mean absolute error of the predictions, relative to the mean measured time."""
+        measured = sum(row[3] for row in self.checked)
+        return sum(abs(row[3] - row[4]) for row in self.checked) / measured
+
+    def rows(self, saved: Path) -> list[tuple[str, str]]:
+        """Report rows: coefficients, error of the predictions, the file."""
+        error = f"mean error {self.error:.1%} over {len(self.checked)} packs{doubt(self.error)}"
+        where = f"{saved} (plan.cost={saved} in training, cost={saved} in `multipack plan`)"
+        return [*cost_rows(self.model), ("predictions", error), ("saved", where)]
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Column names and rows for the console."""
+        rows = [
+            [f"{count:,}", f"{tokens:,}", f"{longest:,}", f"{1e3 * measured:.1f}", f"{1e3 * predicted:.1f}"]
+            for count, tokens, longest, measured, predicted in self.checked
+        ]
+        return ["documents", "tokens", "longest", "measured ms", "predicted ms"], rows
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        checked = [list(row) for row in self.checked]
+        return {"cost": self.model.to_dict(), "error": self.error, "checked": checked}
+
+
+def calibrate_documents(config: Config, world: World, console: Console) -> Calibration:
+    """Time packs of the documents of `config` with its model, and fit the planner's cost to them.
 
     Raises:
-        ValueError: measured times that say nothing, or a checkpoint whose measured cost is gone.
+        ValueError: the documents do not fit or are too few, or no cost can be fitted to the times.
     """
-    if config.plan.cost == "flops":
-        return CostModel.from_shape(shape)
-    if config.plan.cost != "measured" and config.train.resume == "false":
-        return CostModel.load(config.plan.cost)
-
-    def saved_or_measured() -> str:
-        saved = (checkpoint.path if checkpoint else run.path) / COST_FILE
-        if config.train.resume != "false" and (checkpoint or saved.is_file()):
-            return json.dumps(_saved(saved).to_dict())
-        timer = DecoderTimer(shape, config.model.attention, world.device, dtype)
-        return json.dumps(calibrate(timer, shape, config.plan.capacity, longest).to_dict())
-
-    return CostModel.from_dict(json.loads(world.on_main(saved_or_measured)))
-
-
-def _saved(path: Path) -> CostModel:
-    if not path.is_file():
+    with console.progress("reading documents") as advance:
+        corpus = load_corpus(config.data, config.tokenizer, limit=document_limit(config), progress=advance)
+    shape = shape_of(config, corpus.tokenizer)
+    cost, options = CostModel.from_shape(shape), config.plan.for_ranks(1)
+    made = make_plan(corpus.train.lengths, options=options, cost=cost, seed=config.train.seed)
+    packs = [made.slots[pack] for step in _spaced(made.num_steps) for pack in made.packs(step) if len(pack)]
+    chosen = [packs[index].tolist() for index in _spaced(len(packs))]
+    if len(chosen) < 4:
         raise ValueError(
-            f"{path} is missing: the run was planned with plan.cost=measured, and without its coefficients the plan"
-            " cannot be made again; put the file back, or start a new run with another out="
+            f"{len(chosen)} packs are too few to fit a cost and to check it: give more documents, or lower"
+            f" plan.capacity={config.plan.capacity}"
         )
-    return CostModel.load(path)
+    timer = DecoderTimer(
+        shape, config.model.attention, world.device, resolve_dtype(config.train.dtype, world.device)
+    )
+    timed = 0
+    with console.progress("timing packs") as advance:
+
+        def counted(lengths: list[int]) -> float:
+            nonlocal timed
+            timed += 1
+            advance(timed, None, "micro-batches timed")
+            return timer(lengths)
+
+        model = calibrate(counted, shape, config.plan.capacity, made.longest, packs=chosen[::2])
+        held_out = chosen[1::2]
+        seconds = least_seconds(counted, held_out)
+    rows = [
+        (len(pack), sum(pack), max(pack), measured, model.seconds(pack))
+        for pack, measured in zip(held_out, seconds, strict=True)
+    ]
+    return Calibration(model, rows)
+
+
+def _spaced(count: int) -> list[int]:
+    """At most `PACKS` evenly spaced numbers below `count`."""
+    return [int(number) for number in np.unique(np.linspace(0, count - 1, min(count, PACKS)).round())]
 
 
 def calibrate(
-    timer: Callable[[list[int]], float],
+    timer: Timer,
     shape: ModelShape,
     capacity: int,
     longest: int,
@@ -105,15 +143,15 @@ def calibrate(
     """Time about twenty micro-batches of different documents and fit their cost.
 
     Args:
-        timer: lengths of the documents of a micro-batch → seconds of its forward and backward pass.
-        shape: the decoder that it times.
+        timer: times a micro-batch.
+        shape: of the decoder that it times.
         capacity: most tokens of a micro-batch.
         longest: most tokens of a document.
-        budget_seconds: how long all of it may take, about; `packs` left out.
-        packs: lengths of the documents of more micro-batches to time, real ones.
+        budget_seconds: approximate time for all of it, without `packs`.
+        packs: lengths of the documents of further micro-batches to time, real ones.
 
     Raises:
-        ValueError: the times say nothing about documents.
+        ValueError: no cost can be fitted to the times.
     """
     tokens = _affordable(timer, capacity, longest, budget_seconds)
     batches = [*mixes(tokens, longest), *packs]
@@ -122,15 +160,15 @@ def calibrate(
         return CostModel.fit(list(zip(batches, least, strict=True)), shape=shape)
     except ValueError as error:
         raise ValueError(
-            f"plan.cost=measured: micro-batches of up to {tokens:,} tokens, in documents of up to"
-            f" {min(longest, tokens):,}, gave no cost: {error}; use plan.cost=flops"
+            f"micro-batches of up to {tokens:,} tokens, in documents of up to {min(longest, tokens):,}, gave no cost:"
+            f" {error}; use plan.cost=flops"
         ) from None
 
 
-def least_seconds(timer: Callable[[list[int]], float], batches: Sequence[list[int]]) -> list[float]:
-    """The least of `ROUNDS` times of each micro-batch.
+def least_seconds(timer: Timer, batches: Sequence[list[int]]) -> list[float]:
+    """The smallest of `ROUNDS` times of each micro-batch.
 
-    Round after round, not batch after batch: what slows the machine down for a moment then meets one time of each.
+    All batches are timed before the next round, so that a short disturbance affects one time of each.
     """
     rounds = [[timer(lengths) for lengths in batches] for _ in range(ROUNDS)]
     return [min(times) for times in zip(*rounds, strict=True)]
@@ -139,8 +177,8 @@ def least_seconds(timer: Callable[[list[int]], float], batches: Sequence[list[in
 def mixes(tokens: int, longest: int) -> list[list[int]]:
     """Lengths of the documents of about twenty micro-batches that differ in tokens, squares and documents.
 
-    Each of `tokens`, its half and its quarter is cut into equal documents, few and many; and once into a long
-    document and short ones.
+    `tokens`, its half and its quarter are each cut into equal documents, few and many, and into a long document with
+    short ones.
     """
     found: dict[tuple[int, ...], None] = {}
     for share in _SHARES:
@@ -153,12 +191,11 @@ def mixes(tokens: int, longest: int) -> list[list[int]]:
     return [list(lengths) for lengths in found]
 
 
-def _affordable(
-    timer: Callable[[list[int]], float], capacity: int, longest: int, budget_seconds: float
-) -> int:
+def _affordable(timer: Timer, capacity: int, longest: int, budget_seconds: float) -> int:
     """The largest number of tokens, at most the capacity, whose mixes are timed within the budget."""
     tokens = min(capacity, 256)
-    timer(mixes(tokens, longest)[0])  # the first pass pays for what later ones find done
+    # The first pass includes one-time work.
+    timer(mixes(tokens, longest)[0])
     while tokens < capacity:
         larger = min(2 * tokens, capacity)
         work = ROUNDS * sum(sum(lengths) for lengths in mixes(larger, longest)) / larger
@@ -169,14 +206,14 @@ def _affordable(
 
 
 class DecoderTimer:
-    """Lengths of documents → seconds that a decoder takes for them, forward and backward.
+    """Times the forward and backward pass of a decoder; a `Timer`.
 
     Args:
-        shape: of the decoder; its weights are drawn anew, and the global generators are left as they were.
+        shape: of the decoder, whose weights are drawn.
         attention: its backend.
         device: where it runs.
-        dtype: bfloat16 runs forward passes under autocast.
-        clock: seconds.
+        dtype: bf16 and fp16 run forward passes under autocast.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -188,11 +225,11 @@ class DecoderTimer:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.device, self.dtype, self.clock = device, dtype, clock
-        with self._own_random_numbers(), device:
+        with device:
             self.model = Decoder(shape, attention=attention)
 
     def __call__(self, lengths: list[int]) -> float:
-        """Time one micro-batch; gradients add up, as in a step of several."""
+        """Time one micro-batch; gradients accumulate, as in a step of several."""
         draw = np.random.default_rng(len(lengths))
         vocabulary = self.model.shape.vocabulary_size
         documents = [
@@ -200,42 +237,15 @@ class DecoderTimer:
             for length in lengths
         ]
         batch = PackedCollator(len(documents), max(lengths))(documents).to(self.device)
-        with self._own_random_numbers():
-            self._synchronize()
-            began = self.clock()
-            exact = self.dtype == torch.float32
-            with nullcontext() if exact else torch.autocast(self.device.type, self.dtype):
-                loss = self.model(batch)
-            (loss / sum(lengths)).backward()
-            self._synchronize()
-            return self.clock() - began
-
-    def _own_random_numbers(self) -> AbstractContextManager[None]:
-        """A context after which the generators are as before it: dropout draws too."""
-        return torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
+        exact = self.dtype == torch.float32
+        self._synchronize()
+        start = self.clock()
+        with nullcontext() if exact else torch.autocast(self.device.type, self.dtype):
+            loss = self.model(batch)
+        (loss / sum(lengths)).backward()
+        self._synchronize()
+        return self.clock() - start
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-def cost_files(model: CostModel) -> dict[str, str]:
-    """What a run directory and its checkpoints keep of a measured cost; nothing where FLOPs say it."""
-    return {COST_FILE: json.dumps(model.to_dict(), indent=1) + "\n"} if model.timed else {}
-
-
-def cost_rows(model: CostModel) -> list[tuple[str, str]]:
-    """Rows of the run header: the measured coefficients, and what the plan makes of them."""
-    timed = model.timed
-    if timed is None:
-        return []
-    flops = CostModel.from_shape(model.shape)
-    return [
-        (
-            "measured times",
-            f"{1e3 * timed.micro_batch:.3g} ms a micro-batch, {1e6 * timed.token:.4g} µs a token,"
-            f" {1e9 * timed.pair:.4g} ns an l(l+1), {1e6 * timed.document:.4g} µs a document"
-            f" (error {100 * timed.error:.1f} %{'; was the machine busy?' if timed.error > NOISY else ''})",
-        ),
-        ("cost of l tokens", f"{model.formula}; by FLOPs alone {flops.formula}"),
-    ]

@@ -68,19 +68,19 @@ def write_tensors(
     with _translated(f"{folder} was not written"):
         save(
             flat,
-            storage_writer=_Writer(folder, finish),
-            planner=_Planner(),
+            storage_writer=_TensorWriter(folder, finish),
+            planner=_TensorPlanner(),
             process_group=group,
             no_dist=alone,
         )
 
 
-class _Planner(DefaultSavePlanner):
+class _TensorPlanner(DefaultSavePlanner):
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
 
-class _Writer(HuggingFaceStorageWriter):
+class _TensorWriter(HuggingFaceStorageWriter):
     def __init__(self, folder: Path, finish: Callable[[list[str]], None]) -> None:
         super().__init__(str(folder), save_distributed=True)
         self._folder, self._finish = folder, finish
@@ -178,7 +178,12 @@ class TensorFiles:
         wanted = {f"{group}.{name}": tensor.detach() for name, tensor in into.items()}
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with _translated(f"{self._folder} is damaged"):
-            load(wanted, storage_reader=_Reader(self._folder, self._metadata), planner=planner, no_dist=True)
+            load(
+                wanted,
+                storage_reader=_TensorReader(self._folder, self._metadata),
+                planner=planner,
+                no_dist=True,
+            )
 
     def tensor(self, group: str, name: str) -> Tensor:
         """One whole tensor, on the CPU.
@@ -198,7 +203,7 @@ class TensorFiles:
         return {name: self.tensor(group, name) for name in self.shapes(group)}
 
 
-class _Reader(HuggingFaceStorageReader):
+class _TensorReader(HuggingFaceStorageReader):
     """A reader that knows the headers of all files already."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:

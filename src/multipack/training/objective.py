@@ -1,34 +1,55 @@
-"""What a run minimizes: the next token of documents, or preferences between pairs of them. The documents decide.
+"""Objectives: next-token prediction, or preferences between pairs of documents. The documents decide.
 
-An objective says which decoder is trained, how its packs are made, and what is told of them; the loop, the engine and
-the plan know only that a model takes a batch and returns a summed loss.
+    initial weights ─ packed, without gradients ─▶ reference (pairs, 2) ─▶ PreferencePairs
+                                                         └─▶ RUN/reference.safetensors, which a resumed run reads
+
+An objective says which decoder is trained, how packs are collated and what is reported; the loop, the engine and the
+plan only know that a model takes a batch and returns a summed loss.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import nn
 
 from multipack.data.collate import PackedCollator
 from multipack.data.corpus import Corpus
-from multipack.data.preference import PreferenceCollator
+from multipack.data.documents import Documents
+from multipack.data.preference import PreferenceCollator, PreferencePairs
 from multipack.data.sampler import PackedBatchSampler
 from multipack.models.decoder import Decoder, DecoderPart
 from multipack.models.dpo import PreferenceDecoder, preference_metrics
 from multipack.ops.loss import training_loss
 from multipack.parallel.engine import ModelEngine
+from multipack.parallel.mesh import Mesh
+from multipack.parallel.world import World
 from multipack.shapes import ModelShape
 from multipack.training.callbacks.callback import Callback
-from multipack.training.preference import PreferenceMetrics, with_reference
 from multipack.training.settings import PreferenceConfig
+from multipack.training.weights import begin_from, initial_weights
 
 if TYPE_CHECKING:
     from multipack.training.run_config import Config
 
 Collator = PackedCollator | PreferenceCollator
+Values = NDArray[np.float64]
+
+REFERENCE = "reference.safetensors"
+"""File of a run directory with the log-probabilities that the reference model gives to pairs."""
+_BLOCK = 1 << 15
+"""Values that ranks exchange at once."""
 
 
 class Objective(ABC):
@@ -36,14 +57,11 @@ class Objective(ABC):
 
     Args:
         config: of the run.
-        corpus: what it trains and validates on.
+        corpus: its training and validation documents.
 
     Raises:
-        ValueError: settings that mean nothing to this objective.
+        ValueError: a setting has no meaning for this objective.
     """
-
-    needs_initial = False
-    """Whether a run that resumes still needs the weights that it began with."""
 
     def __init__(self, config: Config, corpus: Corpus) -> None:
         self.config, self.corpus = config, corpus
@@ -51,7 +69,7 @@ class Objective(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Refuse settings that mean nothing to this objective."""
+        """Raise a ValueError for settings that have no meaning for this objective."""
 
     def settings(self) -> dict[str, Any]:
         """Settings of `TrainConfig` that this objective decides."""
@@ -59,7 +77,7 @@ class Objective(ABC):
 
     @abstractmethod
     def decoder(self, shape: ModelShape, part: DecoderPart | None = None) -> Decoder:
-        """The model to train, or a part of it, its weights drawn from torch's global generator."""
+        """The model to train, or a part of it, with weights drawn from torch's global generator."""
 
     def views(
         self,
@@ -68,16 +86,30 @@ class Objective(ABC):
         capacity: int,
         pad_to: int | None,
         progress: Callable[..., None],
+        resumed: Path | None = None,
     ) -> tuple[list[Any], list[str]]:
-        """Training and validation documents as the collator takes them, and notes; before weights are resumed."""
+        """Training and validation documents as the collator takes them, and notes. Collective.
+
+        Args:
+            engine: of the model, which still has the weights that the run starts with.
+            dtype: precision of forward passes.
+            capacity: most tokens of a pack.
+            pad_to: slots of every pack; None = as many as it has tokens.
+            progress: called with (done, total, unit).
+            resumed: the run directory, if the run continues from a checkpoint.
+        """
         return [self.corpus.train, self.corpus.validation], []
+
+    def run_files(self) -> dict[str, bytes]:
+        """Files of a new run directory by name, known after `views`."""
+        return {}
 
     @abstractmethod
     def collator(self, sampler: PackedBatchSampler, pad_to: int | None) -> Collator:
-        """Makes a batch of a pack's documents."""
+        """The collator of a sampler's packs."""
 
     def callbacks(self, engine: ModelEngine) -> list[Callback]:
-        """What this objective adds to a step's record."""
+        """Callbacks that add to the record of a step."""
         return []
 
     def evaluated(self, engine: ModelEngine) -> dict[str, float]:
@@ -92,7 +124,7 @@ class NextToken(Objective):
         """See `Objective`."""
         if self.config.preference != PreferenceConfig():
             raise ValueError(
-                "preference.* is about preference pairs (chosen, rejected), and these documents are none: leave it out"
+                "preference.* is about preference pairs (chosen, rejected), and these documents are none: omit it"
             )
 
     def decoder(self, shape: ModelShape, part: DecoderPart | None = None) -> Decoder:
@@ -108,9 +140,9 @@ class NextToken(Objective):
 
 
 class Preferences(Objective):
-    """Direct preference optimization of pairs (models/dpo.py)."""
+    """Direct preference optimization of pairs; see models/dpo.py."""
 
-    needs_initial = True
+    _reference: Mapping[str, Values] = MappingProxyType({})
 
     def check(self) -> None:
         """See `Objective`."""
@@ -118,18 +150,18 @@ class Preferences(Objective):
         for name in ("pipeline", "context"):
             if getattr(parallel, name) > 1:
                 raise ValueError(
-                    f"parallel.{name}={getattr(parallel, name)} divides documents or layers, and the loss of"
-                    " preferences needs both answers of a pair at one place: use parallel.data=zero3 or parallel.tensor"
+                    f"parallel.{name}={getattr(parallel, name)} splits documents or layers, and the loss of preference"
+                    " pairs needs both answers on one rank: use parallel.data=zero3 or parallel.tensor"
                 )
         for name in ("label_smoothing", "z_loss"):
             if getattr(train, name):
                 raise ValueError(
                     f"train.{name}={getattr(train, name)} is about the loss of tokens, and these documents are"
-                    " preference pairs: leave it out (preference.label_smoothing smooths preferences)"
+                    " preference pairs: omit it (preference.label_smoothing smooths preferences)"
                 )
 
     def settings(self) -> dict[str, Any]:
-        """A pair counts as one, and would be two rows where it is padded."""
+        """A pair counts as one document; padding would make it two rows."""
         return {"loss_weighting": "document", "compare_padding": False}
 
     def decoder(self, shape: ModelShape, part: DecoderPart | None = None) -> Decoder:
@@ -146,21 +178,51 @@ class Preferences(Objective):
         capacity: int,
         pad_to: int | None,
         progress: Callable[..., None],
+        resumed: Path | None = None,
     ) -> tuple[list[Any], list[str]]:
-        """Pairs with the reference's log-probabilities: of what the run begins with, unless another is named."""
-        pairs, notes = with_reference(
-            self.config.preference,
-            engine,
-            [self.corpus.train, self.corpus.validation],
-            self.corpus.tokenizer,
-            self.corpus.store_path,
-            dtype=dtype,
-            capacity=capacity,
-            pad_to=pad_to,
-            multiple=self.config.parallel.token_multiple,
-            progress=progress,
-        )
-        return list(pairs), notes
+        """Pairs with log-probabilities of the reference: the initial weights, or `preference.reference`.
+
+        Raises:
+            ValueError: a document is no pair, the reference has another tokenizer, its values are not finite, or a
+                resumed run has lost them.
+        """
+        views = {"train": self.corpus.train, "validation": self.corpus.validation}
+        notes = []
+        if resumed is not None:
+            found = {name: read_reference(resumed / REFERENCE, name, view) for name, view in views.items()}
+        else:
+            evaluating, mesh = self._reference_model(engine, dtype)
+            multiple = self.config.parallel.token_multiple
+            found = {
+                name: reference_values(evaluating, view, mesh, capacity, pad_to, multiple, progress)
+                for name, view in views.items()
+            }
+            count = sum(map(len, found.values()))
+            notes.append(f"reference log-probabilities of {count:,} pairs computed")
+        self._reference = found
+        return [PreferencePairs(view, found[name]) for name, view in views.items()], notes
+
+    def run_files(self) -> dict[str, bytes]:
+        """The reference values, which a resumed run reads so that it needs no reference model."""
+        return {REFERENCE: reference_bytes(self._reference)}
+
+    def _reference_model(
+        self, engine: ModelEngine, dtype: torch.dtype
+    ) -> tuple[Callable[[], AbstractContextManager[nn.Module]], Mesh]:
+        """What enters the reference in evaluation mode, and the ranks that compute with it."""
+        setting, tokenizer = self.config.preference.reference, self.corpus.tokenizer
+        if not setting:
+            return engine.evaluating, engine.mesh
+        # Every rank holds this model whole; its shape may differ from that of the model to train.
+        initial = initial_weights(Path(setting).expanduser())
+        size = max(initial.shape.vocabulary_size, tokenizer.vocabulary_size)
+        shape = initial.shape.with_vocabulary(size)
+        state, _ = begin_from(initial, shape, tokenizer, "preference.reference")
+        with torch.device("meta"):
+            model = PreferenceDecoder(shape)
+        model.load_state_dict(state, assign=True)
+        device = engine.world.device
+        return partial(_evaluating, model.eval().to(device), device, dtype), Mesh.plain(engine.world)
 
     def collator(self, sampler: PackedBatchSampler, pad_to: int | None) -> Collator:
         """See `Objective`."""
@@ -176,13 +238,140 @@ class Preferences(Objective):
         return preference_metrics(engine.world.sum(_decoder(engine).take_tally(training=False)), "val_")
 
 
+@contextmanager
+def _evaluating(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[nn.Module]:
+    with torch.no_grad(), torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
+        yield model
+
+
 def _decoder(engine: ModelEngine) -> PreferenceDecoder:
-    """The decoder that the engine runs; ranks that divide it all count its pairs, which means do not notice."""
+    """The decoder of an engine. Ranks that share a model all count its pairs, which leaves means unchanged."""
     (decoder,) = engine.modules
     return cast(PreferenceDecoder, decoder)
 
 
+def reference_values(
+    evaluating: Callable[[], AbstractContextManager[nn.Module]],
+    documents: Documents,
+    mesh: Mesh,
+    capacity: int,
+    pad_to: int | None = None,
+    multiple: int = 1,
+    progress: Callable[..., None] = lambda *_: None,
+) -> Values:
+    """Log-probabilities of pairs under a reference model. Collective: each rank computes a part of the packs.
+
+    Args:
+        evaluating: enters the reference, a `PreferenceDecoder`, in evaluation mode and the precision of forward passes.
+        documents: the pairs.
+        mesh: the ranks.
+        capacity: most tokens of a pack.
+        pad_to: slots of every pack; None = as many as it has tokens.
+        multiple: what slots are a multiple of.
+        progress: called with (done, total, unit).
+
+    Returns:
+        (pairs, 2): of the chosen and of the rejected answer, each summed over its targets.
+
+    Raises:
+        ValueError: a document is no pair, or a value is not finite.
+    """
+    values = np.zeros((len(documents), 2))
+    if not len(documents):
+        return values
+    sampler = PackedBatchSampler(
+        documents.lengths,
+        capacity=capacity,
+        packs_per_step=mesh.data_size,
+        targets=documents.target_counts,
+        rank=mesh.data_rank,
+        world_size=mesh.data_size,
+        order="given",
+    )
+    pairs, collate = PreferencePairs(documents), PreferenceCollator.of(sampler, pad_to, multiple=multiple)
+    done = 0
+    with evaluating() as model:
+        for numbers in sampler:
+            batch = collate([pairs[number] for number in numbers])
+            # A rank without pairs runs a pack of padding, because sharded models are collective.
+            found = model(batch.to(mesh.world.device))
+            if numbers and mesh.is_replica_leader:
+                values[numbers] = found.cpu().numpy()
+            done += len(numbers)
+            progress(done, -(-len(documents) // mesh.data_size), "pairs of the reference")
+    _share(values, mesh.world)
+    if not np.isfinite(values).all():
+        first = int(np.flatnonzero(~np.isfinite(values).all(axis=1))[0])
+        raise ValueError(
+            f"the reference model gives {documents.names(first)} the log-probabilities {values[first].tolist()}:"
+            " look at its weights (preference.reference, train.init_from)"
+        )
+    return values
+
+
+def _share(values: Values, world: World) -> None:
+    """Each row is known to one rank and zero on the others; afterwards all ranks have all."""
+    flat = values.reshape(-1)
+    for start in range(0, flat.size if world.size > 1 else 0, _BLOCK):
+        flat[start : start + _BLOCK] = world.sum(flat[start : start + _BLOCK].tolist())
+
+
+def reference_bytes(values: Mapping[str, Values]) -> bytes:
+    """Content of a file of reference values, by the name of their documents."""
+    return save({name: torch.from_numpy(each) for name, each in values.items()})
+
+
+def read_reference(file: Path, name: str, documents: Documents) -> Values:
+    """Reference values from a file of `reference_bytes`.
+
+    Raises:
+        ValueError: the file is missing or damaged, or is about another number of pairs.
+    """
+    advice = "restore it, or start a new run with another out="
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            found: Values = opened.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{file} holds what the reference model gave to the pairs of this run, and cannot be read ({error}):"
+            f" {advice}"
+        ) from error
+    if found.dtype != np.float64 or found.shape != (len(documents), 2) or not np.isfinite(found).all():
+        raise ValueError(
+            f"{file} holds {name} values {found.dtype} {found.shape} for {len(documents)} pairs, or values that are"
+            f" not finite: {advice}"
+        )
+    return found
+
+
+PREFERENCE_LEGEND = {
+    "reward_accuracy": "share of pairs whose chosen answer has the higher reward",
+    "reward_margin": "mean difference of both rewards; a reward is beta × (log-probability − the reference's)",
+    "reward_chosen": "mean reward of chosen answers",
+    "reward_rejected": "mean reward of rejected answers",
+}
+"""Metric → meaning, for the run's legend."""
+
+
+class PreferenceMetrics(Callback):
+    """Adds the rewards of a step's pairs to its record: `reward_accuracy`, `reward_margin` and both means.
+
+    Args:
+        decoder: the trained model; its tallies are summed over ranks, without another forward pass.
+    """
+
+    name = "preference"
+    legend: Mapping[str, str] = MappingProxyType(PREFERENCE_LEGEND)
+
+    def __init__(self, decoder: PreferenceDecoder) -> None:
+        self._decoder = decoder
+
+    def gradient(self, step: int, engine: ModelEngine) -> Mapping[str, float]:
+        """Means over the pairs of this step, on all ranks."""
+        return preference_metrics(engine.world.sum(self._decoder.take_tally()))
+
+
 def objective_of(config: Config, corpus: Corpus) -> Objective:
-    """Preferences where the documents are pairs, the next token where they are not."""
+    """`Preferences` if the documents are pairs, else `NextToken`."""
     pairs = corpus.arriving is None and corpus.train.store.has_pairs
     return (Preferences if pairs else NextToken)(config, corpus)

@@ -34,7 +34,6 @@ from multipack.reports.console import Console
 from multipack.run import RunDirectory, find_run
 from multipack.shapes import ModelShape
 from multipack.training.blueprint import blueprint_of, check_first_stage
-from multipack.training.calibrate import run_cost
 from multipack.training.callbacks.averaging import MovingAverage
 from multipack.training.callbacks.callback import Callback, Callbacks
 from multipack.training.callbacks.early_stopping import EarlyStopping
@@ -51,6 +50,7 @@ from multipack.training.optimizer import build_optimizer, described
 from multipack.training.precision import mean_peak, name_of_dtype, resolve_dtype
 from multipack.training.rules import read_rule
 from multipack.training.run_config import Config
+from multipack.training.run_cost import run_cost
 from multipack.training.schedule import rate_factor
 from multipack.training.stream_feed import open_feed
 from multipack.training.weights import Initial, begin_from, initial_shape, initial_weights
@@ -106,9 +106,7 @@ class RunParts:
             train=replace(config.train, dtype=name_of_dtype(self.dtype), **self.objective.settings()),
             plan=replace(config.plan, packs_per_step=packs, micro_batches=0),
         )
-        self.cost_model = run_cost(
-            self.config, self.shape, world, self.run, self.resumed, self.dtype, document_limit(config)
-        )
+        self.cost_model = run_cost(self.config, self.shape, self.run)
         self.chat_template = self._chat_template(initial)
         self.engine = self._build_engine(initial)
         self._build_feeds()
@@ -134,9 +132,9 @@ class RunParts:
         return corpus
 
     def _initial_weights(self) -> Initial | None:
-        """The weights of train.init_from; a resumed run needs them only as the reference of its objective."""
+        """The weights of train.init_from; a resumed run has its own."""
         path = self.config.train.init_from
-        if not path or (self.resumed is not None and not self.objective.needs_initial):
+        if not path or self.resumed is not None:
             return None
         try:
             return initial_weights(Path(path).expanduser())
@@ -169,8 +167,9 @@ class RunParts:
         """Set the feed of training steps, their number, and the validation packs."""
         config, corpus = self.config, self.corpus
         with self.console.progress("computing reference values") as advance:  # before a checkpoint's weights
+            resumed = self.run.path if self.resumed is not None else None
             views, notes = self.objective.views(
-                self.engine, self.dtype, document_limit(config), pack_slots(config), advance
+                self.engine, self.dtype, document_limit(config), pack_slots(config), advance, resumed
             )
         self.notes += notes
         self.feed: Feed

@@ -14,11 +14,11 @@ from multipack.ops.attention import select
 from multipack.parallel.world import hosts
 from multipack.planning.report import padded_share, report
 from multipack.reports.summary import Rows, fills_packs, report_rows
-from multipack.training.calibrate import cost_rows
 from multipack.training.compare import Comparison
 from multipack.training.metrics import LEGEND, PREDICTED, SKIPPED
 from multipack.training.optimizer import described, optimizer_text
 from multipack.training.precision import DTYPES
+from multipack.training.run_cost import cost_rows
 from multipack.training.run_state import RunState
 from multipack.training.schedule import schedule_text
 

@@ -12,7 +12,6 @@ from multipack.atomic import write_atomically
 from multipack.data.shard import CHAT_TEMPLATE
 from multipack.parallel.state import local
 from multipack.run import config_yaml
-from multipack.training.calibrate import cost_files
 from multipack.training.callbacks.callback import RunStopped
 from multipack.training.checkpoint import (
     Checkpoint,
@@ -22,6 +21,7 @@ from multipack.training.checkpoint import (
     restore_rng,
 )
 from multipack.training.metrics import Prediction, RunningLoss
+from multipack.training.run_cost import cost_files
 from multipack.training.run_log import RunLog
 from multipack.training.run_parts import RunParts
 
@@ -173,8 +173,9 @@ class RunState(RunParts):
         starts = self.config.train.resume == "false"
         if starts:
             self.run.create(self._saved_config())
-        for name, text in cost_files(self.cost_model).items():
-            write_atomically(self.run.path / name, text.encode())
+        files = cost_files(self.cost_model) | ({} if self.resumed else self.objective.run_files())
+        for name, content in files.items():
+            write_atomically(self.run.path / name, content)
         self.log = RunLog(self.run)
         if starts:
             return
@@ -213,7 +214,6 @@ class RunState(RunParts):
     def _files(self) -> dict[str, str]:
         """Texts that a checkpoint holds."""
         files = {"config.yaml": self._saved_config(), "tokenizer.json": self.corpus.tokenizer.to_json()}
-        files |= cost_files(self.cost_model)
         if self.chat_template:
             files[CHAT_TEMPLATE] = self.chat_template
         return files

@@ -1,0 +1,64 @@
+"""The cost model of a run: FLOPs, or times that `multipack calibrate` measured. A resumed run plans with a copy."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from multipack.planning.cost import CostModel
+from multipack.run import RunDirectory
+from multipack.shapes import ModelShape
+
+if TYPE_CHECKING:
+    from multipack.training.run_config import Config
+
+COST_FILE = "cost.json"
+"""File of a run directory with the measured cost that the run plans with."""
+NOISY = 0.2
+"""Relative error of a fit above which reports warn; 0.04 to 0.10 are typical."""
+
+
+def run_cost(config: Config, shape: ModelShape, run: RunDirectory) -> CostModel:
+    """The cost model that a run plans with: FLOPs of its shape, or a calibrated file.
+
+    Raises:
+        ValueError: the file is missing or damaged.
+    """
+    if config.plan.cost == "flops":
+        return CostModel.from_shape(shape)
+    if config.train.resume == "false":
+        return CostModel.load(config.plan.cost)
+    file = run.path / COST_FILE
+    if not file.is_file():
+        raise ValueError(
+            f"{file} is missing: the run was planned with plan.cost={config.plan.cost}, and without its copy the plan"
+            " cannot be made again; restore it, or start a new run with another out="
+        )
+    return CostModel.load(file)
+
+
+def cost_files(model: CostModel) -> dict[str, bytes]:
+    """Files of a run directory that plans with a measured cost; none for FLOPs."""
+    return {COST_FILE: json.dumps(model.to_dict(), indent=1).encode()} if model.timed else {}
+
+
+def cost_rows(model: CostModel) -> list[tuple[str, str]]:
+    """Report rows: measured coefficients and the cost that follows; none for FLOPs."""
+    timed = model.timed
+    if timed is None:
+        return []
+    flops = CostModel.from_shape(model.shape)
+    return [
+        (
+            "measured times",
+            f"{1e3 * timed.micro_batch:.3g} ms per micro-batch, {1e6 * timed.token:.4g} µs per token,"
+            f" {1e9 * timed.pair:.4g} ns per l(l+1), {1e6 * timed.document:.4g} µs per document"
+            f" (error {100 * timed.error:.1f} %{doubt(timed.error)})",
+        ),
+        ("cost of l tokens", f"{model.formula}; by FLOPs alone {flops.formula}"),
+    ]
+
+
+def doubt(error: float) -> str:
+    """A question to append to the error of a fit, if that is large."""
+    return "; was the machine busy?" if error > NOISY else ""
