@@ -11,9 +11,9 @@ from multipack.data.corpus import load_corpus
 from multipack.data.data_config import DataConfig
 from multipack.data.documents import Documents
 from multipack.data.fit import Fit
-from multipack.data.lengths import LengthsConfig, read_lengths
+from multipack.data.length_files import LengthsConfig, read_lengths
 from multipack.data.prepare import prepare
-from multipack.data.shard import HEADER
+from multipack.data.shards import HEADER
 from multipack.data.store import TokenStore
 from multipack.data.tokenizer import TokenizerConfig
 

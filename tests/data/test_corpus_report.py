@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 from multipack.cli import app
 from multipack.data.corpus_report import CAPACITIES, report_corpus
 from multipack.data.prepare import prepare
-from multipack.data.shard import HEADER
+from multipack.data.shards import HEADER
 from multipack.data.tokenizer import TokenizerConfig, byte_tokenizer
 from multipack.data.writer import StoreWriter
 from multipack.reports.summary import histogram_lines, store_rows

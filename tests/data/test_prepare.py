@@ -22,7 +22,7 @@ from multipack.data import writer as writer_module
 from multipack.data.corpus import load_corpus
 from multipack.data.data_config import DataConfig
 from multipack.data.prepare import KeptItems, batches, prepare
-from multipack.data.shard import HEADER, RECIPE
+from multipack.data.shards import HEADER, RECIPE
 from multipack.data.source_document import Part, SourceDocument
 from multipack.data.store import TokenStore
 from multipack.data.tokenizer import TokenizerConfig, byte_tokenizer

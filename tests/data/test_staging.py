@@ -19,7 +19,7 @@ from multipack.data.documents import Documents
 from multipack.data.loader import PackedLoader
 from multipack.data.prepare import prepare
 from multipack.data.sampler import PackedBatchSampler
-from multipack.data.shard import HEADER, StoreHeader
+from multipack.data.shards import HEADER, StoreHeader
 from multipack.data.staging import stage
 from multipack.data.store import TokenStore
 from multipack.data.tokenizer import TokenizerConfig

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multipack.data.documents import Documents
-from multipack.data.shard import CHAT_TEMPLATE, HEADER, RECIPE, Shard, StoreHeader, open_shard, shard_name
+from multipack.data.shards import CHAT_TEMPLATE, HEADER, RECIPE, Shard, StoreHeader, open_shard, shard_name
 from multipack.data.store import TokenStore
 from multipack.data.tokenizer import Tokenizer, byte_tokenizer, character_tokenizer, train_bpe
 from multipack.data.writer import StoreWriter
@@ -284,7 +284,7 @@ def header_of(path, **fields):
     content = json.loads((path / HEADER).read_text()) | fields
     for name in ("format", "version", "checksum"):
         content.pop(name)
-    from multipack.data.shard import ShardEntry
+    from multipack.data.shards import ShardEntry
 
     content["shards"] = tuple(ShardEntry(**shard) for shard in content["shards"])
     StoreHeader(**content).write(path / HEADER)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
-from multipack.data.preference import PreferenceBatch
+from multipack.data.pairs import PreferenceBatch
 from multipack.models.compile import compile_blocks
 from multipack.models.decoder import Decoder
 from multipack.models.recompute import recompute_blocks

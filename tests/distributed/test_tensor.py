@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
-from multipack.data.preference import PreferenceBatch
+from multipack.data.pairs import PreferenceBatch
 from multipack.models.compile import compile_blocks
 from multipack.models.decoder import PARALLEL_PLAN, Decoder, DecoderPart
 from multipack.models.dpo import PreferenceDecoder

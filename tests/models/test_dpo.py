@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from multipack.data.documents import Document
-from multipack.data.preference import PreferenceCollator, PreferencePair
+from multipack.data.pairs import PreferenceCollator, PreferencePair
 from multipack.models.decoder import Decoder
 from multipack.models.dpo import PreferenceDecoder, preference_metrics
 

@@ -18,7 +18,7 @@ from multipack.cli import app
 from multipack.data.chat import ChatTemplate
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
-from multipack.data.shard import CHAT_TEMPLATE
+from multipack.data.shards import CHAT_TEMPLATE
 from multipack.data.tokenizer import Tokenizer, byte_tokenizer, character_tokenizer
 from multipack.models.decoder import Decoder
 from multipack.parallel.world import World

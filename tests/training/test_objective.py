@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from multipack.data.documents import Documents
 from multipack.data.loader import PackedLoader
-from multipack.data.preference import PreferenceCollator, PreferencePairs
+from multipack.data.pairs import PreferenceCollator, PreferencePairs
 from multipack.data.sampler import PackedBatchSampler
 from multipack.data.store import TokenStore
 from multipack.data.tokenizer import byte_tokenizer, train_bpe

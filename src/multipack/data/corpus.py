@@ -150,7 +150,7 @@ def find_tokenizer(
 
 
 @dataclass(frozen=True)
-class _Divided:
+class _Views:
     """The documents of one store, none of them too long."""
 
     train: Documents
@@ -159,15 +159,15 @@ class _Divided:
     validation_fit: FitReport
 
 
-def _divided(store: TokenStore, data: DataConfig, limit: int) -> _Divided:
+def _divided(store: TokenStore, data: DataConfig, limit: int) -> _Views:
     train, validation = _split(store, data, limit)
     fit = Fit(store.overlong if data.overlong == "auto" else data.overlong, data.overlap, data.repeat_prompt)
     (train, train_fit), (validation, validation_fit) = train.fit(limit, fit), validation.fit(limit, fit)
-    return _Divided(train, validation, train_fit, validation_fit)
+    return _Views(train, validation, train_fit, validation_fit)
 
 
 def _mixed(
-    stores: Sequence[TokenStore], parts: Sequence[_Divided], data: DataConfig
+    stores: Sequence[TokenStore], parts: Sequence[_Views], data: DataConfig
 ) -> tuple[Documents, Documents, tuple[Share, ...]]:
     """Training and validation documents of a mixture. Each store has the validation documents that it has alone."""
     names = _names([store.path for store in stores])

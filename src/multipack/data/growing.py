@@ -13,7 +13,7 @@ from typing import Any
 from multipack.data.arriving import Arriving, DocumentsLate, StreamInterrupted
 from multipack.data.data_config import DataConfig
 from multipack.data.documents import Document, Documents
-from multipack.data.shard import HEADER, RECIPE, find_shards
+from multipack.data.shards import HEADER, RECIPE, find_shards
 from multipack.data.store import TokenStore
 from multipack.data.tokenizer import Tokenizer
 

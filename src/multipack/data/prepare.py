@@ -10,8 +10,10 @@ any scheduler: each part writes its own shards, and the last one to finish compl
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
@@ -19,12 +21,13 @@ from typing import Literal, NamedTuple, get_args
 from multipack.atomic import is_free
 from multipack.data.cache import cache_folder, locked
 from multipack.data.data_config import DataConfig, check_choice
-from multipack.data.shard import HEADER, RECIPE, StoreHeader, part_name
+from multipack.data.ray_engine import count_parts, run_parts
+from multipack.data.shards import HEADER, RECIPE, StoreHeader, part_name
 from multipack.data.source_document import SourceDocument
 from multipack.data.sources import Source, open_source
 from multipack.data.store import TokenStore
 from multipack.data.tokenizer import Progress, Tokenizer, TokenizerConfig, build_tokenizer
-from multipack.data.writer import StoreWriter, encode
+from multipack.data.writer import StoreWriter, encode, finish_store, remove_store
 
 VERSION = 2
 """Version of how documents become tokens: stores of other versions are not reused."""
@@ -84,9 +87,7 @@ def prepare(
         if job.is_complete(path):  # another process may have been faster
             return path
         if engine == "ray":
-            from multipack.data.ray_engine import run_parts
-
-            run_parts(job, path, overwrite or out is None)
+            job.write_on_ray(path, overwrite or out is None)
         else:
             job.write_part(path, number - 1, overwrite or out is None)
     return path
@@ -195,6 +196,30 @@ class Job:
                 " another folder"
             ) from error
 
+    def write_on_ray(self, path: Path, replace_store: bool) -> None:
+        """Write all parts as tasks of a Ray cluster.
+
+        Raises:
+            ValueError: see `run_parts`; the machines of the cluster do not share the folder.
+        """
+        self.parts = count_parts(self.source)
+        if replace_store and not self._is_begun(path):
+            remove_store(path)
+        definition = (self.tokenizer.to_json(), self.tokenizer.name)
+        write = partial(_write_there, self.data, self.tokenizer_config, definition, self.key, self.parts)
+        run_parts(partial(write, os.getcwd(), str(path)), self.parts, self.progress)
+        if not finish_store(path, self.source.describe):
+            raise ValueError(
+                f"{path}: not all parts are there; every machine of the cluster must see this folder"
+            )
+
+    def _is_begun(self, path: Path) -> bool:
+        try:
+            recipe = StoreHeader.read(path / RECIPE)
+        except ValueError:
+            return False
+        return (recipe.key, recipe.parts) == (self.key, self.parts) and not (path / HEADER).exists()
+
     def _is_finished(self, path: Path, part: int, recipe: StoreHeader) -> bool:
         try:
             return StoreHeader.read(path / part_name(part)).is_for(recipe)
@@ -232,6 +257,40 @@ class Job:
         if self.shards and source.unit == "bytes":
             return max(1, min(BATCH_CHARACTERS, source.total // self.shards // 8))
         return BATCH_CHARACTERS
+
+
+def _write_there(
+    data: DataConfig,
+    config: TokenizerConfig,
+    definition: tuple[str, str],
+    key: str,
+    parts: int,
+    folder: str,
+    path: str,
+    part: int,
+) -> str:
+    """Write one part in another process; returns the error of its source, or nothing.
+
+    Args:
+        data: the source.
+        config: the tokenizer's configuration, for chat templates.
+        definition: the tokenizer's JSON, and its name.
+        key: the job's key, as the caller computed it.
+        parts: number of parts.
+        folder: working directory of the caller.
+        path: folder of the store.
+        part: number of the part.
+    """
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a task has one core
+    try:
+        os.chdir(folder)  # relative paths are those of the caller
+        job = Job(data, config, Tokenizer(*definition), open_source(data, config), parts, 0, _silent, _silent)
+        if job.key != key:
+            return f"{data.path}: this machine sees other files, or other times of change, than the caller"
+        job.write_part(Path(path), part)
+    except (ValueError, OSError) as error:
+        return str(error)
+    return ""
 
 
 class KeptItems:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from multipack.atomic import PARTIAL, write_atomically
 from multipack.data.cache import locked
-from multipack.data.shard import CHAT_TEMPLATE, HEADER, RECIPE, TOKENIZER
+from multipack.data.shards import CHAT_TEMPLATE, HEADER, RECIPE, TOKENIZER
 from multipack.data.store import TokenStore
 from multipack.data.tokenizer import Progress
 

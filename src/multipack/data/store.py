@@ -4,7 +4,7 @@ books/
   recipe.json                     source, settings and tokenizer; written first
   tokenizer.json
   chat_template.json              of chats only
-  shard-0000-00000.safetensors    part 0, shard 0: flat arrays (see `data/shard.py`); each appears whole, in order
+  shard-0000-00000.safetensors    part 0, shard 0: flat arrays (see `data/shards.py`); each appears whole, in order
   shard-0000-00001.safetensors
   part-0000.json                  part 0 is finished; removed with the other parts' files when all are
   header.json                     last: all shards with their sizes and hashes, counts, and its own checksum
@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from multipack.data.shard import (
+from multipack.data.shards import (
     CHAT_TEMPLATE,
     HEADER,
     TOKENIZER,

@@ -17,7 +17,7 @@ from multipack.data.arriving import HEAD, Arriving, StreamInterrupted
 from multipack.data.data_config import DataConfig
 from multipack.data.documents import Document, Documents
 from multipack.data.records import RecordReader, without_nulls
-from multipack.data.shard import StoreHeader
+from multipack.data.shards import StoreHeader
 from multipack.data.source_document import SourceDocument
 from multipack.data.store import TokenStore
 from multipack.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multipack.atomic import PARTIAL, is_free, write_atomically
-from multipack.data.shard import (
+from multipack.data.shards import (
     CHAT_TEMPLATE,
     HEADER,
     RECIPE,

@@ -14,7 +14,7 @@ import torch
 from omegaconf import OmegaConf
 
 from multipack.data.chat import ChatTemplate
-from multipack.data.shard import CHAT_TEMPLATE
+from multipack.data.shards import CHAT_TEMPLATE
 from multipack.data.source_document import Part
 from multipack.data.tokenizer import Tokenizer
 from multipack.models.decoder import Decoder

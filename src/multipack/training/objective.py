@@ -27,7 +27,7 @@ from torch import nn
 from multipack.data.collate import PackedCollator
 from multipack.data.corpus import Corpus
 from multipack.data.documents import Documents
-from multipack.data.preference import PreferenceCollator, PreferencePairs
+from multipack.data.pairs import PreferenceCollator, PreferencePairs
 from multipack.data.sampler import PackedBatchSampler
 from multipack.models.decoder import Decoder, DecoderPart
 from multipack.models.dpo import PreferenceDecoder, preference_metrics

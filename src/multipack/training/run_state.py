@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 
 from multipack.atomic import write_atomically
-from multipack.data.shard import CHAT_TEMPLATE
+from multipack.data.shards import CHAT_TEMPLATE
 from multipack.parallel.state import local
 from multipack.run import config_yaml
 from multipack.training.callbacks.callback import RunStopped

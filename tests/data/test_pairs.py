@@ -9,7 +9,7 @@ import torch
 from multipack.data.batch import PackedBatch
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Documents
-from multipack.data.preference import PreferenceBatch, PreferenceCollator, PreferencePairs
+from multipack.data.pairs import PreferenceBatch, PreferenceCollator, PreferencePairs
 
 
 @pytest.fixture
