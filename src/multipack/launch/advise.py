@@ -15,7 +15,7 @@ from typing import Any
 from multipack.launch.advise_request import AdviseRequest, model_words
 from multipack.launch.memory_model import Memory, Recompute, Workload, memory_of_stages, model_parameters
 from multipack.launch.traffic import Traffic, communication
-from multipack.parallel.parallel_config import ContextMethod, Data, ParallelConfig, Schedule
+from multipack.parallel.parallel_config import DATA_STRATEGIES, ContextMethod, Data, ParallelConfig, Schedule
 from multipack.parallel.stages import bubble, fit_micro_batches, stage_imbalance
 from multipack.planning.cost import CostModel
 from multipack.words import changed_words
@@ -108,7 +108,7 @@ class Candidate:
         """Distance from the default: family, offload, number of axes, stage of ZeRO, non-default methods of an axis."""
         config = self.config
         axes = sum(ranks > 1 for ranks in (config.tensor, config.context, config.pipeline))
-        stage = ("ddp", "zero1", "zero2", "zero3", "hsdp").index(config.data)
+        stage = list(DATA_STRATEGIES).index(config.data)
         unusual = (config.context_method == "ring") + (config.schedule == "interleaved")
         return (list(QUESTIONS).index(self.family), config.offload == "cpu", axes, stage, unusual)
 

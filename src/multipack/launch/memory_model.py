@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal
 
 from multipack.parallel.parallel_config import ParallelConfig
@@ -83,11 +82,6 @@ class Workload:
     micro_batches: int = 1
     device: Literal["gpu", "cpu"] = "gpu"
 
-    @cached_property
-    def axes(self) -> dict[str, int]:
-        """Ranks along every axis of the mesh."""
-        return self.config.axes(self.world_size)
-
     @property
     def slots(self) -> int:
         """Slots of a rank's share of a pack, before tensor parallelism divides the sequence again."""
@@ -102,11 +96,6 @@ class Workload:
     def stream(self) -> int:
         """Bytes of an element of the residual stream: float32 under autocast, that of gathered shards otherwise."""
         return self.product if self.config.shards_parameters else FLOAT32
-
-    @property
-    def is_wrapped(self) -> bool:
-        """Whether `fully_shard` wraps the blocks; next to tensors and stages also with shards on one rank."""
-        return self.config.shards_parameters or self.config.tensor > 1 or self.config.pipeline > 1
 
     def saved_by_block(self) -> dict[str, int]:
         """Return the bytes that one block saves for its backward pass, by tensor; see docs/choosing.md.
@@ -179,22 +168,22 @@ def memory_of_stages(work: Workload) -> list[Memory]:
 
 
 def _memory_of_part(work: Workload, part: RankPart) -> Memory:
-    shape, config, axes = work.shape, work.config, work.axes
+    shape, config = work.shape, work.config
+    divided = config.divisions(work.world_size)
     block = block_parameters(shape, config.tensor)
     outside = outside_parameters(shape, part, config.tensor)
     held = part.layers * block + outside
-    shards = axes["dp_shard"] * axes["cp"] if config.shards_parameters else 1
-    moments = held // shards
-    if config.data == "zero1":
-        moments = max(held // (axes["dp_replicate"] * axes["cp"]), _largest_tensor(shape, config.tensor))
+    shards, moments = divided["parameters"], held // divided["optimizer"]
+    if config.strategy.divides_optimizer:  # by whole tensors
+        moments = max(moments, _largest_tensor(shape, config.tensor))
     state = (FLOAT32 * held // shards, FLOAT32 * held // shards, 2 * FLOAT32 * moments)
     host, state = (sum(state), (0, 0, 0)) if config.offload == "cpu" else (0, state)
     if config.pipeline > 1:
         state = (state[0], FLOAT32 * held, state[2])
 
     gathered = copies = loss = 0
-    if work.is_wrapped:
-        keeps = config.data == "zero2" or config.pipeline > 1
+    if config.uses_fsdp:
+        keeps = config.strategy.keeps_gathered or config.pipeline > 1
         blocks = part.layers if keeps else min(GATHERED_BLOCKS, part.layers)
         gathered = (outside + blocks * block) * work.stream
     if not config.shards_parameters and work.product < FLOAT32:
@@ -228,7 +217,7 @@ def _temporaries(work: Workload, block: int, outside: int) -> tuple[int, int]:
     loss = max(logits + columns * d * cast, columns * d * FLOAT32)
     again = sum(work.saved_by_block().values()) - work.kept_by_block()
     wide = slots * width * product * (2 if shape.gated else 1)
-    reduced = (work.stream + FLOAT32) * block + work.stream * outside if work.is_wrapped else 0
+    reduced = (work.stream + FLOAT32) * block + work.stream * outside if work.config.uses_fsdp else 0
     return loss, again + wide + (2 * slots // tensor + width) * d * FLOAT32 + reduced
 
 

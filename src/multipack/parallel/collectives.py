@@ -116,7 +116,7 @@ def reduce_scatter(tensor: Tensor, dim: int = 0, group: Group = None) -> Tensor:
 
 
 def all_to_all(tensor: Tensor, split_dim: int = 0, join_dim: int = 0, group: Group = None) -> Tensor:
-    """Split every rank's tensor, send the r-th piece to rank r, join what arrives. The gradient goes back alike.
+    """Split every rank's tensor, send the r-th piece to rank r, join what arrives. The gradient is sent back.
 
         rank 0   a₀ b₀ c₀ d₀ ─┐     ┌─▶ a₀ a₁ a₂ a₃
         rank 1   a₁ b₁ c₁ d₁ ─┤     ├─▶ b₀ b₁ b₂ b₃
@@ -185,7 +185,7 @@ class _Linear(torch.autograd.Function):
 def _apply(
     tensor: Tensor, size: int, move: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Apply a differentiable collective; in a group of one each of them is a copy."""
+    """Apply a differentiable collective; in a group of one every collective is a copy."""
     if size == 1:
         return tensor.clone(memory_format=torch.contiguous_format)
     result: Tensor = _Linear.apply(tensor, move, back)  # type: ignore[no-untyped-call]

@@ -182,7 +182,7 @@ class ModelEngine:
             micro_batches: this rank's packs, at least one; equally many on every rank.
             denominator: what the step's summed loss is divided by, over all ranks and micro-batches.
             watch: called with the index of each micro-batch but the last after its backward pass, where ranks then
-                hold gradients of their own: multiplied by `mesh.gradient_size` and by `loss_scale`.
+                hold unsynchronized gradients: multiplied by `mesh.gradient_size` and by `loss_scale`.
         """
         result = self._accumulate(micro_batches, self.scale(denominator), watch)
         self._scaler.unscale(self.gradients().values())

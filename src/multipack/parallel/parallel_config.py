@@ -195,7 +195,7 @@ class ParallelConfig:
         if data % groups:
             given = "" if self.replicate else " (the default)"
             raise ValueError(
-                f"parallel.replicate={groups}{given}: so many groups of parallel.data=hsdp do not divide the {data}"
+                f"parallel.replicate={groups}{given}: the groups of parallel.data=hsdp do not divide the {data}"
                 f" data-parallel rank{'s' if data > 1 else ''} of this run: use"
                 f" parallel.replicate={_nearest(_divisors(data), groups)}"
             )

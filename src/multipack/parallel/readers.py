@@ -6,7 +6,7 @@
 Every rank computes the plan; only readers ask storage for tokens. A reader collates one pack for each of its ranks and
 scatters them: one round. The ranks of a model replica (tensor, context, pipeline) share a reader and get the same pack.
 
-Rounds run ahead of training in a thread, in a gloo group of their own. The number of rounds is deterministic: asking
+Rounds run ahead of training in a thread, in a separate gloo group. The number of rounds is deterministic: asking
 for pack k starts rounds up to k + prefetch on every rank. Ranks that end an iteration after equally many packs, as in
 training, have started equally many rounds, and finish them.
 """
