@@ -14,6 +14,8 @@ PAGES = [page.read_text() for page in (ROOT / "README.md", *sorted((ROOT / "docs
 TEXTS = [*PAGES, launch_commands.launch.__doc__, launch_commands.submit.__doc__]
 COMMAND = re.compile(r"^ *multipack ((?:launch|submit) [^|#\n]*-- train[^|#\n]*)", re.MULTILINE)
 DOCUMENTED = sorted({found.strip() for text in TEXTS for found in COMMAND.findall(text)})
+LAUNCH = ("launch", "-n", "2", "--dry-run")
+SUBMIT = ("submit", "--scheduler", "slurm")
 
 
 @pytest.fixture
@@ -24,104 +26,64 @@ def run(monkeypatch):
 
 
 def test_launch_prints_its_command(run):
-    done = run("launch", "-n", "2", "--dry-run", "--", "train", "model=tiny", "out=a b")
+    done = run(*LAUNCH, "--flags", "--log-dir 'my logs'", "--", "train", "model=tiny", "out=a b")
     assert done.exit_code == 0, done.output
-    assert done.output.strip().endswith(
-        "--standalone --nproc-per-node 2 -m multipack train model=tiny 'out=a b'"
-    )
+    command = "--standalone --nproc-per-node 2 --log-dir 'my logs' -m multipack train model=tiny 'out=a b'"
+    assert done.output.strip().endswith(command)
+    done = run(*LAUNCH, "--max-restarts", "3", "--", "train", "train.resume=auto", "out=run")
+    assert done.output.strip().endswith("--max-restarts 3 -m multipack train train.resume=auto out=run")
 
 
-def test_flags_go_to_the_launcher(run):
-    done = run("launch", "-n", "2", "--flags", "--log-dir 'my logs'", "--dry-run", "--", "train")
-    assert "--log-dir 'my logs' -m multipack train" in done.output
-
-
-@pytest.mark.parametrize("start", [["launch", "-n", "2", "--dry-run"], ["submit", "--scheduler", "slurm"]])
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [(["trian"], "did you mean train"), (["train", "nonsense=1"], "nonsense"), ([], "after --")],
-)
-def test_mistakes_are_found_before_anything_starts(run, start, words, message):
-    done = run(*start, "--", *words)
-    assert isinstance(done.exception, ValueError)
-    assert message in str(done.exception)
-
-
-@pytest.mark.parametrize(
-    "start",
-    [
-        ["launch", "-n", "3", "--dry-run"],
-        ["launch", "--hostfile", "hosts", "--dry-run"],
-        ["submit", "--scheduler", "pbs", "-N", "3"],
-    ],
-)
-def test_settings_that_so_many_processes_cannot_run_are_refused(run, start, tmp_path, monkeypatch):
+def test_mistakes_are_found_before_anything_starts(run, tmp_path, monkeypatch):
     (tmp_path / "hosts").write_text("localhost slots=3\n")
     monkeypatch.chdir(tmp_path)
-    done = run(*start, "--", "train", "parallel.tensor=2")
-    assert isinstance(done.exception, ValueError)
-    assert "parallel.tensor=2: 2 ranks hold one model, which do not divide the 3 processes" in str(
-        done.exception
-    )
-
-
-@pytest.mark.parametrize("start", [["launch", "-n", "2", "--dry-run"], ["submit", "--scheduler", "slurm"]])
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["train"], r"--max-restarts 3.* add train.resume=auto out=RUN_DIR"),
-        (["train", "out=run"], r"add train.resume=auto"),
-        (["train", "train.resume=auto"], r"add out=RUN_DIR"),
-        (
-            ["train", "train.resume=runs/a/checkpoints/step-00000002", "out=runs/a"],
-            r"add train.resume=auto",
-        ),
-        (["doctor"], r"`multipack doctor`"),
-    ],
-)
-def test_restarts_of_what_cannot_go_on_are_refused(run, start, words, message):
-    done = run(*start, "--max-restarts", "3", "--", *words)
-    assert isinstance(done.exception, ValueError)
-    assert re.search(message, str(done.exception))
-
-
-def test_restarts_of_what_goes_on(run):
-    done = run(
-        *("launch", "-n", "2", "--max-restarts", "3", "--dry-run", "--"),
-        "train",
-        "train.resume=auto",
-        "out=run",
-    )
-    assert done.output.strip().endswith("--max-restarts 3 -m multipack train train.resume=auto out=run")
+    restarts = ("--max-restarts", "3")
+    checkpoint = "train.resume=runs/a/checkpoints/step-00000002"
+    for options, words, named in (
+        ((), ["trian"], "did you mean train"),
+        ((), ["train", "nonsense=1"], "nonsense"),
+        ((), [], "after --"),
+        (restarts, ["train"], "add train.resume=auto out=RUN_DIR"),
+        (restarts, ["train", "out=run"], "add train.resume=auto"),
+        (restarts, ["train", "train.resume=auto"], "add out=RUN_DIR"),
+        (restarts, ["train", checkpoint, "out=runs/a"], "add train.resume=auto"),
+        (restarts, ["doctor"], "multipack doctor"),
+    ):
+        for start in (LAUNCH, SUBMIT):
+            done = run(*start, *options, "--", *words)
+            assert isinstance(done.exception, ValueError), words
+            assert named in str(done.exception), words
+    for start in (
+        ("launch", "-n", "3", "--dry-run"),
+        ("launch", "--hostfile", "hosts", "--dry-run"),
+        ("submit", "--scheduler", "pbs", "-N", "3"),
+    ):
+        done = run(*start, "--", "train", "parallel.tensor=2")
+        assert isinstance(done.exception, ValueError)
+        assert "parallel.tensor=2" in str(done.exception)
 
 
 def test_submit_prints_or_writes(run, tmp_path):
     words = ["submit", "--scheduler", "pbs", "-N", "2", "--ppn", "4", "--time", "02:00:00"]
-    done = run(*words, "--", "train", "plan.packs_per_step=8")
-    assert done.output.startswith("#!/bin/bash\n#PBS -N multipack\n#PBS -l select=2:mpiprocs=4\n")
+    printed = run(*words, "--", "train", "plan.packs_per_step=8").output
+    assert printed.startswith("#!/bin/bash\n#PBS -N multipack\n#PBS -l select=2:mpiprocs=4\n")
     path = tmp_path / "job.sh"
-    told = run(*words, "-o", str(path), "--", "train", "plan.packs_per_step=8")
-    assert path.read_text() == done.output
-    assert f"qsub {path}" in told.output
+    done = run(*words, "-o", str(path), "--", "train", "plan.packs_per_step=8")
+    assert path.read_text() == printed
+    assert f"qsub {path}" in done.output
 
 
-@pytest.mark.parametrize(("status", "code"), [("ok", 0), ("warn", 0), ("fail", 1)])
-def test_doctor_says_by_its_exit_code_whether_training_works(run, monkeypatch, status, code):
-    found = [Finding("devices", "gpu", status, "seen", "" if status == "ok" else "mend it")]
-    monkeypatch.setattr("multipack.launch.doctor.examine", lambda *_: found)
-    done = run("doctor", "--json")
-    assert done.exit_code == code
-    told = json.loads(done.stdout)
-    assert told["findings"][0] == {
-        "area": "devices",
-        "name": "gpu",
-        "status": status,
-        "detail": "seen",
-        "remedy": found[0].remedy,
-    }
-    assert told["counts"] == {status: 1}
-    shown = run("doctor").output
-    assert ("→ mend it" in shown) == (status != "ok")
+def test_doctors_exit_code_and_json(run, monkeypatch):
+    for status, code in (("ok", 0), ("warn", 0), ("fail", 1)):
+        remedy = "" if status == "ok" else "mend it"
+        found = [Finding("devices", "gpu", status, "seen", remedy)]
+        monkeypatch.setattr("multipack.launch.doctor.examine", lambda *_, found=found: found)
+        done = run("doctor", "--json")
+        assert done.exit_code == code
+        report = json.loads(done.stdout)
+        assert report["findings"] == [vars(found[0])]
+        assert report["counts"] == {status: 1}
+        assert ("→ mend it" in run("doctor").output) == bool(remedy)
 
 
 def test_quick_starts_no_processes(run, monkeypatch):
@@ -129,17 +91,14 @@ def test_quick_starts_no_processes(run, monkeypatch):
     assert run("doctor", "--quick", "--json").exit_code == 0
 
 
-def test_there_are_commands_to_test():
+def test_documented_commands_are_legal(tmp_path, monkeypatch):
+    """Also with the files that the pages tell to write."""
     assert len(DOCUMENTED) >= 15
-
-
-@pytest.mark.parametrize("command", DOCUMENTED)
-def test_documented_commands_are_not_refused(command, tmp_path, monkeypatch):
-    """So many processes can run the settings; and files that pages tell to write are written."""
     monkeypatch.chdir(tmp_path)
     for name, text in re.findall(r"`(\w+\.yaml)`:\n\n```yaml\n(.*?)```", "\n".join(PAGES), re.DOTALL):
         Path(name).write_text(text)
-    options, _, words = command.partition(" -- train")
-    given = {name: int(number) for name, number in re.findall(r"(-n|-N|--ppn) (\d+)", options)}
-    processes = given.get("-n", given.get("-N", 1) * given.get("--ppn", 1))
-    compose_run(words.split()).check(processes)
+    for command in DOCUMENTED:
+        options, _, words = command.partition(" -- train")
+        given = {name: int(number) for name, number in re.findall(r"(-n|-N|--ppn) (\d+)", options)}
+        processes = given.get("-n", given.get("-N", 1) * given.get("--ppn", 1))
+        compose_run(words.split()).check(processes)

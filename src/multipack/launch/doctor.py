@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,35 +85,33 @@ def examine(
 
 
 def _packages(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Check Python, and the packages that multipack's metadata requires."""
-    detail = f"{platform.python_version()} at {sys.executable}, {platform.platform()}"
-    yield Finding("packages", "python", "ok", detail)
+    """Check the versions of Python and of the packages that multipack's metadata requires."""
+    yield Finding("packages", "python", "ok", f"{platform.python_version()} at {sys.executable}")
+    pattern = r"([\w.-]+)(?:\[[\w,-]+\])?\s*>=\s*([\d.]+)(?:\s*;\s*extra == ['\"](\w+)['\"])?"
     try:
         required = importlib.metadata.requires("multipack") or []
-        yield Finding("packages", "multipack", "ok", importlib.metadata.version("multipack"))
     except importlib.metadata.PackageNotFoundError:
         required = []
         yield Finding("packages", "multipack", "warn", "not installed", "pip install multipack")
-    pattern = r"([\w.-]+)(?:\[[\w,-]+\])?\s*>=\s*([\d.]+)(?:\s*;\s*extra == ['\"](\w+)['\"])?"
-    for requirement in required:
-        match = re.fullmatch(pattern, requirement)
-        if match and match[3] not in ("dev", "bench"):
-            yield _package(match[1], match[2], match[3] or "")
-
-
-def _package(name: str, least: str, extra: str) -> Finding:
-    shown = f"{name} ({extra})" if extra else name
-    install = f'pip install "multipack[{extra}]"' if extra else f"pip install '{name}>={least}'"
-    try:
-        version = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        if extra:
-            return Finding("packages", shown, "ok", f"optional, not installed: {install}")
-        return Finding("packages", shown, "fail", "not installed", install)
-    if _numbers(version) < _numbers(least):
-        status: Status = "warn" if extra else "fail"
-        return Finding("packages", shown, status, f"{version} is older than {least}", install)
-    return Finding("packages", shown, "ok", version)
+    for match in filter(None, (re.fullmatch(pattern, requirement) for requirement in required)):
+        name, least, extra = match[1], match[2], match[3] or ""
+        if extra in ("dev", "bench"):
+            continue
+        shown = f"{name} ({extra})" if extra else name
+        install = f'pip install "multipack[{extra}]"' if extra else f"pip install '{name}>={least}'"
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            if extra:
+                yield Finding("packages", shown, "ok", f"optional, not installed: {install}")
+            else:
+                yield Finding("packages", shown, "fail", "not installed", install)
+            continue
+        if _numbers(version) >= _numbers(least):
+            yield Finding("packages", shown, "ok", version)
+        else:
+            status: Status = "warn" if extra else "fail"
+            yield Finding("packages", shown, status, f"{version} is older than {least}", install)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -242,18 +241,14 @@ def _folders(environment: Mapping[str, str]) -> Iterator[Finding]:
             yield Finding("folders", name, "fail", f"{folder}: {error}", remedy)
             continue
         low = free < LEAST_FREE_BYTES
-        detail = f"{folder}, {free / 2**30:.1f} GiB free"
-        yield Finding(
-            "folders", name, "warn" if low else "ok", detail, f"free space, or {remedy}" if low else ""
-        )
+        detail, remedy = f"{folder}, {free / 2**30:.1f} GiB free", f"free space, or {remedy}" if low else ""
+        yield Finding("folders", name, "warn" if low else "ok", detail, remedy)
     try:
         numba.njit(cache=True)(_numbers)  # only looks for a cache folder; compiles nothing
         yield Finding("folders", "compiled code", "ok", "kept between runs")
     except RuntimeError:
-        remedy = "set NUMBA_CACHE_DIR to a writable folder"
-        yield Finding(
-            "folders", "compiled code", "warn", "every process compiles the planner (seconds)", remedy
-        )
+        detail, remedy = "every process compiles the planner", "set NUMBA_CACHE_DIR to a writable folder"
+        yield Finding("folders", "compiled code", "warn", detail, remedy)
 
 
 def _processes(environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -302,16 +297,12 @@ def smoke_test(
         text=True,
     )
     ending = ""
-    try:
-        printed, errors = process.communicate(timeout=timeout_seconds)
-    except subprocess.TimeoutExpired:
+    timer = threading.Timer(timeout_seconds, process.terminate)  # torchrun then ends its workers
+    timer.start()
+    printed, errors = process.communicate()
+    if not timer.is_alive():
         ending = f"killed after {timeout_seconds:.0f} s"
-        process.terminate()  # torchrun then ends its workers
-        try:
-            printed, errors = process.communicate(timeout=5)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            printed, errors = process.communicate()
+    timer.cancel()
     results = [json.loads(line) for line in printed.splitlines() if line.startswith('{"check"')]
     for name, result in zip(CHECKS, results, strict=False):
         yield name, result["error"], result["seconds"]
