@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+from collections.abc import Callable
 
 import typer
 
@@ -25,9 +26,11 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (train, config, prepare, plan, pack, calibrate, generate, export):
-    app.command()(_command)
-for _command in (advise, launch, submit, doctor, version):
+_COMMANDS: tuple[Callable[..., None], ...] = (
+    *(train, config, prepare, plan, pack, calibrate, generate, export),
+    *(advise, launch, submit, doctor, version),
+)
+for _command in _COMMANDS:
     app.command()(_command)
 app.add_typer(bench, name="bench")
 

@@ -76,7 +76,8 @@ class AdviseRequest:
         found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT])(i?)B", self.memory.strip())
         if found is None or float(found[1]) == 0:
             raise ValueError(f"memory={self.memory}: write a number and a unit, such as memory=80GiB")
-        return (1 - self.reserve) * float(found[1]) * (1024 if found[3] else 1000) ** _POWERS[found[2]]
+        unit: int = (1024 if found[3] else 1000) ** _POWERS[found[2]]
+        return (1 - self.reserve) * float(found[1]) * unit
 
     @property
     def speeds(self) -> tuple[float, float, float]:

@@ -23,17 +23,20 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter, load, save
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -92,7 +95,7 @@ class _TensorWriter(HuggingFaceStorageWriter):
         2.7 times the CPU time (torch 2.13).
         """
         name = f"shard-{plan.storage_data['shard_index']:05d}.safetensors"
-        tensors = {item.index.fqn: planner.resolve_data(item) for item in plan.items}
+        tensors = {item.index.fqn: cast(Tensor, planner.resolve_data(item)) for item in plan.items}
         offsets = {item.index.fqn: {"saved_offsets": [*(item.index.offset or ())]} for item in plan.items}
         if tensors:
             header = {"format": "pt", _OFFSETS: json.dumps(offsets)}

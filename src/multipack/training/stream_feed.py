@@ -141,7 +141,7 @@ class StreamFeed:
         )
         self._cost_model, self._sync, self._clock = cost_model, config.parallel.sync, clock
         self._prefetch = config.train.prefetch > 0
-        self._thread: PrefetchThread | None = None
+        self._thread: PrefetchThread[tuple[StreamStep, list[PackedBatch]]] | None = None
         self._state = stream.state_dict()
         self._last: StreamStep | None = None  # the step that was yielded last
 
