@@ -23,8 +23,8 @@ from multipack.data.corpus import load_corpus
 from multipack.data.data_config import DataConfig
 from multipack.data.prepare import KeptItems, batches, prepare
 from multipack.data.shards import HEADER, RECIPE
-from multipack.data.source_document import Part, SourceDocument
 from multipack.data.store import TokenStore
+from multipack.data.texts import Part, SourceDocument
 from multipack.data.tokenizer import TokenizerConfig, byte_tokenizer
 from multipack.data.writer import encode
 
@@ -103,7 +103,7 @@ def test_a_stream_of_several_shards_is_one_document_a_shard(config, text_file, t
     text = "def f(x):\n    return x  + 1\n\n\nprint( f(2) )\n" * 40
     data = config(source="text", path=text_file(text), documents="stream")
     whole = TokenStore(prepare(data, BPE, tmp_path / "whole"))
-    monkeypatch.setattr("multipack.data.text_files.CHUNK", 64)
+    monkeypatch.setattr("multipack.data.texts.CHUNK", 64)
     monkeypatch.setattr(module, "BATCH_CHARACTERS", 64)
     monkeypatch.setattr(writer_module, "SHARD_TOKENS", 100)
     parts = TokenStore(prepare(data, BPE, tmp_path / "parts"))

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multipack.data import text_files
+from multipack.data import texts as room
 from multipack.data.data_config import DataConfig
 from multipack.data.sources import open_dataset, open_source
 from multipack.data.stdlib import library_files, parse_pairs
-from multipack.data.text_files import paragraphs, separated, stretches
+from multipack.data.texts import paragraphs, separated, stretches
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {"a": 1}}]}
@@ -151,12 +151,12 @@ def test_blank_lines_and_separators_divide_text(config, text_file):
 @settings(deadline=None, max_examples=60)
 @given(st.text(alphabet="ab<>\n ", max_size=60), st.integers(1, 7))
 def test_the_size_of_chunks_changes_nothing(text, chunk):
-    before, text_files.CHUNK = text_files.CHUNK, chunk
+    before, room.CHUNK = room.CHUNK, chunk
     try:
         assert list(separated(io.StringIO(text, newline=""), "<>")) == text.split("<>")
         pieces = list(stretches(io.StringIO(text, newline="")))
     finally:
-        text_files.CHUNK = before
+        room.CHUNK = before
     assert "".join(piece for piece, _ in pieces) == text
     assert [ended for _, ended in pieces] == [False] * (len(pieces) - 1) + [True] * bool(pieces)
     expected = [part for part in text.split("\n") if part.strip()]
@@ -166,7 +166,7 @@ def test_the_size_of_chunks_changes_nothing(text, chunk):
 
 
 def test_a_stream_is_cut_before_white_space_only(monkeypatch):
-    monkeypatch.setattr(text_files, "CHUNK", 50)
+    monkeypatch.setattr(room, "CHUNK", 50)
     text = "the quick brown fox, jumps over.\nthe lazy dog   and on " * 20
     pieces = [piece for piece, _ in stretches(io.StringIO(text, newline=""))]
     assert len(pieces) > 5

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from multipack.data import tokenizer as room
 from multipack.data.data_config import DataConfig
-from multipack.data.source_document import Part
 from multipack.data.sources import open_source
+from multipack.data.texts import Part
 from multipack.data.tokenizer import (
     Tokenizer,
     TokenizerConfig,

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from multipack.cli import app, main
 from multipack.data.chat import ChatTemplate
-from multipack.data.source_document import Part
+from multipack.data.texts import Part
 from multipack.data.tokenizer import Tokenizer, byte_tokenizer
 from multipack.models.decoder import Decoder
 from multipack.models.generate import generate

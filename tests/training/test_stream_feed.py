@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from multipack.data.arriving import DocumentsLate
+from multipack.data.arriving import DocumentsLate, StreamedRecords
 from multipack.data.corpus import load_corpus
-from multipack.data.streamed import StreamedRecords
 from multipack.data.tokenizer import TokenizerConfig, byte_tokenizer
 from multipack.data.writer import StoreWriter
 from multipack.models.decoder import Decoder

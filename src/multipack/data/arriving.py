@@ -1,24 +1,29 @@
-"""Documents that arrive while a run trains on them, and where reading them stands.
+"""Documents that arrive while a run trains on them: a growing token store, or a stream of records.
 
-    chunk 0        chunk 1        chunk 2 …            a shard of a growing folder, or some hundred records
+    chunk 0        chunk 1        chunk 2 …            a shard of a growing store, or some hundred records
     |AA|B|CCC|D|   |E|FFFF|GG|    (awaited)
-       × held back to validate on, from the first chunk only
-    ─▶ split, fit ─▶ items A0 A1 C0 C1 D0 E0 …         what a `PackStream` plans, and its state holds
+       × held back for validation, from the first chunk only
+    ─▶ split, fit ─▶ items A0 A1 C0 C1 D0 E0 …         planned by a `PackStream`, whose state holds those in flight
 
-An item is plain data from which its document is made when its pack is collated. The place is the number of the chunk
-and that of the next item in it; with the items in flight, which the stream's state holds, it is all that a run needs
-to go on: nothing that was read before is read again, but the chunk in which reading stopped.
+An item is plain data from which its document is made when its pack is collated. The position is the number of the chunk
+and the number of the next item in it. Together with the items in flight it is all that a run needs to resume: only the
+chunk in which reading stopped is read again.
 
-Every rank reads the same documents and takes its share of each step; so the steps are those of any number of ranks.
+Every rank reads the same documents and takes its share of each step, so the steps do not depend on the number of ranks.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,76 +31,94 @@ import numpy as np
 from multipack.data.data_config import DataConfig
 from multipack.data.documents import Document, Documents
 from multipack.data.fit import Fit, FitReport
+from multipack.data.records import RecordReader, without_nulls
+from multipack.data.shards import HEADER, RECIPE, StoreHeader, find_shards
 from multipack.data.store import TokenStore
-from multipack.data.tokenizer import Tokenizer
+from multipack.data.texts import SourceDocument
+from multipack.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
+from multipack.data.writer import encode
 from multipack.planning.lengths import check_integer
 
 HEAD = 2048
-"""Documents, the first ones of the stream, some of which are held back to validate on."""
+"""Number of first documents of a stream from which the validation documents are drawn."""
+RECORDS = 256
+"""Records that are tokenized together: a chunk. The first chunk has `HEAD`."""
+OPEN_SHARDS = 16
+"""Shards of a growing store that are kept open: few others have documents in flight."""
+POLL_SECONDS = 0.25
+"""Time between two looks at a folder whose next shard is awaited."""
+DECISIVE = ("validation", "split_seed", "overlong", "overlap", "repeat_prompt", "train_on_prompt")
+"""Settings that decide the items of a stream."""
 
 
 class StreamInterrupted(Exception):
-    """Waiting for documents was ended, because the run shall stop."""
+    """Waiting for documents was ended because the run stops."""
 
 
 class DocumentsLate(ValueError):
-    """The next documents did not come in time; whoever waits may save what was done before."""
+    """The next documents did not arrive within `data.patience_seconds`."""
 
 
 class Arriving(ABC):
-    """Documents that arrive, as items; it goes on where it stands whenever it is iterated.
+    """Items of documents that arrive; an iteration continues at the current position.
 
-    Of the first `HEAD` documents (or of those of the first chunk, where it has fewer) the share `data.validation`,
-    chosen by `data.split_seed`, is held back and never trained on. All later documents are.
+    Of the first `HEAD` documents (or those of the first chunk, if it has fewer) the share `data.validation`, chosen by
+    `data.split_seed`, is held back for validation. All other documents are trained on.
 
     Args:
-        data: what becomes of the documents.
+        data: validation and the policy for long documents.
         limit: most tokens of a document.
 
     Attributes:
-        interrupted: whether nothing is waited for any more.
-        report: what was done to documents that were too long, in all chunks that were left behind.
-        validation: the documents that are held back, none of them too long.
-        validation_fit: what was done for that.
+        name: name of the stream, for messages.
+        tokenizer: the tokenizer of the documents.
+        chat_template: the template of chats, as JSON; empty without chats.
+        interrupted: whether waiting has been ended.
+        report: what was done to long documents, in all finished chunks.
+        skipped: reason → number of records without a document, in all finished chunks.
+        validation: the validation documents, none of them longer than `limit`.
+        validation_fit: what was done to long ones among them.
 
     Raises:
         ValueError: the first chunk has too few documents to hold some back; see `Fit`.
     """
 
+    name: str
+    tokenizer: Tokenizer
+    chat_template: str = ""
+
     def __init__(self, data: DataConfig, limit: int) -> None:
         self._data, self._limit = data, limit
         self.interrupted = False
-        self._restart()
-        first = self._store()
+        self._held = np.empty(0, dtype=np.int64)
+        self.restart()
+        first = self._read_chunk()
         if first is None:
-            raise ValueError(f"{self.name} has ended, and there was no document in it")
-        whole = self._whole(first)
+            raise ValueError(f"{self.name} has ended without a document")
+        whole = Documents.whole(first, data.train_on_prompt)
         head = whole.take(np.arange(min(len(whole), HEAD)))
         if data.validation and len(np.unique(head.pieces.document)) < 2:
             raise ValueError(
-                f"data.validation={data.validation} holds documents back from the first ones that arrive, but"
-                f" {self.name} begins with {len(head)}: set data.validation=0 (and train.eval_every=0)"
+                f"data.validation={data.validation} holds back some of the first documents, but {self.name} begins with"
+                f" {len(head)}: set data.validation=0 (and train.eval_every=0)"
             )
         validation = head.split(data.validation, data.split_seed)[1]
         self._held = validation.pieces.document
         self._first_checksum = first.checksum
         self.validation, self.validation_fit = validation.fit(limit, self._fit(first))
-        self.restart()
+        self._documents, self._chunk_report = self._training(first, 0)
 
-    @property
     @abstractmethod
-    def name(self) -> str:
-        """Of the stream, for people."""
+    def _read_chunk(self) -> TokenStore | None:
+        """The current chunk, after waiting for it; None after the last one."""
 
-    @property
     @abstractmethod
-    def tokenizer(self) -> Tokenizer:
-        """Whose tokens these are."""
+    def _item(self, documents: Documents, number: int) -> dict[str, Any]:
+        """Plain data for document `number` of the current chunk, with its `name`."""
 
-    @property
-    def chat_template(self) -> str:
-        """The template of its chats, as JSON; empty = there are none."""
-        return ""
+    @abstractmethod
+    def document(self, item: dict[str, Any]) -> Document:
+        """The document of an item."""
 
     @property
     def has_pairs(self) -> bool:
@@ -103,140 +126,323 @@ class Arriving(ABC):
         return self.validation.store.has_pairs
 
     @property
-    def skipped(self) -> dict[str, int]:
-        """What was left out so far: reason → how many."""
-        return {}
-
-    @property
     def fingerprint(self) -> str:
-        """Sha256 of how the stream begins, and of what decides which documents it becomes."""
-        data = self._data
-        settings = {name: getattr(data, name) for name in _DECISIVE}
-        said = json.dumps([self._first_checksum, self._limit, settings], sort_keys=True)
-        return hashlib.sha256(said.encode()).hexdigest()
-
-    @abstractmethod
-    def _restart(self) -> None:
-        """Make the first chunk the present one."""
-
-    @abstractmethod
-    def _store(self) -> TokenStore | None:
-        """The present chunk, waited for if need be; None after the last."""
-
-    @abstractmethod
-    def _leave(self) -> None:
-        """Make the next chunk the present one."""
-
-    @abstractmethod
-    def _item(self, documents: Documents, number: int) -> dict[str, Any]:
-        """Plain data from which `document` makes this one of the present chunk again."""
-
-    @abstractmethod
-    def document(self, item: dict[str, Any]) -> Document:
-        """The document of an item."""
-
-    @abstractmethod
-    def document_name(self, item: dict[str, Any]) -> str:
-        """The name of an item's document."""
-
-    @abstractmethod
-    def _place(self) -> dict[str, Any]:
-        """Where the present chunk is, as plain data."""
-
-    @abstractmethod
-    def _go_to(self, place: dict[str, Any]) -> None:
-        """Make the chunk of a saved place the present one."""
+        """Sha256 of the first chunk and of all settings that decide the items."""
+        settings = {name: getattr(self._data, name) for name in DECISIVE}
+        decisive = json.dumps([self._first_checksum, self._limit, settings], sort_keys=True)
+        return hashlib.sha256(decisive.encode()).hexdigest()
 
     def interrupt(self) -> None:
-        """Wait for nothing any more: whoever waits for the next chunk gets `StreamInterrupted`.
-
-        It takes no lock, so that a signal's handler may call it.
-        """
+        """End all waiting with `StreamInterrupted`. It takes no lock: a signal handler may call it."""
         self.interrupted = True
 
     def restart(self) -> None:
-        """Stand at the beginning."""
-        self._restart()
+        """Go to the beginning."""
         self._chunk = self._number = 0
         self._documents: Documents | None = None
         self.report = FitReport(self._limit, "error")
+        self.skipped: dict[str, int] = {}
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Items, from where the stream stands: each with its `length` and its `targets`."""
-        while (documents := self._present()) is not None:
+        """Items from the current position, each with its `length` and `targets` in tokens."""
+        while (documents := self._current()) is not None:
             lengths, targets = documents.lengths, documents.target_counts
             while self._number < len(documents):
                 number = self._number
-                item = self._item(documents, number)
-                item |= {"length": int(lengths[number]), "targets": int(targets[number])}
                 self._number += 1
-                yield item
+                sizes = {"length": int(lengths[number]), "targets": int(targets[number])}
+                yield self._item(documents, number) | sizes
             self.report += self._chunk_report
-            self._leave()
-            self._chunk, self._number, self._documents = self._chunk + 1, 0, None
+            self._advance()
 
-    def _present(self) -> Documents | None:
-        """The documents of the present chunk, as they are trained on."""
-        if self._documents is None:
-            store = self._store()
-            if store is None:
-                return None
-            self._documents, self._chunk_report = self._trained_on(store, self._chunk)
+    def _current(self) -> Documents | None:
+        """The training documents of the current chunk; None after the last one."""
+        if self._documents is None and (store := self._read_chunk()) is not None:
+            self._documents, self._chunk_report = self._training(store, self._chunk)
         return self._documents
 
-    def _trained_on(self, store: TokenStore, chunk: int) -> tuple[Documents, FitReport]:
-        """What is trained on of a chunk: what is not held back, none of it too long."""
-        whole = self._whole(store)
+    def _advance(self) -> None:
+        """Go to the next chunk."""
+        self._chunk, self._number, self._documents = self._chunk + 1, 0, None
+
+    def _training(self, store: TokenStore, chunk: int) -> tuple[Documents, FitReport]:
+        """The training documents of a chunk: not held back, none longer than the limit."""
+        whole = Documents.whole(store, self._data.train_on_prompt)
         if chunk == 0 and len(self._held):
             whole = whole.take(np.flatnonzero(~np.isin(whole.pieces.document, self._held)))
-        fit, tokens = self._fit(store), whole.num_tokens
-        if fit.policy == "drop" and len(whole) and whole.lengths.min() > self._limit:  # others may follow
-            report = FitReport(self._limit, "drop", dropped_documents=len(whole), dropped_tokens=tokens)
-            return whole.take([]), report
+        fit = self._fit(store)
+        if (
+            fit.policy == "drop" and len(whole) and whole.lengths.min() > self._limit
+        ):  # later chunks may have others
+            dropped = {"dropped_documents": len(whole), "dropped_tokens": whole.num_tokens}
+            return whole.take([]), FitReport(self._limit, "drop", **dropped)
         return whole.fit(self._limit, fit)
-
-    def _whole(self, store: TokenStore) -> Documents:
-        return Documents.whole(store, self._data.train_on_prompt)
 
     def _fit(self, store: TokenStore) -> Fit:
         data = self._data
-        policy: str = self._overlong(store) if data.overlong == "auto" else data.overlong
+        policy = store.overlong if data.overlong == "auto" else data.overlong
         return Fit(policy, data.overlap, data.repeat_prompt)
 
-    def _overlong(self, store: TokenStore) -> str:
-        """What becomes of documents that are too long, where the configuration leaves it to the stream."""
-        return "error"
-
     def state_dict(self) -> dict[str, Any]:
-        """Where reading stands, as plain data."""
+        """The current position, as plain data."""
         return {
             "fingerprint": self.fingerprint,
             "chunk": self._chunk,
             "number": self._number,
             "report": list(astuple(self.report)[2:]),
-            "place": self._place(),
+            "skipped": dict(self.skipped),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken.
+        """Continue at a position.
 
         Raises:
             ValueError: it is damaged, or of another stream.
         """
-        missing = [key for key in ("fingerprint", "chunk", "number", "report", "place") if key not in state]
+        missing = [key for key in ("fingerprint", "chunk", "number", "report", "skipped") if key not in state]
         if missing:
-            raise ValueError(f"the saved place in {self.name} lacks {', '.join(missing)}")
+            raise ValueError(f"the saved position in {self.name} lacks {', '.join(missing)}")
         if state["fingerprint"] != self.fingerprint:
             raise ValueError(
-                f"the saved place is in another stream than {self.name}: its first documents, its tokenizer, the limit"
-                f" of {self._limit:,} tokens, or one of data.{', data.'.join(_DECISIVE)} was another"
+                f"the saved position belongs to another stream than {self.name}: its first documents, its tokenizer,"
+                f" the limit of {self._limit:,} tokens, or one of data.{', data.'.join(DECISIVE)} was different"
             )
         self.restart()
         self._chunk = check_integer("the saved chunk", state["chunk"], 0)
         self._number = check_integer("the saved number in the chunk", state["number"], 0)
         self.report = FitReport(self._limit, "error", *state["report"])
-        self._go_to(state["place"])
+        self.skipped = dict(state["skipped"])
 
 
-_DECISIVE = ("validation", "split_seed", "overlong", "overlap", "repeat_prompt", "train_on_prompt")
-"""Settings that decide which items a stream has."""
+class GrowingFolder(Arriving):
+    """The documents of a token store that still grows (`data.source=store data.stream=true`); a chunk is a shard.
+
+    An item is (shard, number in the shard's view): any shard can be opened again.
+
+    Args:
+        data: `path` is the store's folder.
+        limit: most tokens of a document.
+
+    Raises:
+        DocumentsLate: no shard appeared in time.
+        ValueError: the store holds one stream of text; see `Arriving`.
+    """
+
+    def __init__(self, data: DataConfig, limit: int) -> None:
+        self._folder = Path(data.path).expanduser()
+        self.name = str(self._folder)
+        self._store: TokenStore | None = None  # with the shards that are known
+        self._view = lru_cache(OPEN_SHARDS)(self._open_view)
+        super().__init__(data, limit)
+
+    def _read_chunk(self) -> TokenStore | None:
+        shard = self._wait_for(self._chunk)
+        if shard is not None and self._data.verify == "full":
+            shard.verify()
+        return shard
+
+    def _wait_for(self, number: int) -> TokenStore | None:
+        """Shard `number`, once it is there; None if the store is complete without it."""
+        began = time.monotonic()
+        while True:
+            count = self._refresh(number)
+            if self._store is not None and number < count:
+                return self._store.shard(number)
+            if self._store is not None and self._store.is_complete:
+                return None
+            patience = self._data.patience_seconds
+            if time.monotonic() - began > patience:
+                raise DocumentsLate(
+                    f"waited {patience:g} s for shard {number} of {self.name} ({count:,} shards are there, and no"
+                    f" {HEADER} that completes the store): resume with train.resume when it has arrived, or raise"
+                    " data.patience_seconds"
+                )
+            if self.interrupted:
+                raise StreamInterrupted(f"while shard {number} of {self.name} was awaited")
+            time.sleep(min(POLL_SECONDS, patience / 8))
+
+    def _refresh(self, number: int) -> int:
+        """Look at the folder again unless shard `number` is known or the store complete; returns the shards known."""
+        known = self._store.header.shards if self._store is not None else ()
+        is_complete = self._store is not None and self._store.is_complete
+        if (
+            number < len(known)
+            or is_complete
+            or not any((self._folder / name).is_file() for name in (HEADER, RECIPE))
+        ):
+            return len(known)
+        header, is_complete = find_shards(self._folder, known)
+        if header.split_by == "position":
+            raise ValueError(
+                f"{self.name} holds one stream of text, which cannot be trained on while it arrives: divide the text"
+                " into documents (data.documents), or wait for it and leave data.stream out"
+            )
+        files = [self._folder / entry.name for entry in header.shards]
+        self._store = TokenStore(self._folder, header=header, shards=files)
+        self._store.is_complete = is_complete
+        self.tokenizer, self.chat_template = self._store.tokenizer, self._store.chat_template
+        return len(files)
+
+    def _open_view(self, number: int) -> Documents:
+        if number == self._chunk and self._documents is not None:
+            return self._documents
+        shard = self._wait_for(number)
+        if shard is None:
+            raise ValueError(f"shard {number} of {self.name} has disappeared, and its documents are needed")
+        return self._training(shard, number)[0]
+
+    def _item(self, documents: Documents, number: int) -> dict[str, Any]:
+        self._view(self._chunk)  # is asked for when the pack is collated
+        return {
+            "name": f"shard {self._chunk}: {documents.names(number)}",
+            "shard": self._chunk,
+            "number": number,
+        }
+
+    def document(self, item: dict[str, Any]) -> Document:
+        """See `Arriving`."""
+        return self._view(item["shard"])[item["number"]]
+
+
+class StreamedRecords(Arriving):
+    """The documents of records (`data.source=huggingface data.stream=true`), tokenized in chunks of `RECORDS`.
+
+    An item is the document itself: records cannot be found again by their numbers. A data set with `state_dict` and
+    `load_state_dict` (such as `datasets.IterableDataset`) is put back to the current chunk when a run resumes; any
+    other iterable is read again from its beginning, and the records before the chunk are not tokenized.
+
+    Args:
+        data: form of the records, and the policy for long documents.
+        limit: most tokens of a document.
+        tokenizer: of a kind that is not trained.
+        records: opens the records, from the beginning.
+
+    Raises:
+        ImportError: a package that the tokenizer needs is not installed.
+        ValueError: a tokenizer that would be trained on the records; a malformed record; see `Arriving`.
+    """
+
+    def __init__(
+        self,
+        data: DataConfig,
+        limit: int,
+        tokenizer: TokenizerConfig,
+        records: Callable[[], Iterable[dict[str, Any]]],
+    ) -> None:
+        if tokenizer.is_trained:
+            load_tokenizer(tokenizer)  # raises the error that names the alternatives
+
+        def open_template() -> Any:
+            from multipack.data.chat import resolve_template  # Jinja is loaded for chats only
+
+            return resolve_template(data, tokenizer)
+
+        self.name = data.path or "the records"
+        self._open_records, self._tokenizer_config = records, tokenizer
+        self._reader = RecordReader(data, open_template)
+        self._source: Any = None  # opened when a chunk is read
+        super().__init__(data, limit)
+
+    def restart(self) -> None:
+        """See `Arriving`."""
+        super().restart()
+        self._rows: Iterator[dict[str, Any]] | None = None
+        self._begin, self._end = 0, 0  # number of records before the current chunk, and before the next one
+        self._source_state: Any = None  # state of the source before the current chunk
+        self._skipped_here: dict[str, int] = {}  # in the current chunk
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Arriving`."""
+        return super().state_dict() | {"records": self._begin, "source": self._source_state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Arriving`."""
+        super().load_state_dict(state)
+        self._begin, self._source_state = int(state["records"]), state["source"]
+
+    def _open(self) -> Iterator[dict[str, Any]]:
+        """The records from the current chunk on."""
+        self._source, skips = self._open_records(), self._begin
+        if self._source_state is not None and hasattr(self._source, "load_state_dict"):
+            self._source.load_state_dict(self._source_state)
+            skips = 0
+        rows = (without_nulls(dict(record)) for record in self._source)
+        passed = sum(1 for _ in islice(rows, skips))
+        if passed < skips:
+            raise ValueError(
+                f"{self.name} ends after {passed:,} records, but {skips:,} had been read when the state was saved: it"
+                " has changed; continue with the original records, or start a new run"
+            )
+        return rows
+
+    def _read_chunk(self) -> TokenStore | None:
+        while True:
+            if self.interrupted:
+                raise StreamInterrupted(f"while records of {self.name} were awaited")
+            rows, self._rows = self._rows or self._open(), None  # an error abandons the rows
+            size = HEAD if self._begin == 0 else RECORDS
+            records = list(islice(rows, size))
+            self._end = self._begin + len(records)
+            self._skipped_here = {}
+            shard = self._encode(records)
+            self._rows = rows
+            if shard is not None:
+                return shard
+            self._advance_records()  # no document remains of these records
+            if len(records) < size:
+                return None
+
+    def _encode(self, records: list[dict[str, Any]]) -> TokenStore | None:
+        """The documents of some records; None if there are none."""
+        entries = list[list[SourceDocument]]()
+        for number, record in enumerate(records, self._begin + 1):
+            name, where = f"{Path(self.name).name}:{number}", f"{self.name}, row {number}"
+            found = self._reader.documents(record, name, where)
+            if isinstance(found, str):
+                self._skip(found)
+            else:
+                entries.append(found)
+        template, shape = self._reader.template, self._reader.shape
+        if not hasattr(self, "tokenizer"):  # the template of the first chunk decides its special tokens
+            special = template.special_tokens if template is not None else ()
+            self.tokenizer = load_tokenizer(self._tokenizer_config, special)
+            self.chat_template = template.to_json() if template is not None else ""
+        shard, tokenizer = encode(entries, self.tokenizer), self.tokenizer
+        pairs = shape is not None and shape.form == "preference"
+        self._skip("documents without tokens", len(entries) - len(shard) // (2 if pairs else 1))
+        if not len(shard):
+            return None
+        sizes = tokenizer.vocabulary_size, tokenizer.end_id
+        header = StoreHeader(*sizes, tokenizer.name, tokenizer.hash, pairs=pairs)
+        return TokenStore.of_documents(Path(self.name), shard, header)
+
+    def _skip(self, reason: str, count: int = 1) -> None:
+        if count:
+            self._skipped_here[reason] = self._skipped_here.get(reason, 0) + count
+
+    def _advance(self) -> None:
+        super()._advance()
+        self._advance_records()
+
+    def _advance_records(self) -> None:
+        self._begin = self._end
+        self._source_state = self._source.state_dict() if hasattr(self._source, "state_dict") else None
+        for reason, count in self._skipped_here.items():
+            self.skipped[reason] = self.skipped.get(reason, 0) + count
+
+    def _item(self, documents: Documents, number: int) -> dict[str, Any]:
+        document = documents[number]
+        dtype = f"<u{document.tokens.dtype.itemsize}"
+        return {
+            "name": documents.names(number),
+            "dtype": dtype,
+            "tokens": base64.b64encode(document.tokens.astype(dtype, copy=False).tobytes()).decode(),
+            "spans": document.spans.tolist(),
+        }
+
+    def document(self, item: dict[str, Any]) -> Document:
+        """See `Arriving`."""
+        if item["dtype"] not in ("<u2", "<u4"):
+            raise ValueError(f"the saved document {item['name']} has tokens of type {item['dtype']!r}")
+        tokens = np.frombuffer(base64.b64decode(item["tokens"]), dtype=item["dtype"])
+        return Document(tokens, np.array(item["spans"], dtype=np.int64).reshape(-1, 2))

@@ -38,7 +38,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from multipack.data.data_config import BUILT_IN_TEMPLATES, DataConfig
 from multipack.data.records import Message, read_messages
-from multipack.data.source_document import Part
+from multipack.data.texts import Part
 from multipack.data.tokenizer import TokenizerConfig, load_tokenizer, tokenizer_facts
 from multipack.data.vocabularies import CHAT_TEMPLATE
 

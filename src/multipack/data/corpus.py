@@ -14,18 +14,16 @@ from pathlib import Path
 
 import numpy as np
 
-from multipack.data.arriving import Arriving
+from multipack.data.arriving import Arriving, GrowingFolder, StreamedRecords
 from multipack.data.cache import cache_folder
 from multipack.data.data_config import DataConfig
 from multipack.data.documents import Documents
 from multipack.data.fit import Fit, FitReport
-from multipack.data.growing import GrowingFolder
 from multipack.data.mixture import Share, mix
 from multipack.data.prepare import prepare
 from multipack.data.sources import open_dataset, open_source
 from multipack.data.staging import stage, verify_once
 from multipack.data.store import TokenStore
-from multipack.data.streamed import StreamedRecords
 from multipack.data.tokenizer import Progress, Tokenizer, TokenizerConfig, build_tokenizer
 
 
@@ -194,7 +192,7 @@ def _load_stream(data: DataConfig, tokenizer: TokenizerConfig, limit: int) -> Co
     arriving: Arriving
     if data.source == "store":
         folder = GrowingFolder(data, limit)
-        _check_tokenizer(folder.first, tokenizer)
+        _check_tokenizer(folder.validation.store, tokenizer)
         arriving = folder
     else:
         arriving = StreamedRecords(data, limit, tokenizer, lambda: open_dataset(data))

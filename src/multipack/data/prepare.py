@@ -23,9 +23,9 @@ from multipack.data.cache import cache_folder, locked
 from multipack.data.data_config import DataConfig, check_choice
 from multipack.data.ray_engine import count_parts, run_parts
 from multipack.data.shards import HEADER, RECIPE, StoreHeader, part_name
-from multipack.data.source_document import SourceDocument
 from multipack.data.sources import Source, open_source
 from multipack.data.store import TokenStore
+from multipack.data.texts import SourceDocument
 from multipack.data.tokenizer import Progress, Tokenizer, TokenizerConfig, build_tokenizer
 from multipack.data.writer import StoreWriter, encode, finish_store, remove_store
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from multipack.data.data_config import DataConfig
-from multipack.data.source_document import Part, SourceDocument
+from multipack.data.texts import Part, SourceDocument
 
 Form = Literal["text", "completion", "chat", "preference"]
 Message = dict[str, Any]

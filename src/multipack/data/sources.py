@@ -13,7 +13,6 @@ from `source.documents_of(record, …)`.
 
 from __future__ import annotations
 
-import codecs
 import copy
 import gzip
 import hashlib
@@ -25,13 +24,12 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple, TextIO, cast
+from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 from multipack.data import stdlib
 from multipack.data.data_config import DataConfig
 from multipack.data.records import RecordReader, without_nulls
-from multipack.data.source_document import Part, SourceDocument
-from multipack.data.text_files import find_files, paragraphs, separated, stretches
+from multipack.data.texts import Part, SourceDocument, divided, find_files, json_records
 from multipack.data.tokenizer import TokenizerConfig
 
 
@@ -297,7 +295,9 @@ def read_text(source: Source) -> Iterator[SourceDocument]:
         text = io.TextIOWrapper(content, encoding="utf-8-sig", newline="")
         ended = False
         try:
-            for name, piece, ended in _divide(text, file.name, source.config):
+            for name, piece, ended in divided(
+                text, file.name, source.config.division, source.config.separator
+            ):
                 if piece.strip() or source.is_stream:
                     yield SourceDocument(name, (Part(piece, True),), ended)
                 else:
@@ -308,26 +308,11 @@ def read_text(source: Source) -> Iterator[SourceDocument]:
             source.skip("empty files")
 
 
-def _divide(text: TextIO, name: str, config: DataConfig) -> Iterator[tuple[str, str, bool]]:
-    """Documents of one file: name, text, and whether the document ends there."""
-    if config.division == "blank_line":
-        for line, content in paragraphs(text):
-            yield f"{name}:{line}", content, True
-    elif config.division == "separator":
-        for number, content in enumerate(separated(text, config.separator), 1):
-            yield f"{name}#{number}", content, True
-    elif config.division == "stream":
-        for content, ended in stretches(text):
-            yield name, content, ended
-    else:
-        yield name, text.read(), True
-
-
 def read_jsonl(source: Source) -> Iterator[SourceDocument]:
     """One JSON object a line; a `.json` file may hold a list of objects instead."""
     for file, content in source.open_files():
         try:
-            for number, place, record in _json_records(file, content):
+            for number, place, record in json_records(content, file.path):
                 if record is None:
                     source.skip("blank lines")
                 else:
@@ -335,35 +320,6 @@ def read_jsonl(source: Source) -> Iterator[SourceDocument]:
                     yield from source.documents_of(record, f"{file.name}:{number}", where)
         except (EOFError, OSError, zlib.error) as error:
             raise _unreadable(file, error) from error
-
-
-def _json_records(file: SourceFile, content: Any) -> Iterator[tuple[int, str, dict[str, Any] | None]]:
-    """Number, what is numbered (line or record), and record (None = a blank line)."""
-    begin = content.peek(16).removeprefix(codecs.BOM_UTF8).lstrip()
-    if file.path.name.lower().removesuffix(".gz").endswith(".json") and begin.startswith(b"["):
-        for number, record in enumerate(_parse(content.read(), str(file.path)), 1):
-            yield number, "record", _object(record, f"{file.path}, record {number}")
-        return
-    for number, line in enumerate(content, 1):
-        where = f"{file.path}, line {number}"
-        yield number, "line", _object(_parse(line, where), where) if line.strip() else None
-
-
-def _parse(content: bytes, where: str) -> Any:
-    try:
-        return json.loads(content.removeprefix(codecs.BOM_UTF8))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{where}: not UTF-8: {error}") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: not JSON: {error}") from error
-
-
-def _object(record: Any, where: str) -> dict[str, Any]:
-    if not isinstance(record, dict):
-        raise ValueError(
-            f"{where}: a JSON {type(record).__name__}, not an object; jsonl has one object a line"
-        )
-    return record
 
 
 def _unreadable(file: SourceFile, error: Exception) -> ValueError:

@@ -24,7 +24,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from multipack.atomic import write_atomically
 from multipack.data.cache import locked
 from multipack.data.data_config import check_choice
-from multipack.data.source_document import Part, SourceDocument
+from multipack.data.texts import Part, SourceDocument
 from multipack.data.vocabularies import (
     END,
     END_NAMES,

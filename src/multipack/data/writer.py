@@ -34,7 +34,7 @@ from multipack.data.shards import (
     token_dtype,
     write_shard,
 )
-from multipack.data.source_document import SourceDocument
+from multipack.data.texts import SourceDocument
 from multipack.data.tokenizer import Tokenizer
 
 SHARD_TOKENS = 1 << 25

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from multipack.data.chat import ChatTemplate
 from multipack.data.shards import CHAT_TEMPLATE
-from multipack.data.source_document import Part
+from multipack.data.texts import Part
 from multipack.data.tokenizer import Tokenizer
 from multipack.models.decoder import Decoder
 from multipack.models.families import build_decoder

@@ -213,7 +213,7 @@ class StreamFeed:
     def names(self, number: int) -> str:
         """The name of a document of the last step; for others their position."""
         if self._last is not None and len(found := np.flatnonzero(self._last.positions == number)):
-            return self.arriving.document_name(self._last.items[found[0]])
+            return str(self._last.items[found[0]]["name"])
         return f"document {number:,} of {self.arriving.name}"
 
     def interrupt(self) -> None:

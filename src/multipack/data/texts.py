@@ -1,15 +1,55 @@
-"""Files by path, folder or pattern, and the division of their text into documents."""
+"""Documents as text (`SourceDocument`), the files that hold them, and the division of text into documents."""
 
 from __future__ import annotations
 
+import codecs
 import glob
+import json
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, NamedTuple, TextIO
 
 CHUNK = 1 << 20
 """Characters of a text that are read at once."""
+
+
+class Part(NamedTuple):
+    """A piece of a document's text, tokenized by itself.
+
+    Attributes:
+        text: the text.
+        is_target: whether its tokens are targets.
+        is_special: whether the text is the name of one special token (`<|im_end|>`) and stands for that token. In all
+            other parts such a name is plain text.
+    """
+
+    text: str
+    is_target: bool
+    is_special: bool = False
+
+
+@dataclass(frozen=True)
+class SourceDocument:
+    """A document, or in a stream a stretch of it, as text.
+
+    Attributes:
+        name: origin, for messages: `functools.py:reduce`, `train.jsonl:17`.
+        parts: its text in pieces, in order.
+        ended: whether the text ends here (False: a stretch of a file that continues in the next document).
+        closed: whether the text marks its own end, as chat templates do: no end token is added.
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+    ended: bool = True
+    closed: bool = False
+
+    @property
+    def characters(self) -> int:
+        """Length of the text."""
+        return sum(len(part.text) for part in self.parts)
 
 
 def find_files(path: str, suffixes: tuple[str, ...]) -> tuple[Path, list[str], int]:
@@ -56,6 +96,21 @@ def _files_of_folder(root: Path, suffixes: tuple[str, ...]) -> tuple[list[str], 
             f" data.path={root}/*"
         )
     return sorted(names), ignored
+
+
+def divided(text: TextIO, name: str, division: str, separator: str) -> Iterator[tuple[str, str, bool]]:
+    """Documents of one file: name, text, and whether the document ends there; see `data.documents`."""
+    if division == "blank_line":
+        for line, content in paragraphs(text):
+            yield f"{name}:{line}", content, True
+    elif division == "separator":
+        for number, content in enumerate(separated(text, separator), 1):
+            yield f"{name}#{number}", content, True
+    elif division == "stream":
+        for content, ended in stretches(text):
+            yield name, content, ended
+    else:
+        yield name, text.read(), True
 
 
 def paragraphs(text: TextIO) -> Iterator[tuple[int, str]]:
@@ -106,3 +161,36 @@ def _word_end(text: str) -> int:
         if text[position].isspace() and text[position - 1].isalnum():
             return position
     return 0
+
+
+def json_records(content: Any, path: Path) -> Iterator[tuple[int, str, dict[str, Any] | None]]:
+    """Records of a file: number, `line` or `record` (what is numbered), and the object (None = a blank line).
+
+    Raises:
+        ValueError: something is not a JSON object.
+    """
+    begin = content.peek(16).removeprefix(codecs.BOM_UTF8).lstrip()
+    if path.name.lower().removesuffix(".gz").endswith(".json") and begin.startswith(b"["):
+        for number, record in enumerate(_parse(content.read(), str(path)), 1):
+            yield number, "record", _object(record, f"{path}, record {number}")
+        return
+    for number, line in enumerate(content, 1):
+        where = f"{path}, line {number}"
+        yield number, "line", _object(_parse(line, where), where) if line.strip() else None
+
+
+def _parse(content: bytes, where: str) -> Any:
+    try:
+        return json.loads(content.removeprefix(codecs.BOM_UTF8))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: not UTF-8: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: not JSON: {error}") from error
+
+
+def _object(record: Any, where: str) -> dict[str, Any]:
+    if not isinstance(record, dict):
+        raise ValueError(
+            f"{where}: a JSON {type(record).__name__}, not an object; jsonl has one object a line"
+        )
+    return record

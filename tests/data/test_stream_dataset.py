@@ -1,12 +1,7 @@
-"""A stream as a data set: each rank its share, places inside a step, torch's loader, and two gloo processes."""
+"""A stream as a data set: each rank its share, places inside a step, and torch's loader."""
 
 import itertools
 import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +13,6 @@ from multipack.data.documents import Document
 from multipack.data.stream_dataset import PackedStreamDataset
 from multipack.planning.stream import PackStream
 
-HERE = Path(__file__).parent
 LENGTHS = np.random.default_rng(5).lognormal(3.0, 0.9, 400).clip(1, 120).astype(int)
 DOCUMENTS = [Document(np.full(n, i, dtype=np.uint16), np.array([[0, n]])) for i, n in enumerate(LENGTHS)]
 OPTIONS = {"capacity": 128, "packs_per_step": 6}
@@ -128,39 +122,3 @@ def test_what_is_refused():
         list(PackedStreamDataset(stream(), world_size=7))
     with pytest.raises(ValueError, match="lacks stream"):
         PackedStreamDataset(stream()).load_state_dict({"micro_batch": 0, "world_size": 1, "sync": "micro"})
-
-
-def test_two_processes_end_together(tmp_path):
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / "stream_report.py"), str(tmp_path)],
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "RANK": str(rank),
-                "WORLD_SIZE": "2",
-            },
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for process in processes:
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
-    reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    for policy in ("all go on", "all stop"):
-        ends = [report[policy] for report in reports]
-        assert ends[0]["steps"] == ends[1]["steps"]
-        assert ends[0]["resumed"] == ends[1]["resumed"] == True  # noqa: E712
-        assert ends[0]["denominators"] == ends[1]["denominators"]  # summed over ranks, step by step
-        unread = [own["unread"] + len(own["left"]) for own in ends]
-        assert unread[0] == 0 if policy == "all stop" else unread == [0, 0]
-        assert unread[1] > 0 if policy == "all stop" else ends[0]["empty"] > 0
-        trained = [position for own in ends for position in own["positions"]]
-        assert len(trained) + sum(unread) == 400 + 40

@@ -1,0 +1,380 @@
+"""Documents that arrive during training: growing stores and streamed records, validation, waiting, resuming."""
+
+import itertools
+import json
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from multipack.data import arriving as room
+from multipack.data.arriving import HEAD, OPEN_SHARDS, GrowingFolder, StreamedRecords, StreamInterrupted
+from multipack.data.corpus import Corpus, load_corpus
+from multipack.data.fit import FitReport
+from multipack.data.tokenizer import TokenizerConfig, byte_tokenizer
+from multipack.data.writer import StoreWriter
+from multipack.training.run_report import corpus_notes
+
+LENGTHS = np.random.default_rng(3).integers(2, 40, 60)
+
+
+def shown(arriving, items):
+    documents = [arriving.document(item) for item in items]
+    return [(i["name"], d.tokens.tolist(), d.spans.tolist()) for i, d in zip(items, documents, strict=True)]
+
+
+def validation_names(arriving):
+    return [arriving.validation.names(number) for number in range(len(arriving.validation))]
+
+
+# --- growing stores -----------------------------------------------------------------------------------
+
+
+def write_shard(path, number, lengths, **options):
+    """Write the next shard of a store that grows."""
+    writer = StoreWriter(path, byte_tokenizer(), **options).__enter__()
+    for document, length in enumerate(lengths):
+        tokens = [(60 * number + document + i) % 3 for i in range(length)]
+        writer.add(f"doc{number}.{document}", [(tokens[:1], False), (tokens[1:], True)])
+    writer.end_shard()
+
+
+def complete(path):
+    with StoreWriter(path, byte_tokenizer()):
+        pass
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A complete store with three shards of 20 documents."""
+    path = tmp_path / "shards"
+    for number in range(3):
+        write_shard(path, number, LENGTHS[20 * number : 20 * number + 20])
+    complete(path)
+    return path
+
+
+@pytest.fixture
+def follow(config):
+    def make(path, limit=64, **fields):
+        usual = {"validation": 0.0, "patience_seconds": 2.0}
+        return GrowingFolder(config(source="store", path=str(path), stream=True, **usual | fields), limit)
+
+    return make
+
+
+def test_all_documents_of_a_store_arrive_in_order(folder, follow):
+    arriving = follow(folder)
+    items = list(arriving)
+    assert [item["length"] for item in items] == LENGTHS.tolist()
+    assert [item["targets"] for item in items] == (LENGTHS - 1).tolist()
+    assert items[20]["name"] == "shard 1: doc1.0"
+    assert [len(arriving.document(item).tokens) for item in items] == LENGTHS.tolist()
+    assert list(arriving) == []  # it stands at the end
+    arriving.restart()
+    assert list(arriving) == items
+
+
+def test_a_growing_store_gives_the_documents_of_a_complete_one(folder, follow, tmp_path):
+    path = tmp_path / "growing"
+
+    def grow():
+        for number in range(3):
+            time.sleep(0.05)
+            write_shard(path, number, LENGTHS[20 * number : 20 * number + 20])
+        time.sleep(0.05)
+        complete(path)
+
+    thread = threading.Thread(target=grow)
+    thread.start()
+    growing = follow(path)  # before there is a folder
+    items = list(growing)
+    thread.join()
+    whole = follow(folder)
+    assert shown(growing, items) == shown(whole, list(whole))
+
+
+@pytest.mark.parametrize("stop", [0, 1, 19, 20, 21, 59, 60])
+def test_a_store_resumes_exactly(folder, follow, stop):
+    options = {"overlong": "split", "overlap": 2, "limit": 16, "validation": 0.2}
+    whole = list(follow(folder, **options))
+    first, second = follow(folder, **options), follow(folder, **options)
+    head = list(itertools.islice(first, stop))
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert head + list(second) == whole
+    assert shown(second, head) == shown(first, head)  # items in flight are read again
+    list(first)
+    assert first.report == second.report
+    assert second.report.split_documents > 0
+
+
+def test_more_shards_than_are_kept_open(tmp_path, follow):
+    path = tmp_path / "many"
+    for number in range(OPEN_SHARDS + 4):
+        write_shard(path, number, [5, 6])
+    complete(path)
+    arriving = follow(path)
+    items = list(arriving)
+    assert [name for name, *_ in shown(arriving, items)] == [
+        f"shard {number}: doc{number}.{document}"
+        for number in range(OPEN_SHARDS + 4)
+        for document in range(2)
+    ]
+
+
+def test_some_of_the_first_documents_are_held_back(folder, follow, tmp_path):
+    arriving = follow(folder, validation=0.2)
+    held = validation_names(arriving)
+    assert len(held) == 4  # of the 20 of the first shard
+    trained = [item["name"].split(": ")[1] for item in arriving]
+    assert not set(held) & set(trained)
+    assert len(trained) == 56
+    assert validation_names(follow(folder, validation=0.2)) == held
+    assert validation_names(follow(folder, validation=0.2, split_seed=1)) != held
+    write_shard(tmp_path / "large", 0, [3] * (HEAD + 1000))
+    complete(tmp_path / "large")
+    arriving = follow(tmp_path / "large", validation=0.5)
+    assert len(arriving.validation) == HEAD // 2
+    assert int(arriving.validation.pieces.document.max()) < HEAD
+
+
+def test_a_missing_shard_is_awaited_and_then_named(folder, follow, tmp_path):
+    with pytest.raises(ValueError, match=r"waited 0\.2 s for .*shard 0 of .*nothing \(0 shards are there"):
+        follow(tmp_path / "nothing", patience_seconds=0.2)
+    (folder / "header.json").unlink()
+    arriving = follow(folder, patience_seconds=0.2)
+    items = iter(arriving)
+    assert len(list(itertools.islice(items, 60))) == 60
+    with pytest.raises(ValueError, match=r"shard 3 of .* \(3 shards are there, and no header\.json"):
+        next(items)
+    complete(folder)
+    assert list(arriving) == []  # waiting again finds that it is complete; nothing was lost
+
+
+def test_waiting_can_be_interrupted(folder, follow):
+    (folder / "header.json").unlink()
+    arriving = follow(folder, patience_seconds=60.0)
+    threading.Timer(0.1, arriving.interrupt).start()
+    with pytest.raises(StreamInterrupted):
+        list(arriving)
+    assert arriving.state_dict()["chunk"] == 3
+
+
+def test_impossible_stores_settings_and_states_are_refused(folder, follow, tmp_path):
+    write_shard(tmp_path / "stretch", 0, [50], split_by="position")
+    with pytest.raises(ValueError, match="one stream of text"):
+        follow(tmp_path / "stretch")
+    with pytest.raises(ValueError, match=r"document \d+ \(doc0\.\d+\) has \d+ tokens.* limit of 8"):
+        list(follow(folder, limit=8))
+    write_shard(tmp_path / "one", 0, [5])
+    with pytest.raises(ValueError, match=r"data\.validation=0\.5 holds back.*begins with 1"):
+        follow(tmp_path / "one", validation=0.5)
+    state = follow(folder).state_dict()
+    for options in ({"validation": 0.2}, {"limit": 50}):
+        with pytest.raises(ValueError, match="another stream"):
+            follow(folder, **options).load_state_dict(state)
+    with pytest.raises(ValueError, match="lacks number"):
+        follow(folder).load_state_dict({key: value for key, value in state.items() if key != "number"})
+
+
+# --- streamed records ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(room, "RECORDS", 8)
+    monkeypatch.setattr(room, "HEAD", 20)
+
+
+def records(count=70):
+    draw = np.random.default_rng(2)
+    for number in range(count):
+        text = "" if number % 11 == 5 else "x" * int(draw.integers(1, 30))
+        yield {"prompt": f"Q{number}:", "completion": text}
+
+
+class Counting:
+    """Records that can be iterated again, and count how many were read."""
+
+    def __init__(self, count=70):
+        self.count, self.read = count, 0
+
+    def __iter__(self):
+        for record in records(self.count):
+            self.read += 1
+            yield record
+
+
+class Seekable(Counting):
+    """Records with a state, as streamed data sets have."""
+
+    begin = at = 0
+
+    def __iter__(self):
+        self.at = self.begin
+        for record in itertools.islice(records(self.count), self.begin, None):
+            self.read, self.at = self.read + 1, self.at + 1
+            yield record
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.begin = state["at"]
+
+
+@pytest.fixture
+def stream(config, small_chunks):
+    def make(source=Counting, limit=64, tokenizer="byte", **fields):
+        data = config(source="huggingface", path="some/set", stream=True, **{"validation": 0.0} | fields)
+        opened = []
+
+        def open_records():
+            opened.append(source())
+            return opened[-1]
+
+        made = StreamedRecords(data, limit, TokenizerConfig(kind=tokenizer), open_records)
+        made.opened = opened
+        return made
+
+    return make
+
+
+def test_records_become_documents(stream):
+    arriving = stream()
+    items = list(arriving)
+    expected = [record for record in records() if record["completion"]]
+    texts = [arriving.tokenizer.decode(arriving.document(item).tokens.tolist()) for item in items]
+    assert texts == [f"{record['prompt']}\n{record['completion']}" for record in expected]
+    first = arriving.document(items[0])
+    assert first.tokens[-1] == arriving.tokenizer.end_id
+    assert first.spans.tolist() == [[4, len(first.tokens)]]
+    assert [item["targets"] for item in items] == [len(record["completion"]) + 1 for record in expected]
+    assert [items[number]["name"] for number in (4, 5)] == ["set:5", "set:7"]  # the sixth is empty
+    assert arriving.skipped == {"empty completions": 6}
+    json.dumps(items)
+
+
+@pytest.mark.parametrize("source", [Counting, Seekable])
+@pytest.mark.parametrize("stop", [0, 3, 18, 19, 25, 26, 60, 64])
+def test_records_resume_exactly(stream, source, stop):
+    options = {"overlong": "split", "overlap": 1, "limit": 16, "validation": 0.2}
+    whole = list(stream(**options))
+    first, second = stream(source, **options), stream(source, **options)
+    head = list(itertools.islice(first, stop))
+    before = sum(each.read for each in second.opened)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    next(iter(second), None)
+    if source is Seekable and stop > 30:  # the current chunk, possibly the next one, and no record before
+        assert sum(each.read for each in second.opened) - before <= 16
+    second.load_state_dict(first.state_dict())
+    assert head + list(second) == whole
+    list(first)
+    assert (first.report, first.skipped) == (second.report, second.skipped)
+    second.restart()
+    assert list(second) == whole
+
+
+def test_some_of_the_first_records_are_held_back(stream):
+    arriving = stream(validation=0.25)
+    held, trained = validation_names(arriving), [item["name"] for item in arriving]
+    assert len(held) == round(0.25 * 18)  # of 20 records, two of which are empty
+    assert sorted(held + trained) == sorted(item["name"] for item in stream())
+    assert all(int(name[4:]) <= 20 for name in held)
+    assert validation_names(stream(validation=0.25)) == held
+
+
+def test_long_records_are_fitted_and_counted(stream):
+    arriving = stream(overlong="split", overlap=2, repeat_prompt=True, limit=12)
+    items = list(arriving)
+    assert max(item["length"] for item in items) == 12
+    assert sum(item["targets"] for item in items) == sum(item["targets"] for item in stream())
+    assert arriving.report.repeated_tokens > 0
+    with pytest.raises(ValueError, match=r"\(set:\d+\) has \d+ tokens, more than the limit of 12"):
+        list(stream(limit=12))
+
+
+def test_chunks_without_documents_are_passed_over(stream):
+    texts = ["long text"] * 20 + ["ab"] * 3 + ["long text"] * 13 + ["", "  "] * 8 + ["cd"]
+    arriving = stream(lambda: [{"text": text} for text in texts], overlong="drop", limit=4)
+    assert [item["length"] for item in arriving] == [3] * 4
+    assert arriving.report.dropped_documents == 33
+    assert arriving.skipped == {"empty documents": 16}
+    arriving = stream(lambda: [{"text": text} for text in ["ab"] * 20 + ["", "  "]])
+    for count in (20, 0):
+        assert len(list(arriving)) == count
+        assert arriving.skipped == {"empty documents": 2}
+    for empty in (list, lambda: [{"text": ""}] * 40):
+        with pytest.raises(ValueError, match="some/set has ended without a document"):
+            stream(empty)
+
+
+def test_the_summary_counts_documents_that_have_arrived(stream):
+    arriving = stream(lambda: [{"text": "a long text"}] * 30 + [{"text": ""}], overlong="truncate", limit=4)
+    corpus = Corpus(
+        train=arriving.validation,
+        validation=arriving.validation,
+        tokenizer=arriving.tokenizer,
+        corpus_hash="",
+        description="",
+        train_fit=FitReport(4, "truncate"),
+        validation_fit=FitReport(4, "truncate"),
+        skipped={},
+        prompts=(),
+        store_path=Path(),
+        arriving=arriving,
+    )
+    assert corpus_notes(corpus) == []
+    list(arriving)
+    assert corpus_notes(corpus) == [
+        ("too long, training", "30 documents longer than 4 tokens truncated (240 tokens)"),
+        ("skipped", "1 empty documents"),
+    ]
+
+
+def test_conversations_arrive_too(stream):
+    chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]}
+    arriving = stream(lambda: [chat] * 3, chat_template="chatml")
+    assert all(0 < item["targets"] < item["length"] - 1 for item in arriving)
+    assert "im_start" in arriving.chat_template
+    with pytest.raises(ValueError, match=r"tokenizer\.kind=auto is trained on a complete corpus"):
+        stream(tokenizer="auto")
+
+
+def test_an_error_in_a_record_names_it_and_loses_nothing(stream):
+    broken = [{"text": "a"}] * 20 + [{"text": "b"}] * 3 + [{"other": 1}] + [{"text": "c"}] * 4
+    arriving, seen = stream(lambda: broken), []
+    for _ in range(2):
+        with pytest.raises(ValueError, match="some/set, row 24"):
+            seen.extend(arriving)
+    broken[23] = {"text": "b"}
+    seen.extend(arriving)
+    assert [item["length"] for item in seen] == [2] * 28
+
+
+def test_a_source_that_became_shorter_is_noticed(stream):
+    first = stream()
+    list(itertools.islice(first, 60))
+    second = stream(lambda: Counting(30))
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(ValueError, match=r"ends after 30 records, but \d+ had been read"):
+        list(second)
+
+
+def test_a_streamed_hugging_face_data_set_resumes(config, tmp_path, small_chunks):
+    datasets = pytest.importorskip("datasets", reason="the extra huggingface is not installed")
+    datasets.Dataset.from_list(list(records())).save_to_disk(str(tmp_path / "set"))
+    data = config(source="huggingface", path=str(tmp_path / "set"), stream=True, validation=0.2)
+
+    def open_stream():
+        return load_corpus(data, TokenizerConfig(kind="byte"), limit=64).arriving
+
+    whole = list(open_stream())
+    assert len(whole) + len(open_stream().validation) == 64
+    first, second = open_stream(), open_stream()
+    head = list(itertools.islice(first, 40))
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert first.state_dict()["source"] is not None
+    assert head + list(second) == whole
