@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from multipack.data import cache
-from multipack.data.cache import cache_folder, locked
+from multipack import atomic
+from multipack.atomic import cache_folder, locked
 
 
 def test_cache_folder_follows_the_choice_then_xdg_then_home(monkeypatch):
@@ -42,8 +42,8 @@ def test_a_lock_keeps_other_processes_out_until_its_holder_ends(tmp_path):
 
 def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
     def refuse(descriptor, operation):
-        raise OSError(cache.errno.ENOSYS, "not implemented")
+        raise OSError(atomic.errno.ENOSYS, "not implemented")
 
-    monkeypatch.setattr(cache.fcntl, "flock", refuse)
+    monkeypatch.setattr(atomic.fcntl, "flock", refuse)
     with pytest.raises(ValueError, match=r"no file locks; set data\.cache"), locked(tmp_path / "lock"):
         pass

@@ -8,10 +8,10 @@ import pytest
 
 from multipack.data import corpus as module
 from multipack.data.corpus import load_corpus
+from multipack.data.corpus_report import LengthsConfig, read_lengths
 from multipack.data.data_config import DataConfig
 from multipack.data.documents import Documents
 from multipack.data.fit import Fit
-from multipack.data.length_files import LengthsConfig, read_lengths
 from multipack.data.prepare import prepare
 from multipack.data.shards import HEADER
 from multipack.data.store import TokenStore

@@ -50,7 +50,7 @@ def plan(
     measured times. `multipack plan --settings` lists all settings.
     """
     from multipack.cli.plan_settings import PlanCommand, training_command
-    from multipack.data.length_files import read_lengths
+    from multipack.data.corpus_report import read_lengths
     from multipack.planning.first_use import compile_planner
     from multipack.planning.plan import plan as make_plan
     from multipack.planning.report import padded_share, report
@@ -151,7 +151,7 @@ def pack(
     `multipack pack --settings` lists all settings.
     """
     from multipack.cli.plan_settings import PackCommand, pack_rows
-    from multipack.data.length_files import read_lengths
+    from multipack.data.corpus_report import read_lengths
     from multipack.planning.first_use import compile_packer
     from multipack.planning.packing import pack as make_packs
     from multipack.reports.console import Console

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from multipack.data.length_files import LengthsConfig
+from multipack.data.corpus_report import LengthsConfig
 from multipack.planning.cost import CostModel
 from multipack.planning.options import PlanOptions
 from multipack.planning.packing import Method

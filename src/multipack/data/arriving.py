@@ -86,6 +86,7 @@ class Arriving(ABC):
     name: str
     tokenizer: Tokenizer
     chat_template: str = ""
+    _documents: Documents | None
 
     def __init__(self, data: DataConfig, limit: int) -> None:
         self._data, self._limit = data, limit
@@ -139,7 +140,7 @@ class Arriving(ABC):
     def restart(self) -> None:
         """Go to the beginning."""
         self._chunk = self._number = 0
-        self._documents: Documents | None = None
+        self._documents = None
         self.report = FitReport(self._limit, "error")
         self.skipped: dict[str, int] = {}
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from multipack.atomic import cache_folder
 from multipack.data.arriving import Arriving, GrowingFolder, StreamedRecords
-from multipack.data.cache import cache_folder
 from multipack.data.data_config import DataConfig
 from multipack.data.documents import Documents
 from multipack.data.fit import Fit, FitReport

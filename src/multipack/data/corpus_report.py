@@ -1,6 +1,6 @@
-"""What a prepared corpus looks like: how many documents, how long, what was left out, what would not fit.
+"""A corpus in figures: the report of a token store, and lengths of documents for the planner.
 
-Computed from the store when asked: a store never changes, and ten million documents take a second.
+Computed from the store when asked: a store does not change, and ten million documents take a second.
 """
 
 from __future__ import annotations
@@ -10,20 +10,24 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from multipack.data.data_config import Overlong
+from multipack.data.fit import Fit, FitReport
 from multipack.data.store import TokenStore
+from multipack.planning.lengths import check_lengths
 
 CAPACITIES = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
-"""Capacities of packs that are often chosen."""
+"""Common capacities of packs."""
 
 
 class Bar(NamedTuple):
     """Documents of similar length.
 
     Attributes:
-        first, last: the least and the greatest length, in tokens.
-        documents: how many there are.
-        tokens: of all of them.
+        first, last: smallest and largest length, in tokens.
+        documents: number of documents.
+        tokens: their tokens.
     """
 
     first: int
@@ -33,12 +37,12 @@ class Bar(NamedTuple):
 
 
 class Excess(NamedTuple):
-    """What is longer than a pack of some capacity.
+    """Documents longer than a pack of some capacity.
 
     Attributes:
         capacity: in tokens.
-        documents: how many are longer.
-        tokens: how many tokens truncating them would cut off.
+        documents: number of longer documents.
+        tokens: tokens that truncating them would cut off.
     """
 
     capacity: int
@@ -52,19 +56,19 @@ class CorpusReport:
 
     Attributes:
         description: one line for people.
-        documents: how many, and
-        tokens: of how many tokens.
-        targets: tokens that are targets; the first of a document never is.
+        documents: number of documents.
+        tokens: their tokens.
+        targets: tokens that are targets; the first of a document is never one.
         mean, median, p99, longest: lengths in tokens.
-        longest_name: the document of that length (the first, if there are several).
-        duplicates: documents that were left out because an earlier one has the same text.
-        skipped: everything that was left out, duplicates too: reason → how many.
-        histogram: documents by length, each bar twice as wide as the one before.
-        excess: for some capacities below the longest document: what is longer.
+        longest_name: name of the first document of that length.
+        duplicates: documents that were left out as duplicates.
+        skipped: reason → number of entries left out, duplicates included.
+        histogram: documents by length; each bar is twice as wide as the previous one.
+        excess: longer documents, for common capacities below the longest one.
         pairs: whether documents are preference pairs.
-        is_stream: whether all is one document, which training cuts into blocks.
-        shards: token stores of which the corpus is made.
-        is_complete: False: a folder of shards that still grows.
+        is_stream: whether the store is one document, which training cuts into blocks.
+        shards: number of shards.
+        is_complete: False: the store still grows.
         bytes: size of all files.
         vocabulary_size: every token is less than this.
     """
@@ -91,7 +95,7 @@ class CorpusReport:
 
     @property
     def target_share(self) -> float:
-        """Targets among the tokens."""
+        """Share of targets among the tokens."""
         return self.targets / self.tokens if self.tokens else 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -158,3 +162,103 @@ def _excess(lengths: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[Excess, ...]:
             found.append(Excess(capacity, len(longer), int(longer.sum()) - capacity * len(longer)))
         lengths = longer  # what is not longer than this is not longer than the next
     return tuple(found)
+
+
+# --- lengths for the planner --------------------------------------------------------------------------
+
+
+@dataclass
+class LengthsConfig:
+    """Policy for long documents of a store, as in `DataConfig`."""
+
+    overlong: Overlong = "auto"
+    """Documents longer than a pack; auto: the store's own policy, mostly an error."""
+    overlap: int = 0
+    """Tokens that a split piece repeats from the previous one, as context."""
+    repeat_prompt: bool = False
+    """Begin each piece of a split document with the document's prompt."""
+
+
+class Lengths(NamedTuple):
+    """Lengths of documents, for the planner.
+
+    Attributes:
+        lengths: (documents,) int64 tokens.
+        targets: (documents,) int64 target tokens; None if unknown: all but the first token.
+        fit: what was done to documents that were too long; None for a file of lengths.
+    """
+
+    lengths: NDArray[np.int64]
+    targets: NDArray[np.int64] | None
+    fit: FitReport | None
+
+
+def read_lengths(
+    path: Path, capacity: int, histogram: bool = False, data: LengthsConfig | None = None
+) -> Lengths:
+    """Lengths in tokens, and target tokens where they are known.
+
+    Args:
+        path: a .npy file of whole numbers, or the folder of a token store.
+        capacity: most tokens of a pack: the stream of a store is cut into documents of this length, and other
+            documents are treated as in training with the same `data`.
+        histogram: the file counts documents by length: entry i is the number of documents of i + 1 tokens.
+        data: policy for long documents of a store; None = the default.
+
+    Returns:
+        The documents; those of a histogram in increasing length.
+
+    Raises:
+        ValueError: the file is not an array of lengths (or counts), or the folder is not a token store.
+        FileNotFoundError: there is nothing at `path`.
+    """
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path} does not exist; give lengths as a .npy file or a token store's folder"
+        )
+    if path.is_dir():
+        if histogram:
+            raise ValueError(f"histogram=true reads a .npy file of counts, and {path} is a folder")
+        return _of_store(path, capacity, data or LengthsConfig())
+    if data is not None and data != LengthsConfig():
+        raise ValueError(
+            f"data.overlong={data.overlong} applies to documents of a store, and {path} is a file of lengths"
+        )
+    try:
+        numbers = np.load(path, allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise ValueError(
+            f"{path} is not a .npy file of lengths: numpy.save(path, lengths) writes one, of whole numbers"
+        ) from error
+    return Lengths(_of_histogram(numbers, path) if histogram else check_lengths(numbers), None, None)
+
+
+def _of_store(path: Path, capacity: int, data: LengthsConfig) -> Lengths:
+    from multipack.data.documents import Documents
+
+    store = TokenStore(path)
+    documents = Documents.whole(store)
+    if store.header.split_by == "position":
+        documents = documents.cut(capacity)
+    policy = store.overlong if data.overlong == "auto" else data.overlong
+    documents, fit = documents.fit(capacity, Fit(policy, data.overlap, data.repeat_prompt))
+    return Lengths(documents.lengths, documents.target_counts, fit)
+
+
+_MOST = 1 << 32  # documents of a histogram: 32 GiB as lengths
+
+
+def _of_histogram(counts: NDArray[np.int64], path: Path) -> NDArray[np.int64]:
+    if counts.ndim != 1 or counts.dtype.kind not in "iu" or counts.size == 0:
+        raise ValueError(
+            f"{path} is not a histogram: counts of documents are a flat array of whole numbers, got {counts.dtype} of"
+            f" shape {counts.shape}"
+        )
+    if counts.min() < 0:
+        raise ValueError(
+            f"{path} is not a histogram: it counts {counts.min()} documents of {int(np.argmin(counts)) + 1} tokens"
+        )
+    documents = int(counts.sum(dtype=np.float64))
+    if not 0 < documents <= _MOST:
+        raise ValueError(f"{path} counts {documents:,} documents; 1 … {_MOST:,} can be packed")
+    return np.repeat(np.arange(1, len(counts) + 1, dtype=np.int64), counts)

@@ -18,8 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
-from multipack.atomic import is_free
-from multipack.data.cache import cache_folder, locked
+from multipack.atomic import cache_folder, is_free, locked
 from multipack.data.data_config import DataConfig, check_choice
 from multipack.data.ray_engine import count_parts, run_parts
 from multipack.data.shards import HEADER, RECIPE, StoreHeader, part_name

@@ -22,8 +22,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from multipack.atomic import PARTIAL, write_atomically
-from multipack.data.cache import locked
+from multipack.atomic import PARTIAL, locked, write_atomically
 from multipack.data.shards import CHAT_TEMPLATE, HEADER, RECIPE, TOKENIZER
 from multipack.data.store import TokenStore
 from multipack.data.tokenizer import Progress

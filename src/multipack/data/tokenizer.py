@@ -21,8 +21,7 @@ from typing import Any, ClassVar, Literal, Protocol, get_args
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from multipack.atomic import write_atomically
-from multipack.data.cache import locked
+from multipack.atomic import locked, write_atomically
 from multipack.data.data_config import check_choice
 from multipack.data.texts import Part, SourceDocument
 from multipack.data.vocabularies import (

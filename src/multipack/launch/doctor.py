@@ -223,7 +223,7 @@ def _folders(environment: Mapping[str, str]) -> Iterator[Finding]:
     """Check that folders can be written and locked, and that the planner's compiled code can be cached."""
     import numba
 
-    from multipack.data.cache import cache_folder, locked
+    from multipack.atomic import cache_folder, locked
 
     for name, folder, remedy in (
         ("cache", cache_folder(), "set XDG_CACHE_HOME (or data.cache=FOLDER) to a writable folder"),
