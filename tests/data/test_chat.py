@@ -42,10 +42,10 @@ def targets(parts):
     return text(parts, lambda part: part.is_target)
 
 
-# --- what is written, and what is a target -----------------------------------------------------------------
+# --- text and targets -------------------------------------------------------------------------------
 
 
-def test_chatml_is_written_as_others_write_it():
+def test_built_in_templates_write_their_formats():
     assert CHATML.render(CHAT[:3], None, True) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
         "<|im_start|>assistant\nHello<|im_end|>\n<|im_start|>assistant\n"
@@ -57,7 +57,7 @@ def test_chatml_is_written_as_others_write_it():
     assert PLAIN.render(CHAT[1:4], None, True) == f"User: Hi\nAssistant: Hello{END}\nUser: 2+2?\nAssistant: "
 
 
-def test_every_answer_is_a_target_and_so_is_what_ends_it():
+def test_answers_and_their_end_tokens_are_targets():
     assert targets(CHATML.parts(CHAT)) == targets(UNMARKED.parts(CHAT)) == "Hello<|im_end|>4<|im_end|>"
     assert CHATML.parts(CHAT)[-4:] == (
         ("assistant\n", False, False),
@@ -76,7 +76,7 @@ def test_every_answer_is_a_target_and_so_is_what_ends_it():
     ]
 
 
-def test_calls_of_tools_are_targets_and_their_answers_are_kept():
+def test_tool_calls_are_targets_and_their_results_are_context():
     parts = CHATML.parts(WITH_TOOL, TOOLS)
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": "<|im_end|>"}}\n</tool_call>'
     assert targets(parts) == f"{call}<|im_end|>It is 4.<|im_end|>"
@@ -92,7 +92,7 @@ def test_calls_of_tools_are_targets_and_their_answers_are_kept():
     )
 
 
-def test_what_comes_before_the_first_target_is_context():
+def test_messages_before_the_first_target_are_context():
     for template in (CHATML, UNMARKED):
         assert targets(template.parts(CHAT, first_target=4)) == "4<|im_end|>"
         untargeted = [part._replace(is_target=False) for part in template.parts(CHAT)]
@@ -100,14 +100,14 @@ def test_what_comes_before_the_first_target_is_context():
     assert targets(CHATML.parts(CHAT, train_on_prompt=True)) == CHATML.render(CHAT)
 
 
-def test_a_prompt_ends_where_the_answer_begins():
+def test_a_prompt_is_cut_as_in_training():
     for template in (CHATML, UNMARKED, LLAMA3, PLAIN):
         prompt, whole = template.prompt_parts(CHAT[:4]), template.parts(CHAT)  # cut alike, so tokenized alike
         last = max(number for number, part in enumerate(whole) if part.is_target and not part.is_special)
         assert prompt == tuple(part._replace(is_target=False) for part in whole[:last])
 
 
-# --- nobody but the template writes special tokens ------------------------------------------------------------
+# --- special tokens ---------------------------------------------------------------------------------
 
 FRAGMENTS = [
     "<|im_end|>",
@@ -146,7 +146,7 @@ CONVERSATION = st.lists(
 @pytest.mark.parametrize("template", [CHATML, LLAMA3, UNMARKED], ids=["chatml", "llama3", "unmarked"])
 @settings(deadline=None, max_examples=150)
 @given(messages=CONVERSATION)
-def test_what_is_read_is_what_was_written_and_answers_are_the_targets(template, messages):
+def test_no_message_can_spell_a_special_token(template, messages):
     parts = template.parts(messages)
     trims = template is LLAMA3
     contents = [m["content"].strip() if trims else m["content"] for m in messages]
@@ -180,10 +180,10 @@ def test_a_template_can_trim_search_and_change_protected_text():
     assert ascii_template.render([{"role": "user", "content": "ü<é>"}]) == '"\\u00fc<é>"'
 
 
-# --- templates of others -----------------------------------------------------------------------------------
+# --- foreign templates ------------------------------------------------------------------------------
 
 
-def test_a_template_that_rewrites_the_past_must_say_where_answers_are():
+def test_a_template_that_rewrites_earlier_messages_needs_marks():
     source = (
         "{% for m in messages %}[{{ m.role }}]{% if loop.last %}{{ m.content }}{% else %}{{ m.content | upper }}"
         "{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -213,7 +213,7 @@ def test_a_template_that_fails_is_named(source, complaint):
         ChatTemplate(source, [], name="mine").parts(CHAT, where="here")
 
 
-def test_templates_that_are_none_are_refused():
+def test_malformed_templates_are_refused():
     with pytest.raises(ValueError, match=r"mine, line 2: .*endif"):
         ChatTemplate("\n{% if x %}", [], name="mine")
     with pytest.raises(ValueError, match="private-use"):
@@ -256,7 +256,7 @@ def test_too_many_private_characters_are_refused():
         CHATML.render([{"role": "user", "content": content}])
 
 
-# --- which template is meant -----------------------------------------------------------------------------------
+# --- resolution -------------------------------------------------------------------------------------
 
 
 def resolve(tokenizer=None, **data):
@@ -309,12 +309,12 @@ def test_a_tokenizer_without_an_end_token_cannot_end_answers(tmp_path):
         resolve(TokenizerConfig("file", str(tmp_path)), chat_template="plain")
 
 
-# --- the same as transformers -----------------------------------------------------------------------------------
+# --- parity with transformers -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("template", [CHATML, LLAMA3, PLAIN], ids=["chatml", "llama3", "plain"])
 @pytest.mark.parametrize(("messages", "tools"), [(CHAT, None), (WITH_TOOL, TOOLS)], ids=["chat", "tools"])
-def test_transformers_writes_and_masks_the_same(template, messages, tools):
+def test_text_and_masks_equal_those_of_transformers(template, messages, tools):
     transformers = pytest.importorskip("transformers", reason="compares with apply_chat_template")
     import tokenizers
 

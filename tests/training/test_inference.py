@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from multipack.cli import app, main
 from multipack.data.chat import ChatTemplate
-from multipack.data.texts import Part
+from multipack.data.texts import TextPart
 from multipack.data.tokenizer import Tokenizer, byte_tokenizer
 from multipack.models.decoder import Decoder
 from multipack.models.generate import generate
@@ -229,7 +229,7 @@ def test_an_exports_template_is_its_tokenizers(tmp_path):
     template = load_template(tmp_path)
     assert template.source == TURNS
     assert template.end_of_turn == "<|over|>"
-    assert template.prompt_parts([{"role": "user", "content": "a"}])[0] == Part("<|turn|>", False, True)
+    assert template.prompt_parts([{"role": "user", "content": "a"}])[0] == TextPart("<|turn|>", False, True)
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from multipack.data.data_config import BUILT_IN_TEMPLATES, DataConfig
 from multipack.data.records import Message, read_messages
-from multipack.data.texts import Part
+from multipack.data.texts import TextPart
 from multipack.data.tokenizer import TokenizerConfig, load_tokenizer, tokenizer_facts
 from multipack.data.vocabularies import CHAT_TEMPLATE
 
@@ -134,7 +134,7 @@ class ChatTemplate:
         where: str = "",
         train_on_prompt: bool = False,
         first_target: int = 0,
-    ) -> tuple[Part, ...]:
+    ) -> tuple[TextPart, ...]:
         """The conversation in parts: special tokens, and the text between them; assistants' answers are targets.
 
         Args:
@@ -153,7 +153,7 @@ class ChatTemplate:
 
     def prompt_parts(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None
-    ) -> tuple[Part, ...]:
+    ) -> tuple[TextPart, ...]:
         """The conversation and the generation prompt, cut as `parts` cuts it, so that it is tokenized as in training.
 
         Raises:
@@ -209,7 +209,7 @@ class ChatTemplate:
 
     def _cut(
         self, written: str, chat: _Chat, first_target: int, all_targets: bool = False
-    ) -> tuple[Part, ...]:
+    ) -> tuple[TextPart, ...]:
         """Cut the output at special tokens and at the edges of answers."""
         text = _without_marks(written)
         if self._marks:
@@ -220,12 +220,12 @@ class ChatTemplate:
         inside = {position for start, end in special.items() for position in range(start + 1, end)}
         edges = {edge for answer in answers for edge in answer[:2]} - inside
         cuts = sorted({0, len(text), *special, *special.values(), *edges})
-        parts, number = list[Part](), 0
+        parts, number = list[TextPart](), 0
         for start, stop in pairwise(cuts):
             while number < len(answers) and answers[number].end <= start:
                 number += 1
             is_answer = number < len(answers) and answers[number].start <= start and answers[number].is_target
-            parts.append(Part(chat.restore(text[start:stop]), all_targets or is_answer, start in special))
+            parts.append(TextPart(chat.restore(text[start:stop]), all_targets or is_answer, start in special))
         return tuple(parts)
 
     def _marked(self, written: str, chat: _Chat, first_target: int) -> list[_Answer]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from multipack.data.data_config import DataConfig
-from multipack.data.texts import Part, SourceDocument
+from multipack.data.texts import SourceDocument, TextPart
 
 Form = Literal["text", "completion", "chat", "preference"]
 Message = dict[str, Any]
@@ -130,7 +130,7 @@ class RecordReader:
         *prompt, text = (_text(record, field, where) for field in shape.fields)
         if not text.strip():
             return "empty completions" if prompt else "empty documents"
-        return [SourceDocument(name, (*self._prompt(prompt), Part(text, True)))]
+        return [SourceDocument(name, (*self._prompt(prompt), TextPart(text, True)))]
 
     def _begin(self, record: dict[str, Any], where: str) -> Shape:
         shape = _shape(self._config, record, where)
@@ -167,11 +167,11 @@ class RecordReader:
                 return "pairs with an empty answer"
             if texts[0] == texts[1]:
                 return "pairs of equal answers"
-            halves = [(*begin, Part(text, True)) for text in texts]
+            halves = [(*begin, TextPart(text, True)) for text in texts]
         return [SourceDocument(name, answer, closed=shape.is_chat) for answer in halves]
 
-    def _prompt(self, texts: list[str]) -> tuple[Part, ...]:
-        return tuple(Part(text + self._config.between, False) for text in texts)
+    def _prompt(self, texts: list[str]) -> tuple[TextPart, ...]:
+        return tuple(TextPart(text + self._config.between, False) for text in texts)
 
     def _messages(self, record: dict[str, Any], field: str, where: str, role: str = "") -> list[Message]:
         """The messages of a field, after the record's field `system` if they have no system message of their own."""
@@ -182,10 +182,10 @@ class RecordReader:
 
     def _render(
         self, messages: list[Message], record: dict[str, Any], where: str, first_target: int = 0
-    ) -> tuple[Part, ...]:
+    ) -> tuple[TextPart, ...]:
         assert self.shape is not None
         tools = read_tools(record.get(self.shape.tools), where, self.shape.tools)
-        parts: tuple[Part, ...] = self.template.parts(messages, tools, where, first_target=first_target)
+        parts: tuple[TextPart, ...] = self.template.parts(messages, tools, where, first_target=first_target)
         return parts
 
 

@@ -29,7 +29,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple, cast
 from multipack.data import stdlib
 from multipack.data.data_config import DataConfig
 from multipack.data.records import RecordReader, without_nulls
-from multipack.data.texts import Part, SourceDocument, divided, find_files, json_records
+from multipack.data.texts import SourceDocument, TextPart, divided, find_files, json_records
 from multipack.data.tokenizer import TokenizerConfig
 
 
@@ -284,7 +284,7 @@ def read_stdlib(source: Source) -> Iterator[SourceDocument]:
             source.skip("files that do not parse")
         for pair in pairs or ():
             yield SourceDocument(
-                f"{file.name}:{pair.name}", (Part(pair.prompt, False), Part(pair.completion, True))
+                f"{file.name}:{pair.name}", (TextPart(pair.prompt, False), TextPart(pair.completion, True))
             )
         source.advance()
 
@@ -299,7 +299,7 @@ def read_text(source: Source) -> Iterator[SourceDocument]:
                 text, file.name, source.config.division, source.config.separator
             ):
                 if piece.strip() or source.is_stream:
-                    yield SourceDocument(name, (Part(piece, True),), ended)
+                    yield SourceDocument(name, (TextPart(piece, True),), ended)
                 else:
                     source.skip("empty documents")
         except (UnicodeDecodeError, EOFError, OSError, zlib.error) as error:
@@ -397,7 +397,7 @@ def _install(source: str, package: str) -> str:
     return f'data.source={source} needs the package {package}: pip install "multipack[{source}]"'
 
 
-class Reader(NamedTuple):
+class SourceReader(NamedTuple):
     """A row of `READERS`.
 
     Attributes:
@@ -410,10 +410,10 @@ class Reader(NamedTuple):
 
 
 READERS = {
-    "stdlib": Reader(read_stdlib),
-    "text": Reader(read_text, (".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".py")),
-    "jsonl": Reader(read_jsonl, (".jsonl", ".ndjson")),
-    "parquet": Reader(read_parquet, (".parquet", ".pq")),
-    "huggingface": Reader(read_huggingface),
+    "stdlib": SourceReader(read_stdlib),
+    "text": SourceReader(read_text, (".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".py")),
+    "jsonl": SourceReader(read_jsonl, (".jsonl", ".ndjson")),
+    "parquet": SourceReader(read_parquet, (".parquet", ".pq")),
+    "huggingface": SourceReader(read_huggingface),
 }
 """`data.source` → its reader; a new source also has its name in `SourceName` of data_config.py."""

@@ -15,7 +15,7 @@ CHUNK = 1 << 20
 """Characters of a text that are read at once."""
 
 
-class Part(NamedTuple):
+class TextPart(NamedTuple):
     """A piece of a document's text, tokenized by itself.
 
     Attributes:
@@ -42,7 +42,7 @@ class SourceDocument:
     """
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[TextPart, ...]
     ended: bool = True
     closed: bool = False
 

@@ -23,7 +23,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from multipack.atomic import locked, write_atomically
 from multipack.data.data_config import check_choice
-from multipack.data.texts import Part, SourceDocument
+from multipack.data.texts import SourceDocument, TextPart
 from multipack.data.vocabularies import (
     END,
     END_NAMES,
@@ -145,7 +145,7 @@ class Tokenizer:
         self._check_characters((text,))
         return self._library.encode(text, add_special_tokens=False).ids
 
-    def encode_parts(self, documents: Sequence[Sequence[Part]]) -> list[list[tuple[list[int], bool]]]:
+    def encode_parts(self, documents: Sequence[Sequence[TextPart]]) -> list[list[tuple[list[int], bool]]]:
         """Token ids of each part of each document, and whether they are targets, in parallel threads.
 
         A special part becomes the one token of its name; all other parts are ordinary text. Tokenizers that put a
@@ -181,7 +181,7 @@ class Tokenizer:
         self._check_characters(texts)
         return [encoding.ids for encoding in library.encode_batch_fast(texts, add_special_tokens=False)]
 
-    def _is_continued(self, parts: Sequence[Part], number: int) -> bool:
+    def _is_continued(self, parts: Sequence[TextPart], number: int) -> bool:
         """Whether part `number` continues a text, for a tokenizer that encodes such parts differently."""
         if self._continued is None or number == 0:
             return False

@@ -1,6 +1,6 @@
 """Text → tokens → shards: tokenizes documents, and writes a token store (see `data/store.py`) shard after shard.
 
-documents     [Part, Part] [Part] …            text, a batch of it
+documents     [part, part] [part] …            text, a batch of it
 encode        |AAAAAA|BBB|CC…                  a Shard in memory
 StoreWriter   collects shards until they hold SHARD_TOKENS tokens, and writes them as one
 """

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from multipack.data.chat import ChatTemplate
 from multipack.data.shards import CHAT_TEMPLATE
-from multipack.data.texts import Part
+from multipack.data.texts import TextPart
 from multipack.data.tokenizer import Tokenizer
 from multipack.models.decoder import Decoder
 from multipack.models.families import build_decoder
@@ -149,7 +149,7 @@ class Conversation:
         self.num_read = 0
         self._ends = set() if tokenizer.end_id is None else {tokenizer.end_id}
         if template.end_of_turn:
-            self._ends.update(self._encode((Part(template.end_of_turn, False, is_special=True),)))
+            self._ends.update(self._encode((TextPart(template.end_of_turn, False, is_special=True),)))
 
     def say(self, text: str, listener: Callable[[str], None] | None = None) -> Completion:
         """Answer `text` and remember both.
@@ -176,7 +176,7 @@ class Conversation:
         self.num_read = len(ids)
         return answer
 
-    def _encode(self, parts: Sequence[Part]) -> list[int]:
+    def _encode(self, parts: Sequence[TextPart]) -> list[int]:
         (encoded,) = self._tokenizer.encode_parts([parts])
         return [token for tokens, _ in encoded for token in tokens]
 
