@@ -220,10 +220,6 @@ class GrowingFolder(Arriving):
 
     An item is (shard, number in the shard's view): any shard can be opened again.
 
-    Args:
-        data: `path` is the store's folder.
-        limit: most tokens of a document.
-
     Raises:
         DocumentsLate: no shard appeared in time.
         ValueError: the store holds one stream of text; see `Arriving`.
@@ -293,7 +289,7 @@ class GrowingFolder(Arriving):
         return self._training(shard, number)[0]
 
     def _item(self, documents: Documents, number: int) -> dict[str, Any]:
-        self._view(self._chunk)  # is asked for when the pack is collated
+        self._view(self._chunk)  # keeps it open for `document`
         return {
             "name": f"shard {self._chunk}: {documents.names(number)}",
             "shard": self._chunk,
@@ -313,8 +309,7 @@ class StreamedRecords(Arriving):
     other iterable is read again from its beginning, and the records before the chunk are not tokenized.
 
     Args:
-        data: form of the records, and the policy for long documents.
-        limit: most tokens of a document.
+        data, limit: see `Arriving`; `data` also gives the form of the records.
         tokenizer: of a kind that is not trained.
         records: opens the records, from the beginning.
 

