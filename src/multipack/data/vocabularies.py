@@ -181,7 +181,7 @@ def load_transformers(path: str) -> tuple[str, TokenizerFacts]:
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer):
         raise ValueError(
-            f"tokenizer.path={path}: {type(loaded).__name__} has no fast version, and only fast tokenizers have a tokenizer.json"
+            f"tokenizer.path={path}: {type(loaded).__name__} has no fast version with a tokenizer.json"
         )
     definition: str = backend.to_str()
     added = json.loads(definition).get("added_tokens", ())
