@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+JOBS ?= 2
 
 .PHONY: help train test test-all check install bench clean
 
@@ -15,11 +16,15 @@ help:
 train: $(VENV)/.installed
 	$(BIN)/multipack train $(ARGS)
 
+# Distributed tests start processes of their own, so they run one after another.
+FAST := -m "not slow and not cuda"
 test: check
-	$(BIN)/python -m pytest -m "not slow and not cuda"
+	$(BIN)/python -m pytest $(FAST) --numprocesses $(JOBS) --dist loadscope --ignore tests/distributed --ignore tests/launch
+	$(BIN)/python -m pytest $(FAST) tests/distributed tests/launch
 
 test-all: check
-	$(BIN)/python -m pytest -m "not cuda"
+	$(BIN)/python -m pytest -m "not cuda" --numprocesses $(JOBS) --dist loadscope --ignore tests/distributed --ignore tests/launch
+	$(BIN)/python -m pytest -m "not cuda" tests/distributed tests/launch
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check src tests benchmarks docs
