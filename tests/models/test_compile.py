@@ -82,16 +82,6 @@ def test_one_graph_serves_all_layers_and_packs(model, packs, distance, gradients
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["llama-gqa"], indirect=True)
-def test_one_graph_for_any_number_of_slots(model, packs):
-    count = Count()
-    compile_blocks(model, backend=count, dynamic=True)
-    for batch in packs():
-        model(batch)
-    assert count.graphs == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", ["llama-gqa"], indirect=True)
 def test_compiled_gradients(shape, packs, distance, gradients):
     torch.manual_seed(5)
     model = Decoder(dataclasses.replace(shape, window=3))
@@ -138,15 +128,6 @@ def test_backends_that_would_compile_for_every_pack_are_refused(shape, packs):
     compile_blocks(model, backend="eager")
     with pytest.raises(Exception, match=r"attention=padded .*torch.compile.*'loop'"):
         model(next(packs()))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", ["gpt2", "llama-gqa"], indirect=True)
-def test_inductor(model, packs, distance, gradients):
-    reference = copy.deepcopy(model)
-    compile_blocks(model)
-    for batch in packs():
-        compare(model, reference, batch, distance, gradients, 1e-6)
 
 
 def arguments(dtype, window, lengths=(5, 140, 140, 1, 0, 0), heads=4, kv_heads=2, width=8):

@@ -1,4 +1,4 @@
-"""Documents that weigh alike and documents that are aligned: the loss of each document alone, added up."""
+"""Document weighting and alignment: losses and gradients equal those of documents alone."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ def collate():
 
 
 def of_each_alone(model, documents, collate):
-    """Σ over documents of the mean loss over each one's targets, written out; and their number."""
+    """Sum over documents of the mean loss over targets, and the number of documents."""
     means = []
     for document in documents:
         batch = collate([document])
@@ -31,7 +31,7 @@ def gradients_of(model, loss):
     return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
 
 
-def test_documents_that_weigh_alike_are_each_one_alone(model, documents, collate, distance):
+def test_document_weighting_sums_mean_losses(model, documents, collate, distance):
     expected, count = of_each_alone(model, documents, collate)
     batch = collate(documents, loss_weighting="document")
     assert batch.denominator == count == 4  # one document has a single token
@@ -40,7 +40,7 @@ def test_documents_that_weigh_alike_are_each_one_alone(model, documents, collate
     assert distance(gradients_of(model, loss), gradients_of(model, expected)) < 1e-6
 
 
-def test_padded_rows_weigh_the_same(model, documents, collate):
+def test_padded_rows_have_the_same_weights(model, documents, collate):
     packed = model(collate(documents, loss_weighting="document"))
     padded = model(PaddedCollator(pad_id=3, loss_weighting="document")(documents))
     assert padded.item() == pytest.approx(packed.item(), rel=1e-6)
@@ -48,7 +48,7 @@ def test_padded_rows_weigh_the_same(model, documents, collate):
 
 @pytest.mark.parametrize("loss_weighting", ["token", "document"])
 @pytest.mark.parametrize(("align", "pad_to"), [(5, None), (4, 64)])
-def test_aligned_documents_have_the_losses_and_gradients_of_tight_ones(
+def test_alignment_changes_no_loss_and_no_gradient(
     model, documents, collate, distance, align, pad_to, loss_weighting
 ):
     tight = collate(documents, loss_weighting=loss_weighting)
@@ -61,7 +61,7 @@ def test_aligned_documents_have_the_losses_and_gradients_of_tight_ones(
 
 
 @pytest.mark.parametrize("shape", ["gpt2"], indirect=True)
-def test_alignment_may_go_beyond_a_table_of_positions_but_no_document_may(shape, document, collate):
+def test_alignment_may_exceed_the_position_table_but_documents_may_not(shape, document, collate):
     model = Decoder(dataclasses.replace(shape, context=9))
     fits = [document(9), document(5)]
     assert model(collate(fits, align=8)).item() == pytest.approx(model(collate(fits)).item(), rel=1e-6)
@@ -79,7 +79,7 @@ def test_under_autocast_too(model, documents, collate):
     assert torch.isfinite(gradients_of(model, loss)).all()
 
 
-def test_a_loss_function_that_knows_no_weights_is_asked_for_none_it_does_not_need(shape, documents, collate):
+def test_weights_are_passed_to_the_loss_only_if_there_are_any(shape, documents, collate):
     def summed(hidden, weight, targets, num_targets=None):
         return hidden.sum()
 

@@ -1,4 +1,4 @@
-"""Text of tokens that come one at a time, against all of them decoded at once."""
+"""Streaming text equals all tokens decoded at once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def cut(text: str, stop: tuple[str, ...]) -> str:
 
 @settings(deadline=None, max_examples=150)
 @given(st.lists(st.integers(0, 256), max_size=40), st.text("aé日😀 ", max_size=6))
-def test_pieces_are_the_whole_text_also_of_bytes_that_are_none(ids, prompt):
+def test_pieces_join_to_the_whole_text_for_any_bytes(ids, prompt):
     text, pieces = stream(BYTES, ids, prompt=BYTES.encode(prompt))
     assert text.text == BYTES.decode(ids)
     assert not any("�" in piece[-1:] for piece in pieces[:-1])
@@ -46,14 +46,14 @@ def test_pieces_are_the_whole_text_also_of_bytes_that_are_none(ids, prompt):
 @given(
     st.text("ab日é", max_size=24), st.lists(st.text("ab日", min_size=1, max_size=4), max_size=3).map(tuple)
 )
-def test_stop_strings_cut_the_same_however_tokens_fall(words, stop):
+def test_stop_strings_do_not_depend_on_tokens(words, stop):
     for tokenizer in (BYTES, BPE):
         text, _ = stream(tokenizer, tokenizer.encode(words), stop)
         assert text.text == cut(words, stop)
         assert text.stopped is any(each in words for each in stop)
 
 
-def test_characters_wait_for_all_of_their_bytes():
+def test_incomplete_characters_are_held_back():
     ids = BYTES.encode("é😀!")
     _, pieces = stream(BYTES, ids)
     assert pieces == ["", "é", "", "", "", "😀", "!", ""]
@@ -69,13 +69,13 @@ def test_beginnings_of_stop_strings_are_held_back():
     assert stream(BYTES, BYTES.encode("a\n\n"), stop=("\n\nUser:",))[0].text == "a\n\n"
 
 
-def test_a_stop_string_may_be_met_by_the_last_bytes_only():
+def test_the_last_bytes_may_complete_a_stop_string():
     text, _ = stream(BYTES, [97, 0xE2], stop=("�",))
     assert text.stopped
     assert text.text == "a"
 
 
-def test_spaces_that_decoders_take_from_a_beginning_stay_after_a_prompt():
+def test_leading_spaces_stay_after_a_prompt():
     library = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({"▁the": 0, "▁cat": 1, "s": 2, "<unk>": 3}, unk_token="<unk>")
     )

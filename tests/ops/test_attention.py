@@ -18,7 +18,6 @@ from multipack.ops.attention import (
     select,
     selection,
     table,
-    table_rows,
 )
 from multipack.ops.attention import loop as loop_module
 from multipack.ops.attention.runs import runs
@@ -181,42 +180,26 @@ def test_bfloat16_is_close_and_autocast_casts_all_three(pack, documents):
 
 @pytest.fixture
 def row():
-    """A row that takes little: bfloat16 on the CPU, forward only, no window, no grouped queries."""
+    """A backend that supports little: bfloat16 on the CPU, forward only, no window, no grouped queries."""
     few = {"devices": ("cpu",), "dtypes": (torch.bfloat16,), "backward": False, "window": False, "gqa": False}
     return Backend("picky", find_backend("loop").function, **few)
 
 
-@pytest.mark.parametrize(
-    ("change", "kv_heads", "window", "says"),
-    [
+def test_a_backend_that_does_not_support_a_call_is_skipped_or_refused(pack, documents, monkeypatch, row):
+    batch = pack(documents)
+    for change, kv_heads, window, named in (
         ({"devices": ("cuda",)}, 4, None, "cpu tensors"),
         ({"dtypes": (torch.float16,)}, 4, None, "torch.bfloat16"),
         ({}, 4, 3, "window=3"),
         ({}, 2, None, "2 key heads for 4 query heads"),
-        (
-            {"needs": "no_such_package", "install": "pip it"},
-            4,
-            None,
-            r"no_such_package is not installed \(pip it\)",
-        ),
-        (
-            {"head_widths": range(16, 65, 16)},
-            4,
-            None,
-            r"heads 8 wide \(it takes 16 … 64 in multiples of 16\)",
-        ),
-    ],
-)
-def test_a_backend_that_does_not_support_a_call_is_skipped_or_refused(
-    pack, documents, monkeypatch, row, change, kv_heads, window, says
-):
-    row = dataclasses.replace(row, **change)
-    monkeypatch.setattr(table, "BACKENDS", (row, *BACKENDS))
-    batch = pack(documents)
-    q, k, v = tensors(batch, 4, kv_heads, torch.bfloat16, grad=False)
-    assert select("auto", q, k, v, window).name == "loop"
-    with pytest.raises(ValueError, match=rf"attention=picky does not support .*{says}.*'loop'"):
-        attention(q, k, v, batch, "picky", window)
+        ({"needs": "no_such_package", "install": "pip it"}, 4, None, "no_such_package .*pip it"),
+        ({"head_widths": range(16, 65, 16)}, 4, None, "heads 8 wide .*16 … 64 in multiples of 16"),
+    ):
+        monkeypatch.setattr(table, "BACKENDS", (dataclasses.replace(row, **change), *BACKENDS))
+        q, k, v = tensors(batch, 4, kv_heads, torch.bfloat16, grad=False)
+        assert select("auto", q, k, v, window).name == "loop"
+        with pytest.raises(ValueError, match=rf"attention=picky .*{named}.*'loop'"):
+            attention(q, k, v, batch, "picky", window)
 
 
 def test_one_entry_adds_a_backend(pack, documents, monkeypatch, row):
@@ -294,20 +277,6 @@ def test_backends_of_a_gpu_without_packages(monkeypatch, dtype, width, first):
     monkeypatch.setattr(table, "_installed", lambda package: False)
     place = selection.position("auto", torch.device("cuda"), dtype, 8, 2, width, 128, True, False)
     assert BACKENDS[place].name == first
-
-
-def test_table_as_text():
-    rows = table_rows()
-    assert [row["backend"] for row in rows] == [row.name for row in BACKENDS]
-    assert len({tuple(row) for row in rows}) == 1
-    flash3, loop = rows[0], next(row for row in rows if row["backend"] == "loop")
-    assert flash3["devices"] == "cuda (9.x)"
-    assert flash3["dtypes"] == "float16, bfloat16"
-    assert flash3["head width"] == "8 … 256 in multiples of 8"
-    assert flash3["needs"].startswith("flash_attn_interface: ")
-    assert loop["devices"] == loop["dtypes"] == "all"
-    assert loop["here"] == "yes"
-    assert all(text for row in rows for text in row.values())
 
 
 def test_operators_are_those_that_selective_checkpointing_keeps(pack, documents):

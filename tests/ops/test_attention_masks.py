@@ -4,16 +4,14 @@ import gc
 import weakref
 
 import numpy as np
-import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
-from multipack.ops.attention import attention, document_mask, first_visible, mask_4d
+from multipack.ops.attention import document_mask, first_visible
 from multipack.ops.attention.flex import block_mask
 from multipack.ops.attention.masks import once_a_batch
 
@@ -25,7 +23,7 @@ def batch_of(lengths, pad_to=None):
     return PackedCollator(len(lengths) + 3, 2048, pad_to=pad_to)(documents)
 
 
-def test_mask_is_the_picture(pack, document):
+def test_masks_of_two_documents(pack, document):
     batch = pack([document(3), document(2)], pad_to=6)
     mask = document_mask(batch)
     expected = [[1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0]]
@@ -39,46 +37,13 @@ def test_mask_is_the_picture(pack, document):
     assert first_visible(batch, 2).tolist() == [0, 0, 1, 3, 3, 5]
 
 
-@pytest.mark.parametrize("window", [None, 1, 4])
-def test_4d_masks_are_the_dense_one(pack, documents, window):
-    batch = pack(documents, pad_to=40)
-    seen = document_mask(batch, window)
-    boolean = mask_4d(batch, window=window)
-    assert boolean.shape == (1, 1, 40, 40)
-    assert torch.equal(boolean[0, 0], seen)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        added = mask_4d(batch, dtype, window)[0, 0]
-        assert added.dtype == dtype
-        assert torch.equal(added == 0, seen)
-        assert torch.equal(added == torch.finfo(dtype).min, ~seen)
-    assert boolean.diagonal(dim1=2, dim2=3).all()  # padding too: no row is empty
-
-
-@pytest.mark.parametrize("dtype", [None, torch.float32])
-def test_4d_masks_give_a_model_our_attention(pack, documents, dtype):
-    batch = pack(documents, pad_to=40)
-    q, k, v = (torch.randn(40, 4, 8) for _ in range(3))
-    rows = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    theirs = F.scaled_dot_product_attention(*rows, attn_mask=mask_4d(batch, dtype, 5))
-    torch.testing.assert_close(
-        theirs[0].transpose(0, 1), attention(q, k, v, batch, window=5), rtol=0, atol=1e-6
-    )
-
-
-def test_masks_of_other_dtypes_and_windows_are_refused(pack, documents):
-    with pytest.raises(ValueError, match=r"boolean \(dtype=None\).*got torch.int64"):
-        mask_4d(pack(documents), torch.int64)
-    with pytest.raises(ValueError, match="window must be at least 1"):
-        mask_4d(pack(documents), window=0)
-
-
 @settings(deadline=None, max_examples=40)
 @given(
     st.lists(st.integers(1, 300), min_size=1, max_size=8),
     st.one_of(st.none(), st.integers(1, 400)),
     st.integers(0, 150),
 )
-def test_blocks_are_those_that_torch_finds_by_search(lengths, window, padding):
+def test_blocks_equal_those_of_create_block_mask(lengths, window, padding):
     batch = batch_of(lengths, sum(lengths) + padding)
     slots, seen = batch.num_slots, document_mask(batch, window)
     ours = block_mask(batch, window)
@@ -96,7 +61,7 @@ def test_blocks_are_those_that_torch_finds_by_search(lengths, window, padding):
     assert torch.equal(told, seen)
 
 
-def test_what_a_batch_needs_is_made_once_and_goes_with_it(pack, documents):
+def test_results_of_a_batch_are_cached_and_freed(pack, documents):
     made = []
     first, second = pack(documents), pack(documents)
 
@@ -111,7 +76,7 @@ def test_what_a_batch_needs_is_made_once_and_goes_with_it(pack, documents):
     once_a_batch(first, ("a", 3), make)
     once_a_batch(second, ("a", None), make)
     assert len(made) == 3
-    second.cu_seqlens.add_(0)  # whoever writes new boundaries into the same tensor gets a new one
+    second.cu_seqlens.add_(0)  # new bounds in the same tensor
     once_a_batch(second, ("a", None), make)
     assert len(made) == 4
     del first, second

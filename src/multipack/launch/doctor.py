@@ -160,16 +160,17 @@ def _devices(environment: Mapping[str, str]) -> Iterator[Finding]:
 def _attention(environment: Mapping[str, str]) -> Iterator[Finding]:
     import torch
 
-    from multipack.ops.attention import table_rows
+    from multipack.ops.attention import BACKENDS
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    for row in table_rows():
-        detail = f"{row['dtypes']}; {row['note']}".rstrip("; ")
-        if row["here"] != "yes":
-            detail = f"not installed ({row['needs']})"
-        elif row["devices"] != "all" and device not in row["devices"]:
+    for row in BACKENDS:
+        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in row.dtypes) or "all"
+        detail = f"{dtypes}; {row.note}"
+        if row.missing:
+            detail = f"not installed ({row.needs}: {row.install})"
+        elif row.devices and device not in row.devices:
             detail = f"not on {device}"
-        yield Finding("attention", row["backend"], "ok", detail)
+        yield Finding("attention", row.name, "ok", detail)
 
 
 def _launching(environment: Mapping[str, str]) -> Iterator[Finding]:

@@ -4,7 +4,7 @@
     first visible    0 0 0 3 3          position i sees first[i] … i
     with window=2    0 0 1 3 3
 
-All masks follow from these T numbers: the dense mask, 4-D masks for other models, and the blocks of FlexAttention.
+All masks follow from these T numbers: the dense mask and the blocks of FlexAttention.
 They are computed from `cu_seqlens` on its device, without a synchronization.
 """
 
@@ -44,40 +44,11 @@ def document_mask(batch: PackedBatch, window: int | None = None) -> Tensor:
 
     Returns:
         (T, T) bool on the batch's device: row i, column j is True where token i sees token j. T² bytes, 1 GiB
-        at T = 32,768: for tests, and for models that need a mask.
+        at T = 32,768: for tests and comparison.
     """
     first = first_visible(batch, window)
     positions = torch.arange(len(first), device=first.device, dtype=first.dtype)
     return (positions >= first[:, None]) & (positions <= positions[:, None])
-
-
-def mask_4d(batch: PackedBatch, dtype: torch.dtype | None = None, window: int | None = None) -> Tensor:
-    """`document_mask` for models that attend over one row of all documents.
-
-    A model that gets such a mask builds none itself, not even for sliding-window layers: pass those layers a mask
-    with their `window`. Padding sees itself, so no row is empty and every softmax is defined.
-
-    Args:
-        batch: holds the documents' bounds.
-        dtype: None = boolean, True where a token is seen; a floating dtype = additive: 0 where it is seen, the
-            dtype's most negative number elsewhere.
-        window: tokens that each position sees, itself included; None = the whole document before it.
-
-    Returns:
-        (1, 1, T, T) on the batch's device: T² elements.
-
-    Raises:
-        ValueError: a dtype that is not floating, or a window below 1.
-    """
-    check_window(window)
-    seen = document_mask(batch, window)[None, None]
-    if dtype is None:
-        return seen
-    if not dtype.is_floating_point:
-        raise ValueError(f"a mask is boolean (dtype=None) or additive, in a floating dtype; got {dtype}")
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(
-        ~seen, torch.finfo(dtype).min
-    )
 
 
 def check_window(window: int | None) -> None:

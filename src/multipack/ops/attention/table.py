@@ -134,35 +134,6 @@ def find_backend(name: str) -> Backend:
     )
 
 
-def table_rows() -> list[dict[str, str]]:
-    """The table as text: a dictionary of column → text per backend, in order of preference."""
-    return [
-        {
-            "backend": row.name,
-            "devices": _devices(row),
-            "dtypes": ", ".join(str(dtype).removeprefix("torch.") for dtype in row.dtypes) or "all",
-            "backward": _yes(row.backward),
-            "window": _yes(row.window),
-            "grouped queries": _yes(row.gqa),
-            "torch.compile": "yes" if row.compiles is None else ", ".join(row.compiles) or "no",
-            "head width": _widths(row.head_widths) if row.head_widths else "any",
-            "needs": f"{row.needs}: {row.install}" if row.needs else "torch",
-            "here": "no" if row.missing else "yes",
-            "note": row.note,
-        }
-        for row in BACKENDS
-    ]
-
-
-def _devices(row: Backend) -> str:
-    generations = f" ({_span(row.generations)})" if row.generations else ""
-    return (", ".join(row.devices) or "all") + generations
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"
-
-
 def _span(generations: tuple[int, int]) -> str:
     first, last = generations
     return f"{first}.x" if first == last else f"{first}.0 and newer"
