@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 from torch.distributed.device_mesh import init_device_mesh
 
 from multipack.models.decoder import PARALLEL_PLAN
 from multipack.parallel.context import divide_context
-from multipack.parallel.engine import ModelEngine
+from multipack.parallel.engine import ModelEngine, Share
 from multipack.parallel.fsdp import shard, synchronizing
 from multipack.parallel.mesh import build_mesh
 from multipack.parallel.parallel_config import ContextMethod, ParallelConfig
@@ -25,8 +24,6 @@ from multipack.shapes import SHAPES, ModelShape
 from parallel_tables.ranks import Ranks
 from parallel_tables.setups import adamw, blueprint_of, engine_of, filling, pack_of, train_step
 from planning_tables.table import Table
-
-Maker = Callable[[World, ModelShape], ModelEngine]
 
 
 def table(quick: bool) -> Table:
@@ -57,7 +54,7 @@ def measure(
 ) -> dict[str, list[float]]:
     """CPU seconds of each round's step, by strategy; every strategy once a round."""
     pack = pack_of(filling(slots, 300), slots, shape.vocabulary_size)
-    engines = {name: make(world, shape) for name, make in STRATEGIES.items()}
+    engines = {name: engine_with(name, world, shape) for name in STRATEGIES}
     for engine in engines.values():
         train_step(engine, [pack], 1)
     found: dict[str, list[float]] = {name: [] for name in engines}
@@ -70,67 +67,40 @@ def measure(
     return found
 
 
-def plain(world: World, shape: ModelShape) -> ModelEngine:
-    """No strategy."""
-    return engine_of(world, shape)
-
-
-def sharded(config: ParallelConfig, world: World, shape: ModelShape) -> ModelEngine:
-    """Shards of one rank, which the engine applies as to any number."""
-    return engine_of(world, shape, config)
-
-
-def replicated(world: World, shape: ModelShape, divided: bool = False) -> ModelEngine:
-    """DDP, and an optimizer that ranks divide."""
+def engine_with(name: str, world: World, shape: ModelShape) -> ModelEngine:
+    """An engine with this strategy applied; the engine of a run applies none to an axis of one rank."""
+    if name.startswith("plain"):
+        return engine_of(world, shape)
+    if name in SHARDED:
+        return engine_of(world, shape, SHARDED[name])
     mesh, blueprint = build_mesh(ParallelConfig(), world), blueprint_of(shape)
-    model = blueprint.build(None)
-    axis, named = mesh.axis("dp_replicate"), dict(model.named_parameters())
-    factory = partial(adamw, blueprint.shapes)
-    optimizer = ShardedOptimizer(factory, named, axis) if divided else factory(named)
-    call = replicate(model, axis)
-    return ModelEngine([model], optimizer, mesh, call=call, synchronizing=synchronizing(call))
-
-
-def tensors(world: World, shape: ModelShape) -> ModelEngine:
-    """All matrices divided among one rank, and groups of one shard around them."""
-    mesh, blueprint = build_mesh(ParallelConfig(), world), blueprint_of(shape)
-    model = blueprint.build(None)
-    divide_tensors(model, mesh.axis("tp"), PARALLEL_PLAN)
-    shard(model, mesh.axis("dp_replicate", "dp_shard"), reshard=True)
-    optimizer = adamw(blueprint.shapes, dict(model.named_parameters()))
-    return ModelEngine([model], optimizer, mesh, synchronizing=synchronizing(model))
-
-
-def tokens(method: ContextMethod, world: World, shape: ModelShape) -> ModelEngine:
-    """The tokens of every pack divided among one rank."""
-    mesh, blueprint = build_mesh(ParallelConfig(), world), blueprint_of(shape)
-    model = blueprint.build(None)
-    share = divide_context(model, init_device_mesh("cpu", (1,), mesh_dim_names=("cp",)), method)
-    optimizer = adamw(blueprint.shapes, dict(model.named_parameters()))
-    call = replicate(model, mesh.axis("dp_replicate"))
+    model = blueprint.build((0, shape.layers) if name.startswith("pipeline") else None)
+    share: Share = lambda batch: batch  # noqa: E731
+    if name.startswith("context"):
+        method = cast("ContextMethod", name.removeprefix("context, "))
+        share = divide_context(model, init_device_mesh("cpu", (1,), mesh_dim_names=("cp",)), method)
+    if name == "tensor":
+        divide_tensors(model, mesh.axis("tp"), PARALLEL_PLAN)
+    call = model
+    if name == "tensor" or name.startswith("pipeline"):
+        shard(model, mesh.axis("dp_replicate", "dp_shard"), reshard=True)
+    else:
+        call = replicate(model, mesh.axis("dp_replicate"))
+    named, factory = dict(model.named_parameters()), partial(adamw, blueprint.shapes)
+    if name.startswith("pipeline"):
+        pipeline = Pipeline([model], mesh.axis("pp"), "1f1b", 1, width=shape.d_model)
+        return PipelineEngine(pipeline, factory(named), mesh)
+    axis = mesh.axis("dp_replicate")
+    optimizer = ShardedOptimizer(factory, named, axis) if name == "zero1" else factory(named)
     return ModelEngine([model], optimizer, mesh, call=call, share=share, synchronizing=synchronizing(call))
 
 
-def stages(world: World, shape: ModelShape) -> ModelEngine:
-    """A pipeline of one stage, sharded in groups of one."""
-    mesh, blueprint = build_mesh(ParallelConfig(), world), blueprint_of(shape)
-    model = blueprint.build((0, shape.layers))
-    shard(model, mesh.axis("dp_replicate", "dp_shard"), reshard=True)
-    pipeline = Pipeline([model], mesh.axis("pp"), "1f1b", 1, width=shape.d_model)
-    return PipelineEngine(pipeline, adamw(blueprint.shapes, pipeline.parameters), mesh)
-
-
-STRATEGIES: dict[str, Maker] = {
-    "plain": plain,
-    "plain, again": plain,
-    "ddp": replicated,
-    "zero1": partial(replicated, divided=True),
-    "zero2": partial(sharded, ParallelConfig(data="zero2")),
-    "zero3": partial(sharded, ParallelConfig(data="zero3")),
-    "hsdp": partial(sharded, ParallelConfig(data="hsdp", replicate=1)),
-    "tensor": tensors,
-    "context, ulysses": partial(tokens, "ulysses"),
-    "context, ring": partial(tokens, "ring"),
-    "pipeline, 1f1b": stages,
+SHARDED = {
+    "zero2": ParallelConfig(data="zero2"),
+    "zero3": ParallelConfig(data="zero3"),
+    "hsdp": ParallelConfig(data="hsdp", replicate=1),
 }
-"""Name → engine. The engine of a run applies no strategy to an axis of one rank; here each is applied."""
+STRATEGIES = (
+    *("plain", "plain, again", "ddp", "zero1", *SHARDED),
+    *("tensor", "context, ulysses", "context, ring", "pipeline, 1f1b"),
+)
