@@ -33,7 +33,6 @@ SHAPES = {
     "one key head": dataclasses.replace(LLAMA, kv_heads=1, head_dim=6),
     "window": dataclasses.replace(LLAMA, window=12),
     "three key heads": dataclasses.replace(LLAMA, heads=6, kv_heads=3, head_dim=6),
-    "wide": dataclasses.replace(LLAMA, heads=8, kv_heads=8, d_model=64),
 }
 
 
@@ -66,13 +65,9 @@ def pair(world, shape, method, mesh=None):
 
 def same_as_one(world, name, method, lengths, options):
     """Largest relative differences of loss and gradients, and how many targets this rank had."""
-    # Of four ranks, two and two: neighbors with packs of their own, or with a rank of another axis between them.
-    words = {"neighbors": {"context": 2}, "strided": {"context": 2, "tensor": 2}}
-    (asked,) = [words[option] for option in options if option in words] or [{"context": world.size}]
-    mesh = build_mesh(ParallelConfig(**asked), world)
+    mesh = build_mesh(ParallelConfig(context=world.size), world)
     group = mesh.axis("cp").get_group()
     whole, divided, share = pair(world, SHAPES[name], method, mesh)
-    lengths = (*lengths[mesh.data_rank :], *lengths[: mesh.data_rank])
     batch = pack(lengths, "document" if "weights" in options else "token")
     own = share(batch)
     for kind in {"full", "selective"} & {*options}:
@@ -152,18 +147,6 @@ def mixed_dtypes(world, method):
 @pytest.mark.parametrize("method", ["ulysses", "ring"])
 def test_tensors_are_cast_before_they_are_sent(pools, method):
     assert pools(2).run(mixed_dtypes, method) == [((SLOTS // 2, 4, 8), "torch.bfloat16")] * 2
-
-
-@pytest.mark.parametrize("method", ["ulysses", "ring"])
-@pytest.mark.parametrize("groups", ["neighbors", "strided"])
-def test_two_ranks_of_four(pools, groups, method):
-    check(pools(4), "gpt", method, options=(groups,))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["ulysses", "ring"])
-def test_eight_ranks(pools, method):
-    check(pools(8), "wide", method)
 
 
 def sent_bytes(world, name, method, lengths):

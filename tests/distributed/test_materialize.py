@@ -70,8 +70,9 @@ def _filled(world, kind, way):
     return sorted(held), sum(local(each).numel() for each in held.values())
 
 
-@pytest.mark.parametrize("kind", ["gpt", "llama"])
-@pytest.mark.parametrize("way", ["whole", "shards", "tensors", "stages"])
+@pytest.mark.parametrize(
+    ("kind", "way"), [("gpt", "whole"), ("llama", "shards"), ("gpt", "tensors"), ("gpt", "stages")]
+)
 def test_two_ranks_get_their_pieces_of_what_one_process_draws(pools, kind, way):
     outcomes = pools(2).run(_filled, kind, way)
     whole = tiny.whole_shapes(kind)

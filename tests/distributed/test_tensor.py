@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
@@ -18,7 +17,7 @@ from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
 from multipack.data.pairs import PreferenceBatch
 from multipack.models.compile import compile_blocks
-from multipack.models.decoder import PARALLEL_PLAN, Decoder, DecoderPart
+from multipack.models.decoder import PARALLEL_PLAN, Decoder
 from multipack.models.dpo import PreferenceDecoder
 from multipack.models.recompute import recompute_blocks, tile_layers
 from multipack.ops.loss import training_loss
@@ -248,34 +247,6 @@ def recomputed(compute, *arguments):
     return checkpoint(compute, *arguments, use_reentrant=False)
 
 
-def with_shards(world, name, around):
-    """dp_shard × tp: FSDP2 over one dimension of the mesh, tensors divided over the other."""
-    mesh = _mesh(world, data="zero3", tensor=2)
-    model = _whole(name)
-    divide_tensors(model, mesh.axis("tp"), PARALLEL_PLAN)
-    for block in model.blocks:
-        block.around = recomputed if around else None
-        fully_shard(block, mesh=mesh.axis("dp_shard"))
-    fully_shard(model, mesh=mesh.axis("dp_shard"))
-    whole, batches = _whole(name), [_batch(number) for number in range(mesh.data_size)]
-    targets = sum(batch.num_target_tokens for batch in batches)
-    wanted = sum(whole(batch) for batch in batches) / targets
-    wanted.backward()
-    loss = model(batches[mesh.data_rank]) * mesh.data_size / targets
-    loss.backward()
-    placed = {tuple(map(str, parameter.grad.placements)) for parameter in model.parameters()}
-    total = world.sum([loss.item()])[0] / world.size
-    return abs(total / wanted.item() - 1), _worst(_gradients(model), _gradients(whole)), placed
-
-
-@pytest.mark.parametrize(("name", "around"), [("gpt", False), ("llama", True)])
-def test_shards_over_another_dimension(pools, name, around):
-    for loss, gradients, placed in pools(4).run(with_shards, name, around):
-        assert loss < 1e-5
-        assert gradients < 1e-5
-        assert all("Partial" not in place for places in placed for place in places)
-
-
 def with_recomputation(world, name):
     models = [_divided(world, _whole(name, dropout=0.3)) for _ in range(2)]
     for block in models[0].blocks:
@@ -312,26 +283,6 @@ def compiled(world, name):
 def test_blocks_can_be_compiled(pools, name):
     for errors in pools(2).run(compiled, name, seconds=120):
         assert max(errors) < 1e-5
-
-
-def in_parts(world):
-    """Two stages of a pipeline, one after the other: T / ranks tokens pass between them."""
-    whole, batch = _whole("gpt"), _batch()
-    halves = []
-    for part in (DecoderPart(0, 1, 2), DecoderPart(1, 2, 2)):
-        half = Decoder(GPT, part=part)
-        state = whole.state_dict()
-        half.load_state_dict({name: state[name] for name in half.state_dict()})
-        halves.append(_divided(world, half))
-    between = halves[0](batch)
-    loss = halves[1](batch, between)
-    return tuple(between.shape), abs(loss / whole(batch) - 1).item()
-
-
-def test_parts_of_a_pipeline_pass_shares_of_the_tokens(pools):
-    for shape, error in pools(2).run(in_parts):
-        assert shape == (SLOTS // 2, GPT.d_model)
-        assert error < 1e-5
 
 
 # Random numbers.
