@@ -9,10 +9,10 @@ from contextlib import nullcontext, redirect_stdout
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from multipack.run import RunDirectory
 from multipack.training import trainer
+from multipack.training.checkpoint import load_checkpoint
 from multipack.training.run_config import compose, compose_run
 
 STEPS = 4
@@ -69,17 +69,18 @@ def check(pool, steady, tmp_path, *more):
                 key,
                 theirs,
             )
-    assert not any(printed[1:])  # rank 0 speaks for all
+    assert not any(printed[1:])  # only rank 0 prints
     check_random_numbers(tmp_path / "found", pool.size)
     return printed[0]
 
 
 def check_random_numbers(path, ranks):
     """Without dropout nothing draws: evaluations and samples leave every rank's generator as the run seeded it."""
-    saved = load_file(RunDirectory(path).latest_checkpoint() / "rng.safetensors")
+    source = load_checkpoint(RunDirectory(path).latest_checkpoint()).source
     for rank in range(ranks):
         seed = int(np.random.SeedSequence([0, rank]).generate_state(1)[0])
-        assert torch.equal(saved[f"rank-{rank}.cpu"], torch.Generator().manual_seed(seed).get_state()), rank
+        saved = source.tensor("rng", f"rank-{rank}.cpu")
+        assert torch.equal(saved, torch.Generator().manual_seed(seed).get_state()), rank
 
 
 @pytest.mark.parametrize(
