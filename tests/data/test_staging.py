@@ -79,9 +79,9 @@ def test_each_rank_asks_for_its_own_documents(write_store, ranks):
         assert store.bytes_asked == 0  # planning asks for no tokens
         own = [number for pack in sampler for number in pack]
         loader = PackedLoader(documents, sampler, PackedCollator.of(sampler))
-        assert sum(batch.num_tokens for batch in loader) == loader.tokens_read
-        assert loader.tokens_read == int(documents.lengths[own].sum())
-        assert store.bytes_asked == 2 * loader.tokens_read + 16 * len(own)  # one range a document
+        tokens = sum(batch.num_tokens for batch in loader)
+        assert tokens == int(documents.lengths[own].sum())
+        assert store.bytes_asked == 2 * tokens + 16 * len(own)  # one range a document
         seen += own
         asked.append(store.bytes_asked)
     assert sorted(seen) == list(range(len(lengths)))

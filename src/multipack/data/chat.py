@@ -108,40 +108,21 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"{name}, line {error.lineno}: {error.message}") from error
 
-    def render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Any] | None = None,
-        add_generation_prompt: bool = False,
-    ) -> str:
-        """The text of a conversation, as `apply_chat_template` of transformers renders it.
-
-        Args:
-            messages: see `read_messages`.
-            tools: descriptions of the tools that may be called.
-            add_generation_prompt: end with the beginning of an assistant's answer.
-
-        Raises:
-            ValueError: malformed messages, or the template refuses them.
-        """
-        chat = _Chat(self, read_messages(list(messages), self.name), tools, self.name)
-        return chat.restore(_without_marks(chat.write(None, add_generation_prompt)))
-
     def parts(
         self,
         messages: Sequence[Message],
         tools: Sequence[Any] | None = None,
         where: str = "",
-        train_on_prompt: bool = False,
         first_target: int = 0,
     ) -> tuple[TextPart, ...]:
         """The conversation in parts: special tokens, and the text between them; assistants' answers are targets.
+
+        The joined text is that of `apply_chat_template` of transformers.
 
         Args:
             messages: see `read_messages`.
             tools: descriptions of the tools that may be called.
             where: file and line of the conversation, for errors.
-            train_on_prompt: make all parts targets.
             first_target: number of the first message whose answer is a target; earlier answers are context.
 
         Raises:
@@ -149,7 +130,7 @@ class ChatTemplate:
         """
         where = where or self.name
         chat = _Chat(self, read_messages(list(messages), where), tools, where)
-        return self._cut(chat.write(), chat, 0 if train_on_prompt else first_target, train_on_prompt)
+        return self._cut(chat.write(), chat, first_target)
 
     def prompt_parts(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None
@@ -157,7 +138,7 @@ class ChatTemplate:
         """The conversation and the generation prompt, cut as `parts` cuts it, so that it is tokenized as in training.
 
         Raises:
-            ValueError: see `render`.
+            ValueError: see `parts`.
         """
         chat = _Chat(self, read_messages(list(messages), self.name), tools, self.name)
         return self._cut(chat.write(None, True), chat, len(chat.messages))
@@ -207,15 +188,13 @@ class ChatTemplate:
             raise ValueError(f"not a chat template of multipack: {error}") from error
         return cls(strings[0], tokens, *strings[1:])
 
-    def _cut(
-        self, written: str, chat: _Chat, first_target: int, all_targets: bool = False
-    ) -> tuple[TextPart, ...]:
+    def _cut(self, written: str, chat: _Chat, first_target: int) -> tuple[TextPart, ...]:
         """Cut the output at special tokens and at the edges of answers."""
         text = _without_marks(written)
         if self._marks:
             answers = self._marked(written, chat, first_target)
         else:
-            answers = self._between_prefixes(text, chat, len(chat.messages) if all_targets else first_target)
+            answers = self._between_prefixes(text, chat, first_target)
         special = dict(match.span() for match in self._names.finditer(text))
         inside = {position for start, end in special.items() for position in range(start + 1, end)}
         edges = {edge for answer in answers for edge in answer[:2]} - inside
@@ -225,7 +204,7 @@ class ChatTemplate:
             while number < len(answers) and answers[number].end <= start:
                 number += 1
             is_answer = number < len(answers) and answers[number].start <= start and answers[number].is_target
-            parts.append(TextPart(chat.restore(text[start:stop]), all_targets or is_answer, start in special))
+            parts.append(TextPart(chat.restore(text[start:stop]), is_answer, start in special))
         return tuple(parts)
 
     def _marked(self, written: str, chat: _Chat, first_target: int) -> list[_Answer]:

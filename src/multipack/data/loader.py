@@ -60,8 +60,6 @@ class PackedLoader:
         prefetch: batches collated ahead; 0 = none, and no thread.
 
     Attributes:
-        batches_read: batches handed out since this loader was made.
-        tokens_read: the real tokens in them.
         sampler, batch_sampler: the sampler (accelerate and Lightning look for it under these names).
     """
 
@@ -76,7 +74,6 @@ class PackedLoader:
             raise ValueError(f"prefetch={prefetch}: batches to collate ahead, 0 or more")
         self.documents = documents
         self.sampler = self.batch_sampler = sampler
-        self.batches_read = self.tokens_read = 0
         self._collator = collator
         self._prefetch = prefetch
         self._state: dict[str, Any] | None = None
@@ -101,8 +98,6 @@ class PackedLoader:
         try:
             for batch, state in items:
                 self._state = state
-                self.batches_read += 1
-                self.tokens_read += batch.num_tokens
                 yield batch
                 self._check_current(iteration)
         finally:
