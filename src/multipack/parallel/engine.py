@@ -25,8 +25,8 @@ from multipack.parallel.mesh import Mesh
 from multipack.parallel.norms import squared_norms
 from multipack.parallel.scaling import LossScaler
 from multipack.parallel.state import (
-    Source,
     State,
+    StateSource,
     Whole,
     check_model_shapes,
     create_optimizer_state,
@@ -276,7 +276,7 @@ class ModelEngine:
             state["scaler"] = self._scaler.state()
         return state
 
-    def load_state(self, state: Source | Mapping[str, Mapping[str, Tensor]]) -> None:
+    def load_state(self, state: StateSource | Mapping[str, Mapping[str, Tensor]]) -> None:
         """Load what `state()` returned, on any mesh; collective.
 
         Args:
@@ -285,7 +285,7 @@ class ModelEngine:
         Raises:
             ValueError: names or shapes differ from this model's; the first few are named.
         """
-        source: Source = Whole(state) if isinstance(state, Mapping) else state
+        source: StateSource = Whole(state) if isinstance(state, Mapping) else state
         check_model_shapes(self.shapes, source.shapes("model"))
         if saved := source.shapes("optimizer"):
             create_optimizer_state(self.optimizer)

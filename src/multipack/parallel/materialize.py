@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -55,17 +54,17 @@ def materialize(
         model.to_empty(device=device or world.device)
     held = _held(models, shapes)  # to_empty replaces the parameters
     dtype = next((tensor.dtype for tensors in held.values() for tensor in tensors), torch.float32)
-    values = _checked(source(), shapes) if world.is_main else ((name, None) for name in shapes)
-    for name, value in values:
-        if value is None:
-            whole = torch.empty(shapes[name], dtype=dtype, device=world.device)
+    values = iter(source()) if world.is_main else None
+    for name, shape in shapes.items():
+        if values is None:
+            whole = torch.empty(shape, dtype=dtype, device=world.device)
         else:
-            whole = value.detach().to(world.device, dtype).contiguous()
+            whole = _next_value(values, name, shape).detach().to(world.device, dtype).contiguous()
         if world.size > 1:
             dist.broadcast(whole, src=0)
         for tensor in held.get(name, ()):
             local(tensor).copy_(piece_of(whole, tensor))
-        del whole, value
+        del whole
 
 
 def _held(models: Sequence[nn.Module], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[Tensor]]:
@@ -75,33 +74,22 @@ def _held(models: Sequence[nn.Module], shapes: Mapping[str, tuple[int, ...]]) ->
         for name, _ in model.named_buffers():
             raise ValueError(f"{name} is a buffer, which no source fills: compute it in the forward pass")
         for name, parameter in model.named_parameters():
-            if name not in shapes:
-                raise ValueError(f"{name} of shape {tuple(parameter.shape)} is not in the whole model")
-            if tuple(parameter.shape) != tuple(shapes[name]):
+            if tuple(parameter.shape) != tuple(shapes.get(name, (-1,))):
                 raise ValueError(
-                    f"{name} of shape {tuple(parameter.shape)} has shape {tuple(shapes[name])} in the whole model"
+                    f"{name} has shape {tuple(parameter.shape)}, and in the whole model {shapes.get(name)}"
                 )
             held.setdefault(name, []).append(parameter)
     return held
 
 
-def _checked(
-    values: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]
-) -> Iterable[tuple[str, Tensor]]:
-    """The same values, checked against the names and shapes that the other ranks expect."""
-    given = iter(values)
-    for name, shape in shapes.items():
-        other, value = next(given, ("nothing more", None))
-        if other != name or value is None:
-            raise ValueError(f"the source of weights gives {other} where {name} is due")
-        if tuple(value.shape) != tuple(shape):
-            raise ValueError(
-                f"the source of weights gives {name} of shape {tuple(value.shape)} instead of {tuple(shape)}"
-            )
-        yield name, value
-        del value
-    for name, _ in given:
-        raise ValueError(f"the source of weights gives {name}, which the model has not")
+def _next_value(values: Iterator[tuple[str, Tensor]], name: str, shape: tuple[int, ...]) -> Tensor:
+    """The next value of a source, which must be that of this parameter: other ranks expect it."""
+    given, value = next(values, ("nothing", torch.empty(0)))
+    if given != name or tuple(value.shape) != tuple(shape):
+        raise ValueError(
+            f"the source of weights gives {given} {tuple(value.shape)}, and {name} {tuple(shape)} is due"
+        )
+    return value
 
 
 @torch.no_grad()
@@ -153,9 +141,5 @@ def _piece_name(name: str, tensor: Tensor) -> str:
 
 
 def _hash(tensor: Tensor) -> str:
-    return hashlib.sha256(_bytes(tensor)).hexdigest()[:HASH_CHARACTERS]
-
-
-def _bytes(tensor: Tensor) -> Any:
     held = local(tensor).detach().cpu().contiguous()
-    return held.reshape(-1).view(torch.uint8).numpy().data
+    return hashlib.sha256(held.reshape(-1).view(torch.uint8).numpy().data).hexdigest()[:HASH_CHARACTERS]

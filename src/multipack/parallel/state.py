@@ -23,7 +23,7 @@ State = dict[str, dict[str, Tensor]]
 """Group ("model", "optimizer", …) → name → tensor; a `DTensor` where ranks hold shards."""
 
 
-class Source(Protocol):
+class StateSource(Protocol):
     """Saved tensors by group and name: a checkpoint, or tensors in memory."""
 
     def shapes(self, group: str) -> dict[str, tuple[int, ...]]:
@@ -42,12 +42,12 @@ class Whole:
         self._tensors = tensors
 
     def shapes(self, group: str) -> dict[str, tuple[int, ...]]:
-        """See `Source`."""
+        """See `StateSource`."""
         return {name: tuple(tensor.shape) for name, tensor in self._tensors.get(group, {}).items()}
 
     @torch.no_grad()
     def fill(self, group: str, into: Mapping[str, Tensor]) -> None:
-        """See `Source`."""
+        """See `StateSource`."""
         for name, tensor in into.items():
             local(tensor).copy_(piece_of(self._tensors[group][name], tensor))
 

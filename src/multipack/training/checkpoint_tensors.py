@@ -128,7 +128,7 @@ def save_safetensors(file: Path, tensors: Mapping[str, Tensor], header: dict[str
 
 
 class TensorFiles:
-    """The tensors of a checkpoint, read when they are asked for; a `parallel.state.Source`.
+    """The tensors of a checkpoint, read when they are asked for; a `parallel.state.StateSource`.
 
     Reading is not collective. A rank opens only files that hold something of what it asks for.
 

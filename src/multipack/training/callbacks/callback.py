@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from multipack.parallel.engine import ModelEngine
-from multipack.parallel.state import Source
+from multipack.parallel.state import StateSource
 
 
 class RunStopped(RuntimeError):
@@ -166,7 +166,7 @@ class Callbacks:
             for name, tensor in callback.tensors().items()
         }
 
-    def load_all_tensors(self, source: Source, engine: ModelEngine) -> None:
+    def load_all_tensors(self, source: StateSource, engine: ModelEngine) -> None:
         """Restore tensors from a checkpoint, on any mesh; a callback that is not in it starts anew."""
         saved = source.shapes("observers")
         for callback in self._all:
