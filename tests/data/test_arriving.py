@@ -12,7 +12,7 @@ import pytest
 from multipack.data import arriving as room
 from multipack.data.arriving import HEAD, OPEN_SHARDS, GrowingFolder, StreamedRecords, StreamInterrupted
 from multipack.data.corpus import Corpus, load_corpus
-from multipack.data.fit import FitReport
+from multipack.data.overlong import FitReport
 from multipack.data.tokenizer import TokenizerConfig, byte_tokenizer
 from multipack.data.writer import StoreWriter
 from multipack.training.run_report import corpus_notes

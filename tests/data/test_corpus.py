@@ -11,7 +11,7 @@ from multipack.data.corpus import load_corpus
 from multipack.data.corpus_report import LengthsConfig, read_lengths
 from multipack.data.data_config import DataConfig
 from multipack.data.documents import Documents
-from multipack.data.fit import Fit
+from multipack.data.overlong import Fit
 from multipack.data.prepare import prepare
 from multipack.data.shards import HEADER
 from multipack.data.store import TokenStore

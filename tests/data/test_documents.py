@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from multipack.data.batch import IGNORE
 from multipack.data.documents import Document, Documents
-from multipack.data.fit import Pieces
+from multipack.data.overlong import Pieces
 from multipack.data.store import TokenStore
 from multipack.data.tokenizer import byte_tokenizer
 from multipack.data.writer import StoreWriter

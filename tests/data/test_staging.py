@@ -106,6 +106,14 @@ def test_a_store_in_memory_is_the_same_store(store):
         held.tokens_of(0)[0] = 1
 
 
+def test_joined_stores_stay_in_memory(store, write_store):
+    held, _ = stage([store, write_store([[(4, True)]], "other")], "memory")
+    joined = TokenStore.joined(store.path, held, ["a", "b"])
+    for each in held:
+        shutil.rmtree(each.path)
+    assert len(content(joined)) == 61
+
+
 def test_memory_that_is_not_there(store, monkeypatch):
     assert staging.available_memory() > 1 << 20
     monkeypatch.setattr(staging, "available_memory", lambda: 1000)

@@ -30,7 +30,7 @@ import numpy as np
 
 from multipack.data.data_config import DataConfig
 from multipack.data.documents import Document, Documents
-from multipack.data.fit import Fit, FitReport
+from multipack.data.overlong import Fit, FitReport
 from multipack.data.records import RecordReader, without_nulls
 from multipack.data.shards import HEADER, RECIPE, StoreHeader, find_shards
 from multipack.data.store import TokenStore

@@ -18,8 +18,8 @@ from multipack.atomic import cache_folder
 from multipack.data.arriving import Arriving, GrowingFolder, StreamedRecords
 from multipack.data.data_config import DataConfig
 from multipack.data.documents import Documents
-from multipack.data.fit import Fit, FitReport
 from multipack.data.mixture import Share, mix
+from multipack.data.overlong import Fit, FitReport
 from multipack.data.prepare import prepare
 from multipack.data.sources import open_dataset, open_source
 from multipack.data.staging import stage, verify_once

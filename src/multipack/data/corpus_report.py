@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multipack.data.data_config import Overlong
-from multipack.data.fit import Fit, FitReport
+from multipack.data.overlong import Fit, FitReport
 from multipack.data.store import TokenStore
 from multipack.planning.lengths import check_lengths
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from multipack.data.batch import IGNORE
-from multipack.data.fit import Fit, FitReport, Integers, Pieces, fit_pieces, split
+from multipack.data.overlong import Fit, FitReport, Integers, Pieces, fit_pieces, split
 from multipack.data.store import TokenStore
 
 _VALIDATION = 1 << 20  # random stream of the choice of validation documents

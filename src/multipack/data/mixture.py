@@ -21,7 +21,7 @@ from typing import Literal
 import numpy as np
 
 from multipack.data.documents import Documents, seeded_order
-from multipack.data.fit import Integers
+from multipack.data.overlong import Integers
 
 Unit = Literal["documents", "tokens"]
 Ends = Literal["all", "first"]

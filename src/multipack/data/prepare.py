@@ -177,7 +177,7 @@ class Job:
             split_by="position" if source.is_stream else "document",
             overlong=source.overlong,
             pairs=source.pairs,
-            replace=replace,
+            replace=replace and self.parts == 1,  # other parts may be written now
             chat_template=source.chat_template,
             part=part,
             parts=self.parts,
@@ -191,8 +191,8 @@ class Job:
                 self._fill(writer, source)
         except FileExistsError as error:
             raise ValueError(
-                f"{path} holds a token store of other documents, another tokenizer or other parts; remove it or choose"
-                " another folder"
+                f"{path} holds a token store of other documents, another tokenizer or other parts, or a damaged one;"
+                " remove it or choose another folder"
             ) from error
 
     def write_on_ray(self, path: Path, replace_store: bool) -> None:
@@ -201,7 +201,8 @@ class Job:
         Raises:
             ValueError: see `run_parts`; the machines of the cluster do not share the folder.
         """
-        self.parts = count_parts(self.source)
+        by_files = self.source.unit == "bytes"
+        self.parts = count_parts(self.source.total, len(self.source.files)) if by_files else 1
         if replace_store and not self._is_begun(path):
             remove_store(path)
         definition = (self.tokenizer.to_json(), self.tokenizer.name)

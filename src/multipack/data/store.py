@@ -127,7 +127,7 @@ class TokenStore:
         )
         named = [label for store, label in zip(stores, labels, strict=True) for _ in store._files]
         shards: list[Any] = [
-            file or opened
+            opened if store.in_memory or file is None else file
             for store in stores
             for file, opened in zip(store._files, store._opened, strict=True)
         ]

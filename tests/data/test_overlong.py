@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from multipack.data.batch import IGNORE
 from multipack.data.documents import Documents
-from multipack.data.fit import Fit
+from multipack.data.overlong import Fit
 from multipack.data.store import TokenStore
 from multipack.data.tokenizer import byte_tokenizer
 from multipack.data.writer import StoreWriter
