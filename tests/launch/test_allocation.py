@@ -80,7 +80,7 @@ def test_flavors_of_launchers():
         ("mpirun", "/usr/bin/prterun", "mpirun (Open MPI) 5.0.11", "openmpi"),
         ("mpiexec", "/usr/bin/mpiexec", "something else", None),
     ):
-        assert flavor_of(name, path, version) == flavor
+        assert flavor_of(name, f"{path} {version}") == flavor
 
 
 def test_launchers_on_the_path(tmp_path):

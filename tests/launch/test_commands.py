@@ -47,7 +47,7 @@ def test_mistakes_are_found_before_anything_starts(run, tmp_path, monkeypatch):
         (restarts, ["train", "out=run"], "add train.resume=auto"),
         (restarts, ["train", "train.resume=auto"], "add out=RUN_DIR"),
         (restarts, ["train", checkpoint, "out=runs/a"], "add train.resume=auto"),
-        (restarts, ["doctor"], "multipack doctor"),
+        (restarts, ["doctor"], "not doctor"),
     ):
         for start in (LAUNCH, SUBMIT):
             done = run(*start, *options, "--", *words)

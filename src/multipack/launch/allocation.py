@@ -16,6 +16,11 @@ from multipack.parallel.ranks import job_of
 
 Flavor = Literal["slurm", "pals", "mpich", "openmpi"]
 """Family of launchers that share their options."""
+_MARKS: dict[Flavor, tuple[str, ...]] = {
+    "pals": ("/pals/", "PALS"),
+    "openmpi": ("Open MPI", "OpenRTE", "PRRTE"),
+    "mpich": ("HYDRA", "Intel(R) MPI", "MVAPICH"),
+}
 
 
 @dataclass(frozen=True)
@@ -137,34 +142,20 @@ def find_launchers(environment: Mapping[str, str]) -> dict[str, Flavor]:
     found: dict[str, Flavor] = {}
     for name in ("srun", "mpiexec", "mpirun"):
         path = shutil.which(name, path=environment.get("PATH"))
-        flavor = flavor_of(name, os.path.realpath(path), _version(path)) if path else None
+        flavor = flavor_of(name, f"{os.path.realpath(path)} {_version(path)}") if path else None
         if flavor is not None:
             found[name] = flavor
     return found
 
 
-def flavor_of(name: str, path: str, version: str) -> Flavor | None:
-    """Return the flavor of a launcher, or None if it is unknown.
-
-    Args:
-        name: `srun`, `mpiexec` or `mpirun`.
-        path: the program, symbolic links resolved.
-        version: output of its `--version`.
-    """
+def flavor_of(name: str, text: str) -> Flavor | None:
+    """Return the flavor of a launcher from its path and version text, or None if it is unknown."""
     if name == "srun":
         return "slurm"
-    if "/pals/" in path or "PALS" in version:
-        return "pals"
-    if any(word in version for word in ("Open MPI", "OpenRTE", "PRRTE")):
-        return "openmpi"
-    if any(word in version for word in ("HYDRA", "Intel(R) MPI", "MVAPICH")):
-        return "mpich"
-    return None
+    return next((flavor for flavor, marks in _MARKS.items() if any(mark in text for mark in marks)), None)
 
 
 def _version(path: str) -> str:
-    if os.path.basename(path) == "srun":
-        return ""
     try:
         done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -127,34 +127,34 @@ def measure(
 
 def run_collective(operation: Operation, own: Tensor, world: World) -> Tensor | None:
     """Run a collective on this rank's tensor; None on ranks that receive nothing."""
-    if world.size == 1:
+    rank, size = world.rank, world.size
+    if size == 1:
         return own.clone()
-    if operation in ("all_reduce", "reduce", "broadcast"):
-        result = own.clone()
-        if operation == "all_reduce":
+    elements = {
+        "all_gather": own.numel() * size,
+        "gather": own.numel() * size,
+        "scatter": own.numel() // size,
+        "reduce_scatter": own.numel() // size,
+    }
+    result = own.new_empty(elements[operation]) if operation in elements else own.clone()
+    match operation:
+        case "all_reduce":
             dist.all_reduce(result)
-        elif operation == "broadcast":
-            dist.broadcast(result, 0)
-        else:
+        case "reduce":
             dist.reduce(result, 0)
-        return None if operation == "reduce" and world.rank else result
-    if operation in ("all_gather", "gather"):
-        result = own.new_empty(own.numel() * world.size)
-        if operation == "all_gather":
+        case "broadcast":
+            dist.broadcast(result, 0)
+        case "all_gather":
             dist.all_gather_into_tensor(result, own)
-            return result
-        dist.gather(own, None if world.rank else list(result.chunk(world.size)), 0)
-        return None if world.rank else result
-    if operation == "all_to_all":
-        result = torch.empty_like(own)
-        dist.all_to_all_single(result, own)
-        return result
-    result = own.new_empty(own.numel() // world.size)
-    if operation == "scatter":
-        dist.scatter(result, None if world.rank else list(own.chunk(world.size)), 0)
-    else:
-        dist.reduce_scatter_tensor(result, own)
-    return result
+        case "gather":
+            dist.gather(own, None if rank else list(result.chunk(size)), 0)
+        case "scatter":
+            dist.scatter(result, None if rank else list(own.chunk(size)), 0)
+        case "reduce_scatter":
+            dist.reduce_scatter_tensor(result, own)
+        case "all_to_all":
+            dist.all_to_all_single(result, own)
+    return None if rank and operation in ("reduce", "gather") else result
 
 
 def _values(rank: int, start: int, stop: int, ranks: int, dtype: str) -> Tensor:

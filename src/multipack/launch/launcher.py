@@ -81,21 +81,15 @@ def check_restarts(words: Sequence[str], max_restarts: int) -> None:
     Raises:
         ValueError: restarts of another command than train, or of a run that would begin again.
     """
-    if not max_restarts:
-        return
-    if words[0] != "train":
-        raise ValueError(
-            f"--max-restarts {max_restarts}: `multipack {words[0]}` would begin again at each restart; only train"
-            " resumes: leave --max-restarts out"
-        )
-    settings = {key: value for key, _, value in (word.partition("=") for word in words[1:])}
-    resume, out = settings.get("train.resume", "false"), settings.get("out", "")
-    add = []
-    if resume.lower() in ("false", "") or Path(resume).parent.name == "checkpoints":
+    settings = dict(word.partition("=")[::2] for word in words[1:])
+    resume, add = settings.get("train.resume", "false").lower(), []
+    if resume in ("false", "") or Path(resume).parent.name == "checkpoints":
         add.append("train.resume=auto")
-    if not out and (add or resume.lower() in ("auto", "true")):
+    if "out" not in settings and (add or resume in ("auto", "true")):
         add.append("out=RUN_DIR")
-    if add:
+    if max_restarts and words[0] != "train":
+        raise ValueError(f"--max-restarts {max_restarts}: only train resumes, not {words[0]}: leave it out")
+    if max_restarts and add:
         raise ValueError(
             f"--max-restarts {max_restarts}: restarted with the same words, this run would begin again; add"
             f" {' '.join(add)} (train.resume=auto begins a run in out= or resumes it)"
@@ -115,11 +109,6 @@ class Layout:
     hosts: tuple[str, ...]
     nodes: int
     per_node: int
-
-    @property
-    def processes(self) -> int:
-        """Total number of processes."""
-        return self.nodes * self.per_node
 
 
 def launch_command(request: LaunchRequest, allocation: Allocation) -> list[str]:
@@ -152,7 +141,7 @@ def launch_command(request: LaunchRequest, allocation: Allocation) -> list[str]:
         "env",
         f"MASTER_ADDR={address}",
         f"MASTER_PORT={request.port}",
-        f"WORLD_SIZE={layout.processes}",
+        f"WORLD_SIZE={layout.nodes * layout.per_node}",
     ]
     return [*start, request.python, "-m", "multipack", *request.words]
 
@@ -210,7 +199,9 @@ def choose_launcher(request: LaunchRequest, allocation: Allocation, layout: Layo
         return wanted
     if request.node_rank >= 0:
         return "torchrun"
-    local = layout.nodes == 1 and (not layout.hosts or _is_here(layout.hosts[0], allocation))
+    first, name = layout.hosts[0] if layout.hosts else "", allocation.here.split(".")[0]
+    is_here = not (first and name) or first.split(".")[0] in ("localhost", "127", name)
+    local = layout.nodes == 1 and is_here
     if local and (wanted == "torchrun" or request.max_restarts or allocation.scheduler == "none"):
         return "torchrun"
     reaching = ("srun", "mpiexec", "mpirun") if allocation.scheduler == "slurm" else ("mpiexec", "mpirun")
@@ -222,12 +213,6 @@ def choose_launcher(request: LaunchRequest, allocation: Allocation, layout: Layo
             " each host with --node-rank 0, 1, … and --address HOST of rank 0"
         )
     return found[0] if found else "torchrun"
-
-
-def _is_here(host: str, allocation: Allocation) -> bool:
-    """Whether a name, with or without its domain, is this host's; True if this host's name is unknown."""
-    here = allocation.here
-    return host in ("localhost", "127.0.0.1") or not here or host.split(".")[0] == here.split(".")[0]
 
 
 def _torchrun(request: LaunchRequest, layout: Layout) -> list[str]:
@@ -250,7 +235,8 @@ def _start(
     launcher: str, request: LaunchRequest, allocation: Allocation, layout: Layout, cores: int
 ) -> list[str]:
     """Return a launcher and its options; `cores` per process, 0 = no binding."""
-    total, each, hosts = str(layout.processes), str(layout.per_node), ",".join(layout.hosts)
+    total, each = str(layout.nodes * layout.per_node), str(layout.per_node)
+    hosts = ",".join(layout.hosts)
     match allocation.launchers[launcher]:
         case "slurm":
             options = [f"--nodes={layout.nodes}", f"--ntasks={total}", f"--ntasks-per-node={each}"]
@@ -317,7 +303,8 @@ def launch(
         if not request.port and not allocation.job and len(allocation.hosts) <= 1:
             request = replace(request, port=free_port())  # runs on one host need different ports
     command = launch_command(request, allocation)
-    check(lay_out(request, allocation).processes)
+    layout = lay_out(request, allocation)
+    check(layout.nodes * layout.per_node)
     print(shlex.join(command), file=sys.stdout if dry_run else sys.stderr, flush=True)
     if not dry_run:
         become(command)
