@@ -30,7 +30,7 @@ from torch import Tensor
 from multipack.data.batch import PackedBatch
 from multipack.ops.attention import table
 from multipack.ops.attention.loop import FLOAT32_TOKENS
-from multipack.ops.attention.masks import check_window, document_mask, first_visible
+from multipack.ops.attention.masks import check_window, document_mask, first_visible, mask_4d
 from multipack.ops.attention.selection import position
 from multipack.ops.attention.table import BACKENDS, Backend, find_backend
 from multipack.ops.autocast import in_autocast_dtype
@@ -44,6 +44,7 @@ __all__ = [
     "document_mask",
     "find_backend",
     "first_visible",
+    "mask_4d",
     "select",
 ]
 

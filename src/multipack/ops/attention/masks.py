@@ -4,7 +4,7 @@
     first visible    0 0 0 3 3          position i sees first[i] … i
     with window=2    0 0 1 3 3
 
-All masks follow from these T numbers: the dense mask and the blocks of FlexAttention.
+All masks follow from these T numbers: the dense mask, 4-D masks for other models, and the blocks of FlexAttention.
 They are computed from `cu_seqlens` on its device, without a synchronization.
 """
 
@@ -49,6 +49,34 @@ def document_mask(batch: PackedBatch, window: int | None = None) -> Tensor:
     first = first_visible(batch, window)
     positions = torch.arange(len(first), device=first.device, dtype=first.dtype)
     return (positions >= first[:, None]) & (positions <= positions[:, None])
+
+
+def mask_4d(batch: PackedBatch, dtype: torch.dtype | None = None, window: int | None = None) -> Tensor:
+    """`document_mask` for models that take an attention mask and no document bounds.
+
+    A model with such a mask builds no mask itself, not even for layers with a sliding window: pass those layers a mask
+    with their `window`. Padding attends to itself, so that no row is empty and every softmax is defined.
+
+    Args:
+        batch: has the bounds of the documents.
+        dtype: None = boolean, True for visible tokens; a floating dtype = additive: 0 for visible tokens, the most
+            negative number of the dtype for others.
+        window: tokens that each position sees, including itself; None = all earlier tokens of the document.
+
+    Returns:
+        (1, 1, T, T) on the batch's device: T² elements.
+
+    Raises:
+        ValueError: a dtype that is not floating, or a window below 1.
+    """
+    check_window(window)
+    visible = document_mask(batch, window)[None, None]
+    if dtype is None:
+        return visible
+    if not dtype.is_floating_point:
+        raise ValueError(f"a mask is boolean (dtype=None) or additive, in a floating dtype; got {dtype}")
+    hidden = torch.finfo(dtype).min
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, hidden)
 
 
 def check_window(window: int | None) -> None:
