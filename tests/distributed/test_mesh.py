@@ -1,6 +1,7 @@
-"""The grid: ranks that hold one model get the same packs, all others packs of their own; hosts are looked at."""
+"""The mesh: ranks of one model replica get the same packs, replicas different ones; groups and hosts."""
 
 import socket
+from dataclasses import replace
 from datetime import timedelta
 
 import numpy as np
@@ -90,8 +91,8 @@ def test_tensors_divided_over_hosts_are_warned_about(pools):
 
 
 def _without_a_neighbor(world):
-    """Rank 1 takes no part in its tensor group until rank 0 has given up on it."""
-    mesh = build_mesh(ParallelConfig(tensor=2), world)
+    """Rank 1 takes no part in its tensor group until rank 0's collective has timed out."""
+    mesh = build_mesh(ParallelConfig(tensor=2), replace(world, timeout_seconds=2.0, groups={}))
     store = dist.distributed_c10d._get_default_store()
     if world.rank == 1:
         store.wait(["given up"], timedelta(seconds=20))
@@ -104,23 +105,21 @@ def _without_a_neighbor(world):
     return ""
 
 
-def test_groups_of_a_mesh_wait_as_long_as_the_world(pool_type):
-    with pool_type(4, timeout_seconds=2) as pool:
-        told = pool.run(_without_a_neighbor, seconds=30)
+def test_groups_of_a_mesh_have_the_timeout_of_the_world(pools):
+    told = pools(4).run(_without_a_neighbor, seconds=30)
     assert "Timed out waiting 2000ms" in told[0]
     assert told[1:] == [""] * 3
 
 
 def _groups(world):
-    made = []
+    world, made = replace(world, groups={}), []
     for words in ({}, {"data": "zero3"}, {"tensor": 2}, {"context": 2}, {"tensor": 2, "pipeline": 2}):
         mesh = build_mesh(ParallelConfig(**words), world)
         made.append({name for each in (mesh.weights, mesh.tokens) if each for name in each._dim_group_names})
     return [sorted(each) for each in made], len(world.groups)
 
 
-def test_meshes_share_groups_of_the_same_ranks(pool_type):
-    with pool_type(4) as pool:
-        for found, groups in pool.run(_groups):
-            assert groups == 3  # single ranks, neighbors, and every other one; beside the world
-            assert [len(each) for each in found] == [2, 2, 3, 4, 3]
+def test_meshes_share_groups_of_the_same_ranks(pools):
+    for found, groups in pools(4).run(_groups):
+        assert groups == 3  # single ranks, neighbors, and every other one; beside the world
+        assert [len(each) for each in found] == [2, 2, 3, 4, 3]
