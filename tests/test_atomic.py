@@ -19,6 +19,14 @@ def test_a_file_is_replaced_whole(tmp_path, monkeypatch):
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_of_several_exclusive_writers_one_succeeds(tmp_path):
+    write_atomically(tmp_path / "file", b"first", exclusive=True)
+    with pytest.raises(FileExistsError):
+        write_atomically(tmp_path / "file", b"second", exclusive=True)
+    assert (tmp_path / "file").read_bytes() == b"first"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 def test_a_folder_appears_only_at_the_end(tmp_path):
     path = tmp_path / "made"
     with atomic_folder(path) as folder:
@@ -49,9 +57,9 @@ def test_a_folder_that_exists_stays_unless_it_is_to_be_replaced(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_what_comes_to_be_there_meanwhile_is_not_lost(tmp_path):
+def test_a_folder_made_by_another_process_is_not_lost(tmp_path):
     path = tmp_path / "made"
-    path.mkdir()  # empty: it may be taken
+    path.mkdir()
     with pytest.raises(OSError, match="not empty"), atomic_folder(path):
         (path / "precious").write_text("precious")
     assert (path / "precious").exists()
@@ -69,7 +77,7 @@ def test_a_replacement_that_was_killed_half_way_is_undone(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
 
 
-def test_sweep_takes_what_the_dead_left_and_leaves_the_living_alone(tmp_path):
+def test_sweep_removes_what_killed_writers_left_and_nothing_else(tmp_path):
     path = tmp_path / "made"
     stale = tmp_path / ".made.dead.partial"
     stale.mkdir()
@@ -83,7 +91,7 @@ def test_sweep_takes_what_the_dead_left_and_leaves_the_living_alone(tmp_path):
     assert (tmp_path / ".other.dead.partial").exists()
 
 
-def test_what_killed_writers_left_is_nothing_to_those_who_ask_so(tmp_path):
+def test_leftovers_of_killed_writers_can_be_ignored(tmp_path):
     assert is_free(tmp_path / "none")
     assert is_free(tmp_path)
     (tmp_path / ".a.12ab.partial").write_text("")

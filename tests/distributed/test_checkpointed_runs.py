@@ -1,4 +1,4 @@
-"""Runs that go on from checkpoints in pieces: means of weights, exports, and the trainer itself on other meshes."""
+"""Runs that continue from sharded checkpoints: exports, and the trainer on other meshes."""
 
 import io
 import os
@@ -14,78 +14,13 @@ from multipack.data.tokenizer import byte_tokenizer
 from multipack.models.decoder import Decoder
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh
-from multipack.parallel.state import local, piece_of
 from multipack.run import RunDirectory, config_yaml
 from multipack.shapes import ModelShape
 from multipack.training import checkpoint_tensors, trainer
-from multipack.training.callbacks.averaging import MovingAverage
-from multipack.training.callbacks.callback import Callbacks
 from multipack.training.checkpoint import CheckpointWriter, Content, load_checkpoint
 from multipack.training.export import export
 from multipack.training.run_config import compose, compose_run
 from multipack.training.weights import begin_from, initial_weights
-
-
-class Weights:
-    """What observers see of an engine."""
-
-    def __init__(self, parameters):
-        self.parameters = parameters
-
-    def state(self):
-        return {"model": self.parameters}
-
-
-def _averaged(world, path, sizes):
-    """A mean over three steps of sharded weights, saved; then read on a mesh of `sizes` and continued."""
-    draw = torch.Generator().manual_seed(11)
-    whole = {"uneven": torch.randn(7, 5, generator=draw), "both": torch.randn(10, 8, generator=draw)}
-    names = tuple(whole)
-    expected = MovingAverage(0.5)
-    plain = Weights({name: nn.Parameter(whole[name].clone()) for name in names})
-    line = init_device_mesh("cpu", (world.size,))
-    average = MovingAverage(0.5)
-    engine = Weights({name: nn.Parameter(distribute_tensor(whole[name], line, [Shard(0)])) for name in names})
-    _advance(plain, expected, 3)
-    _advance(engine, average, 3)
-    means = {f"average.{name}": tensor for name, tensor in average.tensors().items()}
-    run = RunDirectory(path)
-    tensors = {"model": dict(engine.parameters), "observers": means}
-    CheckpointWriter(run, world, 0).save(Content(3, tensors, {}, {}))
-    grid = init_device_mesh("cpu", sizes)
-    source = load_checkpoint(run.latest_checkpoint()).source
-    other = Weights(
-        {name: nn.Parameter(distribute_tensor(whole[name], grid, [Shard(1), Shard(0)])) for name in names}
-    )
-    source.fill("model", other.parameters)
-    again = MovingAverage(0.5)
-    again.load_state(average.state())
-    Callbacks([again]).load_all_tensors(source, other)
-    _advance(plain, expected, 2)
-    _advance(other, again, 2)
-    for name, mean in again.tensors().items():
-        assert torch.equal(local(mean), piece_of(expected.tensors()[name], mean)), name
-    ((_, context),) = again.weight_sets(other)
-    with context:
-        for name, weight in other.parameters.items():
-            assert torch.equal(local(weight), local(again.tensors()[name])), name
-    for name, weight in other.parameters.items():
-        assert torch.equal(local(weight), piece_of(plain.parameters[name], weight)), name
-
-
-def _advance(engine, average, steps):
-    for step in range(steps):
-        with torch.no_grad():
-            for parameter in engine.parameters.values():
-                local(parameter).mul_(1.5).add_(step)
-        average.after_step(step, engine, applied=True)
-
-
-def test_a_mean_of_sharded_weights_goes_on_on_another_mesh(pools, tmp_path):
-    run = RunDirectory(tmp_path / "run")
-    run.create("")
-    pools(4).run(_averaged, run.path, (2, 2))
-
 
 SHAPE = ModelShape(2, 2, 2, 16, 24, vocabulary_size=257, context=64)
 
@@ -99,7 +34,7 @@ def _save_decoder(world, path, files):
     CheckpointWriter(RunDirectory(path), world, 0).save(Content(7, {"model": model}, {}, files))
 
 
-def test_a_checkpoint_in_pieces_is_exported_to_one_file_and_begins_a_run(pools, tmp_path, monkeypatch):
+def test_a_sharded_checkpoint_is_exported_to_one_file_and_starts_a_run(pools, tmp_path, monkeypatch):
     run = RunDirectory(tmp_path / "run")
     values = config_yaml(compose([f"model.{name}={value}" for name, value in SHAPE.to_dict().items()]))
     run.create(values)
@@ -117,13 +52,14 @@ def test_a_checkpoint_in_pieces_is_exported_to_one_file_and_begins_a_run(pools, 
     read = []
     monkeypatch.setattr(checkpoint_tensors.TensorFiles, "tensor", lambda self, group, name: read.append(name))
     state, _ = begin_from(initial_weights(run.path), SHAPE, byte_tokenizer())
-    assert not read  # nothing before it is asked for, and then that alone
+    # Nothing is read before it is used, and then that tensor alone.
+    assert not read
     _ = state["norm.weight"]
     assert read == ["norm.weight"]
 
 
 def _train(world, words, cache):
-    """The trainer on the pool's ranks."""
+    """Train on the pool's ranks."""
     os.environ["XDG_CACHE_HOME"] = str(cache)
     before = trainer.connected
     trainer.connected = lambda *_: nullcontext(world)
@@ -134,8 +70,8 @@ def _train(world, words, cache):
         trainer.connected = before
 
 
-def test_a_run_goes_on_with_the_same_losses_on_other_meshes(pools, words, tmp_path):
-    """Shards of 4; shards of 2 beside 2 that divide tensors, in the background; 1 process: as if it never changed."""
+def test_a_run_continues_with_the_same_losses_on_other_meshes(pools, words, tmp_path):
+    """ZeRO-3 on 4 ranks; ZeRO-3 on 2 × 2 tensor ranks, saved in the background; 1 process; compared with 1 process."""
     steady = [word for word in words if not word.startswith("train.steps")]
     steady += [
         "model.kv_heads=2",
@@ -170,7 +106,7 @@ def test_a_run_goes_on_with_the_same_losses_on_other_meshes(pools, words, tmp_pa
 
 
 def _resumed(world):
-    """Ranks that hold a tensor each, as stages do, take over a state that lacks what the second one trains."""
+    """Each rank holds one tensor, as a stage does, and the saved state lacks that of the second."""
     held = nn.ParameterDict({f"stage-{world.rank}": nn.Parameter(torch.ones(3))})
     engine = ModelEngine(
         [held], torch.optim.AdamW(held.values()), Mesh.plain(world), shapes={"stage-0": (3,), "stage-1": (3,)}
@@ -186,5 +122,5 @@ def _resumed(world):
         engine.load_state(saved)
 
 
-def test_what_one_stage_lacks_in_a_checkpoint_all_ranks_refuse(pools):
+def test_optimizer_state_that_one_stage_lacks_is_an_error_on_all_ranks(pools):
     pools(2).run(_resumed)

@@ -274,7 +274,7 @@ def _disk_full(world, path, background):
         errors.append(("the same save", str(error)))
     finally:
         if background:
-            writer._thread.join()
+            writer._pending.exception()
         checkpoint_tensors.save_safetensors = before
     try:
         writer.save(_content(world, 3, 3))

@@ -1,4 +1,4 @@
-"""A worker that is killed comes back: the run goes on from its last checkpoint, and nothing is lost or repeated."""
+"""Restarts of killed workers: the run continues from its last checkpoint, and no step is lost or repeated."""
 
 import json
 import os
@@ -15,7 +15,8 @@ from multipack.training.run_config import compose_run
 from multipack.training.trainer import train
 
 STEPS = 12
-WAIT_SECONDS = 240  # for what takes seconds on a machine that has nothing else to do
+WAIT_SECONDS = 240
+"""Seconds on an idle machine become minutes on a busy one."""
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/cmdline").exists(), reason="the processes of a run are found in /proc"
@@ -37,7 +38,7 @@ def long(words):
 
 @pytest.fixture
 def launch():
-    """(out, processes, words, restarts) → the launcher of a run; what is left of it when the test ends is killed."""
+    """(out, processes, words, restarts) → the launcher of a run; processes that are left after the test are killed."""
     started = []
 
     def start(out, processes, words, restarts=0):
@@ -63,27 +64,28 @@ def launch():
 
 
 def workers(out, launcher):
-    """Processes of the run in `out`, but its launcher. Torchrun gives each a session of its own."""
+    """Processes of the run in `out` except its launcher; torchrun gives each of them its own session."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
         except OSError:
-            continue  # it ended meanwhile
+            # The process has ended meanwhile.
+            continue
         if f"out={out}" in words and int(folder.name) != launcher.pid:
             found.append(int(folder.name))
     return sorted(found)
 
 
 def finish(process, out):
-    """Wait for a run to end well, and to leave no process behind."""
-    told, _ = process.communicate(timeout=WAIT_SECONDS)
-    assert process.returncode == 0, told
+    """Wait until a run has ended without an error; no process may be left."""
+    output, _ = process.communicate(timeout=WAIT_SECONDS)
+    assert process.returncode == 0, output
     assert not workers(out, process)
 
 
 def records(out):
-    """Every record in order, but for what clocks say."""
+    """All records in order, without times."""
     known = ("step", "loss", "grad_norm", "lr", "target_tokens", "padding")
     lines = (out / "metrics.jsonl").read_text().splitlines()
     return [{key: json.loads(line).get(key) for key in known} for line in lines]
@@ -99,7 +101,7 @@ def wait_for(condition, process):
 
 
 def kill_at(step, which, process, out, processes=2, how=signal.SIGKILL):
-    """Send a signal to some ranks as soon as the run has recorded a step (0: as soon as they are there)."""
+    """Send a signal to some ranks as soon as the run has recorded a step (0: as soon as they run)."""
     numbers = wait_for(lambda: len(found := workers(out, process)) == processes and found, process)
     if step:
         metrics = out / "metrics.jsonl"
@@ -109,8 +111,8 @@ def kill_at(step, which, process, out, processes=2, how=signal.SIGKILL):
     return numbers
 
 
-def come_back(before, process, out):
-    """Wait until all of these processes are gone, and others in their place."""
+def wait_for_restart(before, process, out):
+    """Wait until all of these processes are replaced by others."""
     wait_for(lambda: (now := workers(out, process)) and not set(before) & set(now), process)
 
 
@@ -120,10 +122,10 @@ def same(found, expected):
         assert one == pytest.approx(other, abs=1e-5)
 
 
-def test_a_killed_worker_comes_back_and_the_run_goes_on(long, launch, tmp_path):
+def test_a_killed_worker_is_restarted_and_the_run_continues(long, launch, tmp_path):
     out = tmp_path / "run"
     process = launch(out, 2, long, restarts=3)
-    come_back(kill_at(5, [1], process, out), process, out)
+    wait_for_restart(kill_at(5, [1], process, out), process, out)
     finish(process, out)
     train(compose_run([*long, f"out={tmp_path / 'alone'}"]))
     same(records(out), records(tmp_path / "alone"))
@@ -131,31 +133,31 @@ def test_a_killed_worker_comes_back_and_the_run_goes_on(long, launch, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_ten_of_ten_come_back_bit_for_bit(long, launch, tmp_path):
-    """Either rank, at any time: before the first step, before the first checkpoint, beside one, and later."""
+def test_ten_restarts_of_ten_are_bit_for_bit(long, launch, tmp_path):
+    """Either rank, at any time: before the first step, before the first checkpoint, during one, and later."""
     finish(launch(tmp_path / "whole", 2, long), tmp_path / "whole")
     for number, step in enumerate((0, 1, 2, 3, 4, 5, 6, 7, 8, 9)):
         out = tmp_path / f"run-{number}"
         process = launch(out, 2, long, restarts=3)
-        come_back(kill_at(step, [number % 2], process, out), process, out)
+        wait_for_restart(kill_at(step, [number % 2], process, out), process, out)
         finish(process, out)
         assert records(out) == records(tmp_path / "whole"), number
 
 
 @pytest.mark.slow
-def test_a_run_survives_as_many_deaths_as_it_may(long, launch, tmp_path):
+def test_a_run_survives_all_restarts_that_it_may_use(long, launch, tmp_path):
     out = tmp_path / "run"
     process = launch(out, 2, long, restarts=3)
     for step in (3, 6, 9):
-        come_back(kill_at(step, [step % 2], process, out), process, out)
+        wait_for_restart(kill_at(step, [step % 2], process, out), process, out)
     finish(process, out)
     train(compose_run([*long, f"out={tmp_path / 'alone'}"]))
     same(records(out), records(tmp_path / "alone"))
 
 
 @pytest.mark.slow
-def test_a_job_that_died_goes_on_with_fewer_ranks(long, launch, tmp_path):
-    """Four ranks are killed with their launcher; the same words on two go on: the same steps, each of them once."""
+def test_a_killed_job_continues_with_fewer_ranks(long, launch, tmp_path):
+    """Four ranks are killed with their launcher; the same command on two ranks continues: every step once."""
     out = tmp_path / "run"
     process = launch(out, 4, long)
     kill_at(5, range(4), process, out, processes=4)
@@ -169,14 +171,14 @@ def test_a_job_that_died_goes_on_with_fewer_ranks(long, launch, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_fails_the_others_and_nothing_is_left(long, launch, tmp_path):
+def test_a_rank_that_hangs_ends_the_run_after_the_timeout(long, launch, tmp_path):
     """One rank is stopped, not killed: the other waits parallel.timeout_seconds, and the launcher ends both."""
     out = tmp_path / "run"
     process = launch(out, 2, [*long, "parallel.timeout_seconds=5"])
     kill_at(5, [1], process, out, how=signal.SIGSTOP)
-    told, _ = process.communicate(timeout=WAIT_SECONDS)
+    output, _ = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode != 0
-    assert "imed out" in told
+    assert "imed out" in output
     assert not workers(out, process)
     from multipack.run import RunDirectory
     from multipack.training.checkpoint import load_checkpoint

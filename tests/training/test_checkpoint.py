@@ -207,7 +207,7 @@ def test_an_error_is_raised_once_and_leaves_nothing(run, monkeypatch, asking):
                 writer.save(_content(2))
         else:
             writer.save(_content(2))
-            writer._thread.join()
+            writer._pending.exception()
     if asking == "abandon":
         assert "step-00000002 was not written" in writer.abandon()
     elif asking != "at once":

@@ -43,18 +43,17 @@ def generate(
     model's context are processed again for each token, which is slow.
     """
     from multipack.models.sampling import Sampling
-    from multipack.training.inference import GenerateOptions, converse, print_completions, read_prompts
+    from multipack.training.inference import converse, print_completions, read_prompts
 
     sampling = Sampling(max_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
-    options = GenerateOptions(device, as_json, timing)
     if chat:
         if prompt or prompts or as_json:
             raise ValueError("--chat uses standard input and output: omit --prompt, --prompts and --json")
-        converse(run, system, sampling, options)
+        converse(run, system, sampling, device, timing)
         return
     if system:
         raise ValueError("--system needs --chat; without a chat, write it into the prompt")
-    print_completions(run, read_prompts(prompt or (), prompts), sampling, options)
+    print_completions(run, read_prompts(prompt or (), prompts), sampling, device, as_json, timing)
 
 
 def export(

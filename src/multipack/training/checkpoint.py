@@ -17,11 +17,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path, PurePosixPath
-from threading import Thread
 from typing import Any
 
 import torch
@@ -107,8 +107,8 @@ class CheckpointWriter:
         self._run, self._world, self._keep = run, world, keep
         self._background, self._timeout_seconds = background, timeout_seconds
         self._group: dist.ProcessGroup | None = None
-        self._thread: Thread | None = None
-        self._error: BaseException | None = None
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._pending: Future[None] | None = None
         self._writing = ""
 
     def save(self, content: Content) -> Path:
@@ -149,9 +149,7 @@ class CheckpointWriter:
                 raise
 
         if self._background:
-            self._writing = final.name
-            self._thread = Thread(target=self._catching, args=(write,), name="checkpoint", daemon=True)
-            self._thread.start()
+            self._writing, self._pending = final.name, self._thread.submit(write)
         else:
             write()
         return final
@@ -162,7 +160,7 @@ class CheckpointWriter:
         Raises:
             ValueError: on every rank, if it could not be written.
         """
-        if self._thread is None:
+        if self._pending is None:
             return
         for problem in self._world.gather(self.abandon()):
             if problem:
@@ -170,19 +168,9 @@ class CheckpointWriter:
 
     def abandon(self) -> str:
         """Wait for the background thread without asking other ranks; returns its error, empty if there is none."""
-        if self._thread is None:
-            return ""
-        self._thread.join()
-        error, self._thread, self._error = self._error, None, None
-        if error is None:
-            return ""
-        return f"checkpoint {self._writing} was not written: {error or type(error).__name__}"
-
-    def _catching(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except BaseException as error:
-            self._error = error
+        pending, self._pending = self._pending, None
+        error = pending.exception() if pending is not None else None
+        return f"checkpoint {self._writing} was not written: {error}" if error is not None else ""
 
     def _is_latest(self, final: Path, best: bool) -> bool:
         latest = self._run.latest

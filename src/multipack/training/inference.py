@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -181,21 +181,6 @@ class Conversation:
         return [token for tokens, _ in encoded for token in tokens]
 
 
-@dataclass(frozen=True)
-class GenerateOptions:
-    """How `multipack generate` runs and prints.
-
-    Attributes:
-        device: `auto` (a GPU if there is one), `cpu`, `cuda` or any other name that torch knows.
-        as_json: print one JSON object and nothing else.
-        timing: print how many tokens per second were written.
-    """
-
-    device: str = "auto"
-    as_json: bool = False
-    timing: bool = False
-
-
 def read_prompts(given: Sequence[str], file: str) -> list[str]:
     """The given prompts, then those of a file, one per line; `-` is standard input.
 
@@ -225,19 +210,32 @@ def read_prompts(given: Sequence[str], file: str) -> list[str]:
 
 
 def print_completions(
-    path: Path, prompts: Sequence[str], sampling: Sampling, options: GenerateOptions
+    path: Path,
+    prompts: Sequence[str],
+    sampling: Sampling,
+    device: str = "auto",
+    as_json: bool = False,
+    timing: bool = False,
 ) -> None:
     """Complete prompts and print them; a single one is printed while it is written if there is a terminal.
+
+    Args:
+        path: a run, a checkpoint or an export.
+        prompts: any number of them.
+        sampling: how tokens are drawn.
+        device: `auto` (a GPU if there is one), `cpu`, `cuda` or any other name that torch knows.
+        as_json: print one JSON object and nothing else.
+        timing: print how many tokens per second were written.
 
     Raises:
         ValueError: see `load_run` and `complete_batch`; the device is not available.
         FileNotFoundError: see `load_run`.
     """
-    model, tokenizer = _load(path, options)
+    model, tokenizer = _load(path, device)
     sizes = [len(ids) for ids in encode_prompts(tokenizer, prompts)]
     for number, size in enumerate(sizes, start=1):
         _note_context(f"prompt {number}", size, model)
-    streaming = len(prompts) == 1 and not options.as_json and sys.stdout.isatty()
+    streaming = len(prompts) == 1 and not as_json and sys.stdout.isatty()
     if streaming:
         _print(prompts[0])
     start = time.perf_counter()
@@ -245,7 +243,7 @@ def print_completions(
         model, tokenizer, prompts, sampling, (lambda _, piece: _print(piece)) if streaming else None
     )
     seconds = time.perf_counter() - start
-    if options.as_json:
+    if as_json:
         _print(_as_json(prompts, sizes, completions, seconds), end="\n")
     elif streaming:
         _print("", end="\n")
@@ -254,18 +252,18 @@ def print_completions(
             if len(prompts) > 1:
                 _print(f"=== {number} of {len(prompts)}", end="\n")
             _print(prompt + completion.text, end="\n")
-    if options.timing:
+    if timing:
         _note_speed(sum(sizes), completions, seconds)
 
 
-def converse(path: Path, system: str, sampling: Sampling, options: GenerateOptions) -> None:
-    """Answer the lines of standard input as one conversation, until it ends.
+def converse(path: Path, system: str, sampling: Sampling, device: str = "auto", timing: bool = False) -> None:
+    """Answer the lines of standard input as one conversation, until it ends; see `print_completions`.
 
     Raises:
         ValueError: see `load_run`, `load_template` and `Conversation`.
         FileNotFoundError: see `load_run`.
     """
-    model, tokenizer = _load(path, options)
+    model, tokenizer = _load(path, device)
     conversation = Conversation(model, tokenizer, load_template(path), sampling, system)
     mark = "> " if sys.stdin.isatty() else ""
     while True:
@@ -284,23 +282,19 @@ def converse(path: Path, system: str, sampling: Sampling, options: GenerateOptio
         _note_context("the conversation", conversation.num_read, model)
         if answer.reason == "length":
             _note(f"cut after {sampling.max_tokens:,} tokens: --max-tokens allows more")
-        if options.timing:
+        if timing:
             _note_speed(conversation.num_read, [answer], seconds)
 
 
-def _load(path: Path, options: GenerateOptions) -> tuple[Decoder, Tokenizer]:
-    name = options.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+def _load(path: Path, name: str) -> tuple[Decoder, Tokenizer]:
+    automatic = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(name)
+        device = torch.device(automatic if name == "auto" else name)
         # Fails here, before anything is loaded, if the device is not available.
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).strip().split("\n")[0]
-        raise ValueError(
-            f"--device {options.device} cannot be used here ({reason}); --device cpu can"
-        ) from error
+        raise ValueError(f"--device {name} cannot be used here ({reason}); --device cpu can") from error
     model, tokenizer = load_run(path)
     return model.to(device), tokenizer
 

@@ -63,6 +63,8 @@ class Objective(ABC):
         ValueError: a setting has no meaning for this objective.
     """
 
+    collator_type: type[PackedCollator] | type[PreferenceCollator] = PackedCollator
+
     def __init__(self, config: Config, corpus: Corpus) -> None:
         self.config, self.corpus = config, corpus
         self.check()
@@ -104,9 +106,10 @@ class Objective(ABC):
         """Files of a new run directory by name, known after `views`."""
         return {}
 
-    @abstractmethod
     def collator(self, sampler: PackedBatchSampler, pad_to: int | None) -> Collator:
         """The collator of a sampler's packs."""
+        pad_id, multiple = self.corpus.tokenizer.end_id or 0, self.config.parallel.token_multiple
+        return self.collator_type.of(sampler, pad_to, pad_id, multiple)
 
     def callbacks(self, engine: ModelEngine) -> list[Callback]:
         """Callbacks that add to the record of a step."""
@@ -133,15 +136,11 @@ class NextToken(Objective):
         loss = training_loss(train.z_loss, train.label_smoothing)
         return Decoder(shape, attention=self.config.model.attention, training_loss=loss, part=part)
 
-    def collator(self, sampler: PackedBatchSampler, pad_to: int | None) -> Collator:
-        """See `Objective`."""
-        pad_id, multiple = self.corpus.tokenizer.end_id or 0, self.config.parallel.token_multiple
-        return PackedCollator.of(sampler, pad_to, pad_id, multiple)
-
 
 class Preferences(Objective):
     """Direct preference optimization of pairs; see models/dpo.py."""
 
+    collator_type = PreferenceCollator
     _reference: Mapping[str, Values] = MappingProxyType({})
 
     def check(self) -> None:
@@ -223,11 +222,6 @@ class Preferences(Objective):
         model.load_state_dict(state, assign=True)
         device = engine.world.device
         return partial(_evaluating, model.eval().to(device), device, dtype), Mesh.plain(engine.world)
-
-    def collator(self, sampler: PackedBatchSampler, pad_to: int | None) -> Collator:
-        """See `Objective`."""
-        pad_id, multiple = self.corpus.tokenizer.end_id or 0, self.config.parallel.token_multiple
-        return PreferenceCollator.of(sampler, pad_to, pad_id, multiple)
 
     def callbacks(self, engine: ModelEngine) -> list[Callback]:
         """Rewards of the step's pairs."""
