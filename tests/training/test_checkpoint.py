@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from multipack.parallel.engine import ModelEngine
+from multipack.parallel.mesh import Mesh
 from multipack.parallel.world import World
 from multipack.run import RunDirectory, find_run
 from multipack.training import checkpoint_tensors
@@ -239,6 +241,35 @@ def test_a_run_writes_in_the_background_what_it_writes_at_once(words, tmp_path, 
     monkeypatch.setattr(checkpoint_tensors, "save_safetensors", full)
     with pytest.raises(ValueError, match=r"step-00000009 was not written: .*no space left"):
         train(compose_run([f"out={tmp_path / 'async'}", "train.resume=true", "train.steps=12"]))
+
+
+def _engine(kind):
+    torch.manual_seed(4)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 2))
+    return ModelEngine([model], kind(model.parameters(), lr=0.1), Mesh(World()))
+
+
+def _steps(engine, first, last):
+    for step in range(first, last):
+        for parameter in engine.parameters.values():
+            parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step))
+        engine.step(0.1)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adafactor])
+def test_optimizer_state_of_any_shape_continues_bit_for_bit(run, kind):
+    """Adafactor keeps means of rows and columns, which have other shapes than their parameter."""
+    whole, parts, resumed = _engine(kind), _engine(kind), _engine(kind)
+    _steps(whole, 0, 6)
+    _steps(parts, 0, 3)
+    path = CheckpointWriter(run, World(), 0).save(Content(3, parts.state(), {}, {}))
+    resumed.load_state(load_checkpoint(path).source)
+    _steps(resumed, 3, 6)
+    for name, parameter in whole.parameters.items():
+        assert torch.equal(resumed.parameters[name], parameter), name
+    other = torch.optim.Adafactor if kind is torch.optim.AdamW else torch.optim.AdamW
+    with pytest.raises(ValueError, match=r"optimizer lacks 0\."):
+        _engine(other).load_state(load_checkpoint(path).source)
 
 
 def test_random_numbers_continue(run):
