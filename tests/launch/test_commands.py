@@ -76,7 +76,7 @@ def test_submit_prints_or_writes(run, tmp_path):
 def test_doctors_exit_code_and_json(run, monkeypatch):
     for status, code in (("ok", 0), ("warn", 0), ("fail", 1)):
         remedy = "" if status == "ok" else "mend it"
-        found = [Finding("devices", "gpu", status, "seen", remedy)]
+        found = [Finding("gpu", status, "seen", remedy, "devices")]
         monkeypatch.setattr("multipack.launch.doctor.examine", lambda *_, found=found: found)
         done = run("doctor", "--json")
         assert done.exit_code == code

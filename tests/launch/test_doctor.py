@@ -26,7 +26,7 @@ def test_findings_have_remedies():
 
 def test_an_exception_in_a_check_is_its_finding(monkeypatch):
     def broken(environment):
-        yield doctor.Finding("devices", "cpu", "ok", "seen")
+        yield doctor.Finding("cpu", "ok", "seen")
         raise RuntimeError("no driver")
 
     monkeypatch.setattr(doctor, "_devices", broken)
@@ -45,10 +45,10 @@ def test_packages_that_are_missing_or_old_come_with_their_command(monkeypatch):
     ]
     monkeypatch.setattr("importlib.metadata.requires", lambda name: wanted)
     named = _by_name(doctor._packages({}))
-    assert named["packages", "torch"].status == "fail"
-    assert named["packages", "no-such-package"].remedy == "pip install 'no-such-package>=1'"
-    assert named["packages", "no-such-either (x)"].status == "ok"
-    assert 'pip install "multipack[x]"' in named["packages", "no-such-either (x)"].detail
+    assert named["", "torch"].status == "fail"
+    assert named["", "no-such-package"].remedy == "pip install 'no-such-package>=1'"
+    assert named["", "no-such-either (x)"].status == "ok"
+    assert 'pip install "multipack[x]"' in named["", "no-such-either (x)"].detail
     assert len(named) == 4
 
 
@@ -66,19 +66,19 @@ def test_launchers_that_disagree_and_lost_hostfiles_are_failures():
         "PMI_RANK": "1",
     }
     named = _by_name(doctor._launching({**gone, "PMI_SIZE": "2"}))
-    assert named["launching", "ranks"].status == "fail"
-    assert "RANK=0 and PMI_RANK=1" in named["launching", "ranks"].detail
-    assert named["launching", "scheduler"].status == "fail"
+    assert named["", "ranks"].status == "fail"
+    assert "RANK=0 and PMI_RANK=1" in named["", "ranks"].detail
+    assert named["", "scheduler"].status == "fail"
 
 
 def test_a_name_that_other_hosts_cannot_reach_is_reported(monkeypatch):
     job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n[1-2]"}
     monkeypatch.setattr(socket, "getaddrinfo", lambda name, port: [(0, 0, 0, "", ("127.0.1.1", 0))])
-    found = _by_name(doctor._launching(job))["launching", "address"]
+    found = _by_name(doctor._launching(job))["", "address"]
     assert found.status == "warn"
     assert "GLOO_SOCKET_IFNAME" in found.remedy
-    assert _by_name(doctor._launching({}))["launching", "address"].status == "ok"
-    wrong = _by_name(doctor._launching({**job, "GLOO_SOCKET_IFNAME": "nowhere0"}))["launching", "address"]
+    assert _by_name(doctor._launching({}))["", "address"].status == "ok"
+    wrong = _by_name(doctor._launching({**job, "GLOO_SOCKET_IFNAME": "nowhere0"}))["", "address"]
     assert wrong.status == "fail"
     assert "lo" in wrong.remedy
 
@@ -86,7 +86,7 @@ def test_a_name_that_other_hosts_cannot_reach_is_reported(monkeypatch):
         raise socket.gaierror("unknown")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    assert _by_name(doctor._launching({}))["launching", "address"].status == "warn"
+    assert _by_name(doctor._launching({}))["", "address"].status == "warn"
 
 
 def test_folders_that_cannot_be_written_are_failures(monkeypatch, tmp_path):
@@ -94,11 +94,11 @@ def test_folders_that_cannot_be_written_are_failures(monkeypatch, tmp_path):
     file.write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(file))
     named = _by_name(doctor._folders({}))
-    assert named["folders", "cache"].status == "fail"
-    assert "XDG_CACHE_HOME" in named["folders", "cache"].remedy
+    assert named["", "cache"].status == "fail"
+    assert "XDG_CACHE_HOME" in named["", "cache"].remedy
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "not" / "there"))
     monkeypatch.setattr(doctor, "LEAST_FREE_BYTES", 1 << 62)
-    assert _by_name(doctor._folders({}))["folders", "cache"].status == "warn"
+    assert _by_name(doctor._folders({}))["", "cache"].status == "warn"
     assert not (tmp_path / "not").exists()
 
 

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -36,18 +36,18 @@ class Finding:
     """One result.
 
     Attributes:
-        area: subject of the check.
         name: what was checked.
         status: `fail` = training does not work; `warn` = it works, but worse or not everywhere.
         detail: what was found.
         remedy: what to do; empty if the status is `ok`.
+        area: subject of the check, set by `examine`.
     """
 
-    area: str
     name: str
     status: Status
     detail: str
     remedy: str = ""
+    area: str = ""
 
 
 Check = Callable[[Mapping[str, str]], Iterator[Finding]]
@@ -75,24 +75,25 @@ def examine(
     for area, check in checks.items():
         progress(area)
         try:
-            found += check(environment)
+            for finding in check(environment):
+                found.append(replace(finding, area=area))
         except Exception as error:
             remedy = (
                 "see the message; if this machine is not the cause, please report it as a bug of multipack"
             )
-            found.append(Finding(area, "check", "fail", f"{type(error).__name__}: {error}", remedy))
+            found.append(Finding("check", "fail", f"{type(error).__name__}: {error}", remedy, area))
     return found
 
 
 def _packages(environment: Mapping[str, str]) -> Iterator[Finding]:
     """Check the versions of Python and of the packages that multipack's metadata requires."""
-    yield Finding("packages", "python", "ok", f"{platform.python_version()} at {sys.executable}")
+    yield Finding("python", "ok", f"{platform.python_version()} at {sys.executable}")
     pattern = r"([\w.-]+)(?:\[[\w,-]+\])?\s*>=\s*([\d.]+)(?:\s*;\s*extra == ['\"](\w+)['\"])?"
     try:
         required = importlib.metadata.requires("multipack") or []
     except importlib.metadata.PackageNotFoundError:
         required = []
-        yield Finding("packages", "multipack", "warn", "not installed", "pip install multipack")
+        yield Finding("multipack", "warn", "not installed", "pip install multipack")
     for match in filter(None, (re.fullmatch(pattern, requirement) for requirement in required)):
         name, least, extra = match[1], match[2], match[3] or ""
         if extra in ("dev", "bench"):
@@ -103,15 +104,15 @@ def _packages(environment: Mapping[str, str]) -> Iterator[Finding]:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             if extra:
-                yield Finding("packages", shown, "ok", f"optional, not installed: {install}")
+                yield Finding(shown, "ok", f"optional, not installed: {install}")
             else:
-                yield Finding("packages", shown, "fail", "not installed", install)
+                yield Finding(shown, "fail", "not installed", install)
             continue
         if _numbers(version) >= _numbers(least):
-            yield Finding("packages", shown, "ok", version)
+            yield Finding(shown, "ok", version)
         else:
             status: Status = "warn" if extra else "fail"
-            yield Finding("packages", shown, status, f"{version} is older than {least}", install)
+            yield Finding(shown, status, f"{version} is older than {least}", install)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -125,36 +126,32 @@ def _devices(environment: Mapping[str, str]) -> Iterator[Finding]:
 
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     cores = f"{usable} of {os.cpu_count()} cores, {torch.get_num_threads()} threads"
-    yield Finding("devices", "cpu", "ok", cores)
+    yield Finding("cpu", "ok", cores)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for index in range(count):
         free, total = torch.cuda.mem_get_info(index)
         detail = f"{torch.cuda.get_device_name(index)}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
-        if free < total / 2:
-            remedy = "end the process that uses its memory (see nvidia-smi), or choose another GPU"
-            yield Finding("devices", f"cuda:{index}", "warn", detail, remedy)
-        else:
-            yield Finding("devices", f"cuda:{index}", "ok", detail)
+        remedy = "end the process that uses its memory (see nvidia-smi), or choose another GPU"
+        used = free < total / 2
+        yield Finding(f"cuda:{index}", "warn" if used else "ok", detail, remedy if used else "")
     hidden = environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if not count and not hidden and (Path("/dev/nvidia0").exists() or Path("/dev/kfd").exists()):
         remedy = (
             "compare the driver (nvidia-smi) with torch.version.cuda, or install torch with GPU support"
             " (pytorch.org/get-started)"
         )
-        yield Finding("devices", "gpu", "warn", f"torch {torch.__version__} cannot use the GPU", remedy)
+        yield Finding("gpu", "warn", f"torch {torch.__version__} cannot use the GPU", remedy)
     elif not count:
-        yield Finding(
-            "devices", "gpu", "ok", "none" + (" (hidden by CUDA_VISIBLE_DEVICES)" if hidden else "")
-        )
+        yield Finding("gpu", "ok", "none" + (" (hidden by CUDA_VISIBLE_DEVICES)" if hidden else ""))
     for name, there, needed in (
         ("gloo", dist.is_available() and dist.is_gloo_available(), True),
         ("nccl", dist.is_available() and dist.is_nccl_available(), count > 0),
     ):
         if there or not needed:
             detail = "available" if there else "not in this torch; only needed for GPUs"
-            yield Finding("devices", name, "ok", detail)
+            yield Finding(name, "ok", detail)
         else:
-            yield Finding("devices", name, "fail", "not in this torch", f"install torch with {name}")
+            yield Finding(name, "fail", "not in this torch", f"install torch with {name}")
 
 
 def _attention(environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -170,7 +167,7 @@ def _attention(environment: Mapping[str, str]) -> Iterator[Finding]:
             detail = f"not installed ({row.needs}: {row.install})"
         elif row.devices and device not in row.devices:
             detail = f"not on {device}"
-        yield Finding("attention", row.name, "ok", detail)
+        yield Finding(row.name, "ok", detail)
 
 
 def _launching(environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -181,21 +178,19 @@ def _launching(environment: Mapping[str, str]) -> Iterator[Finding]:
     try:
         ranks = find_ranks(environment)
         detail = f"rank {ranks.rank} of {ranks.size}, started by {ranks.launcher}"
-        yield Finding("launching", "ranks", "ok", detail if ranks.size > 1 else "a single process")
+        yield Finding("ranks", "ok", detail if ranks.size > 1 else "a single process")
     except ValueError as error:
-        yield Finding(
-            "launching", "ranks", "fail", str(error), "unset variables left over from another launcher"
-        )
+        yield Finding("ranks", "fail", str(error), "unset variables left over from another launcher")
     launchers = [f"{name} ({flavor})" for name, flavor in find_launchers(environment).items()]
-    yield Finding("launching", "launchers", "ok", ", ".join(["torchrun", *launchers]))
+    yield Finding("launchers", "ok", ", ".join(["torchrun", *launchers]))
     try:
         allocation = find_allocation(environment)
     except (ValueError, OSError) as error:
-        yield Finding("launching", "scheduler", "fail", str(error), "run this on the first host of the job")
+        yield Finding("scheduler", "fail", str(error), "run this on the first host of the job")
         return
     hosts = list(allocation.hosts)
     shown = f", {len(hosts)} hosts: {', '.join(hosts[:8])}{', …' if len(hosts) > 8 else ''}" if hosts else ""
-    yield Finding("launching", "scheduler", "ok", f"{allocation.scheduler}{shown}")
+    yield Finding("scheduler", "ok", f"{allocation.scheduler}{shown}")
     yield _address(environment, len(hosts) > 1)
 
 
@@ -206,18 +201,18 @@ def _address(environment: Mapping[str, str], several: bool) -> Finding:
     remedy = f"set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to one of {', '.join(present)} on every host"
     missing = [part for part in chosen.split(",") if part and part not in present]
     if missing:
-        return Finding("launching", "address", "fail", f"no network interface {missing[0]}", remedy)
+        return Finding("address", "fail", f"no network interface {missing[0]}", remedy)
     if chosen:
-        return Finding("launching", "address", "ok", f"{name}, over {chosen} (GLOO_SOCKET_IFNAME)")
+        return Finding("address", "ok", f"{name}, over {chosen} (GLOO_SOCKET_IFNAME)")
     try:
         addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
     except OSError as error:
         detail = f"the host name {name} cannot be resolved ({error})"
-        return Finding("launching", "address", "warn", detail, f"add {name} to /etc/hosts, or {remedy}")
+        return Finding("address", "warn", detail, f"add {name} to /etc/hosts, or {remedy}")
     if several and all(address.startswith("127.") or address == "::1" for address in addresses):
         detail = f"{name} resolves to {', '.join(addresses)}, which other hosts cannot reach"
-        return Finding("launching", "address", "warn", detail, remedy)
-    return Finding("launching", "address", "ok", f"{name}: {', '.join(addresses)}")
+        return Finding("address", "warn", detail, remedy)
+    return Finding("address", "ok", f"{name}: {', '.join(addresses)}")
 
 
 def _folders(environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -239,17 +234,17 @@ def _folders(environment: Mapping[str, str]) -> Iterator[Finding]:
                 (Path(trial) / "file").write_bytes(b"x" * 4096)
             free = shutil.disk_usage(parent).free
         except (OSError, ValueError) as error:
-            yield Finding("folders", name, "fail", f"{folder}: {error}", remedy)
+            yield Finding(name, "fail", f"{folder}: {error}", remedy)
             continue
         low = free < LEAST_FREE_BYTES
         detail, remedy = f"{folder}, {free / 2**30:.1f} GiB free", f"free space, or {remedy}" if low else ""
-        yield Finding("folders", name, "warn" if low else "ok", detail, remedy)
+        yield Finding(name, "warn" if low else "ok", detail, remedy)
     try:
         numba.njit(cache=True)(_numbers)  # only looks for a cache folder; compiles nothing
-        yield Finding("folders", "compiled code", "ok", "kept between runs")
+        yield Finding("compiled code", "ok", "kept between runs")
     except RuntimeError:
         detail, remedy = "every process compiles the planner", "set NUMBA_CACHE_DIR to a writable folder"
-        yield Finding("folders", "compiled code", "warn", detail, remedy)
+        yield Finding("compiled code", "warn", detail, remedy)
 
 
 def _processes(environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -265,9 +260,9 @@ def _processes(environment: Mapping[str, str]) -> Iterator[Finding]:
         )
         for name, error, seconds in smoke_test(environment, device, SMOKE_SECONDS):
             if error:
-                yield Finding("processes", f"{name} ({backend})", "fail", error, remedy)
+                yield Finding(f"{name} ({backend})", "fail", error, remedy)
             else:
-                yield Finding("processes", f"{name} ({backend})", "ok", f"correct, {1000 * seconds:.0f} ms")
+                yield Finding(f"{name} ({backend})", "ok", f"correct, {1000 * seconds:.0f} ms")
 
 
 def smoke_test(
