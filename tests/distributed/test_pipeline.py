@@ -172,73 +172,55 @@ def test_evaluation_takes_any_packs_and_changes_nothing(pools):
 def refused(world):
     mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("pp",))
     stages = make_stages("gpt", mesh, "1f1b")
-    pipeline = Pipeline(stages, mesh, "1f1b", 3, width=32)
-    steps = [
-        packs(2),
-        [*packs(2), *packs(1, slots=30)],
-        packs(3),
-        packs(3),
-        packs(3, slots=30),
-        [*packs(1, slots=30), *packs(2)],
-        packs(4),
-    ]
-    told = []
-    for number, step in enumerate(steps):
+    pipeline, short = Pipeline(stages, mesh, "1f1b", 3, width=32), packs(1, slots=30)
+    found = []
+
+    def attempt(call, keeps_gradients=False):
         try:
-            pipeline.forward_backward(step, 1.0)
-            told.append("")
+            call()
+            found.append("")
         except (ValueError, RuntimeError) as error:
-            told.append(str(error))
-        if number != 2:
-            for parameter in pipeline.parameters.values():
-                parameter.grad = None
-    for make in (
-        lambda: Pipeline(stages * 2, mesh, "1f1b", 3, width=32),
-        lambda: Pipeline(stages, mesh, "1f1b", 1, width=32),
-        lambda: Pipeline(stages * 2, mesh, "interleaved", 2, width=32),
-        lambda: Pipeline(stages, mesh, "1f1b", 3, width=32, tensor_ranks=5).forward_backward(packs(3), 1.0),
-        lambda: pipeline.evaluate([*packs(1), *packs(1, slots=30)]),
-    ):
-        try:
-            make()
-            told.append("")
-        except ValueError as error:
-            told.append(str(error))
-    if world.rank == 0:  # what a stage gives is looked at before it is sent
+            found.append(str(error))
+        for parameter in pipeline.parameters.values():
+            parameter.grad = parameter.grad if keeps_gradients else None
+
+    attempt(lambda: pipeline.forward_backward(packs(2), 1.0))
+    attempt(lambda: pipeline.forward_backward([*packs(2), *short], 1.0))
+    attempt(lambda: pipeline.forward_backward(packs(3), 1.0), keeps_gradients=True)
+    attempt(lambda: pipeline.forward_backward(packs(3), 1.0))
+    attempt(lambda: pipeline.forward_backward(packs(3, slots=30), 1.0))
+    attempt(lambda: Pipeline(stages * 2, mesh, "1f1b", 3, width=32))
+    attempt(lambda: Pipeline(stages, mesh, "1f1b", 1, width=32))
+    attempt(lambda: Pipeline(stages * 2, mesh, "interleaved", 2, width=32))
+    other = Pipeline(stages, mesh, "1f1b", 3, width=32, tensor_ranks=5)
+    attempt(lambda: other.forward_backward(packs(3), 1.0))
+    attempt(lambda: pipeline.evaluate([*packs(1), *short]))
+    if world.rank == 0:  # the output of a stage is checked before it is sent
         run = pipeline._training
-        run.batches = packs(1, slots=30)
-        try:
-            run._schedule._stage.forward_maybe_with_nosync(number=torch.tensor([0]))
-        except ValueError as error:
-            told.append(str(error))
-    return told
+        run.batches = short
+        attempt(lambda: run._schedule._stage.forward_maybe_with_nosync(number=torch.tensor([0])))
+    return found
 
 
 def test_what_would_hang_is_refused_on_every_rank(pools):
-    found = pools(2).run(refused)
-    assert found[0].pop() == (
-        "stage 0 of the pipeline gave (30, 32) of torch.float32, and the next one expects (48, 32) of torch.float32"
-    )
-    told = found[0]
-    assert [message.replace("blocks.2.", "blocks.0.") for message in found[1]] == told
-    assert told[0].startswith("this step has 2 micro-batches, and the pipeline was built for 3")
-    assert told[1].startswith(
-        "micro-batch 2 has 30 slots, and the first of them had 48: stages of a pipeline"
-    )
-    assert "train.fixed_shape=true" in told[1]
-    assert "plan.capacity" in told[1]
-    assert told[2] == ""
-    assert told[3].startswith("embedding.weight has a gradient left from another step")
-    assert told[4].startswith("micro-batch 0 has 30 slots, and those of the first step had 48")
-    assert told[5].startswith("micro-batch 0 has 30 slots, and those of the first step had 48")
-    assert told[6].startswith("this step has 4 micro-batches")
-    assert told[7] == "parallel.schedule=1f1b has 1 stages on every rank, got 2"
-    assert told[8].startswith(
-        "parallel.pipeline=2 with parallel.schedule=1f1b needs at least 2 micro-batches a step"
-    )
-    assert told[9].startswith("two stages of one rank hold blocks.0.")
-    assert told[10].startswith("a pack's 48 slots cannot be divided among parallel.tensor=5 ranks")
-    assert told[11].startswith("micro-batch 1 has 30 slots, and the first of them had 48")
+    first, second = pools(2).run(refused)
+    assert "stage 0 of the pipeline gave (30, 32)" in first.pop()
+    assert [message.replace("blocks.2.", "blocks.0.") for message in second] == first
+    expected = [
+        "2 micro-batches, and the pipeline was built for 3",
+        "train.fixed_shape=true",
+        "",
+        "embedding.weight has a gradient left",
+        "micro-batch 0 has 30 slots",
+        "1 stages on every rank, got 2",
+        "at least 2 micro-batches",
+        "two stages of one rank hold blocks.0.",
+        "parallel.tensor=5",
+        "micro-batch 1 has 30 slots",
+    ]
+    for message, part in zip(first, expected, strict=True):
+        assert part in message
+        assert bool(part) == bool(message)
 
 
 def failing(world):
@@ -340,7 +322,7 @@ def idle_share(orders, stages):
     return 1.0 - busy / (len(orders) * max(free))
 
 
-@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 2), (2, 6), (4, 4), (4, 8)])
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 6), (4, 4)])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
 def test_packs_stay_with_their_hidden_states_and_ranks_wait_as_the_formula_says(
     pools, schedule, ranks, micro_batches
