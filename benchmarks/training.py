@@ -39,7 +39,8 @@ from multipack.data.documents import Document
 from multipack.data.store import TokenStore
 from multipack.data.tokenizer import byte_tokenizer
 from multipack.data.writer import StoreWriter
-from multipack.planning.first_use import compile_planner
+from multipack.planning.options import PlanOptions
+from multipack.planning.report import compile_planner
 from multipack.run import RunDirectory
 from multipack.shapes import ModelShape
 from multipack.training.run_config import compose
@@ -398,7 +399,7 @@ def main() -> None:
     shape = ModelShape(layers=4, heads=4, d_model=256, d_ff=704, vocabulary_size=257 * 8)
     # Compiled before anything is timed: a plan's loops, as a run of two packs a step needs them.
     compile_planner(
-        {"capacity": LONGEST, "packs_per_step": 2},
+        PlanOptions(capacity=LONGEST, packs_per_step=2),
         1,
         "step",
         lambda: print("compiling the planner's loops …"),

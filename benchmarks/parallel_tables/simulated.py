@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from multipack.planning.ceiling import least_step_cost
 from multipack.planning.cost import CostModel
+from multipack.planning.deal import least_step_cost
 from multipack.planning.options import Sync
 from multipack.planning.packing import Packs, pack
 from multipack.planning.plan import Plan, plan

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
-PUBLISHED = "published"
-MEASURED = "measured"
+PUBLISHED, MEASURED = "published", "measured"
 
 
 @dataclass(frozen=True)
@@ -22,17 +21,15 @@ class Asked:
     figure: str
     """What is measured."""
     reached: float | None
-    """The measured value; None: it could not be measured, and `note` says why."""
+    """The measured value; None: it could not be measured."""
     asked: float
-    """The bound that it shall keep."""
+    """The bound."""
     at_most: bool
     """Whether the bound is an upper one."""
     format: str
     """How values are shown, see `shown`."""
-    moonshot: bool = False
-    """Beyond what is asked: hoped for."""
     note: str = ""
-    """Where the worst value was found, or what else is to be known."""
+    """Where the worst value was found."""
 
     @property
     def met(self) -> bool | None:
@@ -40,11 +37,6 @@ class Asked:
         if self.reached is None:
             return None
         return self.reached <= self.asked if self.at_most else self.reached >= self.asked
-
-    @property
-    def verdict(self) -> str:
-        """The same in a word."""
-        return {True: "yes", False: "NO", None: "not measured"}[self.met]
 
 
 @dataclass
@@ -66,37 +58,34 @@ class Table:
         self.rows.append(list(values))
 
     def at_most(
-        self, figure: str, reached: float | None, asked: float, format: str = ",", **more: Any
+        self, figure: str, reached: float | None, asked: float, format: str = ",", note: str = ""
     ) -> None:
         """Ask that a figure does not exceed a bound."""
-        self.asked.append(Asked(figure, reached, asked, True, format, **more))
+        self.asked.append(Asked(figure, reached, asked, True, format, note))
 
     def at_least(
-        self, figure: str, reached: float | None, asked: float, format: str = ",", **more: Any
+        self, figure: str, reached: float | None, asked: float, format: str = ",", note: str = ""
     ) -> None:
         """Ask that a figure does not fall below a bound."""
-        self.asked.append(Asked(figure, reached, asked, False, format, **more))
+        self.asked.append(Asked(figure, reached, asked, False, format, note))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return {**asdict(self), "asked": [{**asdict(each), "met": each.met} for each in self.asked]}
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Table:
         """What `to_dict` wrote."""
-        asked = [Asked(**{k: v for k, v in each.items() if k != "met"}) for each in values["asked"]]
-        return cls(**{**values, "asked": asked})
+        return cls(**{**values, "asked": [Asked(**each) for each in values["asked"]]})
 
 
 def shown(value: Any, format: str) -> str:
-    """A value in words. `%` is a share in per cent with three digits; others are Python's own formats."""
+    """A value as text. `%` is a percentage with three digits; others are Python's own formats."""
     if value is None:
         return "–"
     if isinstance(value, str):
         return value
-    if format == "%":
-        return f"{100 * value:.3f} %"
-    return f"{value:{format}}"
+    return f"{100 * value:.3f} %" if format == "%" else f"{value:{format}}"
 
 
 def grid(table: Table) -> list[list[str]]:
@@ -110,41 +99,34 @@ def verdicts(asked: Sequence[Asked]) -> list[list[str]]:
     """The asked figures as rows of text, headings first."""
     rows = [["figure", "asked", "reached", "met", "note"]]
     for each in asked:
-        figure = each.figure + (" (moonshot)" if each.moonshot else "")
         bound = f"{'≤' if each.at_most else '≥'} {shown(each.asked, each.format)}"
-        rows.append([figure, bound, shown(each.reached, each.format), each.verdict, each.note])
+        verdict = {True: "yes", False: "NO", None: "not measured"}[each.met]
+        rows.append([each.figure, bound, shown(each.reached, each.format), verdict, each.note])
     return rows
 
 
 def aligned(rows: list[list[str]]) -> str:
-    """Rows of text under each other: the first column to the left, the others to the right."""
+    """Rows as lines of equal columns: the first column left-aligned, the others right-aligned."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
-        cells = [
-            cell.ljust(width) if i == 0 or column == "note" else cell.rjust(width)
-            for i, (cell, width, column) in enumerate(zip(row, widths, rows[0], strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join([row[0].ljust(widths[0]), *cells[1:]]).rstrip())
     return "\n".join(lines)
 
 
 def markdown(rows: list[list[str]]) -> str:
-    """Rows of text as a table of Markdown."""
+    """Rows as a table of Markdown."""
     safe = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     marks = ["---" if i == 0 or name == "note" else "---:" for i, name in enumerate(rows[0])]
     return "\n".join("| " + " | ".join(row) + " |" for row in [safe[0], marks, *safe[1:]])
 
 
 def cpu_seconds(function: Callable[[], Result], repeats: int = 3) -> tuple[float, Result]:
-    """Least CPU seconds of this process over some calls, and the last call's result.
-
-    CPU time does not count what other processes of a busy machine take; the least of several counts fewest
-    of the cache misses that they cause.
-    """
+    """Least CPU seconds of this process over some calls, and the last call's result."""
     best = float("inf")
     for _ in range(repeats):
-        gc.disable()  # a collection in the midst would be charged to whatever happens to run
+        gc.disable()  # a collection would be charged to the function that happens to run
         try:
             start = time.process_time()
             result = function()
@@ -154,19 +136,9 @@ def cpu_seconds(function: Callable[[], Result], repeats: int = 3) -> tuple[float
     return best, result
 
 
-def by_turns(functions: dict[str, Callable[[], Any]], repeats: int) -> dict[str, tuple[float, Any]]:
-    """Least CPU seconds and result of each function, called in turns, so that a slow spell hits all alike."""
-    best: dict[str, tuple[float, Any]] = {}
-    for _ in range(repeats):
-        for name, function in functions.items():
-            seconds, result = cpu_seconds(function, 1)
-            best[name] = (min(seconds, best[name][0]) if name in best else seconds, result)
-    return best
-
-
 def missing(*modules: str) -> str | None:
-    """How to install peers that are not there; None where they are."""
+    """How to install peers that are missing; None where they are installed."""
     absent = [name for name in modules if importlib.util.find_spec(name) is None]
-    if not absent:
-        return None
-    return f"{', '.join(absent)} not installed: pip install 'multipack[bench]' adds the rows"
+    return (
+        f"{', '.join(absent)} not installed: pip install 'multipack[bench]' adds the rows" if absent else None
+    )

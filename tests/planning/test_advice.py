@@ -1,5 +1,6 @@
-"""Advice: silent where nothing limits, and where something does, what is promised is what comes of it."""
+"""Advice: none where nothing limits, else what it promises is reached; and the table of other settings."""
 
+import json
 import re
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 
 from multipack.cli.plan_settings import PlanCommand
 from multipack.planning import report as measure
-from multipack.planning.advice import round_up
+from multipack.planning.advice import advise, explore, round_up
 from multipack.planning.cost import CostModel
 from multipack.planning.plan import plan
 from multipack.words import merge
@@ -23,28 +24,34 @@ def heavy():
     return np.clip(lengths, 1, 65_536).astype(int)
 
 
-def _find(advice, start):
-    (found,) = [sentence for sentence in advice if sentence.startswith(start)]
-    return found, float(re.search(r"lifts the ceiling to ([\d.]+)%", found).group(1)) / 100
+def advice(made, ranks, sync="micro"):
+    return advise(made, measure.report(made, ranks, sync))
+
+
+def _find(said, start):
+    (found,) = [sentence for sentence in said if sentence.startswith(start)]
+    return found, float(re.search(r"raises the ceiling to ([\d.]+)%", found).group(1)) / 100
 
 
 def test_ordinary_documents_need_no_advice():
     lengths = np.random.default_rng(0).integers(1, 500, 5000)
-    report = measure.report(plan(lengths, capacity=8192, packs_per_step=8), 8)
+    made = plan(lengths, capacity=8192, packs_per_step=8)
+    report = measure.report(made, 8)
     assert report.cost_utilization_ceiling > 0.99
-    assert report.advice == []
+    assert advise(made, report) == []
 
 
 def test_what_is_advised_is_what_it_brings(heavy):
     made = plan(heavy, capacity=65_536, packs_per_step=16, window=1)
     report = measure.report(made, 16)
-    first = report.advice[0]
+    said_all = advise(made, report)
+    first = said_all[0]
     assert f"{report.cost_utilization_ceiling:.1%}" in first
     assert f"{heavy.max():,} tokens" in first
     assert f"κ = {report.kappa:.2f}" in first
     assert report.cost_utilization_ceiling < 0.9
 
-    said, promised = _find(report.advice, "plan.capacity=")
+    said, promised = _find(said_all, "plan.capacity=")
     capacity, budget = map(int, re.match(r"plan\.capacity=(\d+) plan\.budget=(\d+) \(", said).groups())
     filled = [
         float(share) / 100
@@ -58,14 +65,14 @@ def test_what_is_advised_is_what_it_brings(heavy):
     assert wide.efficiency_but_last == pytest.approx(filled[0], abs=0.02)
     assert report.efficiency == pytest.approx(filled[1], abs=0.001)
 
-    said, promised = _find(report.advice, "sync=step plan.packs_per_step=")
+    said, promised = _find(said_all, "sync=step plan.packs_per_step=")
     packs, each = map(int, re.search(r"=(\d+) instead of 16 \((\d+) micro-batches", said).groups())
     assert packs == 16 * each > 16
     more = measure.report(plan(heavy, capacity=65_536, packs_per_step=16 * each, window=1), 16, "step")
     assert more.cost_utilization_ceiling == pytest.approx(promised, abs=0.03)
     assert more.cost_utilization_ceiling > report.cost_utilization_ceiling + 0.02
 
-    said, promised = _find(report.advice, "context parallelism")
+    said, promised = _find(said_all, "context parallelism")
     count, limit = (int(number.replace(",", "")) for number in re.findall(r"([\d,]+) (?:doc|tok)", said))
     assert count == (heavy > limit).sum()
     assert promised > report.cost_utilization_ceiling
@@ -74,31 +81,29 @@ def test_what_is_advised_is_what_it_brings(heavy):
 def test_meeting_less_often_is_advised_where_ranks_meet_often(heavy):
     made = plan(heavy, capacity=65_536, packs_per_step=32, window=1)
     often, seldom = measure.report(made, 16, "micro"), measure.report(made, 16, "step")
-    _, promised = _find(often.advice, "sync=step (ranks meet once a step")
+    _, promised = _find(advise(made, often), "sync=step (ranks wait once a step")
     assert promised == pytest.approx(seldom.cost_utilization_ceiling, abs=0.03)
-    assert not any("sync=step (ranks" in sentence for sentence in seldom.advice)
+    assert not any("sync=step (ranks" in sentence for sentence in advise(made, seldom))
 
 
 def test_ranks_that_do_not_divide_the_packs_are_told(heavy):
     made = plan(heavy, capacity=65_536, packs_per_step=13, window=1)
-    _, promised = _find(
-        measure.report(made, 12).advice, "plan.packs_per_step=24 instead of 13 (a multiple of the 12 ranks)"
-    )
+    _, promised = _find(advice(made, 12), "plan.packs_per_step=24 instead of 13 (a multiple of the 12 ranks)")
     assert promised > measure.report(made, 12).cost_utilization_ceiling
 
 
 def test_what_the_documents_do_not_fill_is_not_advised():
-    report = measure.report(plan([1000] + [10] * 30, capacity=1000, packs_per_step=4, window=1), 4)
-    assert report.cost_utilization_ceiling < 0.5
-    assert not any(sentence.startswith(("plan.", "sync")) for sentence in report.advice)
-    assert measure.report(plan([50, 1], capacity=50, packs_per_step=1), 1).advice == []
+    made = plan([1000] + [10] * 30, capacity=1000, packs_per_step=4, window=1)
+    assert measure.report(made, 4).cost_utilization_ceiling < 0.5
+    assert not any(sentence.startswith(("plan.", "sync")) for sentence in advice(made, 4))
+    assert advice(plan([50, 1], capacity=50, packs_per_step=1), 1) == []
 
 
 def test_settings_in_advice_are_words_that_the_command_line_takes(heavy):
     made = plan(heavy, capacity=65_536, packs_per_step=14, window=1)
     words = [
         word
-        for sentence in measure.report(made, 12).advice
+        for sentence in advice(made, 12)
         for word in sentence.split(" (")[0].split(" instead")[0].split()
         if "=" in word and word[0] != "κ"
     ]
@@ -115,24 +120,24 @@ def test_what_grouping_costs_in_randomness_is_told():
     made = plan(lengths, capacity=8192, packs_per_step=8, window=16)
     report = measure.report(made, 8)
     assert report.mean_length_spread > 3
-    (said,) = [sentence for sentence in report.advice if "plan.group=false" in sentence]
+    (said,) = [sentence for sentence in advise(made, report) if "plan.group=false" in sentence]
     about, reached = (
         float(share) / 100 for share in re.search(r"about ([\d.]+)% instead of ([\d.]+)%", said).groups()
     )
     assert reached == pytest.approx(report.cost_utilization, abs=0.001)
-    free = measure.report(plan(lengths, capacity=8192, packs_per_step=8, window=16, group=False), 8)
+    random = plan(lengths, capacity=8192, packs_per_step=8, window=16, group=False)
+    free = measure.report(random, 8)
     assert free.mean_length_spread < 3
     assert about == pytest.approx(free.cost_utilization, abs=0.05)
-    assert not any("plan.group" in sentence for sentence in free.advice)
-    (alone,) = measure.report(made, 1).advice
-    assert "with one rank that brings nothing" in alone
-    assert measure.report(made, 8, advised=False).advice == []
+    assert not any("plan.group" in sentence for sentence in advise(random, free))
+    (alone,) = advice(made, 1)
+    assert "with one rank this has no benefit" in alone
 
 
 def test_a_curriculum_is_not_called_grouped(heavy):
-    report = measure.report(plan(np.sort(heavy), capacity=65_536, packs_per_step=4, order="given"), 1)
-    assert report.mean_length_spread > 3
-    assert report.advice == []
+    made = plan(np.sort(heavy), capacity=65_536, packs_per_step=4, order="given")
+    assert measure.report(made, 1).mean_length_spread > 3
+    assert advice(made, 1) == []
 
 
 @pytest.mark.parametrize(
@@ -145,6 +150,91 @@ def test_round_up(tokens, rounded):
 def test_few_documents_of_constant_cost():
     """Fewer documents than ranks, and no cost to share: there is nothing that would have to be divided."""
     constant = CostModel(None, linear=0, quadratic=0, constant=1)
-    report = measure.report(plan(np.full(9, 10), capacity=10, packs_per_step=8, cost=constant), 8)
-    assert report.steps == 2
-    assert not any("context parallelism" in said for said in report.advice)
+    made = plan(np.full(9, 10), capacity=10, packs_per_step=8, cost=constant)
+    assert made.num_steps == 2
+    assert not any("context parallelism" in said for said in advice(made, 8))
+
+
+LENGTHS = np.random.default_rng(4).lognormal(5, 1, 1500).astype(int).clip(1, 1024)
+
+
+def test_rows_are_what_reports_say():
+    rows = explore(
+        LENGTHS, capacity=1024, packs_per_step=4, world_size=2, sync="step", windows=(1, 8), seed=3
+    )
+    assert len(rows) == 2 * (1 + 2 * 2)  # budgets × (window 1, and windows 4 and 8 with and without grouping)
+    for row in rows:
+        made = plan(
+            LENGTHS, capacity=1024, packs_per_step=4, seed=3,
+            window=row.window, budget=row.budget, group=row.group,
+        )  # fmt: skip
+        report = measure.report(made, 2, "step")
+        described = report.to_dict()
+        mine = row.to_dict()
+        for name in set(mine) & set(described) - {"seconds"}:
+            assert mine[name] == described[name], name
+        assert row.report.cost_utilization <= row.report.cost_utilization_ceiling
+    assert json.loads(json.dumps([row.to_dict() for row in rows]))[0]["window"] == 1
+
+
+def test_the_given_settings_are_among_the_rows_once():
+    rows = explore(
+        LENGTHS, capacity=1024, packs_per_step=4, windows=(1, 2), budgets=(None, 900),
+        window=3, budget=950, group=False, tail="carry", balance="joint",
+    )  # fmt: skip
+    (chosen,) = [row for row in rows if row.chosen]
+    assert (chosen.window, chosen.budget, chosen.group) == (3, 950, False)
+    assert {row.budget for row in rows} == {1024, 950, 900}
+    assert {row.window for row in rows} == {1, 2, 3}
+    assert [row.budget for row in rows] == sorted((row.budget for row in rows), reverse=True)
+    defaults = explore(LENGTHS, capacity=1024, packs_per_step=4)
+    (chosen,) = [row for row in defaults if row.chosen]
+    assert (chosen.window, chosen.budget, chosen.group) == (4, 1024, True)
+
+
+def test_windows_beyond_the_epoch_are_left_out():
+    steps = plan(LENGTHS, capacity=1024, packs_per_step=64).num_steps
+    assert 1 < steps < 16
+    rows = explore(LENGTHS, capacity=1024, packs_per_step=64, budgets=(None,), groups=(True,))
+    assert [row.window for row in rows] == [1, 4, 16]
+    rows = explore(LENGTHS, capacity=1024, packs_per_step=64, budgets=(None,), groups=(True,), window=64)
+    assert [row.window for row in rows] == [1, 4, 16, 64]
+    assert rows[-1].chosen
+    assert rows[-1].report.steps == rows[-2].report.steps
+
+
+def test_progress_ends_at_the_end():
+    seen = []
+    explore(
+        LENGTHS,
+        capacity=1024,
+        packs_per_step=64,
+        progress=lambda done, total, note: seen.append((done, total)),
+    )
+    assert seen[-1][0] == seen[-1][1] >= len(seen) - 1
+    assert [done for done, _ in seen] == sorted({done for done, _ in seen})
+
+
+def test_steps_with_many_documents_are_sampled_more_thinly():
+    lengths = np.ones(200_000, dtype=np.int64)
+    options = {"capacity": 1000, "packs_per_step": 4, "budgets": (None,), "windows": (1,), "window": 1}
+    (row,) = explore(lengths, **options)
+    assert (row.report.steps, row.report.measured_steps) == (50, 25)  # 100,000 documents are dealt
+    (row,) = explore(lengths, sample=None, **options)
+    assert row.report.measured_steps == 50
+    (row,) = explore(lengths, sample=3, **options)
+    assert row.report.measured_steps == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "described"),
+    [
+        ({"windows": (0,)}, "window must be a whole number of at least 1"),
+        ({"budgets": (2000,)}, "budget=2,000"),
+        ({"world_size": 9}, "9 ranks cannot share"),
+        ({"balance": "weight"}, "balance='weight'"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(options, described):
+    with pytest.raises(ValueError, match=described):
+        explore(LENGTHS, capacity=1024, packs_per_step=4, **options)

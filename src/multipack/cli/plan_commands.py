@@ -51,9 +51,9 @@ def plan(
     """
     from multipack.cli.plan_settings import PlanCommand, training_command
     from multipack.data.corpus_report import read_lengths
-    from multipack.planning.first_use import compile_planner
+    from multipack.planning.advice import advise
     from multipack.planning.plan import plan as make_plan
-    from multipack.planning.report import padded_share, report
+    from multipack.planning.report import compile_planner, padded_share, report
     from multipack.reports.console import Console
     from multipack.reports.summary import fills_packs, report_rows
     from multipack.words import merge
@@ -77,12 +77,15 @@ def plan(
         sample=wanted.sample or None,
         split_documents=0 if fit is None else fit.split_documents + fit.truncated_documents,
     )
+    advice = advise(made, found)
     share = padded_share(lengths, wanted.padded_batch_size, wanted.seed)
     if as_json:
-        shown = {**found.to_dict(), "padded_share": share, "fingerprint": made.fingerprint}
+        extra = {"advice": advice, "padded_share": share, "fingerprint": made.fingerprint}
+        shown = found.to_dict() | extra
         typer.echo(json.dumps(shown, indent=1, ensure_ascii=False))
         return
-    rows = report_rows(found, share, wanted.padded_batch_size, wanted.world_size, fills_packs(wanted.plan))
+    full = fills_packs(wanted.plan)
+    rows = report_rows(found, share, wanted.padded_batch_size, wanted.world_size, full, advice)
     fit_rows = [("too long", fit.describe())] if fit is not None and fit.describe() else []
     console.section(f"plan of {source}", [*rows, *fit_rows])
     head, _, pictures = drawn.partition("\n")
@@ -107,7 +110,7 @@ def _draw(made: Plan, step: int, tokens_per_character: int, whole: bool, columns
 
 
 def _explore(source: str, lengths: NDArray[np.int64], wanted: PlanCommand, as_json: bool) -> None:
-    from multipack.planning.explore import explore
+    from multipack.planning.advice import explore
     from multipack.reports.console import Console
     from multipack.reports.summary import explore_notes, explore_table
 
@@ -152,8 +155,8 @@ def pack(
     """
     from multipack.cli.plan_settings import PackCommand, pack_rows
     from multipack.data.corpus_report import read_lengths
-    from multipack.planning.first_use import compile_packer
     from multipack.planning.packing import pack as make_packs
+    from multipack.planning.report import compile_packer
     from multipack.reports.console import Console
     from multipack.words import merge
 

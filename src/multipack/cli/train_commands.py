@@ -37,7 +37,7 @@ def train(words: Words = None, settings: Settings = False) -> None:
     `multipack train --settings` lists all settings.
     """
     from multipack.parallel.ranks import find_ranks
-    from multipack.planning.first_use import compile_planner
+    from multipack.planning.report import compile_planner
     from multipack.reports.console import Console
     from multipack.training.callbacks.callback import RunStopped
     from multipack.training.run_config import compose_run
@@ -133,7 +133,7 @@ def calibrate(
     other work should run on the machine meanwhile.
     """
     from multipack.parallel.world import connected
-    from multipack.planning.first_use import compile_planner
+    from multipack.planning.report import compile_planner
     from multipack.reports.console import Console
     from multipack.training.calibrate import calibrate_documents
     from multipack.training.run_config import compose

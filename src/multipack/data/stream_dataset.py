@@ -33,7 +33,10 @@ class MicroBatch(NamedTuple):
 def rank_items(step: StreamStep, rank: int, world_size: int, sync: Sync) -> list[list[Any]]:
     """The items of each pack of one rank, in the order of its micro-batches."""
     dealt = step.deal(world_size, sync)
-    return [step.items[dealt[number]].tolist() for number in range(rank, len(dealt), world_size)]
+    items = step.items
+    return [
+        [items[place] for place in dealt[number].tolist()] for number in range(rank, len(dealt), world_size)
+    ]
 
 
 class PackedStreamDataset(IterableDataset[MicroBatch]):

@@ -1,207 +1,294 @@
-"""What would lift a low ceiling, and how far: told in sentences, each with the ceiling of what it proposes.
+"""Which other settings would be better: advice on a low ceiling, and a table of windows, budgets and grouping.
 
-Four ways out of a step whose longest document costs more than a rank's share (κ: see `ceiling.kappa`):
-more tokens a rank, ranks that meet less often, both, or that document shared by several ranks. Each is tried on the
-plan's own documents, from several places of the epoch, with the same bound as the ceiling itself. Settings stand
-in the sentences as the command line takes them; `plan` calls those of `plan.` by the same names.
+A step whose longest document costs more than a rank's share has a low ceiling (κ: see `report.kappa`). Four changes
+raise it: more tokens a rank, fewer sync points, both, or that document shared by several ranks. Each is tried on the
+plan's own documents, from several places of the epoch, with the bound that the ceiling itself uses.
 
-Where documents of like length share steps, what random steps would cost is estimated on a part of the epoch.
+`explore` plans the same documents with several windows and budgets:
+
+    window   1 ──────────▶ 64      fill and balance rise, documents move further from their place
+    budget   C ──────────▶ less    packs may differ in tokens and be equal in cost; more slots stay free
+    group    false ──────▶ true    long documents share steps: better balance, steps less similar
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from multipack.planning.ceiling import kappa, least_step_cost
-from multipack.planning.deal import meetings
-from multipack.planning.order import keys
-
-if TYPE_CHECKING:
-    from multipack.planning.options import Sync
-    from multipack.planning.plan import Plan
+from multipack.planning.cost import CostModel
+from multipack.planning.deal import least_step_cost, rank_loads
+from multipack.planning.lengths import check_integer, check_lengths
+from multipack.planning.options import PlanOptions, Sync
+from multipack.planning.plan import Plan, plan
+from multipack.planning.report import PlanReport, report, seeded_order
+from multipack.shapes import ModelShape
 
 Integers = NDArray[np.int64]
 
 ENOUGH = 0.99
-"""Nothing is advised where the ceiling is at least this."""
+"""No advice where the ceiling is at least this."""
+
+WINDOWS = (1, 4, 16, 64)
+"""Windows that `explore` tries."""
 
 _PLACES = 8  # places of the epoch at which a proposal is tried
-_WORTH = 0.005  # least gain of a proposal that is told
+_WORTH = 0.005  # least gain of a proposal that is reported
 _MARGIN = 1.05  # tokens of a rank over κ · Lmax
 _ROOM = 1.1  # capacity over budget, so that packs can differ in tokens
-_UNLIKE = 3.0  # spread of the steps' mean lengths above which grouping is told
+_GROUPED = 3.0  # spread of the steps' mean lengths above which grouping is reported
 _PART, _DEALT = 200_000, 8  # documents that are planned without grouping, and steps of them that are dealt
+_ROW_SAMPLE = 300  # steps that `explore` deals for a row at most
+_ROW_DOCUMENTS, _ROW_LEAST = 100_000, 8  # documents of these steps at most, and steps at least
 
 
-def advise(
-    plan: Plan, lengths: Integers, costs: Integers, world: int, sync: Sync, ceiling: float
-) -> list[str]:
-    """Sentences on what limits the ceiling of a plan and what would lift it; none where it is high.
-
-    Args:
-        plan: any plan.
-        lengths: (all documents,) tokens that documents take in a pack.
-        costs: (all documents,) what they cost.
-        world: data-parallel ranks.
-        sync: where ranks meet.
-        ceiling: of the plan's cost utilization for these ranks.
-    """
-    if ceiling >= ENOUGH:
-        return []
-    micro_batches, mine, packs = plan.micro_batches(world), plan.order, plan.packs_per_step
-    runs = world * micro_batches
-    tokens, cost = int(lengths[mine].sum()), int(costs[mine].sum())
-    longest, factor = int(lengths[mine].max()), kappa(lengths[mine], costs[mine])
-    share = cost / (plan.num_steps * (world if sync == "step" else runs))  # a rank's part of a meeting
-    said = [
-        f"no arrangement of these steps exceeds {ceiling:.1%}: the longest document ({longest:,} tokens) costs"
-        f" {int(costs[mine].max()) / share:.2f} times a rank's mean share, and its tokens κ = {factor:.2f} times"
-        " the mean token"
-    ]
-
-    def tell(what: str, reached: float | None, price: str = "") -> None:
-        if reached is not None and reached >= ceiling + _WORTH:
-            said.append(f"{what} lifts the ceiling to {reached:.1%}{price}")
-
-    def attempt(budget: int, each: int, capacity: int, meet: Sync) -> float | None:
-        groups = _groups(plan, lengths, budget * world * each)
-        return _ceiling(((lengths[g], costs[g]) for g in groups), world, each, capacity, meet)
-
-    mean = -(-tokens // (plan.num_steps * runs))  # tokens of a pack that a rank runs
-    if packs % world:
-        budget = -(-tokens // (plan.num_steps * packs))
-        what = f"plan.packs_per_step={runs} instead of {packs} (a multiple of the {world} ranks)"
-        tell(what, attempt(budget, micro_batches, plan.capacity, sync))
-    budget = round_up(_MARGIN * factor * longest)
-    if budget > mean:
-        capacity = round_up(_ROOM * budget)
-        what = (
-            f"plan.capacity={capacity} plan.budget={budget} (packs of κ times the longest document in the mean;"
-            f" {budget / mean:.1f} times the tokens of a step)"
-        )
-        slots = packs * capacity * -(-tokens // (packs * budget))
-        filled = tokens / (plan.num_steps * packs * plan.capacity)
-        price = f", at a packing efficiency of {tokens / slots:.1%} instead of {filled:.1%}"
-        tell(what, attempt(budget, micro_batches, capacity, sync), price)
-    if sync != "step" and micro_batches > 1:
-        what = "sync=step (ranks meet once a step: DDP, ZeRO-1/2) instead of at every micro-batch"
-        tell(what, attempt(mean, micro_batches, plan.capacity, "step"))
-    each = -(-budget // mean)
-    if each > micro_batches:
-        meet = "sync=step " if sync != "step" else ""
-        what = (
-            f"{meet}plan.packs_per_step={world * each} instead of {packs} ({each} micro-batches a rank;"
-            f" {each / micro_batches:.1f} times the tokens of a step)"
-        )
-        tell(what, attempt(mean, each, plan.capacity, "step"))
-    limit = _longest_within(lengths[mine], costs[mine], share)
-    if (
-        0 < limit < longest
-    ):  # at 0 every document costs more than a mean share: they are too few, not too long
-        above = np.count_nonzero(lengths[mine] > limit)
-        groups = (_shared(lengths[g], costs[g], share) for g in _groups(plan, lengths, mean * runs))
-        what = (
-            f"context parallelism for the {above:,} documents longer than {limit:,} tokens, which alone cost more"
-            f" than a rank's mean share (the longest over {math.ceil(costs[mine].max() / share)} ranks),"
-        )
-        tell(what, _ceiling(groups, world, micro_batches, plan.capacity, sync))
-    return said
-
-
-def advise_order(plan: Plan, world: int, sync: Sync, reached: float, spread: float | None) -> list[str]:
-    """A sentence on what random steps would cost, where documents of like length share steps; else none.
+def advise(made: Plan, found: PlanReport) -> list[str]:
+    """Sentences on what limits the balance of a plan and what would raise it; settings as the command line takes them.
 
     Args:
-        plan: any plan.
-        world: data-parallel ranks.
-        sync: where ranks meet.
-        reached: cost utilization of the plan for these ranks.
-        spread: of the steps' mean lengths over that of random steps; None: one step.
+        made: any plan.
+        found: its report, for a number of ranks.
     """
-    if spread is None or spread <= _UNLIKE or plan.options.order == "given" or not plan.options.group:
+    said = _Proposals(made, found).sentences() if found.cost_utilization_ceiling < ENOUGH else []
+    return said + _on_grouping(made, found)
+
+
+@dataclass(frozen=True)
+class _Proposals:
+    """Changes of settings tried on a plan with a low ceiling."""
+
+    made: Plan
+    found: PlanReport
+
+    def sentences(self) -> list[str]:
+        """What limits the ceiling, and every change that raises it."""
+        made, world, sync = self.made, self.found.data_parallel_size, self.found.sync
+        slots, ceiling = made.slots[made.order], self.found.cost_utilization_ceiling
+        costs = made.cost_model.cost(slots)
+        each, packs, factor, longest = (
+            made.micro_batches(world),
+            made.packs_per_step,
+            self.found.kappa,
+            int(slots.max()),
+        )
+        tokens, runs = int(slots.sum()), world * each
+        share = int(costs.sum()) / (made.num_steps * (world if sync == "step" else runs))
+        mean = -(-tokens // (made.num_steps * runs))  # tokens of a pack that a rank runs
+        said = [
+            f"no arrangement of these steps exceeds {ceiling:.1%}: the longest document ({longest:,} tokens) costs"
+            f" {int(costs.max()) / share:.2f} times a rank's mean share, and its tokens κ = {factor:.2f} times"
+            " the mean token"
+        ]
+
+        def add(what: str, reached: float | None, price: str = "") -> None:
+            if reached is not None and reached >= ceiling + _WORTH:
+                said.append(f"{what} raises the ceiling to {reached:.1%}{price}")
+
+        if packs % world:
+            what = f"plan.packs_per_step={runs} instead of {packs} (a multiple of the {world} ranks)"
+            add(what, self._reached(-(-tokens // (made.num_steps * packs)), each))
+        budget = round_up(_MARGIN * factor * longest)
+        if budget > mean:
+            capacity = round_up(_ROOM * budget)
+            what = (
+                f"plan.capacity={capacity} plan.budget={budget} (packs of κ times the longest document on average;"
+                f" {budget / mean:.1f} times the tokens of a step)"
+            )
+            filled = tokens / (packs * capacity * -(-tokens // (packs * budget)))
+            now = tokens / (made.num_steps * packs * made.capacity)
+            price = f", at a packing efficiency of {filled:.1%} instead of {now:.1%}"
+            add(what, self._reached(budget, each, capacity=capacity), price)
+        if sync != "step" and each > 1:
+            what = "sync=step (ranks wait once a step: DDP, ZeRO-1/2) instead of a sync point at every micro-batch"
+            add(what, self._reached(mean, each, sync="step"))
+        more = -(-budget // mean)
+        if more > each:
+            what = (
+                f"{'sync=step ' if sync != 'step' else ''}plan.packs_per_step={world * more} instead of {packs}"
+                f" ({more} micro-batches a rank; {more / each:.1f} times the tokens of a step)"
+            )
+            add(what, self._reached(mean, more, sync="step"))
+        limit = int(slots[costs <= share].max(initial=0))
+        if 0 < limit < longest:  # at 0 every document costs more than a mean share: too few, not too long
+            what = (
+                f"context parallelism for the {np.count_nonzero(slots > limit):,} documents longer than {limit:,}"
+                " tokens, each of which costs more than a rank's mean share (the longest over"
+                f" {math.ceil(costs.max() / share)} ranks),"
+            )
+            add(what, self._reached(mean, each, share=share))
+        return said
+
+    def _reached(
+        self,
+        budget: int,
+        each: int,
+        capacity: int | None = None,
+        sync: Sync | None = None,
+        share: float | None = None,
+    ) -> float | None:
+        """The ceiling with packs of `budget` tokens, `each` of them a rank; None where no such step is filled.
+
+        Documents that cost more than `share` are divided into equal parts, as context parallelism does.
+        """
+        made, world, cost, least = self.made, self.found.data_parallel_size, 0, 0
+        for documents in _groups(made, budget * world * each):
+            slots = made.slots[documents]
+            costs = made.cost_model.cost(slots)
+            if share is not None:
+                parts = np.maximum(np.ceil(costs / share), 1).astype(np.int64)
+                slots, costs = np.repeat(-(-slots // parts), parts), np.repeat(costs // parts, parts)
+            cost += int(costs.sum())
+            least += least_step_cost(
+                slots, costs, world, each, capacity or made.capacity, sync or self.found.sync
+            )
+        return min(1.0, cost / (world * least)) if least else None
+
+
+def _groups(made: Plan, tokens: int) -> Iterator[Integers]:
+    """Document numbers that are neighbors in the plan and add up to this number of tokens, evenly spaced."""
+    ends = np.cumsum(made.slots[made.order])
+    free = int(ends[-1]) - tokens
+    if free < 0:
+        return
+    places = min(_PLACES, made.num_steps)
+    for place in range(places):
+        first = int(np.searchsorted(ends, free * place // max(places - 1, 1), side="right"))
+        last = int(np.searchsorted(ends, (int(ends[first - 1]) if first else 0) + tokens, side="right"))
+        yield made.order[first : max(last, first + 1)]
+
+
+def _on_grouping(made: Plan, found: PlanReport) -> list[str]:
+    """A sentence on what random steps would cost, where documents of similar length share steps; else none."""
+    spread = found.mean_length_spread
+    if spread is None or spread <= _GROUPED or made.options.order == "given" or not made.options.group:
         return []
-    said = f"documents of like length share steps: mean lengths spread {spread:.1f} times as far as over random ones"
-    if world == 1:
-        return [f"{said}; with one rank that brings nothing: plan.group=false keeps them random"]
-    found = _without_grouping(plan, world, sync)
+    said = f"documents of similar length share steps: mean lengths spread {spread:.1f} times as far as over random ones"
+    if found.data_parallel_size == 1:
+        return [f"{said}; with one rank this has no benefit: plan.group=false keeps steps random"]
+    reached = _without_grouping(made, found)
     return [
-        f"{said}; plan.group=false keeps them random, at a cost utilization of about {found:.1%} instead of"
-        f" {reached:.1%} (estimated on a part of the epoch)"
+        f"{said}; plan.group=false keeps steps random, at a cost utilization of about {reached:.1%} instead of"
+        f" {found.cost_utilization:.1%} (estimated on a part of the epoch)"
     ]
 
 
-def _without_grouping(plan: Plan, world: int, sync: Sync) -> float:
+def _without_grouping(made: Plan, found: PlanReport) -> float:
     """Cost utilization of the plan's first documents, planned without grouping."""
-    from multipack.planning.plan import plan as make_plan
-
-    width = min(plan.window, plan.num_steps)
-    size = -(-plan.num_documents // plan.num_steps)
-    steps = max(min(2 * width, plan.num_steps, _PART // size), 1)
-    chosen = plan.order[: plan.pack_offsets[plan.step_offsets[steps]]]
-    chosen = chosen[np.argsort(keys(plan.seed, plan.epoch, chosen), kind="stable")]
-    mean = -(-int(plan.slots[chosen].sum()) // (steps * plan.packs_per_step))
-    made = make_plan(
-        plan.lengths[chosen],
-        options=plan.options,
-        budget=min(mean, plan.capacity),
-        window=min(width, steps),
-        order="given",
-        tail="keep",
-        group=False,
-        cost=plan.cost_model,
+    width, size = min(made.window, made.num_steps), -(-made.num_documents // made.num_steps)
+    steps = max(min(2 * width, made.num_steps, _PART // size), 1)
+    chosen = seeded_order(made, made.order[: made.pack_offsets[made.step_offsets[steps]]])
+    mean = -(-int(made.slots[chosen].sum()) // (steps * made.packs_per_step))
+    options = replace(
+        made.options, budget=min(mean, made.capacity), window=min(width, steps), order="given", group=False
     )
-    total = dearest = 0
-    costs = made.cost_model.cost(made.slots)
-    dealt = np.unique(np.linspace(0, made.num_steps - 1, _DEALT).astype(np.int64))
-    for step in dealt.tolist():
-        loads = meetings(made.deal(step, world, sync).totals(costs), world, sync)
+    part = plan(made.lengths[chosen], options=replace(options, tail="keep"), cost=made.cost_model)
+    world, total, most = found.data_parallel_size, 0, 0
+    costs = part.cost_model.cost(part.slots)
+    for step in np.unique(np.linspace(0, part.num_steps - 1, _DEALT).astype(np.int64)).tolist():
+        loads = rank_loads(part.deal(step, world, found.sync).totals(costs), world, found.sync)
         total += int(loads.sum())
-        dearest += int(loads.max(axis=1).sum())
-    return total / (world * dearest)
+        most += int(loads.max(axis=1).sum())
+    return total / (world * most)
 
 
 def round_up(tokens: float) -> int:
-    """The least number of at least so many tokens with five significant binary digits: 35,002 → 36,864."""
+    """The next number of tokens with five significant binary digits: 35,002 → 36,864."""
     whole = int(np.ceil(tokens))
     unit = 1 << max(whole.bit_length() - 5, 0)
     return -(-whole // unit) * unit
 
 
-def _groups(plan: Plan, lengths: Integers, tokens: int) -> Iterator[Integers]:
-    """Document numbers that come together in the plan and make up so many tokens, from even places."""
-    ends = np.cumsum(lengths[plan.order])
-    free = int(ends[-1]) - tokens
-    if free < 0:
-        return
-    places = min(_PLACES, plan.num_steps)
-    for place in range(places):
-        first = int(np.searchsorted(ends, free * place // max(places - 1, 1), side="right"))
-        last = int(np.searchsorted(ends, (int(ends[first - 1]) if first else 0) + tokens, side="right"))
-        yield plan.order[first : max(last, first + 1)]
+@dataclass(frozen=True)
+class Choice:
+    """One combination of settings, and the report of its plan."""
+
+    window: int
+    """Steps planned together."""
+    budget: int
+    """Mean tokens of a pack."""
+    group: bool
+    """Whether packs with costly long documents share steps of a window."""
+    chosen: bool
+    """Whether this is the combination of the given settings."""
+    report: PlanReport
+    """What it reaches."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        row = asdict(self)
+        return {**row.pop("report"), **row}
 
 
-def _ceiling(
-    groups: Iterator[tuple[Integers, Integers]], world: int, micro_batches: int, capacity: int, sync: Sync
-) -> float | None:
-    """The ceiling for steps of these (lengths, costs); None where the documents fill no such step."""
-    cost = least = 0
-    for lengths, costs in groups:
-        cost += int(costs.sum())
-        least += least_step_cost(lengths, costs, world, micro_batches, capacity, sync)
-    return min(1.0, cost / (world * least)) if least else None
+def explore(
+    lengths: ArrayLike,
+    *,
+    options: PlanOptions | None = None,
+    world_size: int = 1,
+    sync: Sync = "micro",
+    windows: Sequence[int] = WINDOWS,
+    budgets: Sequence[int | None] | None = None,
+    groups: Sequence[bool] = (True, False),
+    sample: int | None = _ROW_SAMPLE,
+    progress: Callable[[int, int, str], None] = lambda done, total, note: None,
+    seed: int = 0,
+    epoch: int = 0,
+    cost: CostModel | ModelShape | None = None,
+    **named: Any,
+) -> list[Choice]:
+    """Plan an epoch with every combination of window, budget and grouping.
 
+    Args:
+        lengths: (documents,) tokens of each document.
+        options: as in `plan`; its window, budget and group are tried too.
+        world_size: data-parallel ranks.
+        sync: where ranks wait for each other.
+        windows: steps planned together.
+        budgets: mean tokens of a pack, None for the capacity. None for all = the capacity, and 15/16 of it.
+        groups: values of `group`.
+        sample: steps to deal for a row at most; None = every step. Fewer are dealt where they have many documents.
+        progress: called with (rows done, rows in all, the next row).
+        seed: of the order.
+        epoch: of the order.
+        cost: of documents.
+        **named: options by name.
 
-def _longest_within(lengths: Integers, costs: Integers, share: float) -> int:
-    """The longest of the documents that cost no more than a rank's mean share; 0 where all cost more."""
-    return int(lengths[costs <= share].max(initial=0))
+    Returns:
+        Rows by budget (falling), window (rising) and grouping, one of them `chosen`. Repetitions are left out, unless
+        chosen: other grouping in a window of one step, and windows wider than one that covers the whole epoch.
 
-
-def _shared(lengths: Integers, costs: Integers, share: float) -> tuple[Integers, Integers]:
-    """Each document that costs more than the share as so many equal parts that none does."""
-    parts = np.maximum(np.ceil(costs / share), 1).astype(np.int64)
-    return np.repeat(-(-lengths // parts), parts), np.repeat(costs // parts, parts)
+    Raises:
+        ValueError: what `plan` or `report` refuse for one of the combinations.
+    """
+    given = PlanOptions.of(options, named)
+    checked = check_lengths(lengths, given.capacity)
+    own = (given.window, given.mean, given.group)
+    if budgets is None:
+        budgets = (given.capacity, max(given.capacity * 15 // 16, 1))
+    aims = {own[1], *(given.capacity if each is None else check_integer("budget", each) for each in budgets)}
+    choices = [
+        (window, budget, group)
+        for budget in sorted(aims, reverse=True)
+        for window in sorted({own[0], *(check_integer("window", window) for window in windows)})
+        for group in dict.fromkeys((own[2], *groups))
+        if window > 1 or group == own[2]
+    ]
+    rows: list[Choice] = []
+    whole: set[tuple[int, bool]] = set()  # of which a window has covered the whole epoch
+    for done, (window, budget, group) in enumerate(choices):
+        chosen = (window, budget, group) == own
+        if (budget, group) in whole and not chosen:
+            continue
+        progress(done, len(choices), f"window {window}, budget {budget:,}")
+        changed = replace(given, window=window, budget=budget, group=group)
+        made = plan(checked, options=changed, seed=seed, epoch=epoch, cost=cost)
+        dealt = sample and min(sample, max(_ROW_DOCUMENTS * made.num_steps // made.num_documents, _ROW_LEAST))
+        rows.append(Choice(window, budget, group, chosen, report(made, world_size, sync, sample=dealt)))
+        if window >= made.num_steps:
+            whole.add((budget, group))
+    progress(len(choices), len(choices), "")
+    return rows

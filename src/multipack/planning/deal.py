@@ -1,58 +1,114 @@
-"""One step's documents, arranged for the ranks that are there: a pure function of documents, world and sync.
+"""One step's documents assigned to ranks: a pure function of documents, ranks and sync.
 
-    own packs (P = 3)        world 2, two micro-batches
+    own packs (P = 3)        2 ranks, two micro-batches
     |AAAAAABB|               micro-batch 0   |AAAAAA··|CCCCCC··|      rank 0, rank 1
     |CCCCCCDD|               micro-batch 1   |BBDD····|EEEE····|
     |EEEE····|
 
-Fixed packs dealt to a world that does not divide their number leave ranks idle; the same documents arranged
-afresh do not. The step's own packs, which always fit, are the answer where no other is better.
+Fixed packs, assigned to a number of ranks that does not divide theirs, leave ranks idle; the same documents arranged
+again do not. The step's own packs, which always fit, are the result where no other arrangement is better.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import heapq
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from multipack.planning.ceiling import least_step_cost
-from multipack.planning.kernels import balancing, bounds, pairing, placing
-from multipack.planning.level import HALF, few, level_tokens
+from multipack.planning.kernels import balancing
+from multipack.planning.kernels.placing import falling, fill_empty, place, sums
 from multipack.planning.options import Sync
-from multipack.planning.order import falling
-from multipack.planning.packing import Packs
 
 Integers = NDArray[np.int64]
 
-DEALING = 3
-"""Changes whenever the same step is dealt otherwise; a run that stopped inside a step goes on only with the same."""
+DEALING = 4
+"""Version: changes whenever the same step is dealt differently. A run continues inside a step only with the same."""
 
-_EXACT = 20_000  # exchanges stop within 1/20,000 of what no arrangement can beat
+_EXACT = 20_000  # swaps stop within 1/20,000 of the proven minimum
 _CLOSE = 10_000  # … and pairs of packs are not rearranged within 1/10,000 of it
-_ATTEMPTS = 4  # rearrangements of two packs, for each rank
-_JOINT_HALF, _JOINT_ATTEMPTS = 9, 5  # the same where tokens and squares shall agree: a half, and attempts
-_CROWDED, _PATIENCE = (
+_HALF, _ATTEMPTS = 7, 4  # size of a half when two packs are rearranged, and attempts for each rank
+_JOINT_HALF, _JOINT_ATTEMPTS = 9, 5  # the same with `joint`
+_CROWDED, _CROWDED_ATTEMPTS = (
     4,
     3,
-)  # a rank with that many packs in a meeting: times as many attempts, as few packs suit
-_MORE = 3  # that effort adds to a half at most, one each time that it doubles
+)  # with 4 or more packs a rank, 3 times as many attempts: most bring nothing
+_MOST_MORE = 3  # the half grows by log2(effort), at most by 3
 
 
-def meetings(costs: Integers, world: int, sync: Sync) -> Integers:
-    """What each rank brings to each meeting, (meetings, ranks), from packs in micro-batch-major order.
-
-    Ranks meet at every micro-batch (`micro`: sharded parameters are gathered there; `pipeline`: so that
-    stages keep step) or once a step (`step`: the gradients are averaged).
-    """
-    table = costs.reshape(-1, world)
+def rank_loads(costs: NDArray[np.generic], ranks: int, sync: Sync) -> NDArray[np.generic]:
+    """(sync points, ranks) load of each rank at each sync point, from (packs,) in micro-batch-major order."""
+    table = costs.reshape(-1, ranks)
     return table.sum(axis=0, keepdims=True) if sync == "step" else table
 
 
-def objective(costs: Integers, world: int, sync: Sync) -> int:
-    """The cost that a step takes: over its meetings, the sum of the dearest rank's."""
-    return int(meetings(costs, world, sync).max(axis=1).sum())
+def step_cost(costs: Integers, ranks: int, sync: Sync) -> int:
+    """The cost that determines a step's time: the sum over its sync points of the most loaded rank's."""
+    return int(rank_loads(costs, ranks, sync).max(axis=1).sum())
+
+
+def least_step_cost(
+    lengths: Integers, costs: Integers, ranks: int, micro_batches: int, capacity: int, sync: Sync
+) -> int:
+    """A proven lower bound on `step_cost` over all arrangements of these documents.
+
+    Once a step (`step`), a rank is a pack of micro_batches · capacity tokens: `least_maximum`. At each micro-batch, put
+    the sync points in falling order of their most loaded packs. j · ranks packs come before the j-th, counted from 0.
+    They hold at most m documents longer than capacity / (m + 1) each, so another pack holds one at least as costly as
+    document j · ranks · m of these: p_j. The first j sync points cost B_j = p_0 + … + p_(j−1) at least. Their packs
+    hold at most ranks · B_j, and at most A_j, the cost of the j · ranks · capacity costliest tokens; each later sync
+    point costs at least the mean of its packs. So for every j the sum is at least
+
+        B_j + max(total − min(A_j, ranks · B_j), 0) / ranks.
+
+    Args:
+        lengths: (documents,) tokens, in any order, none above the capacity.
+        costs: (documents,) int64, rising with length.
+        ranks: data-parallel ranks.
+        micro_batches: packs of each rank.
+        capacity: maximum tokens of a pack.
+        sync: where ranks wait for each other.
+    """
+    order = falling(lengths)
+    lengths, costs = lengths[order], costs[order]
+    if sync == "step":
+        return least_maximum(lengths, costs, ranks, micro_batches * capacity)
+    total, first = int(costs.sum()), least_maximum(lengths, costs, ranks * micro_batches, capacity)
+    rates = -(-costs // lengths)
+    by_rate = np.argsort(-rates, kind="stable")
+    tokens, cost = np.append(0, np.cumsum(lengths[by_rate])), np.append(0, np.cumsum(costs[by_rate]))
+    best, before, m = 0, 0, np.arange(1, 9)
+    for point in range(micro_batches):
+        outside = point * ranks * m
+        outside = outside[outside < len(lengths)]
+        held = outside[lengths[outside] * (1 + m[: len(outside)]) > capacity]
+        before += first if point == 0 else int(costs[held].max(initial=0))
+        room = (point + 1) * ranks * capacity
+        last = int(np.searchsorted(tokens, room, side="right")) - 1
+        most = int(cost[last])
+        if last < len(by_rate):
+            most += (room - int(tokens[last])) * int(rates[by_rate[last]])
+        best = max(best, before + max(-(-(total - min(most, ranks * before)) // ranks), 0))
+    return best
+
+
+def least_maximum(lengths: Integers, costs: Integers, packs: int, capacity: int) -> int:
+    """A proven lower bound on the cost of the most loaded of `packs` packs, for documents in falling order.
+
+    For every k, some k packs hold the k longest documents. The others hold at most (packs − k) · capacity tokens, so
+    these k hold the remaining tokens, and what they hold beside the k longest costs at least the lowest cost per token
+    of any document. The most loaded pack costs at least the mean of these k. Also, some pack holds two of the
+    packs + 1 longest documents.
+    """
+    longest = np.cumsum(lengths[:packs])
+    k = np.arange(1, len(longest) + 1)
+    tokens = int(lengths.sum()) - (packs - k) * capacity - longest
+    rate = int((costs // lengths).min())
+    bound = int((-(-(np.cumsum(costs[:packs]) + tokens.clip(0) * rate) // k)).max())
+    two = int(costs[packs - 1] + costs[packs]) if len(costs) > packs else 0
+    return max(bound, two, -(-int(costs.sum()) // packs))
 
 
 def deal(
@@ -60,54 +116,50 @@ def deal(
     costs: Integers,
     own: Integers,
     *,
-    world: int,
+    ranks: int,
     micro_batches: int,
     capacity: int,
     max_documents: int,
     sync: Sync,
     joint: bool = False,
     effort: int = 1,
-) -> Packs:
-    """Arrange documents into world × micro_batches packs, micro-batch-major, alike in cost where ranks meet.
+) -> Integers:
+    """Arrange documents in ranks × micro_batches packs, micro-batch-major, balanced at each sync point.
 
     Args:
         lengths: (documents,) tokens of the step's documents.
         costs: (documents,) their costs, rising with length.
-        own: (documents,) a packing that fits: each document's pack, of at most world × micro_batches.
-        world: ranks.
+        own: (documents,) a packing that fits: each document's pack, of at most ranks × micro_batches.
+        ranks: data-parallel ranks.
         micro_batches: packs of each rank.
-        capacity: most tokens of a pack.
-        max_documents: most documents of a pack.
-        sync: where ranks meet.
-        joint: ranks shall agree in tokens and in squares, instead of in cost.
-        effort: how many times as many rearrangements are tried as by default.
+        capacity: maximum tokens of a pack.
+        max_documents: maximum documents of a pack.
+        sync: where ranks wait for each other.
+        joint: equalize tokens and squares instead of cost.
+        effort: multiple of the default number of rearrangements.
 
     Returns:
-        `Packs` of numbers into `lengths`. No pack is empty while there are enough documents. They are the best of
-        several beginnings, each balanced; the own packs are one of them, so that there always is one that fits.
+        (documents,) the pack of each document, in the best of several arrangements, each balanced. No pack is empty
+        while there are enough documents.
     """
-    packs = world * micro_batches
     order = falling(lengths)
     step = _Step(
-        lengths[order], costs[order], world, micro_batches, capacity, max_documents, sync, joint, effort
+        lengths[order], costs[order], ranks, micro_batches, capacity, max_documents, sync, joint, effort
     )
-    placed = own[order]
-    if packs > int(own.max()) + 1:
-        placing.fill_empty(placed, packs)
-    if world == 1:
-        best = step.in_packs(placed)
-    else:
-        best = step.arrange(placed)
-    return Packs(order[best[0]], best[1])
+    placed = own[order].astype(np.int64)
+    fill_empty(placed, step.packs)
+    dealt = np.empty_like(placed)
+    dealt[order] = step.arrange(placed) if ranks > 1 else placed
+    return dealt
 
 
 @dataclass(frozen=True)
 class _Step:
-    """Documents of a step in falling order, and the ranks that share it."""
+    """Documents of a step in falling order, and the ranks that share it. Arrangements are (documents,) pack numbers."""
 
     lengths: Integers
     costs: Integers
-    world: int
+    ranks: int
     micro_batches: int
     capacity: int
     max_documents: int
@@ -117,125 +169,114 @@ class _Step:
 
     @property
     def packs(self) -> int:
-        return self.world * self.micro_batches
+        return self.ranks * self.micro_batches
 
-    @property
-    def slots(self) -> list[tuple[int, int]]:
-        """First and last micro-batch of each meeting."""
-        if self.sync == "step":
-            return [(0, self.micro_batches)]
-        return [(slot, slot + 1) for slot in range(self.micro_batches)]
-
-    def in_packs(self, placed: Integers) -> tuple[Integers, Integers]:
-        """(order, offsets) of packs from each document's pack number; each pack in falling order."""
-        offsets = np.zeros(self.packs + 1, dtype=np.int64)
-        np.cumsum(np.bincount(placed, minlength=self.packs), out=offsets[1:])
-        return placing.in_packs(placed, offsets), offsets
-
-    def arrange(self, own: Integers) -> tuple[Integers, Integers]:
-        """The best of some beginnings, each balanced; one that no other could beat ends the search."""
-        best, least = self.in_packs(own), -1
+    def arrange(self, own: Integers) -> Integers:
+        """The best of some arrangements, each balanced; the search ends with one that is proven close to the best."""
+        best, least = own, -1
         goal = least_step_cost(
-            self.lengths, self.costs, self.world, self.micro_batches, self.capacity, self.sync
+            self.lengths, self.costs, self.ranks, self.micro_batches, self.capacity, self.sync
         )
-        for begin in self._beginnings(own):
-            placed = begin()
+        for placed in self._arrangements(own):
             if placed.min() < 0:
                 continue
-            order, offsets = self.in_packs(placed)
-            reached = sum(self._balance(order, offsets, first, last) for first, last in self.slots)
+            fill_empty(placed, self.packs)
+            self._balance(placed)
+            reached = step_cost(sums(placed, self.costs, self.packs), self.ranks, self.sync)
             if least < 0 or reached < least:
-                best, least = (order, offsets), reached
+                best, least = placed, reached
             if reached <= goal + goal // _CLOSE:
                 break
         return best
 
-    def _beginnings(self, own: Integers) -> list[Callable[[], Integers]]:
-        """Ways to give documents a pack, slot · world + rank; −1 for those that found no room."""
-        if self.micro_batches == 1:
-            return [self._spread, lambda: self._numbered(own)]
-        if self.sync == "step":
-            return [self._ranks_first, self._spread, lambda: self._numbered(own)]
-        return [self._spread, self._slot_by_slot, lambda: self._numbered(own)]
-
-    def _spread(self) -> Integers:
-        """Each document, longest first, into the cheapest pack with room."""
-        return self._numbered(self._settled(self._cheapest(self.packs, self.capacity, self.max_documents)))
-
-    def _slot_by_slot(self) -> Integers:
-        """Micro-batch after micro-batch, the dearest first."""
-        placed = placing.place_by_slot(
-            self.lengths, self.costs, self.world, self.micro_batches, self.capacity, self.max_documents
-        )
-        return self._settled(placed)
+    def _arrangements(self, own: Integers) -> Iterator[Integers]:
+        """Arrangements to begin with; −1 for documents that did not fit."""
+        if self.sync == "step" and self.micro_batches > 1:
+            yield self._ranks_first()
+        yield self._numbered(place(self.lengths, self.costs, self.packs, self.capacity, self.max_documents))
+        if self.sync != "step" and self.micro_batches > 1:
+            yield self._by_slot()
+        yield self._numbered(own)
 
     def _ranks_first(self) -> Integers:
-        """Each document to the cheapest rank; then each rank's documents into packs alike in tokens.
+        """Each document to the least loaded rank; then each rank's documents into packs of similar tokens.
 
-        A rank with a long document has cheap packs beside it, which packs that are all alike would not allow.
+        A rank with a long document has cheap packs beside it, which equal packs would not allow.
         """
         each = self.micro_batches
-        ranks = self._cheapest(self.world, each * self.capacity, each * self.max_documents)
+        ranks = place(self.lengths, self.costs, self.ranks, each * self.capacity, each * self.max_documents)
         placed = np.full(len(ranks), -1, dtype=np.int64)
-        for rank in range(self.world):
+        for rank in range(self.ranks):
             documents = np.flatnonzero(ranks == rank)
             if len(documents):
                 lengths = self.lengths[documents]
-                slots = level_tokens(lengths, lengths, each, self.capacity, self.max_documents)
-                placed[documents] = np.where(slots < 0, -1, slots * self.world + rank)
-        return self._settled(placed)
+                slots = place(lengths, lengths, each, self.capacity, self.max_documents)
+                placed[documents] = np.where(slots < 0, -1, slots * self.ranks + rank)
+        return placed
 
-    def _cheapest(self, packs: int, capacity: int, max_documents: int) -> Integers:
-        visit = np.arange(len(self.lengths), dtype=np.int64)
-        return placing.place(self.lengths, self.costs, visit, packs, capacity, max_documents, True)
+    def _by_slot(self) -> Integers:
+        """Micro-batch after micro-batch, each with the longest documents left.
 
-    def _settled(self, placed: Integers) -> Integers:
-        """Room gathered for what has none, and documents in packs that are empty, in place."""
-        if placed.min() < 0:
-            everything = np.ones(len(placed), dtype=np.bool_)
-            placing.gather(
-                placed, self.lengths, everything, self.packs, self.capacity, self.max_documents, -1
+        A micro-batch takes as long as its most loaded pack. So each gets as many documents as let all its packs cost as
+        much as the longest document left, or as the mean of the packs left; or more where the others have no room.
+        """
+        tokens, cost = np.append(0, np.cumsum(self.lengths)), np.append(0, np.cumsum(self.costs))
+        placed, start = np.full(len(self.lengths), -1, dtype=np.int64), 0
+        for slot in range(self.micro_batches):
+            left = self.micro_batches - slot
+            if start == len(placed):
+                break
+            even = -(-int(cost[-1] - cost[start]) // (self.ranks * left))
+            limit = int(cost[start]) + self.ranks * max(int(self.costs[start]), even)
+            room = int(tokens[-1]) - (left - 1) * self.ranks * self.capacity
+            stop = max(
+                int(np.searchsorted(cost, limit, side="right")) - 1, int(np.searchsorted(tokens, room))
             )
-        placing.fill_empty(placed, self.packs)
+            stop = len(placed) if left == 1 else stop
+            inside = slice(start, stop)
+            packs = place(
+                self.lengths[inside], self.costs[inside], self.ranks, self.capacity, self.max_documents
+            )
+            placed[inside] = np.where(packs < 0, -1, packs + slot * self.ranks)
+            start = stop
         return placed
 
     def _numbered(self, placed: Integers) -> Integers:
-        """Give packs their micro-batch and rank: pack numbers become slot · world + rank."""
-        totals = placing.tally(placed, self.costs, self.packs)[0]
-        dearest_first = np.argsort(-totals, kind="stable")
+        """Packs get micro-batch and rank: those of similar cost share a sync point, or ranks add up to equal loads."""
+        totals = sums(placed, self.costs, self.packs)
+        order = np.argsort(-totals, kind="stable")
         number = np.empty(self.packs, dtype=np.int64)
+        number[order] = np.arange(self.packs)
         if self.sync == "step":
-            number[dearest_first] = balancing.assign_ranks(
-                totals[dearest_first], self.world, self.micro_batches
-            )
-        else:
-            number[dearest_first] = np.arange(self.packs)  # alike in cost, so together in one micro-batch
+            heap = [(0, 0, rank) for rank in range(self.ranks)]  # load, packs, rank
+            for pack in order.tolist():
+                load, count, rank = heapq.heappop(heap)
+                number[pack] = count * self.ranks + rank
+                if count + 1 < self.micro_batches:
+                    heapq.heappush(heap, (load + int(totals[pack]), count + 1, rank))
         return np.where(placed < 0, -1, number[placed])
 
-    def _balance(self, order: Integers, offsets: Integers, first: int, last: int) -> int:
-        """Let ranks of one meeting trade documents, in place; returns the dearest one's cost."""
-        world = self.world
-        inside = np.sort(order[offsets[first * world] : offsets[last * world]])
-        if len(inside) == 0:
-            return 0
-        lengths, costs = self.lengths, self.costs
-        room = (last - first) * self.capacity
-        goal = bounds.dearest_bound(lengths[inside], costs[inside], world, room)
-        meeting = (order, offsets, lengths, costs, self.capacity, self.max_documents, world, first, last)
+    def _balance(self, placed: Integers) -> None:
+        """Let the ranks of each sync point swap documents, in place."""
+        if self.sync == "step":
+            placed[:] = self._balanced(self.lengths, self.costs, placed, self.micro_batches)
+            return
+        for slot in range(self.micro_batches):
+            inside = np.flatnonzero(placed // self.ranks == slot)
+            if len(inside):
+                own = placed[inside] - slot * self.ranks
+                balanced = self._balanced(self.lengths[inside], self.costs[inside], own, 1)
+                placed[inside] = balanced + slot * self.ranks
+
+    def _balanced(self, lengths: Integers, costs: Integers, placed: Integers, slots: int) -> Integers:
+        """The documents of one sync point with `slots` packs of each rank, balanced."""
+        goal = least_maximum(lengths, costs, self.ranks, slots * self.capacity)
+        meeting = (placed, lengths, costs, self.capacity, self.max_documents, self.ranks, slots)
         reached = balancing.exchange(*meeting, goal + goal // _EXACT)
         enough = goal + goal // _CLOSE
-        of_two = last - first == 1 and not self.joint and few(lengths[inside], world, self.capacity)
-        if of_two and reached > enough:
-            among = (first * world, last * world, goal // _EXACT)
-            reached = balancing.exchange_two(
-                order, offsets, lengths, costs, self.capacity, self.max_documents, *among
-            )
-        if not self.joint and reached <= enough:
-            return int(reached)
-        half, attempts = (_JOINT_HALF, _JOINT_ATTEMPTS) if self.joint else (HALF, _ATTEMPTS)
-        attempts *= _PATIENCE if last - first >= _CROWDED else 1
-        half += min(self.effort.bit_length() - 1, _MORE)
-        pairing.level(*meeting, self.joint, half, attempts * self.effort * world, enough)
-        totals = np.add.reduceat(np.append(costs[order], 0), offsets[:-1])
-        totals[offsets[1:] == offsets[:-1]] = 0  # an empty pack, where reduceat gives what follows
-        return int(totals[first * world : last * world].reshape(-1, world).sum(axis=0).max())
+        if self.joint or reached > enough:
+            half, attempts = (_JOINT_HALF, _JOINT_ATTEMPTS) if self.joint else (_HALF, _ATTEMPTS)
+            attempts *= _CROWDED_ATTEMPTS if slots >= _CROWDED else 1
+            half += min(self.effort.bit_length() - 1, _MOST_MORE)
+            balancing.rearrange(*meeting, self.joint, half, attempts * self.effort * self.ranks, enough)
+        return placed

@@ -1,7 +1,9 @@
-"""Checks of lengths and other arguments. An error names the documents or the argument, and what it was."""
+"""Lengths and packs as arrays: checks of arguments, whose errors name the documents, and what packing returns."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,59 @@ LARGEST_CAPACITY = 1 << 27
 """Most tokens of a pack: kernels index arrays of that size by tokens."""
 
 _NAMED = 5  # offending documents that a message names; the others are counted
+
+
+@dataclass(frozen=True, eq=False)
+class Packs:
+    """Packs as flat arrays: pack p holds the documents `order[offsets[p]:offsets[p + 1]]`.
+
+    Attributes:
+        order: (documents,) int64 document numbers, pack after pack.
+        offsets: (packs + 1,) int64, from 0 to the number of documents.
+        lower_bound: proven lower bound on the number of packs; None if not computed.
+    """
+
+    order: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    lower_bound: int | None = None
+
+    @property
+    def gap(self) -> int | None:
+        """Packs above the lower bound: 0 if the packing is proven optimal, None without a bound."""
+        return None if self.lower_bound is None else len(self) - self.lower_bound
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, pack: int) -> NDArray[np.int64]:
+        """The document numbers of one pack; negative indices count from the end."""
+        number = pack + len(self) if pack < 0 else pack
+        if not 0 <= number < len(self):
+            raise IndexError(f"pack {pack} of {len(self)}")
+        return self.order[self.offsets[number] : self.offsets[number + 1]]
+
+    def __iter__(self) -> Iterator[NDArray[np.int64]]:
+        return (self[pack] for pack in range(len(self)))
+
+    def __repr__(self) -> str:
+        return f"Packs({len(self):,} packs of {len(self.order):,} documents)"
+
+    def sizes(self) -> NDArray[np.int64]:
+        """(packs,) documents of each pack."""
+        return np.diff(self.offsets)
+
+    def totals(self, values: ArrayLike) -> NDArray[np.int64]:
+        """(packs,) int64 sums over each pack of `values`, one value per document number (lengths, for example)."""
+        ends = np.zeros(len(self.order) + 1, dtype=np.int64)
+        np.cumsum(np.asarray(values)[self.order], out=ends[1:])
+        return np.diff(ends[self.offsets])
+
+
+def packs_from(pack_of: NDArray[np.int64], packs: int) -> Packs:
+    """`Packs` from the pack number of each document; the documents of a pack keep their order."""
+    offsets = np.zeros(packs + 1, dtype=np.int64)
+    np.cumsum(np.bincount(pack_of, minlength=packs), out=offsets[1:])
+    return Packs(np.argsort(pack_of, kind="stable"), offsets)
 
 
 def check_integer(name: str, value: Any, least: int = 1) -> int:

@@ -25,7 +25,7 @@ LossWeighting = Literal["token", "document"]
 Sync = Literal["micro", "step", "pipeline"]
 """Where ranks wait for each other: at every micro-batch (`micro`, `pipeline`) or once a step (`step`)."""
 
-ALGORITHM = 4
+ALGORITHM = 5
 """Version of the planner: changes whenever the same options give other steps. Part of the fingerprint."""
 
 
@@ -34,7 +34,7 @@ class PlanOptions:
     """How documents are divided into steps and packs.
 
     `plan`, `PackedBatchSampler` and `PackStream` take an instance as `options=`, or the same names as keywords. None
-    stands for a default that is 0.
+    means the default where that is 0.
     """
 
     EXCLUSIVE: ClassVar[tuple[str, ...]] = ("packs_per_step", "micro_batches")
@@ -68,7 +68,7 @@ class PlanOptions:
     """Rearrangements tried when a step is dealt, in multiples of the default: better balance, more time."""
 
     def __post_init__(self) -> None:
-        """Check every field by itself and against the others.
+        """Check every field, and fields against each other.
 
         Raises:
             ValueError: the message names the setting, what was given and what is legal.

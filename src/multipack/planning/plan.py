@@ -18,8 +18,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from multipack.planning import deal as dealing
 from multipack.planning.cost import CostModel
-from multipack.planning.epoch import Rules
-from multipack.planning.lengths import check_integer, check_lengths
+from multipack.planning.histogram import best_fit, count, longest_first
+from multipack.planning.kernels import fit
+from multipack.planning.lengths import Packs, check_integer, check_lengths, packs_from
 from multipack.planning.options import (
     Balance,
     LossWeighting,
@@ -35,9 +36,7 @@ from multipack.planning.options import (
     cost_model_of,
     fingerprint_of,
 )
-from multipack.planning.order import permutation
-from multipack.planning.packing import Packs
-from multipack.planning.steps import make_steps
+from multipack.planning.steps import StepRules, divide_epoch, offsets_of, permutation
 from multipack.shapes import ModelShape
 
 __all__ = ["Balance", "LossWeighting", "Order", "Plan", "PlanOptions", "Sync", "Tail", "plan"]
@@ -207,11 +206,11 @@ class Plan:
         packs = self.packs(step)
         documents = packs.order
         slots = self.slots[documents]
-        dealt = dealing.deal(
+        placed = dealing.deal(
             slots,
             self.balanced.cost(slots),
             np.repeat(np.arange(len(packs)), packs.sizes()),
-            world=int(data_parallel_size),
+            ranks=int(data_parallel_size),
             micro_batches=micro_batches,
             capacity=self.capacity,
             max_documents=self.options.max_documents or len(documents),
@@ -219,6 +218,7 @@ class Plan:
             joint=self.options.balance == "joint",
             effort=self.options.effort,
         )
+        dealt = packs_from(placed, int(data_parallel_size) * micro_batches)
         return Packs(documents[dealt.order], dealt.offsets)
 
     def state(self, step: int) -> dict[str, Any]:
@@ -290,20 +290,9 @@ def plan(
     counts = None if targets is None else check_targets(targets, checked)
     opening = check_carried(carried, len(checked))
     sequence = _sequence(opening, len(checked), chosen, seed, epoch)
-    ends = _offsets(slots[sequence])
-    rules = Rules(
-        capacity=chosen.capacity,
-        packs_per_step=chosen.packs_per_step,
-        step_tokens=chosen.packs_per_step * (chosen.capacity if chosen.tail == "keep" else chosen.mean),
-        max_documents=chosen.max_documents or len(sequence),
-        price=balanced.cost,
-        group=chosen.group,
-        full=chosen.tail != "keep" and chosen.mean == chosen.capacity,
-        shuffled=chosen.order == "shuffled",
-        seed=seed,
-        epoch=epoch,
-    )
-    made, window = make_steps(sequence, ends, rules, chosen, steps)
+    ends = offsets_of(slots[sequence])
+    rules = StepRules(chosen, balanced.cost, seed, epoch, spread=chosen.tail == "keep")
+    made, window = divide_epoch(sequence, ends, rules, steps, _best_fit)
     left = sequence[made.left].astype(np.int64)
     del sequence, ends
     nothing, key = np.empty(0, dtype=np.int64), chosen.key(balanced, steps)
@@ -319,8 +308,8 @@ def plan(
         balanced=balanced,
         window=window,
         order=made.order,
-        pack_offsets=_offsets(made.pack_sizes),
-        step_offsets=_offsets(made.step_sizes),
+        pack_offsets=offsets_of(made.pack_sizes),
+        step_offsets=offsets_of(made.step_sizes),
         dropped=left if chosen.tail == "drop" else nothing,
         carried=left if chosen.tail == "carry" else nothing,
         carried_in=opening,
@@ -338,7 +327,11 @@ def _sequence(opening: Integers, documents: int, options: PlanOptions, seed: int
     return both.astype(np.uint32 if documents < 1 << 32 else np.int64)
 
 
-def _offsets(sizes: NDArray[Any]) -> Integers:
-    offsets = np.zeros(len(sizes) + 1, dtype=np.int64)
-    np.cumsum(sizes, out=offsets[1:])
-    return offsets
+def _best_fit(slots: Integers, capacity: int, max_documents: int) -> Integers:
+    """(documents,) pack of each document by best fit, packs numbered as they were opened."""
+    histogram = count(slots)
+    patterns = best_fit(histogram, capacity, max_documents)
+    order, offsets = fit.hand_out(longest_first(slots), histogram.counts, *patterns)
+    placed = np.empty(len(slots), dtype=np.int64)
+    placed[order] = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+    return placed

@@ -1,63 +1,69 @@
 """How good a plan is: each measure defined once.
 
-A *meeting* is where ranks wait for each other: every micro-batch, or once a step (`sync="step"`). Over
-the meetings of an epoch, with x the tokens (or the cost) that a rank brings to a meeting of W ranks:
+A *sync point* is where ranks wait for each other: every micro-batch, or once a step (`sync="step"`). Over
+the sync points of an epoch, with x the tokens (or the cost) of a rank between two of them, and W ranks:
 
     efficiency         Σ tokens / (steps · packs_per_step · capacity)     how full the slots are
     padding            1 − Σ tokens / (packs that ranks run · capacity)   what fixed shapes would add
     utilization        Σ x / (W · Σ max x) for x in tokens                how little ranks wait
     cost utilization   the same for x in cost                             … when attention is quadratic
-    imbalance          W · max x / Σ x for x in cost                      of one meeting
+    imbalance          W · max x / Σ x for x in cost                      of one sync point
     L² lag             √(max Σl² − min Σl²)                               spread of squares between ranks
     displacement       |step − place in the order|, in steps              how far documents moved
-    mean-length spread √(Σ (mean − μ)² / Σ S²(1/n − 1/N)) over the steps  1 = alike as random steps of n documents
+    wait               step − first step with a later document            how long documents were deferred
+    mean-length spread √(Σ (mean − μ)² / Σ S²(1/n − 1/N)) over the steps  1 = the same as random steps of n documents
 
 Efficiency, utilization and L² lag are multipack's own (README of multipack_sampler V2). The ratio of the
 largest to the mean is what balancing papers call the degree of imbalance (Wang et al. 2025, WLB-LLM,
 arXiv:2503.17924). The last row divides by the variance of the mean of n of N lengths drawn without
 replacement, S² being their variance over N − 1 (Cochran 1977, Sampling Techniques, §2.4).
+
+The *ceiling* is a proven upper bound on the cost utilization of the documents that a step has; which documents it has
+is the plan's choice.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from multipack.planning.advice import advise, advise_order
-from multipack.planning.ceiling import kappa, least_step_cost
-from multipack.planning.deal import meetings
+from multipack.planning.cost import CostModel
+from multipack.planning.deal import least_step_cost, rank_loads
+from multipack.planning.kernels import balancing, cached, fit, placing
 from multipack.planning.lengths import check_integer, check_lengths
-from multipack.planning.options import Sync
-from multipack.planning.order import BATCHES, keys, permutation
-from multipack.planning.packing import minimum_packs
-
-if TYPE_CHECKING:
-    from multipack.planning.cost import CostModel
-    from multipack.planning.packing import Packs
-    from multipack.planning.plan import Plan
+from multipack.planning.options import PlanOptions, Sync
+from multipack.planning.packing import Method, Packs, minimum_packs, pack
+from multipack.planning.plan import Plan, plan
+from multipack.planning.steps import BATCHES, permutation
 
 Integers = NDArray[np.int64]
 
 SAMPLE = 1000
-"""Steps that a report deals at most, unless told otherwise."""
+"""Steps that a report deals at most, by default."""
+
+_CAPACITY, _PACKS = (
+    8192,
+    8,
+)  # of the invented plan that compiles kernels, at most: long documents may cost too much
 
 
 @dataclass(frozen=True)
 class PlanReport:
-    """What a plan reaches for a number of ranks."""
+    """How well a plan packs, balances and mixes, for a number of ranks."""
 
     data_parallel_size: int
     """Ranks that share a step."""
     sync: str
-    """Where ranks meet: `micro`, `step` or `pipeline`."""
+    """Where ranks wait for each other: `micro`, `step` or `pipeline`."""
     steps: int
     """Global steps of the epoch."""
     measured_steps: int
-    """Steps, evenly apart, that were dealt to measure utilization, cost, balance, lag and ceiling."""
+    """Steps, evenly spaced, that were dealt to measure utilization, cost, balance, lag and ceiling."""
     minimum_steps: int
     """No plan of these documents has fewer (proven)."""
     step_gap: int
@@ -71,37 +77,37 @@ class PlanReport:
     tokens: int
     """Tokens in the steps."""
     dropped_documents: int
-    """Documents that the tail's policy left out."""
+    """Documents that `tail="drop"` left out."""
     dropped_tokens: int
     """Tokens of the dropped documents."""
     carried_documents: int
     """Documents left for the next epoch."""
     split_documents: int
-    """Documents that were cut or split beforehand, because they were longer than a pack."""
+    """Documents that were truncated or split before planning because they were longer than a pack."""
     efficiency: float
     """Share of slots (steps × packs_per_step × capacity) that hold tokens."""
     efficiency_but_last: float
     """The same without the last step, which may be a small one; with one step only, the same."""
     padding: float
-    """Share of slots without a token, were every pack that ranks run padded to the capacity."""
+    """Share of slots without a token if every pack that ranks run were padded to the capacity."""
     utilization: float
-    """Mean over largest number of tokens of a rank, over all meetings."""
+    """Mean over maximum tokens of a rank, over all sync points."""
     cost_utilization: float
-    """Mean over largest cost of a rank, over all meetings."""
+    """Mean over maximum cost of a rank, over all sync points."""
     cost_utilization_ceiling: float
     """No arrangement of these steps' documents has a higher cost utilization (proven)."""
     ceiling_reached: float
     """Cost utilization over its ceiling."""
     imbalance_mean: float
-    """Largest over mean cost of a rank, in the mean over the meetings."""
+    """Maximum over mean cost of a rank, averaged over the sync points."""
     imbalance_max: float
-    """The same for the worst meeting."""
+    """The same at the worst sync point."""
     cost_range: float
-    """Mean over the meetings of (dearest − cheapest rank) / mean rank."""
+    """Mean over the sync points of (maximum − minimum) / mean cost of a rank."""
     l2_lag_mean: float
-    """√ of the mean over the meetings of max − min Σ l², in tokens."""
+    """√ of the mean over the sync points of max − min Σ l², in tokens."""
     l2_lag_max: float
-    """√ of the largest max − min Σ l² of a meeting, in tokens."""
+    """√ of the largest max − min Σ l² of a sync point, in tokens."""
     displacement_median: float
     """Steps between a document's place in the order and where it is trained; half the documents are below."""
     displacement_p99: float
@@ -109,15 +115,15 @@ class PlanReport:
     displacement_max: float
     """The same for the document that moved furthest."""
     late_share: float
-    """Share of documents that moved further than the window: they waited for another one."""
+    """Share of documents that moved further than the window."""
+    longest_wait: int
+    """Most steps between the first that trains a document of a later place in the order and a document's own."""
     mean_length_spread: float | None
-    """Spread of the steps' mean lengths over that of random steps; above 1, lengths are grouped; None: one step."""
+    """Spread of the steps' mean lengths over that of random steps; above 1, similar ones share steps; None: 1 step."""
     kappa: float
-    """Cost of a token of the longest document over the mean token's: limits what full packs can agree in."""
-    advice: list[str]
-    """Where the ceiling is low, what limits it and what would lift it; where steps differ in length, what would not."""
+    """Cost per token of the longest document over the mean token's: bounds the balance of full packs."""
     step_seconds: float | None
-    """Predicted seconds of a step's forward and backward passes, mean; None: the cost knows no seconds."""
+    """Predicted mean seconds of a step's forward and backward passes; None: the cost model was not fitted to times."""
     seconds: float
     """Time that planning the epoch took."""
 
@@ -127,127 +133,126 @@ class PlanReport:
 
 
 def report(
-    plan: Plan,
+    made: Plan,
     data_parallel_size: int = 1,
     sync: Sync = "micro",
     sample: int | None = SAMPLE,
     split_documents: int = 0,
-    advised: bool = True,
 ) -> PlanReport:
-    """Deal steps to ranks and measure what these bring to their meetings.
+    """Deal steps to ranks and measure the loads at their sync points.
 
     Args:
-        plan: any plan.
+        made: any plan.
         data_parallel_size: ranks that share a step.
-        sync: where ranks meet.
-        sample: steps to deal at most, evenly apart; None = every step. All that needs no dealing is always
-            measured over all steps.
-        split_documents: documents that were cut or split before they were planned, to be told with the rest.
-        advised: whether to look for what would lift a low ceiling, which takes time; else `advice` is empty.
+        sync: where ranks wait for each other.
+        sample: steps to deal at most, evenly spaced; None = every step. What needs no dealing is measured over all
+            steps.
+        split_documents: documents that were truncated or split before planning, for the report's field.
 
     Raises:
         ValueError: more ranks than packs in a step, an unknown sync, a sample below 1.
     """
-    world, slots = data_parallel_size, plan.slots
-    costs = plan.cost_model.cost(slots)
-    steps = even(plan.num_steps, plan.num_steps if sample is None else check_integer("sample", sample))
-    token_loads, cost_loads, square_loads, least, predicted = _deal(plan, steps, slots, costs, world, sync)
-    lags = spread(square_loads)
-    planned = slots[plan.order]
-    tokens, runs = int(plan.lengths[plan.order].sum()), world * plan.micro_batches(world)
-    last = plan.tokens(plan.num_steps - 1)
-    full = tokens - last if plan.num_steps > 1 else tokens
-    packs = minimum_packs(planned, plan.capacity, plan.options.max_documents or None)
-    fewest = -(-packs // plan.packs_per_step)
-    reached, ceiling = utilization(cost_loads), min(1.0, int(cost_loads.sum()) / (world * least))
-    moved = displacement(plan)
-    imbalances, lengths_spread = imbalance(cost_loads), mean_length_spread(plan)
-    advice = advise(plan, slots, costs, world, sync, ceiling) if advised else []
-    advice += advise_order(plan, world, sync, reached, lengths_spread) if advised else []
+    steps = even(made.num_steps, made.num_steps if sample is None else check_integer("sample", sample))
+    planned, sizes = made.slots[made.order], (made.num_steps, made.packs_per_step, made.capacity)
+    tokens, last = int(made.lengths[made.order].sum()), made.tokens(made.num_steps - 1)
+    runs = data_parallel_size * made.micro_batches(data_parallel_size)
+    packs = minimum_packs(planned, made.capacity, made.options.max_documents or None)
+    fewest = -(-packs // made.packs_per_step)
+    moved = displacement(made)
+    all_but_last = max(made.num_steps - 1, 1)
     return PlanReport(
-        data_parallel_size=world,
+        data_parallel_size=data_parallel_size,
         sync=sync,
-        steps=plan.num_steps,
+        steps=made.num_steps,
         measured_steps=len(steps),
         minimum_steps=fewest,
-        step_gap=plan.num_steps - fewest,
-        packs=plan.num_packs,
+        step_gap=made.num_steps - fewest,
+        packs=made.num_packs,
         minimum_packs=packs,
-        documents=plan.num_documents,
+        documents=made.num_documents,
         tokens=tokens,
-        dropped_documents=len(plan.dropped),
-        dropped_tokens=int(plan.lengths[plan.dropped].sum()),
-        carried_documents=len(plan.carried),
+        dropped_documents=len(made.dropped),
+        dropped_tokens=int(made.lengths[made.dropped].sum()),
+        carried_documents=len(made.carried),
         split_documents=split_documents,
-        efficiency=efficiency(tokens, plan.num_steps, plan.packs_per_step, plan.capacity),
-        efficiency_but_last=efficiency(full, max(plan.num_steps - 1, 1), plan.packs_per_step, plan.capacity),
-        padding=1 - efficiency(tokens, plan.num_steps, runs, plan.capacity),
-        utilization=utilization(token_loads),
-        cost_utilization=reached,
-        cost_utilization_ceiling=ceiling,
-        ceiling_reached=reached / ceiling,
-        imbalance_mean=float(imbalances.mean()),
-        imbalance_max=float(imbalances.max()),
-        cost_range=float(np.mean(spread(cost_loads) * world / cost_loads.sum(axis=1).clip(1))),
-        l2_lag_mean=math.sqrt(lags.mean()),
-        l2_lag_max=math.sqrt(lags.max()),
+        efficiency=efficiency(tokens, *sizes),
+        efficiency_but_last=efficiency(
+            tokens - last if made.num_steps > 1 else tokens, all_but_last, *sizes[1:]
+        ),
+        padding=1 - efficiency(tokens, made.num_steps, runs, made.capacity),
         displacement_median=float(np.median(moved)),
         displacement_p99=float(np.quantile(moved, 0.99, method="inverted_cdf")),
         displacement_max=float(moved.max()),
-        late_share=float(np.mean(moved > plan.options.window)),
-        mean_length_spread=lengths_spread,
-        kappa=kappa(planned, costs[plan.order]),
-        advice=advice,
-        step_seconds=predicted,
-        seconds=plan.seconds,
+        late_share=float(np.mean(moved > made.options.window)),
+        longest_wait=longest_wait(made),
+        mean_length_spread=mean_length_spread(made),
+        kappa=kappa(planned, made.cost_model.cost(planned)),
+        seconds=made.seconds,
+        **_balance(made, steps, data_parallel_size, sync),
     )
 
 
-def _deal(
-    plan: Plan, steps: Integers, slots: Integers, costs: Integers, world: int, sync: Sync
-) -> tuple[Integers, Integers, Integers, int, float | None]:
-    """What ranks bring to the meetings of these steps in tokens, cost and squares, each (meetings, ranks).
-
-    The fourth is a lower bound on the sum of the dearest rank's cost over these meetings; the fifth the mean step's
-    predicted seconds.
-    """
-    seconds = 0.0
+def _balance(made: Plan, steps: Integers, ranks: int, sync: Sync) -> dict[str, Any]:
+    """The fields of a report that depend on dealing, measured over these steps."""
+    slots, costs = made.slots, made.cost_model.cost(made.slots)
     rows: list[tuple[Integers, ...]] = []
-    values = slots, costs, slots * slots
-    micro_batches, least = plan.micro_batches(world), 0
+    micro_batches, least, seconds = made.micro_batches(ranks), 0, 0.0
     for step in steps.tolist():
-        dealt = plan.deal(step, world, sync)
-        rows.append(tuple(meetings(dealt.totals(each), world, sync) for each in values))
-        documents = dealt.order
-        least += least_step_cost(
-            slots[documents], costs[documents], world, micro_batches, plan.capacity, sync
+        dealt = made.deal(step, ranks, sync)
+        rows.append(
+            tuple(rank_loads(dealt.totals(each), ranks, sync) for each in (slots, costs, slots * slots))
         )
-        seconds += predicted_seconds(plan.cost_model, slots, dealt, world, sync) or 0.0
-    token_loads, cost_loads, square_loads = (np.concatenate(column) for column in zip(*rows, strict=True))
-    mean_seconds = seconds / len(steps) if plan.cost_model.timed is not None else None
-    return token_loads, cost_loads, square_loads, least, mean_seconds
+        inside = dealt.order
+        least += least_step_cost(slots[inside], costs[inside], ranks, micro_batches, made.capacity, sync)
+        seconds += predicted_seconds(made.cost_model, slots, dealt, ranks, sync) or 0.0
+    tokens, cost, squares = (np.concatenate(column) for column in zip(*rows, strict=True))
+    reached, ceiling = utilization(cost), min(1.0, int(cost.sum()) / (ranks * least))
+    imbalances, lags = imbalance(cost), spread(squares)
+    return {
+        "utilization": utilization(tokens),
+        "cost_utilization": reached,
+        "cost_utilization_ceiling": ceiling,
+        "ceiling_reached": reached / ceiling,
+        "imbalance_mean": float(imbalances.mean()),
+        "imbalance_max": float(imbalances.max()),
+        "cost_range": float(np.mean(spread(cost) * ranks / cost.sum(axis=1).clip(1))),
+        "l2_lag_mean": math.sqrt(lags.mean()),
+        "l2_lag_max": math.sqrt(lags.max()),
+        "step_seconds": None if made.cost_model.timed is None else seconds / len(steps),
+    }
 
 
 def predicted_seconds(
     cost_model: CostModel, slots: Integers, dealt: Packs, ranks: int, sync: Sync
 ) -> float | None:
-    """Seconds that a step's forward and backward passes should take, ranks waiting where they meet.
+    """Predicted seconds of a step's forward and backward passes, with ranks that wait at each sync point.
 
     Args:
-        cost_model: knows seconds where it was fitted to measured times; else there is no prediction.
+        cost_model: fitted to measured times; otherwise the result is None.
         slots: (documents,) of each document.
         dealt: the step's packs for all ranks.
-        ranks: that share the step.
-        sync: where they meet.
+        ranks: data-parallel ranks.
+        sync: where they wait.
     """
     if cost_model.timed is None:
         return None
     each = np.array([cost_model.seconds(slots[pack]) if len(pack) else 0.0 for pack in dealt])
-    return float(meetings(each, ranks, sync).max(axis=1).sum())
+    return float(rank_loads(each, ranks, sync).max(axis=1).sum())
+
+
+def kappa(lengths: Integers, costs: Integers) -> float:
+    """κ: the cost per token of the longest document over the mean cost of a token.
+
+    For cost(l) = L*·l + l(l+1) that is (L* + Lmax) / (L* + Σl²/Σl), but for the 1 of l + 1. Where every step has
+    such a document and packs are full, no arrangement has a higher cost utilization than 1 / κ; with packs
+    of κ · Lmax tokens on average the others can reach its cost.
+    """
+    longest = int(np.argmax(lengths))
+    return int(costs[longest]) / int(lengths[longest]) / (int(costs.sum()) / int(lengths.sum()))
 
 
 def even(steps: int, sample: int) -> Integers:
-    """At most `sample` step numbers, evenly apart and symmetric about the middle of the epoch."""
+    """At most `sample` step numbers, evenly spaced and symmetric about the middle of the epoch."""
     count = min(steps, sample)
     return (2 * np.arange(count, dtype=np.int64) + 1) * steps // (2 * count)
 
@@ -258,17 +263,17 @@ def efficiency(tokens: int, steps: int, packs_per_step: int, capacity: int) -> f
 
 
 def utilization(loads: Integers) -> float:
-    """Σ loads / (ranks · Σ over meetings of the largest load), for loads of shape (meetings, ranks)."""
+    """Σ loads / (ranks · Σ over sync points of the largest load), for loads of shape (sync points, ranks)."""
     return int(loads.sum()) / (loads.shape[1] * int(loads.max(axis=1).sum()))
 
 
 def imbalance(loads: Integers) -> NDArray[np.float64]:
-    """(meetings,) largest over mean load, for loads of shape (meetings, ranks); 1 where nobody has any."""
+    """(sync points,) largest over mean load, for loads of shape (sync points, ranks); 1 where no rank has any."""
     return loads.max(axis=1).clip(1) * loads.shape[1] / loads.sum(axis=1).clip(loads.shape[1])
 
 
 def spread(loads: Integers) -> Integers:
-    """(meetings,) largest minus smallest load, for loads of shape (meetings, ranks)."""
+    """(sync points,) largest minus smallest load, for loads of shape (sync points, ranks)."""
     return loads.max(axis=1) - loads.min(axis=1)
 
 
@@ -280,9 +285,9 @@ def minimum_steps(
 
 
 def mean_length_spread(plan: Plan) -> float | None:
-    """How far the mean lengths of steps differ, over how far those of random steps as large would.
+    """Standard deviation of the steps' mean lengths over that of random steps of the same sizes.
 
-    Below 1, steps are more alike than random ones; above 1, documents of like length share steps. None where
+    Below 1, steps are more similar than random ones; above 1, documents of similar length share steps. None where
     random steps would not differ: one step, or documents of one length.
     """
     lengths = plan.lengths[plan.order]
@@ -298,13 +303,10 @@ def mean_length_spread(plan: Plan) -> float | None:
 def displacement(plan: Plan) -> NDArray[np.float64]:
     """(documents,) steps between each document's place in the plan's order and the middle of its step.
 
-    The place is where the document would train if the order were simply cut into equal parts by slots (or by
+    The place is where the document would train if the order were divided into equal parts by slots (or by
     documents, where a pack may hold so few that their number decides): up to half a step is no displacement.
     """
-    numbers = np.arange(len(plan.lengths), dtype=np.int64)
-    own = permutation(plan.seed, plan.epoch, len(numbers)) if plan.options.order == "shuffled" else numbers
-    sequence = np.concatenate([plan.carried_in, own])
-    steps = np.repeat(np.arange(plan.num_steps), np.diff(plan.pack_offsets[plan.step_offsets]))
+    sequence = _sequence(plan)
     positions = _positions(plan, sequence)
     planned = np.zeros(len(sequence), dtype=np.bool_)
     planned[positions] = True
@@ -315,7 +317,25 @@ def displacement(plan: Plan) -> NDArray[np.float64]:
     middle = np.cumsum(share) - share / 2
     place = np.empty(len(sequence))
     place[taken] = middle * plan.num_steps / share.sum()
-    return np.abs(steps + 0.5 - place[positions])
+    return np.abs(_steps(plan) + 0.5 - place[positions])
+
+
+def longest_wait(plan: Plan) -> int:
+    """Most steps between the first that trains a document of the same or a later place and a document's own."""
+    positions = _positions(plan, _sequence(plan))
+    reached = np.maximum.accumulate(np.maximum.reduceat(positions, plan.pack_offsets[plan.step_offsets[:-1]]))
+    return int((_steps(plan) - np.searchsorted(reached, positions)).max())
+
+
+def _steps(plan: Plan) -> Integers:
+    """(documents,) step of each document, in plan order."""
+    return np.repeat(np.arange(plan.num_steps), np.diff(plan.pack_offsets[plan.step_offsets]))
+
+
+def _sequence(plan: Plan) -> Integers:
+    """Document numbers in the order of the epoch, those carried in first."""
+    numbers = np.arange(len(plan.lengths), dtype=np.int64)
+    return np.concatenate([plan.carried_in, seeded_order(plan, numbers)])
 
 
 def _positions(plan: Plan, sequence: Integers) -> Integers:
@@ -348,6 +368,51 @@ def padded_share(lengths: ArrayLike, batch_size: int = 8, seed: int = 0) -> floa
 
 
 def seeded_order(plan: Plan, documents: Integers) -> Integers:
-    """These documents in the order in which they come in the plan's epoch."""
-    by = keys(plan.seed, plan.epoch, documents) if plan.options.order == "shuffled" else documents
-    return documents[np.argsort(by, kind="stable")]
+    """These documents in the order of the plan's epoch."""
+    if plan.options.order == "given":
+        return np.sort(documents)
+    places = np.empty(len(plan.lengths), dtype=np.int64)
+    places[permutation(plan.seed, plan.epoch, len(places))] = np.arange(len(places))
+    return documents[np.argsort(places[documents], kind="stable")]
+
+
+def compile_planner(
+    options: PlanOptions,
+    ranks: int = 1,
+    sync: Sync = "micro",
+    announce: Callable[[], None] = lambda: None,
+) -> None:
+    """Compile the kernels of a plan with these options and of its dealing, by planning a few invented documents.
+
+    Args:
+        options: of the plan.
+        ranks: that steps are dealt to.
+        sync: where they wait for each other.
+        announce: called first if the cache holds no compiled kernels: compiling takes seconds.
+
+    Raises:
+        ValueError: options that no plan can have.
+    """
+    if not cached(placing, balancing):
+        announce()
+    capacity = min(options.capacity, max(_CAPACITY, options.align))
+    packs = min(options.packs_per_step, _PACKS)
+    few = replace(options, capacity=capacity, packs_per_step=packs, budget=min(options.mean, capacity))
+    report(plan(_invented(few.longest), options=few), min(ranks, packs), sync)
+
+
+def compile_packer(
+    capacity: int,
+    method: Method,
+    max_documents: int | None = None,
+    announce: Callable[[], None] = lambda: None,
+) -> None:
+    """Compile the kernels of `pack`; see `compile_planner`."""
+    if not cached(fit):
+        announce()
+    pack(_invented(capacity), capacity, method, max_documents, time_budget=1.0)
+
+
+def _invented(capacity: int) -> Integers:
+    """1,500 lengths, few long and many short, in no order: e⁻⁶ … 1 of the capacity."""
+    return np.maximum(capacity * np.exp(-6 * (np.arange(1500) * 0.618 % 1)), 1).astype(np.int64)

@@ -1,92 +1,448 @@
-"""How many steps an epoch has, and the documents cut into as many: what `tail` and `steps` ask for.
+"""Documents into global steps: the seeded order, one window of steps, and an epoch of windows.
 
-keep     as few as documents fit into; evenly full, or as many as were asked for
-drop     full ones only; what is left is named
-carry    full ones only; what is left opens the next epoch
+    sequence   a b c d e f g h i j k l m n o p …        seeded order, or the documents' own
+    windows    |───── window steps ─────|─────          an even share of the slots that are left
+    packs      |aeh| |bcm| |dfk| |gij| …                longest first, each into the pack of least cost
+    steps      packs of similar cost, `packs_per_step` at a time; the steps of a window in seeded order
+    deferred   what found no room is placed first in the next window
+
+`window` alone makes steps: `divide` applies it to the sequence of an epoch, `PackStream` to a queue. Neither knows the
+number of ranks. An *entry* is a position in the sequence: a document that occurs twice (carried from the last epoch,
+and once of its own) is two entries.
+
+A document longer than half a pack needs a pack of its own. A window takes at most as many of them as it has packs, so
+that few documents are deferred and all of them find room in the next window.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from multipack.planning.epoch import Cut, Rules, cut
+from multipack.planning.kernels import balancing, fit, placing
 from multipack.planning.options import PlanOptions
-from multipack.planning.packing import pack
+
+Integers = NDArray[np.int64]
+
+DOCUMENTS, WINDOWS, BATCHES = 0, 1, 2
+"""Streams of random bits: for the order of documents, for what is random in a window, and for random batches."""
+
+AHEAD = 96
+"""Documents after a window that may fill its gaps, at most; nor more than 3/4 of its slots, as some are deferred."""
+
+_TIGHT = 64  # windows that are to be filled beyond 63/64 look at the documents after them
+_SPARE = 4096  # full packs keep 1/4096 of their room on average, so that ranks can be balanced
+_TOLERANCE = 500  # first fit is tried when more than 1/500 of a window's slots found no room
+_MOST_SWAPPED = 1024  # packs of a window beyond which they do not swap: the window averages enough
+_SIMILAR = 1024  # swaps end when no pack exceeds the mean cost by more than 1/1024
+_GROUPED = 8192  # packs within 1/8192 of the mean cost stand in any step of their window
 
 
-def make_steps(
+def random_bits(
+    seed: int, epoch: int, count: int, stream: int = DOCUMENTS, number: int = 0
+) -> NDArray[np.uint64]:
+    """(count,) random 64-bit numbers: the same on every platform and with every numpy.
+
+    Raw bits of the Philox generator (Salmon et al. 2011), which numpy keeps stable (NEP 19); `Generator.permutation` is
+    not.
+    """
+    mask = (1 << 64) - 1
+    key = np.array([seed & mask, epoch & mask], dtype=np.uint64)
+    counter = np.array([0, 0, number, stream & mask], dtype=np.uint64)
+    return np.random.Philox(key=key, counter=counter).random_raw(count)
+
+
+def permutation(seed: int, epoch: int, count: int, stream: int = DOCUMENTS) -> Integers:
+    """The numbers 0 … count − 1 in seeded order, as (count,) int64."""
+    bits = np.uint64(count.bit_length())
+    keys = random_bits(seed, epoch, count, stream)
+    keys >>= bits
+    keys <<= bits
+    keys |= np.arange(count, dtype=np.uint64)  # makes keys different, so that every sort gives the same order
+    keys.sort()
+    keys &= (np.uint64(1) << bits) - np.uint64(1)
+    return keys.view(np.int64)
+
+
+Packer = Callable[[Integers, int, int], Integers]
+
+
+def first_fit(slots: Integers, capacity: int, max_documents: int) -> Integers:
+    """(documents,) pack of each document, by first fit in the given order."""
+    return fit.first_fit(slots, capacity, max_documents)[0]
+
+
+@dataclass(frozen=True, eq=False)
+class StepRules:
+    """What the windows of an epoch or a stream have in common.
+
+    Attributes:
+        options: of the plan.
+        price: slots → the costs that packs are equalized in.
+        seed, epoch: of the order.
+        spread: steps are filled evenly, up to the capacity; else they are filled as far as documents allow.
+        packer: (slots, capacity, max_documents) → pack of each document; tried where spreading leaves too much over.
+    """
+
+    options: PlanOptions
+    price: Callable[[Integers], Integers]
+    seed: int
+    epoch: int
+    spread: bool
+    packer: Packer = first_fit
+
+    @property
+    def step_slots(self) -> int:
+        """Slots to aim at in a step, at most."""
+        options = self.options
+        return options.packs_per_step * (options.capacity if self.spread else options.mean)
+
+    @property
+    def full(self) -> bool:
+        """Whether packs are filled to the capacity."""
+        return not self.spread and self.options.mean == self.options.capacity
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """Steps that were made together, and what they leave.
+
+    Attributes:
+        entries: positions, pack after pack, step after step.
+        pack_sizes: entries of each pack.
+        step_sizes: packs of each step.
+        next: the first position that was not looked at.
+        deferred: rising positions before `next` that have no pack.
+    """
+
+    entries: Integers
+    pack_sizes: Integers
+    step_sizes: Integers
+    next: int
+    deferred: Integers
+
+
+def window(
+    ends: Integers,
+    start: int,
+    deferred: Integers,
+    rules: StepRules,
+    *,
+    width: int,
+    aim: int,
+    most: int,
+    number: int,
+) -> Window:
+    """Make the steps of a window.
+
+    Args:
+        ends: (entries + 1,) running sum of the slots of the sequence, from 0.
+        start: the first position that no window has looked at.
+        deferred: rising positions before it that have no pack.
+        rules: options and costs.
+        width: steps; fewer are made where there are fewer entries.
+        aim: slots to place.
+        most: entries to place, at most.
+        number: of the window; with seed and epoch it determines what is random in it.
+    """
+    options = rules.options
+    limit = options.max_documents or len(ends)
+    packs = width * options.packs_per_step
+    most = min(most, packs * limit)
+    taken, later = deferred[:most], deferred[most:]
+    stop = _intake(ends, start, taken, rules, width, aim, most)
+    tight = rules.full or aim * _TIGHT > packs * options.capacity * (_TIGHT - 1)
+    reach = stop
+    if tight and len(later) == 0:
+        near = int(np.searchsorted(ends, ends[stop] + aim * 3 // 4, side="right")) - 1
+        reach = min(stop + AHEAD, start + most - len(taken), max(near, stop))
+    positions = np.concatenate([taken, np.arange(start, max(stop, reach), dtype=np.int64)])
+    slots = ends[positions + 1] - ends[positions]
+    order = placing.falling(slots)
+    positions, slots = positions[order], slots[order]
+    costs = rules.price(slots)
+    room = min(options.capacity, int(slots.sum()))
+    keep = max(packs * options.capacity - aim, packs * (options.capacity // _SPARE) if rules.full else 0)
+    keep -= packs * (options.capacity - room)
+    wanted = positions < stop
+    last = stop == len(ends) - 1
+    placed = _pack(slots, costs, positions < start, wanted, rules.packer, packs, room, limit, keep, last)
+    used = positions[placed >= 0]
+    furthest = max(start, stop, int(used.max()) + 1)
+    left = positions[(placed < 0) & (positions < furthest)]
+    entries, pack_sizes, step_sizes = _arrange(positions, costs, placed, rules, width, number)
+    return Window(entries, pack_sizes, step_sizes, furthest, np.sort(np.concatenate([left, later])))
+
+
+def _intake(
+    ends: Integers, start: int, deferred: Integers, rules: StepRules, width: int, aim: int, most: int
+) -> int:
+    """The position before which a window takes every entry: by slots, by their number, and by those of half a pack."""
+    options, entries = rules.options, len(ends) - 1
+    packs, waiting = width * options.packs_per_step, ends[deferred + 1] - ends[deferred]
+    target = int(ends[start]) + aim - int(waiting.sum())
+    stop = max(int(np.searchsorted(ends, target, side="right")) - 1, start)
+    tight = rules.full or aim * _TIGHT > packs * options.capacity * (_TIGHT - 1)
+    if not tight and stop < entries and 2 * (target - int(ends[stop])) >= int(ends[stop + 1] - ends[stop]):
+        stop += 1  # to the nearest, else every window falls short and the last ones take it all
+    stop = max(stop, start + width - len(deferred))
+    stop = min(stop, start + most - len(deferred), entries)
+    large = 2 * (ends[start + 1 : stop + 1] - ends[start:stop]) > options.capacity
+    allowed = max(packs - int(np.count_nonzero(2 * waiting > options.capacity)), 0)
+    beyond = np.flatnonzero(large)[allowed:]
+    return start + int(beyond[0]) if len(beyond) else stop
+
+
+def _pack(
+    slots: Integers,
+    costs: Integers,
+    deferred: NDArray[np.bool_],
+    wanted: NDArray[np.bool_],
+    packer: Packer,
+    packs: int,
+    capacity: int,
+    limit: int,
+    keep: int,
+    last: bool,
+) -> Integers:
+    """Pack of each entry (in falling order), −1 for those that are deferred or were not wanted.
+
+    Deferred entries choose first. The packer is tried where too much finds no room.
+    """
+    visit = np.concatenate([np.flatnonzero(deferred), np.flatnonzero(wanted & ~deferred)])
+    best = placing.place(slots, costs, packs, capacity, limit, visit, wanted, keep)
+    missed = int(slots[wanted & (best < 0)].sum())
+    if missed * _TOLERANCE > int(slots[wanted].sum()) or (last and missed):
+        found = np.full(len(slots), -1, dtype=np.int64)
+        found[wanted] = packer(slots[wanted], capacity, limit)
+        found[found >= packs] = -1
+        placing.gather(found, slots, wanted, packs, capacity, limit, keep)
+        placing.fill_empty(found, packs)
+        missed_tight = int(slots[wanted & (found < 0)].sum())
+        kept = not (deferred & (found < 0)).any()
+        if kept and (2 * missed_tight <= missed or (last and missed_tight < missed)):
+            best = found
+    if packs <= _MOST_SWAPPED:
+        mean = int(costs[best >= 0].sum()) // packs
+        balancing.exchange(best, slots, costs, capacity, limit, packs, 1, mean + mean // _SIMILAR)
+    return best
+
+
+def _arrange(
+    positions: Integers, costs: Integers, placed: Integers, rules: StepRules, width: int, number: int
+) -> tuple[Integers, Integers, Integers]:
+    """Packs of a window into steps, and the steps into their order.
+
+    With `group`, packs that cost more or less than the rest share steps, by falling cost; all others, and without it
+    all packs, stand in seeded order (or in the order of their documents).
+
+    Returns:
+        Positions, pack after pack; entries of each pack; packs of each step.
+    """
+    packs = width * rules.options.packs_per_step
+    inside = np.flatnonzero(placed >= 0)
+    inside = inside[np.argsort(placed[inside], kind="stable")]
+    sizes = np.bincount(placed[inside], minlength=packs)
+    used = np.flatnonzero(sizes)
+    sizes = sizes[used]
+    first = np.cumsum(sizes) - sizes
+    cost = np.add.reduceat(costs[inside], first)
+    bits = random_bits(rules.seed, rules.epoch, len(used) + width, WINDOWS, number)
+    shuffled = rules.options.order == "shuffled"
+    tie = bits[:-width] if shuffled else np.add.reduceat(positions[inside], first) // sizes
+    if rules.options.group:
+        mean = int(cost.sum()) // len(used)
+        cost = np.where(np.abs(cost - mean) * _GROUPED <= mean, mean, cost)
+        order = np.lexsort((tie, -cost))
+    else:
+        order = np.argsort(tie, kind="stable")
+    width = min(width, len(used))
+    bounds = np.arange(width + 1) * len(used) // width
+    if shuffled:
+        turns = np.argsort(bits[len(bits) - width :], kind="stable")
+    else:
+        turns = np.argsort(np.add.reduceat(tie[order], bounds[:-1]) // np.diff(bounds), kind="stable")
+    final = np.concatenate([order[bounds[turn] : bounds[turn + 1]] for turn in turns.tolist()])
+    sizes, first = sizes[final], first[final]
+    starts = np.cumsum(sizes) - sizes
+    entries = positions[inside[np.repeat(first - starts, sizes) + np.arange(len(inside))]]
+    return entries, sizes, np.diff(bounds)[turns]
+
+
+@dataclass(frozen=True, eq=False)
+class Division:
+    """The steps of an epoch, as flat arrays.
+
+    Attributes:
+        order: values of the sequence, pack after pack, step after step.
+        pack_sizes: (packs,) entries of each pack.
+        step_sizes: (steps,) packs of each step.
+        left: rising positions that are in no step.
+    """
+
+    order: Integers
+    pack_sizes: NDArray[Any]
+    step_sizes: NDArray[Any]
+    left: Integers
+
+
+@dataclass(frozen=True, eq=False)
+class _State:
+    """Where `divide` stands between two windows."""
+
+    made: int = 0
+    placed: int = 0
+    windows: int = 0
+    next: int = 0
+    deferred: Integers = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+
+
+def divide(
     sequence: NDArray[Any],
-    ends: NDArray[np.int64],
-    rules: Rules,
-    options: PlanOptions,
-    asked: int | None,
-) -> tuple[Cut, int]:
-    """Cut the sequence into steps as the tail's policy asks; returns them and the window that was used."""
-    entries, tokens = len(ends) - 1, int(ends[-1])
-    if asked is not None and asked > entries:
+    ends: Integers,
+    rules: StepRules,
+    steps: int,
+    width: int,
+    extend: Callable[[int, int], int],
+    deferred: int = 0,
+    number: int = 0,
+) -> Division:
+    """Divide a sequence into steps, window after window.
+
+    Args:
+        sequence: (entries,) document numbers.
+        ends: (entries + 1,) running sum of their slots, from 0.
+        rules: options and costs.
+        steps: steps to spread the entries over, at most as many as there are entries.
+        width: steps of a window at most.
+        extend: (slots left, entries left) → further steps, once the steps are used up. With `rules.spread` the last
+            window is made again together with them, so that no nearly empty step follows.
+        deferred: entries at the front of the sequence that were deferred before.
+        number: of the first window.
+    """
+    state = _State(next=deferred, deferred=np.arange(deferred, dtype=np.int64), windows=number)
+    last: _State | None = None  # before the last window
+    order = np.empty(len(sequence), dtype=np.int64)
+    pack_sizes: list[NDArray[Any]] = [np.empty(0, dtype=np.int32)]
+    step_sizes: list[NDArray[Any]] = [np.empty(0, dtype=np.int32)]
+    while True:
+        rest = steps - state.made
+        slots = int(ends[-1] - ends[state.next]) + int(
+            (ends[state.deferred + 1] - ends[state.deferred]).sum()
+        )
+        entries = len(ends) - 1 - state.next + len(state.deferred)
+        if rest == 0:
+            more = min(extend(slots, entries), entries)
+            if more <= 0:
+                break
+            steps += more
+            if rules.spread and last is not None:
+                state, last = last, None
+                del pack_sizes[-1], step_sizes[-1]
+            continue
+        each = -(-rest // -(-rest // width))  # windows of even width
+        aim = min(-(-slots * each // rest), each * rules.step_slots)
+        most = entries - (rest - each)
+        made = window(
+            ends, state.next, state.deferred, rules, width=each, aim=aim, most=most, number=state.windows
+        )
+        placed = state.placed + len(made.entries)
+        order[state.placed : placed] = sequence[made.entries]
+        pack_sizes.append(made.pack_sizes.astype(np.int32))
+        step_sizes.append(made.step_sizes.astype(np.int32))
+        last = state
+        state = _State(state.made + len(made.step_sizes), placed, state.windows + 1, made.next, made.deferred)
+    left = np.concatenate([state.deferred, np.arange(state.next, len(ends) - 1, dtype=np.int64)])
+    return Division(order[: state.placed], np.concatenate(pack_sizes), np.concatenate(step_sizes), left)
+
+
+def divide_epoch(
+    sequence: NDArray[Any], ends: Integers, rules: StepRules, steps: int | None, best_fit: Packer
+) -> tuple[Division, int]:
+    """Divide a sequence as `tail` asks, or into exactly `steps` steps; returns the steps and the window used.
+
+    keep     as few steps as documents fit into, evenly filled
+    drop     full steps only; the documents left over are named
+    carry    full steps only; the documents left over open the next epoch
+
+    Args:
+        sequence: (entries,) document numbers.
+        ends: (entries + 1,) running sum of their slots, from 0.
+        rules: options and costs.
+        steps: number of steps; None = as few as needed.
+        best_fit: packer for a window of all steps.
+
+    Raises:
+        ValueError: more steps than documents; documents that fill no step; too few steps for every document.
+    """
+    options, entries, slots = rules.options, len(ends) - 1, int(ends[-1])
+    if steps is not None and steps > entries:
         raise ValueError(
-            f"steps={asked:,} are more than there are documents ({entries:,}): every step needs one"
+            f"steps={steps:,} are more than there are documents ({entries:,}): every step needs one"
         )
     if options.tail != "keep":
-        steps = min(options.full_steps(tokens, entries), entries) if asked is None else asked
-        if steps == 0:
+        full = min(options.full_steps(slots, entries), entries) if steps is None else steps
+        if full == 0:
             raise ValueError(
-                f"tail={options.tail!r} makes full steps only, and {entries:,} documents of {tokens:,} tokens"
+                f"tail={options.tail!r} makes full steps only, and {entries:,} documents of {slots:,} tokens"
                 f" do not fill one of {options.packs_per_step} × {options.mean:,}; use tail='keep', or"
                 " lower packs_per_step or capacity"
             )
-        more = options.full_steps if asked is None else _no_more
-        return cut(sequence, ends, None, rules, steps, options.window, more, settle=False), options.window
-
-    def evenly(steps: int, window: int) -> Cut:
-        return cut(sequence, ends, None, rules, steps, window, options.needed_steps, settle=True)
-
-    steps, window = min(options.needed_steps(tokens, entries), entries), options.window
-    if asked is not None:
-        return _exactly(evenly, ends, options, asked, min(steps, asked))
-    made = evenly(steps, window)
+        extend = options.full_steps if steps is None else _no_more
+        return divide(sequence, ends, rules, full, options.window, extend), options.window
+    if steps is not None:
+        return _exactly(sequence, ends, rules, steps, best_fit)
+    needed = min(options.needed_steps(slots, entries), entries)
+    made = divide(sequence, ends, rules, needed, options.window, options.needed_steps)
     taken = len(made.step_sizes)
-    if taken > steps + steps // 256:  # spread them evenly over the steps that they took
-        del made  # one at a time: each is as large as all the rest of a plan
-        made = evenly(taken, window)
-        if len(made.step_sizes) > taken:
-            del made
-            made = evenly(steps, window)
-    return made, window
+    if taken > needed + needed // 256:  # spread the documents evenly over the steps that they took
+        del made  # one at a time: each is as large as the rest of a plan
+        made = divide(sequence, ends, rules, taken, options.window, options.needed_steps)
+    return made, options.window
 
 
-def _no_more(tokens: int, entries: int) -> int:
+def _no_more(slots: int, entries: int) -> int:
     """Further steps where their number is fixed."""
     return 0
 
 
 def _exactly(
-    evenly: Callable[[int, int], Cut],
-    ends: NDArray[np.int64],
-    options: PlanOptions,
-    steps: int,
-    needed: int,
-) -> tuple[Cut, int]:
-    """Every document into a given number of steps, with a wider window where they do not fit otherwise."""
-    window = min(options.window, steps)
-    while True:
-        low, high = needed, steps  # steps to be even over; what does not fit there adds further ones
-        begin = steps
+    sequence: NDArray[Any], ends: Integers, rules: StepRules, steps: int, best_fit: Packer
+) -> tuple[Division, int]:
+    """Every document in a given number of steps; windows become wider only where the documents do not fit otherwise."""
+    options, entries = rules.options, len(ends) - 1
+    width, needed = min(options.window, steps), min(options.needed_steps(int(ends[-1]), entries), steps)
+    while width < steps:
+        low, high, even = (
+            needed,
+            steps,
+            steps,
+        )  # steps to spread evenly over; what does not fit adds further ones
         while low <= high:
-            made = evenly(begin, window)
+            made = divide(sequence, ends, rules, even, width, options.needed_steps)
             if len(made.step_sizes) == steps:
-                return made, window
-            low, high = (begin + 1, high) if len(made.step_sizes) < steps else (low, begin - 1)
-            begin = (low + high) // 2
-        if window == steps:
-            break
-        window = min(2 * window, steps)
-    packs = len(pack(np.diff(ends), options.capacity, "best_fit", options.max_documents or None))
+                return made, width
+            low, high = (even + 1, high) if len(made.step_sizes) < steps else (low, even - 1)
+            even = (low + high) // 2
+        width = min(2 * width, steps)
+    made = divide(sequence, ends, replace(rules, packer=best_fit), steps, width, _no_more)
+    if len(made.left) == 0:
+        return made, width
+    limit = options.max_documents or entries
+    slots = np.sort(np.diff(ends))[::-1].copy()
+    packs = int(best_fit(slots, options.capacity, limit).max()) + 1
     raise ValueError(
         f"steps={steps:,} are too few for every document: best fit needs {packs:,} packs, which is"
         f" {-(-packs // options.packs_per_step):,} steps of packs_per_step={options.packs_per_step}"
     )
+
+
+def offsets_of(sizes: NDArray[Any]) -> Integers:
+    """(len + 1,) int64 running sum of sizes, from 0."""
+    offsets = np.zeros(len(sizes) + 1, dtype=np.int64)
+    np.cumsum(sizes, out=offsets[1:])
+    return offsets

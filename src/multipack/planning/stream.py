@@ -1,398 +1,562 @@
-"""The plan of documents that keep arriving: nobody knows how many, and only so many are held at a time.
+"""The plan of documents that keep arriving: their number is unknown, and few are held at a time.
 
-    source   ──read──▶   queue   ──block of `lookahead` steps──▶   planned   ──▶   step, step, …
-                           ▲                                          │
-                           └──── what found no room goes first ◀──────┘
+    source   ──read──▶   queue   ──`steps.window`──▶   planned   ──▶   step, step, …
+                           ▲                               │
+                           └──── deferred documents ◀──────┘
 
-Blocks are those of a plan (`epoch.py`), made when their first step is asked for, from documents that just suffice
-for them. What was read and has no step handed out yet is *in flight*; it is all that a stream holds, and
-it is the state. A stream is a pure function of its documents, options, seed and epoch; never of how they are cut into
-chunks, of how often it was interrupted, or of the number of ranks that share a step.
+A window is made from just enough documents to fill it. The state of a stream is the queue at the beginning of the
+current window, the number of its steps that were taken, and the source's own state: the window is made again from them.
+A stream is a pure function of its documents, options, seed and epoch; not of interruptions, and not of the number of
+ranks that share a step.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from multipack.planning.cost import CostModel
-from multipack.planning.epoch import AHEAD
-from multipack.planning.lengths import LARGEST_CAPACITY, check_integer
+from multipack.planning.lengths import LARGEST_CAPACITY, Packs, check_integer
 from multipack.planning.options import (
     ALGORITHM,
-    Balance,
     LossWeighting,
-    Order,
     PlanOptions,
+    Sync,
+    check_choice,
     check_loss_weighting,
     check_seed,
     cost_model_of,
+    short,
 )
-from multipack.planning.readers import ItemReader, LengthReader
-from multipack.planning.source import Dropped, Flight, Limits, Overlong, Reader, Resume, Source
-from multipack.planning.stream_blocks import Blocks
-from multipack.planning.stream_state import Block, Place, Saved, saved
-from multipack.planning.stream_step import StreamStep
+from multipack.planning.plan import Plan
+from multipack.planning.steps import AHEAD, StepRules, divide, offsets_of, window
 from multipack.shapes import ModelShape
-
-__all__ = ["Overlong", "PackStream", "Resume", "StreamStep", "StreamTail"]
 
 Integers = NDArray[np.int64]
 
-StreamTail = Literal["keep", "drop"]
+Overlong = Literal["error", "drop"]
+
+
+@dataclass(frozen=True, eq=False)
+class StreamQueue:
+    """The documents that are held when a window begins, deferred ones first, and where reading stands after them.
+
+    Attributes:
+        rows: for each document [position in the source, tokens, target tokens, seen, item]; seen: the first step of the
+            window that deferred it, or −1.
+        deferred: number of deferred documents.
+        window: number of the window.
+        step: steps before it.
+        position: documents of the source that were read.
+        dropped: of these, those that were too long.
+        dropped_tokens: their tokens.
+        longest_wait: most steps that a document waited so far.
+        ended: the source has no more.
+        source: the source's own state, or None.
+    """
+
+    rows: list[list[Any]] = field(default_factory=list)
+    deferred: int = 0
+    window: int = 0
+    step: int = 0
+    position: int = 0
+    dropped: int = 0
+    dropped_tokens: int = 0
+    longest_wait: int = 0
+    ended: bool = False
+    source: Any = None
+
+    @cached_property
+    def table(self) -> Integers:
+        """(documents, 4) int64: the rows without their items."""
+        return np.array([row[:4] for row in self.rows], dtype=np.int64).reshape(-1, 4)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values.
+
+        Raises:
+            ValueError: items that JSON does not preserve.
+        """
+        try:
+            plain = json.loads(json.dumps(self.rows)) == self.rows
+        except (TypeError, ValueError):
+            plain = False
+        if not plain:
+            raise ValueError(
+                "the state of a stream holds its documents, and one of these is no plain data: make items of lists,"
+                " dictionaries with text keys, text and numbers"
+            )
+        return {entry.name: getattr(self, entry.name) for entry in fields(self)}
+
+    @classmethod
+    def from_dict(cls, values: Any) -> StreamQueue:
+        """The queue that `to_dict` wrote.
+
+        Raises:
+            ValueError: values that no queue has.
+        """
+        names = {entry.name for entry in fields(cls)}
+        if not isinstance(values, dict) or set(values) != names:
+            raise ValueError(f"the saved stream state's queue needs {', '.join(sorted(names))}")
+        for name in names - {"rows", "ended", "source"}:
+            check_integer(f"the saved stream state's {name}", values[name], 0)
+        queue = cls(**values)
+        try:
+            legal = bool((queue.table >= [0, 1, 0, -1]).all()) and all(len(row) == 5 for row in queue.rows)
+        except (TypeError, ValueError):
+            legal = False
+        if not legal or queue.deferred > len(queue.rows) or not isinstance(queue.ended, bool):
+            raise ValueError("the saved stream state contradicts itself: its documents do not fit together")
+        return queue
+
+
+@dataclass(frozen=True, eq=False)
+class _WindowPlan:
+    """The steps of a window, made from a queue.
+
+    Attributes:
+        plan: the steps; document n of it is `entries[n]` of the queue.
+        entries: documents of the queue, step after step.
+        rest: documents of the queue that are in no step, deferred ones first.
+        deferred: number of deferred ones.
+    """
+
+    plan: Plan
+    entries: Integers
+    rest: Integers
+    deferred: int
 
 
 class PackStream:
     """Plans documents that keep arriving, step by step.
 
-    Iterating yields `StreamStep`s. An iteration goes on where the one before stopped, whether it was left, raised,
-    or `load_state_dict` set the place; after the last step the next iteration begins the epoch again. All steps but the
-    last few are as full as a plan's with `tail="carry"`. What finds no room waits, and after two blocks goes first.
-
-    **Ranks.** Either every rank reads the same documents and takes its share of `step.deal(world, sync)`: then the
-    steps, and the state, are the same for every number of ranks, which may change between two steps. Or each rank
-    reads a shard and packs it for itself (`packs_per_step` is then a rank's): then shards may end at different times,
-    `agree` says how they end together, each rank has a state of its own, and their number stays.
-
-    **agree** is called by all ranks at the same steps, in the thread that iterates, with the number of steps that the
-    rank surely has at hand (0: it has ended), and returns for how many steps all go on; 0 ends. With the
-    minimum over ranks all stop when the first has ended, and `left` names what that leaves. With the maximum all go
-    on until the last has ended, those that have ended with steps without documents, whose weight is 0. It is asked
-    about once in `lookahead` steps, and by all of them again after `load_state_dict`. A rank that raises must tell the
-    others by its own means.
+    Iterating yields `StreamStep`s. An iteration continues where the one before stopped, whether it was left, raised, or
+    `load_state_dict` set the place; after the last step the next iteration begins the epoch again. All steps but the
+    last few are as full as a plan's with `tail="carry"`. Every rank reads the same documents and takes its share of
+    `step.deal(ranks, sync)`: steps and state are the same for any number of ranks, which may change between two steps.
 
     Args:
-        documents: an iterable, or a function that takes a position and returns an iterator from there.
-        capacity: most tokens of a pack.
-        packs_per_step: most packs of a step, over all ranks and micro-batches that share it.
-        length: item → its tokens. None: the source gives lengths, in arrays or lists (chunks; one by one is slow), and
-            the items are the positions.
-        targets: item → its target tokens; with `length=None` an array of positions → theirs. None = tokens − 1.
-        lookahead: steps planned together. More fill and balance better, and are a wider shuffle buffer; fewer hold
-            less, and stay closer to the order.
-        max_in_flight: most documents in flight; None = those that `lookahead` steps can hold: `most_in_flight`.
-            Where they do not fill a step, it is partly filled, and counted in `short_steps`.
-        order: `shuffled`: by seed and epoch, inside the lookahead; `given`: the source's, kept to within the lookahead.
-        tail: what does not fill a step at the end: `keep` spreads it over the last steps, no pack of which is empty
-            while there are enough documents; `drop` names it in `left`.
+        documents: an iterable, or a function that takes a position and returns an iterator from there. To continue from
+            a state, a source with `state_dict` and `load_state_dict` is set by its own state, a function is called with
+            the position, a sequence is read from there; any other iterable must begin at `position`.
+        options: as in `multipack.plan`; `window` steps are planned together. `joint` takes the lengths of a window's
+            documents for those of all. With `tail="drop"` documents that fill no step at the end are in `left`.
+        length: item → its tokens.
+        targets: item → its target tokens; None = tokens − 1.
+        cost: of documents, as in `multipack.plan`.
+        seed: of shuffled steps; documents are shuffled within a window.
         overlong: a document longer than a pack is an `error`, or dropped and counted (`drop`).
-        resume: `reread`: the state names documents in flight by their positions, and they are read again.
-            `items`: the state holds them, as plain data, and whoever restarts gives a source that goes on at the
-            state's `position`. A source that has `state_dict` and `load_state_dict` is put there by its own state.
-        shard: (rank, world): read positions rank, rank + world, … only.
-        agree: see above; None = end where the documents end.
-        budget, balance, cost, max_documents, group, align, loss_weighting, seed: as in `multipack.plan`. `joint` takes
-            the lengths of a block's documents for those of all.
+        loss_weighting: as in `multipack.plan`.
+        **named: options by name; capacity= and packs_per_step= are required without `options`.
 
     Raises:
+        TypeError: an unknown option.
         ValueError: options that no stream can have; while iterating, a document that is empty or too long, named by
-            its position; a source that cannot be read again, or is not what it was. What the source raises is
-            passed on; nothing is lost by it.
+            its position. What the source raises is passed on, and no document is lost by it.
     """
 
     def __init__(
         self,
         documents: Iterable[Any] | Callable[[int], Iterable[Any]],
         *,
-        capacity: int,
-        packs_per_step: int,
-        length: Callable[[Any], int] | None = len,
-        targets: Callable[[Any], Any] | None = None,
-        lookahead: int = 4,
-        max_in_flight: int | None = None,
-        seed: int = 0,
-        order: Order = "shuffled",
-        tail: StreamTail = "keep",
-        overlong: Overlong = "error",
-        resume: Resume = "reread",
-        shard: tuple[int, int] = (0, 1),
-        agree: Callable[[int], int] | None = None,
-        budget: int | None = None,
-        balance: Balance = "cost",
+        options: PlanOptions | None = None,
+        length: Callable[[Any], int] = len,
+        targets: Callable[[Any], int] | None = None,
         cost: CostModel | ModelShape | None = None,
-        max_documents: int | None = None,
-        group: bool = True,
-        align: int = 1,
+        seed: int = 0,
+        overlong: Overlong = "error",
         loss_weighting: LossWeighting = "token",
+        **named: Any,
     ) -> None:
-        capacity, packs_per_step = (
-            check_integer("capacity", capacity),
-            check_integer("packs_per_step", packs_per_step),
-        )
-        lookahead, align = check_integer("lookahead", lookahead), check_integer("align", align)
-        if capacity > LARGEST_CAPACITY:
-            raise ValueError(f"capacity={capacity:,} exceeds the largest supported, {LARGEST_CAPACITY:,}")
-        _check_choices(tail, overlong, resume, length is not None)
-        rank, world = _check_shard(shard)
-        seed = check_seed(seed)
+        chosen = PlanOptions.of(options, named)
+        if not callable(documents) and not hasattr(documents, "__iter__"):
+            raise ValueError(
+                f"documents must be an iterable or a function of the position, got {type(documents).__name__}"
+            )
+        if chosen.capacity > LARGEST_CAPACITY:
+            raise ValueError(
+                f"capacity={chosen.capacity:,} exceeds the largest supported, {LARGEST_CAPACITY:,}"
+            )
+        if chosen.tail == "carry":
+            raise ValueError(
+                "tail='carry' carries documents into the next epoch; a stream takes keep or drop"
+            )
+        check_choice("overlong", overlong, Overlong)
         check_loss_weighting(loss_weighting)
-        chosen = PlanOptions(
-            capacity=capacity, packs_per_step=packs_per_step, budget=budget or 0, window=lookahead, order=order,
-            tail=tail, balance=balance, max_documents=max_documents or 0, group=group, align=align,
-        )  # fmt: skip
-        cost_model = cost_model_of(cost)
-        self.seed, self.loss_weighting, self.align = seed, loss_weighting, align
-        self._length, self._targets, self._agree = length, targets, agree
-        self._limits = Limits(capacity, align, overlong, rank, world)
-        self._blocks = Blocks(chosen, cost_model, seed, loss_weighting)
-        if length is None and _are_lengths(documents):
-            documents = [np.asarray(documents)]  # one chunk
-        self._source = Source(documents, resume, seekable=length is not None)
-        self._most = None if max_in_flight is None else check_integer("max_in_flight", max_in_flight)
-        same = (
-            "capacity",
-            "packs_per_step",
-            "mean",
-            "order",
-            "tail",
-            "balance",
-            "max_documents",
-            "group",
-            "align",
-        )
-        options: dict[str, Any] = {name: getattr(chosen, name) for name in same}
-        options |= {
+        self.seed, self.loss_weighting, self.options = check_seed(seed), loss_weighting, chosen
+        self._documents, self._length, self._targets, self._overlong = documents, length, targets, overlong
+        self._cost_model = cost_model_of(cost)
+        self.key = {
             "algorithm": ALGORITHM,
-            "cost": cost_model.key(),
-            "documents": "lengths" if length is None else "items",
-            "lookahead": lookahead,
-            "max_in_flight": self._most,
+            **chosen.key(self._cost_model),
+            "seed": self.seed,
             "overlong": overlong,
-            "resume": resume,
-            "seed": seed,
-            "shard": [rank, world],
             "targets": targets is not None,
         }
-        self._options = {
-            name: int(value) if isinstance(value, np.integer) else value for name, value in options.items()
-        }
-        self._place: Place
-        self._over: bool
-        self._begin(0)
+        self._error: Exception | None = None
+        self._used = self._finished = False
+        self._begin(0, StreamQueue(), 0)
 
     @property
     def epoch(self) -> int:
-        """The current epoch: it decides, with the seed, where shuffled documents go."""
-        return self._place.epoch
+        """The current epoch: with the seed it determines the order of shuffled documents."""
+        return self._epoch
+
+    @property
+    def align(self) -> int:
+        """Multiple that each document is padded to; the collator must use the same."""
+        return self.options.align
 
     @property
     def most_documents(self) -> int:
-        """Documents that no pack exceeds."""
-        return self._blocks.most_documents
+        """Maximum documents of a pack."""
+        most = self.options.capacity // self.options.align
+        return min(self.options.max_documents or most, most)
 
     @property
     def longest(self) -> int:
-        """Slots that no document exceeds: the capacity, in whole multiples of `align`."""
-        return self._limits.capacity // self.align * self.align
+        """Maximum slots of a document."""
+        return self.options.longest
 
     @property
     def step(self) -> int:
-        """Steps of the epoch that were handed out."""
-        return self._place.step
+        """Steps of the epoch that were taken."""
+        return self._queue.step + self._taken
 
     @property
     def position(self) -> int:
-        """Documents of the source that were looked at, those of other shards included."""
-        return self._place.block.position
+        """Documents of the source that were read."""
+        return self._queue.position
 
     @property
-    def dropped(self) -> Dropped:
-        """Documents that were too long: how many, their tokens, and the positions of the first 1,000."""
-        return self._place.block.dropped
+    def dropped(self) -> tuple[int, int]:
+        """Number and tokens of the documents that were too long."""
+        return self._queue.dropped, self._queue.dropped_tokens
 
     @property
-    def short_steps(self) -> int:
-        """Steps before the last ones that were not full, because `max_in_flight` documents did not fill them."""
-        return self._place.block.short_steps
-
-    @property
-    def in_flight(self) -> int:
-        """Documents that were read and whose step was not handed out."""
-        return len(self._place.planned()) + len(self._place.block.queue)
-
-    @property
-    def most_in_flight(self) -> int:
-        """Documents in flight at any time, at most: those that `lookahead` steps can hold and 96, or max_in_flight."""
-        slots, documents = self._blocks.wanted
-        most = min(-(-slots // self.align), documents) + AHEAD
-        return most if self._most is None else min(most, self._most)
+    def longest_wait(self) -> int:
+        """Most steps from the window in which a document was first passed over to its own step, so far."""
+        return self._queue.longest_wait
 
     @property
     def left(self) -> Integers:
-        """Positions, rising, of documents that were read and that no step got, once the stream has ended.
-
-        Those that `tail="drop"` leaves, or those of a rank that stopped because another one had ended, which may
-        not have read all of its documents (`position` says how far it came). Empty before the end.
-        """
-        if not self._place.finished:
-            return np.empty(0, dtype=np.int64)
-        return np.sort(np.concatenate([self._place.planned().positions, self._place.block.queue.positions]))
+        """Positions, rising, of documents that are in no step once the stream has ended (`tail="drop"`)."""
+        rest = self._planned.rest if self._planned is not None and self._finished else []
+        return np.sort(self._queue.table[rest, 0])
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, which abandons what is in flight; the current epoch goes on where it stands."""
+        """Begin an epoch, without the documents that are held; the current epoch continues where it stands."""
         if check_integer("epoch", epoch, 0) != self.epoch:
-            self._begin(epoch)
+            self._begin(epoch, StreamQueue(), 0)
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the last step that was yielded, as plain values.
 
-        Whoever reads steps ahead of training asks the step that was trained on: `step.state_dict()`.
+        A loader that reads steps ahead of training asks the step that was trained: `step.state_dict()`.
         """
-        return self._place.state()
+        head = {"options": self.key, "epoch": self.epoch}
+        return {**head, "taken": self._taken, "queue": self._queue.to_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken: the steps that follow are those that would have followed, in every part.
+        """Continue where `state` was taken: the following steps are exactly those that would have followed.
 
         The source is opened when the next iteration begins.
 
         Raises:
             ValueError: the state is damaged, or of a stream with other options, which are named.
         """
-        known = saved(state, self._options, self._targets is not None)
-        counts = known.counts
-        self._begin(counts["epoch"])
-        self._place = replace(
-            self._place,
-            step=counts["step"],
-            block=self._restored(known),
-            finished=bool(counts["finished"]),
+        missing = [key for key in ("options", "epoch", "taken", "queue") if key not in state]
+        if missing:
+            raise ValueError(f"the saved stream state lacks {', '.join(missing)}")
+        theirs = state["options"] if isinstance(state["options"], dict) else {}
+        changed = [name for name in self.key if theirs.get(name, self) != self.key[name]]
+        if changed:
+            what = ", ".join(
+                f"{name} was {short(theirs.get(name))} and is {short(self.key[name])}" for name in changed
+            )
+            raise ValueError(
+                f"the saved stream state belongs to another stream: {what}; continue with the same options, or start a"
+                " new stream"
+            )
+        epoch, taken = (
+            check_integer(f"the saved stream state's {name}", state[name], 0) for name in ("epoch", "taken")
         )
+        self._begin(epoch, StreamQueue.from_dict(state["queue"]), taken)
 
     def __iter__(self) -> Iterator[StreamStep]:
         """Steps, from where the stream stands."""
-        if self._over:
-            self._begin(self.epoch)
+        if self._finished:
+            self._begin(self.epoch, StreamQueue(), 0)
         while (step := self._next()) is not None:
             yield step
-        self._over = True
+        self._finished = True
 
-    def _begin(self, epoch: int) -> None:
-        """Stand at the beginning of an epoch."""
-        self._reader: Reader | None = None
-        self._over = False
-        start = self._blocks.start(self._targets is not None, self._length is not None)
-        self._place = Place(self._options, epoch, 0, start)
-
-    def _restored(self, known: Saved) -> Block:
-        """The block of a saved state; its items are read when the source is opened."""
-        counts = known.counts
-        return Block(
-            plan=self._blocks.plan(known.planned, known.pack_sizes, known.step_sizes, known.linear),
-            flight=known.planned,
-            queue=known.queue,
-            waiting=counts["waiting"],
-            old=counts["old"],
-            number=counts["block"],
-            position=counts["position"],
-            dropped=known.dropped,
-            short_steps=counts["short_steps"],
-            ended=bool(counts["ended"]),
-            source=known.source,
-        )
+    def _begin(self, epoch: int, queue: StreamQueue, taken: int) -> None:
+        self._epoch, self._queue, self._taken = epoch, queue, taken
+        self._planned: _WindowPlan | None = None
+        self._iterator: Iterator[Any] | None = None
+        self._restored = queue.source
+        self._ready: list[list[Any]] = []  # rows that were read for the next window
+        self._read, self._lost = queue.position, (queue.dropped, queue.dropped_tokens)
+        self._finished = False
 
     def _next(self) -> StreamStep | None:
-        """The next step; None after the last. Where something raises, the place is what it was."""
-        if self._place.finished:
-            return None
-        if self._reader is None:
-            self._open()
-        if self._agree is not None and self._place.agreed == 0:
-            agreed = check_integer("what agree returns", self._agree(self._at_hand()), 0)
-            self._place = replace(self._place, agreed=agreed)
-        at_hand = self._at_hand()
-        place = self._place
-        if place.agreed == 0 if self._agree is not None else at_hand == 0:
-            self._place = replace(place, finished=True)
-            return None
-        self._place = replace(
-            place,
-            step=place.step + 1,
-            taken=place.taken + (at_hand > 0),
-            agreed=max(place.agreed - 1, 0),
-        )
-        return StreamStep(place, self._place, place.taken if at_hand else None)
+        """The next step; None after the last. Where something raises, the place stays what it was."""
+        if self._planned is None and self._queue.window:  # a restored window
+            self._planned = self._plan(self._queue)
+        while self._planned is None or self._taken == self._planned.plan.num_steps:
+            if self._queue.ended:
+                return None
+            queue = self._following()
+            planned = self._plan(queue)
+            counts = np.diff(planned.plan.pack_offsets[planned.plan.step_offsets])
+            steps = queue.step + np.repeat(np.arange(len(counts)), counts)
+            seen = _seen(queue)[planned.entries]
+            waits = (steps - seen)[
+                (seen < queue.step) | (not queue.ended)
+            ]  # the last steps are several windows
+            wait = int(waits.max(initial=queue.longest_wait))
+            self._queue, self._planned, self._taken = replace(queue, longest_wait=wait), planned, 0
+        self._taken += 1
+        return StreamStep(self, self._queue, self._planned, self._taken - 1)
 
-    def _at_hand(self) -> int:
-        """Steps that are planned; a block is planned if there are none and the source has not ended."""
-        place = self._place
-        if place.taken == place.block.plan.num_steps and not place.block.ended:
-            place = self._place = replace(place, block=self._planned(place.block), taken=0)
-        return place.block.plan.num_steps - place.taken
+    def _following(self) -> StreamQueue:
+        """The queue of the next window: what the current one leaves, and new documents."""
+        before, options = self._queue, self.options
+        rows: list[list[Any]] = []
+        deferred = steps = 0
+        if self._planned is not None:
+            deferred, steps, seen = self._planned.deferred, self._planned.plan.num_steps, _seen(before)
+            for place, number in enumerate(self._planned.rest.tolist()):
+                row = before.rows[number]
+                rows.append([*row[:3], int(seen[number]), row[4]] if place < deferred else row)
+        packs = options.packs_per_step * options.window
+        wanted = packs * options.mean
+        ends = np.cumsum([0, *(-(-row[1] // options.align) * options.align for row in rows)])
+        ahead = AHEAD - max(len(rows) - int(np.searchsorted(ends, wanted)), 0)
+        ended = self._fill(wanted - int(ends[-1]), packs * self.most_documents - len(rows), ahead)
+        source = self._documents.state_dict() if hasattr(self._documents, "state_dict") else None
+        ready, self._ready = self._ready, []
+        return replace(
+            before,
+            rows=rows + ready,
+            deferred=deferred,
+            window=before.window + 1,
+            step=before.step + steps,
+            position=self._read,
+            dropped=self._lost[0],
+            dropped_tokens=self._lost[1],
+            ended=ended,
+            source=source,
+        )
+
+    def _fill(self, slots: int, documents: int, ahead: int) -> bool:
+        """Read until there are enough slots or documents, and `ahead` documents more; True at the end of the source."""
+        align, capacity, ready = self.options.align, self.options.capacity, self._ready
+        sizes = [-(-length // align) * align for _, length, *_ in ready]  # read before the source raised
+        ends = np.cumsum([0, *sizes])
+        taken, enough = int(ends[-1]), max(documents, 0)
+        if taken >= slots:
+            enough = min(enough, int(np.searchsorted(ends, slots)))
+        while len(ready) < enough + ahead:
+            if self._iterator is None:
+                self._open()
+            assert self._iterator is not None
+            try:
+                item = next(self._iterator)
+            except StopIteration:
+                return True
+            except Exception as error:  # an iterator that raised may skip documents
+                self._iterator, self._error = None, error
+                raise
+            length = self._checked_length(item)
+            size = -(-length // align) * align
+            if size > capacity:
+                self._lost = self._lost[0] + 1, self._lost[1] + length
+            else:
+                ready.append([self._read, length, self._checked_targets(item, length), -1, item])
+                taken += size
+                if taken - size < slots <= taken:
+                    enough = min(enough, len(ready))
+            self._read += 1
+        return False
 
     def _open(self) -> None:
-        """Begin to read where the stream stands, and read again what is in flight without its items."""
-        place, block = self._place, self._place.block
-        reread = self._options["resume"] == "reread"
-        if self._length is None:
-            reader: Reader = LengthReader(self._source, self._targets, self._limits)
+        """Begin to read at the current position.
+
+        Raises:
+            ValueError: an iterator that was read before.
+        """
+        documents: Any = self._documents
+        if self._restored is not None and hasattr(documents, "load_state_dict"):
+            documents.load_state_dict(self._restored)
+            self._restored = None
+        elif not hasattr(documents, "__iter__"):
+            documents = documents(self._read)
+        elif hasattr(documents, "__getitem__") and hasattr(documents, "__len__"):
+            stored = documents
+            documents = (stored[place] for place in range(self._read, len(stored)))
+        elif iter(documents) is documents and self._used and not hasattr(documents, "state_dict"):
+            why = "raised an error" if self._error else "was read before"
+            raise ValueError(
+                f"documents is an iterator that {why}, and cannot be read again: give a list, a data set, or a"
+                " function that takes a position and returns an iterator from there"
+            ) from self._error
+        self._iterator, self._used = iter(documents), True
+
+    def _checked_length(self, item: Any) -> int:
+        length = self._length(item)
+        if isinstance(length, bool) or not isinstance(length, int | np.integer) or length < 1:
+            raise ValueError(
+                f"every document needs at least 1 token, as a whole number: the {type(item).__name__} at position"
+                f" {self._read:,} of the source has {length!r}"
+            )
+        if length > self.longest and self._overlong == "error":
+            raise ValueError(
+                f"the document at position {self._read:,} of the source has {length:,} tokens, but a pack holds"
+                f" {self.longest:,}; raise capacity, cut such documents before, or set overlong='drop' to leave them"
+                " out, counted"
+            )
+        return int(length)
+
+    def _checked_targets(self, item: Any, length: int) -> int:
+        if self._targets is None:
+            return length - 1
+        count = self._targets(item)
+        if isinstance(count, bool) or not isinstance(count, int | np.integer) or not 0 <= count < length:
+            raise ValueError(
+                f"a document of l tokens has 0 … l − 1 targets: targets gave {count!r} for the document of"
+                f" {length} tokens at position {self._read:,} of the source"
+            )
+        return int(count)
+
+    def _plan(self, queue: StreamQueue) -> _WindowPlan:
+        """The steps of a window: full ones, or all that remain once the source has ended."""
+        options, lengths, targets = self.options, queue.table[:, 1], queue.table[:, 2]
+        slots, deferred = options.slots(lengths), queue.deferred
+        entries, ends = len(slots), offsets_of(slots)
+        balanced = options.balanced_cost(self._cost_model, slots) if entries else self._cost_model
+        keep = queue.ended and options.tail == "keep"
+        rules = StepRules(options, balanced.cost, self.seed, self.epoch, spread=keep)
+        if queue.ended:
+            extend = options.needed_steps if keep else options.full_steps
+            steps = min(extend(int(ends[-1]), entries), entries)
+            made = divide(
+                np.arange(entries), ends, rules, steps, options.window, extend, deferred, queue.window << 32
+            )
+            chosen, packs, sizes, rest = made.order, made.pack_sizes, made.step_sizes, made.left
+            deferred = 0
         else:
-            reader = ItemReader(self._source, self._length, self._targets, self._limits, reread)
-        if block.source is not None and hasattr(self._source.documents, "load_state_dict"):
-            self._source.documents.load_state_dict(block.source)
-        planned = place.planned()
-        flight = reader.start(
-            block.position, block.dropped, block.ended, Flight.joined([planned, block.queue])
+            width = options.window
+            found = window(
+                ends, deferred, np.arange(deferred, dtype=np.int64), rules,
+                width=width, aim=width * rules.step_slots, most=entries, number=queue.window << 32,
+            )  # fmt: skip
+            chosen, packs, sizes = found.entries, found.pack_sizes, found.step_sizes
+            rest = np.concatenate([found.deferred, np.arange(found.next, entries, dtype=np.int64)])
+            deferred = len(found.deferred)
+        plan = Plan(
+            lengths=lengths[chosen],
+            target_counts=targets[chosen],
+            options=options,
+            loss_weighting=self.loss_weighting,
+            seed=self.seed,
+            epoch=self.epoch,
+            cost_model=self._cost_model,
+            slots=slots[chosen],
+            balanced=balanced,
+            window=options.window,
+            order=np.arange(len(chosen), dtype=np.int64),
+            pack_offsets=offsets_of(packs),
+            step_offsets=offsets_of(sizes),
+            dropped=chosen[:0],
+            carried=chosen[:0],
+            carried_in=chosen[:0],
+            key=self.key,
+            fingerprint="",
+            most_documents=self.most_documents,
+            seconds=0.0,
         )
-        block = replace(block, flight=flight[: len(planned)], queue=flight[len(planned) :])
-        self._place = replace(place, block=block)  # of which no step was taken yet
-        self._reader = reader
-
-    def _planned(self, before: Block) -> Block:
-        """The block that follows: reads what it needs, and no more."""
-        assert self._reader is not None
-        queue, reader = before.queue, self._reader
-        slots, documents = self._blocks.wanted
-        ends = self._blocks.ends(queue)
-        enough = min(int(np.searchsorted(ends, slots)), documents)  # of the queue's documents, or beyond it
-        ahead = AHEAD if enough >= len(queue) else AHEAD - (len(queue) - enough)
-        most = self.most_in_flight - len(queue)
-        if most > 0 and ahead > 0:
-            arrived = reader.read(slots - int(ends[-1]), documents - len(queue), ahead, most)
-            queue = Flight.joined([queue, arrived])
-        known = replace(
-            before, queue=queue, position=reader.position, dropped=reader.dropped, ended=reader.ended
-        )
-        if self._options["resume"] == "items" and hasattr(self._source.documents, "state_dict"):
-            known = replace(known, source=self._source.documents.state_dict())
-        return self._blocks.last(known, self.epoch) if reader.ended else self._blocks.full(known, self.epoch)
+        return _WindowPlan(plan, chosen, rest, deferred)
 
 
-def _check_choices(tail: str, overlong: str, resume: str, items: bool) -> None:
-    """Refuse unknown choices, and a state of items where there are none."""
-    for name, choice, choices in (
-        ("tail", tail, StreamTail),
-        ("overlong", overlong, Overlong),
-        ("resume", resume, Resume),
-    ):
-        if choice not in get_args(choices):
-            raise ValueError(f"{name}={choice!r} is unknown; choose one of {', '.join(get_args(choices))}")
-    if not items and resume == "items":
-        raise ValueError(
-            "resume='items' keeps documents in the state, but with length=None the source gives lengths only;"
-            " use resume='reread'"
-        )
+def _seen(queue: StreamQueue) -> Integers:
+    """(documents,) the first step of the window that looked at each document first."""
+    return np.where(queue.table[:, 3] < 0, queue.step, queue.table[:, 3])
 
 
-def _are_lengths(documents: Any) -> bool:
-    """Whether lengths are given as one array or list, and not in chunks."""
-    if isinstance(documents, np.ndarray):
-        return documents.ndim == 1 and documents.dtype != np.object_
-    return isinstance(documents, list | tuple) and all(isinstance(each, int) for each in documents)
+class StreamStep:
+    """A step of a stream: documents that train together, and how ranks share them.
 
+    Packs hold numbers into the step's own arrays: document n of the step is `items[n]`, with `lengths[n]` tokens.
 
-def _check_shard(shard: Any) -> tuple[int, int]:
-    """(rank, world) as integers.
-
-    Raises:
-        ValueError: no such pair, or a rank outside the world.
+    Attributes:
+        number: of the step, from 0.
     """
-    if not isinstance(shard, tuple | list) or len(shard) != 2:
-        raise ValueError(f"shard must be a pair (rank, world), got {shard!r}")
-    rank, world = check_integer("shard's rank", shard[0], 0), check_integer("shard's world", shard[1])
-    if rank >= world:
-        raise ValueError(f"shard=({rank}, {world}) is outside its world: ranks count from 0")
-    return rank, world
+
+    def __init__(self, stream: PackStream, queue: StreamQueue, planned: _WindowPlan, index: int) -> None:
+        """Make step `index` of a window."""
+        self.number = queue.step + index
+        self._head = {"options": stream.key, "epoch": stream.epoch}
+        self._queue, self._plan, self._index = queue, planned.plan, index
+        first, last = self._plan.step_offsets[index : index + 2]
+        self._first, self._last = (int(self._plan.pack_offsets[pack]) for pack in (first, last))
+        self._entries = planned.entries[self._first : self._last]
+
+    def __len__(self) -> int:
+        """Documents of the step."""
+        return self._last - self._first
+
+    @property
+    def positions(self) -> Integers:
+        """(documents,) int64 places of the documents in the source, counted from 0."""
+        return self._queue.table[self._entries, 0]
+
+    @property
+    def items(self) -> list[Any]:
+        """What the source gave for each document."""
+        return [self._queue.rows[entry][4] for entry in self._entries.tolist()]
+
+    @property
+    def lengths(self) -> Integers:
+        """(documents,) int64 tokens of each document."""
+        return self._plan.lengths[self._first : self._last]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the documents."""
+        return int(self.lengths.sum())
+
+    @property
+    def targets(self) -> int:
+        """Target tokens of the documents."""
+        return self._plan.targets(self._index)
+
+    @property
+    def denominator(self) -> int:
+        """What the summed loss of the step is divided by, over all ranks. See `Plan.denominator`."""
+        return self._plan.denominator(self._index)
+
+    @property
+    def packs(self) -> Packs:
+        """One packing that fits: at most `packs_per_step` packs, none of them empty."""
+        packs = self._plan.packs(self._index)
+        return Packs(packs.order - self._first, packs.offsets)
+
+    def deal(self, data_parallel_size: int, sync: Sync = "micro") -> Packs:
+        """The documents arranged for ranks, as `Plan.deal` does: pack m · ranks + r is rank r's micro-batch m."""
+        dealt = self._plan.deal(self._index, data_parallel_size, sync)
+        return Packs(dealt.order - self._first, dealt.offsets)
+
+    def state_dict(self, before: bool = False) -> dict[str, Any]:
+        """The state after this step, or before it, however far the stream was read ahead: plain values."""
+        return {**self._head, "taken": self._index + (not before), "queue": self._queue.to_dict()}
+
+    def __repr__(self) -> str:
+        return f"StreamStep({self.number:,}: {len(self):,} documents of {self.tokens:,} tokens)"

@@ -10,7 +10,7 @@ from multipack.reports.console import Console, wrapped
 
 if TYPE_CHECKING:
     from multipack.data.corpus_report import CorpusReport
-    from multipack.planning.explore import Row
+    from multipack.planning.advice import Choice
     from multipack.planning.options import PlanOptions
     from multipack.planning.report import PlanReport
 
@@ -51,7 +51,14 @@ def _wrapped_choices(text: str, columns: int, indent: int) -> str:
     return wrapped(text.replace("|", "| "), columns, indent).replace("| ", "|")
 
 
-def report_rows(report: PlanReport, share: float, batch_size: int, ranks: int, full: bool = True) -> Rows:
+def report_rows(
+    report: PlanReport,
+    share: float,
+    batch_size: int,
+    ranks: int,
+    full: bool = True,
+    advice: Sequence[str] = (),
+) -> Rows:
     """Return the rows of a plan's report.
 
     Args:
@@ -60,6 +67,7 @@ def report_rows(report: PlanReport, share: float, batch_size: int, ranks: int, f
         batch_size: see `share`.
         ranks: data-parallel ranks.
         full: no budget below the capacity; otherwise lower bounds hold for full packs only.
+        advice: sentences on settings that would be better.
     """
     least = "lower bound" if full else "lower bound for full packs"
     return [
@@ -84,7 +92,7 @@ def report_rows(report: PlanReport, share: float, batch_size: int, ranks: int, f
         ),
         *([] if report.step_seconds is None else [("predicted", _step_time(report))]),
         ("planned in", _time(report.seconds)),
-        *[("advice" if index == 0 else "", sentence) for index, sentence in enumerate(report.advice)],
+        *[("advice" if index == 0 else "", sentence) for index, sentence in enumerate(advice)],
     ]
 
 
@@ -121,7 +129,9 @@ def _balance_rows(report: PlanReport, ranks: int) -> Rows:
 
 
 def _order_rows(report: PlanReport) -> Rows:
-    late = f"; {report.late_share:.2%} moved further than the window"
+    late = (
+        f"; {report.late_share:.2%} moved further than the window, longest wait {report.longest_wait} steps"
+    )
     rows = [
         (
             "displacement",
@@ -157,7 +167,7 @@ def fills_packs(config: PlanOptions) -> bool:
     return config.budget in (0, config.capacity)
 
 
-def explore_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+def explore_table(rows: Sequence[Choice]) -> tuple[list[str], list[list[str]]]:
     """Return columns and cells of `explore`; an arrow marks the given settings."""
     columns = ["window", "budget", "group", "steps", "filled", "cost util.", "ceiling", "moved", "spread"]
     cells = [
@@ -165,25 +175,26 @@ def explore_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
             f"{'→ ' if row.chosen else ''}{row.window}",
             str(row.budget),
             "yes" if row.group else "no",
-            f"{row.steps:,}",
-            f"{row.efficiency:.2%}",
-            f"{row.cost_utilization:.2%}",
-            f"{row.cost_utilization_ceiling:.2%}",
-            f"{row.displacement_p99:.1f}",
-            "–" if row.mean_length_spread is None else f"{row.mean_length_spread:.2f}",
+            f"{row.report.steps:,}",
+            f"{row.report.efficiency:.2%}",
+            f"{row.report.cost_utilization:.2%}",
+            f"{row.report.cost_utilization_ceiling:.2%}",
+            f"{row.report.displacement_p99:.1f}",
+            "–" if row.report.mean_length_spread is None else f"{row.report.mean_length_spread:.2f}",
         ]
         for row in rows
     ]
     return columns, cells
 
 
-def explore_notes(rows: Sequence[Row]) -> list[str]:
+def explore_notes(rows: Sequence[Choice]) -> list[str]:
     """Return explanations of the table of `explore`."""
-    sampled = [row.measured_steps for row in rows if row.measured_steps < row.steps]
+    reports = [row.report for row in rows]
+    sampled = [each.measured_steps for each in reports if each.measured_steps < each.steps]
     measured = f" Measured over at most {max(sampled):,} evenly spaced steps of each plan." if sampled else ""
     return [
         "Fill: fewer steps and more filled slots are better;"
-        f" the lower bound is {min(row.minimum_steps for row in rows):,} steps.",
+        f" the lower bound is {min(each.minimum_steps for each in reports):,} steps.",
         f"Balance: cost util. is the mean cost of a rank / maximum; ceiling is its upper bound.{measured}",
         "Randomness: moved is the number of steps within which 99 % of the documents stay of their place in the order;"
         " spread compares mean lengths of steps with random steps (1); above 1, similar lengths share steps.",

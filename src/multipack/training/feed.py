@@ -14,7 +14,7 @@ from multipack.data.documents import Documents
 from multipack.data.loader import PackedLoader
 from multipack.data.sampler import PackedBatchSampler
 from multipack.planning.cost import CostModel
-from multipack.planning.deal import meetings
+from multipack.planning.deal import rank_loads
 from multipack.planning.options import Sync
 from multipack.planning.packing import Packs
 from multipack.planning.plan import Plan
@@ -170,5 +170,5 @@ def cost_spread(
     """Predicted cost of the most loaded rank over the mean, minus 1; arguments as of `predicted_seconds`."""
     costs = cost_model.cost(slots[dealt.order])  # of this step's documents only
     packs = Packs(np.arange(len(dealt.order)), dealt.offsets)
-    loads = meetings(packs.totals(costs), ranks, sync)
+    loads = rank_loads(packs.totals(costs), ranks, sync)
     return float(loads.max(axis=1).sum() / max(loads.mean(axis=1).sum(), 1.0) - 1.0)

@@ -12,6 +12,7 @@ import multipack
 from multipack.data.corpus import Corpus
 from multipack.ops.attention import select
 from multipack.parallel.world import hosts
+from multipack.planning.advice import advise
 from multipack.planning.report import padded_share, report
 from multipack.reports.summary import Rows, fills_packs, report_rows
 from multipack.training.compare import Comparison
@@ -127,7 +128,7 @@ def plan_rows(run: RunState) -> Rows:
     )
     held = run.corpus.validation
     return [
-        *report_rows(found, share, batch_size, mesh.data_size, fills_packs(config.plan)),
+        *report_rows(found, share, batch_size, mesh.data_size, fills_packs(config.plan), advise(plan, found)),
         ("step", step),
         ("validation", f"{len(held):,} documents, {held.num_tokens:,} tokens"),
         *corpus_notes(run.corpus),

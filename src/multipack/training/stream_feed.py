@@ -52,7 +52,9 @@ def open_feed(
     Raises:
         ValueError: settings that need all documents at once, or more ranks than packs of a step.
     """
-    options, packs, ranks = config.plan, config.plan.packs_per_step, mesh.data_size
+    ranks = mesh.data_size
+    options = config.plan.for_ranks(ranks)
+    packs = options.packs_per_step
     if not config.train.steps:
         raise ValueError("data.stream=true: the number of documents is unknown; set train.steps")
     if arriving.has_pairs:
@@ -75,21 +77,11 @@ def open_feed(
         )
     stream = PackStream(
         arriving,
-        capacity=options.capacity,
-        packs_per_step=packs,
+        options=options,
         length=itemgetter("length"),
         targets=itemgetter("targets"),
-        lookahead=options.window,
-        seed=config.train.seed,
-        order=options.order,
-        tail=options.tail,
-        resume="items",
-        budget=options.budget or None,
-        balance=options.balance,
         cost=cost_model,
-        max_documents=options.max_documents or None,
-        group=options.group,
-        align=options.align,
+        seed=config.train.seed,
         loss_weighting=config.train.loss_weighting,
     )
     return StreamFeed(config, mesh, arriving, stream, cost_model, clock, pad)

@@ -1,9 +1,47 @@
-"""The inner loops of planning: plain loops over flat arrays, compiled.
+"""The inner loops of planning: plain loops over flat int64 arrays, compiled by numba at their first call.
 
-numba's disk cache notices a changed file, but not a change in a function that another file's kernel calls. So a
-kernel calls only kernels of its own file (a test keeps it so): packing many documents, placing a block, balancing a
-step and bounding it are such families.
-
-Lengths and costs are int64; a document's pack is its number in an int64 array, −1 where it has none. Every
-loop is deterministic: ties go to the lower number.
+numba's disk cache notices a change of the file that it caches, but not of a function in another file. So a kernel calls
+only kernels of its own file; a test checks this. Every loop is deterministic: ties go to the lower number.
+Kernels avoid numpy functions inside, each of which costs up to a second of compilation.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar, cast
+
+import numba
+
+Kernel = TypeVar("Kernel", bound=Callable[..., Any])
+
+
+def compiled(function: Kernel) -> Kernel:
+    """Compile a function to machine code at its first call, with a cache on disk where one can be written.
+
+    numba looks for a cache folder while it decorates (beside the source, or the user's) and raises RuntimeError if none
+    can be written to: a read-only image, a missing home. Then every process compiles again.
+    """
+    try:
+        return cast(Kernel, numba.njit(cache=True)(function))
+    except RuntimeError:
+        return cast(Kernel, numba.njit(function))
+
+
+def cached(*modules: ModuleType) -> bool:
+    """Whether the kernels of each of these modules were compiled and stored since its source changed last.
+
+    A module counts as compiled if numba's index file of one of its kernels is younger than its source.
+    """
+    for module in modules:
+        source = Path(str(module.__file__))
+        folders = {
+            Path(value.stats.cache_path)
+            for value in vars(module).values()
+            if getattr(value, "stats", None) is not None and value.stats.cache_path
+        }
+        indices = [index for folder in folders for index in folder.glob(f"{source.stem}.*.nbi")]
+        if not any(index.stat().st_mtime >= source.stat().st_mtime for index in indices):
+            return False
+    return True

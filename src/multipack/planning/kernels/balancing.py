@@ -1,7 +1,16 @@
-"""Balancing packs: which rank runs which, and documents that change places.
+"""Balancing packs between ranks: documents move, swap places, or two packs are rearranged as a whole.
 
-Single documents do where a pack holds many. Where it holds few, they seldom close a gap, and up to two documents of
-one side change places with up to two of the other.
+Documents are numbered by falling length, and `placed` holds each one's pack, −1 for none. Packs are micro-batch-major:
+pack slot · world + rank. A rank's load is the sum over its packs. In the kernels the documents of a pack form a
+linked list, longest first: `head[pack]` is the first, `after[document]` the next, −1 the end.
+
+`exchange` works on single documents. Where a pack holds few of them, `rearrange` solves two packs at once by meeting in
+the middle (Horowitz and Sahni 1974, "Computing partitions with applications to the knapsack problem"): of up to
+2 · half documents, the sums over all subsets of each half are listed in rising order; one list is walked upwards and
+the other downwards, and pairs of sums close to half of the load difference are compared.
+
+    pack x   A C D F       documents that may move: A C | F b         sums of A, C: 0, A, C, A + C
+    pack y   b e g                                                    sums of F, b: −b, 0, F − b, F
 """
 
 from __future__ import annotations
@@ -9,420 +18,444 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from multipack.planning.jit import compiled
+from multipack.planning.kernels import compiled
 
 Integers = NDArray[np.int64]
 
-_PARTNERS = 64  # cheapest ranks that the dearest one tries to trade with; fewer where each has many packs
+_PARTNERS = 64  # least loaded ranks that the most loaded one tries; fewer where each has many packs
 _FEWEST_PARTNERS = 4
-_TINY = 1_000_000  # a trade gains this part of the mean at least
-_WORTH = 64  # … and this part of what the dearest rank costs too much: pairs of packs do the fine work
-_TURNS = 50  # trades for each rank at most; a few are the rule
-_TURNS_OF_TWO = 4  # the same for trades of two documents; one is the rule
-_CHOICES = 16  # documents of a pack that may be given in them
+_TINY = 1_000_000  # a swap gains at least 1/1,000,000 of the mean load
+_WORTH = 64  # … and 1/64 of the excess over the target: `rearrange` does the rest
+_TURNS = 50  # swaps for each rank at most; a few are typical
+_LOOKS = 16  # pairs of sums that are compared, for each sum of a list
+_SQUARES = 1000  # with `joint`, a difference of one token counts as much as this many squares
 
 
 @compiled
-def assign_ranks(costs: Integers, world: int, each: int) -> Integers:
-    """Packs (by falling cost) to ranks, exactly `each` to a rank: the cheapest rank with a place takes one.
-
-    Returns each pack's number in micro-batch-major order: micro-batch · world + rank.
-    """
-    load = np.zeros(world, dtype=np.int64)
-    count = np.zeros(world, dtype=np.int64)
-    number = np.empty(len(costs), dtype=np.int64)
-    for pack in range(len(costs)):
-        best = -1
-        for rank in range(world):
-            if count[rank] < each and (best < 0 or load[rank] < load[best]):
-                best = rank
-        number[pack] = count[best] * world + best
-        load[best] += costs[pack]
-        count[best] += 1
-    return number
+def _link(placed: Integers, packs: int) -> tuple[Integers, Integers]:
+    """The linked lists of all packs: (head, after)."""
+    head, after = np.full(packs, -1, dtype=np.int64), np.full(len(placed), -1, dtype=np.int64)
+    for document in range(len(placed) - 1, -1, -1):
+        pack = placed[document]
+        if pack >= 0:
+            after[document] = head[pack]
+            head[pack] = document
+    return head, after
 
 
 @compiled
-def _move(order: Integers, offsets: Integers, lengths: Integers, position: int, target: int) -> None:
-    """Move the document at `position` of a pack into pack `target`, each pack staying in falling order."""
-    document = order[position]
-    place_at = offsets[target]
-    while place_at < offsets[target + 1] and lengths[order[place_at]] > lengths[document]:
-        place_at += 1
-    if place_at <= position:
-        for index in range(position, place_at, -1):
-            order[index] = order[index - 1]
-        order[place_at] = document
-        for pack in range(target + 1, len(offsets)):
-            if offsets[pack] > position:
-                break
-            offsets[pack] += 1
+def _move(document: int, target: int, placed: Integers, head: Integers, after: Integers) -> None:
+    """Move a document into another pack, whose list stays in falling order."""
+    source = placed[document]
+    if head[source] == document:
+        head[source] = after[document]
     else:
-        for index in range(position, place_at - 1):
-            order[index] = order[index + 1]
-        order[place_at - 1] = document
-        for pack in range(target, -1, -1):
-            if offsets[pack] <= position:
-                break
-            offsets[pack] -= 1
+        before = head[source]
+        while after[before] != document:
+            before = after[before]
+        after[before] = after[document]
+    placed[document] = target
+    if head[target] < 0 or head[target] > document:
+        after[document] = head[target]
+        head[target] = document
+    else:
+        before = head[target]
+        while after[before] >= 0 and after[before] < document:
+            before = after[before]
+        after[document] = after[before]
+        after[before] = document
 
 
 @compiled
-def _best_exchange(
-    order: Integers,
-    offsets: Integers,
+def _best_swap(
+    mine: int,
+    theirs: int,
+    after: Integers,
     lengths: Integers,
     costs: Integers,
-    tokens: Integers,
-    dear: int,
-    cheap: int,
     gap: int,
-    capacity: int,
-    max_documents: int,
+    room: int,
+    can_move: bool,
+    least: int,
 ) -> tuple[int, int, int]:
-    """The move (−1 as second) or swap that brings two packs' groups closest; (gain, first, second) positions.
+    """The swap of single documents, or the move of one, that brings two loads closest.
 
-    Group costs differ by `gap` > 0. Giving x for y changes that to gap − 2·(cost x − cost y), so the gain,
-    min(change, gap − change), is largest where the change is nearest to half the gap. Both packs are in
-    falling order, so the best partner of each x moves one way only: two pointers.
+    Loads differ by `gap` > 0. Giving x for y changes that to gap − 2·(cost x − cost y), so the gain, min(change,
+    gap − change), is largest where the change is nearest to half of the gap. Both lists are in falling order, so the
+    best y moves one way only as x becomes shorter: two pointers.
+
+    Args:
+        mine: first document of the more loaded pack.
+        theirs: first document of the other pack.
+        after: next document of each.
+        lengths: tokens of each.
+        costs: cost of each.
+        gap: difference of the loads.
+        room: free tokens of the other pack.
+        can_move: a document may move without another one in return.
+        least: gain that a swap must exceed.
+
+    Returns:
+        (gain, x, y); y = −1 for a move, x = −1 if nothing is found.
     """
-    gain, first, second = 0, -1, -1
-    room = capacity - tokens[cheap]
-    begin, end = offsets[cheap], offsets[cheap + 1]
-    near, small = (
-        begin,
-        begin,
-    )  # first y that makes the change at least half the gap; first y that is too short
-    can_move = offsets[dear + 1] - offsets[dear] > 1 and end - begin < max_documents
-    for x in range(offsets[dear], offsets[dear + 1]):
-        length, cost = lengths[order[x]], costs[order[x]]
-        while near < end and 2 * (cost - costs[order[near]]) < gap:
-            near += 1
-        while small < end and length - lengths[order[small]] <= room:
-            small += 1
-        for y in (min(near, small - 1), min(near, small) - 1):
-            if begin <= y < end:
-                change = cost - costs[order[y]]
+    gain, first, second = least, -1, -1
+    near, near_before = theirs, -1  # first y for which the change is at least half of the gap
+    short, short_before = theirs, -1  # first y that is too short to make room for x
+    x = mine
+    while x >= 0:
+        while near >= 0 and 2 * (costs[x] - costs[near]) < gap:
+            near, near_before = after[near], near
+        while short >= 0 and lengths[x] - lengths[short] <= room:
+            short, short_before = after[short], short
+        fits = near >= 0 and (short < 0 or near < short)
+        for y in (near if fits else short_before, near_before if fits else -1):
+            if y >= 0:
+                change = costs[x] - costs[y]
                 if min(change, gap - change) > gain:
                     gain, first, second = min(change, gap - change), x, y
-        if can_move and length <= room and min(cost, gap - cost) > gain:
-            gain, first, second = min(cost, gap - cost), x, -1
+        if can_move and lengths[x] <= room and min(costs[x], gap - costs[x]) > gain:
+            gain, first, second = min(costs[x], gap - costs[x]), x, -1
+        x = after[x]
     return gain, first, second
 
 
 @compiled
 def exchange(
-    order: Integers,
-    offsets: Integers,
+    placed: Integers,
     lengths: Integers,
     costs: Integers,
     capacity: int,
     max_documents: int,
     world: int,
-    first_slot: int,
-    last_slot: int,
+    slots: int,
     target: int,
 ) -> int:
-    """Lower the dearest rank of one meeting by moves and swaps of single documents, in place.
+    """Lower the load of the most loaded rank by moves and swaps of single documents, in place.
 
-    Packs are micro-batch-major (slot · world + rank), each in falling order. A rank's cost is the sum over
-    the slots of the meeting. The dearest rank trades with the cheapest ones, until it costs `target` at
-    most, or no trade gains a millionth of the mean and a 64th of what it costs too much; no pack is emptied. Returns
-    the dearest rank's cost.
+    The most loaded rank trades with the least loaded ones until its load is at most `target`, or until no trade is
+    worth it. No pack is emptied.
+
+    Args:
+        placed: (documents,) pack of each document, or −1.
+        lengths: (documents,) tokens, falling.
+        costs: (documents,) falling.
+        capacity: maximum tokens of a pack.
+        max_documents: maximum documents of a pack.
+        world: ranks.
+        slots: packs of each rank.
+        target: load at which to stop.
+
+    Returns:
+        The load of the most loaded rank.
     """
-    packs = len(offsets) - 1
-    tokens = np.zeros(packs, dtype=np.int64)
+    packs = world * slots
+    head, after = _link(placed, packs)
+    tokens, sizes = np.zeros(packs, dtype=np.int64), np.zeros(packs, dtype=np.int64)
     load = np.zeros(world, dtype=np.int64)
-    for pack in range(first_slot * world, last_slot * world):
-        for position in range(offsets[pack], offsets[pack + 1]):
-            tokens[pack] += lengths[order[position]]
-            load[pack % world] += costs[order[position]]
-    tiny = load.sum() // (world * _TINY)
-    partners = max(_PARTNERS // (last_slot - first_slot), _FEWEST_PARTNERS)
-    asked = np.full(world, -1, dtype=np.int64)  # the turn in which a rank was last asked
+    total = 0
+    for document in range(len(placed)):
+        pack = placed[document]
+        if pack >= 0:
+            tokens[pack] += lengths[document]
+            sizes[pack] += 1
+            load[pack % world] += costs[document]
+            total += costs[document]
+    tiny = total // (world * _TINY)
+    partners = max(_PARTNERS // slots, _FEWEST_PARTNERS)
+    asked = np.full(world, -1, dtype=np.int64)  # the turn in which a rank was tried last
+    most = 0
     for turn in range(_TURNS * world + 200):
-        dearest = int(np.argmax(load))
-        improved = False
-        if load[dearest] <= target:
+        most = 0
+        for rank in range(world):
+            if load[rank] > load[most]:
+                most = rank
+        if load[most] <= target:
             break
-        least = max(tiny, (load[dearest] - target) // _WORTH)
+        least = max(tiny, (load[most] - target) // _WORTH)
+        x, y, other = -1, -1, -1
         for _ in range(partners):
             other = -1
             for rank in range(world):
                 if asked[rank] < turn and (other < 0 or load[rank] < load[other]):
                     other = rank
-            if other < 0:
+            if other < 0 or load[most] - load[other] <= 2 * least + 1:
                 break
             asked[other] = turn
-            gap = load[dearest] - load[other]
-            if gap <= 2 * least + 1:
-                break
-            gain, first, second, dear, cheap = least, -1, -1, -1, -1
-            for a in range(first_slot, last_slot):
-                for b in range(first_slot, last_slot):
-                    found, x, y = _best_exchange(
-                        order, offsets, lengths, costs, tokens,
-                        a * world + dearest, b * world + other, gap, capacity, max_documents,
-                    )  # fmt: skip
-                    if found > gain:
-                        gain, first, second, dear, cheap = found, x, y, a * world + dearest, b * world + other
-            if first < 0:
-                continue
-            given = order[first]
-            taken = order[second] if second >= 0 else -1
-            _move(order, offsets, lengths, first, cheap)
-            change, shift = costs[given], lengths[given]
-            if taken >= 0:
-                second = offsets[cheap]
-                while order[second] != taken:
-                    second += 1
-                _move(order, offsets, lengths, second, dear)
-                change, shift = change - costs[taken], shift - lengths[taken]
-            load[dearest] -= change
-            load[other] += change
-            tokens[dear] -= shift
-            tokens[cheap] += shift
-            improved = True
-            break
-        if not improved:
-            break
-    return load.max()
-
-
-@compiled
-def _loads(
-    order: Integers, offsets: Integers, lengths: Integers, costs: Integers
-) -> tuple[Integers, Integers]:
-    """Tokens and cost of each pack."""
-    tokens, load = np.zeros(len(offsets) - 1, dtype=np.int64), np.zeros(len(offsets) - 1, dtype=np.int64)
-    for pack in range(len(offsets) - 1):
-        for position in range(offsets[pack], offsets[pack + 1]):
-            tokens[pack] += lengths[order[position]]
-            load[pack] += costs[order[position]]
-    return tokens, load
-
-
-@compiled
-def _choices(documents: Integers, lengths: Integers, stay: NDArray[np.bool_]) -> Integers:
-    """The longest of a pack's documents (in falling order) that may leave it, at most two of each length."""
-    found, count = np.empty(min(len(documents), _CHOICES), dtype=np.int64), 0
-    for document in documents:
-        alike = count >= 2 and lengths[found[count - 2]] == lengths[document]
-        if count < len(found) and not stay[document] and not alike:
-            found[count] = document
-            count += 1
-    return found[:count]
-
-
-@compiled
-def _counterpart(
-    theirs: Integers,
-    lengths: Integers,
-    costs: Integers,
-    cost: int,
-    gap: int,
-    close: int,
-    low: int,
-    high: int,
-    fewest: int,
-    most: int,
-    more_tokens: int,
-    more_documents: int,
-    weight: int,
-) -> tuple[int, int, int, int]:
-    """The best none, one or two of `theirs` (in falling order) for given documents, as (left, uneven, first, second).
-
-    What is left, |gap − 2 · (cost − their cost)|, shall be least, but below `close` all is alike; then what is
-    uneven, |more tokens + their tokens| + weight · |more documents + their number|. Their tokens lie within
-    low … high, their number within fewest … most. A document that is not there is −1, and so is what is left
-    where nothing suits.
-    """
-    best, best_uneven, first, second = -1, 0, -1, -1
-    single, long, short = -1, 0, len(theirs) - 1
-    while single < len(theirs) or long < short:
-        x, y = single, -1  # none, then each alone
-        if single == len(theirs):
-            x, y = long, short  # then two, by two pointers
-        taken, tokens, documents = 0, 0, 0
-        if x >= 0:
-            taken, tokens, documents = costs[theirs[x]], lengths[theirs[x]], 1
-        if y >= 0:
-            taken, tokens, documents = taken + costs[theirs[y]], tokens + lengths[theirs[y]], 2
-        apart = gap - 2 * (cost - taken)
-        if y < 0:
-            single += 1
-        elif apart > 0:
-            long += 1
-        else:
-            short -= 1
-        if low <= tokens <= high and fewest <= documents <= most:
-            left = max(abs(apart), close)
-            uneven = abs(more_tokens + tokens) + weight * abs(more_documents + documents)
-            if best < 0 or left < best or (left == best and uneven < best_uneven):
-                best, best_uneven = left, uneven
-                first, second = theirs[x] if x >= 0 else -1, theirs[y] if y >= 0 else -1
-    return best, best_uneven, first, second
-
-
-@compiled
-def _best_trade(
-    own: Integers,
-    theirs: Integers,
-    lengths: Integers,
-    costs: Integers,
-    gap: int,
-    close: int,
-    room: int,
-    their_room: int,
-    counts: tuple[int, int, int, int],
-    more_tokens: int,
-    more_documents: int,
-    weight: int,
-) -> tuple[int, tuple[int, int, int, int]]:
-    """The best none, one or two of `own` to give for none, one or two of `theirs`: (left, the four documents).
-
-    See `_counterpart`. A side may take so many tokens more as it has room. `counts` are the documents by which each
-    side may shrink, own and theirs, and by which each may grow.
-    """
-    best, uneven, chosen = -1, 0, (-1, -1, -1, -1)
-    for x in range(-1, len(own)):
-        for y in range(x, len(own) if x >= 0 else 0):
-            cost, tokens, documents = 0, 0, 0
+            gap, gain, theirs = load[most] - load[other], least, -1
+            for a in range(most, packs, world):
+                for b in range(other, packs, world):
+                    can_move = sizes[a] > 1 and sizes[b] < max_documents
+                    found, given, taken = _best_swap(
+                        head[a], head[b], after, lengths, costs, gap, capacity - tokens[b], can_move, gain
+                    )
+                    if given >= 0:
+                        gain, x, y, theirs = found, given, taken, b
             if x >= 0:
-                cost, tokens, documents = costs[own[x]], lengths[own[x]], 1
-            if y > x:
-                cost, tokens, documents = cost + costs[own[y]], tokens + lengths[own[y]], 2
-            left, rest, first, second = _counterpart(
-                theirs, lengths, costs, cost, gap, close, tokens - their_room, tokens + room,
-                documents - min(counts[0], counts[3]), documents + min(counts[1], counts[2]),
-                more_tokens - tokens, more_documents - documents, weight,
-            )  # fmt: skip
-            if left >= 0 and (best < 0 or left < best or (left == best and rest < uneven)):
-                best, uneven = left, rest
-                chosen = (own[x] if x >= 0 else -1, own[y] if y > x else -1, first, second)
-    return best, chosen
+                mine = placed[x]
+                _move(x, theirs, placed, head, after)
+                change, shift, count = costs[x], lengths[x], 1
+                if y >= 0:
+                    _move(y, mine, placed, head, after)
+                    change, shift, count = change - costs[y], shift - lengths[y], 0
+                load[most] -= change
+                load[other] += change
+                tokens[mine] -= shift
+                tokens[theirs] += shift
+                sizes[mine] -= count
+                sizes[theirs] += count
+                break
+        if x < 0:
+            break
+    return load[most]
 
 
 @compiled
-def _trade(
-    order: Integers,
-    offsets: Integers,
-    lengths: Integers,
-    costs: Integers,
-    tokens: Integers,
-    load: Integers,
-    pack: int,
-    other: int,
-    chosen: tuple[int, int, int, int],
-) -> None:
-    """Let the first two documents go from a pack to another, and the last two the other way (−1 is none), in place."""
-    for index in range(4):
-        document = chosen[index]
-        if document < 0:
-            continue
-        source, target = (pack, other) if index < 2 else (other, pack)
-        position = offsets[source]
-        while order[position] != document:
-            position += 1
-        _move(order, offsets, lengths, position, target)
-        tokens[source] -= lengths[document]
-        tokens[target] += lengths[document]
-        load[source] -= costs[document]
-        load[target] += costs[document]
+def _random(seed: int) -> int:
+    """The next state of a linear congruential generator modulo 2^31 (the constants of ANSI C)."""
+    return (seed * 1103515245 + 12345) & 0x7FFFFFFF
 
 
 @compiled
-def exchange_two(
-    order: Integers,
-    offsets: Integers,
-    lengths: Integers,
-    costs: Integers,
-    capacity: int,
-    max_documents: int,
-    first: int,
-    last: int,
-    close: int,
+def _subset_sums(first: Integers, second: Integers) -> Integers:
+    """(3, 2^n): the `first` sums of all subsets, rising; their `second` sums; the subsets as bits."""
+    new, old = (
+        np.zeros((3, 1 << len(first)), dtype=np.int64),
+        np.zeros((3, 1 << len(first)), dtype=np.int64),
+    )
+    size = 1
+    for item in range(len(first)):
+        new, old = old, new
+        without, with_item = 0, 0
+        for index in range(2 * size):
+            plain = without < size and (
+                with_item == size or old[0, without] <= old[0, with_item] + first[item]
+            )
+            source = without if plain else with_item
+            new[0, index] = old[0, source] + (0 if plain else first[item])
+            new[1, index] = old[1, source] + (0 if plain else second[item])
+            new[2, index] = old[2, source] + (0 if plain else 1 << item)
+            without += 1 if plain else 0
+            with_item += 0 if plain else 1
+        size *= 2
+    return new
+
+
+@compiled
+def _best_subset(
+    first: Integers, second: Integers, gap: int, other_gap: int, joint: bool, limits: Integers, good: int
 ) -> int:
-    """Bring the packs first … last − 1 nearer to their mean by trades of up to two documents for up to two, in place.
+    """The documents to move so that the load difference is smallest, as bits; 0 if none makes it smaller.
 
-    Each pack is in falling order. The pack that is furthest from the mean makes the trade after which the further one
-    of it and its partner is nearest, until all are within `close` or the dearest finds no partner; no pack is
-    emptied. Returns the dearest pack's cost.
+    Moving a subset with sums (f, s) leaves the differences gap − 2·f and other_gap − 2·s. Without `joint` the first
+    counts; with it the larger of both, the first weighted. A difference below `good` is looked for first, then below 8
+    times as much, and so on. The number of pairs that are compared ends the search.
+
+    Args:
+        first: (n,) signed loads of the documents, negative for those of the other pack.
+        second: (n,) the same for the second load.
+        gap: difference of the first loads.
+        other_gap: difference of the second loads.
+        joint: both loads count.
+        limits: least and most tokens, then least and most documents, that may move on balance.
+        good: a difference that is small enough.
     """
-    tokens, load = _loads(order, offsets, lengths, costs)
-    mean = load[first:last].sum() // (last - first)
-    nobody, alone = np.zeros(len(lengths), dtype=np.bool_), np.zeros(len(load), dtype=np.bool_)
-    for _ in range(_TURNS_OF_TWO * (last - first)):
-        pack, far = -1, close
-        for other in range(first, last):
-            if not alone[other] and abs(load[other] - mean) > far:
-                pack, far = other, abs(load[other] - mean)
-        if pack < 0:
-            break
-        own = _choices(order[offsets[pack] : offsets[pack + 1]], lengths, nobody)
-        size = offsets[pack + 1] - offsets[pack]
-        best, partner, chosen = 2 * far, -1, (-1, -1, -1, -1)
-        for other in range(first, last):
-            both = abs(load[pack] + load[other] - 2 * mean)
-            if other == pack or both >= best:
-                continue
-            theirs = order[offsets[other] : offsets[other + 1]]
-            counts = (size - 1, len(theirs) - 1, max_documents - size, max_documents - len(theirs))
-            left, found = _best_trade(
-                own, theirs, lengths, costs, load[pack] - load[other], 0,
-                capacity - tokens[pack], capacity - tokens[other], counts, 0, 0, 0,
-            )  # fmt: skip
-            if 0 <= left < best - both:
-                best, partner, chosen = both + left, other, found  # twice how far the further one is
-                if best <= 2 * close:
-                    break
-        if partner >= 0:
-            _trade(order, offsets, lengths, costs, tokens, load, pack, partner, chosen)
-            alone[partner] = False
-        elif load[pack] > mean:
-            break
-        alone[pack] = partner < 0
-    return load[first:last].max()
+    weight = _SQUARES if joint else 1
+    half = len(first) // 2
+    low, high = _subset_sums(first[:half], second[:half]), _subset_sums(first[half:], second[half:])
+    size, other_size = 1 << half, 1 << (len(first) - half)
+    most = max(abs(gap) * weight, abs(other_gap) if joint else 0)
+    chosen, looks, bound = 0, 0, min(good, most)
+    while True:
+        best, start = bound, other_size
+        for index in range(size):
+            reach = best // weight
+            least_sum = (gap - reach) // 2 - low[0, index]
+            most_sum = (gap + reach) // 2 - low[0, index]
+            while start > 0 and high[0, start - 1] >= least_sum:
+                start -= 1
+            here = start
+            while here < other_size and high[0, here] <= most_sum and looks < _LOOKS * size:
+                looks += 1
+                sum_first, sum_second = low[0, index] + high[0, here], low[1, index] + high[1, here]
+                left = abs(gap - 2 * sum_first) * weight
+                if joint:
+                    left = max(left, abs(other_gap - 2 * sum_second))
+                tokens = sum_first if joint else sum_second
+                if left < best and limits[0] <= tokens <= limits[1]:
+                    subset = low[2, index] | (high[2, here] << half)
+                    documents = 0
+                    for item in range(len(first)):
+                        if subset >> item & 1:
+                            documents += 1 if first[item] > 0 else -1
+                    if limits[2] <= documents <= limits[3]:
+                        best, chosen = left, subset
+                here += 1
+        if chosen or bound == most or looks == _LOOKS * size:
+            return chosen
+        bound = min(8 * bound, most)
 
 
 @compiled
-def exchange_waiting(
-    order: Integers,
-    offsets: Integers,
+def _candidates(
+    x: int, y: int, half: int, seed: int, lengths: Integers, head: Integers, after: Integers
+) -> tuple[Integers, int]:
+    """Documents of two packs that may move: one of each length of a pack, at most 2 · half, drawn at random.
+
+    Every second one comes first, so that both halves of the list hold documents of both packs.
+
+    Returns:
+        The documents, and the next seed.
+    """
+    count = 0
+    for pack in (x, y):
+        document, last = head[pack], -1
+        while document >= 0:
+            count += 1 if lengths[document] != last else 0
+            last = lengths[document]
+            document = after[document]
+    size = min(2 * half, count)
+    found = np.empty(size, dtype=np.int64)
+    taken = 0
+    for pack in (x, y):
+        document, last = head[pack], -1
+        while document >= 0:
+            if lengths[document] != last:
+                seed = _random(seed)
+                if (
+                    seed >> 8
+                ) % count < size - taken:  # selection sampling (Knuth 2, 3.4.2 S): keeps the order
+                    found[taken // 2 + (taken % 2) * ((size + 1) // 2)] = document
+                    taken += 1
+                count -= 1
+            last = lengths[document]
+            document = after[document]
+    return found, seed
+
+
+@compiled
+def _opposite(load: Integers, other: Integers, mean: int, other_mean: int) -> tuple[int, int]:
+    """With `joint`: the rank furthest from the mean loads, and the one that differs from it most the other way."""
+    here, furthest = 0, -1
+    for rank in range(len(load)):
+        far = max(abs(load[rank] - mean) * _SQUARES, abs(other[rank] - other_mean))
+        if far > furthest:
+            here, furthest = rank, far
+    by_first = abs(load[here] - mean) * _SQUARES >= abs(other[here] - other_mean)
+    below = load[here] < mean if by_first else other[here] < other_mean
+    there, most = -1, 0
+    for rank in range(len(load)):
+        apart = load[here] - load[rank] if by_first else other[here] - other[rank]
+        apart = -apart if below else apart
+        if rank != here and (there < 0 or apart > most):
+            there, most = rank, apart
+    return here, there
+
+
+@compiled
+def rearrange(
+    placed: Integers,
     lengths: Integers,
     costs: Integers,
-    stay: NDArray[np.bool_],
     capacity: int,
     max_documents: int,
+    world: int,
+    slots: int,
+    joint: bool,
+    half: int,
+    attempts: int,
     target: int,
-    close: int,
 ) -> None:
-    """Bring packs to a cost by trades of up to two of their documents for up to two that wait, in place.
+    """Rearrange pairs of packs, in place, until the ranks are balanced or the attempts are used up.
 
-    The last pack is of the documents that wait; each is in falling order. Of the others, those that are further than
-    `close` from `target` trade once each, the furthest first, but documents that shall `stay` do not leave. Of the
-    trades that come close, one is made that keeps the tokens and the number of all documents that do not wait:
-    otherwise two short ones would take the place of a long one more often than the other way round, and the last
-    steps would be of long ones.
+    Without `joint` a rank's load is its cost: the most loaded rank is rearranged with the least loaded one (after
+    failures with the next) until its load is at most `target`. With `joint` loads are tokens and sums of squares:
+    first neighbors in a hypercube of ranks, then the rank furthest from the mean and the one most opposite to it,
+    or a random one after a failure.
+
+    Args:
+        placed: (documents,) pack of each document; every document has one.
+        lengths: (documents,) tokens, falling.
+        costs: (documents,) falling.
+        capacity: maximum tokens of a pack.
+        max_documents: maximum documents of a pack.
+        world: ranks.
+        slots: packs of each rank.
+        joint: equalize tokens and squares instead of costs.
+        half: documents in each half of the search, which takes time and memory of 2^half.
+        attempts: pairs of packs to try.
+        target: load at which to stop, without `joint`.
     """
-    tokens, load = _loads(order, offsets, lengths, costs)
-    packs = len(load) - 1
-    weight = tokens[:packs].sum() // max(offsets[packs], 1)
-    unlimited, more_tokens, more_documents = tokens.sum(), 0, 0
-    for pack in np.argsort(-np.abs(load[:packs] - target), kind="mergesort"):
-        far = abs(load[pack] - target)
-        if far <= close:
-            break
-        own = _choices(order[offsets[pack] : offsets[pack + 1]], lengths, stay)
-        size, count = offsets[pack + 1] - offsets[pack], offsets[packs + 1] - offsets[packs]
-        left, chosen = _best_trade(
-            own, order[offsets[packs] : offsets[packs + 1]], lengths, costs, 2 * (load[pack] - target), 2 * close,
-            capacity - tokens[pack], unlimited, (size - 1, count, max_documents - size, 2),
-            more_tokens, more_documents, weight,
-        )  # fmt: skip
-        if 0 <= left < 2 * far:
-            more_tokens -= tokens[pack]
-            more_documents -= size
-            _trade(order, offsets, lengths, costs, tokens, load, pack, packs, chosen)
-            more_tokens += tokens[pack]
-            more_documents += offsets[pack + 1] - offsets[pack]
+    packs = world * slots
+    head, after = _link(placed, packs)
+    tokens, sizes = np.zeros(packs, dtype=np.int64), np.zeros(packs, dtype=np.int64)
+    load, other = np.zeros(world, dtype=np.int64), np.zeros(world, dtype=np.int64)
+    for document in range(len(placed)):
+        pack, length = placed[document], lengths[document]
+        tokens[pack] += length
+        sizes[pack] += 1
+        load[pack % world] += length if joint else costs[document]
+        other[pack % world] += length * length if joint else length
+    mean, other_mean = 0, 0
+    for rank in range(world):
+        mean += load[rank]
+        other_mean += other[rank]
+    mean, other_mean = mean // world, other_mean // world
+    good = 8 * _SQUARES if joint else max(mean // 100_000, 1)
+    asked = np.zeros(world, dtype=np.bool_)
+    limits = np.empty(4, dtype=np.int64)
+    seed, failures, cube = 1, 0, 0
+    while joint and 1 << (cube + 1) <= world:
+        cube += 1
+    for attempt in range(attempts):
+        if joint and attempt < cube * (world // 2):
+            bit, index = 1 << (attempt // (world // 2)), attempt % (world // 2)
+            here = (index // bit) * 2 * bit + index % bit
+            there = here | bit
+            if there >= world:
+                continue
+        elif joint:
+            here, there = _opposite(load, other, mean, other_mean)
+            if failures:
+                seed = _random(seed)
+                there = (here + 1 + (seed >> 8) % (world - 1)) % world
+        else:
+            here, there = 0, -1
+            for rank in range(world):
+                here = rank if load[rank] > load[here] else here
+            if load[here] <= target or 2 * failures > attempts:
+                return
+            for rank in range(world):
+                asked[rank] = asked[rank] and failures % (world - 1) > 0
+            for rank in range(world):
+                if rank != here and not asked[rank] and (there < 0 or load[rank] < load[there]):
+                    there = rank
+            asked[there] = True
+        seed = _random(seed)
+        x = (seed >> 8) % slots * world + here
+        seed = _random(seed)
+        y = (seed >> 8) % slots * world + there
+        found, seed = _candidates(x, y, half, seed, lengths, head, after)
+        first, second = np.empty(len(found), dtype=np.int64), np.empty(len(found), dtype=np.int64)
+        for index in range(len(found)):
+            sign, length = 1 if placed[found[index]] == x else -1, lengths[found[index]]
+            first[index] = sign * (length if joint else costs[found[index]])
+            second[index] = sign * (length * length if joint else length)
+        limits[0], limits[1] = tokens[x] - capacity, capacity - tokens[y]
+        limits[2] = max(sizes[x] - max_documents, 1 - sizes[y])
+        limits[3] = min(max_documents - sizes[y], sizes[x] - 1)
+        gap, other_gap = load[here] - load[there], other[here] - other[there]
+        bits = _best_subset(first, second, gap, other_gap, joint, limits, good)
+        failures = 0 if bits else failures + 1
+        for index in range(len(found)):
+            if bits >> index & 1:
+                sign = 1 if first[index] > 0 else -1
+                _move(found[index], y if sign > 0 else x, placed, head, after)
+                load[here] -= first[index]
+                load[there] += first[index]
+                other[here] -= second[index]
+                other[there] += second[index]
+                shift = first[index] if joint else second[index]
+                tokens[x] -= shift
+                tokens[y] += shift
+                sizes[x] -= sign
+                sizes[y] += sign

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from multipack.planning.jit import compiled
+from multipack.planning.kernels import compiled
 
 Integers = NDArray[np.int64]
 Words = NDArray[np.uint64]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from multipack.planning.jit import compiled
+from multipack.planning.kernels import compiled
 from multipack.planning.kernels.fit import trailing_zeros
 
 Integers = NDArray[np.int64]

@@ -1,0 +1,176 @@
+"""Kernels: limits hold, scattered room is gathered, loads are balanced; compiled late, and cached safely."""
+
+import ast
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import numba
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from multipack.planning import kernels
+from multipack.planning.cost import weigh
+from multipack.planning.kernels import balancing, compiled, placing
+from multipack.planning.options import PlanOptions
+from multipack.planning.plan import plan
+from multipack.planning.report import compile_planner
+
+CASES = settings(deadline=None, max_examples=60)
+FOLDER = Path(kernels.__file__).parent
+
+
+def falling(lengths):
+    return -np.sort(-np.asarray(lengths, dtype=np.int64))
+
+
+def totals(placed, values, packs):
+    inside = placed >= 0
+    return np.bincount(placed[inside], weights=values[inside], minlength=packs).astype(np.int64)
+
+
+@CASES
+@given(st.data())
+def test_limits_hold(data):
+    capacity = data.draw(st.integers(4, 80))
+    lengths = falling(data.draw(st.lists(st.integers(1, capacity), min_size=1, max_size=60)))
+    packs, limit = data.draw(st.integers(1, 7)), data.draw(st.sampled_from([2, 4, 99]))
+    spare = data.draw(st.sampled_from([-1, 5]))
+    wanted = np.arange(len(lengths)) % 3 > 0
+    visit = np.flatnonzero(wanted)
+    placed = placing.place(lengths, lengths * (lengths + 9), packs, capacity, limit, visit, wanted, spare)
+    assert placed.max() < packs
+    assert totals(placed, lengths, packs).max() <= capacity
+    sizes = totals(placed, np.ones_like(lengths), packs)
+    assert sizes.max() <= limit
+    assert (sizes > 0).sum() == min(packs, (placed >= 0).sum())
+    added = (placed >= 0) & ~wanted
+    assert not added.any() or packs * capacity - lengths[placed >= 0].sum() >= spare >= 0
+
+
+def test_scattered_room_is_gathered():
+    """Rooms of 2, 2 and 2 become one of 6: an 8 for a 6, twice."""
+    lengths = np.array([8] * 6 + [6] * 4)
+    placed = np.array([0, 0, 1, 1, 2, 2, 0, 1, 2, -1])  # 8 + 8 + 6 in each of three packs of 24
+    placing.gather(placed, lengths, np.ones(10, dtype=bool), 3, 24, 9, -1)
+    assert totals(placed, lengths, 3).tolist() == [24, 24, 24]
+    assert placed.min() >= 0
+
+
+def test_gaps_are_filled_with_the_best_one_or_two():
+    lengths = np.array([50, 40, 37, 20, 13, 9, 3])
+    placed = np.array([0, 1, -1, -1, -1, -1, -1])
+    placing.gather(placed, lengths, placed >= 0, 2, 60, 9, 0)
+    assert totals(placed, lengths, 2).tolist() == [59, 60]  # 50 + 9, 40 + 20
+
+
+@CASES
+@given(st.lists(st.integers(1, 1 << 27), min_size=1, max_size=200))
+def test_falling_order_is_stable(lengths):
+    order = placing.falling(np.array(lengths)).tolist()
+    assert order == sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
+
+
+@CASES
+@given(st.data())
+def test_balancing_keeps_limits_and_never_makes_it_worse(data):
+    world, slots = data.draw(st.sampled_from([(2, 1), (3, 1), (2, 2), (4, 3)]))
+    lengths = falling(data.draw(st.lists(st.integers(1, 60), min_size=world * slots, max_size=40)))
+    costs = weigh(lengths, 30, 1)
+    packs = world * slots
+    placed = np.arange(len(lengths)) % packs
+    capacity = int(totals(placed, lengths, packs).max()) + data.draw(st.integers(0, 30))
+    limit = int(np.bincount(placed).max()) + data.draw(st.integers(0, 3))
+
+    def most_loaded():
+        return totals(placed, costs, packs).reshape(slots, world).sum(axis=0).max()
+
+    before = most_loaded()
+    reached = balancing.exchange(placed, lengths, costs, capacity, limit, world, slots, 0)
+    assert reached == most_loaded() <= before
+    balancing.rearrange(placed, lengths, costs, capacity, limit, world, slots, False, 5, 8, 0)
+    assert most_loaded() <= reached
+    assert totals(placed, lengths, packs).max() <= capacity
+    assert np.bincount(placed, minlength=packs).min() >= 1
+    assert np.bincount(placed).max() <= limit
+
+
+@CASES
+@given(st.data())
+def test_two_packs_are_rearranged_nearly_optimally(data):
+    """Meeting in the middle against every subset."""
+    lengths = falling(data.draw(st.lists(st.integers(1, 60), min_size=2, max_size=10, unique=True)))
+    costs = weigh(lengths, 30, 1)
+    placed = np.array(data.draw(st.lists(st.integers(0, 1), min_size=len(lengths), max_size=len(lengths))))
+    placed[:2] = 0, 1
+    capacity = int(lengths.sum())
+    ways = [np.array(way) for way in itertools.product((0, 1), repeat=len(lengths))]
+    best = min(totals(way, costs, 2).max() for way in ways if 0 < way.sum() < len(way))
+    before = totals(placed, costs, 2).max()
+    balancing.rearrange(placed, lengths, costs, capacity, 99, 2, 1, False, 5, 8, 0)
+    assert best <= totals(placed, costs, 2).max() <= best + (before - best) // 2
+
+
+def test_joint_balances_tokens_and_squares():
+    lengths = falling(np.random.default_rng(2).integers(20, 2049, 160))
+    placed = np.arange(160) // 20
+    balancing.rearrange(placed, lengths, lengths.copy(), 40_000, 160, 8, 1, True, 9, 60, 0)
+    assert np.ptp(totals(placed, lengths, 8)) <= 10
+    assert np.ptp(totals(placed, lengths**2, 8)) <= 40_000
+
+
+def test_without_a_cache_folder(monkeypatch):
+    real, asked = numba.njit, []
+
+    def double(x):
+        return 2 * x
+
+    def njit(*arguments, **options):
+        asked.append(options.get("cache", False))
+        if options.get("cache"):
+            raise RuntimeError("cannot cache function 'double': no locator available for file")
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(numba, "njit", njit)
+    kernel = compiled(double)
+    assert asked == [True, False]
+    monkeypatch.undo()
+    assert kernel(4) == 8
+
+
+def test_nothing_compiles_at_import():
+    names = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
+    code = (
+        "import sys, importlib, multipack.planning.plan;"
+        f"modules = [importlib.import_module('multipack.planning.kernels.' + name) for name in {names}];"
+        "found = [v for module in modules for v in vars(module).values() if hasattr(v, 'signatures')];"
+        "assert len(found) > 20 and not any(v.signatures for v in found);"
+        "assert 'torch' not in sys.modules and 'scipy.optimize' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_kernels_call_only_kernels_of_their_own_file():
+    """numba's cache does not notice a change in a kernel of another file; bit counting does not change."""
+    for path in FOLDER.glob("*.py"):
+        tree = ast.parse(path.read_text())
+        modules = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        own = {module for module in modules if module.startswith("multipack.")}
+        assert own <= {"multipack.planning.kernels", "multipack.planning.kernels.fit"}, path
+
+
+def test_kernels_are_compiled_ahead():
+    said = []
+    options = PlanOptions(capacity=4096, packs_per_step=8)
+    compile_planner(options, 8)
+    before = {name: len(v.signatures) for name, v in vars(placing).items() if hasattr(v, "signatures")}
+    lengths = np.random.default_rng(0).lognormal(6, 1.2, 3000).astype(int).clip(1, 4096)
+    plan(lengths, options=options).deal(0, 8)
+    after = {name: len(v.signatures) for name, v in vars(placing).items() if hasattr(v, "signatures")}
+    assert after == before
+    compile_planner(options, 8, announce=lambda: said.append("compiling"))
+    assert said in ([], ["compiling"])  # silent where a cache folder can be written to
+    compile_planner(PlanOptions(capacity=2**27, packs_per_step=4096, budget=2**26, align=2**20), 2048)
+    compile_planner(PlanOptions(capacity=2, packs_per_step=1, max_documents=1))
