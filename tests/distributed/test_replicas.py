@@ -1,4 +1,4 @@
-"""Replicas: alike from the start and after loading, which hashes prove; gradients synchronized once a step, counted."""
+"""Replicas: equal from the start and after loading, by hashes; gradients are synchronized once a step."""
 
 import gc
 import importlib
@@ -57,7 +57,7 @@ def synchronized(world, words):
 
 
 @pytest.mark.parametrize("words", [{}, {"data": "zero1"}, {"context": 2}], ids=str)
-def test_gradients_synchronize_once_a_step_and_replicas_start_alike(pools, words):
+def test_gradients_synchronize_once_a_step_and_replicas_start_equal(pools, words):
     found = pools(2).run(synchronized, words)
     for reductions, buckets, hashes in found:
         assert reductions == STEPS * buckets > 0
@@ -66,7 +66,7 @@ def test_gradients_synchronize_once_a_step_and_replicas_start_alike(pools, words
 
 
 def loaded(world, words):
-    """What is said where a rank loads another state than the others, or has changed its own; and the hashes."""
+    """Errors if a rank loads another state than the others or changes its own, and whether hashes come back."""
     engine, told = engine_of(world, words, 5), []
     own, *_ = train(engine, 1)
     saved = {group: {} for group in engine.state()}
@@ -97,7 +97,7 @@ def loaded(world, words):
 
 
 @pytest.mark.parametrize("words", [{}, {"tensor": 2}], ids=str)
-def test_a_rank_that_holds_something_else_is_named_on_loading_too(pools, words):
+def test_a_rank_that_holds_other_values_is_named_on_loading_too(pools, words):
     for told, same in pools(2).run(loaded, words):
         assert same
         pieces = ("model.norm.weight", "optimizer.norm.weight.exp_avg", "model.norm.weight")
@@ -106,10 +106,10 @@ def test_a_rank_that_holds_something_else_is_named_on_loading_too(pools, words):
 
 
 def drawn_apart(world):
-    """Hashes of what each rank would draw by itself."""
+    """Hash of the weights of a seed per rank."""
     model = tiny.blueprint(tiny.SHAPES["llama"], seed=100 + world.rank).build(None)
     return tiny.state_hash({"model": dict(model.named_parameters())})
 
 
-def test_they_would_start_apart(pools):
+def test_weights_of_different_seeds_differ(pools):
     assert len(set(pools(2).run(drawn_apart))) == 2

@@ -156,5 +156,5 @@ def _refuses(world):
         shard(tiny.on_meta("gpt"), mesh["dp_shard"], reshard=True, dtype=torch.float16)
 
 
-def test_what_cannot_be_sharded_is_refused(pools):
+def test_float16_and_meshes_of_three_dimensions_are_refused(pools):
     pools(2).run(_refuses)

@@ -146,7 +146,7 @@ def test_a_stage_that_is_frozen_is_averaged_and_saved_with_the_others(pools, ste
     check(pools(2), steady, tmp_path, "parallel.pipeline=2")
 
 
-def test_what_pipelines_need_is_set_from_the_plan_and_told(pools, steady, tmp_path):
+def test_a_pipeline_raises_packs_per_step_and_says_so(pools, steady, tmp_path):
     words = [*steady, "plan.packs_per_step=2", f"out={tmp_path / 'run'}"]
     printed = pools(4).run(train_here, [*words, "parallel.pipeline=2"], tmp_path / "cache")[0]
     assert "plan.packs_per_step is 4" in printed

@@ -59,13 +59,13 @@ SRUN = {
     [(TORCHRUN, "torchrun"), (OPEN_MPI, "Open MPI"), (MPICH, "MPICH"), (PALS, "PALS"), (SRUN, "srun")],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_every_launcher_is_understood(environment, launcher):
+def test_every_launcher_is_recognized(environment, launcher):
     found = find_ranks(environment)
     assert (found.rank, found.size, found.local_rank, found.launcher) == (5, 8, 1, launcher)
     assert found.local_size == (0 if launcher == "srun" else 4)
 
 
-def test_nobody_says_anything():
+def test_without_variables_there_is_one_process():
     assert find_ranks({}) == Ranks()
     assert find_ranks({"RANK": "0", "WORLD_SIZE": ""}) == Ranks()
 
@@ -80,7 +80,7 @@ def test_a_shell_of_srun_is_a_process_on_its_own_and_may_start_others():
     assert find_ranks({**shell, **MPICH}).rank == 5
 
 
-def test_what_started_torchrun_or_a_helper_of_mpiexec_does_not_count():
+def test_launchers_of_torchrun_or_of_mpiexec_helpers_do_not_count():
     one_a_node = {
         **SRUN,
         "SLURM_PROCID": "1",
@@ -92,7 +92,7 @@ def test_what_started_torchrun_or_a_helper_of_mpiexec_does_not_count():
     assert find_ranks({**one_a_node, **MPICH}).launcher == "MPICH"
 
 
-def test_srun_with_pmi_has_its_local_rank_where_each_host_runs_one():
+def test_srun_with_pmi_on_hosts_of_one_process_has_local_rank_0():
     both = {**SRUN, "PMI_RANK": "1", "PMI_SIZE": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}
     both |= {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
     assert find_ranks(both).local_rank == 0
@@ -129,12 +129,12 @@ def test_the_parts_that_agree_are_put_together():
         ({"RANK": "0", "WORLD_SIZE": "0"}, r"WORLD_SIZE=0 is no number of processes"),
     ],
 )
-def test_half_told_worlds_are_refused(environment, message):
+def test_incomplete_variables_are_refused(environment, message):
     with pytest.raises(ValueError, match=message):
         find_ranks(environment)
 
 
-def test_processes_meet_where_they_are_told_or_on_the_first_host():
+def test_the_address_is_given_or_that_of_the_first_host():
     assert rendezvous(TORCHRUN, find_ranks(TORCHRUN)) == ("node001", 29500)
     assert rendezvous(SRUN, find_ranks(SRUN)) == ("gnode10", port_of("200505.0"))
     here = {**MPICH, "MPI_LOCALNRANKS": "8"}

@@ -18,7 +18,7 @@ def test_without_a_launcher_the_world_is_one_process():
         world.barrier()
 
 
-def test_a_half_told_world_is_refused_with_the_command_that_tells_it(monkeypatch):
+def test_incomplete_variables_are_refused_with_a_command_that_sets_them(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(ValueError, match=r"RANK.*torchrun --nproc-per-node 4"), connected("cpu"):
@@ -42,7 +42,7 @@ def test_a_missing_rank_is_an_error_after_the_timeout(monkeypatch):
         pass
 
 
-def test_a_gpu_that_is_not_there_is_refused():
+def test_a_missing_gpu_is_refused():
     assert choose_device("cpu", 0) == torch.device("cpu")
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
@@ -68,7 +68,7 @@ with connected("cpu", 30) as world:
 
 
 @pytest.mark.parametrize("launcher", ["srun", pytest.param("mpiexec", marks=pytest.mark.slow)])
-def test_processes_of_srun_and_mpiexec_meet_without_torchrun(launcher, monkeypatch):
+def test_processes_of_srun_and_mpiexec_join_without_torchrun(launcher, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
