@@ -2,11 +2,11 @@
 
 import gzip
 import io
+import itertools
 import json
 import os
 import sys
 import sysconfig
-from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -170,7 +170,7 @@ def test_a_stream_is_cut_before_white_space_only(monkeypatch):
     text = "the quick brown fox, jumps over.\nthe lazy dog   and on " * 20
     pieces = [piece for piece, _ in stretches(io.StringIO(text, newline=""))]
     assert len(pieces) > 5
-    assert all(before[-1].isalnum() and after[0].isspace() for before, after in pairwise(pieces))
+    assert all(before[-1].isalnum() and after[0].isspace() for before, after in itertools.pairwise(pieces))
 
 
 def test_a_stream_marks_the_ends_of_files(tmp_path, config):
@@ -243,8 +243,7 @@ def test_real_files(shared_data, config):
     assert [part.is_target for part in documents[0].parts] == [False, True]
     assert source.done == source.total
     source = open_source(config(source="jsonl", path=str(folder / "instructlab_sdg_6000.jsonl.gz")))
-    documents = list(source)
-    assert len(documents) == 6000
+    documents = list(itertools.islice(source, 500))
     assert source.skipped == {}
     assert all([part.is_target for part in d.parts][-4:] == [False, True, True, False] for d in documents)
 
@@ -393,17 +392,17 @@ def test_a_function_becomes_signature_with_docstring_and_body():
     assert parse_pairs(latin)[0].prompt == 'def f():\n    "é"\n'
 
 
-def test_the_library_of_this_python_has_thousands_of_pairs():
+def test_the_library_of_this_python_has_hundreds_of_pairs():
     source = open_source(DataConfig())
-    documents = list(source)
-    assert len(documents) > 4000
-    assert all([part.is_target for part in document.parts] == [False, True] for document in documents)
-    found = [document.name for document in documents]
-    assert "functools.py:wraps" in found
-    assert not [name for name in found if name.startswith(("test/", "site-packages/", "idlelib/idle_test"))]
-    assert source.done == source.total > 300
-    assert names(source) == found  # a second pass is the same
+    assert source.total == len(source.files) > 300
+    assert not [file for file in source.files if file.name.startswith(("test/", "site-packages/"))]
     assert source.identity == open_source(DataConfig()).identity
+    source.files = [file for file in source.files if file.name[0] in "cfh"]
+    documents = list(source)
+    assert len(documents) > 500
+    assert all([part.is_target for part in document.parts] == [False, True] for document in documents)
+    assert "functools.py:wraps" in (found := [document.name for document in documents])
+    assert names(source) == found  # a second pass is the same
 
 
 def test_tests_and_packages_are_left_out_and_broken_files_are_counted(tmp_path, monkeypatch):

@@ -78,15 +78,6 @@ def test_unknown_characters_are_named():
         character_tokenizer(iter([]))
 
 
-def test_tinyshakespeare_has_65_characters(shared_data):
-    text = (shared_data / "text" / "tinyshakespeare.txt").read_text()
-    tokenizer = character_tokenizer(iter([text]))
-    assert tokenizer.vocabulary_size == 65
-    ids = tokenizer.encode(text[:50_000])
-    assert len(ids) == 50_000
-    assert tokenizer.decode(ids) == text[:50_000]
-
-
 def test_training_is_deterministic_and_compresses():
     again = train_bpe(iter(CORPUS), 300)
     assert again.to_json() == BPE.to_json()

@@ -261,13 +261,10 @@ class GrowingFolder(Arriving):
     def _refresh(self, number: int) -> int:
         """Look at the folder again unless shard `number` is known or the store complete; returns the shards known."""
         known = self._store.header.shards if self._store is not None else ()
-        is_complete = self._store is not None and self._store.is_complete
-        if (
-            number < len(known)
-            or is_complete
-            or not any((self._folder / name).is_file() for name in (HEADER, RECIPE))
-        ):
+        if number < len(known) or (self._store is not None and self._store.is_complete):
             return len(known)
+        if not any((self._folder / name).is_file() for name in (HEADER, RECIPE)):
+            return 0
         header, is_complete = find_shards(self._folder, known)
         if header.split_by == "position":
             raise ValueError(
