@@ -59,7 +59,7 @@ def folder(tmp_path):
 @pytest.fixture
 def follow(config):
     def make(path, limit=64, **fields):
-        usual = {"validation": 0.0, "patience_seconds": 2.0}
+        usual = {"validation": 0.0, "patience_seconds": 60.0}
         return GrowingFolder(config(source="store", path=str(path), stream=True, **usual | fields), limit)
 
     return make

@@ -67,7 +67,7 @@ def folder(tmp_path):
 
 
 def config_of(path, *words):
-    fixed = "data.source=store data.stream=true data.validation=0 data.patience_seconds=5 model=tiny train.steps=1000"
+    fixed = "data.source=store data.stream=true data.validation=0 data.patience_seconds=60 model=tiny train.steps=1000"
     plan = "plan.capacity=64 plan.packs_per_step=4 plan.window=2"
     return compose([*fixed.split(), *plan.split(), f"data.path={path}", *words])
 
