@@ -136,41 +136,6 @@ class RunningLoss:
         ]
 
 
-@dataclass
-class Prediction:
-    """Predicted against measured seconds of forward and backward passes, over the steps of this process."""
-
-    steps: int = 0
-    predicted: float = 0.0
-    measured: float = 0.0
-    apart: float = 0.0
-
-    def add(self, predicted: float | None, measured: float) -> None:
-        """Add a step that has a prediction. The first step warms up and is not counted."""
-        if predicted is None:
-            return
-        self.steps += 1
-        if self.steps > 1:
-            self.predicted += predicted
-            self.measured += measured
-            self.apart += abs(predicted - measured)
-
-    def rows(self) -> list[tuple[str, str]]:
-        """Rows for people: both means, and the error of single steps."""
-        counted = self.steps - 1
-        if counted < 1 or not self.measured:
-            return [("steps", "too few to compare")]
-        return [
-            ("predicted", f"{self.predicted / counted:.4g} s a step, forward and backward"),
-            ("measured", f"{self.measured / counted:.4g} s a step, over {counted} steps"),
-            (
-                "predicted / measured",
-                f"{self.predicted / self.measured:.3f} of the sums; mean error of single steps"
-                f" {100 * self.apart / self.measured:.1f} %",
-            ),
-        ]
-
-
 def peak_memory_bytes() -> int:
     """Peak memory of this process in bytes: on the GPU if one is used, else resident in main memory."""
     if torch.cuda.is_available() and torch.cuda.memory_allocated():

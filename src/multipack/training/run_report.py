@@ -63,8 +63,6 @@ def print_result(run: RunState, stopped_by: signal.Signals | None, comparison: C
         )
     if comparison is not None:
         console.section("cost of padding (measured in this run)", _comparison_rows(comparison))
-    if run.prediction.steps:
-        console.section("predicted and measured time", run.prediction.rows())
     rows = [("config", folder.config), ("metrics", folder.metrics), ("samples", folder.samples)]
     if folder.latest.is_file():
         rows.append(("checkpoint", folder.latest_checkpoint()))

@@ -20,7 +20,7 @@ from multipack.training.checkpoint import (
     name_of,
     restore_rng,
 )
-from multipack.training.metrics import Prediction, RunningLoss
+from multipack.training.metrics import RunningLoss
 from multipack.training.run_cost import cost_files
 from multipack.training.run_log import RunLog
 from multipack.training.run_parts import RunParts
@@ -57,7 +57,6 @@ class RunState(RunParts):
         self.val_loss: float | None = None
         self.best: float | None = None
         self.running = RunningLoss(loss_weighting=train.loss_weighting)
-        self.prediction = Prediction()
         self.ending, self.interrupted = "", False
         self.log: RunLog | None = None
         self.writer = CheckpointWriter(

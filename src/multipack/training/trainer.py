@@ -370,7 +370,6 @@ class Trainer(RunState):
         """
         self.world.synchronize()
         now = self.clock()
-        predicted = data.predicted_seconds if self.config.parallel.model_ranks == 1 else None
         record = step_metrics(
             self.step,
             data,
@@ -380,11 +379,10 @@ class Trainer(RunState):
             optimizer_seconds=now - middle,
             devices=self.world.size,
             peak_flops=self.peak_flops,
-            predicted_seconds=predicted,
+            predicted_seconds=data.predicted_seconds if self.config.parallel.model_ranks == 1 else None,
             **values,
         )
         self._mark = now
-        self.prediction.add(predicted, result.forward_seconds + result.backward_seconds)
         self.running.add(values["loss_sum"], data.denominator)
         self._publish({**record, **metrics})
         self._advance(self.step, self.steps, f"loss {record['loss']:.3f}")

@@ -175,6 +175,9 @@ class MlflowTracker(Tracker):
         run.folder.mkdir(parents=True, exist_ok=True)
         if run.is_offline:
             self._mlflow.set_tracking_uri(f"sqlite:///{(run.folder / 'mlflow.db').resolve()}")
+            if self._mlflow.get_experiment_by_name(run.config.project) is None:
+                artifacts = str((run.folder / "mlflow-artifacts").resolve())
+                self._mlflow.create_experiment(run.config.project, artifact_location=artifacts)
         self._mlflow.set_experiment(run.config.project)
         tags = {"group": run.config.group} if run.config.group else None
         active = self._mlflow.start_run(run_id=run.run_id or None, run_name=run.name, tags=tags)
