@@ -22,7 +22,8 @@ from multipack.training.metrics import LEGEND
 from multipack.training.run_config import compose, compose_run
 from multipack.training.run_report import header_rows
 from multipack.training.run_state import NonFiniteLoss
-from multipack.training.trainer import StopRequest, Trainer, train
+from multipack.training.stop_request import StopRequest
+from multipack.training.trainer import Trainer, train
 
 CALLBACKS = [
     "train.ema_decay=0.9",

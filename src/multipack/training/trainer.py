@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
-from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -37,6 +36,7 @@ from multipack.training.run_parts import check_model
 from multipack.training.run_report import print_header, print_result
 from multipack.training.run_state import RunState
 from multipack.training.schedule import learning_rate
+from multipack.training.stop_request import StopRequest
 
 
 @dataclass(frozen=True)
@@ -106,54 +106,29 @@ def train(config: Config, clock: Callable[[], float] = time.perf_counter) -> Run
     return result
 
 
-class StopRequest:
-    """Records SIGTERM and Ctrl-C for the loop, which saves and stops; a second Ctrl-C interrupts at once.
-
-    Args:
-        interrupt: called with the first signal; ends waiting for documents.
-    """
-
-    def __init__(self, interrupt: Callable[[], None] = lambda: None) -> None:
-        self._interrupt = interrupt
-        self.signal: signal.Signals | None = None
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> StopRequest:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._before[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.signal = signal.Signals(number)
-        self._interrupt()
-
-
 class Trainer(RunState):
     """Trains a run.
 
     Args:
         config, world, console, clock: see `RunParts`.
+
+    Attributes:
+        stop: whether this rank received a signal to stop.
+        loss: of the last step.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.stop = StopRequest(self.feed.interrupt)
-        # End of the last step, evaluation or checkpoint.
+        # When the last step, evaluation or checkpoint ended.
         self._mark = self.clock()
-        self._advance: Callable[..., None]
+        self.loss = math.nan
 
     def loop(self) -> None:
         """Train to the last step, or until a signal, a callback or the end of the documents ends the run."""
         engine, callbacks, config = self.engine, self.callbacks, self.config
-        if (
-            self._evaluation_due()
-        ):  # before the first step; or the run was stopped between a step and its evaluation
+        # Before the first step; or the run was stopped between a step and its evaluation.
+        if self._evaluation_due():
             self.evaluate()
             if self.step and self._is_best():
                 self.save()
@@ -281,13 +256,14 @@ class Trainer(RunState):
         """Numbers and data of steps, until the run ends."""
         last = self.step if self.config.train.eval_only else self.steps
         feed = iter(self.feed)
-        with self.console.progress("training") as self._advance:
+        with self.console.progress("training") as advance:
             self._mark = self.clock()
             while self.step < last and not self.ending:
                 self.callbacks.before_step(self.step + 1)
                 data = next(feed, None)
                 if data is not None:
                     yield self.step + 1, data
+                    advance(self.step, self.steps, f"loss {self.loss:.3f}")
                 elif self.feed.ended:
                     self.ending = "the stream of documents has ended"
                 else:  # a rank received a signal, or gave up, while it waited for documents
@@ -385,7 +361,7 @@ class Trainer(RunState):
         self._mark = now
         self.running.add(values["loss_sum"], data.denominator)
         self._publish({**record, **metrics})
-        self._advance(self.step, self.steps, f"loss {record['loss']:.3f}")
+        self.loss = record["loss"]
         every = self.config.log.every
         if every and (self.step % every == 0 or self.step == 1):
             self.console.line(format_line({**record, **metrics}))

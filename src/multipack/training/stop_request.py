@@ -1,0 +1,36 @@
+"""Signals that ask a run to save and stop."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+
+class StopRequest:
+    """Records SIGTERM and Ctrl-C for the loop, which saves and stops; a second Ctrl-C interrupts at once.
+
+    Args:
+        interrupt: called with the first signal; ends waiting for documents.
+    """
+
+    def __init__(self, interrupt: Callable[[], None] = lambda: None) -> None:
+        self._interrupt = interrupt
+        self.signal: signal.Signals | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(number)
+        self._interrupt()
