@@ -135,12 +135,11 @@ def test_the_command_saves_a_cost_that_plans_and_trains(words, exact, tmp_path):
     assert json.loads(shown.stdout)["step_seconds"] > 0
 
 
-def test_a_run_keeps_its_cost_and_resumes_with_it(words, tmp_path, capsys):
+def test_a_run_keeps_its_cost_and_resumes_with_it(words, tmp_path):
     saved, out = tmp_path / "cost.json", tmp_path / "run"
     model = calibrate(_seconds, ModelShape(vocabulary_size=257), capacity=8192, longest=8192)
     model.save(saved)
     train(compose([*words, "train.steps=3", "train.eval_every=0", f"plan.cost={saved}", f"out={out}"]))
-    assert "predicted / measured" in capsys.readouterr().out
     assert CostModel.load(out / COST_FILE).to_dict() == model.to_dict()
     saved.unlink()
     resume = [f"out={out}", "train.resume=true", "train.steps=4"]
