@@ -174,15 +174,15 @@ def test_resume_takes_the_saved_values_under_the_words(tmp_path):
         compose_run([f"train.resume={run.path}", "model.layers=3"])
 
 
-def test_a_checkpoint_goes_on_with_its_own_settings(tmp_path):
+def test_a_checkpoint_continues_with_its_own_settings(tmp_path):
     run = RunDirectory(tmp_path / "run")
     run.create(config_yaml(compose(["train.seed=11"])))
+    assert compose_run([f"train.resume={run.path}"]).train.seed == 11  # there is no checkpoint
     checkpoint = run.checkpoints / "step-00000002"
     checkpoint.mkdir()
     (checkpoint / "state.json").write_text("{}")
     (checkpoint / "config.yaml").write_text(config_yaml(compose(["train.seed=22"])))
     assert compose_run([f"train.resume={checkpoint}"]).train.seed == 22
-    assert compose_run([f"train.resume={run.path}"]).train.seed == 11  # latest names none so far
     run.point_to(checkpoint)
     assert compose_run([f"train.resume={run.path}"]).train.seed == 22
 
