@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.utils.checkpoint import checkpoint
 
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
@@ -241,30 +240,6 @@ def test_collectives_of_a_block(pools, name):
 
 
 # With other strategies.
-
-
-def recomputed(compute, *arguments):
-    return checkpoint(compute, *arguments, use_reentrant=False)
-
-
-def with_recomputation(world, name):
-    models = [_divided(world, _whole(name, dropout=0.3)) for _ in range(2)]
-    for block in models[0].blocks:
-        block.around = recomputed
-    losses = []
-    for model in models:
-        torch.manual_seed(11 + world.rank)
-        loss = model(_batch())
-        loss.backward()
-        losses.append(loss.item())
-    return losses[0] - losses[1], _worst(*map(_gradients, models))
-
-
-@pytest.mark.parametrize("name", ["gpt", "llama"])
-def test_blocks_can_be_recomputed(pools, name):
-    for loss, gradients in pools(2).run(with_recomputation, name):
-        assert loss == 0
-        assert gradients < 1e-6
 
 
 def compiled(world, name):
