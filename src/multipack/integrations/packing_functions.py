@@ -1,0 +1,95 @@
+"""Axolotl's documented packing functions: lengths in, lists of bins out; a bin is a list of positions."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from multipack.planning.lengths import check_integer
+from multipack.planning.packing import pack
+
+LOG = logging.getLogger(__name__)
+
+Bins = list[list[int]]
+
+
+def ffd_check(sequence_lengths: ArrayLike, bin_capacity: int, num_bins: int) -> bool:
+    """Whether first fit decreasing packs these sequences into at most `num_bins` bins."""
+    lengths = np.asarray(sequence_lengths)
+    if lengths.size == 0:
+        return True
+    if lengths.max() > bin_capacity:
+        return False
+    return len(pack(lengths, bin_capacity, "first_fit_decreasing")) <= num_bins
+
+
+def pack_group(
+    sequence_lengths: ArrayLike,
+    group_offset: int,
+    bin_capacity: int,
+    max_bins: int,
+    bin_size: int,
+    safe_mode: bool = True,
+) -> Bins:
+    """Pack a group of sequences by best fit.
+
+    Args:
+        sequence_lengths: (sequences,) tokens of each.
+        group_offset: added to every position.
+        bin_capacity: maximum tokens of a bin. A longer sequence is an error.
+        max_bins: maximum number of bins, if `safe_mode`: the fullest are kept, and a warning counts skipped sequences.
+        bin_size: maximum sequences of a bin.
+        safe_mode: apply `max_bins`.
+    """
+    lengths = np.asarray(sequence_lengths)
+    if lengths.size == 0:
+        return []
+    bins = pack(lengths, bin_capacity, "best_fit", bin_size or None)
+    kept = np.arange(len(bins))
+    if safe_mode and len(bins) > max_bins:
+        kept = np.sort(np.argsort(-bins.totals(lengths), kind="stable")[:max_bins])
+        skipped = len(lengths) - int(bins.sizes()[kept].sum())
+        LOG.warning(
+            "pack_group: %d of %d sequences do not fit into max_bins=%d and are skipped; raise max_bins, or set"
+            " safe_mode=False",
+            *(skipped, len(lengths), max_bins),
+        )
+    return [(bins[number] + group_offset).tolist() for number in kept.tolist()]
+
+
+def pack_parallel(
+    sequence_lengths: ArrayLike,
+    bin_capacity: int,
+    group_size: int,
+    bin_size: int,
+    num_processes: int | None = None,
+    safe_mode: bool = True,
+    mp_start_method: str | None = "fork",
+) -> Bins:
+    """`pack_group` for each `group_size` sequences. The last three arguments are not needed: no process is started."""
+    lengths = np.asarray(sequence_lengths)
+    size = check_integer("group_size", group_size)
+    groups = ((first, lengths[first : first + size]) for first in range(0, len(lengths), size))
+    return [
+        held
+        for first, group in groups
+        for held in pack_group(group, first, bin_capacity, len(group), bin_size, safe_mode)
+    ]
+
+
+def allocate_sequentially(
+    sequence_lengths: ArrayLike, rank: int, bin_capacity: int, num_ranks: int
+) -> tuple[Bins, int, int]:
+    """Fill bins in the order of the sequences and assign them to ranks in turn.
+
+    Returns:
+        (this rank's bins, tokens of all sequences, slots of all ranks' bins).
+    """
+    lengths = np.asarray(sequence_lengths)
+    if lengths.size == 0:
+        return [], 0, 0
+    bins = pack(lengths, bin_capacity, "next_fit")
+    own = [bins[number].tolist() for number in range(rank, len(bins), num_ranks)]
+    return own, int(lengths.sum()), len(bins) * bin_capacity
