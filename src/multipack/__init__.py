@@ -28,7 +28,7 @@ _PUBLIC = {
     "PackedBatch": "multipack.data.batch",
     "PackedBatchSampler": "multipack.data.sampler",
     "PackedCollator": "multipack.data.collate",
-    "PackedStreamDataset": "multipack.data.stream_dataset",
+    "PackedStreamDataset": "multipack.data.loader",
     "PackedLoader": "multipack.data.loader",
     "attention": "multipack.ops.attention",
     "Decoder": "multipack.models.decoder",
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from multipack.data.documents import Document as Document
     from multipack.data.documents import Documents as Documents
     from multipack.data.loader import PackedLoader as PackedLoader
+    from multipack.data.loader import PackedStreamDataset as PackedStreamDataset
     from multipack.data.sampler import PackedBatchSampler as PackedBatchSampler
     from multipack.data.store import TokenStore as TokenStore
-    from multipack.data.stream_dataset import PackedStreamDataset as PackedStreamDataset
     from multipack.models.decoder import Decoder as Decoder
     from multipack.models.generate import generate as generate
     from multipack.ops.attention import attention as attention

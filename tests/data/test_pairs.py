@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from multipack.data.batch import PackedBatch
-from multipack.data.collate import PackedCollator
+from multipack.data.collate import PackedCollator, PreferenceBatch, PreferenceCollator, PreferencePairs
 from multipack.data.documents import Documents
-from multipack.data.pairs import PreferenceBatch, PreferenceCollator, PreferencePairs
 
 
 @pytest.fixture

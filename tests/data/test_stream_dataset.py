@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from multipack.data.batch import IGNORE
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
-from multipack.data.stream_dataset import PackedStreamDataset
+from multipack.data.loader import PackedStreamDataset
 from multipack.planning.stream import PackStream
 
 LENGTHS = np.random.default_rng(5).lognormal(3.0, 0.9, 400).clip(1, 120).astype(int)

@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from multipack.data.collate import PackedCollator
+from multipack.data.collate import PackedCollator, PreferenceBatch
 from multipack.data.documents import Document
-from multipack.data.pairs import PreferenceBatch
 from multipack.models.compile import compile_blocks
 from multipack.models.decoder import Decoder
 from multipack.models.recompute import recompute_blocks

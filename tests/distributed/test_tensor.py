@@ -12,9 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
-from multipack.data.collate import PackedCollator
+from multipack.data.collate import PackedCollator, PreferenceBatch
 from multipack.data.documents import Document
-from multipack.data.pairs import PreferenceBatch
 from multipack.models.compile import compile_blocks
 from multipack.models.decoder import PARALLEL_PLAN, Decoder
 from multipack.models.dpo import PreferenceDecoder

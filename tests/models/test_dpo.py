@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from multipack.data.collate import PreferenceCollator, PreferencePair
 from multipack.data.documents import Document
-from multipack.data.pairs import PreferenceCollator, PreferencePair
 from multipack.models.decoder import Decoder
 from multipack.models.dpo import PreferenceDecoder, preference_metrics
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from multipack.data.collate import PreferenceCollator, PreferencePairs
 from multipack.data.documents import Documents
 from multipack.data.loader import PackedLoader
-from multipack.data.pairs import PreferenceCollator, PreferencePairs
 from multipack.data.sampler import PackedBatchSampler
 from multipack.data.store import TokenStore
 from multipack.data.tokenizer import byte_tokenizer, train_bpe

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from multipack.data.batch import PackedBatch
-from multipack.data.pairs import PreferenceBatch
+from multipack.data.collate import PreferenceBatch
 from multipack.models.decoder import Decoder
 from multipack.ops.loss import linear_log_probabilities
 from multipack.shapes import ModelShape

@@ -24,10 +24,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import nn
 
-from multipack.data.collate import PackedCollator
+from multipack.data.collate import PackedCollator, PreferenceCollator, PreferencePairs
 from multipack.data.corpus import Corpus
 from multipack.data.documents import Documents
-from multipack.data.pairs import PreferenceCollator, PreferencePairs
 from multipack.data.sampler import PackedBatchSampler
 from multipack.models.decoder import Decoder, DecoderPart
 from multipack.models.dpo import PreferenceDecoder, preference_metrics

@@ -17,8 +17,7 @@ import numpy as np
 from multipack.data.arriving import Arriving, DocumentsLate, StreamInterrupted
 from multipack.data.batch import PackedBatch
 from multipack.data.collate import PackedCollator
-from multipack.data.loader import PrefetchThread
-from multipack.data.stream_dataset import rank_items
+from multipack.data.loader import PrefetchThread, rank_items
 from multipack.parallel.mesh import Mesh
 from multipack.planning.cost import CostModel
 from multipack.planning.packing import Packs
