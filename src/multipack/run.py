@@ -23,6 +23,9 @@ from typing import Any
 
 from multipack.atomic import is_free, write_atomically
 
+COMPLETE = ".complete"
+"""The file of a checkpoint that is written last: without it no checkpoint is loaded, however it was copied."""
+
 
 @dataclass(frozen=True)
 class RunDirectory:
@@ -101,6 +104,10 @@ class RunDirectory:
         """
         if not self.config.is_file():
             raise FileNotFoundError(f"{self.path} is not a run directory: it has no config.yaml")
+        # A process may have been killed before it wrote the pointer, or a copy may have lost it.
+        complete = sorted(self.checkpoints.glob(f"step-*/{COMPLETE}"))
+        if complete and not self.latest.is_file():
+            return complete[-1].parent
         return self._named(self.latest, "start the run anew with another out=")
 
     def best_checkpoint(self) -> Path:

@@ -82,12 +82,17 @@ def test_a_lost_pointer_is_no_run_without_checkpoints(run):
     assert not run.has_checkpoints
     with pytest.raises(FileNotFoundError, match="another out="):
         run.latest_checkpoint()
-    _save(run, 3)
-    for content in (None, b"step-00000099\n", b"\xff"):
-        run.latest.unlink() if content is None else run.latest.write_bytes(content)
-        assert run.has_checkpoints
+    path = _save(run, 3)
+    for content in (b"step-00000099\n", b"\xff", b""):
+        run.latest.write_bytes(content)
         with pytest.raises(FileNotFoundError, match=name_of(3)):
             run.latest_checkpoint()
+    run.latest.unlink()
+    assert run.has_checkpoints
+    assert run.latest_checkpoint() == path
+    (path / ".complete").unlink()
+    with pytest.raises(FileNotFoundError, match=name_of(3)):
+        run.latest_checkpoint()
 
 
 def test_the_step_that_latest_names_is_not_written_again_and_an_abandoned_one_is(run):

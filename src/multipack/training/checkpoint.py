@@ -30,15 +30,13 @@ import torch.distributed as dist
 from multipack.atomic import PARTIAL, move_into_place, partial_path, sync_folder
 from multipack.parallel.state import State
 from multipack.parallel.world import World
-from multipack.run import RunDirectory
+from multipack.run import COMPLETE, RunDirectory
 from multipack.training.checkpoint_tensors import TensorFiles, write_tensors
 
 FORMAT = 3
 """Version of the layout; 1 and 2 are of earlier versions of multipack."""
 STATE = "state.json"
 TENSORS = "tensors"
-COMPLETE = ".complete"
-"""The file that is written last: without it no checkpoint is loaded, however it was copied."""
 
 
 @dataclass(frozen=True)
