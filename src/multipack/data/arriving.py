@@ -76,6 +76,7 @@ class Arriving(ABC):
         interrupted: whether waiting has been ended.
         report: what was done to long documents, in all finished chunks.
         skipped: reason → number of records without a document, in all finished chunks.
+        has_pairs: whether the documents are preference pairs.
         validation: the validation documents, none of them longer than `limit`.
         validation_fit: what was done to long ones among them.
 
@@ -105,7 +106,7 @@ class Arriving(ABC):
             )
         validation = head.split(data.validation, data.split_seed)[1]
         self._held = validation.pieces.document
-        self._first_checksum = first.checksum
+        self._first_checksum, self.has_pairs = first.checksum, first.has_pairs
         self.validation, self.validation_fit = validation.fit(limit, self._fit(first))
         self._documents, self._chunk_report = self._training(first, 0)
 
@@ -120,11 +121,6 @@ class Arriving(ABC):
     @abstractmethod
     def document(self, item: dict[str, Any]) -> Document:
         """The document of an item."""
-
-    @property
-    def has_pairs(self) -> bool:
-        """Whether the documents are preference pairs."""
-        return self.validation.store.has_pairs
 
     @property
     def fingerprint(self) -> str:
@@ -381,7 +377,7 @@ class StreamedRecords(Arriving):
             self._rows = rows
             if shard is not None:
                 return shard
-            self._advance_records()  # no document remains of these records
+            self._pass_records()  # no document remains of these records
             if len(records) < size:
                 return None
 
@@ -415,9 +411,10 @@ class StreamedRecords(Arriving):
 
     def _advance(self) -> None:
         super()._advance()
-        self._advance_records()
+        self._pass_records()
 
-    def _advance_records(self) -> None:
+    def _pass_records(self) -> None:
+        """Go past the records of the current chunk."""
         self._begin = self._end
         self._source_state = self._source.state_dict() if hasattr(self._source, "state_dict") else None
         for reason, count in self._skipped_here.items():

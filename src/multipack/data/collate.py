@@ -1,4 +1,4 @@
-"""Collators: the documents of one pack → `PackedBatch`, packed or, for comparison, padded; preference pairs likewise.
+"""Collators: the documents of one pack → `PackedBatch`, packed or, for comparison, padded; also of preference pairs.
 
     store     |prompt chosen|prompt rejected|prompt …    a pair: documents 2i and 2i + 1
     pack      | c c c c | r r r | c c | r r r r | …      the same, pair after pair

@@ -174,7 +174,7 @@ class RecordReader:
         return tuple(TextPart(text + self._config.between, False) for text in texts)
 
     def _messages(self, record: dict[str, Any], field: str, where: str, role: str = "") -> list[Message]:
-        """The messages of a field, after the record's field `system` if they have no system message of their own."""
+        """The messages of a field, after the record's field `system` unless they begin with a system message."""
         messages = read_messages(_field(record, field, where), where, field, role)
         if not record.get("system") or (messages and messages[0]["role"] == "system"):
             return messages

@@ -16,12 +16,12 @@ CHUNK = 1 << 20
 
 
 class TextPart(NamedTuple):
-    """A piece of a document's text, tokenized by itself.
+    """A piece of a document's text, tokenized separately.
 
     Attributes:
         text: the text.
         is_target: whether its tokens are targets.
-        is_special: whether the text is the name of one special token (`<|im_end|>`) and stands for that token. In all
+        is_special: whether the text is the name of one special token (`<|im_end|>`) and means that token. In all
             other parts such a name is plain text.
     """
 

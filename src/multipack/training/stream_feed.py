@@ -58,7 +58,7 @@ def open_feed(
         raise ValueError("data.stream=true: the number of documents is unknown; set train.steps")
     if arriving.has_pairs:
         raise ValueError(
-            f"{arriving.name} holds preference pairs, whose reference is computed over all of them beforehand: prepare"
+            f"{arriving.name} holds preference pairs, whose reference is computed over all of them first: prepare"
             " them as a complete store, and leave data.stream out"
         )
     if options.tail == "carry":
