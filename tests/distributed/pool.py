@@ -36,6 +36,7 @@ PRELOADED = [
     "multipack.parallel.build",
     "multipack.parallel.pipeline",
     "multipack.models.decoder",
+    "multipack.training.trainer",
 ]
 
 
@@ -65,7 +66,7 @@ class Pool:
         self._processes: list[Any] = []
         self._connections: list[Any] = []
 
-    def run(self, case, *arguments, seconds: float = 60.0) -> list[Any]:
+    def run(self, case, *arguments, seconds: float = 120.0) -> list[Any]:
         """Call `case(world, *arguments)` on every rank; what they returned, by rank.
 
         Raises:
@@ -78,7 +79,7 @@ class Pool:
             raise CaseFailed(f"{case.__qualname__}\n{told}")
         return [outcome.value for outcome in outcomes]
 
-    def outcomes(self, case, *arguments, seconds: float = 60.0) -> list[Outcome]:
+    def outcomes(self, case, *arguments, seconds: float = 120.0) -> list[Outcome]:
         """The same without raising: each rank's outcome."""
         if not self._processes:
             self._start()
