@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from multipack.planning.cost import CostModel
-from multipack.planning.lengths import check_integer
+from multipack.planning.lengths import LARGEST_CAPACITY, check_integer
 from multipack.shapes import ModelShape
 
 Integers = NDArray[np.int64]
@@ -85,6 +85,10 @@ class PlanOptions:
         if self.cost != "flops" and not str(self.cost).endswith(".json"):
             raise ValueError(
                 f"plan.cost={self.cost!r}: flops, or a .json file saved by `multipack calibrate`"
+            )
+        if self.capacity > LARGEST_CAPACITY:
+            raise ValueError(
+                f"plan.capacity={self.capacity:,} exceeds the largest supported, {LARGEST_CAPACITY:,}"
             )
         if self.align > self.capacity:
             raise ValueError(

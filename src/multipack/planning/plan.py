@@ -10,6 +10,7 @@ step and continue on other hardware: no document is lost or repeated.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +40,7 @@ from multipack.planning.options import (
 from multipack.planning.steps import StepRules, divide_epoch, offsets_of, permutation
 from multipack.shapes import ModelShape
 
-__all__ = ["Balance", "LossWeighting", "Order", "Plan", "PlanOptions", "Sync", "Tail", "plan"]
+__all__ = ["Balance", "LossWeighting", "Order", "Plan", "PlanOptions", "StreamStep", "Sync", "Tail", "plan"]
 
 Integers = NDArray[np.int64]
 
@@ -243,6 +244,62 @@ class Plan:
         if not 0 <= number < self.num_steps:
             raise IndexError(f"step {step} of {self.num_steps}")
         return int(self.step_offsets[number]), int(self.step_offsets[number + 1])
+
+
+class StreamStep:
+    """A step of a `PackStream`: documents that train together, and how ranks share them.
+
+    Packs hold numbers into the step's own arrays: document n of the step is `items[n]`, with `lengths[n]` tokens.
+
+    Attributes:
+        number: of the step, from 0.
+        positions: (documents,) int64 places of the documents in the source, counted from 0.
+        items: what the source gave for each document.
+        lengths: (documents,) int64 tokens of each document.
+        tokens: tokens of all documents.
+        targets: target tokens of all documents.
+        denominator: what the summed loss of the step is divided by, over all ranks. See `Plan.denominator`.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        index: int,
+        number: int,
+        positions: Integers,
+        items: list[Any],
+        state: Callable[[int, int], dict[str, Any]],
+        epoch: int,
+    ) -> None:
+        """Make step `index` of a window's plan, whose documents stand in plan order."""
+        self.number, self.positions, self.items = number, positions, items
+        self._plan, self._index, self._state, self._epoch = plan, index, state, epoch
+        documents = plan.documents(index)
+        self._first = int(documents[0])
+        self.lengths = plan.lengths[documents]
+        self.tokens, self.targets = int(self.lengths.sum()), plan.targets(index)
+        self.denominator = plan.denominator(index)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    @property
+    def packs(self) -> Packs:
+        """One packing that fits: at most `packs_per_step` packs, none of them empty."""
+        packs = self._plan.packs(self._index)
+        return Packs(packs.order - self._first, packs.offsets)
+
+    def deal(self, data_parallel_size: int, sync: Sync = "micro") -> Packs:
+        """The documents arranged for ranks, as `Plan.deal` does: pack m · ranks + r is rank r's micro-batch m."""
+        dealt = self._plan.deal(self._index, data_parallel_size, sync)
+        return Packs(dealt.order - self._first, dealt.offsets)
+
+    def state_dict(self, before: bool = False) -> dict[str, Any]:
+        """The stream's state after this step, or before it, however far it was read ahead: plain values."""
+        return self._state(self._index + (not before), self._epoch)
+
+    def __repr__(self) -> str:
+        return f"StreamStep({self.number:,}: {len(self):,} documents of {self.tokens:,} tokens)"
 
 
 def plan(

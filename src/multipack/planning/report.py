@@ -66,8 +66,6 @@ class PlanReport:
     """Steps, evenly spaced, that were dealt to measure utilization, cost, balance, lag and ceiling."""
     minimum_steps: int
     """No plan of these documents has fewer (proven)."""
-    step_gap: int
-    """Steps above the minimum."""
     packs: int
     """Packs of the epoch as planned."""
     minimum_packs: int
@@ -102,8 +100,6 @@ class PlanReport:
     """Maximum over mean cost of a rank, averaged over the sync points."""
     imbalance_max: float
     """The same at the worst sync point."""
-    cost_range: float
-    """Mean over the sync points of (maximum − minimum) / mean cost of a rank."""
     l2_lag_mean: float
     """√ of the mean over the sync points of max − min Σ l², in tokens."""
     l2_lag_max: float
@@ -166,7 +162,6 @@ def report(
         steps=made.num_steps,
         measured_steps=len(steps),
         minimum_steps=fewest,
-        step_gap=made.num_steps - fewest,
         packs=made.num_packs,
         minimum_packs=packs,
         documents=made.num_documents,
@@ -215,7 +210,6 @@ def _balance(made: Plan, steps: Integers, ranks: int, sync: Sync) -> dict[str, A
         "ceiling_reached": reached / ceiling,
         "imbalance_mean": float(imbalances.mean()),
         "imbalance_max": float(imbalances.max()),
-        "cost_range": float(np.mean(spread(cost) * ranks / cost.sum(axis=1).clip(1))),
         "l2_lag_mean": math.sqrt(lags.mean()),
         "l2_lag_max": math.sqrt(lags.max()),
         "step_seconds": None if made.cost_model.timed is None else seconds / len(steps),

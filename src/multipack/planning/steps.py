@@ -32,7 +32,7 @@ DOCUMENTS, WINDOWS, BATCHES = 0, 1, 2
 """Streams of random bits: for the order of documents, for what is random in a window, and for random batches."""
 
 AHEAD = 96
-"""Documents after a window that may fill its gaps, at most; nor more than 3/4 of its slots, as some are deferred."""
+"""Documents after a window that may fill its gaps, at most. Those passed over are deferred: see `window`."""
 
 _TIGHT = 64  # windows that are to be filled beyond 63/64 look at the documents after them
 _SPARE = 4096  # full packs keep 1/4096 of their room on average, so that ranks can be balanced
@@ -158,7 +158,8 @@ def window(
     tight = rules.full or aim * _TIGHT > packs * options.capacity * (_TIGHT - 1)
     reach = stop
     if tight and len(later) == 0:
-        near = int(np.searchsorted(ends, ends[stop] + aim * 3 // 4, side="right")) - 1
+        ahead = aim * (3 if width == 1 else 2) // 4  # a window of one step may defer a document twice
+        near = int(np.searchsorted(ends, ends[stop] + ahead, side="right")) - 1
         reach = min(stop + AHEAD, start + most - len(taken), max(near, stop))
     positions = np.concatenate([taken, np.arange(start, max(stop, reach), dtype=np.int64)])
     slots = ends[positions + 1] - ends[positions]

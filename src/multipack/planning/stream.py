@@ -15,26 +15,25 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from multipack.planning.cost import CostModel
-from multipack.planning.lengths import LARGEST_CAPACITY, Packs, check_integer
+from multipack.planning.lengths import check_integer
 from multipack.planning.options import (
     ALGORITHM,
     LossWeighting,
     PlanOptions,
-    Sync,
     check_choice,
     check_loss_weighting,
     check_seed,
     cost_model_of,
     short,
 )
-from multipack.planning.plan import Plan
+from multipack.planning.plan import Plan, StreamStep
 from multipack.planning.steps import AHEAD, StepRules, divide, offsets_of, window
 from multipack.shapes import ModelShape
 
@@ -179,10 +178,6 @@ class PackStream:
             raise ValueError(
                 f"documents must be an iterable or a function of the position, got {type(documents).__name__}"
             )
-        if chosen.capacity > LARGEST_CAPACITY:
-            raise ValueError(
-                f"capacity={chosen.capacity:,} exceeds the largest supported, {LARGEST_CAPACITY:,}"
-            )
         if chosen.tail == "carry":
             raise ValueError(
                 "tail='carry' carries documents into the next epoch; a stream takes keep or drop"
@@ -260,8 +255,7 @@ class PackStream:
 
         A loader that reads steps ahead of training asks the step that was trained: `step.state_dict()`.
         """
-        head = {"options": self.key, "epoch": self.epoch}
-        return {**head, "taken": self._taken, "queue": self._queue.to_dict()}
+        return self._state(self._queue, self._taken, self.epoch)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken: the following steps are exactly those that would have followed.
@@ -324,7 +318,19 @@ class PackStream:
             wait = int(waits.max(initial=queue.longest_wait))
             self._queue, self._planned, self._taken = replace(queue, longest_wait=wait), planned, 0
         self._taken += 1
-        return StreamStep(self, self._queue, self._planned, self._taken - 1)
+        return self._step(self._queue, self._planned, self._taken - 1)
+
+    def _step(self, queue: StreamQueue, planned: _WindowPlan, index: int) -> StreamStep:
+        """Step `index` of a window."""
+        plan = planned.plan
+        first, last = (int(plan.pack_offsets[pack]) for pack in plan.step_offsets[index : index + 2])
+        entries = planned.entries[first:last]
+        items = [queue.rows[entry][4] for entry in entries.tolist()]
+        state = partial(self._state, queue)
+        return StreamStep(plan, index, queue.step + index, queue.table[entries, 0], items, state, self.epoch)
+
+    def _state(self, queue: StreamQueue, taken: int, epoch: int) -> dict[str, Any]:
+        return {"options": self.key, "epoch": epoch, "taken": taken, "queue": queue.to_dict()}
 
     def _following(self) -> StreamQueue:
         """The queue of the next window: what the current one leaves, and new documents."""
@@ -491,72 +497,4 @@ def _seen(queue: StreamQueue) -> Integers:
     return np.where(queue.table[:, 3] < 0, queue.step, queue.table[:, 3])
 
 
-class StreamStep:
-    """A step of a stream: documents that train together, and how ranks share them.
-
-    Packs hold numbers into the step's own arrays: document n of the step is `items[n]`, with `lengths[n]` tokens.
-
-    Attributes:
-        number: of the step, from 0.
-    """
-
-    def __init__(self, stream: PackStream, queue: StreamQueue, planned: _WindowPlan, index: int) -> None:
-        """Make step `index` of a window."""
-        self.number = queue.step + index
-        self._head = {"options": stream.key, "epoch": stream.epoch}
-        self._queue, self._plan, self._index = queue, planned.plan, index
-        first, last = self._plan.step_offsets[index : index + 2]
-        self._first, self._last = (int(self._plan.pack_offsets[pack]) for pack in (first, last))
-        self._entries = planned.entries[self._first : self._last]
-
-    def __len__(self) -> int:
-        """Documents of the step."""
-        return self._last - self._first
-
-    @property
-    def positions(self) -> Integers:
-        """(documents,) int64 places of the documents in the source, counted from 0."""
-        return self._queue.table[self._entries, 0]
-
-    @property
-    def items(self) -> list[Any]:
-        """What the source gave for each document."""
-        return [self._queue.rows[entry][4] for entry in self._entries.tolist()]
-
-    @property
-    def lengths(self) -> Integers:
-        """(documents,) int64 tokens of each document."""
-        return self._plan.lengths[self._first : self._last]
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the documents."""
-        return int(self.lengths.sum())
-
-    @property
-    def targets(self) -> int:
-        """Target tokens of the documents."""
-        return self._plan.targets(self._index)
-
-    @property
-    def denominator(self) -> int:
-        """What the summed loss of the step is divided by, over all ranks. See `Plan.denominator`."""
-        return self._plan.denominator(self._index)
-
-    @property
-    def packs(self) -> Packs:
-        """One packing that fits: at most `packs_per_step` packs, none of them empty."""
-        packs = self._plan.packs(self._index)
-        return Packs(packs.order - self._first, packs.offsets)
-
-    def deal(self, data_parallel_size: int, sync: Sync = "micro") -> Packs:
-        """The documents arranged for ranks, as `Plan.deal` does: pack m · ranks + r is rank r's micro-batch m."""
-        dealt = self._plan.deal(self._index, data_parallel_size, sync)
-        return Packs(dealt.order - self._first, dealt.offsets)
-
-    def state_dict(self, before: bool = False) -> dict[str, Any]:
-        """The state after this step, or before it, however far the stream was read ahead: plain values."""
-        return {**self._head, "taken": self._index + (not before), "queue": self._queue.to_dict()}
-
-    def __repr__(self) -> str:
-        return f"StreamStep({self.number:,}: {len(self):,} documents of {self.tokens:,} tokens)"
+__all__ = ["Overlong", "PackStream", "StreamStep"]
