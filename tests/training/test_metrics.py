@@ -27,7 +27,6 @@ DATA = StepData(
     predicted_seconds=None,
     packs=Packs(np.arange(12), np.array([0, 12])),
     wait_seconds=0.125,
-    epoch=0,
     index=0,
 )
 RESULT = StepResult([], 0.5, 1.0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +35,6 @@ class StepData:
             measured times.
         packs: of all ranks, as document numbers: pack m · ranks + r is rank r's micro-batch m.
         wait_seconds: time spent waiting for the packs.
-        epoch: from 0.
         index: of the step in its epoch's plan, from 0.
     """
 
@@ -49,51 +47,7 @@ class StepData:
     predicted_seconds: float | None
     packs: Packs
     wait_seconds: float
-    epoch: int
     index: int
-
-
-class Feed(Protocol):
-    """The source of a run's global steps: the plan of each epoch, or documents that arrive."""
-
-    micro_batches: int
-    """Packs per rank and step."""
-    ended: bool
-    """There is no further step."""
-    late: str
-    """The documents that did not arrive in time and ended the steps; empty otherwise."""
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan of the current epoch; None where documents arrive."""
-        ...
-
-    @property
-    def targets_per_step(self) -> float:
-        """Mean target tokens of a global step, as known when the run starts."""
-        ...
-
-    def __iter__(self) -> Iterator[StepData]: ...
-
-    def names(self, number: int) -> str:
-        """The name of a document, for messages."""
-        ...
-
-    def interrupt(self) -> None:
-        """Stop waiting for documents."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position after the steps that were yielded."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at `state`."""
-        ...
-
-    def close(self) -> None:
-        """Stop prefetching."""
-        ...
 
 
 class EpochFeed:
@@ -104,6 +58,13 @@ class EpochFeed:
         sampler: this rank's part of the current epoch's plan.
         documents: for names and targets.
         clock: seconds.
+
+    Attributes:
+        micro_batches: packs per rank and step.
+        targets_per_step: mean target tokens of a global step.
+        names: number of a document → its name, for messages.
+        ended: there is no further step; never true here.
+        late: the documents that did not arrive in time and ended the steps; never any here.
     """
 
     ended = False
@@ -131,7 +92,7 @@ class EpochFeed:
         return self.sampler.plan
 
     def interrupt(self) -> None:
-        """See `Feed`; all documents are present."""
+        """Stop waiting for documents: all of them are present."""
 
     def __iter__(self) -> Iterator[StepData]:
         while True:
@@ -140,11 +101,11 @@ class EpochFeed:
             step = int(self.sampler.state_dict()["step"])
             batches = iter(self.loader)
             for index in range(step, self.sampler.steps_per_epoch):
-                yield self._take(batches, epoch, index, began)
+                yield self._take(batches, index, began)
                 began = self._clock()
             self.sampler.set_epoch(epoch + 1)
 
-    def _take(self, batches: Iterator[PackedBatch], epoch: int, index: int, began: float) -> StepData:
+    def _take(self, batches: Iterator[PackedBatch], index: int, began: float) -> StepData:
         sampler, plan = self.sampler, self.sampler.plan
         micro_batches = [next(batches) for _ in range(sampler.micro_batches)]
         documents, dealt = plan.documents(index), sampler.deal_of(index)
@@ -159,7 +120,6 @@ class EpochFeed:
             predicted_seconds=predicted_seconds(*predicted),
             packs=dealt,
             wait_seconds=self._clock() - began,
-            epoch=epoch,
             index=index,
         )
 

@@ -43,7 +43,7 @@ from multipack.training.callbacks.spikes import SpikeGuard
 from multipack.training.callbacks.trackers import TrackedRun
 from multipack.training.callbacks.tracking import Tracking, open_trackers
 from multipack.training.checkpoint import Checkpoint, load_checkpoint
-from multipack.training.feed import EpochFeed, Feed
+from multipack.training.feed import EpochFeed
 from multipack.training.inference import find_template
 from multipack.training.objective import objective_of
 from multipack.training.optimizer import build_optimizer, described
@@ -52,7 +52,7 @@ from multipack.training.rules import read_rule
 from multipack.training.run_config import Config
 from multipack.training.run_cost import run_cost
 from multipack.training.schedule import rate_factor
-from multipack.training.stream_feed import open_feed
+from multipack.training.stream_feed import StreamFeed, open_feed
 from multipack.training.weights import Initial, begin_from, initial_shape, initial_weights
 
 
@@ -172,7 +172,7 @@ class RunParts:
                 self.engine, self.dtype, document_limit(config), pack_slots(config), advance, resumed
             )
         self.notes += notes
-        self.feed: Feed
+        self.feed: EpochFeed | StreamFeed
         self.steps = config.train.steps
         if corpus.arriving is not None:  # documents are planned as they arrive; there is no plan of an epoch
             pad = pack_slots(config) is not None

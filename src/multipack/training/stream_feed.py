@@ -87,7 +87,7 @@ def open_feed(
 
 
 class StreamFeed:
-    """Iterates the global steps of a stream until it ends; see `Feed`.
+    """Iterates the global steps of a stream until it ends; the counterpart of `EpochFeed`.
 
     Args:
         config: the run.
@@ -197,7 +197,6 @@ class StreamFeed:
             predicted_seconds=predicted_seconds(*costs),
             packs=Packs(step.positions[dealt.order], dealt.offsets),
             wait_seconds=self._clock() - began,
-            epoch=0,
             index=step.number,
         )
 
