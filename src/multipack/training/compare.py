@@ -27,7 +27,7 @@ class Comparison:
         ratio: packed tokens/s over padded tokens/s, padding not counted, over all steps together. (Single steps vary
             as their documents do.)
         packed_tokens_per_second: tokens of all steps over their time.
-        padded_tokens_per_second: likewise.
+        padded_tokens_per_second: the same for padded steps.
         pad_factor: padded slots over tokens: the ratio if every slot cost the same.
         steps: number of pairs of steps.
         batch_size: documents in a padded batch.
