@@ -297,7 +297,7 @@ def test_chat_answers_lines_until_the_input_ends(trained, tmp_path):
         (["--prompts", "GAP"], "line 2 is empty: every line is a prompt"),
         (["--prompts", "BINARY"], "is not text in UTF-8"),
         (["--prompt", "a", "--top-p", "0"], "top_p must be above 0"),
-        (["--prompt", "a", "--stop", ""], "a stop string is empty"),
+        (["--prompt", "a", "--stop", ""], "stop has an empty string"),
         (["--prompt", "a", "--temperature", "-1"], "--temperature"),
         (["--prompt", "a", "--device", "cuda:77"], "--device cuda:77 cannot be used here"),
         (["--prompt", "a", "--device", "abacus"], "--device abacus cannot be used here"),
