@@ -1,7 +1,6 @@
 """Axolotl's sampler by its own name: nested batches, one length for all ranks and epochs, nothing lost in silence."""
 
 import logging
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from multipack.integrations import axolotl
 from multipack.integrations.axolotl import MultipackBatchSampler
 from multipack.planning.packing import pack
 
-DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "lengths"
 CASES = settings(deadline=None, max_examples=60)
 
 
@@ -42,35 +40,13 @@ class Epochs:
         return iter(self.epochs[min(self.reads, len(self.epochs)) - 1])
 
 
-def test_it_is_a_batch_sampler_of_lists_of_bins():
-    lengths = lognormal()
-    sampler = MultipackBatchSampler(shuffled(lengths), batch_size=4, batch_max_len=4096, lengths=lengths)
-    assert isinstance(sampler, BatchSampler)
-    batches = list(sampler)
-    assert len(batches) == len(sampler) == sampler.num_batches()
-    assert all(type(number) is int for number in documents_of(batches))
-    assert {len(batch) for batch in batches} == {4}
-    assert all(lengths[held].sum() <= 4096 for batch in batches for held in batch)
-
-
 def test_the_way_axolotl_makes_it():
     lengths = lognormal(300)
-    base = MultipackBatchSampler(
-        shuffled(lengths),
-        lengths=lengths,
-        packing_efficiency_estimate=None,
-        batch_max_len=4096,
-        batch_size=1,
-        group_size=100_000,
-        bin_size=200,
-        sequential=False,
-        drop_last=True,
-        num_processes=8,
-        mp_start_method="spawn",
-    )
-    older = MultipackBatchSampler(
-        sampler=shuffled(lengths), lengths=lengths, batch_size=1, batch_max_len=4096, drop_last=True
-    )
+    common = {"lengths": lengths, "batch_max_len": 4096, "batch_size": 1, "drop_last": True}
+    packing = {"packing_efficiency_estimate": None, "group_size": 100_000, "bin_size": 200}
+    more = {"sequential": False, "num_processes": 8, "mp_start_method": "spawn"}
+    base = MultipackBatchSampler(shuffled(lengths), **common, **packing, **more)
+    older = MultipackBatchSampler(sampler=shuffled(lengths), **common)
     assert list(base) == list(older)
     assert base.packing_efficiency_estimate == 1.0
     assert sorted(documents_of(base.generate_batches())) == list(range(300))
@@ -102,7 +78,9 @@ def test_every_document_is_in_a_bin_or_left_out(problem):
             list(sampler)
         return
     batches = list(sampler)
-    assert len(batches) == len(sampler) >= 1
+    assert isinstance(sampler, BatchSampler)
+    assert len(batches) == len(sampler) == sampler.num_batches() >= 1
+    assert all(type(number) is int for number in documents_of(batches))
     held = [held for batch in batches for held in batch]
     assert all(0 < len(each) <= (options["bin_size"] or 70) for each in held)
     assert all(lengths[each].sum() <= capacity for each in held)
@@ -117,14 +95,13 @@ def test_every_document_is_in_a_bin_or_left_out(problem):
         assert documents_of(batches) == list(range(len(documents_of(batches))))
     assert sampler.total_tokens_used == lengths[documents_of(batches)].sum()
     assert sampler.total_token_slots == len(held) * capacity
+    assert sampler.eff_total_used == sampler.total_tokens_used
+    assert sampler.eff_total_slots == sampler.total_token_slots
     assert 0 < sampler.efficiency() <= 1
 
 
-def test_openchat_is_filled_like_best_fit():
-    path = DATA / "openchat_v1.npy"
-    if not path.exists():
-        pytest.skip("../shared/data is not here")
-    lengths = np.load(path)
+def test_openchat_is_filled_like_best_fit(shared_data):
+    lengths = np.load(shared_data / "lengths" / "openchat_v1.npy")
     sampler = MultipackBatchSampler(shuffled(lengths), 8, 32768, lengths)
     assert len(list(sampler)) == 36  # as Axolotl, which leaves out 1.02 % of the tokens
     assert lengths[sampler.left_out].sum() < 0.0102 * lengths.sum()
@@ -166,21 +143,6 @@ def test_a_limit_of_documents_costs_few_bins(batch_size):
     assert len(bins) <= 1.02 * bound + batch_size
 
 
-def test_no_batch_is_lost_between_ranks(monkeypatch):
-    """Hosts assign batch b to rank b % ranks and drop a last round that is not full."""
-    monkeypatch.setattr(axolotl, "world_size", lambda: 8)
-    lengths = lognormal(1000)
-    sampler = MultipackBatchSampler(shuffled(lengths), 2, 4096, lengths)
-    batches = list(sampler)
-    assert len(batches) % 8 == 0
-    assert sorted(documents_of(batches)) == list(range(1000))
-
-
-def test_ranks_are_refused():
-    with pytest.raises(ValueError, match="num_replicas, rank"):
-        MultipackBatchSampler(range(3), 1, 10, [1, 2, 3], num_replicas=2, rank=0)
-
-
 def test_bins_of_a_batch_are_equal_in_cost():
     lengths = lognormal()
     batches = list(MultipackBatchSampler(shuffled(lengths), 4, 8192, lengths))
@@ -190,65 +152,27 @@ def test_bins_of_a_batch_are_equal_in_cost():
     assert np.ptp(squares, axis=1).mean() < 0.5 * np.ptp(plain, axis=1).mean()
 
 
-def test_the_estimate_is_a_share_and_not_zero():
-    lengths = lognormal()
-    sampler = MultipackBatchSampler(shuffled(lengths), 2, 4096, lengths)
-    efficiency = sampler.efficiency()
-    assert 0.9 < efficiency <= 1
-    assert 0.997 * efficiency - 0.005 < sampler.gather_efficiency() <= 0.997 * efficiency
-    assert sampler.gather_efficiency() * 200 == pytest.approx(round(sampler.gather_efficiency() * 200))
+class Counted(RandomSampler):
+    """A random sampler that counts how often it is read; it yields another order each time."""
+
+    reads = 0
+
+    def __iter__(self):
+        self.reads += 1
+        return super().__iter__()
 
 
-def test_slots_after_a_drop_are_those_that_are_iterated():
-    """Five bins, two at a time: two batches of two, one bin left out."""
-    lengths = np.array([90, 91, 92, 93, 94])
-    sampler = MultipackBatchSampler(SequentialSampler(lengths), 2, 100, lengths, drop_last=True)
-    batches = list(sampler)
-    assert (len(batches), sampler.left_out.size) == (2, 1)
-    assert sampler.total_token_slots == 400
-    assert sampler.total_tokens_used == lengths[documents_of(batches)].sum()
-    assert (sampler.eff_total_used, sampler.eff_total_slots) == (sampler.total_tokens_used, 400)
-
-
-def test_fewer_bins_than_a_batch_are_spread_over_one():
-    lengths = np.array([10, 11, 12, 13])
-    for sequential in (False, True):
-        sampler = MultipackBatchSampler(SequentialSampler(lengths), 3, 100, lengths, sequential=sequential)
-        (batch,) = list(sampler)
-        assert len(batch) == 3
-        assert sorted(documents_of([batch])) == [0, 1, 2, 3]
-    few = MultipackBatchSampler(SequentialSampler(lengths), 5, 100, lengths)
-    with pytest.raises(ValueError, match="too few for a batch of batch_size=5"):
-        len(few)
-    kept = MultipackBatchSampler(SequentialSampler(lengths), 5, 100, lengths, drop_last=False)
-    assert [len(batch) for batch in kept] == [4]
-
-
-def test_the_length_is_that_of_what_is_iterated():
-    """A random sampler yields another order each time it is read: it is read once an epoch."""
-    lengths = lognormal()
-    reads = []
-
-    class Counted(RandomSampler):
-        def __iter__(self):
-            reads.append(1)
-            return super().__iter__()
-
-    sampler = MultipackBatchSampler(Counted(lengths), 2, 4096, lengths)
-    length = len(sampler)
-    sampler.efficiency()
-    expected = sampler.generate_batches()
-    assert list(sampler) == expected
-    assert (len(expected), len(reads)) == (length, 1)
-
-
-def test_every_epoch_has_the_first_ones_length():
+def test_every_epoch_has_the_first_ones_length_and_reads_the_sampler_once():
     lengths = lognormal(1500)
-    sampler = MultipackBatchSampler(shuffled(lengths), 2, 2048, lengths, drop_last=False)
+    order = Counted(lengths, generator=torch.Generator().manual_seed(0))
+    sampler = MultipackBatchSampler(order, 2, 2048, lengths, drop_last=False)
     length, epochs = len(sampler), []
     for epoch in range(8):
         sampler.set_epoch(epoch)
+        expected = sampler.generate_batches()
         epochs.append(list(sampler))
+        assert epochs[-1] == expected
+        assert order.reads == epoch + 1
         assert len(epochs[-1]) == len(sampler) == length
         assert sorted(documents_of(epochs[-1])) == list(range(1500))
     assert all(epoch != epochs[0] for epoch in epochs[1:])
@@ -316,14 +240,6 @@ def test_long_documents_are_named(caplog):
     assert "1 of 4 documents (999 tokens)" in caplog.text
     assert sampler.overlong_documents.tolist() == [2]
     assert sorted(documents_of(sampler)) == [0, 1, 3]
-
-
-def test_documents_outside_of_lengths_are_named():
-    sampler = MultipackBatchSampler(range(5), 1, 100, [10, 20])
-    with pytest.raises(ValueError, match="yields document 4, but lengths has 2 documents"):
-        list(sampler)
-    with pytest.raises(ValueError, match="yields no document numbers"):
-        list(MultipackBatchSampler([], 1, 100, [10, 20]))
 
 
 def test_warnings_of_settings(caplog):
@@ -406,12 +322,17 @@ def test_resume_of_a_seeded_sampler_needs_no_help(tmp_path):
     assert list(again) == second
 
 
-def test_resume_with_other_ranks_keeps_the_batches_of_the_epoch(monkeypatch):
-    """Side by side for four ranks when it was saved: the rest of the epoch stays as it was."""
+def test_no_batch_is_lost_between_ranks_and_other_ranks_resume(monkeypatch):
+    """Hosts assign batch b to rank b % ranks and drop a last round that is not full.
+
+    The epoch was saved with four ranks: the rest of it stays as it was.
+    """
     lengths = lognormal(400)
     monkeypatch.setattr(axolotl, "world_size", lambda: 4)
     whole = MultipackBatchSampler(SequentialSampler(lengths), 1, 4096, lengths)
     batches, state = list(whole), whole.state_at(8)
+    assert len(batches) % 4 == 0
+    assert sorted(documents_of(batches)) == list(range(400))
     monkeypatch.setattr(axolotl, "world_size", lambda: 1)
     again = MultipackBatchSampler(SequentialSampler(lengths), 1, 4096, lengths)
     again.load_state_dict(state)
@@ -453,9 +374,12 @@ def test_states_of_something_else_are_refused():
         ({"bin_size": -1}, "bin_size must be"),
         ({"overlong": "cut"}, "overlong='cut' is unknown"),
         ({"lengths": [1.5]}, "lengths must be integers"),
+        ({"num_replicas": 2, "rank": 0}, "num_replicas, rank"),
+        ({"sampler": range(5)}, "yields document 4, but lengths has 3 documents"),
+        ({"sampler": []}, "yields no document numbers"),
     ],
 )
 def test_mistakes_are_named(options, message):
     settings = {"sampler": range(3), "batch_size": 1, "batch_max_len": 10, "lengths": [1, 2, 3]} | options
     with pytest.raises(ValueError, match=message):
-        MultipackBatchSampler(**settings)
+        list(MultipackBatchSampler(**settings))

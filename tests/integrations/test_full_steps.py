@@ -1,11 +1,10 @@
 """Full steps: no empty pack, every document once."""
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multipack.integrations.full_steps import fitting_documents, full_steps
+from multipack.integrations.full_steps import full_steps
 from multipack.planning.options import PlanOptions
 from multipack.planning.packing import pack
 
@@ -53,11 +52,6 @@ def options_of(capacity, packs, window, **more):
     return PlanOptions(capacity=capacity, packs_per_step=packs, window=window, order="given", **more)
 
 
-def test_only_the_last_step_has_fewer_packs():
-    steps = full_steps(np.full(9, 50), options_of(50, 4, 3))
-    assert [len(steps[step]) for step in range(len(steps))] == [4, 4, 1]
-
-
 def test_no_step_is_made_that_would_lack_documents():
     """401 documents fit into 400 packs, but only if the two short ones, far apart in order, share one."""
     lengths = np.full(401, 60)
@@ -72,17 +66,3 @@ def test_documents_that_are_left_fill_empty_packs_first():
     steps = full_steps(lengths, options_of(4, 2, 1, max_documents=1), drop_last=True)
     assert [len(steps[step]) for step in range(len(steps))] == [2, 2]
     assert steps.tokens + lengths[steps.left].sum() == 8
-
-
-def test_fewer_steps_than_needed_leave_documents():
-    steps = full_steps(np.full(9, 50), options_of(50, 2, 2), steps=3)
-    assert (len(steps), len(steps.left), steps.is_full) == (3, 3, True)
-
-
-def test_long_documents_are_named_with_the_hosts_setting():
-    with pytest.raises(
-        ValueError, match=r"document 1 has 9 tokens, but batch_max_len=8; raise batch_max_len to 9"
-    ):
-        fitting_documents([3, 9], 8, "error", "batch_max_len")
-    lengths, fits = fitting_documents([3, 9], 8, "drop", "batch_max_len")
-    assert (lengths.tolist(), fits.tolist()) == ([3, 9], [True, False])

@@ -2,8 +2,6 @@
 
 import heapq
 import math
-import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,17 +18,13 @@ from multipack.integrations.multipack_v2 import (
 from multipack.planning import report as measure
 from multipack.planning.packing import pack
 
-DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "lengths"
 BOTH = [MultipackDistributedBatchSampler, MultipackDistributedBatchSampler_LinearAttention]
 CASES = settings(deadline=None, max_examples=60)
 
 
-@pytest.fixture(scope="module")
-def openchat():
-    path = DATA / "openchat_v1.npy"
-    if not path.exists():
-        pytest.skip("../shared/data is not here")
-    return np.load(path).astype(np.int64)
+@pytest.fixture
+def openchat(shared_data):
+    return np.load(shared_data / "lengths" / "openchat_v1.npy").astype(np.int64)
 
 
 def lognormal(count=2000, seed=0, longest=2048):
@@ -96,7 +90,7 @@ def longest_prefix_steps(lengths, capacity, replicas):
     return steps, len(lengths) - first
 
 
-def test_openchat_quadratic(openchat):
+def test_openchat(openchat):
     ranks = [MultipackDistributedBatchSampler(32768, openchat, 8, rank) for rank in range(8)]
     row = table_row(ranks, openchat, 32768)
     assert row["steps"] == [37] * 8
@@ -106,9 +100,6 @@ def test_openchat_quadratic(openchat):
     assert row["efficiency"] == pytest.approx(0.9816, abs=5e-5)
     assert ranks[0].efficiency() == pytest.approx(row["efficiency"])
     assert ranks[0].dropped.size == 0
-
-
-def test_openchat_linear(openchat):
     kind = MultipackDistributedBatchSampler_LinearAttention
     row = table_row([kind(32768, openchat, 8, rank) for rank in range(8)], openchat, 32768)
     assert row["steps"] == [37] * 8
@@ -118,11 +109,7 @@ def test_openchat_linear(openchat):
     assert row["steps"] == [36] * 8
     assert row["efficiency"] >= 0.9964
     assert 0 < openchat[full[0].dropped].sum() < 0.0124 * openchat.sum()
-
-
-def test_openchat_interleaved(openchat):
-    ranks = [InterleavedSampler(openchat, 16, 8, rank) for rank in range(8)]
-    row = table_row(ranks, openchat, 32768, epochs=10)
+    row = table_row([InterleavedSampler(openchat, 16, 8, rank) for rank in range(8)], openchat, 32768, 10)
     assert row["steps"] == [48] * 8
     assert (round(row["lag"]), round(row["largest lag"])) == (1914, 2000)
     assert row["efficiency"] == pytest.approx(0.7567, abs=5e-5)
@@ -191,13 +178,22 @@ def test_a_step_of_long_documents_gets_some_from_its_neighbors():
         assert all(len(batch) for step in steps for batch in step)
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("kind", BOTH)
-def test_one_rank_ends(kind):
-    lengths = lognormal(300)
+def test_one_rank_by_default_and_epochs_in_different_orders(kind):
+    lengths, epochs = lognormal(300), []
     sampler = kind(4096, lengths)
-    batches = list(sampler)
     assert (sampler.num_replicas, sampler.rank) == (1, 0)
-    assert sorted(np.concatenate(batches).tolist()) == list(range(300))
+    for epoch in range(6):
+        sampler.set_epoch(epoch)
+        epochs.append([batch.tolist() for batch in sampler])
+        assert sorted(np.concatenate(epochs[-1]).tolist()) == list(range(300))
+    assert {len(epoch) for epoch in epochs} == {len(sampler)}
+    assert all(epochs[0] != later for later in epochs[1:])
+    sampler.set_epoch(0)
+    assert [batch.tolist() for batch in sampler.generate_batches()] == epochs[0]
+    for other in (lengths.tolist(), lengths.astype(np.int32), torch.tensor(lengths)):
+        assert [batch.tolist() for batch in kind(4096, other)] == epochs[0]
 
 
 def test_one_long_document_does_not_end_the_epoch():
@@ -208,18 +204,6 @@ def test_one_long_document_does_not_end_the_epoch():
         sampler = MultipackDistributedBatchSampler(4096, lengths, 1, 0, overlong="drop")
     assert sampler.overlong_documents.tolist() == [200, 201]
     assert sorted(np.concatenate(list(sampler)).tolist()) == list(range(200))
-
-
-def test_epochs_differ_in_order_and_agree_in_length():
-    sampler = MultipackDistributedBatchSampler(4096, lognormal(), 4, 1)
-    epochs = []
-    for epoch in range(6):
-        sampler.set_epoch(epoch)
-        epochs.append([batch.tolist() for batch in sampler])
-    assert {len(epoch) for epoch in epochs} == {len(sampler)}
-    assert all(epochs[0] != later for later in epochs[1:])
-    sampler.set_epoch(0)
-    assert [batch.tolist() for batch in sampler.generate_batches()] == epochs[0]
 
 
 def test_statistics_count_what_was_iterated():
@@ -250,15 +234,6 @@ def test_a_data_loader_reads_every_document_once(workers):
             assert len(batch) <= 4096
             seen += batch.unique().tolist()
     assert sorted(seen) == list(range(200))
-
-
-def test_lists_and_tensors_are_lengths_too():
-    lengths = lognormal(100)
-    batches = [
-        [batch.tolist() for batch in MultipackDistributedBatchSampler(4096, given, 2, 1)]
-        for given in (lengths, lengths.tolist(), lengths.astype(np.int32), torch.tensor(lengths))
-    ]
-    assert batches[1:] == batches[:-1]
 
 
 def test_hosts_find_set_epoch_where_they_look():
@@ -319,18 +294,6 @@ def test_states_of_something_else_are_refused():
     assert sampler.state_dict() == state
 
 
-def test_ranks_are_asked_for(monkeypatch):
-    lengths = lognormal(50)
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(ValueError, match="init_process_group first"):
-        MultipackDistributedBatchSampler(4096, lengths)
-    monkeypatch.delenv("WORLD_SIZE")
-    with pytest.raises(ValueError, match="give both num_replicas and rank"):
-        MultipackDistributedBatchSampler(4096, lengths, num_replicas=2)
-    with pytest.raises(ValueError, match="rank=2 is outside num_replicas=2"):
-        MultipackDistributedBatchSampler(4096, lengths, 2, 2)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -341,12 +304,17 @@ def test_ranks_are_asked_for(monkeypatch):
         ({"lengths": []}, "lengths is empty"),
         ({"lengths": [3, 0]}, "document 1 has 0 tokens"),
         ({"lengths": [9000], "overlong": "drop"}, "none is left"),
+        ({"num_replicas": 2, "rank": 2}, "rank=2 is outside num_replicas=2"),
+        ({"num_replicas": 2, "rank": None}, "give both num_replicas and rank"),
     ],
 )
-def test_mistakes_are_named(options, message):
+def test_mistakes_are_named(options, message, monkeypatch):
     settings = {"batch_max_length": 4096, "lengths": [5, 6, 7], "num_replicas": 1, "rank": 0} | options
     with pytest.raises(ValueError, match=message):
         MultipackDistributedBatchSampler(**settings)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match="init_process_group first"):
+        MultipackDistributedBatchSampler(4096, [5, 6, 7])
 
 
 def test_interleaved_deals_the_rest():
@@ -358,11 +326,3 @@ def test_interleaved_deals_the_rest():
         assert [len(list(sampler)) for sampler in ranks] == [len(ranks[0])] * 3 == [steps] * 3
         assert ranks[0].dropped.size == over
         assert sorted([*held, *ranks[0].dropped.tolist()]) == list(range(count))
-
-
-def test_nothing_warns_without_a_reason():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        batches = list(MultipackDistributedBatchSampler(4096, lognormal(300), 2, 1))
-    assert all(len(batch) for batch in batches)
-    assert len(batches) > 1
