@@ -128,7 +128,7 @@ class CheckpointWriter:
                 for group, named in tensors.items()
             }
         state = json.dumps({"format": FORMAT, "step": content.step, "progress": content.progress})
-        # Training goes on using the default group, and NCCL sends no objects of the CPU.
+        # Training continues to use the default group, and NCCL sends no objects of the CPU.
         if self._group is None and world.size > 1 and (self._background or world.backend != "gloo"):
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_seconds))
 

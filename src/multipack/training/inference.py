@@ -90,7 +90,7 @@ def complete_batch(
     sampling: Sampling,
     listener: Listener | None = None,
 ) -> list[Completion]:
-    """Continue prompts, all in one batch. Random numbers are drawn from generators of their own.
+    """Continue prompts, all in one batch. The global random generator is not used.
 
     Raises:
         ValueError: a prompt has no tokens, or characters that the tokenizer does not know.
