@@ -72,3 +72,51 @@ def run_words(corpus_path):
 def words(run_words):
     """The words of a short run, to be added to."""
     return list(run_words)
+
+
+# Packs of tests/models and tests/ops. Torch is imported by those that ask for one.
+
+
+@pytest.fixture
+def document():
+    """(length, seed, prompt) → Document whose first `prompt` tokens are no targets."""
+    from multipack.data.documents import Document
+
+    def make(length: int, seed: int = 0, prompt: int = 0):
+        tokens = np.random.default_rng([seed, length]).integers(0, 50, length).astype(np.uint16)
+        return Document(tokens, np.array([[prompt, length]], dtype=np.int64))
+
+    return make
+
+
+@pytest.fixture
+def documents(document):
+    """Five documents of unequal lengths, one of a single token, two with prompts."""
+    return [
+        document(length, seed=index, prompt=index % 2 * 2) for index, length in enumerate((7, 1, 12, 3, 9))
+    ]
+
+
+@pytest.fixture
+def pack():
+    """(documents, pad_to) → PackedBatch."""
+    from multipack.data.collate import PackedCollator
+
+    def make(documents, pad_to=None):
+        return PackedCollator(max_documents=8, max_seqlen=64, pad_to=pad_to, pad_id=3)(documents)
+
+    return make
+
+
+@pytest.fixture
+def pad():
+    """Documents → PackedBatch of padded rows."""
+    from multipack.data.collate import PaddedCollator
+
+    return PaddedCollator(pad_id=3)
+
+
+@pytest.fixture
+def distance():
+    """(a, b) → ‖a − b‖ / ‖b‖ over all elements."""
+    return lambda a, b: ((a - b).norm() / b.norm()).item()

@@ -19,7 +19,6 @@ from multipack.models.decoder import PARALLEL_PLAN, Decoder
 from multipack.models.dpo import PreferenceDecoder
 from multipack.models.recompute import recompute_blocks, tile_layers
 from multipack.ops.loss import training_loss
-from multipack.parallel.collectives import all_gather
 from multipack.parallel.mesh import build_mesh
 from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.state import Whole
@@ -100,62 +99,34 @@ def _errors(world, build, batch, divided=None, autocast=False):
         assert loss.dtype == torch.float32
         loss.backward()
         losses.append(loss.item())
+    assert len(set(world.gather(losses[1].hex()))) == 1
     return abs(losses[1] / losses[0] - 1), _worst(_gradients(models[1]), _gradients(models[0]))
 
 
-# Against one process.
+# Against one process: one pass forward and backward; test_parity.py compares steps, norms and weights.
 
 
-def parity(world, name):
-    whole, divided = _whole(name), _divided(world, _whole(name))
-    errors = {"loss": 0.0, "gradients": 0.0, "norm": 0.0, "same loss": True}
-    optimizers = [
-        torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-4)
-        for model in (whole, divided)
-    ]
-    for step in range(3):
-        losses, norms = [], []
-        for model, optimizer in zip((whole, divided), optimizers, strict=True):
-            optimizer.zero_grad()
-            for micro in range(2):
-                loss = model(_batch(2 * step + micro))
-                (loss / 50).backward()
-            losses.append(loss.item())
-        errors["same loss"] &= len(set(world.gather(losses[1].hex()))) == 1
-        errors["loss"] = max(errors["loss"], abs(losses[1] / losses[0] - 1))
-        errors["gradients"] = max(errors["gradients"], _worst(_gradients(divided), _gradients(whole)))
-        for model, optimizer in zip((whole, divided), optimizers, strict=True):
-            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-            optimizer.step()
-        errors["norm"] = max(errors["norm"], abs(norms[1] / norms[0] - 1).item())
-    weights = {name: parameter.full_tensor() for name, parameter in divided.named_parameters()}
-    errors["weights"] = _worst(weights, dict(whole.named_parameters()))
-    return errors
+def once(world, name, autocast):
+    return _errors(world, partial(_whole, name), _batch(), autocast=autocast)
 
 
 @pytest.mark.parametrize(
     ("name", "size"), [("gpt", 2), ("gpt-no-bias-untied", 4), ("llama", 4), ("llama-tied-bias", 2)]
 )
 def test_equals_one_process(pools, name, size):
-    for errors in pools(size).run(parity, name):
-        assert errors.pop("same loss")
-        assert max(errors.values()) < 1e-5, errors
-
-
-def in_bf16(world, name):
-    return _errors(world, partial(_whole, name), _batch(), autocast=True)
+    for errors in pools(size).run(once, name, False):
+        assert max(errors) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 def test_runs_under_autocast(pools, name):
-    for loss, gradients in pools(2).run(in_bf16, name):
+    for loss, gradients in pools(2).run(once, name, True):
         assert loss < 2e-3
         assert gradients < 5e-2
 
 
-def with_terms(world, training, tiles):
-    """Smoothing, z-loss and weights by documents."""
+def with_terms(world, training, tiles, kind):
+    """Smoothing, z-loss and weights by documents, with tiles and activation checkpointing."""
 
     def build():
         model = _whole("llama").train(training)
@@ -165,25 +136,16 @@ def with_terms(world, training, tiles):
     batch = _batch(1, weighting="document")
     divided = _divided(world, build())
     tile_layers(divided, tiles)
-    recompute_blocks(divided, "selective")
+    recompute_blocks(divided, kind)
     return _errors(world, build, batch, divided)
 
 
-@pytest.mark.parametrize(("training", "tiles"), [(True, 1), (False, 1), (True, 3)])
-def test_keeps_the_terms_of_the_training_loss_in_tiles_too(pools, training, tiles):
-    for errors in pools(2).run(with_terms, training, tiles):
-        assert max(errors) < 1e-5
-
-
-def evaluated(world):
-    batch, whole, divided = _batch(), _whole("gpt").eval(), _divided(world, _whole("gpt")).eval()
-    with torch.no_grad():
-        loss, hidden = divided(batch), divided.hidden(batch)
-        return abs(loss / whole(batch) - 1).item(), _distance(all_gather(hidden), whole.hidden(batch))
-
-
-def test_evaluates_and_hidden_is_a_share_of_the_tokens(pools):
-    for errors in pools(4).run(evaluated):
+@pytest.mark.parametrize(
+    ("training", "tiles", "kind"),
+    [(True, 1, "selective"), (False, 1, "none"), (True, 1, "full"), (True, 3, "none"), (True, 3, "full")],
+)
+def test_keeps_the_terms_of_the_training_loss_in_tiles_too(pools, training, tiles, kind):
+    for errors in pools(2).run(with_terms, training, tiles, kind):
         assert max(errors) < 1e-5
 
 
@@ -320,34 +282,6 @@ def test_layout_of_meta_and_real_parameters(pools):
         assert placements[f"{attention}.query.bias"] == str(Shard(0))
         assert placements[f"{attention}.output.weight"] == str(Shard(1))
         assert placements["norm.weight"] == str(Replicate())
-
-
-# The sum of products.
-
-
-def row_example(world):
-    draw = np.random.default_rng(0)
-    x, weight, bias = (
-        torch.tensor(draw.normal(size=shape), dtype=torch.float64) for shape in ((9, 6), (6, 4), (4,))
-    )
-    model = nn.Sequential(nn.Linear(6, 4, dtype=torch.float64))
-    with torch.no_grad():
-        model[0].weight.copy_(weight.T)
-        model[0].bias.copy_(bias)
-    divide_tensors(model, _mesh(world).axis("tp"), {"0": "row"})
-    part = slice(2 * world.rank, 2 * world.rank + 2)
-    own = model[0].weight.to_local().detach().T
-    assert torch.equal(own, weight[part])
-    y = all_gather(model(x[:, part]))
-    written_out = x[:, :2] @ weight[:2] + x[:, 2:4] @ weight[2:4] + x[:, 4:] @ weight[4:] + bias
-    (y * torch.arange(9.0)[:, None]).sum().div(world.size).backward()
-    bias_error = (model[0].bias.grad.to_local() - 36).abs().max().item()
-    return (y - written_out).abs().max().item(), (y - (x @ weight + bias)).abs().max().item(), bias_error
-
-
-def test_row_parallel_is_a_sum_of_products(pools):
-    for errors in pools(3).run(row_example):
-        assert max(errors) < 1e-12
 
 
 # What is refused.

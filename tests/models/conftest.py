@@ -1,4 +1,4 @@
-"""Small shapes of both families, documents, packs, and a plain reference decoder."""
+"""Small shapes of both families, and a plain reference decoder."""
 
 from __future__ import annotations
 
@@ -9,45 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from multipack.data.collate import PackedCollator, PaddedCollator
+from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
 from multipack.models.decoder import Decoder
 from multipack.shapes import ModelShape
 
 VOCABULARY = 50
-LENGTHS = (7, 1, 12, 3, 9)
 
 
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(7)
-
-
-@pytest.fixture
-def document():
-    """(length, seed, prompt) → Document whose first `prompt` tokens are no targets."""
-
-    def make(length: int, seed: int = 0, prompt: int = 0) -> Document:
-        tokens = np.random.default_rng([seed, length]).integers(0, VOCABULARY, length).astype(np.uint16)
-        return Document(tokens, np.array([[prompt, length]], dtype=np.int64))
-
-    return make
-
-
-@pytest.fixture
-def documents(document):
-    """Five documents of unequal lengths, one of a single token, two with prompts."""
-    return [document(length, seed=index, prompt=index % 2 * 2) for index, length in enumerate(LENGTHS)]
-
-
-@pytest.fixture
-def pack():
-    """(documents, pad_to) → PackedBatch."""
-
-    def make(documents: list[Document], pad_to: int | None = None):
-        return PackedCollator(max_documents=8, max_seqlen=64, pad_to=pad_to, pad_id=3)(documents)
-
-    return make
 
 
 @pytest.fixture
@@ -59,12 +31,6 @@ def single():
         return PackedCollator(1, len(tokens))([Document(np.asarray(tokens, dtype=np.uint32), none)])
 
     return make
-
-
-@pytest.fixture
-def pad():
-    """Documents → PackedBatch of padded rows."""
-    return PaddedCollator(pad_id=3)
 
 
 def make_shape(name: str) -> ModelShape:
@@ -171,9 +137,3 @@ def reference_logits():
 def gradients():
     """Model → one flat vector of all its gradients."""
     return lambda model: torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-
-
-@pytest.fixture
-def distance():
-    """(a, b) → ‖a − b‖ / ‖b‖ over all elements."""
-    return lambda a, b: ((a - b).norm() / b.norm()).item()

@@ -45,9 +45,19 @@ def transformers():
     return library
 
 
-def edit(folder, **changes):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+@pytest.fixture
+def same_logits(pack, documents):
+    """(their model, our model): the logits of every document are close."""
+
+    def compare(theirs, ours):
+        for document in documents:
+            tokens = torch.from_numpy(document.tokens.astype("int64"))[None]
+            with torch.no_grad():
+                expected = theirs.eval()(tokens, use_cache=False).logits[0]
+                found = ours.eval().logits(pack([document]))
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+    return compare
 
 
 def shape_there(shape):
@@ -72,26 +82,16 @@ def test_there_and_back_is_the_same(model, folder, pack, documents):
 
 
 @ALL
-def test_transformers_computes_the_same_logits_from_our_files(model, folder, pack, documents, transformers):
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        folder(model), attn_implementation="eager"
-    ).eval()
+def test_transformers_computes_the_same_logits_from_our_files(model, folder, same_logits, transformers):
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder(model), attn_implementation="eager")
     assert type(theirs).__name__ == config_of(model.shape)["architectures"][0]
-    for document in documents:
-        tokens = torch.from_numpy(document.tokens.astype("int64"))[None]
-        with torch.no_grad():
-            expected = theirs(tokens, use_cache=False).logits[0]
-            ours = model.eval().logits(pack([document]))
-        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+    same_logits(theirs, model)
 
 
 @pytest.mark.parametrize("shards", ["10GB", "8KB"])
-def test_files_of_transformers_give_the_same_logits_here(
-    shape, tmp_path, pack, documents, transformers, shards
-):
-    config = config_of(shape)
-    made = transformers.AutoConfig.for_model(**config)
-    theirs = transformers.AutoModelForCausalLM.from_config(made, attn_implementation="eager").eval()
+def test_files_of_transformers_give_the_same_logits_here(shape, tmp_path, same_logits, transformers, shards):
+    made = transformers.AutoConfig.for_model(**config_of(shape))
+    theirs = transformers.AutoModelForCausalLM.from_config(made, attn_implementation="eager")
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
@@ -99,30 +99,17 @@ def test_files_of_transformers_give_the_same_logits_here(
     assert (tmp_path / "model.safetensors.index.json").is_file() == (shards == "8KB")
     found, state = load_weights(tmp_path)
     assert found == shape_there(shape)
-    ours = build_decoder(found, state)
-    for document in documents:
-        with torch.no_grad():
-            expected = theirs(
-                torch.from_numpy(document.tokens.astype("int64"))[None], use_cache=False
-            ).logits[0]
-            torch.testing.assert_close(ours.logits(pack([document])), expected, rtol=1e-5, atol=1e-5)
+    same_logits(theirs, build_decoder(found, state))
 
 
 @pytest.mark.parametrize("window", [1, 3])
-def test_mistral_has_the_same_window(transformers, tmp_path, pack, documents, window):
-    shape = ModelShape(2, 4, 2, 32, 48, vocabulary_size=50, context=64, tied=False, window=window)
-    model = Decoder(shape).eval()
-    (tmp_path / "config.json").write_text(json.dumps(config_of(shape)))
-    save_file(to_huggingface(shape, model.state_dict()), tmp_path / "model.safetensors")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+def test_mistral_has_the_same_window(transformers, folder, same_logits, window):
+    model = Decoder(ModelShape(2, 4, 2, 32, 48, vocabulary_size=50, context=64, tied=False, window=window))
+    where = folder(model)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(where, attn_implementation="eager")
     assert type(theirs).__name__ == "MistralForCausalLM"
-    for document in documents:
-        with torch.no_grad():
-            expected = theirs(
-                torch.from_numpy(document.tokens.astype("int64"))[None], use_cache=False
-            ).logits[0]
-            torch.testing.assert_close(model.logits(pack([document])), expected, rtol=1e-5, atol=1e-5)
-    assert load_weights(tmp_path)[0] == shape_there(shape)
+    same_logits(theirs, model)
+    assert load_weights(where)[0] == shape_there(model.shape)
 
 
 def test_files_without_a_head_and_with_old_buffers(model, folder):

@@ -20,7 +20,6 @@ from multipack.ops.attention import (
     table,
 )
 from multipack.ops.attention import loop as loop_module
-from multipack.ops.attention.runs import runs
 
 HEADS = [(4, 4), (4, 2), (4, 1)]
 
@@ -77,13 +76,6 @@ def test_loop_equals_dense_forward_and_backward(
         assert distance(ours, oracle) < tolerance
 
 
-def test_grouped_queries_equal_repeated_key_heads(pack, documents):
-    batch = pack(documents)
-    q, k, v = tensors(batch, 6, 2)
-    repeated = attention(q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1), batch)
-    torch.testing.assert_close(attention(q, k, v, batch), repeated, rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize("backend", [row.name for row in BACKENDS if not row.devices])
 @pytest.mark.parametrize("window", [None, 3])
 def test_padded_rows_are_documents_of_equal_length(pad, documents, document, pack, distance, backend, window):
@@ -99,11 +91,6 @@ def test_padded_rows_are_documents_of_equal_length(pad, documents, document, pac
         backward(rows, inputs, upstream), backward(looped, inputs, upstream), strict=True
     ):
         assert distance(ours, theirs) < 1e-6
-
-
-def test_neighbors_of_equal_length_are_one_run():
-    assert [tuple(run) for run in runs([4, 4, 4])] == [(0, 3, 4)]
-    assert [tuple(run) for run in runs([5, 2, 2, 7, 0, 0])] == [(0, 1, 5), (5, 2, 2), (9, 1, 7)]
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2)])
@@ -140,28 +127,6 @@ def taking_no_groups(operator):
         return operator(q, k, v, *rest)
 
     return checked
-
-
-def test_another_document_changes_no_bit(pack, documents):
-    batch = pack(documents)
-    q, k, v = tensors(batch, 4, 2, grad=False)
-    before = attention(q, k, v, batch)
-    inside = slice(8, 20)  # the third document
-    for x in (q, k, v):
-        x[inside] = 100 * torch.randn_like(x[inside])
-    after = attention(q, k, v, batch)
-    assert torch.equal(before[:8], after[:8])
-    assert torch.equal(before[20:], after[20:])
-    assert not torch.equal(before[inside], after[inside])
-
-
-def test_strided_inputs(pack, documents):
-    batch = pack(documents)
-    fused = torch.randn(batch.num_slots, 8, 8)
-    views = fused[:, :4], fused[:, 4:6], fused[:, 6:]
-    torch.testing.assert_close(
-        attention(*views, batch), attention(*(x.clone() for x in views), batch), rtol=0, atol=0
-    )
 
 
 def test_bfloat16_is_close_and_autocast_casts_all_three(pack, documents):

@@ -181,19 +181,6 @@ def test_layers_share_the_block_mask(monkeypatch, pack, documents, window):
     assert len({id(mask) for mask in made}) == 1
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("window", [None, 1, 5, 200])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2)])
-def test_flex_attention_with_our_blocks(monkeypatch, document, heads, kv_heads, window):
-    """Torch's own FlexAttention, not compiled, which a CPU can run forward."""
-    monkeypatch.setattr(flex, "compiled", lambda: flex_attention)
-    batch = PackedCollator(5, 300)([document(150), document(3), document(90), document(40)])
-    inputs = [x.detach().float() for x in inputs_of(batch, heads, kv_heads, 16)]
-    with torch.no_grad():
-        asked = find_backend("flex").function(*inputs, batch, window)
-    torch.testing.assert_close(asked, attention(*inputs, batch, "loop", window), rtol=0, atol=1e-6)
-
-
 def test_flex_is_compiled_once_for_all_layouts(monkeypatch, document):
     graphs = []
     compiled = torch.compile(flex_attention, backend=lambda graph, _: graphs.append(graph) or graph)
