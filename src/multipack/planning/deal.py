@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multipack.planning.kernels import balancing
-from multipack.planning.kernels.placing import falling, fill_empty, place, sums
+from multipack.planning.kernels.placing import falling, fill_empty, gather, place, sums
 from multipack.planning.options import Sync
 
 Integers = NDArray[np.int64]
@@ -212,6 +212,9 @@ class _Step:
                 lengths = self.lengths[documents]
                 slots = place(lengths, lengths, each, self.capacity, self.max_documents)
                 placed[documents] = np.where(slots < 0, -1, slots * self.ranks + rank)
+        if placed.min() < 0:
+            everything = np.ones(len(placed), dtype=np.bool_)
+            gather(placed, self.lengths, everything, self.packs, self.capacity, self.max_documents, -1)
         return placed
 
     def _by_slot(self) -> Integers:
