@@ -5,18 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from multipack.data.collate import PackedCollator
-from multipack.data.documents import Document
 from multipack.models.decoder import Decoder
 from multipack.models.generate import PACK_TOKENS, generate, generate_batch
 from multipack.models.kv_cache import SMALLEST, KeyValueCache
 from multipack.models.sampling import Sampling
-from multipack.ops.attention import attention
 
 LONG = 256
 GREEDY = Sampling(max_tokens=16, temperature=0)
@@ -35,13 +31,6 @@ def longer(model: Decoder, context: int) -> Decoder:
 def prompt_of(length: int, seed: int = 0) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 50, (length,), generator=generator).tolist()
-
-
-def pack_of(lengths):
-    """A pack of documents of these lengths."""
-    none = np.zeros((0, 2), dtype=np.int64)
-    documents = [Document(np.zeros(length, dtype=np.uint32), none) for length in lengths]
-    return PackedCollator(len(lengths), max(lengths))(documents)
 
 
 def test_greedy_with_the_cache_equals_the_whole_forward_pass_over_220_tokens(model):
@@ -133,59 +122,6 @@ def test_each_token_costs_one_token(model, monkeypatch):
     )
     generate_batch(model, [prompt_of(30), prompt_of(7)], Sampling(max_tokens=5, temperature=0))
     assert passes == [37, 2, 2, 2, 2]
-
-
-@pytest.mark.parametrize("window", [None, 1, 5, 100])
-@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
-def test_a_layer_attends_as_attention_does_over_the_whole_sequences(window, heads):
-    """Three sequences of unequal lengths, read as a pack, then grown by 90 tokens: past the first memory taken."""
-    grown, lengths, width = 90, (7, 1, 30), 8
-    wholes = [
-        [torch.randn(length + grown, count, width) for count in (heads[0], *heads[1:] * 2)]
-        for length in lengths
-    ]
-    expected = []
-    for q, k, v in wholes:
-        expected.append(attention(q, k, v, pack_of([len(q)]), window=window))
-    cache = KeyValueCache(1, rows=4, limit=200)
-    packed = pack_of(lengths)
-    cache.admit(packed)
-    begun = [
-        torch.cat([whole[i][:length] for whole, length in zip(wholes, lengths, strict=True)])
-        for i in range(3)
-    ]
-    found = cache.layers[0].attend(*begun, packed, "auto", window).split(lengths)
-    for part, whole in zip(found, expected, strict=True):
-        torch.testing.assert_close(part, whole[: len(part)], rtol=1e-5, atol=1e-6)
-    for step in range(grown):
-        at = [length + step for length in lengths]
-        batch = cache.advance([0, 0, 0], torch.device("cpu"))
-        assert batch.position_ids.tolist() == at
-        new = [
-            torch.stack([whole[i][place] for whole, place in zip(wholes, at, strict=True)]) for i in range(3)
-        ]
-        for row, out in enumerate(cache.layers[0].attend(*new, batch, "auto", window)):
-            torch.testing.assert_close(out, expected[row][at[row]], rtol=1e-5, atol=1e-6)
-
-
-def test_a_removed_row_is_taken_by_the_last_and_used_again():
-    cache = KeyValueCache(1, rows=3, limit=10)
-    (layer,) = cache.layers
-    pack = pack_of([2, 3, 4])
-    cache.admit(pack)
-    key = torch.arange(9.0).view(9, 1, 1).expand(9, 1, 2).contiguous()
-    layer.attend(key, key, key, pack, "auto", None)
-    cache.remove(0)
-    assert cache.lengths == [4, 3]
-    assert layer.keys[0, 0, :4, 0].tolist() == [5, 6, 7, 8]
-    assert layer.keys[1, 0, :3, 0].tolist() == [2, 3, 4]
-    cache.remove(1)
-    assert cache.lengths == [4]
-    with pytest.raises(ValueError, match="3 sequences of 10 tokens each, not 4 of up to 4"):
-        cache.admit(pack_of([1, 1, 1]))
-    with pytest.raises(ValueError, match="not 2 of up to 11"):
-        cache.admit(pack_of([11]))
-    assert cache.lengths == [4]
 
 
 @pytest.mark.parametrize("shape", ["llama-gqa"], indirect=True)

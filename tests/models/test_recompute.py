@@ -21,7 +21,7 @@ KINDS = ["full", "selective"]
 
 
 class Watch(TorchDispatchMode):
-    """Operators called, shapes of their outputs, and bytes of them that are still alive."""
+    """Operators called, shapes of their outputs, and the storages that they made."""
 
     def __init__(self):
         super().__init__()
@@ -36,13 +36,6 @@ class Watch(TorchDispatchMode):
                 self.made.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
                 self.shapes.add(tuple(tensor.shape))
         return out
-
-    def held(self, but=()):
-        """Bytes alive, without the storage of the tensors `but`."""
-        known = {tensor.untyped_storage()._cdata for tensor in but}
-        return sum(
-            size for key, (alive, size) in self.made.items() if key not in known and not alive.expired()
-        )
 
 
 def results(model, batch, autocast=False):
@@ -149,31 +142,6 @@ def test_tiles_divide_the_vocabulary_of_preferences_too(shape, distance):
         found = model.log_probabilities(hidden, model.output_weight, targets)
     assert distance(found, expected) < 1e-6
     assert not any(made[-1:] == (shape.vocabulary_size,) for made in watch.shapes)
-
-
-def test_bytes_kept_for_the_backward_pass(shape, document, pack):
-    """Counted on four layers, and near the formulas in the module's docstring."""
-    shape = dataclasses.replace(shape, layers=4, d_ff=96, context=64)
-    model = Decoder(shape)
-    batch = pack([document(40, seed=1), document(24, seed=2)])
-    held = {}
-    for kind in ("none", "selective", "full"):
-        recompute_blocks(model, kind)
-        x, rotation = model.embed(batch).detach().requires_grad_(), model.rotation(batch)
-        with Watch() as watch:
-            for block in model.blocks:
-                x = block(x, batch, rotation)
-        # One layer's output is in x, whatever was kept; the first one's input was there before.
-        held[kind] = watch.held(but=model.parameters()) / (4 * shape.layers * batch.num_slots * shape.d_model)
-        del x
-    keys = shape.kv_heads * shape.head_width / shape.d_model
-    heads = shape.heads * shape.head_width / shape.d_model
-    feed_forward = (4 if shape.gated else 2) * shape.d_ff / shape.d_model
-    assert held["full"] == pytest.approx(1, rel=0.05)
-    selective = 2 + 2 * heads + 2 * keys + feed_forward / 2
-    assert held["selective"] == pytest.approx(selective, rel=0.05)
-    norms = 0 if shape.norm == "layernorm" else 2  # torch's RMSNorm on a CPU keeps two more
-    assert held["none"] == pytest.approx(4 + norms + 2 * heads + 2 * keys + feed_forward, rel=0.1)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])

@@ -34,14 +34,24 @@ def same(state, other):
     )
 
 
+def engine_of(*options, **more):
+    model = SumOfSquares()
+    return ModelEngine([model], build_optimizer(model, OptimizerConfig()), Mesh(World()), *options, **more)
+
+
+def weights_of(engine):
+    return [parameter.detach().clone() for parameter in engine.model.parameters()]
+
+
+def norm_of(model):
+    return float(torch.cat([parameter.grad.reshape(-1) for parameter in model.parameters()]).norm())
+
+
 @pytest.fixture
 def engine():
     torch.manual_seed(0)
-    model = SumOfSquares()
     ticks = itertools.count()
-    return ModelEngine(
-        [model], build_optimizer(model, OptimizerConfig()), Mesh(World()), clock=lambda: float(next(ticks))
-    )
+    return engine_of(clock=lambda: float(next(ticks)))
 
 
 def test_micro_batches_accumulate_the_gradient_of_the_whole(engine):
@@ -65,11 +75,10 @@ def test_times_are_the_clocks(engine):
 def test_clip_returns_the_norm_before_and_zero_never_clips(engine):
     rows = torch.randn(4, 3)
     engine.forward_backward([rows], 1)
-    norm = torch.cat([p.grad.reshape(-1) for p in engine.model.parameters()]).norm()
-    assert engine.clip(0.0) == pytest.approx(float(norm), rel=1e-6)
-    assert engine.clip(0.5) == pytest.approx(float(norm), rel=1e-6)
-    clipped = torch.cat([p.grad.reshape(-1) for p in engine.model.parameters()]).norm()
-    assert float(clipped) == pytest.approx(0.5, rel=1e-4)
+    norm = norm_of(engine.model)
+    assert engine.clip(0.0) == pytest.approx(norm, rel=1e-6)
+    assert engine.clip(0.5) == pytest.approx(norm, rel=1e-6)
+    assert norm_of(engine.model) == pytest.approx(0.5, rel=1e-4)
 
 
 def test_state_round_trips_and_training_continues_equally(engine):
@@ -78,8 +87,7 @@ def test_state_round_trips_and_training_continues_equally(engine):
         engine.forward_backward([rows], 4)
         engine.step(0.01)
     saved = {part: {k: v.clone() for k, v in group.items()} for part, group in engine.state().items()}
-    other_model = SumOfSquares()
-    other = ModelEngine([other_model], build_optimizer(other_model, OptimizerConfig()), Mesh(World()))
+    other = engine_of()
     other.load_state(saved)
     assert same(other.state(), engine.state())
     for rows in batches[2:]:
@@ -91,12 +99,11 @@ def test_state_round_trips_and_training_continues_equally(engine):
 
 def test_a_checkpoint_of_another_model_is_refused(engine):
     state = engine.state()
-    with pytest.raises(ValueError, match="lacks scale"):
-        engine.load_state(
-            {"model": {k: v for k, v in state["model"].items() if k != "scale"}, "optimizer": {}}
-        )
-    with pytest.raises(ValueError, match=r"scale \(3,\) instead of \(2,\)"):
-        engine.load_state({"model": {**state["model"], "scale": torch.ones(3)}, "optimizer": {}})
+    fewer = {name: tensor for name, tensor in state["model"].items() if name != "scale"}
+    longer = {**state["model"], "scale": torch.ones(3)}
+    for model, named in ((fewer, "lacks scale"), (longer, r"scale \(3,\) instead of \(2,\)")):
+        with pytest.raises(ValueError, match=named):
+            engine.load_state({"model": model, "optimizer": {}})
 
 
 def test_evaluation_changes_neither_mode_nor_gradients(engine):
@@ -118,8 +125,7 @@ def test_bf16_runs_matrix_products_in_bfloat16():
 @pytest.fixture
 def half():
     torch.manual_seed(0)
-    model = SumOfSquares()
-    return ModelEngine([model], build_optimizer(model, OptimizerConfig()), Mesh(World()), torch.float16)
+    return engine_of(torch.float16)
 
 
 def test_fp16_scales_the_loss_and_gives_the_gradient_of_fp32(half):
@@ -130,19 +136,17 @@ def test_fp16_scales_the_loss_and_gives_the_gradient_of_fp32(half):
     seen = []
     half.forward_backward([rows[:2], rows[2:]], 600, lambda index: seen.append((index, half.loss_scale)))
     assert seen == [(0, 65536.0)]  # after every micro-batch but the last
-    assert half.clip(0.0) == pytest.approx(
-        float(torch.cat([p.grad.reshape(-1) for p in expected.parameters()]).norm()), rel=5e-3
-    )
+    assert half.clip(0.0) == pytest.approx(norm_of(expected), rel=5e-3)
     assert not half.overflowed
     for found, wanted in zip(half.model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-2, atol=1e-2)
-    before = [p.detach().clone() for p in half.model.parameters()]
+    before = weights_of(half)
     half.step(1e-2)
     assert any(not torch.equal(a, b) for a, b in zip(before, half.model.parameters(), strict=True))
 
 
 def test_an_overflow_is_reported_and_halves_the_scale(half):
-    before = [p.detach().clone() for p in half.model.parameters()]
+    before = weights_of(half)
     half.forward_backward([torch.full((2, 3), 300.0)], 1)  # squares beyond 65,504
     half.clip(1.0)
     assert half.overflowed
@@ -154,16 +158,7 @@ def test_an_overflow_is_reported_and_halves_the_scale(half):
     half.clip(1.0)
     assert not half.overflowed
     half.step(1e-3)
-
-
-def test_the_loss_scale_is_part_of_the_state(half):
-    half.forward_backward([torch.full((2, 3), 300.0)], 1)
-    half.clip(1.0)
-    half.discard()
-    torch.manual_seed(1)
-    other = ModelEngine(
-        [model := SumOfSquares()], build_optimizer(model, OptimizerConfig()), Mesh(World()), torch.float16
-    )
+    other = engine_of(torch.float16)
     other.load_state(half.state())
     assert other.loss_scale == half.loss_scale == 32768.0
     assert same(other.state(), half.state())
@@ -181,9 +176,9 @@ def test_parameter_groups_scale_the_learning_rate():
 
 
 def test_discard_skips_a_step(engine):
-    before = [p.detach().clone() for p in engine.model.parameters()]
+    before = weights_of(engine)
     engine.forward_backward([torch.randn(2, 3)], 1)
     engine.discard()
     assert all(p.grad is None for p in engine.model.parameters())
-    assert all(torch.equal(a, b) for a, b in zip(before, engine.model.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, weights_of(engine), strict=True))
     assert (engine.loss_scale, engine.overflowed) == (1.0, False)

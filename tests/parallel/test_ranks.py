@@ -65,36 +65,23 @@ def test_every_launcher_is_recognized(environment, launcher):
     assert found.local_size == (0 if launcher == "srun" else 4)
 
 
-def test_without_variables_there_is_one_process():
+def test_without_a_launcher_there_is_one_process():
     assert find_ranks({}) == Ranks()
     assert find_ranks({"RANK": "0", "WORLD_SIZE": ""}) == Ranks()
-
-
-def test_a_batch_script_is_a_process_on_its_own():
     assert find_ranks(BATCH).size == 1
 
 
-def test_a_shell_of_srun_is_a_process_on_its_own_and_may_start_others():
+def test_a_step_of_srun_that_holds_other_launchers_does_not_count():
+    """A shell of srun, one torchrun a host, the helpers of mpiexec; and processes of srun that have PMI too."""
     shell = {**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
     assert find_ranks(shell).size == 1
     assert find_ranks({**shell, **MPICH}).rank == 5
-
-
-def test_launchers_of_torchrun_or_of_mpiexec_helpers_do_not_count():
-    one_a_node = {
-        **SRUN,
-        "SLURM_PROCID": "1",
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
-    }
+    tasks = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+    one_a_node = {**SRUN, **tasks}
     assert find_ranks({**one_a_node, **TORCHRUN}).rank == 5
     assert find_ranks({**one_a_node, **OPEN_MPI}).rank == 5
     assert find_ranks({**one_a_node, **MPICH}).launcher == "MPICH"
-
-
-def test_srun_with_pmi_on_hosts_of_one_process_has_local_rank_0():
-    both = {**SRUN, "PMI_RANK": "1", "PMI_SIZE": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}
-    both |= {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+    both = {**one_a_node, "PMI_RANK": "1", "PMI_SIZE": "2", "SLURM_LOCALID": "0"}
     assert find_ranks(both).local_rank == 0
 
 
@@ -105,9 +92,14 @@ def test_srun_with_pmi_on_hosts_of_one_process_has_local_rank_0():
         ({**MPICH, "WORLD_SIZE": "4"}, "WORLD_SIZE=4 and PMI_SIZE=8"),
         ({**SRUN, "PMI_RANK": "2", "PMI_SIZE": "8"}, "PMI_RANK=2 and SLURM_PROCID=5"),
         ({**SRUN, "RANK": "5", "WORLD_SIZE": "1"}, "WORLD_SIZE=1 and SLURM_STEP_NUM_TASKS=8"),
+        ({"WORLD_SIZE": "4"}, r"RANK is not.*multipack launch -n 4"),
+        ({"RANK": "1"}, r"RANK=1 is set.*WORLD_SIZE"),
+        ({"RANK": "4", "WORLD_SIZE": "4"}, r"RANK=4 is no rank of WORLD_SIZE=4.*0 … 3"),
+        ({"RANK": "x", "WORLD_SIZE": "4"}, r"RANK='x' is not a whole number"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, r"WORLD_SIZE=0 is no number of processes"),
     ],
 )
-def test_launchers_that_disagree_are_both_named(environment, named):
+def test_incomplete_variables_and_launchers_that_disagree_are_refused(environment, named):
     with pytest.raises(ValueError, match=named):
         find_ranks(environment)
 
@@ -117,21 +109,6 @@ def test_the_parts_that_agree_are_put_together():
     alone = {name: value for name, value in PALS.items() if not name.startswith("PMI")}
     assert find_ranks({**alone, "WORLD_SIZE": "8"}).rank == 5
     assert find_ranks({**SRUN, "LOCAL_RANK": "0", "RANK": "5", "WORLD_SIZE": "8"}).local_rank == 0
-
-
-@pytest.mark.parametrize(
-    ("environment", "message"),
-    [
-        ({"WORLD_SIZE": "4"}, r"RANK is not.*multipack launch -n 4"),
-        ({"RANK": "1"}, r"RANK=1 is set.*WORLD_SIZE"),
-        ({"RANK": "4", "WORLD_SIZE": "4"}, r"RANK=4 is no rank of WORLD_SIZE=4.*0 … 3"),
-        ({"RANK": "x", "WORLD_SIZE": "4"}, r"RANK='x' is not a whole number"),
-        ({"RANK": "0", "WORLD_SIZE": "0"}, r"WORLD_SIZE=0 is no number of processes"),
-    ],
-)
-def test_incomplete_variables_are_refused(environment, message):
-    with pytest.raises(ValueError, match=message):
-        find_ranks(environment)
 
 
 def test_the_address_is_given_or_that_of_the_first_host():

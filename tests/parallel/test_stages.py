@@ -55,10 +55,10 @@ def test_the_last_stage_is_lighter_by_the_head(layers, stages, head, sizes):
     assert [len(each) for each in split_layers(layers, stages, head)] == sizes
 
 
-@pytest.mark.parametrize("stages", [4, 0])
-def test_more_stages_than_layers_are_refused(stages):
-    with pytest.raises(ValueError, match=r"model\.layers=3"):
-        split_layers(3, stages)
+def test_more_stages_than_layers_are_refused():
+    for stages in (4, 0):
+        with pytest.raises(ValueError, match=r"model\.layers=3"):
+            split_layers(3, stages)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -107,8 +107,5 @@ def test_micro_batches_that_a_pipeline_cannot_run_are_refused(ranks, micro_batch
         check_micro_batches(config, micro_batches)
     assert fit_micro_batches(config, micro_batches) == wanted
     check_micro_batches(config, wanted)
-
-
-def test_without_a_pipeline_any_number_of_micro_batches_runs():
     assert fit_micro_batches(ParallelConfig(), 1) == 1
     assert fit_micro_batches(ParallelConfig(pipeline=4), 6) == 6
