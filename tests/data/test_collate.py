@@ -54,10 +54,9 @@ def test_every_pack_of_a_plan_has_the_same_shapes():
     assert shapes == {((10,), (6,), 10)}
 
 
-@pytest.mark.parametrize("pad_to", [None, 8])
-def test_an_empty_pack_is_a_weightless_document(pad_to):
-    batch = PackedCollator(max_documents=2, max_seqlen=4, pad_to=pad_to)([])
-    slots = pad_to or 1
+@pytest.mark.parametrize(("pad_to", "align", "slots"), [(None, 1, 1), (8, 1, 8), (None, 4, 4)])
+def test_an_empty_pack_is_a_weightless_document(pad_to, align, slots):
+    batch = PackedCollator(max_documents=2, max_seqlen=4, pad_to=pad_to, align=align)([])
     assert batch.lengths == (slots,)
     assert batch.cu_seqlens.tolist() == [0, slots, slots, slots]
     assert batch.targets.tolist() == [IGNORE] * slots
@@ -76,31 +75,29 @@ def test_targets_never_cross_documents():
         assert batch.num_target_tokens == sum(len(each.tokens) - 1 for each in documents)
 
 
-def test_too_much_is_refused():
-    with pytest.raises(ValueError, match="3 documents in one pack, but the plan has at most 2"):
-        PackedCollator(max_documents=2, max_seqlen=5)([A, B, C])
-    with pytest.raises(ValueError, match="7 tokens does not fit into pad_to=6"):
-        PackedCollator(max_documents=2, max_seqlen=5, pad_to=6)([A, B])
-    with pytest.raises(ValueError, match="a document of 5 tokens exceeds max_seqlen=4"):
-        PackedCollator(max_documents=2, max_seqlen=4)([A])
-
-
 def test_padding_gives_rows_of_one_width():
-    batch = PaddedCollator(pad_id=9)([A, B])
+    batch = PaddedCollator(pad_id=9, loss_weighting="document")([A, B])
     assert batch.input_ids.tolist() == [5, 6, 7, 8, 9, 3, 4, 9, 9, 9]
     assert batch.targets.tolist() == [IGNORE, 7, 8, 9, IGNORE, 4, *[IGNORE] * 4]
     assert batch.cu_seqlens.tolist() == [0, 5, 10]
     assert (batch.num_tokens, batch.num_target_tokens, batch.lengths) == (7, 4, (5, 5))
+    packed = PackedCollator(max_documents=3, max_seqlen=5, loss_weighting="document")([A, B])
+    assert batch.weights.tolist() == [*packed.weights.tolist(), 0, 0, 0]
+    assert batch.denominator == packed.denominator == 2
 
 
-def test_every_document_weighs_alike():
-    batch = PackedCollator(max_documents=3, max_seqlen=6, pad_to=10, loss_weighting="document")([A, B, C])
+@pytest.mark.parametrize("align", [1, 4])
+def test_every_document_has_the_same_weight(align):
+    shape = {"max_documents": 3, "max_seqlen": 8, "pad_to": 24, "align": align}
+    batch = PackedCollator(**shape, loss_weighting="document")([A, B, C])
     third = np.float32(1 / 3)
-    assert batch.weights.tolist() == [0, third, third, third, 0, 1, 0, 0, 0, 0]
+    assert batch.weights[batch.targets != IGNORE].tolist() == [third, third, third, 1]
+    assert (batch.weights[batch.targets == IGNORE] == 0).all()
     assert batch.weights.dtype == torch.float32
     assert batch.num_target_documents == batch.denominator == 2  # C has no target
-    token = PackedCollator(max_documents=3, max_seqlen=6, pad_to=10)([A, B, C])
+    token = PackedCollator(**shape)([A, B, C])
     assert token.weights is None
+    assert token.targets.tolist() == batch.targets.tolist()
     assert (token.num_target_documents, token.denominator) == (2, token.num_target_tokens)
 
 
@@ -112,13 +109,6 @@ def test_a_prompt_without_an_answer_weighs_nothing():
     empty = PackedCollator(max_documents=2, max_seqlen=6, loss_weighting="document")([])
     assert empty.weights.tolist() == [0]
     assert empty.denominator == 0
-
-
-def test_padding_changes_no_weight():
-    packed = PackedCollator(max_documents=3, max_seqlen=5, loss_weighting="document")([A, B])
-    padded = PaddedCollator(loss_weighting="document")([A, B])
-    assert padded.weights.tolist() == [*packed.weights.tolist(), 0, 0, 0]
-    assert padded.denominator == packed.denominator == 2
 
 
 def test_aligned_documents_end_in_padding_of_their_own():
@@ -134,54 +124,36 @@ def test_aligned_documents_end_in_padding_of_their_own():
     assert fixed.num_tokens == 8
 
 
-def test_an_aligned_pack_weighs_what_the_tight_one_does():
-    tight = PackedCollator(max_documents=3, max_seqlen=8, loss_weighting="document")([A, B, C])
-    aligned = PackedCollator(max_documents=3, max_seqlen=8, align=4, loss_weighting="document")([A, B, C])
-    real = aligned.weights > 0
-    assert aligned.weights[real].tolist() == tight.weights[tight.weights > 0].tolist()
-    assert aligned.targets[real].tolist() == tight.targets[tight.targets != IGNORE].tolist()
-    assert aligned.denominator == tight.denominator
-
-
-def test_a_rank_without_documents_runs_an_aligned_one():
-    batch = PackedCollator(max_documents=2, max_seqlen=4, align=4)([])
-    assert batch.lengths == (4,)
-    assert (batch.num_tokens, batch.num_documents, batch.longest) == (0, 0, 0)
-
-
 def test_a_collator_takes_from_a_plan_what_both_must_agree_in():
     made = plan([3, 9, 5, 1], capacity=16, packs_per_step=2, align=4, loss_weighting="document")
     collate = PackedCollator.of(made, pad_to=16, pad_id=7)
     assert collate == PackedCollator(made.most_documents, 12, 16, 7, 4, "document")
 
 
-def test_what_cannot_be_meant_is_refused():
-    with pytest.raises(
-        ValueError, match="loss_weighting='sequence' is unknown; choose one of token, document"
-    ):
-        PackedCollator(1, 1, loss_weighting="sequence")
-    with pytest.raises(ValueError, match="loss_weighting='mean' is unknown"):
-        PaddedCollator(loss_weighting="mean")
-    with pytest.raises(ValueError, match=r"pad_to=10 is not a multiple of align=4.*use 8"):
-        PackedCollator(1, 8, pad_to=10, align=4)
-    with pytest.raises(ValueError, match="align"):
-        PackedCollator(1, 8, align=0)
-    with pytest.raises(
-        ValueError, match="12 tokens \\(each document padded to a multiple of 4\\) does not fit"
-    ):
-        PackedCollator(3, 8, pad_to=8, align=4)([A, B])
-    with pytest.raises(ValueError, match=r"a document of 8 tokens .* exceeds max_seqlen=6"):
-        PackedCollator(3, 6, align=4)([A])
-
-
-def test_weights_move_with_the_batch():
-    batch = PackedCollator(max_documents=3, max_seqlen=6, loss_weighting="document")([A, B])
-    assert batch.to("meta").weights.device.type == "meta"
-    assert PackedCollator(max_documents=3, max_seqlen=6)([A, B]).to("meta").weights is None
+@pytest.mark.parametrize(
+    ("options", "documents", "complaint"),
+    [
+        ({"max_documents": 2}, [A, B, C], "3 documents in one pack, but the plan has at most 2"),
+        ({"pad_to": 6}, [A, B], "7 tokens does not fit into pad_to=6"),
+        ({"max_seqlen": 4}, [A], "a document of 5 tokens exceeds max_seqlen=4"),
+        ({"loss_weighting": "sequence"}, [], "'sequence' is unknown; choose one of token, document"),
+        ({"pad_to": 10, "align": 4}, [], r"pad_to=10 is not a multiple of align=4.*use 8"),
+        ({"align": 0}, [], "align"),
+        ({"pad_to": 8, "align": 4}, [A, B], r"12 tokens \(.* multiple of 4\) does not fit"),
+        ({"max_seqlen": 6, "align": 4}, [A], r"a document of 8 tokens .* exceeds max_seqlen=6"),
+    ],
+)
+def test_impossible_packs_are_refused(options, documents, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        PackedCollator(**{"max_documents": 3, "max_seqlen": 8, **options})(documents)
+    if "loss_weighting" in options:
+        with pytest.raises(ValueError, match=complaint):
+            PaddedCollator(**options)
 
 
 def test_to_moves_tensors_and_keeps_the_rest():
-    batch = PackedCollator(max_documents=3, max_seqlen=6)([A, B])
+    batch = PackedCollator(max_documents=3, max_seqlen=6, loss_weighting="document")([A, B])
     moved = batch.to("meta")
-    assert moved.input_ids.device.type == moved.cu_seqlens.device.type == "meta"
+    assert {each.device.type for each in (moved.input_ids, moved.cu_seqlens, moved.weights)} == {"meta"}
     assert moved.lengths == batch.lengths
+    assert PackedCollator(max_documents=3, max_seqlen=6)([A, B]).to("meta").weights is None

@@ -62,15 +62,12 @@ def test_preference_pairs(config, text_file):
     assert corpus.train.lengths[0] == len(chosen.tokens) + len(rejected.tokens)
 
 
-def test_the_seed_chooses_validation_documents(config, pairs):
+def test_validation_documents_are_drawn_by_the_seed_and_can_be_none(config, pairs, text_file):
     chosen = set()
     for seed in range(4):
         corpus = load_corpus(config(source="jsonl", path=pairs, split_seed=seed), BYTE, limit=64)
         chosen.add(tuple(texts(corpus.validation)))
     assert len(chosen) > 1
-
-
-def test_validation_can_be_empty(config, pairs, text_file):
     corpus = load_corpus(config(source="jsonl", path=pairs, validation=0.0), BYTE, limit=64)
     assert (len(corpus.train), len(corpus.validation)) == (20, 0)
     assert corpus.prompts == ("Q0\n", "Q1\n", "Q2\n")
@@ -191,14 +188,6 @@ def test_tinyshakespeare(shared_data, config):
     )
     corpus = load_corpus(config(source="text", path=path, documents="blank_line"), BYTE, limit=4096)
     assert (len(corpus.train), len(corpus.validation)) == (6500, 722)
-
-
-def test_gsm8k(shared_data, config):
-    path = str(shared_data / "text" / "gsm8k_train.jsonl.gz")
-    corpus = load_corpus(config(source="jsonl", path=path, fields=["question", "answer"]), BYTE, limit=4096)
-    assert len(corpus.train) + len(corpus.validation) == 7473
-    assert (corpus.train.target_counts < corpus.train.lengths - 1).all()
-    assert all(prompt.endswith("\n") for prompt in corpus.prompts)
 
 
 def test_the_standard_library(monkeypatch):

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from multipack.data.batch import IGNORE
-from multipack.data.documents import Document, Documents
+from multipack.data.documents import Documents
 from multipack.data.overlong import Pieces
 from multipack.data.store import TokenStore
 from multipack.data.tokenizer import byte_tokenizer
@@ -42,16 +42,6 @@ def test_targets_follow_spans_and_never_the_first_token(small):
     assert whole.target_counts.tolist() == counted(whole) == [11, 3, 7]
 
 
-def test_a_document_of_prompt_only_has_no_targets(write_store):
-    documents = Documents.whole(write_store([[(3, False)], [(1, True)], [(2, True)]]))
-    assert documents.target_counts.tolist() == counted(documents) == [0, 0, 1]
-
-
-def test_lengths_cannot_be_written(small):
-    with pytest.raises(ValueError, match="read-only"):
-        small.lengths[0] = 1
-
-
 def test_arrays_of_the_caller_stay_writable(small):
     length = np.array([4])
     view = Documents(small.store, Pieces(np.array([0]), np.array([0]), length))
@@ -60,21 +50,14 @@ def test_arrays_of_the_caller_stay_writable(small):
     assert not view.lengths.flags.writeable
 
 
-def test_names_tell_pieces(small):
-    pieces = small.cut(8)
-    assert [pieces.names(index) for index in range(4)] == [
-        "doc0 [tokens 0 to 8 of 12]",
-        "doc0 [tokens 8 to 12 of 12]",
-        "doc1",
-        "doc2",
-    ]
-
-
 def test_cut_gives_blocks(small):
     pieces = small.cut(5)
     assert pieces.lengths.tolist() == [5, 5, 2, 4, 5, 3]
     assert np.concatenate(tokens_of(pieces)).tolist() == list(range(24))
     assert pieces.target_counts.tolist() == counted(pieces) == [2, 4, 1, 3, 3, 2]
+    assert pieces.names(1) == "doc0 [tokens 5 to 10 of 12]"
+    assert pieces.names(3) == "doc1"
+    assert tokens_of(pickle.loads(pickle.dumps(pieces))) == tokens_of(pieces)
     with pytest.raises(ValueError, match="blocks of 0"):
         small.cut(0)
 
@@ -179,7 +162,7 @@ def pairs(write_pairs):
     return Documents.whole(write_pairs([(2, 3, 4), (1, 2, 6)]))
 
 
-def test_pairs_are_one_item_of_two_documents(pairs):
+def test_pairs_are_one_item_of_two_documents(pairs, small):
     assert (len(pairs), pairs.lengths.tolist(), pairs.target_counts.tolist()) == (2, [11, 10], [7, 8])
     chosen, rejected = pairs.pair(0)
     assert (chosen.tokens.tolist(), rejected.tokens.tolist()) == (list(range(5)), list(range(6)))
@@ -190,6 +173,8 @@ def test_pairs_are_one_item_of_two_documents(pairs):
     assert pairs.take([1]).pair(0)[0].tokens.tolist() == [0, 1, 2]
     with pytest.raises(ValueError, match="is a preference pair"):
         pairs[0]
+    with pytest.raises(ValueError, match=r"doc0 is no preference pair.*data\.format=preference"):
+        small.pair(0)
 
 
 def test_pairs_are_never_cut(pairs):
@@ -207,20 +192,6 @@ def test_pairs_are_never_cut(pairs):
         pairs.cut(4)
 
 
-def test_documents_without_pairs_have_none(small):
-    with pytest.raises(ValueError, match=r"doc0 is no preference pair.*data\.format=preference"):
-        small.pair(0)
-
-
 def test_prompts_are_measured(small):
     assert small.prompts([0, 1, 2]).tolist() == [3, 0, 1]
     assert small.cut(2).prompts([0, 1, 2]).tolist() == [2, 0, 0]
-
-
-def test_views_travel_to_other_processes(small):
-    assert tokens_of(pickle.loads(pickle.dumps(small.cut(5)))) == tokens_of(small.cut(5))
-
-
-def test_a_document_stands_alone():
-    document = Document(np.array([5, 6, 7], np.uint16), np.zeros((0, 2), np.int64))
-    assert document.shifted_targets().tolist() == [IGNORE] * 3

@@ -106,14 +106,6 @@ def test_prefetch_bounds_the_batches_made_ahead(make):
     assert len(collated) == 3  # one handed out, two ahead
 
 
-def test_an_unused_iterator_starts_no_thread(make):
-    loader = make()
-    loader.load_state_dict({"epoch": 1, "position": 3})
-    iter(loader)
-    assert not threads()
-    assert len(list(loader)) == 3
-
-
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_an_error_is_raised_with_its_batch(make, prefetch):
     def collate(pack):
@@ -136,6 +128,7 @@ def test_an_error_is_raised_with_its_batch(make, prefetch):
 def test_the_thread_ends_with_the_iteration(make, end):
     loader = make(prefetch=1)
     batches = iter(loader)
+    assert not threads()  # before the first batch
     next(batches)
     assert len(threads()) == 1
     if end == "close":

@@ -21,17 +21,26 @@ def test_what_fits_is_left_alone(documents):
         fitted, report = documents.fit(12, policy)
         assert fitted.fingerprint == documents.fingerprint
         assert report.describe() == ""
+    fitted, report = documents.fit(8, "split")
+    assert "2 documents longer than 8 tokens split into 4 pieces" in report.describe()
+    assert report.without_targets == 2  # the piece that is all prompt, and the piece of one token
 
 
-def test_an_error_names_number_name_and_length(documents):
-    with pytest.raises(
-        ValueError,
-        match=r"document 0 \(doc0\) has 12 tokens, more than the limit of 8 .*2 of 3 documents are too long.*"
-        r"data\.overlong=truncate, split or drop",
-    ):
-        documents.fit(8)
-    with pytest.raises(ValueError, match=r"document 1 \(doc2\) has 9 tokens"):
-        documents.take([1, 2]).fit(8, "error")
+@pytest.mark.parametrize(
+    ("limit", "fit", "complaint"),
+    [
+        (8, "error", r"0 \(doc0\) has 12 tokens.*2 of 3 documents.*data\.overlong=truncate, split or drop"),
+        (3, "drop", "leaves nothing: all 3 documents exceed 3 tokens"),
+        (8, "shorten", "one of error, truncate, truncate_left, split, drop"),
+        (0, "split", "cannot fit into 0"),
+        (8, {"repeat_prompt": True}, r"doc0 has a prompt of 9 tokens.*pieces of 8"),
+        (8, {"overlap": 8}, r"data\.overlap=8 leaves no room for new tokens in pieces of 8"),
+        (8, {"overlap": -1}, r"data\.overlap=-1"),
+    ],
+)
+def test_impossible_requests_are_refused(documents, limit, fit, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        documents.fit(limit, Fit("split", **fit) if isinstance(fit, dict) else fit)
 
 
 def test_truncate_left_keeps_the_end(documents):
@@ -55,47 +64,16 @@ def test_truncate_counts_what_is_lost(documents):
     )
 
 
-def test_split_loses_no_token(documents):
-    fitted, report = documents.fit(8, "split")
-    assert fitted.lengths.tolist() == [8, 4, 4, 8, 1]
-    assert (report.split_documents, report.pieces) == (2, 4)
-    assert report.without_targets == 2  # the piece that is all prompt, and the piece of one token
-    assert "2 documents longer than 8 tokens split into 4 pieces" in report.describe()
-
-
 def test_drop_counts_documents_and_tokens(documents):
     fitted, report = documents.fit(8, "drop")
     assert fitted.lengths.tolist() == [4]
     assert (report.dropped_documents, report.dropped_tokens) == (2, 21)
     assert "2 documents longer than 8 tokens dropped (21 tokens)" in report.describe()
-    with pytest.raises(ValueError, match="leaves nothing: all 3 documents exceed 3 tokens"):
-        documents.fit(3, "drop")
-
-
-def test_impossible_requests_are_refused(documents):
-    with pytest.raises(ValueError, match="one of error, truncate, truncate_left, split, drop"):
-        documents.fit(8, "shorten")
-    with pytest.raises(ValueError, match="cannot fit into 0"):
-        documents.fit(0, "split")
 
 
 def test_an_empty_view_fits(documents):
     fitted, report = documents.take([]).fit(8)
     assert (len(fitted), report.without_targets) == (0, 0)
-
-
-def test_pieces_that_overlap_repeat_context_only(documents):
-    fitted, report = documents.take([2]).fit(4, Fit("split", overlap=2))
-    assert [document.tokens.tolist() for document in fitted] == [
-        [16, 17, 18, 19],
-        [18, 19, 20, 21],
-        [20, 21, 22, 23],
-        [22, 23, 24],
-    ]
-    assert [document.spans.tolist() for document in fitted] == [[[0, 4]], [[2, 4]], [[2, 4]], [[2, 3]]]
-    assert fitted.target_counts.tolist() == [3, 2, 2, 1]
-    assert report.repeated_tokens == 6
-    assert "1 documents longer than 4 tokens split into 4 pieces (6 tokens repeated)" in report.describe()
 
 
 def test_pieces_begin_with_the_prompt(write_store):
@@ -118,15 +96,6 @@ def test_pieces_begin_with_the_prompt(write_store):
             again(4)
     assert [len(view) for view in fitted.split(0.5)] == [1, 4]  # the pieces of a document stay together
     assert len({fitted.fingerprint, documents.fit(6, "split")[0].fingerprint, documents.fingerprint}) == 3
-
-
-def test_what_leaves_no_room_for_new_tokens_is_refused(documents):
-    with pytest.raises(ValueError, match=r"doc0 has a prompt of 9 tokens.*pieces of 8"):
-        documents.fit(8, Fit("split", repeat_prompt=True))
-    with pytest.raises(ValueError, match=r"data\.overlap=8 leaves no room for new tokens in pieces of 8"):
-        documents.fit(8, Fit("split", overlap=8))
-    with pytest.raises(ValueError, match=r"data\.overlap=-1"):
-        Fit("split", overlap=-1)
 
 
 def pieces_of(document, limit, overlap, prompt):

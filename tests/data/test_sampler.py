@@ -58,18 +58,12 @@ def test_every_document_once_and_equal_counts(data):
         assert sorted(seen) == list(range(len(lengths)))
 
 
-def test_epochs_differ_and_repeat():
-    made = sampler()
-    first, second = epochs(made, [0]), epochs(made, [1])
-    assert first != second
-    assert epochs(made, [0]) == first == epochs(sampler(), [0])
-
-
 @pytest.mark.parametrize("tail", ["keep", "drop", "carry"])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_resume_is_exact_at_every_position(tail, world):
     rank = world - 1
     whole = epochs(sampler(rank, world, tail=tail), range(3))
+    assert whole != epochs(sampler(rank, world, tail=tail), [0, 0, 0])
     for stop in (0, 1, 2, 5, len(whole) // 3, len(whole) // 3 + 1, len(whole) - 1, len(whole)):
         made, got = sampler(rank, world, tail=tail), []
         state = made.state_dict()
@@ -84,7 +78,7 @@ def test_resume_is_exact_at_every_position(tail, world):
         resumed.load_state_dict(json.loads(json.dumps(state)))
         resumed.set_epoch(state["epoch"])  # hosts do this, once or twice
         resumed.set_epoch(state["epoch"])
-        got += list(resumed)
+        got += list(resumed)  # the position is used once: the following epochs are whole
         got += epochs(resumed, range(state["epoch"] + 1, 3))
         assert got == whole
 
@@ -96,14 +90,6 @@ def test_state_survives_set_epoch_in_the_middle():
     made.set_epoch(0)
     assert made.state_dict()["step"] * made.micro_batches + made.state_dict()["micro_batch"] == 4
     assert head + list(iterator) == list(made)
-
-
-def test_a_loaded_position_is_used_once():
-    made = sampler()
-    whole = list(made)
-    made.load_state_dict(made.state_at(2))
-    assert list(made) == whole[2 * made.micro_batches :]
-    assert list(made) == whole
 
 
 def test_another_epoch_ends_a_running_iterator():
@@ -126,13 +112,8 @@ def test_another_world_goes_on_with_the_same_documents(tail):
             else:
                 rank.load_state_dict(state)
             batches = list(rank)
-            count = rank.micro_batches
-            steps.append(
-                [
-                    [d for batch in batches[i : i + count] for d in batch]
-                    for i in range(0, len(batches), count)
-                ]
-            )
+            count, starts = rank.micro_batches, range(0, len(batches), rank.micro_batches)
+            steps.append([[d for batch in batches[i : i + count] for d in batch] for i in starts])
         return [sorted(d for part in parts for d in part) for parts in zip(*steps, strict=True)]
 
     whole = documents(1)
@@ -162,23 +143,17 @@ def test_states_of_others_are_refused():
         (made, state | {"carried": [1]}, "nothing is carried"),
         (made, {}, "lacks fingerprint"),
     ]
+    whole = list(made)
     for target, given_state, message in cases:
         with pytest.raises(ValueError, match=message):
             target.load_state_dict(given_state)
+    assert list(made) == whole  # a refused state changes nothing
     carrying = sampler(tail="carry")
     state = carrying.state_dict() | {"epoch": 1, "carried": [len(LENGTHS)]}
     with pytest.raises(ValueError, match="not among 500 documents"):
         carrying.load_state_dict(state)
     sampler(0, 2).load_state_dict(inside)
     sampler(0, 3, sync="step").load_state_dict(made.state_at(1))
-
-
-def test_a_refused_state_changes_nothing():
-    made = sampler()
-    whole = list(made)
-    with pytest.raises(ValueError, match="outside"):
-        made.load_state_dict(made.state_at(1) | {"step": 10**6})
-    assert list(made) == whole
 
 
 def test_carry_chain_is_computed_when_epochs_are_skipped():
@@ -194,6 +169,19 @@ def test_carry_chain_is_computed_when_epochs_are_skipped():
     assert (trained + np.bincount(one.plan.carried, minlength=500) == 4).all()
 
 
+def test_impossible_worlds_are_refused():
+    for place, options, message in (
+        ((0, 7), {}, "7 ranks cannot share steps of packs_per_step=6"),
+        ((2, 2), {}, "outside world_size=2"),
+        ((-1, 2), {}, "rank must be"),
+        ((0, 1), {"sync": "never"}, "choose one of micro"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sampler(*place, **options)
+    with pytest.raises(ValueError, match="epoch"):
+        sampler().set_epoch(-1)
+
+
 def test_interface_of_hosts():
     made = sampler()
     assert isinstance(made, Sampler)
@@ -204,19 +192,6 @@ def test_interface_of_hosts():
     assert made.longest == LENGTHS.max()
     assert len(made.deal_of(0)) == made.micro_batches
     assert made.epoch == 0
-
-
-def test_bad_worlds():
-    with pytest.raises(ValueError, match="7 ranks cannot share steps of packs_per_step=6"):
-        sampler(0, 7)
-    with pytest.raises(ValueError, match="outside world_size=2"):
-        sampler(2, 2)
-    with pytest.raises(ValueError, match="rank must be"):
-        sampler(-1, 2)
-    with pytest.raises(ValueError, match="choose one of micro"):
-        sampler(sync="never")
-    with pytest.raises(ValueError, match="epoch"):
-        sampler().set_epoch(-1)
 
 
 class Numbers:
@@ -243,14 +218,6 @@ def test_torch_data_loader(workers):
     assert list(loader) == list(made)
     made.load_state_dict(made.state_at(2))
     assert list(loader) == list(made)[2 * made.micro_batches :]
-
-
-def test_fewer_documents_than_ranks():
-    batches = [
-        list(PackedBatchSampler([5, 6], capacity=9, packs_per_step=4, rank=r, world_size=4)) for r in range(4)
-    ]
-    assert sorted(map(len, batches)) == [1, 1, 1, 1]
-    assert sorted(document for b in batches for document in b[0]) == [0, 1]
 
 
 @pytest.mark.parametrize("align", [1, 8])
