@@ -24,21 +24,9 @@ from multipack.parallel.parallel_config import ParallelConfig
 from multipack.shapes import SHAPES, ModelShape
 
 SLOTS = 512
-LLAMA = ModelShape(
-    layers=4, heads=4, kv_heads=2, d_model=64, d_ff=224, vocabulary_size=300, tied=False, context=SLOTS
-)
-GPT = ModelShape(
-    layers=2,
-    heads=4,
-    d_model=64,
-    d_ff=256,
-    vocabulary_size=300,
-    positions="learned",
-    norm="layernorm",
-    activation="gelu",
-    bias=True,
-    context=SLOTS,
-)
+LLAMA = ModelShape(4, 4, 2, 64, 224, vocabulary_size=300, tied=False, context=SLOTS)
+FAMILY = {"positions": "learned", "norm": "layernorm", "activation": "gelu", "bias": True}
+GPT = ModelShape(2, 4, d_model=64, d_ff=256, vocabulary_size=300, context=SLOTS, **FAMILY)
 SHAPES_ = {
     "llama": LLAMA,
     "llama, tied, dropout": dataclasses.replace(LLAMA, tied=True, head_dim=24, dropout=0.1),
@@ -153,16 +141,10 @@ def test_saved_bytes_and_peak_are_close_to_measured(shape, dtype, recompute):
 
 def test_zero_divides_state():
     elements = model_parameters(LLAMA)
-    for data, shares in (
-        ("ddp", (1, 1, 1)),
-        ("zero2", (4, 4, 4)),
-        ("zero3", (4, 4, 4)),
-        ("hsdp", (2, 2, 2)),
-    ):
+    for data, shards in (("ddp", 1), ("zero2", 4), ("zero3", 4), ("hsdp", 2)):
         found = memory(LLAMA, ranks=4, data=data)
         state = (found.parameters, found.gradients, found.optimizer)
-        expected = [size * elements // n for size, n in zip((4, 4, 8), shares, strict=True)]
-        assert state == pytest.approx(expected, abs=8), data
+        assert state == pytest.approx([size * elements // shards for size in (4, 4, 8)], abs=8), data
     gpt2 = SHAPES["gpt2"]  # zero1 assigns whole tensors to ranks
     shares = [memory(gpt2, ranks=ranks, data="zero1").optimizer for ranks in (2, 64)]
     assert shares == [8 * (model_parameters(gpt2) // 2), 8 * 50_257 * 768]
@@ -196,10 +178,6 @@ def test_axes_divide_activations():
     )
     assert 4 * ring == one
     assert ring < ulysses < 1.2 * ring
-    peaks = [
-        memory(
-            dataclasses.replace(LLAMA, layers=16), "fp32", "none", 8, 4, pipeline=4, schedule=schedule
-        ).peak
-        for schedule in ("1f1b", "interleaved", "gpipe")
-    ]
+    deep, schedules = dataclasses.replace(LLAMA, layers=16), ("1f1b", "interleaved", "gpipe")
+    peaks = [memory(deep, "fp32", "none", 8, 4, pipeline=4, schedule=each).peak for each in schedules]
     assert peaks == sorted(peaks)

@@ -14,12 +14,8 @@ time.sleep(60)
 @pytest.mark.parametrize(
     ("end", "code", "told"),
     [
-        ("sys.exit('error: the one line')", 1, "error: the one line\n"),
-        (
-            "os.kill(os.getpid(), signal.SIGKILL)",
-            137,
-            "error: rank 1 was killed by SIGKILL (the system sends it when memory runs out)\n",
-        ),
+        ("sys.exit('error: the one line')", 1, "error: the one line"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 1 was killed by SIGKILL"),
     ],
     ids=["exit", "killed"],
 )
@@ -28,6 +24,8 @@ def test_a_failure_is_one_line_and_its_exit_code(tmp_path, end, code, told):
     start = [sys.executable, "-m", "multipack.launch.torchrun", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run([*start, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (code, "")
-    assert done.stderr.endswith(told)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert told in last
     assert "Traceback" not in done.stderr
     assert "closing signal" not in done.stderr
