@@ -226,7 +226,7 @@ def test_malformed_templates_are_refused():
         ChatTemplate(nested, []).parts(CHAT)
     with pytest.raises(ValueError, match="1 generation blocks for 2 answers"):
         ChatTemplate("{% generation %}a{% endgeneration %}", []).parts(CHAT, first_target=1)
-    with pytest.raises(ValueError, match="half a surrogate pair"):
+    with pytest.raises(ValueError, match="unpaired surrogate"):
         CHATML.parts([{"role": "user", "content": "\ud800"}], where="x")
 
 

@@ -166,7 +166,7 @@ def test_what_has_nothing_to_learn_is_counted(read):
         ),
         ({"messages": [USER, ANSWER], "tools": "x"}, "field 'tools' is text, but not a list in JSON"),
         ({"messages": [USER, ANSWER], "tools": 3}, "field 'tools' is a int"),
-        ({"messages": [USER, {**ANSWER, "content": "\ud800"}]}, "half a surrogate pair"),
+        ({"messages": [USER, {**ANSWER, "content": "\ud800"}]}, "unpaired surrogate"),
         ({"message": []}, "no field 'messages'"),
     ],
 )

@@ -101,7 +101,7 @@ def test_unreadable_files_are_named(config, text_file, tmp_path):
     (tmp_path / "empty" / "x.bin").write_bytes(b"x")
     with pytest.raises(ValueError, match=r"no \.txt, .* file .*1 files of other kinds"):
         open_source(config(source="text", path=str(tmp_path / "empty")))
-    with pytest.raises(ValueError, match="tokenized already"):
+    with pytest.raises(ValueError, match="already tokenized"):
         open_source(config(source="store", path="x"))
 
 
@@ -213,7 +213,7 @@ def test_a_file_holds_lines_or_a_list(config, text_file):
         (b"[" * 100_000, "not JSON"),
         (b'{"txt": "a"}', r"no field 'text', or null in it \(it has txt\)"),
         (b'{"text": 3}', "field 'text' is a int, not text"),
-        (b'{"text": "\\ud800"}', "half a surrogate pair"),
+        (b'{"text": "\\ud800"}', "unpaired surrogate"),
         (b'{"text": "\xff"}', "not UTF-8"),
     ],
 )
@@ -284,7 +284,7 @@ def test_bad_parquet_files_and_rows_are_named(write_parquet, config, tmp_path, m
         list(open_source(config(source="parquet", path=str(path), **fields)))
 
     (tmp_path / "no.parquet").write_bytes(b"PAR1 not a file PAR1")
-    with pytest.raises(ValueError, match=r"no\.parquet, after row 0: not a whole Parquet file"):
+    with pytest.raises(ValueError, match=r"no\.parquet, after row 0: not a complete Parquet file"):
         read(tmp_path / "no.parquet")
     with pytest.raises(ValueError, match=r"a\.parquet, row 2: .*'text'"):
         read(write_parquet([{"text": "a"}, {"text": None}]))

@@ -1,12 +1,12 @@
 """Documents that arrive while a run trains on them: a growing token store, or a stream of records.
 
-    chunk 0        chunk 1        chunk 2 …            a shard of a growing store, or some hundred records
+    chunk 0        chunk 1        chunk 2 …            a shard of a growing store, or a few hundred records
     |AA|B|CCC|D|   |E|FFFF|GG|    (awaited)
        × held back for validation, from the first chunk only
     ─▶ split, fit ─▶ items A0 A1 C0 C1 D0 E0 …         planned by a `PackStream`, whose state holds those in flight
 
-An item is plain data from which its document is made when its pack is collated. The position is the number of the chunk
-and the number of the next item in it. Together with the items in flight it is all that a run needs to resume: only the
+An item is plain data (JSON types) from which its document is made when its pack is collated. The position is the number
+of the chunk and the number of the next item in it. A run resumes from the position and the items in flight: only the
 chunk in which reading stopped is read again.
 
 Every rank reads the same documents and takes its share of each step, so the steps do not depend on the number of ranks.
@@ -42,17 +42,17 @@ from multipack.planning.lengths import check_integer
 HEAD = 2048
 """Number of first documents of a stream from which the validation documents are drawn."""
 RECORDS = 256
-"""Records that are tokenized together: a chunk. The first chunk has `HEAD`."""
+"""Records per chunk: they are tokenized together. The first chunk has `HEAD` records."""
 OPEN_SHARDS = 16
-"""Shards of a growing store that are kept open: few others have documents in flight."""
+"""Shards of a growing store that are kept open; documents in flight rarely come from more."""
 POLL_SECONDS = 0.25
-"""Time between two looks at a folder whose next shard is awaited."""
+"""Interval at which a folder is checked for its next shard."""
 DECISIVE = ("validation", "split_seed", "overlong", "overlap", "repeat_prompt", "train_on_prompt")
-"""Settings that decide the items of a stream."""
+"""Settings in `data` that determine the items of a stream; part of its fingerprint."""
 
 
 class StreamInterrupted(Exception):
-    """Waiting for documents was ended because the run stops."""
+    """The run stops while it waits for documents."""
 
 
 class DocumentsLate(ValueError):
@@ -60,25 +60,25 @@ class DocumentsLate(ValueError):
 
 
 class Arriving(ABC):
-    """Items of documents that arrive; an iteration continues at the current position.
+    """Base class of the streams: iterates over items, continuing at the current position.
 
     Of the first `HEAD` documents (or those of the first chunk, if it has fewer) the share `data.validation`, chosen by
     `data.split_seed`, is held back for validation. All other documents are trained on.
 
     Args:
-        data: validation and the policy for long documents.
-        limit: most tokens of a document.
+        data: gives the validation share and the policy for long documents.
+        limit: maximum length of a document, in tokens.
 
     Attributes:
         name: name of the stream, for messages.
         tokenizer: the tokenizer of the documents.
         chat_template: the template of chats, as JSON; empty without chats.
-        interrupted: whether waiting has been ended.
-        report: what was done to long documents, in all finished chunks.
+        interrupted: whether `interrupt` was called.
+        report: counts of shortened, divided and dropped documents, over all finished chunks.
         skipped: reason → number of records without a document, in all finished chunks.
         has_pairs: whether the documents are preference pairs.
-        validation: the validation documents, none of them longer than `limit`.
-        validation_fit: what was done to long ones among them.
+        validation: the validation documents, none longer than `limit`.
+        validation_fit: like `report`, for the validation documents.
 
     Raises:
         ValueError: the first chunk has too few documents to hold some back; see `Fit`.
@@ -112,11 +112,11 @@ class Arriving(ABC):
 
     @abstractmethod
     def _read_chunk(self) -> TokenStore | None:
-        """The current chunk, after waiting for it; None after the last one."""
+        """Return the current chunk, waiting for it if necessary; None after the last chunk."""
 
     @abstractmethod
     def _item(self, documents: Documents, number: int) -> dict[str, Any]:
-        """Plain data for document `number` of the current chunk, with its `name`."""
+        """The item of document `number` of the current chunk, without `length` and `targets`; it has a `name`."""
 
     @abstractmethod
     def document(self, item: dict[str, Any]) -> Document:
@@ -124,13 +124,13 @@ class Arriving(ABC):
 
     @property
     def fingerprint(self) -> str:
-        """Sha256 of the first chunk and of all settings that decide the items."""
+        """Sha256 of the first chunk and of all settings that determine the items."""
         settings = {name: getattr(self._data, name) for name in DECISIVE}
         decisive = json.dumps([self._first_checksum, self._limit, settings], sort_keys=True)
         return hashlib.sha256(decisive.encode()).hexdigest()
 
     def interrupt(self) -> None:
-        """End all waiting with `StreamInterrupted`. It takes no lock: a signal handler may call it."""
+        """Make every wait raise `StreamInterrupted`. Takes no lock, so a signal handler may call it."""
         self.interrupted = True
 
     def restart(self) -> None:
@@ -168,9 +168,8 @@ class Arriving(ABC):
         if chunk == 0 and len(self._held):
             whole = whole.take(np.flatnonzero(~np.isin(whole.pieces.document, self._held)))
         fit = self._fit(store)
-        if (
-            fit.policy == "drop" and len(whole) and whole.lengths.min() > self._limit
-        ):  # later chunks may have others
+        # `Documents.fit` raises if it would drop all documents; later chunks may have shorter ones.
+        if fit.policy == "drop" and len(whole) and whole.lengths.min() > self._limit:
             dropped = {"dropped_documents": len(whole), "dropped_tokens": whole.num_tokens}
             return whole.take([]), FitReport(self._limit, "drop", **dropped)
         return whole.fit(self._limit, fit)
@@ -194,7 +193,7 @@ class Arriving(ABC):
         """Continue at a position.
 
         Raises:
-            ValueError: it is damaged, or of another stream.
+            ValueError: `state` is damaged or belongs to another stream.
         """
         missing = [key for key in ("fingerprint", "chunk", "number", "report", "skipped") if key not in state]
         if missing:
@@ -214,11 +213,12 @@ class Arriving(ABC):
 class GrowingFolder(Arriving):
     """The documents of a token store that still grows (`data.source=store data.stream=true`); a chunk is a shard.
 
-    An item is (shard, number in the shard's view): any shard can be opened again.
+    An item holds the number of its shard and of its document among the shard's training documents, because any shard
+    can be opened again.
 
     Raises:
-        DocumentsLate: no shard appeared in time.
-        ValueError: the store holds one stream of text; see `Arriving`.
+        DocumentsLate: no shard appeared within `data.patience_seconds`.
+        ValueError: the store holds one stream of text; see also `Arriving`.
     """
 
     def __init__(self, data: DataConfig, limit: int) -> None:
@@ -235,7 +235,7 @@ class GrowingFolder(Arriving):
         return shard
 
     def _wait_for(self, number: int) -> TokenStore | None:
-        """Shard `number`, once it is there; None if the store is complete without it."""
+        """Wait for shard `number`; None if the store is complete and has no such shard."""
         began = time.monotonic()
         while True:
             count = self._refresh(number)
@@ -255,7 +255,7 @@ class GrowingFolder(Arriving):
             time.sleep(min(POLL_SECONDS, patience / 8))
 
     def _refresh(self, number: int) -> int:
-        """Look at the folder again unless shard `number` is known or the store complete; returns the shards known."""
+        """Read the folder if shard `number` may have been added; return the number of known shards."""
         known = self._store.header.shards if self._store is not None else ()
         if number < len(known) or (self._store is not None and self._store.is_complete):
             return len(known)
@@ -297,18 +297,18 @@ class GrowingFolder(Arriving):
 class StreamedRecords(Arriving):
     """The documents of records (`data.source=huggingface data.stream=true`), tokenized in chunks of `RECORDS`.
 
-    An item is the document itself: records cannot be found again by their numbers. A data set with `state_dict` and
-    `load_state_dict` (such as `datasets.IterableDataset`) is put back to the current chunk when a run resumes; any
+    An item holds the document itself, because records cannot be looked up by number. A data set with `state_dict` and
+    `load_state_dict` (such as `datasets.IterableDataset`) is restored to the current chunk when a run resumes; any
     other iterable is read again from its beginning, and the records before the chunk are not tokenized.
 
     Args:
         data, limit: see `Arriving`; `data` also gives the form of the records.
-        tokenizer: of a kind that is not trained.
-        records: opens the records, from the beginning.
+        tokenizer: a tokenizer of a kind that is not trained on the corpus.
+        records: returns an iterable over the records from the first one.
 
     Raises:
         ImportError: a package that the tokenizer needs is not installed.
-        ValueError: a tokenizer that would be trained on the records; a malformed record; see `Arriving`.
+        ValueError: the tokenizer would be trained on the records, or a record is malformed; see also `Arriving`.
     """
 
     def __init__(
@@ -382,7 +382,7 @@ class StreamedRecords(Arriving):
                 return None
 
     def _encode(self, records: list[dict[str, Any]]) -> TokenStore | None:
-        """The documents of some records; None if there are none."""
+        """Tokenize records into a store in memory; None if they give no document."""
         entries = list[list[SourceDocument]]()
         for number, record in enumerate(records, self._begin + 1):
             name, where = f"{Path(self.name).name}:{number}", f"{self.name}, row {number}"
@@ -414,7 +414,7 @@ class StreamedRecords(Arriving):
         self._pass_records()
 
     def _pass_records(self) -> None:
-        """Go past the records of the current chunk."""
+        """Move the position past the records of the current chunk and count those that were skipped."""
         self._begin = self._end
         self._source_state = self._source.state_dict() if hasattr(self._source, "state_dict") else None
         for reason, count in self._skipped_here.items():

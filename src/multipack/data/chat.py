@@ -1,4 +1,4 @@
-"""Chat templates: messages → text in parts, of which the assistant's are targets.
+"""Chat templates: render messages as text, and mark the assistant's answers as training targets.
 
     messages ─ template ─▶ <|im_start|>user⏎Hi<|im_end|>⏎<|im_start|>assistant⏎Hello<|im_end|>⏎
                            └──────────── context ──────────────────────────────┘└─ target ──┘└ context
@@ -13,7 +13,7 @@ before a template sees them, and restored afterwards as plain text; so are chara
 which text of the template could complete such a name. (A template that cuts pieces out of the middle of messages could
 still assemble a name.)
 
-Templates are foreign programs: they run in Jinja's immutable sandbox, with the names that transformers gives them:
+Templates are untrusted programs: they run in Jinja's immutable sandbox, with the same names as in transformers:
 `messages`, `tools`, `add_generation_prompt`, `bos_token`, `eos_token`, `raise_exception`, `strftime_now`, `tojson`.
 """
 
@@ -43,9 +43,9 @@ from multipack.data.tokenizer import TokenizerConfig, load_tokenizer, tokenizer_
 from multipack.data.vocabularies import CHAT_TEMPLATE
 
 FIRST_CODE = 0x100000
-"""Protected text becomes characters from this code point on: the last private-use plane of Unicode."""
+"""First code point of the replacements for protected text: the last private-use plane of Unicode."""
 OPEN, CLOSE = "\U0010fffc", "\U0010fffd"
-"""Marks around the output of a `{% generation %}` block."""
+"""Characters that mark the begin and end of the output of a `{% generation %}` block."""
 _CODES = re.compile("[\U00100000-\U0010ffff]")
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 _FORMAT = "multipack chat template 1"
@@ -57,26 +57,26 @@ _BUILT_IN = {
         "<|eot_id|>",
     ),
 }
-"""Special tokens, bos_token and eos_token of built-in templates; `plain` has the tokenizer's end token alone."""
+"""Special tokens, bos_token and eos_token of built-in templates; `plain` uses only the tokenizer's end token."""
 _LOOKS_SPECIAL = re.compile(r"<\|\w+\|>")
 
 
 class ChatTemplate:
-    """A Jinja template of chats, and the special tokens that it writes.
+    """A Jinja chat template and the special tokens that it writes.
 
     Args:
         source: the template.
-        special_tokens: names of special tokens in it, beside the next two.
-        bos_token: its value of `bos_token`; empty = none.
-        eos_token: its value of `eos_token`; empty = none.
-        name: name for messages.
+        special_tokens: names of its special tokens, in addition to `bos_token` and `eos_token`.
+        bos_token: value of the variable `bos_token` in the template; empty = none.
+        eos_token: value of the variable `eos_token` in the template; empty = none.
+        name: name of the template in error messages.
 
     Attributes:
-        special_tokens: all names that become one token.
+        special_tokens: names of all special tokens, including `bos_token` and `eos_token`.
         source, bos_token, eos_token, name: as given.
 
     Raises:
-        ValueError: the template is not valid Jinja.
+        ValueError: the template is not valid Jinja, or contains reserved characters.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ChatTemplate:
         )
         if _CODES.search(source):
             raise ValueError(
-                f"{name} holds characters of Unicode's last private-use plane, which are reserved here"
+                f"{name} contains characters of Unicode's last private-use plane, which multipack reserves"
             )
         self._day = datetime.datetime.combine(datetime.date.today(), datetime.time())
         try:
@@ -115,18 +115,19 @@ class ChatTemplate:
         where: str = "",
         first_target: int = 0,
     ) -> tuple[TextPart, ...]:
-        """The conversation in parts: special tokens, and the text between them; assistants' answers are targets.
-
-        The joined text is that of `apply_chat_template` of transformers.
+        """Render a conversation and divide it at special tokens and at the ends of answers.
 
         Args:
             messages: see `read_messages`.
             tools: descriptions of the tools that may be called.
-            where: file and line of the conversation, for errors.
-            first_target: number of the first message whose answer is a target; earlier answers are context.
+            where: file and line of the conversation, for error messages; empty = the template's name.
+            first_target: index of the first message whose answer is a target; earlier answers are context.
+
+        Returns:
+            The parts in order. Their joined text equals the output of `apply_chat_template` of transformers.
 
         Raises:
-            ValueError: malformed messages, the template refuses them, or answers cannot be located in its output.
+            ValueError: messages are malformed, the template rejects them, or answers cannot be located in its output.
         """
         where = where or self.name
         chat = _Chat(self, read_messages(list(messages), where), tools, where)
@@ -135,7 +136,9 @@ class ChatTemplate:
     def prompt_parts(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None
     ) -> tuple[TextPart, ...]:
-        """The conversation and the generation prompt, cut as `parts` cuts it, so that it is tokenized as in training.
+        """Render a conversation and the generation prompt.
+
+        The text is divided as by `parts`, so that it is tokenized as in training. No part is a target.
 
         Raises:
             ValueError: see `parts`.
@@ -154,7 +157,7 @@ class ChatTemplate:
 
     @property
     def identity(self) -> str:
-        """Everything that decides the output, with the day if the template asks for it."""
+        """The template as JSON, with the date if the template uses `strftime_now`; it determines the output."""
         return self.to_json() + (f" {self._day:%Y-%m-%d}" if "strftime_now" in self.source else "")
 
     def to_json(self) -> str:
@@ -174,7 +177,7 @@ class ChatTemplate:
         """The template that `to_json` wrote.
 
         Raises:
-            ValueError: `text` is something else.
+            ValueError: `text` is not the JSON of a chat template.
         """
         try:
             fields = json.loads(text)
@@ -291,10 +294,10 @@ class _Chat:
             )
             text.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"{self.where}: a message holds half a surrogate pair: {error}") from error
+            raise ValueError(f"{self.where}: a message contains an unpaired surrogate: {error}") from error
         except Exception as error:  # a template is a program: it can fail in any way
-            of = "the conversation" if count is None else f"its first {len(messages)} messages"
-            raise ValueError(f"{self.where}: {self.template.name} refuses {of}: {error}") from error
+            rendered = "the conversation" if count is None else f"its first {len(messages)} messages"
+            raise ValueError(f"{self.where}: {self.template.name} refuses {rendered}: {error}") from error
         return text
 
     def restore(self, text: str) -> str:
@@ -385,11 +388,13 @@ def _to_json(
 def resolve_template(data: DataConfig, tokenizer: TokenizerConfig) -> ChatTemplate:
     """The template of `data.chat_template`: built in, a file, the tokenizer's own, or else chatml.
 
-    A tokenizer in a checkpoint has the template of its run.
+    If `data.chat_template` is empty and `tokenizer.kind=file`, a `chat_template.json` beside the tokenizer (as in a
+    checkpoint) takes precedence over the tokenizer's own template.
 
     Raises:
         ImportError: a package that the tokenizer needs is not installed.
-        ValueError: no such template or file, or a file with special tokens that are not named.
+        ValueError: the template or file does not exist, or a file writes special tokens that
+            `data.special_tokens` does not name.
     """
     name = data.chat_template
     if name in _BUILT_IN:
@@ -411,7 +416,7 @@ def resolve_template(data: DataConfig, tokenizer: TokenizerConfig) -> ChatTempla
 
 
 def built_in_template(name: str, end_token: str = "") -> ChatTemplate:
-    """A template of the package.
+    """A chat template that ships with multipack.
 
     Args:
         name: `chatml`, `llama3` or `plain`.

@@ -260,7 +260,7 @@ def _text(record: dict[str, Any], field: str, where: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{where}: field {field!r} holds half a surrogate pair: {error}") from error
+        raise ValueError(f"{where}: field {field!r} contains an unpaired surrogate: {error}") from error
     return value
 
 

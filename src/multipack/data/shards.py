@@ -1,6 +1,6 @@
-"""Shards of a token store, and its header: the files of `data/store.py`, checked before they are believed.
+"""Files of a token store: shards and headers, which are validated when they are read.
 
-A shard is a safetensors file of flat arrays, all little endian; a document is a slice of them:
+A shard is a safetensors file of flat, little-endian arrays; a document is a slice of each:
 
     tokens         |AAAAAAAA|BBBB|CCCCCC|     uint16 (vocabulary ≤ 65,536) or uint32
     offsets        0        8    12     18    int64, documents + 1
@@ -41,7 +41,7 @@ _LARGEST_HEADER, _LARGEST_JSON = 1 << 16, 1 << 26
 
 
 def token_dtype(vocabulary_size: int) -> str:
-    """Type of a token: the smallest that holds every token of the vocabulary."""
+    """NumPy dtype of token ids: the smaller of uint16 and uint32 that holds every id, little endian."""
     return "<u2" if vocabulary_size <= 1 << 16 else "<u4"
 
 
@@ -62,10 +62,10 @@ class Shard:
     Attributes:
         offsets: (documents + 1,) int64: document d is `tokens[offsets[d]:offsets[d + 1]]`.
         span_offsets: (documents + 1,) int64: `spans[span_offsets[d]:span_offsets[d + 1]]` are those of document d.
-        name_offsets: (documents + 1,) int64.
+        name_offsets: (documents + 1,) int64: `names[name_offsets[d]:name_offsets[d + 1]]` is the name of document d.
         spans: (spans, 2) int64 [start, stop) ranges of targets, counted from the first token of their document.
-        tokens: (tokens,) uint16 or uint32.
-        names: (bytes,) uint8 names of the documents in UTF-8.
+        tokens: (tokens,) uint16 or uint32 token ids.
+        names: (bytes,) uint8 names of all documents in UTF-8.
     """
 
     offsets: Integers
@@ -84,19 +84,19 @@ class Shard:
         return raw.tobytes().decode("utf-8", "replace")
 
     def target_counts(self) -> Integers:
-        """(documents,) tokens of each document that are targets; its first token never is."""
+        """(documents,) int64 number of targets of each document; its first token is never a target."""
         targets = self.spans[:, 1] - self.spans[:, 0] - (self.spans[:, 0] == 0)
         return np.diff(np.concatenate(([0], np.cumsum(targets)))[self.span_offsets])
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """Name → array, in the order of a shard's file, little endian and contiguous."""
-        found = {entry.name: np.ascontiguousarray(getattr(self, entry.name)) for entry in fields(self)}
+        """Name → array, little endian and contiguous, in the order of the file."""
+        arrays = {entry.name: np.ascontiguousarray(getattr(self, entry.name)) for entry in fields(self)}
         return {
-            name: values.astype(values.dtype.newbyteorder("<"), copy=False) for name, values in found.items()
+            name: values.astype(values.dtype.newbyteorder("<"), copy=False) for name, values in arrays.items()
         }
 
     def sha256(self) -> str:
-        """Hash of the arrays' bytes."""
+        """Sha256 of the bytes of all arrays, in hexadecimal."""
         digest = hashlib.sha256()
         for values in self.arrays().values():
             digest.update(values.data)
@@ -104,19 +104,19 @@ class Shard:
 
     @classmethod
     def joined(cls, shards: Sequence[Shard]) -> Shard:
-        """All documents of one or more shards, in order."""
+        """Concatenate one or more shards; a single shard is returned as it is."""
         if len(shards) == 1:
             return shards[0]
         joined: dict[str, Any] = {}
         for name in ("offsets", "span_offsets", "name_offsets"):
-            steps = [np.diff(getattr(shard, name)) for shard in shards]
-            joined[name] = offsets_of(np.concatenate(steps))
+            lengths = [np.diff(getattr(shard, name)) for shard in shards]
+            joined[name] = offsets_of(np.concatenate(lengths))
         for name in ("spans", "tokens", "names"):
             joined[name] = np.concatenate([getattr(shard, name) for shard in shards])
         return cls(**joined)
 
     def as_one_document(self, name: str) -> Shard:
-        """The tokens of all documents as one; ranges of targets that touch become one."""
+        """A shard with one document of all tokens, named `name`; adjacent ranges of targets are merged."""
         owner = np.repeat(np.arange(len(self)), np.diff(self.span_offsets))
         spans = self.spans + self.offsets[owner][:, None]
         begins = np.concatenate(([True], spans[1:, 0] != spans[:-1, 1]))[: len(spans)]
@@ -127,21 +127,21 @@ class Shard:
         return Shard(ends[0], ends[1], ends[2], spans, self.tokens, raw)
 
     def check(self, place: object) -> None:
-        """Check that the arrays fit together.
+        """Check that the offsets match the arrays.
 
         Raises:
-            ValueError: they do not; the message names `place`.
+            ValueError: they do not; the message begins with `place`.
         """
-        for name, ends, values, least in (
+        for name, ends, values, min_length in (
             ("offsets", self.offsets, self.tokens, 1),
             ("span_offsets", self.span_offsets, self.spans, 0),
             ("name_offsets", self.name_offsets, self.names, 0),
         ):
             if len(ends) != len(self.offsets) or ends[0] != 0 or ends[-1] != len(values):
                 raise damaged(place, f"{name} does not match the other arrays")
-            steps = np.diff(ends)
-            if len(steps) and steps.min() < least:
-                raise damaged(place, f"{name} does not increase at document {int(np.argmin(steps))}")
+            lengths = np.diff(ends)
+            if len(lengths) and lengths.min() < min_length:
+                raise damaged(place, f"{name} does not increase at document {int(np.argmin(lengths))}")
 
 
 def offsets_of(lengths: Integers) -> Integers:
@@ -152,21 +152,21 @@ def offsets_of(lengths: Integers) -> Integers:
 
 
 def damaged(place: object, reason: str) -> ValueError:
-    """The error of a damaged store."""
+    """The error for a damaged store, for the caller to raise."""
     return ValueError(f"{place}: {reason}: the store is damaged; prepare it again")
 
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """What a header says about a shard.
+    """A header's description of one shard.
 
     Attributes:
         name: file name.
-        bytes: size of the file.
-        sha256: hash of the arrays' bytes.
-        documents: number of documents.
+        bytes: size of the file in bytes.
+        sha256: `Shard.sha256`.
+        documents: number of documents; a preference pair counts as two.
         tokens: number of tokens.
-        read: documents (or pairs) of the source that were tokenized for it, those without tokens included.
+        read: number of documents (or pairs) read from the source for this shard, including those without tokens.
     """
 
     name: str
@@ -178,15 +178,15 @@ class ShardEntry:
 
 
 def write_shard(path: Path, shard: Shard, read: int) -> ShardEntry:
-    """Write a shard, whole or not at all.
+    """Write a shard atomically.
 
     Args:
-        path: its file.
+        path: file of the shard.
         shard: the documents.
         read: see `ShardEntry`.
 
     Raises:
-        OSError: the file cannot be written; the error names it.
+        OSError: the file cannot be written; `filename` is its path.
     """
     arrays, layout, end = shard.arrays(), dict[str, Any](), 0
     for name, array in arrays.items():
@@ -202,17 +202,24 @@ def write_shard(path: Path, shard: Shard, read: int) -> ShardEntry:
     try:
         write_atomically(path, content)
     except OSError as error:
-        error.filename = str(path)  # the error of a full disk has no name
+        error.filename = str(path)  # the error of a full disk names no file
         raise
     size = 8 + len(header) + end
     return ShardEntry(path.name, size, about["sha256"], len(shard), len(shard.tokens), read)
 
 
 def open_shard(path: Path, in_memory: bool = False) -> tuple[Shard, ShardEntry, NDArray[np.uint8]]:
-    """A shard, its entry, and the bytes of its arrays; mapped, or read into memory.
+    """Open a shard without comparing its hash.
+
+    Args:
+        path: file of the shard.
+        in_memory: read the arrays into memory instead of mapping the file.
+
+    Returns:
+        The shard, its entry, and the bytes of all its arrays (uint8).
 
     Raises:
-        ValueError: the file is not a shard, truncated or damaged. Hashes are not compared.
+        ValueError: the file is not a shard, truncated or damaged.
     """
     size = path.stat().st_size if path.is_file() else -1
     if size < 8:
@@ -225,7 +232,7 @@ def open_shard(path: Path, in_memory: bool = False) -> tuple[Shard, ShardEntry, 
             layout = json.loads(file.read(length))
             about = layout.pop("__metadata__")
             if about["format"] != FORMAT or about["version"] != str(VERSION):
-                raise ValueError("of another format")
+                raise ValueError("another format or version")
             places = {entry.name: _place(layout[entry.name]) for entry in fields(Shard)}
             read = int(about["read"])
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -253,11 +260,11 @@ def open_shard(path: Path, in_memory: bool = False) -> tuple[Shard, ShardEntry, 
 
 
 def _place(entry: dict[str, Any]) -> tuple[int, int, np.dtype[Any], tuple[int, ...]]:
-    """Begin, end, type and shape of an array, of which the size was checked."""
+    """Begin and end in bytes, dtype and shape of an array in a shard, checked against each other."""
     (start, stop), shape = entry["data_offsets"], tuple(entry["shape"])
     dtype = np.dtype(_DTYPES[entry["dtype"]])
     if any(type(number) is not int or number < 0 for number in (start, stop, *shape)):
-        raise ValueError("sizes are whole numbers")
+        raise ValueError("a size is not an integer of at least 0")
     if stop - start != dtype.itemsize * int(np.prod(shape, dtype=object)):
         raise ValueError("a shape does not match its size")
     return start, stop, dtype, shape
@@ -265,22 +272,23 @@ def _place(entry: dict[str, Any]) -> tuple[int, int, np.dtype[Any], tuple[int, .
 
 @dataclass(frozen=True)
 class StoreHeader:
-    """What `header.json` holds; `recipe.json` is the same without shards, `part-….json` with those of one part.
+    """Content of `header.json`, of `recipe.json` (without shards) and of `part-….json` (with the shards of one part).
 
     Attributes:
-        vocabulary_size: every token is less than this.
-        end_id: the token after each document, or None.
+        vocabulary_size: every token id is less than this.
+        end_id: id of the token that ends each document, or None.
         tokenizer: the tokenizer's name.
         tokenizer_hash: the tokenizer's hash.
         chat_template_hash: sha256 of `chat_template.json`; empty = there is none.
-        key: identifies source, settings and tokenizer: decides whether a store is reused.
-        split_by: `document`, or `position` for a stream: each shard is one stretch of it.
-        overlong: policy for documents longer than a pack where `data.overlong` is auto.
+        key: hash of source, settings and tokenizer; a store with an equal key is reused.
+        split_by: how validation data is split off: `document`, or `position` for one stream of text, of which each
+            shard is a contiguous range.
+        overlong: policy for documents longer than a pack if `data.overlong` is auto.
         pairs: whether documents 2i and 2i + 1 are the chosen and the rejected answer of preference pair i.
-        parts: number of parts that were prepared separately.
+        parts: number of parts that are prepared separately.
         python: version of Python that wrote the store.
-        description: one line for people.
-        skipped: reason → number of entries that the source left out.
+        description: one line about the source.
+        skipped: reason → number of skipped entries of the source.
         shards: the shards, in order.
     """
 
@@ -311,12 +319,12 @@ class StoreHeader:
 
     @property
     def content_hash(self) -> str:
-        """Sha256 that identifies tokens, targets, names and tokenizer; it was taken when they were written."""
+        """Sha256 that identifies tokens, targets, names and tokenizer, from the hashes in the header."""
         decisive = [self.tokenizer_hash, self.split_by, self.pairs, *(shard.sha256 for shard in self.shards)]
         return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
 
     def is_for(self, other: StoreHeader) -> bool:
-        """Whether both are of one recipe."""
+        """Whether both headers describe the same store, whatever shards are finished."""
         rest = {"python": "", "description": "", "skipped": {}, "shards": ()}
         return replace(self, **rest) == replace(other, **rest)  # type: ignore[arg-type]
 
@@ -325,16 +333,16 @@ class StoreHeader:
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def write(self, file: Path) -> None:
-        """Write `file`, whole or not at all."""
+        """Write the header and its checksum to `file`, atomically."""
         content = {"format": FORMAT, "version": VERSION, **asdict(self), "checksum": self._checksum()}
         write_atomically(file, (json.dumps(content, indent=1) + "\n").encode())
 
     @classmethod
     def read(cls, file: Path) -> StoreHeader:
-        """The header in `file`.
+        """Read and check the header in `file`.
 
         Raises:
-            ValueError: no header is there, of another version, or it is damaged.
+            ValueError: the file is missing, of another version, or damaged.
         """
         if not file.is_file():
             raise ValueError(
@@ -357,10 +365,10 @@ class StoreHeader:
             values = {entry.name: content[entry.name] for entry in fields(cls)}
             shards = tuple(ShardEntry(**shard) for shard in values.pop("shards"))
             header = cls(**values, shards=shards)
-            right = header._checksum() == content["checksum"] and header._is_consistent()
+            is_valid = header._checksum() == content["checksum"] and header._is_consistent()
         except (KeyError, TypeError) as error:
             raise damaged(file, f"it lacks {error}") from error
-        if not right:
+        if not is_valid:
             raise damaged(file, "it was edited (its checksum differs)")
         return header
 
@@ -378,11 +386,14 @@ class StoreHeader:
 
 
 def find_shards(folder: Path, known: Sequence[ShardEntry] = ()) -> tuple[StoreHeader, bool]:
-    """The header of a store that may still grow, with the shards that can be read now, in order; and its completeness.
+    """Find the shards of a store that may still grow.
 
     Args:
         folder: folder of the store.
         known: shards that an earlier call has found; they are not opened again.
+
+    Returns:
+        The header with the shards that can be read now, in order; and whether the store is complete.
 
     Raises:
         ValueError: the folder has neither a header nor a recipe, or one is damaged.
@@ -404,7 +415,7 @@ def find_shards(folder: Path, known: Sequence[ShardEntry] = ()) -> tuple[StoreHe
 
 
 def check_sizes(folder: Path, shards: Sequence[ShardEntry]) -> None:
-    """Compare the sizes of files with the header.
+    """Check that the shards exist and have the sizes in the header.
 
     Raises:
         ValueError: a shard is missing or has another size.

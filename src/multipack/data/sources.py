@@ -1,14 +1,14 @@
-"""Sources of documents: each is one function and its row in `READERS`.
+"""Sources of documents: each is one reader function and its row in `READERS`.
 
     data.source=stdlib                              (signature + docstring → source) pairs of the running Python
     data.source=text         data.path=PATH         documents by file, blank line or separator, or one stream
-    data.source=jsonl        data.path=PATH         an object a line, or a `.json` file with a list of objects
+    data.source=jsonl        data.path=PATH         one object per line, or a `.json` file with a list of objects
     data.source=parquet      data.path=PATH         rows of Parquet files                (extra `parquet`)
     data.source=huggingface  data.path=NAME|FOLDER  rows of a Hugging Face data set      (extra `huggingface`)
 
-PATH is a file, a folder, or a pattern such as `data/**/*.jsonl.gz`. Files may be gzipped (`.gz`). A reader is a
-generator of documents that gets the `Source`; it takes its files from `source.open_files()`, and documents of records
-from `source.documents_of(record, …)`.
+PATH is a file, a folder, or a pattern such as `data/**/*.jsonl.gz`. Files may be gzipped (`.gz`). A reader takes a
+`Source` and yields its documents; it opens files by `source.open_files()` and turns records into documents by
+`source.documents_of(record, …)`.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class SourceFile(NamedTuple):
     """A file of a source.
 
     Attributes:
-        name: its path relative to the source's folder.
-        path: path to open it.
-        size: stored bytes.
-        modified: time of the last change, in nanoseconds.
+        name: path relative to the source's folder.
+        path: path of the file.
+        size: size on disk in bytes, compressed if the file is.
+        modified: modification time in nanoseconds.
     """
 
     name: str
@@ -53,21 +53,21 @@ class Source:
     """The documents of a `DataConfig`, read from the start at each iteration, one in memory at a time.
 
     Args:
-        config: the source.
-        tokenizer: gives chats its template and end token where `config` names no template.
+        config: describes the source.
+        tokenizer: provides the chat template and its end token if `config` names no template.
 
     Attributes:
         config: as given.
         files: files to read, sorted by name; empty for sources that are not files.
         name: name of the source, for messages.
-        unit: unit of `done` and `total`.
-        total: size of the source.
-        overlong: policy for documents longer than a pack where `data.overlong` is auto.
-        skipped: reason → number of entries that the last iteration left out.
+        unit: unit of `done` and `total`: bytes, files or rows.
+        total: size of the source, in `unit`.
+        overlong: policy for documents longer than a pack if `data.overlong` is auto.
+        skipped: reason → number of entries that the last iteration skipped.
         dataset: the open data set of `data.source=huggingface`.
 
     Raises:
-        ValueError: no file at `config.path`, or documents that are tokenized already.
+        ValueError: there is no file at `config.path`, or the documents are already tokenized.
     """
 
     def __init__(self, config: DataConfig, tokenizer: TokenizerConfig | None = None) -> None:
@@ -83,7 +83,7 @@ class Source:
         if config.source not in READERS:
             place = config.path or ", ".join(config.paths)
             raise ValueError(
-                f"data.source={config.source}: {place} is tokenized already; there is no text to read"
+                f"data.source={config.source}: {place} is already tokenized; there is no text to read"
             )
         self._reader = READERS[config.source]
         if self._reader.suffixes:
@@ -112,7 +112,7 @@ class Source:
             "files",
             len(names),
         )
-        # Times of change are left out: they differ between equal installations, and these files are not edited.
+        # Modification times are left out: they differ between equal installations, and these files are not edited.
         self.files = [SourceFile(name, folder / name, (folder / name).stat().st_size, 0) for name in names]
         self.overlong = "split"
 
@@ -135,12 +135,12 @@ class Source:
 
     @property
     def is_stream(self) -> bool:
-        """Whether all documents together are one."""
+        """Whether the source is one stream of text, not divided into documents."""
         return self.config.source == "text" and self.config.division == "stream"
 
     @property
     def done(self) -> int:
-        """Amount of `total` that the current iteration has read."""
+        """Amount that the current iteration has read, in `unit`."""
         return self._done + (self._open_file.tell() if self._open_file is not None else 0)
 
     def advance(self, amount: int = 1) -> None:
@@ -148,7 +148,7 @@ class Source:
         self._done += amount
 
     def skip(self, reason: str, count: int = 1) -> None:
-        """Count an entry that is left out."""
+        """Count `count` entries as skipped for `reason`."""
         self.skipped[reason] = self.skipped.get(reason, 0) + count
 
     def __iter__(self) -> Iterator[SourceDocument]:
@@ -179,7 +179,7 @@ class Source:
             self._done += file.size
 
     def documents_of(self, record: dict[str, Any], name: str, where: str) -> Sequence[SourceDocument]:
-        """The documents of a record; see `RecordReader.documents`. A record without any is counted as skipped."""
+        """The documents of a record; see `RecordReader.documents`. A record without documents is counted as skipped."""
         found = self._records.documents(record, name, where)
         if isinstance(found, str):
             self.skip(found)
@@ -187,11 +187,11 @@ class Source:
         return found
 
     def columns(self, names: Sequence[str]) -> list[str]:
-        """The columns of a table that are read."""
+        """The columns to read, of a table with the columns `names`."""
         return self._records.columns(names)
 
     def _begun(self) -> RecordReader:
-        """The reader of records, after the first record has decided their form."""
+        """The record reader; reads the first record if the form of the records is not yet known."""
         if self._records.shape is None and self.config.source in ("jsonl", "parquet", "huggingface"):
             next(iter(self), None)
         return self._records
@@ -216,7 +216,7 @@ class Source:
 
     @cached_property
     def identity(self) -> str:
-        """Sha256 of the settings that decide the documents, and of each file's name, size and time of change."""
+        """Sha256 of the settings that determine the documents, and of each file's name, size and modification time."""
         records = self._begun()
         parts: list[object] = [self.config.source, self.config.division, self.config.separator]
         if records.shape is not None:
@@ -230,9 +230,8 @@ class Source:
             ]
         if self.config.source == "stdlib":
             parts.append(self.name)
-        if (
-            self.dataset is not None
-        ):  # the library's fingerprint changes with the rows and all operations on them
+        if self.dataset is not None:
+            # The library's fingerprint changes with the rows and all operations on them.
             parts += [self.dataset._fingerprint, self.total, self.config.part]
         parts += [(file.name, file.size, file.modified) for file in self.files]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
@@ -253,11 +252,11 @@ class Source:
 
 
 def open_source(config: DataConfig, tokenizer: TokenizerConfig | None = None) -> Source:
-    """The source of a checked configuration; files are listed, not yet read. See `Source`.
+    """Check a configuration and open its source; files are listed but not read. See `Source`.
 
     Raises:
         ImportError: a package that reads the source is not installed.
-        ValueError: a setting is illegal, or there is nothing at its path.
+        ValueError: a setting is invalid, or its path does not exist.
     """
     config.check()
     if config.stream:
@@ -309,7 +308,7 @@ def read_text(source: Source) -> Iterator[SourceDocument]:
 
 
 def read_jsonl(source: Source) -> Iterator[SourceDocument]:
-    """One JSON object a line; a `.json` file may hold a list of objects instead."""
+    """One JSON object per line; a `.json` file may hold a list of objects instead."""
     for file, content in source.open_files():
         try:
             for number, place, record in json_records(content, file.path):
@@ -329,7 +328,7 @@ def _unreadable(file: SourceFile, error: Exception) -> ValueError:
 
 
 def read_parquet(source: Source) -> Iterator[SourceDocument]:
-    """Rows of Parquet files; only the columns that are used are read, and at most one row group is in memory."""
+    """Rows of Parquet files; only the required columns are read, and at most one row group is in memory."""
     try:
         import pyarrow
         from pyarrow import parquet
@@ -346,11 +345,13 @@ def read_parquet(source: Source) -> Iterator[SourceDocument]:
                     name, where = f"{file.name}:{number}", f"{file.path}, row {number}"
                     yield from source.documents_of(without_nulls(record), name, where)
         except (pyarrow.ArrowException, OSError) as error:
-            raise ValueError(f"{file.path}, after row {number}: not a whole Parquet file: {error}") from error
+            raise ValueError(
+                f"{file.path}, after row {number}: not a complete Parquet file: {error}"
+            ) from error
 
 
 def read_huggingface(source: Source) -> Iterator[SourceDocument]:
-    """Rows of a Hugging Face data set; only the columns that are used are read."""
+    """Rows of a Hugging Face data set; only the required columns are read."""
     rows = source.dataset.select_columns(source.columns(source.dataset.column_names))
     for number, record in enumerate(rows, 1):
         name, where = f"{source.name}:{number}", f"{source.config.path}, row {number}"
@@ -359,13 +360,13 @@ def read_huggingface(source: Source) -> Iterator[SourceDocument]:
 
 
 def open_dataset(config: DataConfig) -> Any:
-    """The Hugging Face data set of `config`: a `datasets.Dataset`, or with `data.stream` an `IterableDataset`.
+    """Open the Hugging Face data set of `config`: a `datasets.Dataset`, or with `data.stream` an `IterableDataset`.
 
-    `data.path` is a folder of `save_to_disk`, or the name of a data set: `load_dataset(path, subset, split=part)`.
+    `data.path` is a folder written by `save_to_disk`, or an argument of `load_dataset(path, subset, split=part)`.
 
     Raises:
         ImportError: the package datasets is not installed.
-        ValueError: there is no such data set, subset or part.
+        ValueError: the data set, subset or part does not exist.
     """
     try:
         import datasets
@@ -401,8 +402,8 @@ class SourceReader(NamedTuple):
     """A row of `READERS`.
 
     Attributes:
-        read: makes the documents of a source.
-        suffixes: suffixes of its files in a folder; empty = it reads no files.
+        read: yields the documents of a source.
+        suffixes: file name suffixes that it reads in a folder; empty = it reads no files.
     """
 
     read: Callable[[Source], Iterator[SourceDocument]]
@@ -416,4 +417,4 @@ READERS = {
     "parquet": SourceReader(read_parquet, (".parquet", ".pq")),
     "huggingface": SourceReader(read_huggingface),
 }
-"""`data.source` → its reader; a new source also has its name in `SourceName` of data_config.py."""
+"""`data.source` → its reader. The name of a new source must also be added to `SourceName` in data_config.py."""

@@ -4,8 +4,8 @@ All are `tokenizers.Tokenizer`s saved as `tokenizer.json`, which other tools loa
 document that spells `<|endoftext|>` is tokenized as ordinary text, so that only multipack ends documents, and only a
 chat template ends turns.
 
-The library uses threads of its own; in a process that was forked after their use it prints a warning and continues with
-one thread. multipack forks no process and leaves `TOKENIZERS_PARALLELISM` to the user.
+The tokenizers library starts threads; in a process that was forked after their use it prints a warning and continues
+with one thread. multipack forks no process and leaves `TOKENIZERS_PARALLELISM` to the user.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class TokenizerConfig:
 
     @staticmethod
     def preset(name: str) -> dict[str, str] | None:
-        """The values of `tokenizer=PATH`; None for names that are no path."""
+        """The settings of `tokenizer=PATH`; None if `name` is not a path."""
         named = resources.files("multipack") / "presets" / "tokenizer" / f"{name}.yaml"
         is_path = name.endswith(".json") or Path(name).exists()
         return {"kind": "file", "path": name} if is_path and not named.is_file() else None
@@ -84,7 +84,7 @@ class TokenizerConfig:
 
     @property
     def name(self) -> str:
-        """A name for messages, which identifies multipack's own kinds: `char`, `bpe 2048`, `file a.json`, `gpt2`."""
+        """Name in messages, such as `char`, `bpe 2048`, `file a.json` or `gpt2`; without a path it is unique."""
         if self.path:
             return f"{self.kind} {Path(self.path).name}"
         return f"bpe {self.vocabulary_size}" if self.kind in ("auto", "bpe") else self.kind
@@ -96,17 +96,17 @@ class TokenizerConfig:
 
 
 class Tokenizer:
-    """Text to token ids and back.
+    """Encodes text as token ids and decodes them.
 
     Args:
-        definition: the content of a `tokenizer.json`. Truncation and padding in it are removed: documents
+        definition: the content of a `tokenizer.json`. Its truncation and padding are removed, so that documents
             stay whole.
-        name: name for messages.
+        name: name of the tokenizer in messages.
 
     Attributes:
         name: as given.
         vocabulary_size: one more than the largest token id.
-        end_id: the token that ends a document, or None.
+        end_id: id of the token that ends a document, or None.
         hash: sha256 of the definition in canonical JSON.
 
     Raises:
@@ -140,21 +140,24 @@ class Tokenizer:
         """Token ids of `text`; no special token is added.
 
         Raises:
-            ValueError: a character tokenizer does not have a character of the text.
+            ValueError: the text has a character that a character tokenizer does not know.
         """
         self._check_characters((text,))
         return self._library.encode(text, add_special_tokens=False).ids
 
     def encode_parts(self, documents: Sequence[Sequence[TextPart]]) -> list[list[tuple[list[int], bool]]]:
-        """Token ids of each part of each document, and whether they are targets, in parallel threads.
+        """Encode each part of each document, in parallel threads.
 
         A special part becomes the one token of its name; all other parts are ordinary text. Tokenizers that put a
         space before a text (such as SentencePiece's) put none before a part that continues a text.
 
+        Returns:
+            For each document, for each part: its token ids, and whether they are targets.
+
         Raises:
-            ValueError: a special token that this tokenizer does not have; see also `encode`.
+            ValueError: this tokenizer lacks a special token; see also `encode`.
         """
-        texts: tuple[list[str], list[str]] = ([], [])  # that begin a text, and that continue one
+        texts: tuple[list[str], list[str]] = ([], [])  # parts that begin a text; parts that continue one
         for parts in documents:
             for number, part in enumerate(parts):
                 if not part.is_special:
@@ -203,7 +206,7 @@ class Tokenizer:
         return self._special[name]
 
     def grown(self, special_tokens: Sequence[str]) -> Tokenizer:
-        """The same tokenizer with those `special_tokens` appended that it has no token for."""
+        """This tokenizer, with the `special_tokens` that it lacks appended to the vocabulary."""
         lacking = [name for name in special_tokens if self._library.token_to_id(name) is None]
         if not lacking:
             return self
@@ -215,7 +218,7 @@ class Tokenizer:
         """The text of `ids`, without special tokens.
 
         Raises:
-            ValueError: an id outside the vocabulary.
+            ValueError: an id is outside the vocabulary.
         """
         outside = [token for token in ids if not 0 <= token < self.vocabulary_size]
         if outside:
@@ -225,7 +228,7 @@ class Tokenizer:
         return self._library.decode([int(token) for token in ids], skip_special_tokens=True)
 
     def to_json(self) -> str:
-        """The content of its `tokenizer.json`."""
+        """The content of `tokenizer.json`."""
         return self._definition
 
     def save(self, path: Path) -> None:
@@ -271,7 +274,11 @@ def _characters_of(fields: dict[str, Any], ordinary: Set[str]) -> frozenset[str]
 
 
 def character_tokenizer(texts: Iterator[str], special_tokens: Sequence[str] = ()) -> Tokenizer:
-    """One token for each distinct character of `texts`, in the order of Unicode; then the special tokens."""
+    """A tokenizer with one token per distinct character of `texts`, in Unicode order, then the special tokens.
+
+    Raises:
+        ValueError: `texts` has no character.
+    """
     characters: set[str] = set()
     for text in texts:
         characters.update(text)
@@ -287,7 +294,7 @@ def character_tokenizer(texts: Iterator[str], special_tokens: Sequence[str] = ()
 
 
 def byte_tokenizer(special_tokens: Sequence[str] = ()) -> Tokenizer:
-    """Token b is byte b of the text in UTF-8, token 256 ends a document, then the other special tokens."""
+    """A tokenizer of UTF-8 bytes: token b is byte b, token 256 ends a document, then the other special tokens."""
     vocabulary = {character: byte for byte, character in enumerate(byte_alphabet())}
     library = tokenizers.Tokenizer(models.BPE(vocabulary, []))
     _make_byte_level(library)
@@ -296,13 +303,13 @@ def byte_tokenizer(special_tokens: Sequence[str] = ()) -> Tokenizer:
 
 
 def train_bpe(texts: Iterator[str], vocabulary_size: int, special_tokens: Sequence[str] = ()) -> Tokenizer:
-    """Byte-level byte-pair encoding trained on `texts`: the same texts give the same tokenizer.
+    """Train byte-level byte-pair encoding on `texts`; equal texts give equal tokenizers.
 
     The end token and the other special tokens come first. A small corpus may give fewer tokens than
     `vocabulary_size`.
 
     Raises:
-        ValueError: `vocabulary_size` has no room for the bytes and the special tokens.
+        ValueError: `vocabulary_size` is too small for the bytes and the special tokens.
     """
     special = _special_tokens((END, *special_tokens))
     if vocabulary_size < 256 + len(special):
@@ -340,7 +347,7 @@ def build_tokenizer(
     others that need the same one wait.
 
     Raises:
-        ValueError: an illegal configuration, a corpus without text, no tokenizer at its path.
+        ValueError: the configuration is invalid, the corpus has no text, or there is no tokenizer at `path`.
     """
     config.check()
     if not config.is_trained:
@@ -360,7 +367,7 @@ def build_tokenizer(
 
 
 def _texts(source: Any, progress: Progress | None) -> Iterator[str]:
-    """The ordinary text of all documents."""
+    """The text of all documents of a `Source`, without special tokens."""
     for number, document in enumerate(source):
         for part in document.parts:
             if not part.is_special:
@@ -372,11 +379,11 @@ def _texts(source: Any, progress: Progress | None) -> Iterator[str]:
 
 
 def load_tokenizer(config: TokenizerConfig, special_tokens: Sequence[str] = ()) -> Tokenizer:
-    """A tokenizer that needs no corpus.
+    """Load a tokenizer that is not trained on the corpus.
 
     Args:
-        config: of a kind that is not trained.
-        special_tokens: tokens of chats; `kind=byte` and `kind=file` add those that they lack.
+        config: a tokenizer of a kind that is not trained.
+        special_tokens: special tokens of the chat template; `kind=byte` and `kind=file` add those that they lack.
 
     Raises:
         ImportError: a package that `config.kind` needs is not installed.
@@ -400,7 +407,7 @@ def load_tokenizer(config: TokenizerConfig, special_tokens: Sequence[str] = ()) 
 
 
 def tokenizer_facts(config: TokenizerConfig) -> TokenizerFacts:
-    """Special tokens and chat template of a tokenizer; a trained one has an end token only.
+    """Special tokens and chat template of a tokenizer; one trained on the corpus has only an end token.
 
     Raises:
         ImportError: see `load_tokenizer`.
