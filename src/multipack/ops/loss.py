@@ -45,12 +45,12 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 LOSS_ATTRIBUTES = ("loss_function", "training_loss", "log_probabilities")
 """Attributes of models that hold a function of this module, or one with the same keyword arguments. Tiling and tensor
-parallelism replace them by ones with `vocabulary_tiles` or `group`."""
+parallelism replace it by one that also passes `vocabulary_tiles` or `group`."""
 
 
 @dataclass(frozen=True)
 class _Options:
-    """Keyword arguments of the public functions; see there."""
+    """Keyword arguments of `linear_cross_entropy`, checked."""
 
     chunk_tokens: int = 1024
     vocabulary_tiles: int = 1
@@ -150,8 +150,8 @@ def linear_log_probabilities(
     """
     options = _Options(chunk_tokens, vocabulary_tiles, group=group)
     rows = _check_rows(hidden, weight, targets, num_targets, None, group)
-    found: Tensor = _LinearLogProbabilities.apply(hidden, weight, targets, rows, options)  # type: ignore[no-untyped-call]
-    return found
+    logs: Tensor = _LinearLogProbabilities.apply(hidden, weight, targets, rows, options)  # type: ignore[no-untyped-call]
+    return logs
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -252,10 +252,11 @@ class _Head:
             wanted: whether the gradients of `hidden` and `weight` are needed.
 
         Returns:
-            (T,) losses, (T,) log-sum-exp, and gradients in the shape of `hidden` and `weight`, or None. What is not
-            computed is 0. All but the gradient of `hidden` are float32 or wider.
+            (T,) losses, (T,) log-sum-exp, and the gradients of `hidden` and `weight`, or None if not wanted. Losses
+            and log-sum-exp are 0 for other rows, and for all rows if `lse` is given. All but the gradient of
+            `hidden` are float32 or wider.
         """
-        losses, found = torch.zeros(2, len(hidden), dtype=self.exact, device=hidden.device)
+        losses, computed_lse = torch.zeros(2, len(hidden), dtype=self.exact, device=hidden.device)
         hidden_grad = torch.zeros_like(hidden, dtype=self.weight.dtype) if wanted[0] else None
         weight_grad = torch.zeros_like(self.weight, dtype=self.exact) if wanted[1] else None
         with torch.autocast(hidden.device.type, enabled=False):
@@ -264,18 +265,18 @@ class _Head:
                 chunk, target = hidden[part].to(self.weight.dtype), targets[part, None]
                 tile = None
                 if lse is None:
-                    losses[part], found[part], tile = self._losses(chunk, target)
+                    losses[part], computed_lse[part], tile = self._losses(chunk, target)
                 if hidden_grad is None and weight_grad is None:
                     continue
-                shift = (found if lse is None else lse)[part, None]
+                shift = (computed_lse if lse is None else lse)[part, None]
                 factor = None if scale is None else scale[part, None].to(self.exact)
                 product = self._gradients(chunk, target, shift, tile, factor, weight_grad)
                 if hidden_grad is not None:
                     hidden_grad[part] = product.to(hidden_grad.dtype)
-        return losses, found, hidden_grad, weight_grad
+        return losses, computed_lse, hidden_grad, weight_grad
 
     def _losses(self, chunk: Tensor, target: Tensor) -> tuple[Tensor, Tensor, _Tile | None]:
-        """(R,) losses and log-sum-exp over the whole vocabulary; and the tile, if there is one only."""
+        """(R,) losses and (R,) log-sum-exp over the whole vocabulary; and the tile if it is the only one, else None."""
         smoothing, z_loss, group = self.options.label_smoothing, self.options.z_loss, self.options.group
         numbers, tile = [], None
         for columns in self.slices:
@@ -339,7 +340,7 @@ class _Head:
         place, width = target - self.first - columns.start, logits.shape[1]
         inside, column = (place >= 0) & (place < width), place.clamp(0, width - 1)
         logit = logits.gather(1, column).to(self.exact)
-        lse = logit - logs.gather(1, column)  # spares another pass over the logits
+        lse = logit - logs.gather(1, column)  # saves a second pass over the logits
         return _Tile(logs, lse, inside, column, logit.masked_fill_(~inside, 0.0))
 
 

@@ -38,11 +38,11 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Bounds:
-    """Neighboring documents whose tokens are both queries and keys.
+    """Boundaries of N consecutive documents whose tokens are both queries and keys.
 
     Attributes:
-        lengths: tokens of each, none empty.
-        cu_seqlens: (N + 1,) int32, their starts and their end, on the device of the tokens.
+        lengths: number of tokens of each document, at least 1.
+        cu_seqlens: (N + 1,) int32 cumulative lengths, from 0, on the device of the tokens.
     """
 
     lengths: tuple[int, ...]
@@ -55,20 +55,20 @@ class Looped:
 
     Attributes:
         attend: (q, k, v, causal) → out, lse; tensors are (documents, H, tokens, D), lse (documents, H, tokens).
-        gradients: (upstream, q, k, v, out, lse, causal) → gradients of q, k and v.
+        gradients: (upstream, q, k, v, out, lse, causal) → gradients of q, k and v; `upstream` is that of `out`.
     """
 
     attend: Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
     gradients: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool], Gradients]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Bounds | None) -> tuple[Tensor, Tensor]:
-        """Attend.
+        """Compute attention of the queries to these keys.
 
         Args:
-            q: (Q, H, D).
-            k: (S, K, D), where K divides H.
-            v: (S, K, D).
-            documents: what queries see; None = all keys.
+            q: (Q, H, D) queries.
+            k: (S, K, D) keys, where K divides H.
+            v: (S, K, D) values.
+            documents: causal attention inside these documents, where Q = S; None = every query sees all keys.
 
         Returns:
             out (Q, H, D) and lse (Q, H), float32 (float64 for float64 inputs).
@@ -92,7 +92,7 @@ class Looped:
         lse: Tensor,
         documents: Bounds | None,
     ) -> Gradients:
-        """Gradients of q, k and v from these keys, float32 (float64 for float64 inputs).
+        """Gradients of q, k and v from attention to these keys.
 
         Args:
             upstream: (Q, H, D) gradient of `out`.
@@ -102,21 +102,24 @@ class Looped:
             out: (Q, H, D) the merged result over all keys that the queries see.
             lse: (Q, H) its log-sum-exp.
             documents: as in `forward`.
+
+        Returns:
+            Gradients in the shapes of q, k and v, float32 (float64 for float64 inputs).
         """
         dtype, keys, values = _wide(q.dtype), repeat_heads(k, q), repeat_heads(v, q)
         grads = [x.new_empty(x.shape, dtype=dtype) for x in (q, keys, values)]
         for rows, columns in _pairs(documents, q, keys):
-            above, query, ours = (rows.heads_first(x, dtype) for x in (upstream, q, out))
+            out_grad, query, output = (rows.heads_first(x, dtype) for x in (upstream, q, out))
             key, value = (columns.heads_first(x, dtype) for x in (keys, values))
             sums = rows.cut(lse).transpose(1, 2)
-            parts = self.gradients(above, query, key, value, ours, sums, documents is not None)
+            parts = self.gradients(out_grad, query, key, value, output, sums, documents is not None)
             for grad, part, run in zip(grads, parts, (rows, columns, columns), strict=True):
                 run.cut(grad).copy_(part.transpose(1, 2))
         return grads[0], _sum_repeated(grads[1], k), _sum_repeated(grads[2], v)
 
 
 class Flash:
-    """FlashAttention-2 (Dao 2023, arXiv:2307.08691) as torch ships it: all documents in one call."""
+    """FlashAttention-2 (Dao 2023, arXiv:2307.08691) as built into torch: all documents in one call."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Bounds | None) -> tuple[Tensor, Tensor]:
         """As in `Looped`."""
@@ -124,7 +127,8 @@ class Flash:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q, k, v, *_flash_bounds(documents, q, k), 0.0, documents is not None, False
         )
-        # Heads come first. A copy: `merge` writes to it, and activation checkpointing may keep the kernel's own.
+        # The kernel returns lse as (H, Q). Copied, because `merge` writes to it while activation checkpointing may keep
+        # the kernel's tensor.
         return out.float(), lse.transpose(0, 1).clone(memory_format=torch.contiguous_format)
 
     def backward(
@@ -140,11 +144,11 @@ class Flash:
         """As in `Looped`."""
         keys, values = repeat_heads(k, q), repeat_heads(v, q)
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is off
-        above, ours = (x.to(q.dtype).contiguous() for x in (upstream, out))
+        out_grad, output = (x.to(q.dtype).contiguous() for x in (upstream, out))
         bounds, sums = _flash_bounds(documents, q, keys), lse.transpose(0, 1).contiguous()
         causal = documents is not None
         grads = torch.ops.aten._flash_attention_backward(
-            above, q, keys, values, ours, sums, *bounds, 0.0, causal, state, state.new_empty(0)
+            out_grad, q, keys, values, output, sums, *bounds, 0.0, causal, state, state.new_empty(0)
         )
         return grads[0].float(), _sum_repeated(grads[1].float(), k), _sum_repeated(grads[2].float(), v)
 
@@ -153,7 +157,7 @@ Kernel = Looped | Flash
 
 
 def choose_kernel(q: Tensor) -> Kernel:
-    """The kernel for (tokens, H, D) queries: torch's own on CPUs, FlashAttention-2 or plain matrix products."""
+    """The kernel for (tokens, H, D) queries: torch's CPU kernel, FlashAttention-2, or plain matrix products."""
     if q.device.type == "cpu":
         return CPU
     half = q.dtype in (torch.float16, torch.bfloat16)
@@ -230,17 +234,17 @@ def _plain_backward(
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     shift = (upstream * out).sum(-1, keepdim=True)
     for rows, columns in _tiles(q, k, causal):
-        above = upstream[..., rows, :]
+        out_grad = upstream[..., rows, :]
         weights = (_scores(q, k, rows, columns, causal) - lse[..., rows, None]).exp_()
-        dv[..., columns, :] += weights.mT @ above
-        scores = weights * (above @ v[..., columns, :].mT - shift[..., rows, :]) * q.shape[-1] ** -0.5
-        dq[..., rows, :] = scores @ k[..., columns, :]
-        dk[..., columns, :] += scores.mT @ q[..., rows, :]
+        dv[..., columns, :] += weights.mT @ out_grad
+        score_grad = weights * (out_grad @ v[..., columns, :].mT - shift[..., rows, :]) * q.shape[-1] ** -0.5
+        dq[..., rows, :] = score_grad @ k[..., columns, :]
+        dk[..., columns, :] += score_grad.mT @ q[..., rows, :]
     return dq, dk, dv
 
 
 def _tiles(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
-    """Queries whose scores fit into `SCORES`, and the keys that any of them sees."""
+    """Slices of queries with at most `SCORES` scores (but at least one query), and the keys that any of them sees."""
     documents, heads, rows, columns = *q.shape[:3], k.shape[2]
     size = max(1, SCORES // (documents * heads * columns))
     for start in range(0, rows, size):

@@ -3,23 +3,23 @@
     documents    A A A B B          query 0  ■ · ·  · ·      Every token sees its own document up to itself,
     cu_seqlens   0     3   5              1  ■ ■ ·  · ·      and no other document. Pairs outside the
                                           2  ■ ■ ■  · ·      triangles are not computed, except by `padded`
-                                          3  · · ·  ■ ·      and `dense`, which are there to compare with.
+                                          3  · · ·  ■ ·      and `dense`, which serve as references.
                                           4  · · ·  ■ ■
 
 To add a backend, add a `Backend` to `BACKENDS` (table.py), placed by preference, and its function
 (q, k, v, batch, window) → (T, H, D):
 
-- q, k and v share one of the dtypes that the row names: under autocast they arrive cast, since autocast does not know
-  custom operators. They may be strided views with a contiguous last dimension, and so may the result.
+- q, k and v share one of the dtypes in the row; `attention` casts them under autocast, which does not cast the inputs
+  of custom operators. They may be strided views with a contiguous last dimension, and so may the result.
 - `batch.cu_seqlens` repeats T at its end, so kernels must accept empty documents; `batch.max_seqlen` is a constant of
-  the plan, so kernels specialize once; `batch.lengths` is the same on the host, for loops without a device
-  synchronization. torch.compile compiles host numbers in, and again when they change: a function that reads `lengths`
-  is excluded by the row's `compiles`.
+  the plan, so kernels specialize once; `batch.lengths` has the documents' lengths on the host, for loops without a
+  device synchronization. torch.compile treats host integers as constants and compiles again when they change: the
+  row's `compiles` must exclude a function that reads `lengths`.
 - `operators` names the torch operators whose outputs selective activation checkpointing keeps.
 - Import the package named in `needs` inside the function: the table itself imports nothing.
-- Compute what depends on a batch's bounds once for all layers, by `masks.once_a_batch`.
+- Compute tensors that depend only on a batch's bounds once for all layers, by `masks.once_a_batch`.
 
-Context parallelism by a ring merges partial results, which needs kernels that return log-sum-exps: ops/partial.py.
+Context parallelism by a ring merges partial results and needs kernels that return log-sum-exps: see ops/partial.py.
 """
 
 from __future__ import annotations

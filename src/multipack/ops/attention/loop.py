@@ -1,4 +1,4 @@
-"""The loop: torch's own kernels, one call per run of equally long documents; no slot of another document is read.
+"""The backend `loop`: torch's own kernels, one call per run of equally long documents, without reading other slots.
 
 On a CPU it is one operator, `multipack::document_attention`, whose only input that changes from pack to pack is the
 tensor `cu_seqlens`, so torch.compile compiles once for all layouts of documents. It calls the kernels behind
@@ -10,7 +10,7 @@ function, without an autograd node per document.
             d e f         ■ ■ ■ ■ ■              grows with length · window, not with length².
             g                   ■ ■ ■
 
-On other devices it is `scaled_dot_product_attention` in a loop over `batch.lengths`, which is not compiled.
+On other devices it calls `scaled_dot_product_attention` in a loop over `batch.lengths`, which is not compiled.
 """
 
 from __future__ import annotations
@@ -27,15 +27,17 @@ from multipack.data.batch import PackedBatch
 from multipack.ops.attention.runs import repeat_heads, runs
 
 FLOAT32_TOKENS = 512
-"""On a CPU, bfloat16 documents up to this length are computed in float32, where torch is faster (2.1 × at 64 tokens,
-1.3 × at 200, equal at 500) and rounds less; beyond, its bfloat16 kernel is faster (benchmarks/precision.py)."""
+"""On a CPU, bfloat16 documents of up to this number of tokens are computed in float32, where torch is faster (2.1 × at
+64 tokens, 1.3 × at 200, equal at 500) and more exact; above it the bfloat16 kernel is faster
+(benchmarks/precision.py)."""
 
 GROUPED_KERNELS = torch.__version__ >= "2.13"
 """Whether torch's CPU kernels support fewer key heads than query heads, backward too: earlier versions may read beyond
 the end of k and v."""
 
 TILE_TOKENS = 128
-"""Minimum queries in a tile of a sliding window: in smaller tiles, calls cost more than the skipped pairs."""
+"""Minimum number of queries in a tile of a sliding window: with smaller tiles, kernel calls cost more time than the
+skipped pairs save."""
 
 
 def loop(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None) -> Tensor:
@@ -148,14 +150,14 @@ def _backward(
     for run in runs(_lengths(cu_seqlens, len(q))):
         for queries, keys in _tiles(run.length, window):
             dtype = _kernel_dtype(keys, q.dtype)
-            above, query, ours = (run.heads_first(x, dtype, queries) for x in (upstream, q, out))
+            out_grad, query, output = (run.heads_first(x, dtype, queries) for x in (upstream, q, out))
             key, value = (run.heads_first(x, dtype, keys) for x in (k, v))
             band = _band(queries, keys, window, query)
             # The kernel expects the sums in the layout in which it wrote them, (B, H, l) stored as (B, l, H),
             # whatever their strides: a contiguous (B, H, l) gives wrong gradients without an error.
             sums = run.cut(logsumexp, queries).contiguous().transpose(1, 2)
             parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                above, query, key, value, ours, sums, 0.0, band is None, attn_mask=band
+                out_grad, query, key, value, output, sums, 0.0, band is None, attn_mask=band
             )
             run.cut(grads[0], queries).copy_(parts[0].transpose(1, 2))
             for grad, part in zip(grads[1:], parts[1:], strict=True):
@@ -177,20 +179,20 @@ def _(
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, cu_seqlens, ctx.window = inputs
     ctx.save_for_backward(q, k, v, *output, cu_seqlens)
 
 
-def _back(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _autograd_backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     return (*_backward(upstream, *ctx.saved_tensors, ctx.window), None, None)
 
 
-document_attention.register_autograd(_back, setup_context=_remember)
+document_attention.register_autograd(_autograd_backward, setup_context=_setup_context)
 
 
 def _by_sdpa(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None) -> Tensor:
-    """By torch's public function, on any device; lengths come from the host, without a synchronization."""
+    """Attention by `scaled_dot_product_attention` on any device, without a device synchronization."""
     grouped = k.shape[1] != q.shape[1]
     documents: list[Tensor] = []
     for run in runs(batch.lengths):

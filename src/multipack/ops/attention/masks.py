@@ -1,11 +1,11 @@
-"""The visibility of tokens, stated once: the first position that each position sees.
+"""Masks. All follow from the first position that each position sees.
 
     documents        A A A B B          cu_seqlens 0 3 5
     first visible    0 0 0 3 3          position i sees first[i] … i
     with window=2    0 0 1 3 3
 
-All masks follow from these T numbers: the dense mask, 4-D masks for other models, and the blocks of FlexAttention.
-They are computed from `cu_seqlens` on its device, without a synchronization.
+From these T numbers follow the dense mask, 4-D masks for other models, and the blocks of FlexAttention. They are
+computed from `cu_seqlens` on its device, without a synchronization.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ def document_mask(batch: PackedBatch, window: int | None = None) -> Tensor:
 def mask_4d(batch: PackedBatch, dtype: torch.dtype | None = None, window: int | None = None) -> Tensor:
     """`document_mask` for models that take an attention mask and no document bounds.
 
-    A model with such a mask builds no mask itself, not even for layers with a sliding window: pass those layers a mask
-    with their `window`. Padding attends to itself, so that no row is empty and every softmax is defined.
+    A model that is given such a mask builds no mask of its own, not even for layers with a sliding window: pass those
+    layers a mask with their `window`. Padding attends to itself, so that no row is empty and every softmax is defined.
 
     Args:
-        batch: has the bounds of the documents.
+        batch: the pack, with the bounds of its documents.
         dtype: None = boolean, True for visible tokens; a floating dtype = additive: 0 for visible tokens, the most
             negative number of the dtype for others.
         window: tokens that each position sees, including itself; None = all earlier tokens of the document.
@@ -93,14 +93,14 @@ _MADE: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def once_a_batch(batch: PackedBatch, key: tuple[Any, ...], make: Callable[[], Made]) -> Made:
-    """The result of `make`, computed once for all layers that use this batch.
+    """Return the result of `make`, cached per batch so that all layers share it.
 
-    It lives as long as the batch's `cu_seqlens`, and is computed again after that tensor was written to.
+    The cache entry lives as long as the batch's `cu_seqlens` and becomes invalid when that tensor is written to.
 
     Args:
-        batch: whose bounds the result depends on.
-        key: everything else it depends on.
-        make: its result must not hold a reference to `cu_seqlens`.
+        batch: the batch whose bounds the result depends on.
+        key: all other inputs of the result, hashable.
+        make: computes the result, which must not hold a reference to `cu_seqlens`.
     """
     if batch.cu_seqlens not in _MADE:
         _MADE[batch.cu_seqlens] = {}

@@ -62,13 +62,13 @@ class Backend:
         gqa: whether K may be smaller than H.
         head_widths: supported D; None = all.
         generations: first and last major compute capability of NVIDIA GPUs (Ampere 8, Hopper 9); None = all. Not
-            checked on AMD GPUs, which count differently.
-        compiles: device types on which it works under torch.compile; None = all of its own. Loops over lengths on
+            checked on AMD GPUs, which number their architectures differently.
+        compiles: device types on which it works under torch.compile; None = all in `devices`. Loops over lengths on
             the host would be compiled again for every pack.
         automatic: whether `"auto"` may choose it; backends that waste work are chosen by name only.
         operators: prefixes of the names of the torch operators that it runs, as the dispatcher sees them. Selective
             activation checkpointing keeps their outputs; those of other operators are recomputed.
-        needs: the module that it imports; empty = torch alone.
+        needs: the module that it imports; empty = only torch.
         install: how to install that module.
         note: one line for users.
     """
@@ -90,7 +90,7 @@ class Backend:
     note: str = ""
 
     def obstacle(self, request: Request) -> str:
-        """Why this backend does not support the request, in words; empty if it does."""
+        """The reason why this backend does not support the request, as text; empty if it does."""
         if self.devices and request.device.type not in self.devices:
             return f"{request.device.type} tensors (it runs on {', '.join(self.devices)})"
         if self.dtypes and request.dtype not in self.dtypes:
@@ -113,14 +113,14 @@ class Backend:
 
     @property
     def missing(self) -> str:
-        """What must be installed, in words; empty if nothing."""
+        """The package that must be installed, as text for an error message; empty if none is missing."""
         if not self.needs or _installed(self.needs):
             return ""
         return f"this environment: the package {self.needs} is not installed ({self.install})"
 
 
 def find_backend(name: str) -> Backend:
-    """The backend of that name.
+    """The backend named `name`.
 
     Raises:
         ValueError: an unknown name; the message suggests the nearest.
@@ -207,7 +207,7 @@ BACKENDS: tuple[Backend, ...] = (
         head_widths=MULTIPLES_OF_8,
         generations=(8, NEWEST),
         operators=("torch_attn::_varlen_attn", "aten::_flash_attention_forward"),
-        note="FlashAttention-2 as torch ships it",
+        note="FlashAttention-2 as built into torch",
     ),
     Backend(
         name="flex",
