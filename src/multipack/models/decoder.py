@@ -4,8 +4,8 @@
                                           │ x + output(attention(query, key, value)) of norm(x)
                                           │ x + down(silu(gate) · up), or down(gelu(up)), of norm(x)
 
-There is no batch dimension: T tokens of many documents are one row, and only attention and positions see where
-documents begin. Names of parameters, on which checkpoints and other rooms rely:
+There is no batch dimension: T tokens of many documents are one row, and only attention and positions depend on where
+documents begin. Names of parameters, on which checkpoints and other modules rely:
 
     embedding.weight                  (V, d)     positions.weight                   (context, d) learned
     blocks.N.attention_norm.weight    (d,)       blocks.N.feed_forward_norm.weight  (d,)
@@ -57,9 +57,9 @@ PARALLEL_PLAN = {
     "norm": "norm",
     "head": "vocabulary",
 }
-"""How tensor parallelism divides each module: matrices by outputs (`column`) or by inputs (`row`), tables by words
-(`vocabulary`); `norm` and `positions` work on a share of the tokens, and `gathers` need all tokens of their input.
-Names are patterns; some shapes lack some of them."""
+"""Pattern of a module's name → how tensor parallelism divides it: matrices by outputs (`column`) or by inputs (`row`),
+embeddings and head by words (`vocabulary`). Modules of `norm` and `positions` process a part of the tokens; the input
+of `gathers` is gathered to all tokens. A pattern may match nothing: not every shape has all modules."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class DecoderPart:
     Attributes:
         first: index of the first block.
         stop: index after the last block.
-        layers: blocks of the whole decoder.
+        layers: number of blocks of the whole decoder.
     """
 
     first: int
@@ -91,20 +91,20 @@ class Decoder(nn.Module):
     """A decoder-only transformer over packed documents.
 
     Args:
-        shape: layers, widths and switches; its vocabulary must be set.
-        attention: a backend's name, or `"auto"` (ops/attention/table.py).
+        shape: layers, widths and options; its vocabulary must be set.
+        attention: name of a backend, or `"auto"` (ops/attention/table.py).
         loss_function: (hidden, weight, targets, num_targets=…) → Σ loss, also called with `weights=` if a batch has
-            them, and with `group=` under tensor parallelism.
-        training_loss: the same with the terms that only training adds (ops/loss.py); None = `loss_function`.
+            weights, and with `group=` under tensor parallelism.
+        training_loss: loss function in training mode, with additional terms (ops/loss.py); None = `loss_function`.
         part: build only these blocks, under their names in the whole decoder; the first part has the embedding (and
-            positions), the last one the final norm and the head (the embedding, where they are tied). Its values come
+            positions), the last one the final norm and the head (the embedding, if they are tied). Load values
             from `initial_parameters` or a checkpoint.
 
     Weights are drawn from torch's global generator: call `torch.manual_seed` first.
 
     Raises:
-        ValueError: a shape without a vocabulary, one for planning only (experts, latent attention, a sliding window in
-            some layers only), or an unknown attention backend.
+        ValueError: the shape has no vocabulary or is for planning only (experts, latent attention, a sliding window in
+            some layers only), or the attention backend is unknown.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Decoder(nn.Module):
         self.reset_parameters()
 
     def _make(self, shape: ModelShape, attention: str) -> None:
-        """Modules of this part, without values."""
+        """Create the modules of this part, without values."""
         part = self.part
         if part.is_first or (part.is_last and shape.tied):
             self.embedding = nn.Embedding(shape.vocabulary_size, shape.d_model)
@@ -161,14 +161,18 @@ class Decoder(nn.Module):
             self.head = nn.Linear(shape.d_model, shape.vocabulary_size, bias=False)
 
     def forward(self, batch: PackedBatch, x: Tensor | None = None) -> Tensor:
-        """Sum of the loss over the batch's targets, times its weights if any: 0-d float32, divided by nothing.
+        """Compute the summed loss of a batch, not divided by the number of targets.
 
         Args:
             batch: the pack.
-            x: (T, d) output of the previous part. A part that is not the last returns its own (T, d) output.
+            x: (T, d) output of the previous part; None in the first part.
+
+        Returns:
+            0-d float32 sum over the targets, weighted if the batch has weights; in a part that is not the last, its
+            (T, d) output.
 
         Raises:
-            ValueError: as `hidden`, and as the loss for targets.
+            ValueError: see `hidden` and, for targets, the loss function.
         """
         if not self.part.is_last:
             return self.hidden(batch, x=x)
@@ -197,8 +201,8 @@ class Decoder(nn.Module):
             x: (T, d) output of the previous part; None = start from the tokens.
 
         Raises:
-            ValueError: a document longer than a learned position table; on the CPU a token outside the
-                vocabulary.
+            ValueError: a document is longer than the table of learned positions; on the CPU also: a token is outside
+                the vocabulary.
         """
         x = self.embed(batch) if x is None else x
         rotation = self.rotation(batch, x.dtype)
@@ -209,7 +213,7 @@ class Decoder(nn.Module):
         return out
 
     def embed(self, batch: PackedBatch) -> Tensor:
-        """(T, d) embeddings of tokens, and of positions where they are learned."""
+        """(T, d) embeddings of the tokens, plus those of learned positions."""
         _check_tokens(batch.input_ids, self.shape.vocabulary_size)
         x: Tensor = self.embedding(batch.input_ids)
         if self.shape.positions == "learned":
@@ -217,11 +221,11 @@ class Decoder(nn.Module):
         return F.dropout(x, self.shape.dropout, self.training)
 
     def rotation(self, batch: PackedBatch, dtype: torch.dtype = torch.float32) -> Rotation | None:
-        """Cosines and sines shared by all layers, or None where positions are learned.
+        """Cosines and sines shared by all layers; None with learned positions.
 
         Args:
             batch: the pack.
-            dtype: of the rotated tensors; tables are float32 or wider.
+            dtype: dtype of the hidden states; the tables are float64 for float64, else float32.
         """
         if self.shape.positions == "learned":
             return None
@@ -230,17 +234,17 @@ class Decoder(nn.Module):
 
     @property
     def output_weight(self) -> Tensor:
-        """(V, d) output embedding: the input embedding where they are tied."""
+        """(V, d) output embedding; the input embedding if they are tied."""
         return self.embedding.weight if self.shape.tied else self.head.weight
 
     def parameter_count(self, positions: bool = True) -> int:
-        """Number of parameters, shared ones counted once; `positions=False` excludes the position table."""
-        left_out = 0 if positions or self.shape.positions != "learned" else self.positions.weight.numel()
-        return sum(parameter.numel() for parameter in self.parameters()) - left_out
+        """Number of parameters, shared ones counted once; `positions=False` excludes the table of positions."""
+        excluded = 0 if positions or self.shape.positions != "learned" else self.positions.weight.numel()
+        return sum(parameter.numel() for parameter in self.parameters()) - excluded
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw all weights (GPT-2's scheme): N(0, 0.02), biases 0, norms 1.
+        """Initialize all weights by GPT-2's scheme: normal with standard deviation 0.02, biases 0, norms 1.
 
         The two projections per block that write to the residual stream use 0.02 / √(2 · layers), so that the
         stream's variance does not grow with depth.
@@ -262,10 +266,10 @@ class Decoder(nn.Module):
 
 @torch.no_grad()
 def initial_parameters(shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
-    """Names and values of a new decoder's parameters on the CPU, one module at a time.
+    """Yield names and initial values of a decoder's parameters on the CPU, one module at a time.
 
-    Equal to those of `Decoder(shape)` after the same `torch.manual_seed`, without holding the whole decoder: for
-    models larger than one rank's memory.
+    Values equal those of `Decoder(shape)` after the same `torch.manual_seed`, but the whole decoder is never in memory:
+    for models larger than the memory of one rank.
     """
     with torch.device("meta"):
         whole = Decoder(shape)
@@ -283,7 +287,7 @@ def _draw(name: str, module: nn.Module, shape: ModelShape) -> None:
     """Initialize a module's own parameters.
 
     Raises:
-        ValueError: its type has no rule here; the parameters would stay uninitialized memory.
+        ValueError: a module of this type has no initialization rule and would keep uninitialized memory.
     """
     if isinstance(module, nn.Linear | nn.Embedding):
         writes_residual = name.endswith((".attention.output", ".feed_forward.down"))

@@ -1,6 +1,6 @@
-"""Names, weights and configuration of a decoder as Hugging Face's Llama, Mistral or GPT-2, and back.
+"""Conversion of a decoder's names, weights and configuration to and from Hugging Face's Llama, Mistral and GPT-2.
 
-    ours                                   Llama, Mistral                      GPT-2
+    multipack                              Llama, Mistral                      GPT-2
     embedding                              model.embed_tokens                  transformer.wte
     positions                                                                  transformer.wpe
     blocks.N.attention_norm                model.layers.N.input_layernorm      transformer.h.N.ln_1
@@ -12,8 +12,8 @@
     norm                                   model.norm                          transformer.ln_f
     head                                   lm_head                             lm_head
 
-GPT-2 stores matrices as (in, out), the transpose of the others. Rotary pairs are the two halves of a head on both
-sides, so no rows move. pretrained.py reads folders.
+GPT-2 stores matrices as (in, out), the transpose of the others. Both sides rotate the two halves of a head, so rows
+keep their order. pretrained.py reads folders.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from multipack.shapes import ModelShape
 
 @dataclass(frozen=True)
 class Family:
-    """How a family of models names its tensors.
+    """Tensor names of a family of Hugging Face models.
 
     Attributes:
         model_types: values of `model_type` in config.json.
-        prefix: of all names but the head's; missing in files of models without a head.
+        prefix: prefix of all names except the head's; omitted in files of models without a head.
         layers: name between the prefix and a layer's number.
-        outer: its module → ours, outside the layers.
-        inner: its module → ours, in a layer; several of ours are joined along their rows.
-        transposed: modules whose matrices are (in, out).
-        ignored: names of buffers in old files.
+        outer: Hugging Face's module → the decoder's module, outside of layers.
+        inner: Hugging Face's module → the decoder's modules, in a layer; several are joined along their rows.
+        transposed: Hugging Face's modules whose matrices are (in, out).
+        ignored: pattern of the names of buffers in old files.
     """
 
     model_types: tuple[str, ...]
@@ -53,7 +53,11 @@ class Family:
     ignored: re.Pattern[str]
 
     def modules(self, layers: int) -> Iterator[tuple[str, tuple[str, ...], bool]]:
-        """(its module, ours, whether its matrix is transposed) of a model with `layers` layers."""
+        """Pairs of modules of a model with `layers` layers.
+
+        Yields:
+            Hugging Face's module, the decoder's modules, and whether Hugging Face's matrix is transposed.
+        """
         for theirs, ours in self.outer.items():
             yield self.prefix + theirs, (ours,), False
         for number in range(layers):
@@ -63,7 +67,7 @@ class Family:
         yield "lm_head", ("head",), False
 
     def full_name(self, name: str) -> str:
-        """A tensor's name with the prefix, which files of models without a head omit."""
+        """The name of a tensor with the prefix, which is added if it is missing."""
         bare = (*self.outer, self.layers)
         return self.prefix + name if name.startswith(tuple(f"{part}." for part in bare)) else name
 
@@ -109,7 +113,7 @@ def family_of(shape: ModelShape) -> Family:
     """The family that can represent a decoder of this shape.
 
     Raises:
-        ValueError: none can; the message says why.
+        ValueError: no family can; the message gives the reasons.
     """
     llama = {"positions": "rope", "norm": "rmsnorm", "activation": "swiglu"}
     gpt2 = {"positions": "learned", "norm": "layernorm", "activation": "gelu", "kv_heads": shape.heads}
@@ -136,41 +140,44 @@ def family_of(shape: ModelShape) -> Family:
 
 
 def to_huggingface(shape: ModelShape, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A decoder's tensors under Hugging Face's names; biases that only GPT-2 has are zeros.
+    """Convert a decoder's parameters to Hugging Face's; biases that only GPT-2 has are zeros.
 
     Args:
-        shape: of the decoder.
-        state: its parameters by our names.
+        shape: shape of the decoder.
+        state: the decoder's parameters by name.
+
+    Returns:
+        Hugging Face's tensors by name.
 
     Raises:
-        ValueError: as `family_of`.
+        ValueError: see `family_of`.
     """
-    family, made = family_of(shape), dict[str, Tensor]()
+    family, converted = family_of(shape), dict[str, Tensor]()
     for theirs, ours, transposed in family.modules(shape.layers):
         for kind in ("weight", "bias"):
             parts = [state[f"{name}.{kind}"] for name in ours if f"{name}.{kind}" in state]
             if parts:
                 joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-                turned = transposed and kind == "weight"
-                made[f"{theirs}.{kind}"] = (joined.t() if turned else joined).contiguous()
+                is_transposed = transposed and kind == "weight"
+                converted[f"{theirs}.{kind}"] = (joined.t() if is_transposed else joined).contiguous()
         if (
             family is GPT2
-            and f"{theirs}.weight" in made
+            and f"{theirs}.weight" in converted
             and ours[0] not in ("embedding", "positions", "head")
         ):
-            weight = made[f"{theirs}.weight"]
-            made.setdefault(f"{theirs}.bias", weight.new_zeros(weight.shape[-1]))
-    return made
+            weight = converted[f"{theirs}.weight"]
+            converted.setdefault(f"{theirs}.bias", weight.new_zeros(weight.shape[-1]))
+    return converted
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where to find one of our tensors among Hugging Face's.
+    """Location of a decoder's parameter in Hugging Face's tensors.
 
     Attributes:
-        name: of their tensor.
-        first, stop: rows of it (columns, if transposed).
-        transposed: whether their matrix is the transpose of ours.
+        name: name of Hugging Face's tensor.
+        first, stop: range of its rows (columns, if transposed).
+        transposed: whether its matrix is the transpose of the decoder's.
     """
 
     name: str
@@ -179,7 +186,11 @@ class Origin:
     transposed: bool
 
     def of(self, tensor: Any) -> Tensor:
-        """Our tensor from theirs, or from a lazy slice of a safetensors file, of which only these rows are read."""
+        """The parameter's value, cut from Hugging Face's tensor.
+
+        Args:
+            tensor: the tensor, or a lazy slice of a safetensors file, of which only these rows are read.
+        """
         rows: Tensor = (
             tensor[:, self.first : self.stop].t() if self.transposed else tensor[self.first : self.stop]
         )
@@ -187,10 +198,10 @@ class Origin:
 
 
 def origins(shape: ModelShape) -> dict[str, Origin]:
-    """Name → origin of a decoder's parameters, in their order.
+    """Name → origin of a decoder's parameters, in the order of `parameter_shapes`.
 
     Raises:
-        ValueError: as `family_of`.
+        ValueError: see `family_of`.
     """
     found, sizes = dict[str, Origin](), parameter_shapes(shape)
     for theirs, ours, transposed in family_of(shape).modules(shape.layers):
@@ -207,17 +218,22 @@ def parameter_shapes(shape: ModelShape) -> dict[str, torch.Size]:
     """Name → shape of a decoder's parameters, without allocating them.
 
     Raises:
-        ValueError: as `Decoder`.
+        ValueError: see `Decoder`.
     """
     with torch.device("meta"):
         return {name: parameter.shape for name, parameter in Decoder(shape).named_parameters()}
 
 
 def build_decoder(shape: ModelShape, state: Mapping[str, Tensor], attention: str = "auto") -> Decoder:
-    """A decoder that holds these tensors without a copy, in evaluation mode.
+    """Build a decoder in evaluation mode whose parameters are these tensors, without a copy.
+
+    Args:
+        shape: shape of the decoder.
+        state: its parameters by name.
+        attention: name of an attention backend, or `"auto"`.
 
     Raises:
-        ValueError: their names or shapes are not those of `shape`.
+        ValueError: names or shapes of the parameters do not match `shape`.
     """
     with torch.device("meta"):
         model = Decoder(shape, attention=attention)
@@ -232,7 +248,7 @@ def config_of(shape: ModelShape) -> dict[str, Any]:
     """The content of a config.json for the same model in transformers.
 
     Raises:
-        ValueError: as `family_of`.
+        ValueError: see `family_of`.
     """
     common = {"vocab_size": shape.vocabulary_size, "tie_word_embeddings": shape.tied, "use_cache": True}
     if family_of(shape) is GPT2:
@@ -251,7 +267,7 @@ def config_of(shape: ModelShape) -> dict[str, Any]:
             "resid_pdrop": shape.dropout,
             "attn_pdrop": 0.0,
         }
-    only = (
+    variant = (
         {"sliding_window": shape.window}
         if shape.window
         else {"attention_bias": shape.bias, "mlp_bias": shape.bias}
@@ -273,7 +289,7 @@ def config_of(shape: ModelShape) -> dict[str, Any]:
         "rope_theta": shape.rope_theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
         "attention_dropout": 0.0,
-        **only,
+        **variant,
     }
 
 
@@ -281,11 +297,11 @@ def decoder_shape(config: Mapping[str, Any], where: str = "config.json") -> Mode
     """The shape of the decoder that is equivalent to the model of a config.json.
 
     Args:
-        config: its content.
-        where: the file's name, for messages.
+        config: the file's content.
+        where: the file's name in error messages.
 
     Raises:
-        ValueError: an unsupported family or setting; the message names it.
+        ValueError: the family or a setting is not supported; the message names it.
     """
     kind = config.get("model_type")
     if kind not in (*LLAMA.model_types, *GPT2.model_types):

@@ -1,12 +1,12 @@
-"""Generation: prompts are read as packs, and each further token costs one token's work.
+"""Generation with a key-value cache: prompts are read as packs, and each step computes one new token per text.
 
     prompts   A A A A A   B B   C C C        one pack without padding; keys and values go into a cache
     step 1            A     B       C        then one token of every text per pass …
     step 2            A             C        … until the text ends
 
-A token sees at most the last `model.shape.context` tokens. Beyond that the context slides and positions with it, so
-cached keys are invalid and the text is read again, whole, for each further token. Results equal those without a cache
-(`use_cache=False`) and do not depend on which prompts are generated together.
+A token sees at most the last `model.shape.context` tokens. In a longer text the context window moves, and all positions
+change with it, so cached keys are invalid: for each further token the last `context` tokens are read again. Results
+equal those without a cache (`use_cache=False`) and do not depend on which prompts are generated together.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from multipack.models.kv_cache import KeyValueCache
 from multipack.models.sampling import Sampling, TextDecoder, TextStream, draw
 
 PACK_TOKENS = 16_384
-"""Maximum tokens of a pack of several prompts."""
+"""Maximum number of tokens of a pack of several prompts."""
 MOST_TOGETHER = 64
-"""Texts generated at the same time; others wait until one ends."""
+"""Default maximum number of texts generated at the same time; others wait until one ends."""
 
 Reason = Literal["end", "stop", "length"]
 Listener = Callable[[int, str], None]
-"""`listener(index of the prompt, new text)`, called as text is complete."""
+"""`listener(index of the prompt, new text)`, called whenever new tokens decode to text."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Completion:
 
     Attributes:
         tokens: the new tokens, without an end token, but with those of a stop string.
-        reason: `end`: an end token; `stop`: a stop string; `length`: the maximum number of tokens.
-        text: cut before the stop string; empty without a tokenizer.
+        reason: what ended it: `end`: an end token; `stop`: a stop string; `length`: the maximum number of tokens.
+        text: the decoded tokens up to the stop string; empty without a tokenizer.
     """
 
     tokens: list[int]
@@ -68,8 +68,8 @@ def generate(
     """Continue a prompt.
 
     Args:
-        model: its mode (train or eval) is restored.
-        prompt_ids: at least one token; only the last `model.shape.context` count.
+        model: the decoder; its mode (train or eval) is restored.
+        prompt_ids: at least one token; only the last `model.shape.context` are used.
         max_tokens: maximum number of new tokens.
         temperature: logits are divided by it; 0 = the most likely token (greedy).
         top_k: draw among the k most likely tokens; 0 = all.
@@ -84,7 +84,7 @@ def generate(
         The new tokens, without the prompt.
 
     Raises:
-        ValueError: an empty prompt, a token outside the vocabulary, or a negative option.
+        ValueError: the prompt is empty, a token is outside the vocabulary, or an option is out of range.
     """
     sampling = Sampling(max_tokens, temperature, top_k, top_p)
     text = _Text(0, _checked(prompt_ids, model), generator if generator is not None else torch.Generator())
@@ -108,13 +108,13 @@ def generate_batch(
     """Continue several prompts together, each exactly as alone.
 
     Args:
-        model: its mode (train or eval) is restored.
-        prompts: tokens of each, at least one; only the last `model.shape.context` count.
+        model: the decoder; its mode (train or eval) is restored.
+        prompts: token ids of each prompt, at least one; only the last `model.shape.context` are used.
         sampling: how tokens are drawn, and when to stop.
         end_ids: tokens that end a text.
-        tokenizer: decodes tokens, as stop strings and a listener need.
-        vocabulary_size: as in `generate`; None = the tokenizer's, or all.
-        listener: called with each prompt's text as it comes.
+        tokenizer: decodes tokens; required by stop strings and by a listener.
+        vocabulary_size: as in `generate`; None = the tokenizer's, or all without a tokenizer.
+        listener: called with new text of each prompt.
         use_cache: as in `generate`.
         together: maximum number of texts at the same time, which bounds the cache's memory.
 
@@ -122,7 +122,8 @@ def generate_batch(
         One completion per prompt, in their order.
 
     Raises:
-        ValueError: an empty prompt, a token outside the vocabulary, or stop strings or a listener without a tokenizer.
+        ValueError: a prompt is empty, a token is outside the vocabulary, `together` is below 1, or there are stop
+            strings or a listener without a tokenizer.
     """
     if tokenizer is None and (sampling.stop or listener is not None):
         raise ValueError("stop strings and a listener need a tokenizer: pass tokenizer=")
@@ -183,7 +184,7 @@ class _Text:
                 self.reason = "stop"
 
     def completion(self) -> Completion:
-        """The result so far; without a reason to end, its length is the reason."""
+        """The result so far; its reason is `length` if the text has not ended."""
         return Completion(
             self.tokens, self.reason or "length", "" if self.stream is None else self.stream.text
         )
@@ -194,16 +195,16 @@ class _Text:
 
 
 class _Runner:
-    """Runs the model on texts, with a cache of up to `rows` texts; 0 = no cache."""
+    """Runs the model on texts, with a key-value cache for up to `rows` texts; 0 = no cache."""
 
     def __init__(self, model: Decoder, rows: int) -> None:
         self.model, self.device = model, model.embedding.weight.device
         self.cache = KeyValueCache(len(model.blocks), rows, model.shape.context)
         self.held: list[_Text] = []
-        """The text in each row of the cache, which has all of its tokens but the newest."""
+        """The text in each row of the cache, which holds all of its tokens except the newest."""
 
     def read(self, texts: Sequence[_Text]) -> Tensor:
-        """(B, d) the final hidden state of each text's last token."""
+        """(B, d) final hidden states of the last tokens of B texts."""
         context = self.model.shape.context
         self._evict({text for text in texts if text.length <= context})
         hidden: dict[_Text, Tensor] = {}
@@ -211,7 +212,7 @@ class _Runner:
             batch = self.cache.advance([text.tokens[-1] for text in self.held], self.device)
             hidden.update(zip(self.held, self.model.hidden(batch, self.cache), strict=True))
         fresh = [text for text in texts if text not in hidden]
-        # A text as long as the context cannot grow in the cache: its next token slides the context.
+        # A text as long as the context cannot grow in the cache: its next token moves the context window.
         kept = [text for text in fresh if self.cache.rows and text.length < context]
         for pack in _packs(kept, context):
             hidden.update(self._whole(pack, self.cache))
@@ -221,7 +222,7 @@ class _Runner:
         return torch.stack([hidden[text] for text in texts])
 
     def _whole(self, pack: list[_Text], cache: KeyValueCache | None) -> Iterator[tuple[_Text, Tensor]]:
-        """Read the last `context` tokens of texts."""
+        """Read the last `context` tokens of texts as one pack; pair each text with its last hidden state (d,)."""
         batch = _pack([text.last(self.model.shape.context) for text in pack]).to(self.device)
         if cache is not None:
             cache.admit(batch)
@@ -247,7 +248,7 @@ def _write(
     use_cache: bool,
     together: int,
 ) -> None:
-    """Continue all texts to their ends, in their order, at most `together` at a time."""
+    """Continue all texts until they end, at most `together` at a time, beginning with the first."""
     if not sampling.max_tokens:
         return
     waiting = list(reversed(texts))
@@ -265,7 +266,7 @@ def _write(
 
 @contextmanager
 def _evaluating(model: Decoder) -> Iterator[None]:
-    """The model in eval mode; compiled blocks run uncompiled, since every new length would be compiled."""
+    """Context in eval mode; compiled blocks run uncompiled, because torch.compile would recompile for each length."""
     was_training = model.training
     compiled = any(module._compiled_call_impl is not None for module in model.modules())
     eager: AbstractContextManager[object] = nullcontext()
@@ -296,13 +297,13 @@ def _packs(texts: Sequence[_Text], context: int) -> Iterator[list[_Text]]:
 
 def _pack(documents: Sequence[Sequence[int]]) -> PackedBatch:
     """A pack without targets."""
-    none = np.zeros((0, 2), dtype=np.int64)
-    made = [Document(np.asarray(ids, dtype=np.uint32), none) for ids in documents]
-    return PackedCollator(len(made), max(map(len, documents)))(made)
+    no_targets = np.zeros((0, 2), dtype=np.int64)
+    pieces = [Document(np.asarray(ids, dtype=np.uint32), no_targets) for ids in documents]
+    return PackedCollator(len(pieces), max(map(len, documents)))(pieces)
 
 
 def _checked(prompt_ids: Sequence[int], model: Decoder) -> list[int]:
-    """The prompt's tokens, checked: an index error on a GPU would not name the token."""
+    """The prompt's tokens as integers, checked here because an index error on a GPU would not name the token."""
     prompt, size = [int(token) for token in prompt_ids], model.shape.vocabulary_size
     if not prompt:
         raise ValueError("the prompt is empty: pass at least one token (the end token starts a document)")

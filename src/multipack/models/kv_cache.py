@@ -1,11 +1,11 @@
-"""Key-value cache: each further token of a sequence costs one token's work.
+"""Key-value cache: each new token of a sequence is computed without computing earlier tokens again.
 
     row 0   k k k k k + · ·      each layer holds (rows, K, capacity, D) keys and values; a row is a sequence.
-    row 1   k k + · · · · ·      + is the place of its next token; · is unused: zeros, masked so that they have
+    row 1   k k + · · · · ·      + is the column of its next token; · is unused: zeros, masked so that they have
     row 2   k k k k k k + ·      no weight.
 
-Rows 0 … n − 1 are in use; when a sequence ends, the last row moves to its place. Whole sequences enter as one pack
-(`admit`), which the model reads like any pack; then each pass adds one token to every row (`advance`).
+Rows 0 … n − 1 are in use; when a sequence ends, the last row moves to its place. New sequences are read as one pack,
+announced by `admit`; then each pass, announced by `advance`, adds one token to every row.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class KeyValueCache:
     Args:
         layers: number of blocks.
         rows: maximum number of sequences at a time.
-        limit: maximum tokens of a sequence: the model's context.
+        limit: maximum number of tokens of a sequence: the model's context.
 
     Attributes:
         layers: one `LayerCache` per block.
-        lengths: tokens of each row in use, including those of the current pass.
-        fresh: whether the current pass has whole sequences, which see only themselves.
+        lengths: number of tokens of each row in use, including those of the current pass.
+        fresh: whether the current pass reads whole new sequences, whose tokens see only their own sequence.
     """
 
     def __init__(self, layers: int, rows: int, limit: int) -> None:
@@ -52,7 +52,7 @@ class KeyValueCache:
         """Announce a pack of whole sequences, each of which gets a new row.
 
         Raises:
-            ValueError: too many sequences or tokens.
+            ValueError: there are more than `rows` sequences, or one has more than `limit` tokens.
         """
         first, lengths = len(self.lengths), torch.tensor(batch.lengths, device=batch.input_ids.device)
         rows = torch.arange(first, first + len(lengths), device=lengths.device)
@@ -60,13 +60,17 @@ class KeyValueCache:
         self._slots = rows.repeat_interleave(lengths), batch.position_ids
 
     def advance(self, tokens: Sequence[int], device: torch.device) -> PackedBatch:
-        """Announce the next token of every row, in their order.
+        """Announce the next token of every row.
+
+        Args:
+            tokens: the next token of row 0, 1, ….
+            device: device of the pack.
 
         Returns:
-            The pack of these tokens: documents of one token each, at the positions after their rows.
+            The pack of these tokens: one document of one token per row, whose position follows the row's tokens.
 
         Raises:
-            ValueError: a row is full.
+            ValueError: a row has `limit` tokens.
         """
         # One copy to the device for tokens and positions.
         input_ids, positions = torch.tensor([list(tokens), self.lengths]).to(device)
@@ -86,11 +90,14 @@ class KeyValueCache:
         self.lengths.pop()
 
     def seen(self, window: int | None) -> tuple[int, int, Tensor | None]:
-        """The columns that the newest token of each row sees, computed once for all layers.
+        """The columns that the newest token of each row sees, computed once per pass for all layers.
+
+        Args:
+            window: tokens that a token sees, itself included; None = all.
 
         Returns:
-            (first, last, mask): columns first … last − 1, and a (rows, 1, 1, columns) mask, True where a row sees a
-            column; None = every row sees all of them.
+            (first, last, mask): columns first … last − 1, and a (rows in use, 1, 1, last − first) bool mask, True
+            where a row sees a column; None = every row sees all of them.
         """
         if window not in self._seen:
             starts = [0 if window is None else max(length - window, 0) for length in self.lengths]
@@ -106,7 +113,7 @@ class KeyValueCache:
 
     @property
     def slots(self) -> tuple[Tensor, Tensor]:
-        """Row and column of each token of the current pass: two (T,) tensors."""
+        """Row and column of each token of the current pass: two (T,) int64 tensors."""
         return self._slots
 
     def _announce(self, lengths: Sequence[int], fresh: bool) -> None:
@@ -123,7 +130,7 @@ class KeyValueCache:
 
 
 class LayerCache:
-    """Keys and values of one layer, in the dtype in which they were computed (autocast's where it is on)."""
+    """Keys and values of one layer, in the dtype in which they were computed (autocast's if enabled)."""
 
     def __init__(self, cache: KeyValueCache) -> None:
         self._cache = cache
@@ -139,11 +146,11 @@ class LayerCache:
             key: (T, K, D).
             value: (T, K, D).
             batch: the pack that was announced to the cache.
-            backend: of `attention`, for whole sequences.
+            backend: attention backend for whole sequences.
             window: tokens that each position sees, itself included; None = all.
 
         Returns:
-            (T, H, D), equal to `attention` over the whole sequences at these tokens.
+            (T, H, D), equal to the result of `attention` over the whole sequences at these tokens.
         """
         self._reserve(key)
         rows, columns = self._cache.slots
@@ -176,7 +183,7 @@ class LayerCache:
 
 
 def _single_tokens(count: int, device: torch.device) -> PackedBatch:
-    """A pack of `count` documents of one token each, with row numbers in place of tokens."""
+    """A pack of `count` documents of one token each, whose token ids are the row numbers."""
     return PackedBatch(
         input_ids=torch.arange(count, device=device),
         targets=torch.full((count,), IGNORE, device=device),

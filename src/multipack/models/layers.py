@@ -1,4 +1,4 @@
-"""Layers of the decoder: blocks, attention, feed-forward, rotary positions. There is no batch dimension: (T, …).
+"""Layers of the decoder: blocks, attention, feed-forward, rotary positions. Tensors have no batch dimension: (T, …).
 
 x ─┬─ norm ─ attention ─┬─ + ─┬─ norm ─ feed-forward ─┬─ + ─▶
    └────────────────────┘     └───────────────────────┘
@@ -21,7 +21,7 @@ from multipack.ops.autocast import in_autocast_dtype
 from multipack.shapes import ModelShape
 
 Rotation = tuple[Tensor, Tensor]
-"""Cosines and sines of each position, (T, 1, D/2) each."""
+"""Cosines and sines of the rotation angles, two (T, 1, D/2) tensors."""
 
 
 class Block(nn.Module):
@@ -62,10 +62,10 @@ class Block(nn.Module):
         return x + F.dropout(branch, self.dropout, self.training)
 
     def unsaved_products(self) -> set[tuple[int, int]]:
-        """(inputs, outputs) of matrices whose products selective checkpointing does not keep.
+        """(inputs, outputs) of the matrices whose products selective checkpointing does not keep.
 
-        That is the block's last product, which nothing reads again unless dropout follows, and with tiles all of the
-        feed-forward, whose chunks are recomputed.
+        These are the block's last product, which the backward pass does not read unless dropout follows; with tiles,
+        all products of the feed-forward, whose chunks are recomputed.
         """
         products = self.feed_forward.products()
         if self.tiles > 1:
@@ -80,7 +80,9 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Projections around `attention`. The number of heads follows from the weights, so a shard works too.
+    """Projections before and after `attention`.
+
+    The number of heads follows from the weights, so that a rank's part of them works under tensor parallelism.
 
     Attributes:
         attend: (query, key, value, batch, backend, window) → (T, H, D); context parallelism replaces it.
@@ -116,9 +118,9 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """GELU (GPT-2's tanh form) or SwiGLU (Shazeer 2020, arXiv:2002.05202).
+    """Feed-forward with GELU (GPT-2's tanh approximation) or SwiGLU (Shazeer 2020, arXiv:2002.05202).
 
-    Another feed-forward needs `forward` and `products`.
+    A class that replaces it must define `forward` and `products`.
     """
 
     def __init__(self, shape: ModelShape) -> None:
@@ -140,7 +142,7 @@ class FeedForward(nn.Module):
         return out
 
     def products(self) -> list[tuple[int, int]]:
-        """(inputs, outputs) of this rank's part of each matrix, in the order of use."""
+        """(inputs, outputs) of this rank's part of each matrix; the matrix that is used last comes last."""
         weights: list[Any] = [layer.weight for layer in self.children()]
         pieces = [each.to_local() if hasattr(each, "to_local") else each for each in weights]
         return [(each.shape[1], each.shape[0]) for each in pieces]
@@ -151,9 +153,9 @@ def rotary_tables(position_ids: Tensor, width: int, theta: float, dtype: torch.d
 
     Args:
         position_ids: (T,) positions, which restart at every document.
-        width: D, of one head; even.
+        width: D, the width of one head; even.
         theta: base of the frequencies.
-        dtype: float32 or wider; bfloat16 has 8 bits, too few to tell neighboring positions apart.
+        dtype: float32 or wider; bfloat16 has 8 significant bits, too few to distinguish neighboring positions.
 
     Returns:
         Two (T, 1, D/2) tensors of `dtype`, ready to broadcast over heads.
@@ -173,18 +175,18 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         sine: as `cosine`.
 
     Returns:
-        (T, heads, D) in x's dtype, computed in that of the tables and rounded once.
+        (T, heads, D) in x's dtype, computed in the dtype of `cosine` and rounded once.
     """
-    if torch.compiler.is_compiling():  # it fuses arithmetic, and cannot trace writes into views
+    if torch.compiler.is_compiling():  # torch.compile fuses arithmetic and cannot trace writes into views
         first, second = x.to(cosine.dtype).chunk(2, dim=-1)
-        turned = first * cosine - second * sine, second * cosine + first * sine
-        return torch.cat(turned, dim=-1).to(x.dtype)
+        halves = first * cosine - second * sine, second * cosine + first * sine
+        return torch.cat(halves, dim=-1).to(x.dtype)
     rotated: Tensor = _Rotate.apply(x, cosine, sine)  # type: ignore[no-untyped-call]
     return rotated
 
 
 class _Rotate(torch.autograd.Function):
-    """The gradient is the inverse rotation, so only the tables are saved, which layers share."""
+    """Rotation whose gradient is the inverse rotation: it saves only the tables, which all layers share."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -203,7 +205,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def make_norm(shape: ModelShape) -> nn.Module:
-    """The shape's normalization over d."""
+    """The normalization layer of a shape, over d elements."""
     if shape.norm == "layernorm":
         return nn.LayerNorm(shape.d_model, eps=shape.norm_eps, bias=shape.bias)
     return nn.RMSNorm(shape.d_model, eps=shape.norm_eps)
