@@ -323,7 +323,7 @@ def test_mistakes_are_refused_equally_on_all_ranks(pools):
     assert first == second
     expected = (
         "parallel.tensor=2 .*61",
-        "divided already",
+        "already divided",
         r"blocks\.0\.feed_forward\.up .*weight, bias",
         "norm 'diagonal'.* column, row",
         "norm 'row'.* Linear, got LayerNorm",

@@ -3,8 +3,8 @@
     forward_backward(packs, denominator) ─▶ clip(max_norm) ─▶ step(learning_rate)
                                                           └─▶ discard()
 
-The training loop calls these methods and has no branch on a strategy. Which strategies divide the model is decided in
-build.py; a pipeline's engine (pipeline.py) runs its micro-batches in another order and inherits all else.
+The training loop calls these methods and does not depend on the strategies, which build.py applies to the model. A
+pipeline's engine (pipeline.py) runs micro-batches in another order and inherits everything else.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from multipack.parallel.state import (
 from multipack.parallel.world import World
 
 Share = Callable[[Any], Any]
-"""A pack → this rank's part of it, where ranks divide the tokens of a pack."""
+"""A pack → this rank's part of it, under context parallelism."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class StepResult:
     """Result of the forward and backward passes of a step on one rank.
 
     Attributes:
-        losses: summed loss per micro-batch; zero on all but one rank of those that compute the same loss, so that the
-            sum over all ranks is the step's loss.
+        losses: summed loss of each micro-batch; of the ranks that compute the same loss all but one have zeros, so
+            that the sum over all ranks is the step's loss.
         forward_seconds: time in forward passes.
-        backward_seconds: time in backward passes, gradient synchronization included.
+        backward_seconds: time in backward passes, including gradient synchronization.
     """
 
     losses: list[float]
@@ -58,11 +58,11 @@ class StepResult:
 
 
 class DeviceClock:
-    """Times work on a device without stalling it: CUDA events on a GPU, the host's clock elsewhere.
+    """Measures time on a device without synchronizing it: by CUDA events on a GPU, by the host's clock elsewhere.
 
     Args:
-        device: where the work runs.
-        clock: seconds on the host; not used on GPUs.
+        device: device of the work.
+        clock: returns seconds on the host; not used on GPUs.
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -70,7 +70,7 @@ class DeviceClock:
         self._clock = clock
 
     def mark(self) -> Any:
-        """The present: on a GPU an event in its stream, because the host runs ahead of it."""
+        """Record the current time: on a GPU as an event in its stream, because the host runs ahead of it."""
         if not self._is_cuda:
             return self._clock()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -92,22 +92,22 @@ def free_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 class ModelEngine:
-    """Trains what this rank holds of a model: all of it, a shard, or stages of a pipeline.
+    """Trains this rank's part of a model: the whole model, a shard of it, or stages of a pipeline.
 
     Args:
-        modules: what this rank holds; without a pipeline one module, which takes a batch and returns the summed loss
+        modules: modules of this rank; without a pipeline one module, which takes a batch and returns the summed loss
             over its targets. Names of parameters are those of the whole model.
-        optimizer: over their parameters.
-        mesh: the ranks.
-        dtype: bf16 and fp16 run forward passes under autocast; fp16 also scales the loss.
-        call: what to call in training in place of the module (DDP's wrapper).
-        share: this rank's part of a pack, where ranks divide its tokens.
-        synchronizing: whether ranks are to synchronize gradients → the context of a micro-batch.
-        clear: clears gradients.
+        optimizer: optimizer of their parameters.
+        mesh: the ranks of the run.
+        dtype: precision of forward passes; bf16 and fp16 use autocast, and fp16 also scales the loss.
+        call: module that is called in training instead of `modules[0]` (DDP's wrapper).
+        share: a pack → this rank's part of it, under context parallelism.
+        synchronizing: (whether to synchronize gradients) → context of a micro-batch's forward and backward pass.
+        clear: clears the gradients of parameters.
         shapes: names and shapes of the whole model's parameters, in one order on every rank; None = `modules` hold all.
-        duplicates: names of parameters that this rank holds and another stage of its pipeline counts.
-        whole: builds an empty whole model, for `gathered`; None = `modules` hold all.
-        clock: seconds; replaced in tests.
+        duplicates: names of this rank's parameters that another stage of its pipeline also holds and counts.
+        whole: builds the whole model without values, for `gathered`; None = `modules` hold the whole model.
+        clock: returns seconds; replaced in tests.
 
     Attributes:
         parameters: this rank's parameters, by name.
@@ -151,17 +151,21 @@ class ModelEngine:
 
     @property
     def model(self) -> nn.Module:
-        """What this rank holds of the model, where that is one module."""
+        """This rank's only module.
+
+        Raises:
+            ValueError: this rank holds several stages.
+        """
         (module,) = self.modules
         return module
 
     @property
     def loss_scale(self) -> float:
-        """The factor of fp16 by which gradients are multiplied until the last backward pass; 1 in other precisions."""
+        """Factor of losses and gradients in fp16, removed after the last backward pass; 1 in other precisions."""
         return self._scaler.scale
 
     def scale(self, denominator: float) -> float:
-        """Factor of a micro-batch's summed loss before its backward pass: where the loss is divided.
+        """Factor of a micro-batch's summed loss before its backward pass. This is where the loss is divided.
 
         The step's loss is a sum over the targets of all ranks and micro-batches, divided by one denominator for all of
         them. The plan knows it (the step's number of targets, or of documents), so that no collective is needed. DDP
@@ -176,13 +180,13 @@ class ModelEngine:
         denominator: float,
         watch: Callable[[int], None] | None = None,
     ) -> StepResult:
-        """Compute the gradient of a step's summed loss divided by `denominator`; once a step.
+        """Compute the gradient of a step's summed loss divided by `denominator`. Call it once per step.
 
         Args:
-            micro_batches: this rank's packs, at least one; equally many on every rank.
-            denominator: what the step's summed loss is divided by, over all ranks and micro-batches.
-            watch: called with the index of each micro-batch but the last after its backward pass, where ranks then
-                hold unsynchronized gradients: multiplied by `mesh.gradient_size` and by `loss_scale`.
+            micro_batches: this rank's packs, at least one; the same number on every rank.
+            denominator: divisor of the summed loss over all ranks and micro-batches of the step.
+            watch: called with the index of each micro-batch except the last, after its backward pass, when gradients
+                are not yet synchronized and are scaled by `mesh.gradient_size` and `loss_scale`.
         """
         result = self._accumulate(micro_batches, self.scale(denominator), watch)
         self._scaler.unscale(self.gradients().values())
@@ -191,7 +195,7 @@ class ModelEngine:
     def _accumulate(
         self, micro_batches: Sequence[Any], scale: float, watch: Callable[[int], None] | None
     ) -> StepResult:
-        """Run micro-batches one after the other; ranks synchronize in the last backward pass."""
+        """Run micro-batches sequentially; ranks synchronize gradients in the last backward pass."""
         losses, marks = [], []
         for index, batch in enumerate(micro_batches):
             is_last = index == len(micro_batches) - 1
@@ -214,11 +218,11 @@ class ModelEngine:
     def evaluate(self, micro_batches: Sequence[Any]) -> list[float]:
         """Summed losses in evaluation mode, without gradients; see `StepResult.losses`."""
         with self.evaluating() as model:
-            found = [model(self._share(batch).to(self.world.device)) for batch in micro_batches]
-        return self._counted_once([float(loss) for loss in found])
+            losses = [model(self._share(batch).to(self.world.device)) for batch in micro_batches]
+        return self._counted_once([float(loss) for loss in losses])
 
     def _counted_once(self, losses: list[float]) -> list[float]:
-        """Ranks that divide tensors compute the same loss: only the first one of them counts it."""
+        """Losses on the first of the tensor-parallel ranks, which all compute the same loss; zeros on the others."""
         return losses if self.mesh.coordinate("tp") == 0 else [0.0] * len(losses)
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -228,7 +232,7 @@ class ModelEngine:
         return torch.autocast(self.world.device.type, dtype=self.dtype)
 
     def gradients(self) -> dict[str, Tensor]:
-        """What this rank holds of the gradient, by name."""
+        """Gradients of this rank's parameters, by name; parameters without a gradient are omitted."""
         return {name: each.grad for name, each in self.parameters.items() if each.grad is not None}
 
     def squared_norms(self, tensors: Mapping[str, Tensor]) -> dict[str, float]:
@@ -237,9 +241,15 @@ class ModelEngine:
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> float:
-        """Clip the gradient to the global norm `max_norm` (0 = never); return the norm before clipping.
+        """Clip the gradient to a global norm; collective.
 
         In fp16 a norm that is not finite is an overflow and sets `overflowed` for this step.
+
+        Args:
+            max_norm: maximum norm; 0 = do not clip.
+
+        Returns:
+            The norm before clipping.
         """
         gradients = self.gradients()
         norm = math.sqrt(sum(self.squared_norms(gradients).values()))
@@ -252,7 +262,7 @@ class ModelEngine:
         """Apply the optimizer and clear the gradient.
 
         Args:
-            learning_rate: multiplied by the `lr_scale` of a parameter group, if it has one.
+            learning_rate: learning rate of the step; multiplied by a parameter group's `lr_scale` if it has one.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate * group.get("lr_scale", 1.0)
@@ -266,9 +276,10 @@ class ModelEngine:
         self._clear(self.parameters.values())
 
     def state(self) -> State:
-        """This rank's live tensors: groups "model" (parameters), "optimizer" ("<parameter>.<slot>"), in fp16 "scaler".
+        """This rank's tensors, not copied; shards are `DTensor`s.
 
-        Shards are `DTensor`s.
+        Returns:
+            Groups "model" (parameters), "optimizer" ("<parameter>.<slot>"), and in fp16 "scaler".
         """
         slots = optimizer_state(self.optimizer, self.parameters)
         state: State = {"model": dict(self.parameters), "optimizer": slots}
@@ -277,13 +288,13 @@ class ModelEngine:
         return state
 
     def load_state(self, state: StateSource | Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Load what `state()` returned, on any mesh; collective.
+        """Load a state saved from any mesh; collective.
 
         Args:
             state: a source of saved tensors, or whole tensors in memory.
 
         Raises:
-            ValueError: names or shapes differ from this model's; the first few are named.
+            ValueError: names or shapes differ from this model's; the message lists the first few.
         """
         source: StateSource = Whole(state) if isinstance(state, Mapping) else state
         check_model_shapes(self.shapes, source.shapes("model"))
@@ -291,7 +302,7 @@ class ModelEngine:
             create_optimizer_state(self.optimizer)
             slots = optimizer_state(self.optimizer, self.parameters)
             frozen = {name for name, each in self.parameters.items() if not each.requires_grad}
-            # Pipeline stages hold different parameters: if one of them finds a difference, all ranks raise.
+            # Pipeline stages hold different parameters: if one of them differs, all ranks raise.
             for problem in self.world.gather(slot_difference(slots, saved, self.shapes.keys() - frozen)):
                 if problem:
                     raise ValueError(f"the checkpoint's optimizer {problem}")
@@ -304,23 +315,23 @@ class ModelEngine:
         self.check_replicas()
 
     def check_replicas(self) -> str:
-        """Check that ranks which should hold the same tensors do; collective.
+        """Check that replicas of a tensor are equal on all ranks that hold it; collective.
 
         Returns:
-            A hash of all that the ranks hold, the same on every rank; empty for one rank.
+            A hash of the tensors of all ranks, the same on every rank; empty for one rank.
 
         Raises:
-            RuntimeError: they do not; the ranks that differ are named.
+            RuntimeError: replicas differ; the message names the ranks.
         """
         if self.world.size == 1:
             return ""
         state = self.state()
-        held = {f"{group}.{name}": each for group in state for name, each in state[group].items()}
-        return check_equal(held, self.world)
+        tensors = {f"{group}.{name}": each for group in state for name, each in state[group].items()}
+        return check_equal(tensors, self.world)
 
     @torch.no_grad()
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and whole values of all parameters, one at a time, the same on every rank; collective."""
+        """Yield names and whole values of all parameters, one at a time and equal on every rank; collective."""
         for name, shape in self.shapes.items():
             own = self.parameters.get(name)
             counts = own is not None and name not in self.duplicates
@@ -335,14 +346,17 @@ class ModelEngine:
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module | None]:
-        """The whole model on rank 0, in evaluation mode, without gradients, in the run's precision; None elsewhere.
+        """Context with the whole model on rank 0 in evaluation mode, without gradients; collective.
 
-        Collective. For work that is not worth dividing, such as a sample of text. The model is on rank 0's device if
-        it fits into the free memory, otherwise on the host.
+        For work that is not divided among ranks, such as sampling text. The model is on rank 0's device if it takes at
+        most half of the free memory, otherwise on the host.
+
+        Yields:
+            The model, which runs in the run's precision; None on other ranks.
         """
         if self._whole is None:
-            with self.evaluating() as own:
-                yield own if self.world.is_main else None
+            with self.evaluating() as model:
+                yield model if self.world.is_main else None
             return
         device = self._device_for_whole() if self.world.is_main else None
         values = {name: value.to(device) for name, value in self.whole_parameters() if device is not None}
@@ -370,7 +384,11 @@ class ModelEngine:
 
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
-        """What this rank holds of the model in evaluation mode, without gradients, in the run's precision."""
+        """Context with this rank's modules in evaluation mode, without gradients, in the run's precision.
+
+        Yields:
+            This rank's first module.
+        """
         before = [module.training for module in self.modules]
         for module in self.modules:
             module.eval()

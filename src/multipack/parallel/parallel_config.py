@@ -1,4 +1,4 @@
-"""`ParallelConfig`: how the ranks of a run divide the work, what each strategy divides, and legal combinations.
+"""`ParallelConfig`: the settings `parallel.*`, what each strategy divides, and legal combinations.
 
 Imports no torch.
 """
@@ -22,18 +22,18 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DATA_AXES = ("dp_replicate", "dp_shard")
 """Axes along which ranks have different packs; the others divide one model replica."""
 STAGES_OF_RANK = 2
-"""Stages that every rank of an interleaved pipeline holds."""
+"""Number of stages on each rank of an interleaved pipeline."""
 
 
 @dataclass(frozen=True)
 class DataStrategy:
-    """What one value of `parallel.data` divides among data-parallel ranks; batches are divided in any case.
+    """What one value of `parallel.data` divides among data-parallel ranks, in addition to packs.
 
     Attributes:
-        shards_parameters: parameters, gradients and optimizer state, by FSDP2.
-        divides_optimizer: whole tensors of optimizer state; parameters and gradients stay whole.
-        keeps_gathered: parameters stay whole from a step's first forward pass to its last backward pass.
-        in_groups: shards are divided within groups of ranks that hold the same shards.
+        shards_parameters: FSDP2 shards parameters, gradients and optimizer state.
+        divides_optimizer: ranks divide the optimizer state by whole tensors; parameters and gradients stay whole.
+        keeps_gathered: parameters stay gathered from a step's first forward pass to its last backward pass.
+        in_groups: each group of ranks holds one full set of shards; groups are replicas of each other.
     """
 
     shards_parameters: bool = False
@@ -78,7 +78,7 @@ class ParallelConfig:
     """Seconds that a collective waits for a missing rank before it raises."""
 
     def __post_init__(self) -> None:
-        """Check what does not depend on the number of ranks."""
+        """Check settings and combinations that do not depend on the number of ranks."""
         if self.timeout_seconds <= 0:
             raise ValueError(f"parallel.timeout_seconds must be positive, got {self.timeout_seconds}")
         for name in ("tensor", "context", "pipeline"):
@@ -99,7 +99,7 @@ class ParallelConfig:
 
     @property
     def sync(self) -> Literal["step", "micro", "pipeline"]:
-        """When data-parallel ranks synchronize, which decides what the planner balances.
+        """When data-parallel ranks synchronize, which determines what the planner balances.
 
         Shards are gathered for every micro-batch; without shards ranks synchronize once a step.
         """
@@ -109,7 +109,7 @@ class ParallelConfig:
 
     @property
     def strategy(self) -> DataStrategy:
-        """What data-parallel ranks divide."""
+        """The properties of `data`."""
         return DATA_STRATEGIES[self.data]
 
     @property
@@ -119,9 +119,10 @@ class ParallelConfig:
 
     @property
     def uses_fsdp(self) -> bool:
-        """Whether FSDP2 synchronizes data-parallel ranks in place of DDP.
+        """Whether FSDP2 synchronizes data-parallel ranks instead of DDP.
 
-        Beside tensor and pipeline parallelism, where DDP cannot, it does so in any case: with shards of one rank.
+        With tensor or pipeline parallelism, which DDP does not support, FSDP2 is used even without sharding, with
+        shard groups of one rank.
         """
         return self.shards_parameters or self.tensor > 1 or self.pipeline > 1
 
@@ -142,15 +143,15 @@ class ParallelConfig:
 
     @property
     def token_multiple(self) -> int:
-        """Divisor of the slots of every pack: all ranks get equally many, in a ring two equal pieces each."""
+        """Number that must divide the slots of every pack: ranks get equal pieces, in a ring two each."""
         pieces = 2 if self.context > 1 and self.context_method == "ring" else 1
         return self.context * pieces * self.tensor
 
     def data_size(self, world_size: int) -> int:
-        """Number of data-parallel ranks.
+        """Number of data-parallel ranks among `world_size` ranks.
 
         Raises:
-            ValueError: the world is not a multiple of the ranks of one model replica.
+            ValueError: the world size is not a multiple of the ranks of one model replica.
         """
         if world_size % self.model_ranks:
             named = {name: n for name in ("pipeline", "context", "tensor") if (n := getattr(self, name)) > 1}
@@ -163,11 +164,11 @@ class ParallelConfig:
         return world_size // self.model_ranks
 
     def divisions(self, world_size: int) -> dict[str, int]:
-        """Into how many parts the ranks of a run divide each thing, under the strategies in effect.
+        """Number of parts into which the ranks of a run divide layers, tensors, tokens and state.
 
         Returns:
-            By thing: "layers", "tensors", "tokens" (of a pack), "parameters" and "gradients" (float32, between steps),
-            "optimizer" (its state), and "copies": ranks that all-reduce the gradient of the same shards.
+            Number of parts of "layers", "tensors", "tokens" (of a pack), "parameters" and "gradients" (float32, between
+            steps) and "optimizer" (its state); and "copies", the ranks that all-reduce the gradient of the same shards.
         """
         axes = self.axes(world_size)
         data = axes["dp_replicate"] * axes["dp_shard"] * axes["cp"]
@@ -186,7 +187,7 @@ class ParallelConfig:
         """Number of ranks along every axis of the mesh, outermost first.
 
         Raises:
-            ValueError: the ranks cannot be arranged so.
+            ValueError: `world_size` is not divisible by the model ranks, or the data-parallel ranks not by the groups.
         """
         data = self.data_size(world_size)
         groups = data
@@ -226,15 +227,15 @@ class ParallelConfig:
         return " x ".join(named)
 
     def check(self, shape: ModelShape, world_size: int, capacity: int) -> None:
-        """Check a model, a number of processes and a capacity against these settings, before any process group exists.
+        """Check that these settings suit a model, a number of processes and a capacity. Needs no process group.
 
         Args:
-            shape: of the decoder; a vocabulary of 0 is not known yet and not checked.
-            world_size: processes of the run.
-            capacity: largest number of slots of a pack.
+            shape: shape of the decoder; a vocabulary of 0 is not known yet and not checked.
+            world_size: number of processes of the run.
+            capacity: maximum number of slots of a pack.
 
         Raises:
-            ValueError: they do not fit; the settings and the nearest legal choice are named.
+            ValueError: a setting is invalid; the message names it and the nearest legal choice.
         """
         self.axes(world_size)
         if world_size == 1 and self.offload != "none":
@@ -267,7 +268,7 @@ class ParallelConfig:
         """Check the precision of forward passes.
 
         Raises:
-            ValueError: shards do not support it; both settings are named.
+            ValueError: fp16 with sharded parameters; the message names both settings.
         """
         if self.shards_parameters and world_size > 1 and dtype == "fp16":
             raise ValueError(
@@ -276,7 +277,7 @@ class ParallelConfig:
             )
 
     def _check_tensor(self, shape: ModelShape, world_size: int) -> None:
-        """Tensor parallelism divides heads, matrices and the vocabulary evenly."""
+        """Check that tensor parallelism divides heads, matrices and the vocabulary evenly."""
         names = ("kv_heads", "heads", "d_ff", "vocabulary_size")
         divided = {name: getattr(shape, name) for name in names}  # a vocabulary of 0 is not known yet
         for name, size in divided.items():
@@ -292,7 +293,7 @@ class ParallelConfig:
             )
 
     def _check_context(self, shape: ModelShape, world_size: int) -> None:
-        """Ulysses divides heads, after tensor parallelism has; a ring attends to whole documents."""
+        """Check context parallelism: Ulysses divides each tensor rank's heads; a ring supports no sliding window."""
         if self.context == 1:
             return
         near = self._nearest("context", world_size, lambda ranks: shape.heads % (self.tensor * ranks) == 0)
@@ -311,17 +312,17 @@ class ParallelConfig:
             )
 
     def _nearest(self, name: str, world_size: int, legal: Callable[[int], bool]) -> int:
-        """The legal number of ranks nearest to an axis's that fits the world beside the other axes."""
-        asked = int(getattr(self, name))
-        room = world_size // (self.model_ranks // asked)
-        return _nearest((ranks for ranks in _divisors(room) if legal(ranks)), asked)
+        """The legal number of ranks of an axis nearest to the given one, with the other axes unchanged."""
+        given = int(getattr(self, name))
+        available = world_size // (self.model_ranks // given)
+        return _nearest((ranks for ranks in _divisors(available) if legal(ranks)), given)
 
 
 def check_readers(readers: int, data_size: int) -> None:
-    """Check that there are not more readers than data-parallel ranks.
+    """Check `data.readers` against the number of data-parallel ranks.
 
     Raises:
-        ValueError: the setting and its largest legal value are named.
+        ValueError: `readers` is negative or exceeds `data_size`; the message names the maximum.
     """
     if not 0 <= readers <= data_size:
         raise ValueError(
@@ -331,7 +332,7 @@ def check_readers(readers: int, data_size: int) -> None:
 
 
 def _nearest_shares(asked: Mapping[str, int], world_size: int) -> dict[str, int]:
-    """Changes of axes after which they fit the world: as few axes as possible, by as little as possible."""
+    """The smallest change of axes (fewest axes, then smallest differences) whose product divides the world size."""
     choices = (
         dict(zip(asked, sizes, strict=True))
         for sizes in itertools.product(_divisors(world_size), repeat=len(asked))

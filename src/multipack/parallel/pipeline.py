@@ -1,4 +1,4 @@
-"""Pipeline parallelism: ranks hold different layers, and micro-batches run through them one behind the other.
+"""Pipeline parallelism: ranks hold different layers, and several micro-batches are in progress at a time.
 
     1f1b: 3 ranks, 4 micro-batches; numbers are forward passes, letters their backward passes, dots wait
 
@@ -7,8 +7,8 @@
     rank 2       0 a 1 b 2 c 3 d                       last blocks, head, loss
 
     gpipe        all forward passes, then all backward passes: holds the activations of all M micro-batches
-    1f1b         a backward pass as soon as there is one: holds those of as many micro-batches as there are ranks
-    interleaved  1f1b with several, thinner stages on every rank (stage s on rank s mod P): waits less, sends more
+    1f1b         each backward pass as soon as possible: holds the activations of at most P micro-batches (P ranks)
+    interleaved  1f1b with several smaller stages per rank (stage s on rank s mod P): waits less, sends more
 
 A rank waits while the pipeline fills and drains (`stages.bubble`). The schedules are torch's (schedules.py). This
 module adds:
@@ -17,7 +17,7 @@ module adds:
   which looks up its own copy of the pack, so that document boundaries always match the hidden states.
 - **Shapes.** All packs of a run have one number of slots. This is checked on the host before anything is sent, because
   a mismatch would hang all ranks. It also spares the schedules a real forward pass to infer shapes.
-- **Receive buffers.** Under 1f1b as many as passes can be in flight; torch allocates one per micro-batch.
+- **Receive buffers.** Under 1f1b one per pass that can be in flight; torch alone allocates one per micro-batch.
 - **Shared parameters.** Gradients of a parameter that two stages hold (tied embeddings) are summed.
 
 Stages may be sharded by FSDP2 or divided by tensor and context parallelism. Gradients of shards are reduced once a
@@ -46,7 +46,7 @@ from multipack.parallel.state import local
 
 
 class PipelineEngine(ModelEngine):
-    """Engine of ranks that hold different layers; the last stage returns the summed loss.
+    """`ModelEngine` of a pipeline's ranks.
 
     Args:
         pipeline: this rank's stages and their schedule.
@@ -89,20 +89,20 @@ class Pipeline:
         stages: modules of this rank's stages, in the order of `stages_of_rank`. The first stage of the pipeline is
             called with (batch), others with (batch, x). The last one returns the summed loss, others return x.
             Parameters have the names of the whole model; a stage sharded by FSDP2 is its root module itself.
-        mesh: of one dimension, this pipeline's ranks.
+        mesh: one-dimensional mesh of this pipeline's ranks.
         schedule: order of passes.
-        micro_batches: M, of a training step.
-        width: d, of the hidden states between stages.
-        dtype: of these: float32 under autocast, the parameters' own in FSDP2's mixed precision.
+        micro_batches: M, the number of micro-batches of a training step.
+        width: d, the width of the hidden states between stages.
+        dtype: dtype of these hidden states: float32 under autocast, the parameters' own in FSDP2's mixed precision.
         tensor_ranks: ranks that divide the tokens of hidden states (sequence parallelism): stages exchange tensors of
             shape (T / tensor_ranks, d), where T is the number of slots that `share` leaves.
-        device: where stages run.
-        clock: seconds; not used on GPUs.
+        device: device of the stages.
+        clock: returns seconds; not used on GPUs.
 
     Attributes:
-        parameters: of all stages of this rank, by name.
-        duplicates: names of parameters that this rank and an earlier stage on another rank hold.
-        passes: of the last training step on this rank, in the order in which they ran.
+        parameters: parameters of all stages of this rank, by name.
+        duplicates: names of this rank's parameters that an earlier stage on another rank also holds.
+        passes: passes of the last training step on this rank, in the order in which they ran.
 
     Raises:
         ValueError: the schedule does not have this number of stages or of micro-batches.
@@ -157,18 +157,18 @@ class Pipeline:
         """Compute the gradient of scale × Σ losses; parameters must have no gradients before.
 
         Args:
-            micro_batches: M packs of equally many slots, the same on every rank of the pipeline.
+            micro_batches: M packs with the same number of slots, the same packs on every rank of the pipeline.
             scale: factor of losses before their backward passes.
-            share: a pack → this rank's part of it, where ranks divide its tokens.
-            autocast: makes the context of forward passes.
+            share: a pack → this rank's part of it, under context parallelism.
+            autocast: returns the context of forward passes.
 
         Returns:
             Summed losses by micro-batch (not scaled) on the rank of the last stage; zeros elsewhere.
 
         Raises:
-            ValueError: the number of micro-batches or of slots is not the one that the pipeline was built for; or a
-                stage raised it.
-            RuntimeError: a shared parameter has a gradient already, which would be summed twice.
+            ValueError: the number of micro-batches differs from the constructor's, or the number of slots from that of
+                the first step; or a stage raised it.
+            RuntimeError: a shared parameter already has a gradient, which would be summed twice.
         """
         self._check(micro_batches)
         left = [name for name in self._holders if self.parameters[name].grad is not None]
@@ -192,10 +192,10 @@ class Pipeline:
         share: Share = lambda batch: batch,
         autocast: Autocast = nullcontext,
     ) -> list[float]:
-        """Losses in evaluation mode and without gradients, of any number of packs; see `forward_backward`.
+        """Compute the losses of any number of packs in evaluation mode, without gradients; see `forward_backward`.
 
         Raises:
-            ValueError: packs differ in their numbers of slots; or a stage raised it.
+            ValueError: packs have different numbers of slots; or a stage raised it.
         """
         if not micro_batches:
             return []
@@ -205,7 +205,7 @@ class Pipeline:
         for module in self.stages.values():
             module.eval()
         try:
-            # Built anew each time: its buffers fit this number and size, and are not kept.
+            # Built for each call: its buffers have this number and size, and are freed afterwards.
             run = self._scheduled(batches[0].num_slots, len(batches), trains=False)
             return run.step(batches, autocast, 1.0)
         finally:
@@ -213,7 +213,7 @@ class Pipeline:
                 each.training = training
 
     def seconds(self, kind: Literal["forward", "backward", "reduce"]) -> float:
-        """Time in passes of a kind in the last training step on this rank."""
+        """Seconds in passes of a kind in the last training step on this rank."""
         return sum(each.ended - each.began for each in self.passes if each.kind == kind)
 
     def _scheduled(self, slots: int, micro_batches: int, *, trains: bool) -> ScheduledRun:
@@ -234,7 +234,7 @@ class Pipeline:
         )
 
     def _check(self, micro_batches: Sequence[Any]) -> None:
-        """Check, before anything is sent, what would leave ranks waiting for each other."""
+        """Check the number and size of packs before anything is sent: a mismatch would hang the ranks."""
         if len(micro_batches) != self.micro_batches:
             raise ValueError(
                 f"this step has {len(micro_batches)} micro-batches, and the pipeline was built for"
@@ -246,7 +246,7 @@ class Pipeline:
             _check_slots(micro_batches, micro_batches[0].num_slots, "the first of them")
 
     def _find_shared(self) -> dict[str, list[int]]:
-        """Trained parameters of this rank that other ranks hold → all ranks that do; the first one counts it."""
+        """Name → ranks of the trained parameters that this rank shares with others; the first rank counts them."""
         own = [
             (number, name)
             for number, module in self.stages.items()
@@ -263,7 +263,7 @@ class Pipeline:
 
     @torch.no_grad()
     def _sum_shared_gradients(self) -> None:
-        """Sum the gradients of shared parameters in one order, so that copies stay equal to the bit."""
+        """Sum the gradients of shared parameters in the same order on all ranks, so that copies stay bitwise equal."""
         for name, ranks in self._holders.items():
             parameter = self.parameters[name]
             if parameter.grad is None:

@@ -1,4 +1,4 @@
-"""Ring attention over packed documents: queries stay, keys and values move (Liu et al. 2023, arXiv:2310.01889).
+"""Ring attention (Liu et al. 2023, arXiv:2310.01889) over packed documents: ranks exchange keys and values.
 
 A pack of T slots is cut into 2n chunks for n ranks, and rank r holds chunks r and 2n−1−r: one early and one late, so
 that the causal work of every rank is equal for a document that fills the pack.
@@ -10,15 +10,15 @@ that the causal work of every rank is equal for a document that fills the pack.
             rank 1   chunk 2    ■       ■       ◣
             rank 0   chunk 3    ■       ■       ■       ◣
 
-Only one document can reach from chunk j into a later chunk i: the one with the last token of j and the first of i. All
-its tokens in i see all its tokens in j. So two ranks share one dense rectangle of queries and keys, or none, which
-`rectangle` computes from lengths on the host. Only these keys and values are sent; packs of short documents send
-almost nothing.
+Only one document can extend from chunk j into a later chunk i: the one with the last token of j and the first of i. All
+its tokens in i see all its tokens in j. So the queries of one rank and the keys of another have at most one dense
+rectangle in common, which `rectangle` computes from lengths on the host. Only these keys and values are sent; packs of
+short documents send almost nothing.
 
 In step s of n, rank r receives keys and values from rank r − s and sends its own to rank r + s, while it computes step
 s − 1. Results merge by their log-sum-exp (ops/partial.py). In the backward pass keys and values are sent again, and
-their gradients are sent back to their owner. Messages go directly to the rank that needs them, so distant ranks
-communicate, which a ring of neighbors avoids, but less is sent:
+their gradients are sent back to their owner. Messages go directly to the rank that needs them: unlike in a ring of
+neighbors, distant ranks communicate, but less is sent:
 
     elements sent forward ≤ 2 (n − 1) · T/n · K · D  (K key heads of width D), backward twice that
     over all ranks        ≤ 3 (n − 1)/2 · T · K · D  (3/4 of a ring of neighbors)
@@ -66,14 +66,14 @@ class Rectangle:
 
 @dataclass(frozen=True)
 class Ring:
-    """One rank's work for one pack, known before any tensor is.
+    """One rank's work for one pack, computed on the host from the lengths of documents.
 
     Attributes:
         rank: this rank.
         ranks: number of ranks.
-        lengths: tokens of the documents in this rank's chunks, the early chunk first.
-        seen: [s] what this rank's queries see of the keys of rank − s (itself for s = 0); None = nothing.
-        shown: [s] what the queries of rank + s see of this rank's keys.
+        lengths: tokens of each document within this rank's chunks, the early chunk first.
+        seen: entry s: rectangle of this rank's queries and the keys of rank − s (itself for s = 0); None = none.
+        shown: entry s: rectangle of the queries of rank + s and this rank's keys; None = none.
     """
 
     rank: int
@@ -84,10 +84,15 @@ class Ring:
 
     @classmethod
     def of(cls, lengths: Sequence[int], rank: int, ranks: int) -> Ring:
-        """From the lengths of all documents of the pack, padding included.
+        """Compute the work of a rank.
+
+        Args:
+            lengths: tokens of each document of the pack, padding included.
+            rank: the rank.
+            ranks: number of ranks.
 
         Raises:
-            ValueError: their sum is no multiple of 2 · ranks.
+            ValueError: the sum of lengths is not a multiple of 2 · ranks.
         """
         ends = list(accumulate(lengths))
         own = [tokens for chunk in head_tail(ends[-1], rank, ranks) for tokens in _inside(ends, chunk)]
@@ -98,16 +103,16 @@ class Ring:
 
     @property
     def scores(self) -> int:
-        """Number of pairs of a query and a key that this rank computes."""
+        """Number of scores (pairs of a query and a key) that this rank computes."""
         squares = sum(length * (length + 1) // 2 for length in self.lengths)
         return squares + sum(seen.scores for seen in self.seen if seen)
 
 
 def head_tail(slots: int, rank: int, ranks: int) -> tuple[slice, slice]:
-    """The slots of a rank's two chunks in the pack.
+    """Slices of a rank's early and late chunk in a pack of `slots` slots.
 
     Raises:
-        ValueError: `slots` is no multiple of 2 · ranks.
+        ValueError: `slots` is not a multiple of 2 · ranks.
     """
     if slots % (2 * ranks):
         raise ValueError(f"{slots:,} slots cannot be cut into {2 * ranks} equal chunks")
@@ -116,16 +121,19 @@ def head_tail(slots: int, rank: int, ranks: int) -> tuple[slice, slice]:
 
 
 def rectangle(ends: Sequence[int], asking: int, owner: int, ranks: int) -> Rectangle | None:
-    """What queries of one rank see of the keys of another, in other chunks than their own.
+    """The rectangle of the queries of one rank and the keys of another that they see in other chunks than their own.
 
-    Each pair of their chunks gives a rectangle, and these are adjacent: a document that reaches both chunks of a rank
-    fills everything between them, and so the rest of the early one.
+    Each pair of chunks gives a rectangle, and these are adjacent: a document in both chunks of a rank fills all slots
+    between them, and so the end of the early chunk.
 
     Args:
-        ends: ends of the pack's documents, ascending, the last one T.
-        asking: the rank of the queries.
-        owner: the rank of the keys.
+        ends: ends of the pack's documents, ascending; the last one is T.
+        asking: rank of the queries.
+        owner: rank of the keys.
         ranks: number of ranks.
+
+    Returns:
+        The rectangle; None if no query sees a key.
     """
     slots = ends[-1]
     size = slots // (2 * ranks)
@@ -142,7 +150,7 @@ def rectangle(ends: Sequence[int], asking: int, owner: int, ranks: int) -> Recta
 
 
 def _inside(ends: Sequence[int], chunk: slice) -> Iterator[int]:
-    """Tokens of each document within a chunk."""
+    """Number of tokens within a chunk of each document that has any."""
     cuts = ends[bisect_right(ends, chunk.start) : bisect_right(ends, chunk.stop - 1)]
     yield from (b - a for a, b in pairwise((chunk.start, *cuts, chunk.stop)) if b > a)
 
@@ -151,9 +159,18 @@ class Exchange(Protocol):
     """Messages between the ranks of a ring."""
 
     def start(self, sent: Tensor | None, to: int, received: Tensor | None, source: int) -> Wait:
-        """Start sending to a rank and receiving from another, if not None; the result waits for both.
+        """Start sending a tensor to one rank and receiving one from another; None = no message.
 
-        Tensors are contiguous and must not change until then.
+        Tensors are contiguous and must not change before the wait returns.
+
+        Args:
+            sent: tensor to send.
+            to: rank in the ring that receives it.
+            received: tensor to receive into.
+            source: rank in the ring that sends it.
+
+        Returns:
+            A function that waits for both.
         """
         ...
 
@@ -161,7 +178,7 @@ class Exchange(Protocol):
 class GroupExchange:
     """Messages in a process group.
 
-    nccl opens a group's connections in its first collective, which needs all ranks: run one before.
+    nccl opens a group's connections in its first collective, which all ranks must call: run one before.
     """
 
     def __init__(self, group: Group = None) -> None:
@@ -211,15 +228,15 @@ def ring_attention(
         v: (T/ranks, K, D) values.
         ring: this rank's work for this pack.
         cu_seqlens: (N + 1,) int32 cumulative sums of `ring.lengths`, from 0, on the device of q.
-        group: the ranks.
-        kernel: None = `choose_kernel(q)`.
-        exchange: how messages are sent; None = by the group.
+        group: process group of the ranks.
+        kernel: attention kernel; None = `choose_kernel(q)`.
+        exchange: sends messages; None = `GroupExchange(group)`.
 
     Returns:
         (T/ranks, H, D) in q's dtype.
 
     Raises:
-        ValueError: mismatched shapes or dtypes, or another number of tokens than the ring's.
+        ValueError: shapes or dtypes do not match, or q does not have the number of tokens of the ring.
     """
     check_heads(q, k, v)
     if len(q) != sum(ring.lengths):
@@ -235,7 +252,7 @@ def ring_attention(
 
 
 class _RingAttention(torch.autograd.Function):
-    """An autograd function, because the backward pass needs the merged result and communicates."""
+    """`ring_attention` as an autograd function: the backward pass needs the merged result and communicates."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, work: _Work) -> Tensor:
@@ -256,7 +273,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 Visit = tuple[Rectangle, Tensor, Tensor] | None
-"""Which queries see which keys; the keys; the values. None = no query sees any."""
+"""Rectangle, keys and values of a step; None = no query sees a key."""
 
 
 @dataclass(frozen=True)
@@ -283,7 +300,7 @@ class _Work:
         self, upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> Gradients:
         """Gradients of this rank's q, k and v from the queries of all ranks."""
-        visits, come_home = self.visits(k, v), _nothing
+        visits, add_gradients = self.visits(k, v), _nothing
         dq, dk, dv = self.kernel.backward(upstream, q, k, v, out, lse, self.documents)
         for step, visit in enumerate(visits):
             parts: list[Tensor] = []
@@ -294,13 +311,13 @@ class _Work:
                     upstream[rows], q[rows], key, value, out[rows], lse[rows], None
                 )
                 dq[rows] += more
-            come_home()
-            come_home = self.send_home(step, parts, dk, dv, k.dtype)
-        come_home()
+            add_gradients()
+            add_gradients = self.send_home(step, parts, dk, dv, k.dtype)
+        add_gradients()
         return dq, dk, dv
 
     def visits(self, k: Tensor, v: Tensor) -> Iterator[Visit]:
-        """Keys and values of each step, own ones first. The exchange of the next step runs while one is used."""
+        """Keys and values of each step, this rank's first. The exchange of the next step runs during each step."""
         return self._visits(k, v, self.fetch(1, k, v))
 
     def _visits(self, k: Tensor, v: Tensor, coming: tuple[Wait, Tensor | None]) -> Iterator[Visit]:
@@ -314,7 +331,7 @@ class _Work:
             yield (seen, arrived[0], arrived[1]) if seen and arrived is not None else None
 
     def fetch(self, step: int, k: Tensor, v: Tensor) -> tuple[Wait, Tensor | None]:
-        """Start a step's exchange of keys and values; return a function that waits, and the (2, S, K, D) it fills."""
+        """Start a step's exchange of keys and values; return a function that waits, and the (2, S, K, D) to receive."""
         if step >= self.ring.ranks:
             return _nothing, None
         shown, to, source = self.ring.shown[step], self.rank_at(step), self.rank_at(-step)
@@ -323,7 +340,11 @@ class _Work:
         return self.exchange.start(sent, to, arriving, source), arriving
 
     def send_home(self, step: int, parts: list[Tensor], dk: Tensor, dv: Tensor, dtype: torch.dtype) -> Wait:
-        """Send a step's gradients of keys and values to their owner; the result waits for this rank's and adds them."""
+        """Start sending a step's gradients of keys and values to their owner.
+
+        Returns:
+            A function that waits for the gradients of this rank's keys and values and adds them to dk and dv.
+        """
         shown, to, source = self.ring.shown[step], self.rank_at(-step), self.rank_at(step)
         sent = torch.stack(parts).to(dtype) if parts else None
         if step == 0:
@@ -332,25 +353,25 @@ class _Work:
             arriving = _room(shown, dk, dtype)
             wait = self.exchange.start(sent, to, arriving, source)
 
-        def come_home() -> None:
+        def add_received() -> None:
             wait()
             if shown and arriving is not None:
                 dk[shown.keys] += arriving[0]
                 dv[shown.keys] += arriving[1]
 
-        return come_home
+        return add_received
 
     def rank_at(self, steps: int) -> int:
-        """The rank `steps` places further."""
+        """The rank `steps` places after this one in the ring."""
         return (self.ring.rank + steps) % self.ring.ranks
 
 
 def _nothing() -> None:
-    """Wait for nothing."""
+    """A `Wait` for no message."""
 
 
 def _room(visited: Rectangle | None, like: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """(2, S, K, D) to receive keys and values of a rectangle, or their gradients."""
+    """Uninitialized (2, S, K, D) tensor to receive keys and values of a rectangle, or their gradients."""
     if visited is None:
         return None
     tokens = visited.keys.stop - visited.keys.start

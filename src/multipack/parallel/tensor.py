@@ -23,9 +23,9 @@ exchange, because every rank sees the gradients of all tokens. Per block: 2 all-
 direction, and 1 all-reduce of a few numbers per norm.
 
 `vocabulary` divides the embedding's rows: every rank looks up its own words for all tokens, and lookups add up as
-above. Losses get the rank's rows of the output embedding and the group (ops/loss.py). For callers this means: `hidden`
-of a divided model, and what a pipeline stage passes on, are this rank's T/n tokens; T must be a multiple of n; ranks
-must draw different random numbers, since each applies dropout to its own tokens.
+above. Losses get the rank's rows of the output embedding and the group (ops/loss.py). For callers this means: the
+results of `hidden` and of a pipeline stage have this rank's T/n tokens; T must be a multiple of n; ranks must draw
+different random numbers, since each applies dropout to its own tokens.
 
 Gradients have their parameters' layout and are complete after the backward pass, so optimizers, norms, checkpoints and
 `fully_shard` over another mesh dimension work unchanged. torch's `parallelize_module` leaves the norms' gradients as
@@ -56,19 +56,19 @@ from multipack.parallel.state import local
 def divide_tensors(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
     """Divide the model's parameters among the ranks of a mesh, in place and without communication.
 
-    Parameters become `DTensor`s on the mesh under the same names. Modules get a `forward` that exchanges what is
-    divided; losses get all tokens, the rank's rows of the output embedding and `group=`.
+    Parameters become `DTensor`s on the mesh under the same names. Modules get a `forward` that exchanges divided
+    activations; losses get all tokens, the rank's rows of the output embedding and `group=`.
 
     Args:
-        model: on the meta device, or with equal values on all ranks.
-        mesh: of one dimension.
+        model: a model on the meta device, or with equal values on all ranks.
+        mesh: one-dimensional mesh of the ranks.
         plan: pattern of a module's name → `column`, `row`, `vocabulary`, `positions`, `norm` or `gathers`; `*` matches
             one part of a name. Patterns may match nothing.
 
     Raises:
-        ValueError: a module with parameters that no pattern matches, or whose type does not fit its kind; an unknown
-            kind; a dimension that is no multiple of the number of ranks; a loss that takes no `group`; a model that
-            is divided already.
+        ValueError: no pattern matches a module with parameters, or its type does not fit its kind; a kind is unknown;
+            a dimension is not a multiple of the number of ranks; a loss takes no `group`; or the model is already
+            divided.
     """
     if mesh.ndim != 1:
         raise ValueError(f"divide_tensors takes a mesh of one dimension, got {mesh.ndim}: {mesh}")
@@ -110,7 +110,7 @@ class _RowLinear(_TensorParallel, nn.Linear):
         """(T, f / ranks) → (T / ranks, d)."""
         bias = None if self.bias is None else local(self.bias)
         if bias is not None and place_in(self.group)[0] != 0:
-            bias = bias - bias.detach()  # 0, with the gradient of the first rank's
+            bias = bias - bias.detach()  # 0, with the same gradient as on the first rank
         return reduce_scatter(F.linear(x, local(self.weight), bias), group=self.group)
 
 
@@ -143,10 +143,10 @@ class _TokenLayerNorm(_TensorParallel, nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """(T / ranks, d) → (T / ranks, d)."""
-        held = [local(parameter) for parameter in self.parameters(recurse=False)]
-        if held:  # weight and bias have one exchange
-            held = list(identity(torch.stack(held), self.group).unbind())
-        weight, bias = (*held, None, None)[:2]
+        parameters = [local(parameter) for parameter in self.parameters(recurse=False)]
+        if parameters:  # one all-reduce for the gradients of weight and bias
+            parameters = list(identity(torch.stack(parameters), self.group).unbind())
+        weight, bias = (*parameters, None, None)[:2]
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
@@ -184,7 +184,7 @@ def _kind_of(name: str, plan: Mapping[str, str]) -> str | None:
 def _divided_type(name: str, module: nn.Module, plan: Mapping[str, str]) -> type[_TensorParallel] | None:
     """The divided type of a module; None = nothing to divide."""
     if isinstance(module, _TensorParallel):
-        raise ValueError(f"{name} is divided already: divide a model once")
+        raise ValueError(f"{name} is already divided: divide a model only once")
     kind = _kind_of(name, plan)
     if kind is not None and kind != "gathers":
         for divided_type in _KINDS[kind]:
@@ -223,17 +223,21 @@ def _divide(name: str, module: nn.Module, divided_type: type[_TensorParallel], m
 
 
 def _gather_first(group: Group, _: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Forward pre-hook: the module's first argument, for all tokens."""
+    """Forward pre-hook: gather the module's first argument to all tokens."""
     return _all_tokens(arguments[0], group), *arguments[1:]
 
 
 def _all_tokens(x: Tensor, group: Group) -> Tensor:
-    """(T / ranks, d) → (T, d), in autocast's dtype where it is on, which halves what is sent."""
+    """(T / ranks, d) → (T, d), in autocast's dtype if enabled, which halves the bytes sent."""
     return all_gather(in_autocast_dtype(x), group=group)
 
 
 def _over_vocabulary(attribute: str, loss: Callable[..., Tensor], group: Group) -> Callable[..., Tensor]:
-    """The loss of all tokens over a vocabulary that the group divides."""
+    """Wrap a loss function for hidden states of T / ranks tokens and a vocabulary that the group divides.
+
+    Raises:
+        ValueError: `loss` takes no `group`.
+    """
     if "group" not in signature(loss).parameters:
         raise ValueError(
             f"the model's {attribute} is {getattr(loss, '__name__', loss)}, which takes no group= and so needs the"
@@ -248,7 +252,11 @@ def _over_vocabulary(attribute: str, loss: Callable[..., Tensor], group: Group) 
 
 
 def _check_tokens(tokens: int, ranks: int) -> None:
-    """Refuse, equally on all ranks, packs that they cannot divide."""
+    """Check that the ranks can divide the tokens of a pack evenly.
+
+    Raises:
+        ValueError: they cannot, on all ranks equally.
+    """
     if tokens % ranks:
         raise ValueError(
             f"parallel.tensor={ranks} divides the slots of every pack, and this one has {tokens}, which is no multiple:"
