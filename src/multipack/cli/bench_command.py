@@ -65,7 +65,7 @@ def collectives(
         words += ["--device", device, *(["--json"] if as_json else [])]
         _start(["bench", "collectives", *words], processes, device)
     if processes not in (0, ranks.size):
-        raise ValueError(f"-n {processes}, but {ranks.launcher} started {ranks.size} processes: leave -n out")
+        raise ValueError(f"-n {processes}: {ranks.launcher} started {ranks.size} processes; leave -n out")
     _measure(chosen, wanted, dtype, repeats, device, as_json)
 
 
@@ -124,7 +124,11 @@ def _cells(row: Bandwidth) -> list[str]:
 
 
 def _bytes(word: str) -> int:
-    """Parse `4096`, `64KiB`, `16MiB` or `1GiB`."""
+    """Return the number of bytes of a size such as `4096`, `64KiB`, `16MiB` or `1GiB`.
+
+    Raises:
+        ValueError: `word` is not a size.
+    """
     match = re.fullmatch(r"(\d+) ?(B|KiB|MiB|GiB)?", word)
     if match is None or int(match[1]) < 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Commands that start runs and check the machine: launch, submit, doctor."""
+"""The commands that start runs and check the machine: launch, submit, doctor."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ Restarts = Annotated[
 
 
 def _check_words(words: Sequence[str], max_restarts: int) -> None:
-    """Check the name of the command, and that a restart continues it.
+    """Check the name of the command, and that it continues its run after a restart.
 
     Raises:
-        ValueError: the message names the nearest choice.
+        ValueError: the command is unknown, or would begin its run again; the message says what to write.
     """
     from multipack.launch.launcher import check_restarts
 
@@ -43,7 +43,7 @@ def _check_run(words: Sequence[str], processes: int) -> None:
     """Check the settings of `train` for this number of processes, before any of them starts.
 
     Raises:
-        ValueError: the message names the settings and the nearest choice.
+        ValueError: a setting is invalid; the message names it and the nearest choice.
     """
     from multipack.training.run_config import compose_run
 
@@ -63,7 +63,7 @@ def launch(
     address: Annotated[str, option("Address of rank 0; default: the first host.")] = "",
     port: Annotated[int, option("Rendezvous port.")] = 0,
     node_rank: Annotated[int, option("Index of this host, if launch runs on each host.")] = -1,
-    flags: Annotated[str, option("More options of the launcher, as one string.")] = "",
+    flags: Annotated[str, option("Additional options of the launcher, as one string.")] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the command.")] = False,
 ) -> None:
     """Start a run in many processes: with srun in Slurm, mpiexec in PBS, torchrun elsewhere.
@@ -76,8 +76,8 @@ def launch(
       multipack launch -n 4 --max-restarts 3 -- train train.resume=auto out=runs/a
       multipack launch --launcher mpiexec -n 8 --cores 16 -- train plan.micro_batches=2
 
-    The job or --hostfile provides the hosts. Signals and exit code are those of
-    the launcher.
+    The hosts are those of the job or of --hostfile. Signals and exit code are
+    those of the launcher.
     """
     from multipack.launch.launcher import LaunchRequest
     from multipack.launch.launcher import launch as start
@@ -111,7 +111,7 @@ def submit(
     gpus: Annotated[int, option("GPUs per host.")] = 0,
     cores: Annotated[int, option("CPU cores per process.")] = 0,
     max_restarts: Restarts = 0,
-    directive: Annotated[list[str] | None, option("Another scheduler option; repeatable.")] = None,
+    directive: Annotated[list[str] | None, option("Additional scheduler option; repeatable.")] = None,
     out: Annotated[Path | None, option("File to write; default: print.", "-o")] = None,
 ) -> None:
     """Write a Slurm or PBS script that starts a run with `multipack launch`.

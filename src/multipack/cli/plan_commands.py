@@ -1,4 +1,4 @@
-"""Commands that need only lengths of documents: plan, pack."""
+"""The commands plan and pack, which need only the lengths of documents."""
 
 from __future__ import annotations
 

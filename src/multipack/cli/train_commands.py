@@ -1,4 +1,4 @@
-"""Commands that work on documents: train, config, prepare, calibrate."""
+"""The commands that read documents or training settings: train, config, prepare, calibrate."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def train(words: Words = None, settings: Settings = False) -> None:
       multipack train
       multipack train data=jsonl data.path=train.jsonl model=gpt2 out=runs/a
       multipack train train.resume=true out=runs/a
-      multipack train train.resume=auto out=runs/a   # begins it or resumes it: for jobs that may restart
+      multipack train train.resume=auto out=runs/a   # begins or resumes the run: for jobs that may restart
       torchrun --nproc-per-node 4 -m multipack train plan.packs_per_step=8
 
     `multipack train --settings` lists all settings.
@@ -66,21 +66,21 @@ def config(words: Words = None, settings: Settings = False) -> None:
 
 def prepare(
     words: Words = None,
-    store: Annotated[Path | None, typer.Option(help="The store's folder; default: in the cache.")] = None,
-    shards: Annotated[int, typer.Option(help="Number of shards, about; 0 = by tokens.")] = 0,
-    part: Annotated[str, typer.Option(help="i/n: tokenize part i of n; all parts are one store.")] = "1/1",
+    store: Annotated[Path | None, typer.Option(help="Folder of the store; default: in the cache.")] = None,
+    shards: Annotated[int, typer.Option(help="Approximate number of shards; 0 = by tokens.")] = 0,
+    part: Annotated[str, typer.Option(help="i/n: tokenize part i of n of one store.")] = "1/1",
     engine: Annotated[
         str, typer.Option(help="Engine: local, or ray (all parts as tasks of a cluster).")
     ] = "local",
-    report: Annotated[Path | None, typer.Option(help="Only report on this store.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Report on this store; prepare nothing.")] = None,
     as_json: Json = False,
     settings: PrepareSettings = False,
 ) -> None:
-    """Tokenize documents into a token store: memory-mapped, complete when its header is there.
+    """Tokenize documents into a token store, a folder of memory-mapped shards.
 
     The tokenizers library uses all cores. After an interruption, the same
-    command continues after the shards that are there. A scheduler can run the
-    parts of a source of several files on several machines.
+    command continues after the finished shards. A scheduler can run the parts
+    of a source of several files on several machines.
 
     [bold]Examples[/bold]
 
@@ -129,8 +129,8 @@ def calibrate(
       multipack plan books cost=cost.json
       multipack train data=store data.path=books model=small plan.cost=cost.json
 
-    The fit uses half of the packs, and predicts the times of the others. No
-    other work should run on the machine meanwhile.
+    The cost is fitted to half of the packs and tested on the other half. Run
+    nothing else on the machine during the measurement.
     """
     from multipack.parallel.world import connected
     from multipack.planning.report import compile_planner

@@ -1,7 +1,8 @@
-"""Recommend a parallelism for a model and its devices: `QUESTIONS` in order, the smallest change to a model first.
+"""Recommend a parallelism for a model and its devices.
 
-The order is that of Sam Foreman's talk Parallel Training Methods. Recommended is the simplest candidate that fits and
-whose estimated time is close to the fastest's. These times only rank candidates; they are not predictions.
+The `QUESTIONS` and their order, the smallest change to a model first, follow Sam Foreman's talk Parallel Training
+Methods. The recommendation is the simplest candidate that fits and whose estimated time is close to that of the
+fastest. These times only rank candidates; they do not predict the time of a step.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ GIB = 2**30
 CLOSE = 0.9
 """A simpler candidate is preferred if it reaches this share of the fastest one's estimated speed."""
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
-"""From the fastest to the smallest."""
+"""Kinds of activation checkpointing, fastest first, and with the least memory last."""
 SHORTEST_SHARE = 512
-"""Minimum slots of a rank's share of a pack."""
+"""Minimum number of slots per rank when context parallelism divides a pack."""
 QUESTIONS = {
     "ddp": "Does the model fit on one device?",
     "zero": "Do shards of its state fit (ZeRO), and are links fast enough to gather them?",
@@ -35,12 +36,12 @@ QUESTIONS = {
     "pipeline": "Are links slow? The stages of a pipeline send least.",
     "together": "Does it take several of these together?",
 }
-"""Families of parallelism, the smallest change to a model first, and what decides on each."""
+"""Family of parallelism → question that it answers; the smallest change to a model first."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A parallelism with an activation checkpointing, for a model and devices."""
+    """A parallelism and a kind of activation checkpointing, for a model and devices."""
 
     request: AdviseRequest
     config: ParallelConfig
@@ -48,7 +49,7 @@ class Candidate:
 
     @cached_property
     def work(self) -> Workload:
-        """A step; a pipeline may need more micro-batches than requested."""
+        """The workload of a step; a pipeline may need more micro-batches than requested."""
         one, config = self.request, self.config
         packs_per_rank = one.micro_batches * config.model_ranks
         micro_batches = fit_micro_batches(config, packs_per_rank)
@@ -57,27 +58,30 @@ class Candidate:
 
     @property
     def packs(self) -> int:
-        """Packs of a step."""
+        """Number of packs of a step."""
         return self.work.micro_batches * self.config.data_size(self.request.devices)
 
     @cached_property
     def memory(self) -> Memory:
-        """Memory of the rank that needs most."""
+        """Memory of the rank with the highest peak."""
         return max(memory_of_stages(self.work), key=lambda each: each.peak)
 
     @property
     def fits(self) -> bool:
-        """Whether the memory of a device suffices."""
+        """Whether the peak is at most the usable memory of a device."""
         return self.memory.peak <= self.request.usable
 
     @cached_property
     def traffic(self) -> list[Traffic]:
-        """What the rank that sends most exchanges in a step."""
+        """Communication per step of the rank that sends most."""
         return communication(self.work)
 
     @cached_property
     def seconds_per_pack(self) -> float:
-        """Estimated time, to rank candidates: data-parallel traffic and stages' sends overlap with computation."""
+        """Estimated seconds per pack, to rank candidates.
+
+        Data-parallel and pipeline communication overlaps with computation, except broadcasts.
+        """
         one, work = self.request, self.work
         flops, within_host, between_hosts = one.speeds
         full, rest = divmod(one.capacity, min(one.document_tokens, one.capacity))
@@ -105,7 +109,7 @@ class Candidate:
 
     @property
     def complexity(self) -> tuple[int, ...]:
-        """Distance from the default: family, offload, number of axes, stage of ZeRO, non-default methods of an axis."""
+        """Sort key, simplest first: family, offload, number of axes, stage of ZeRO, non-default methods of an axis."""
         config = self.config
         axes = sum(ranks > 1 for ranks in (config.tensor, config.context, config.pipeline))
         stage = list(DATA_STRATEGIES).index(config.data)
@@ -114,12 +118,12 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """The parallelism as the header of a run prints it."""
+        """The parallelism as text, as in the header of a run."""
         return self.config.text(self.request.devices)
 
     @property
     def words(self) -> list[str]:
-        """Words of `multipack train`."""
+        """Words for `multipack train`."""
         request = self.request
         parallel = changed_words("parallel", self.config, ParallelConfig()) or ["parallel.data=ddp"]
         plan = [f"plan.capacity={request.capacity}", f"plan.packs_per_step={self.packs}"]
@@ -127,7 +131,7 @@ class Candidate:
         return [*model_words(request.model), *plan, *parallel, *train]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON, in bytes."""
+        """Return plain values for JSON; memory and traffic are in bytes."""
         values = {name: getattr(self, name) for name in ("name", "words", "recompute", "packs", "fits")}
         memory = {**vars(self.memory), "peak": self.memory.peak}
         return values | {
@@ -141,7 +145,7 @@ class Advice:
     """A recommendation with its reasons.
 
     Attributes:
-        request: model and devices.
+        request: the model and the devices.
         path: questions and answers; the last answer names the recommendation.
         chosen: the recommended candidate; None if nothing fits.
         rows: candidates to compare: all without model-parallel axes, and the best of each other family.
@@ -181,7 +185,7 @@ def advise(request: AdviseRequest) -> Advice:
     """
     request.check_model()
     everything = list(candidates(request))
-    # Offload waits for the host, which times do not count: only if nothing else fits.
+    # Offload waits for transfers to the host, which estimated times omit: recommended only if nothing else fits.
     resident = [each for each in everything if each.config.offload == "none"]
     chosen = _simplest(resident) or _simplest(everything)
     path: list[tuple[str, str]] = []

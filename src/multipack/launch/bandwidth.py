@@ -1,7 +1,7 @@
 """Measure the speed of collectives and check their results.
 
-Bandwidths are defined as in nccl-tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md; src/gather.cu and scatter.cu
-for these two), so that results are comparable:
+Bandwidths are defined as in nccl-tests (github.com/NVIDIA/nccl-tests: doc/PERFORMANCE.md, src/gather.cu and
+src/scatter.cu), so that results are comparable:
 
     algorithm bandwidth = S / t        S: bytes of the whole message, all ranks' pieces together
     bus bandwidth       = S / t · f    f: minimum share of S that each of n ranks must send; comparable with hardware
@@ -36,7 +36,7 @@ DTYPES = {
     "int64": torch.int64,
 }
 WARM_UP = 3
-"""Calls before timing starts; the first ones open connections."""
+"""Number of calls before timing starts; the first ones open connections."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Bandwidth:
 
     Attributes:
         operation: name of the collective.
-        dtype: of its elements.
+        dtype: dtype of its elements.
         ranks: number of ranks.
         bytes: size S of the whole message, rounded up to equal pieces on all ranks.
         seconds: mean time per call on the slowest rank, including allocation of the result.
@@ -85,12 +85,12 @@ def measure(
         world: the ranks.
         operation: the collective; its source or destination is rank 0.
         num_bytes: size of the whole message.
-        dtype: of its elements, a key of `DTYPES`.
+        dtype: dtype of its elements, a key of `DTYPES`.
         repeats: number of timed calls.
         clock: returns seconds; replaced in tests.
 
     Returns:
-        The same values on every rank.
+        The measurement, equal on every rank.
     """
     element = DTYPES[dtype].itemsize
     piece = -(-num_bytes // (element * world.size))
@@ -126,7 +126,7 @@ def measure(
 
 
 def run_collective(operation: Operation, own: Tensor, world: World) -> Tensor | None:
-    """Run a collective on this rank's tensor; None on ranks that receive nothing."""
+    """Run a collective on this rank's tensor and return its result; None on ranks that receive nothing."""
     rank, size = world.rank, world.size
     if size == 1:
         return own.clone()

@@ -1,6 +1,6 @@
-"""Check whether this machine can train; every problem comes with a remedy.
+"""Check whether this machine can train, and suggest a remedy for every problem.
 
-An exception in a check becomes its finding. Checks that may hang run in subprocesses with a timeout.
+An exception in a check is reported as a finding. Checks that may hang run in subprocesses with a timeout.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from multipack.parallel.ranks import TABLE
 
 Status = Literal["ok", "warn", "fail"]
 LEAST_FREE_BYTES = 1 << 30
-"""A folder with less free space is reported."""
+"""Free space of a folder below which there is a warning."""
 SMOKE_SECONDS = 90.0
-"""Timeout of all checks of two processes; importing torch takes most of it."""
+"""Timeout of all checks in two processes; importing torch takes most of the time."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Finding:
 
     Attributes:
         name: what was checked.
-        status: `fail` = training does not work; `warn` = it works, but worse or not everywhere.
+        status: `fail` = training does not work; `warn` = it is slower, or fails in some setups.
         detail: what was found.
         remedy: what to do; empty if the status is `ok`.
         area: subject of the check, set by `examine`.
@@ -143,12 +143,12 @@ def _devices(environment: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding("gpu", "warn", f"torch {torch.__version__} cannot use the GPU", remedy)
     elif not count:
         yield Finding("gpu", "ok", "none" + (" (hidden by CUDA_VISIBLE_DEVICES)" if hidden else ""))
-    for name, there, needed in (
+    for name, is_available, is_needed in (
         ("gloo", dist.is_available() and dist.is_gloo_available(), True),
         ("nccl", dist.is_available() and dist.is_nccl_available(), count > 0),
     ):
-        if there or not needed:
-            detail = "available" if there else "not in this torch; only needed for GPUs"
+        if is_available or not is_needed:
+            detail = "available" if is_available else "not in this torch; only needed for GPUs"
             yield Finding(name, "ok", detail)
         else:
             yield Finding(name, "fail", "not in this torch", f"install torch with {name}")
@@ -195,7 +195,7 @@ def _launching(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _address(environment: Mapping[str, str], several: bool) -> Finding:
-    """Check that other hosts can reach this one; gloo tells them the address of its host name."""
+    """Check that other hosts can reach this one at the address of its host name, which gloo uses."""
     name, chosen = socket.gethostname(), environment.get("GLOO_SOCKET_IFNAME", "")
     present = [interface for _, interface in socket.if_nameindex()]
     remedy = f"set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to one of {', '.join(present)} on every host"
@@ -274,10 +274,10 @@ def smoke_test(
     """Run smoke.py in two processes.
 
     Args:
-        environment: environment variables, from which those of a launcher are removed.
+        environment: environment variables of the processes, without those of a launcher, which are removed.
         device: `cpu` or `cuda`.
-        timeout_seconds: after which the processes are killed.
-        program: what torchrun starts.
+        timeout_seconds: time after which the processes are killed.
+        program: arguments of torchrun that name the program.
 
     Yields:
         (check, error, seconds) for each check, up to the first that failed; the error is empty on success.

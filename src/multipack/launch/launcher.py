@@ -29,10 +29,10 @@ LauncherName = Literal["auto", "torchrun", "srun", "mpiexec", "mpirun"]
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """What to start. Numbers that are 0 follow from the others or from the scheduler."""
+    """A command and its processes. Numbers that are 0 follow from the others or from the scheduler."""
 
     words: Sequence[str]
-    """A multipack command and its words: train model=gpt2 …."""
+    """A multipack command and its words, such as train, model=gpt2."""
     processes: int = 0
     """Total number of processes."""
     nodes: int = 0
@@ -57,7 +57,7 @@ class LaunchRequest:
     """The interpreter, at the same path on every host."""
 
     def __post_init__(self) -> None:
-        """Check the numbers that do not depend on the allocation."""
+        """Check the fields that do not depend on the allocation."""
         if not self.words:
             raise ValueError(
                 "nothing to launch: write the command after --, as in `multipack launch -n 2 -- train`"
@@ -76,10 +76,14 @@ class LaunchRequest:
 
 
 def check_restarts(words: Sequence[str], max_restarts: int) -> None:
-    """Check that a command, restarted with the same words, continues its run.
+    """Check that a command continues its run when it is restarted with the same words.
+
+    Args:
+        words: the command and its words.
+        max_restarts: maximum number of restarts; 0 = check only that settings are complete enough to continue.
 
     Raises:
-        ValueError: restarts of another command than train, or of a run that would begin again.
+        ValueError: the command is not train, or its run would begin again.
     """
     settings = dict(word.partition("=")[::2] for word in words[1:])
     resume, add = settings.get("train.resume", "false").lower(), []
@@ -101,9 +105,9 @@ class Layout:
     """Hosts and the number of processes on each.
 
     Attributes:
-        hosts: names, rank 0's first; empty = this host, or hosts known only to the user.
+        hosts: names of hosts, that of rank 0 first; empty = this host, or hosts whose names are unknown.
         nodes: number of hosts.
-        per_node: processes on each host.
+        per_node: number of processes on each host.
     """
 
     hosts: tuple[str, ...]
@@ -115,7 +119,8 @@ def launch_command(request: LaunchRequest, allocation: Allocation) -> list[str]:
     """Return the command that starts the processes.
 
     Raises:
-        ValueError: inconsistent or missing numbers, too few hosts, or a launcher that is missing or unsuitable.
+        ValueError: numbers are inconsistent or missing, there are too few hosts, or the launcher is missing or
+            unsuitable.
     """
     layout = lay_out(request, allocation)
     launcher = choose_launcher(request, allocation, layout)
@@ -150,7 +155,7 @@ def lay_out(request: LaunchRequest, allocation: Allocation) -> Layout:
     """Distribute processes evenly over hosts.
 
     Raises:
-        ValueError: numbers that contradict each other, or are missing.
+        ValueError: numbers contradict each other or are missing, or there are fewer hosts than requested.
     """
     total, nodes, per_node = request.processes, request.nodes, request.processes_per_node
     hosts = list(allocation.hosts)
@@ -185,16 +190,16 @@ def choose_launcher(request: LaunchRequest, allocation: Allocation, layout: Layo
     Raises:
         ValueError: the launcher is missing or cannot restart processes, or no launcher reaches all hosts.
     """
-    wanted, here = request.launcher, allocation.launchers
+    wanted, available = request.launcher, allocation.launchers
     if wanted not in ("auto", "torchrun"):
         if request.max_restarts:
             raise ValueError(
                 f"--max-restarts needs torchrun, which --launcher {wanted} excludes: leave one out"
             )
-        if wanted not in here:
+        if wanted not in available:
             raise ValueError(
                 f"--launcher {wanted} is not on the PATH, or `{wanted} --version` is unknown;"
-                f" available: {', '.join(['torchrun', *here])}"
+                f" available: {', '.join(['torchrun', *available])}"
             )
         return wanted
     if request.node_rank >= 0:
@@ -205,7 +210,7 @@ def choose_launcher(request: LaunchRequest, allocation: Allocation, layout: Layo
     if local and (wanted == "torchrun" or request.max_restarts or allocation.scheduler == "none"):
         return "torchrun"
     reaching = ("srun", "mpiexec", "mpirun") if allocation.scheduler == "slurm" else ("mpiexec", "mpirun")
-    found = [name for name in reaching if name in here and layout.hosts]
+    found = [name for name in reaching if name in available and layout.hosts]
     if not found and not local:
         raise ValueError(
             f"no launcher reaches {', '.join(layout.hosts[:3]) or f'{layout.nodes} hosts'}: put"
@@ -241,7 +246,7 @@ def _start(
         case "slurm":
             options = [f"--nodes={layout.nodes}", f"--ntasks={total}", f"--ntasks-per-node={each}"]
             options += [f"--nodelist={hosts}"] if hosts else []
-            # If one process fails, all end: the others would wait for it in a collective.
+            # If one process fails, srun ends all: the others would wait for it in a collective.
             options += ["--kill-on-bad-exit=1", f"--cpus-per-task={cores}" if cores else "--cpu-bind=none"]
             options += ["--overlap"] if allocation.in_step else []
         case "pals":
@@ -278,8 +283,8 @@ def launch(
     Args:
         request: what to start.
         hostfile: file of hosts; empty = those of the job.
-        dry_run: only print the command.
-        check: raises a ValueError if this number of processes cannot run the words.
+        dry_run: print the command without executing it.
+        check: called with the number of processes; raises a ValueError if the words do not suit it.
 
     Raises:
         ValueError: see `launch_command`; or this process is itself one of several launched processes.

@@ -23,7 +23,7 @@ FLOAT32 = 4
 LOSS_CHUNK_TOKENS = 1024
 """Rows whose logits exist at a time (ops/loss.py)."""
 GATHERED_BLOCKS = 2
-"""Blocks that zero3 holds whole: one that computes, and one that is prefetched."""
+"""Number of blocks whose parameters zero3 holds gathered: the current one, and the prefetched next one."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Memory:
         optimizer: AdamW's moments, without its step counters.
         gathered: whole parameters gathered from shards.
         copies: parameters that autocast casts to the dtype of products.
-        activations: saved by blocks, embedding and last norm for all micro-batches in flight.
-        loss: saved by the loss: gradients of the hidden states and of the output matrix.
-        temporary: temporaries of the loss or of a block's backward pass, less what is freed by then.
-        host: shards in host memory with offload.
+        activations: tensors saved by blocks, embedding and last norm for all micro-batches in flight.
+        loss: tensors saved by the loss: gradients of the hidden states and of the output matrix.
+        temporary: temporaries of the loss or of a block's backward pass, minus memory that is freed before.
+        host: shards in host memory with offload; not part of `peak`.
     """
 
     parameters: int
@@ -54,7 +54,7 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """Maximum bytes on the device."""
+        """Maximum number of bytes on the device."""
         return sum(value for name, value in vars(self).items() if name != "host")
 
 
@@ -67,10 +67,10 @@ class Workload:
         config: parallelism.
         world_size: number of ranks.
         tokens: slots of a pack.
-        dtype: of products.
+        dtype: dtype of matrix products.
         recompute: activation checkpointing.
         micro_batches: packs per rank and step; a pipeline holds several at a time.
-        device: on a CPU, norms and attention save additional float32 copies.
+        device: kind of device; on a CPU, norms and attention save additional float32 copies.
     """
 
     shape: ModelShape
@@ -84,7 +84,7 @@ class Workload:
 
     @property
     def slots(self) -> int:
-        """Slots of a rank's share of a pack, before tensor parallelism divides the sequence again."""
+        """Slots of a pack on a rank under context parallelism, before sequence parallelism divides them further."""
         return self.tokens // self.config.context
 
     @property
@@ -94,13 +94,13 @@ class Workload:
 
     @property
     def stream(self) -> int:
-        """Bytes of an element of the residual stream: float32 under autocast, that of gathered shards otherwise."""
+        """Bytes of an element of the residual stream: that of gathered shards, otherwise 4 (float32 under autocast)."""
         return self.product if self.config.shards_parameters else FLOAT32
 
     def saved_by_block(self) -> dict[str, int]:
         """Return the bytes that one block saves for its backward pass, by tensor; see docs/choosing.md.
 
-        Tensor parallelism divides all of it but the outputs of norms, which are gathered.
+        Tensor parallelism divides all tensors except the outputs of norms, which are gathered.
         """
         shape, config, p, slots = self.shape, self.config, self.product, self.slots
         on_cpu, d, e = self.device == "cpu", shape.d_model, shape.head_width
@@ -158,10 +158,10 @@ class Workload:
 
 
 def memory_of_stages(work: Workload) -> list[Memory]:
-    """Return the memory of a rank at each place along the pipeline; one entry without a pipeline.
+    """Return the memory of a rank at each position in the pipeline; one entry without a pipeline.
 
     Raises:
-        ValueError: the ranks cannot be arranged this way.
+        ValueError: the parallelism does not fit the number of ranks.
     """
     parts = parts_of_ranks(work.shape, work.config, work.micro_batches)
     return [_memory_of_part(work, part) for part in parts]
@@ -196,7 +196,7 @@ def _memory_of_part(work: Workload, part: RankPart) -> Memory:
     activations = round(part.in_flight * part.layers * work.kept_by_block())
     activations += part.edge_in_flight * work.saved_outside(part)
 
-    # During a block's backward pass the loss is done, and autocast has freed the copies that are made again.
+    # Before a block's backward pass the loss has freed its memory, and so have copies that are recomputed.
     freed = loss + (copies - copies // part.layers if work.recompute != "none" else 0)
     loss_temporary, block_temporary = _temporaries(work, block, outside)
     temporary = max(block_temporary - freed, loss_temporary if part.is_last else 0)
@@ -204,7 +204,7 @@ def _memory_of_part(work: Workload, part: RankPart) -> Memory:
 
 
 def _temporaries(work: Workload, block: int, outside: int) -> tuple[int, int]:
-    """Return what the loss and the backward pass of a block need in addition to what is kept.
+    """Return the temporary bytes of the loss, and of the backward pass of a block, in addition to saved tensors.
 
     Loss: the larger of a chunk's logits with the cast output matrix, and the scaled gradient of that matrix. Block:
     activations computed again, gradients of the feed-forward layer's wide tensors and of the residual stream, a
@@ -215,14 +215,14 @@ def _temporaries(work: Workload, block: int, outside: int) -> tuple[int, int]:
     cast = product if product < FLOAT32 else 0
     logits = min(slots, LOSS_CHUNK_TOKENS) * columns * (FLOAT32 + product + cast)
     loss = max(logits + columns * d * cast, columns * d * FLOAT32)
-    again = sum(work.saved_by_block().values()) - work.kept_by_block()
+    recomputed = sum(work.saved_by_block().values()) - work.kept_by_block()
     wide = slots * width * product * (2 if shape.gated else 1)
     reduced = (work.stream + FLOAT32) * block + work.stream * outside if work.config.uses_fsdp else 0
-    return loss, again + wide + (2 * slots // tensor + width) * d * FLOAT32 + reduced
+    return loss, recomputed + wide + (2 * slots // tensor + width) * d * FLOAT32 + reduced
 
 
 def block_parameters(shape: ModelShape, tensor: int = 1) -> int:
-    """Return the parameters of one block on a rank.
+    """Return the number of parameters of one block on a rank.
 
     Matrices and their biases are divided over `tensor`, but biases of the two matrices that are divided by columns
     are whole: they are added once, after the sum over ranks.
@@ -234,7 +234,13 @@ def block_parameters(shape: ModelShape, tensor: int = 1) -> int:
 
 
 def outside_parameters(shape: ModelShape, part: RankPart | None = None, tensor: int = 1) -> int:
-    """Return the parameters outside of blocks: embedding, positions, last norm, head; None = of the whole model."""
+    """Return the number of parameters outside of blocks on a rank: embedding, positions, last norm, head.
+
+    Args:
+        shape: the decoder.
+        part: position of the rank in the pipeline; None = the whole model.
+        tensor: number of tensor-parallel ranks.
+    """
     is_first, is_last = (True, True) if part is None else (part.is_first, part.is_last)
     vocabulary = shape.vocabulary_size // tensor * shape.d_model
     elements = vocabulary if is_first or (is_last and shape.tied) else 0
@@ -244,7 +250,7 @@ def outside_parameters(shape: ModelShape, part: RankPart | None = None, tensor: 
 
 
 def model_parameters(shape: ModelShape) -> int:
-    """Return the parameters of the whole decoder, including biases and norms."""
+    """Return the number of parameters of the whole decoder, including biases and norms."""
     return shape.layers * block_parameters(shape) + outside_parameters(shape)
 
 
