@@ -9,8 +9,8 @@ In a running Axolotl, set it where the trainer looks it up: `axolotl.core.traine
     sampler   7 2 9 4 0 …                      any sampler of document numbers
     batches   [[7, 2], [9]] [[4, 0, 3], [8]]   `batch_size` bins each, equal in cost; a bin is a list of documents
 
-Hosts assign batch b to rank b % ranks. So `ranks · batch_size` bins are planned as one step: batches that run side by
-side are equal in cost, their number is a multiple of the ranks, and no rank's last batch is lost.
+The host (Axolotl) assigns batch b to rank b % ranks. So `ranks · batch_size` bins are planned as one step: batches that
+run at the same time are equal in cost, their number is a multiple of the ranks, and no rank's last batch is lost.
 """
 
 from __future__ import annotations
@@ -52,39 +52,38 @@ Integers = NDArray[np.int64]
 Bins = list[list[int]]
 
 MOST_BINS = 256
-"""Maximum bins that are planned together: more hardly fill better, and the time grows faster than the documents."""
+"""Maximum number of bins planned together: with more, bins are hardly fuller and planning time grows superlinearly."""
 
 
 class MultipackBatchSampler(BatchSampler):
-    """Batches of bins: Axolotl's sampler, with bins of a batch that are equal in cost.
+    """Axolotl's sampler of batches of bins, where the bins of a batch are equal in cost.
 
-    The inner sampler is read once per epoch, and `len` is exact. It is that of the first epoch, on the rank with the
-    fewest batches: the first call of `len` is a collective, and iteration is none. If a later epoch has more documents
-    than fit, they are listed in `left_out`, with a warning; if it has fewer, its bins are less full.
+    The inner sampler is read once per epoch. `len` is the exact number of batches of the first epoch on the rank with
+    the fewest, and the same in all epochs; its first call is a collective, iteration is not. If a later epoch has more
+    documents than fit, they are listed in `left_out`, with a warning; if it has fewer, its bins are less full.
 
-    An iterator after the first reads the inner sampler again, so that epochs differ although the host never calls
-    `set_epoch`. The state holds the order of the inner sampler (8 bytes per document), so that resuming is exact with
-    any sampler.
+    Each further iterator reads the inner sampler again, so that epochs differ even if the host never calls `set_epoch`.
+    The state holds the order of the inner sampler (8 bytes per document), so that resuming is exact with any sampler.
 
     Args:
-        sampler: any sampler or iterable of document numbers. If it has `set_epoch`, that is called.
-        batch_size: bins of a batch.
-        batch_max_len: maximum tokens of a bin.
-        lengths: (documents,) tokens of every document that the sampler may yield, by its number.
+        sampler: any sampler or iterable of document numbers. `set_epoch` is passed on to it if it has that method.
+        batch_size: number of bins of a batch.
+        batch_max_len: maximum number of tokens of a bin.
+        lengths: (documents,) number of tokens of every document that the sampler may yield, by document number.
         packing_efficiency_estimate: kept as an attribute, for hosts that read it.
         drop_last: full batches only. In a single process, documents that best fit packs into fewer than `batch_size`
             bins are left out, unless there is no full batch without them.
-        num_count_samples: not needed: `len` is exact.
+        num_count_samples: has no effect: `len` is exact.
         sequential: keep the sampler's order: bins are filled one after another.
         group_size: documents that are planned together, at most `MOST_BINS` bins. Larger groups fill bins better.
         bin_size: maximum documents of a bin; None or 0 for no limit.
-        num_processes, safe_mode, mp_start_method: not needed: packing starts no processes and skips nothing.
-        overlong: documents longer than `batch_max_len` are an `error`, or `drop`ped: listed in `overlong_documents`,
-            with a warning.
-        **kwargs: arguments of other versions. They have no effect, with a warning.
+        num_processes, safe_mode, mp_start_method: have no effect: packing starts no processes and skips no document.
+        overlong: documents longer than `batch_max_len` raise an `error`, or are `drop`ped: listed in
+            `overlong_documents`, with a warning.
+        **kwargs: arguments of other versions, which are ignored with a warning.
 
     Raises:
-        ValueError: documents that are too long, or `rank`, `num_replicas` or `world_size` among the arguments.
+        ValueError: a document is too long, or `rank`, `num_replicas` or `world_size` is among the arguments.
     """
 
     sampler: Sampler[int] | Iterable[int]
@@ -140,7 +139,7 @@ class MultipackBatchSampler(BatchSampler):
             )
 
     def __len__(self) -> int:
-        """Batches of an epoch, the same on all ranks and in all epochs. The first call is a collective.
+        """Number of batches of an epoch, the same on all ranks and in all epochs. The first call is a collective.
 
         Raises:
             ValueError: a rank has no batch.
@@ -188,12 +187,12 @@ class MultipackBatchSampler(BatchSampler):
 
     @property
     def left_out(self) -> Integers:
-        """(documents,) documents of this epoch that are in no batch."""
+        """(documents,) int64 numbers of the documents of this epoch that are in no batch."""
         epoch = self._current()
         return epoch.order[epoch.left]
 
     def set_epoch(self, epoch: int) -> None:
-        """Move to the beginning of an epoch, also of the inner sampler; the current epoch keeps order and position."""
+        """Begin an epoch, also of the inner sampler; no effect if it is already the current one."""
         epoch = check_integer("epoch", epoch, 0)
         if epoch == self.epoch:
             return
@@ -202,7 +201,7 @@ class MultipackBatchSampler(BatchSampler):
             self.sampler.set_epoch(epoch)
 
     def generate_batches(self, set_stats: bool = False) -> list[Bins]:
-        """The batches of the epoch, as many as `len` if it is known. `set_stats` counts them, once per epoch."""
+        """All batches of the epoch; `set_stats` adds their tokens and slots to the totals, once per epoch."""
         epoch = self._current()
         if set_stats and not epoch.is_counted:
             bins = [positions for batch in epoch.batches for positions in batch]
@@ -212,21 +211,21 @@ class MultipackBatchSampler(BatchSampler):
         return [[epoch.order[positions].tolist() for positions in batch] for batch in epoch.batches]
 
     def num_batches(self) -> int:
-        """Batches of an epoch, as `len`."""
+        """Number of batches of an epoch, equal to `len`."""
         return len(self)
 
     def efficiency(self) -> float:
-        """Tokens divided by slots of all epochs so far, at least of the current one."""
+        """Tokens divided by slots, over all epochs counted so far; of the current epoch before the first."""
         if self.total_token_slots == 0:
             self.generate_batches(set_stats=True)
         return self.total_tokens_used / self.total_token_slots if self.total_token_slots else 0.0
 
     def gather_efficiency(self) -> float:
-        """99.7 % of the best rank's efficiency, rounded down to 0.5 %: a cautious estimate. A collective."""
+        """99.7 % of the highest efficiency of a rank, rounded down to 0.5 %, as in Axolotl. A collective."""
         return math.floor(0.997 * reduced(self.efficiency(), "max") * 200) / 200
 
     def gather_len_batches(self, num: float) -> int:
-        """The fewest batches of any rank. A collective."""
+        """Minimum of `num` over all ranks, rounded down. A collective."""
         return math.floor(reduced(num, "min"))
 
     def state_dict(self) -> dict[str, Any]:
@@ -278,7 +277,7 @@ class MultipackBatchSampler(BatchSampler):
         }
 
     def _current(self) -> _Epoch:
-        """The epoch's batches; the inner sampler is read once, and again if a host has replaced it."""
+        """The current epoch. The inner sampler is read once, and again if the host has replaced it."""
         known = self._epoch
         if known is not None and known.source in (None, self.sampler):
             if self.len_across_ranks not in (None, len(known.batches)):
@@ -294,10 +293,10 @@ class MultipackBatchSampler(BatchSampler):
         return self._epoch
 
     def _checked_order(self, order: Integers, whose: str) -> Integers:
-        """Document numbers without those that are too long.
+        """Check document numbers and remove those of documents that are too long.
 
         Raises:
-            ValueError: there are none, or they are not numbers of documents.
+            ValueError: `order` is empty, or has an entry that is not a document number.
         """
         if order.ndim != 1 or order.dtype.kind not in "iu" or len(order) == 0:
             raise ValueError(f"{whose} yields no document numbers")
@@ -375,7 +374,16 @@ class _Epoch:
 def _bins_in_order(
     lengths: Integers, capacity: int, bin_size: int | None, size: int, drop_last: bool, number: int | None
 ) -> Packs:
-    """Next fit, then cut or split to whole batches of `size` bins, or to `number` batches."""
+    """Fill bins in order (next fit); then drop or split bins until they form whole batches.
+
+    Args:
+        lengths: (documents,) tokens in the order of the sampler.
+        capacity: maximum tokens of a bin.
+        bin_size: maximum documents of a bin; None = no limit.
+        size: bins of a batch.
+        drop_last: make full batches only.
+        number: number of batches; None = determined by the documents.
+    """
     bins = pack(lengths, capacity, "next_fit", bin_size)
     full, rest = divmod(len(bins), size)
     batches = number or (max(full, 1) if drop_last or not rest else full + 1)
@@ -396,7 +404,7 @@ def _bins_in_order(
 
 
 def _state_of(sampler: Any) -> dict[str, Any]:
-    """The inner sampler's own state after it was read, as far as it has one: its next epoch follows from it."""
+    """State of the inner sampler that determines its next epoch: its `state_dict`, or its generator and epoch."""
     if hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict"):
         return {"state_dict": sampler.state_dict()}
     state: dict[str, Any] = {}
@@ -408,7 +416,7 @@ def _state_of(sampler: Any) -> dict[str, Any]:
 
 
 def _restore(sampler: Any, state: Mapping[str, Any]) -> None:
-    """Restore the state of `_state_of`, if the sampler is of that kind."""
+    """Restore a state of `_state_of`; entries that the sampler does not support are ignored."""
     if "state_dict" in state and hasattr(sampler, "load_state_dict"):
         sampler.load_state_dict(state["state_dict"])
     if "generator" in state and isinstance(getattr(sampler, "generator", None), torch.Generator):

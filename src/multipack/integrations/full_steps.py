@@ -1,8 +1,8 @@
-"""Steps in which no pack is empty, for hosts that cannot run an empty batch.
+"""Steps without empty packs, for training frameworks (hosts) that cannot run an empty batch.
 
     order   a b c d e f g h i j …
     step 0  |ad|be|cg|                   `packs` packs, equal in cost, at most `capacity` tokens each
-    step 1  |fj|hk|i·|                   as many in every step; documents that fill no step are left out, and named
+    step 1  |fj|hk|i·|                   the same number in every step; leftover documents are listed in `left`
 
 A plan leaves packs of a step empty if the step has few, long documents. A rank without a batch would block the others,
 so such a step takes a document from another step: a document always fits into an empty pack.
@@ -32,8 +32,8 @@ class FullSteps:
 
     Attributes:
         plan: the plan.
-        packs: packs of each step; only the last step has fewer, and only if there are too few documents.
-        left: (documents,) documents that are in no step.
+        packs: number of packs of each step; only the last step has fewer, if there are too few documents.
+        left: (documents,) int64 numbers of the documents in no step.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -55,7 +55,7 @@ class FullSteps:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all steps."""
+        """Number of tokens of all steps."""
         return int(self.plan.lengths.sum() - self.plan.lengths[self.left].sum())
 
     @property
@@ -64,9 +64,17 @@ class FullSteps:
         return len(self.plan.lengths) - len(self.left) >= len(self) * self.packs
 
     def _give(self, step: int, counts: Integers) -> bool:
-        """Add a document to a step: one of `left`, else one of the nearest step that has more documents than packs.
+        """Add a document to a step as a pack of its own.
 
-        If there is no such step, the last step gives.
+        The document is the first of `left`, or is taken from the nearest step with more documents than packs, or
+        from the last step if there is none.
+
+        Args:
+            step: index of the step.
+            counts: (steps,) number of documents of each step; updated for the step that a document is taken from.
+
+        Returns:
+            Whether there was a document to add.
         """
         spare = np.flatnonzero(counts > self.packs)
         giver = int(spare[np.abs(spare - step).argmin()]) if len(spare) else len(counts) - 1
@@ -82,7 +90,7 @@ class FullSteps:
         return True
 
     def _take(self, step: int) -> Integers:
-        """Remove the shortest document of the pack with the most documents."""
+        """Remove the shortest document of a step's pack with the most documents; return it as a (1,) array."""
         packs = self[step]
         number = max(range(len(packs)), key=lambda index: len(packs[index]))
         taken = int(np.argmin(self.plan.lengths[packs[number]]))
@@ -107,12 +115,12 @@ def full_steps(
     """Plan an epoch with at least one document in every pack.
 
     Args:
-        lengths: (documents,) tokens of each document.
-        options: of the plan; `tail` is set here.
-        drop_last: leave out the documents that best fit packs into the last packs, if these fill no step.
-        steps: number of steps; documents that do not fit are left out. None = as few as hold all documents.
-        seed: of the order.
-        epoch: of the order.
+        lengths: (documents,) number of tokens of each document.
+        options: options of the plan; `tail` is set here.
+        drop_last: leave out the last documents if their packs do not fill a step.
+        steps: number of steps; documents that do not fit are left out. None = the fewest that hold all documents.
+        seed: seed of the order.
+        epoch: epoch of the order.
     """
 
     def planned(number: int | None, tail: Literal["keep", "drop"]) -> Plan:
@@ -136,16 +144,19 @@ def full_steps(
 def fitting_documents(
     lengths: ArrayLike, capacity: int, overlong: str, setting: str
 ) -> tuple[Integers, NDArray[np.bool_]]:
-    """Checked lengths, and which documents fit into a pack.
+    """Check lengths, and find the documents that fit into a pack.
 
     Args:
-        lengths: (documents,) tokens of each document.
-        capacity: tokens of a pack.
-        overlong: `error`, or `drop` documents that are longer.
-        setting: the host's name of the capacity.
+        lengths: (documents,) number of tokens of each document.
+        capacity: maximum number of tokens of a pack.
+        overlong: `error` or `drop`, for longer documents.
+        setting: the host's name of the capacity, for error messages.
+
+    Returns:
+        (documents,) int64 lengths, and (documents,) bool, True for documents that fit.
 
     Raises:
-        ValueError: no lengths; documents are too long and `overlong` is `error`, or none fits.
+        ValueError: there are no documents, one is too long and `overlong` is `error`, or none fits.
     """
     if overlong not in ("error", "drop"):
         raise ValueError(f"overlong={overlong!r} is unknown; choose one of error, drop")
@@ -162,7 +173,7 @@ def fitting_documents(
 
 
 def dropped_message(lengths: Integers, fits: NDArray[np.bool_], setting: str, capacity: int) -> str:
-    """The warning that counts the documents that `overlong="drop"` leaves out; empty if there are none."""
+    """A warning with the number of documents that `overlong="drop"` leaves out; empty if there are none."""
     if fits.all():
         return ""
     return (
@@ -199,7 +210,7 @@ def world_size() -> int:
 
 
 def replicas_and_rank(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """The number of ranks and this process's rank, from torch.distributed where they are None.
+    """The number of ranks and this process's rank; None values are taken from torch.distributed.
 
     Raises:
         ValueError: torch.distributed is not initialized and this is not a single process, or the rank is out of range.
@@ -223,7 +234,7 @@ def replicas_and_rank(num_replicas: int | None, rank: int | None) -> tuple[int, 
 
 
 def reduced(value: float, how: Literal["min", "max"]) -> float:
-    """The minimum or maximum over all ranks. A collective."""
+    """Reduce a value over all ranks to its minimum or maximum. A collective."""
     if world_size() == 1:
         return float(value)
     on_host = dist.get_backend() in ("gloo", "mpi", "ucc", "undefined")

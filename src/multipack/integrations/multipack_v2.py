@@ -41,18 +41,19 @@ class MultipackDistributedBatchSampler(Sampler[Integers]):
     `eff_total_used` and `eff_total_slots` count tokens and slots of all ranks, summed over iterations.
 
     Args:
-        batch_max_length: maximum tokens of a batch of one rank.
-        lengths: (documents,) tokens of each document.
-        num_replicas: ranks that share a step; None = those of torch.distributed, or 1 without it.
-        rank: of this process; None = that of torch.distributed, or 0 without it.
-        seed: of the order, not negative.
-        drop_last: full steps only; `dropped` names the documents that are left out.
-        overlong: documents longer than `batch_max_length` are an `error`, or `drop`ped: listed in
+        batch_max_length: maximum number of tokens of a batch of one rank.
+        lengths: (documents,) number of tokens of each document.
+        num_replicas: number of data-parallel ranks; None = those of torch.distributed, or 1 without it.
+        rank: rank of this process; None = that of torch.distributed, or 0 without it.
+        seed: seed of the order, not negative.
+        drop_last: full steps only; the other documents are listed in `dropped`.
+        overlong: documents longer than `batch_max_length` raise an `error`, or are `drop`ped: listed in
             `overlong_documents`, with a warning.
-        window: steps planned together: larger windows balance better, smaller ones stay closer to the shuffled order.
+        window: number of steps planned together: larger windows balance better, smaller ones keep documents closer to
+            the shuffled order.
 
     Raises:
-        ValueError: documents that are too long or too few, a rank that is unknown or out of range.
+        ValueError: documents are too long or too few, or the rank is unknown or out of range.
     """
 
     _balance: Balance = "joint"
@@ -85,7 +86,7 @@ class MultipackDistributedBatchSampler(Sampler[Integers]):
         self._length = len(self._steps())
 
     def __len__(self) -> int:
-        """Batches of an epoch: the same on all ranks and in all epochs."""
+        """Number of batches of an epoch, the same on all ranks and in all epochs."""
         assert self._length is not None
         return self._length
 
@@ -102,20 +103,20 @@ class MultipackDistributedBatchSampler(Sampler[Integers]):
 
     @property
     def sampler(self) -> MultipackDistributedBatchSampler:
-        """This sampler: Lightning and accelerate call `batch_sampler.sampler.set_epoch`."""
+        """This sampler itself, because Lightning and accelerate call `batch_sampler.sampler.set_epoch`."""
         return self
 
     @sampler.setter
     def sampler(self, value: Any) -> None:
-        """Hosts assign here when they wrap a sampler; there is nothing to replace."""
+        """Ignore the assignment, which hosts make when they wrap a sampler."""
 
     @property
     def dropped(self) -> Integers:
-        """(documents,) documents that fill no step of this epoch; empty unless `drop_last`."""
+        """(documents,) int64 numbers of the documents in no step of this epoch; empty unless `drop_last`."""
         return self._documents[self._steps().left]
 
     def set_epoch(self, epoch: int) -> None:
-        """Move to the beginning of an epoch; the current epoch keeps its position."""
+        """Begin an epoch; no effect if it is already the current one."""
         epoch = check_integer("epoch", epoch, 0)
         if epoch != self.epoch:
             self.epoch, self._position, self._resume = epoch, 0, 0
@@ -128,7 +129,7 @@ class MultipackDistributedBatchSampler(Sampler[Integers]):
         return [self._documents[steps[step][self.rank]] for step in range(len(steps))]
 
     def num_batches(self) -> int:
-        """Batches of an epoch, as `len`."""
+        """Number of batches of an epoch, equal to `len`."""
         return len(self)
 
     def efficiency(self) -> float:
@@ -179,7 +180,7 @@ class MultipackDistributedBatchSampler(Sampler[Integers]):
         """The steps of the epoch.
 
         Raises:
-            ValueError: too few documents for a batch on every rank in every step.
+            ValueError: there are too few documents for a batch on every rank in every step.
         """
         if self._steps_of_epoch is None or self._steps_of_epoch[0] != self.epoch:
             steps = full_steps(
@@ -219,16 +220,16 @@ class MultipackDistributedBatchSampler_LinearAttention(MultipackDistributedBatch
 class InterleavedSampler(Sampler[Integers]):
     """The baseline of multipack_sampler's benchmark: a fixed number of documents per batch, without packing.
 
-    Each `batch_size · num_replicas` documents of the shuffled order are sorted by length and assigned to ranks in turn.
-    The original fails if these do not divide the documents. Here the last step is smaller, and fewer documents than
-    ranks at the end are left out and listed in `dropped`.
+    Groups of `batch_size · num_replicas` documents of the shuffled order are sorted by length and assigned to ranks in
+    turn. The original fails if the number of documents is not a multiple of the group. Here the last group is smaller;
+    if it has fewer documents than ranks, they are left out and listed in `dropped`.
 
     Args:
-        lengths: (documents,) tokens of each document.
-        batch_size: documents of a batch of one rank.
+        lengths: (documents,) number of tokens of each document.
+        batch_size: number of documents of a batch of one rank.
         num_replicas: number of ranks.
-        rank: of this process.
-        seed: of the order: default_rng(seed + epoch).
+        rank: rank of this process.
+        seed: seed of the order, which is drawn by `default_rng(seed + epoch)`.
     """
 
     def __init__(
@@ -256,7 +257,7 @@ class InterleavedSampler(Sampler[Integers]):
 
     @property
     def dropped(self) -> Integers:
-        """(documents,) documents at the end of the epoch, fewer than ranks."""
+        """(documents,) numbers of the documents left out at the end of the epoch, fewer than ranks."""
         return self._order()[self._used :]
 
     def __iter__(self) -> Iterator[Integers]:

@@ -1,1 +1,1 @@
-"""What people look at: the console, and pictures made from a plan or a run directory."""
+"""Text output: the console, tables about plans and stores, and pictures of plans."""

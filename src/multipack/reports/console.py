@@ -1,4 +1,4 @@
-"""Printing: tables and progress bars on a terminal, plain lines elsewhere, by default on rank 0 only."""
+"""`Console`: tables and progress bars on a terminal, plain lines elsewhere, by default on rank 0 only."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 HARMLESS = {code: "�" for code in [*range(32), *range(127, 160)] if code not in (9, 10)}
-"""Control characters → a visible mark: text of a model must not control the terminal."""
-
+"""Control characters → a visible replacement: text of a model must not control the terminal."""
 
 _NARROWEST = 24
 """Minimum width of wrapped text."""
@@ -34,7 +33,7 @@ def wrapped(text: str, columns: int, indent: int = 0) -> str:
     """Wrap text without breaking words.
 
     Args:
-        text: words; existing line breaks are kept.
+        text: the text; existing line breaks are kept.
         columns: maximum width of a line.
         indent: columns before the text: reserved in the first line, filled with spaces in all others.
     """
@@ -56,9 +55,9 @@ class Console:
     """Prints for one rank.
 
     Args:
-        rank: this process's rank.
-        all_ranks: every rank prints, each line with time and rank; else rank 0 alone.
-        stream: where to print; None = standard output.
+        rank: rank of this process.
+        all_ranks: every rank prints, each line with time and rank; otherwise only rank 0 prints.
+        stream: text stream to print to; None = standard output.
     """
 
     def __init__(self, rank: int = 0, all_ranks: bool = False, stream: TextIO | None = None) -> None:

@@ -1,6 +1,6 @@
-"""A step of a plan drawn as text: its documents in order, padded, and packed.
+"""Draw a step of a plan as text: its documents in order, padded, and packed.
 
-One letter per document and X for padding; every character is a stated number of tokens. After the picture on
+Each document has a letter and padding is X; the first line states the tokens per character. Modeled on the picture on
 Axolotl's multipack page.
 """
 
@@ -39,20 +39,20 @@ def draw_step(
     """Draw the documents of a step three times: in order, padded, packed.
 
     Args:
-        plan: any plan.
-        step: index of the step.
+        plan: the plan.
+        step: index of the step; negative indices count from the last step.
         tokens_per_character: None = the smallest round number at which the longest document fits into `columns`, and
             a full pack into one row (four rows for one pack, two for two).
         columns: maximum characters of a row.
         batch_size: documents of a padded batch.
-        max_documents: maximum rows of the first two pictures; the rest is counted.
-        max_packs: maximum number of packs drawn; the rest is counted.
+        max_documents: maximum number of rows of the first two pictures; a line counts the other documents.
+        max_packs: maximum number of packs drawn; a line counts the others.
 
     Returns:
         Lines of text. A document shorter than half a character may have no letter in its pack.
 
     Raises:
-        ValueError: a size below 1, or `tokens_per_character` so small that a pack exceeds 10,000 characters.
+        ValueError: a size is below 1, or `tokens_per_character` so small that a pack exceeds 10,000 characters.
     """
     sizes = {
         "columns": columns,
@@ -119,7 +119,7 @@ def round_scale(tokens: int, columns: int) -> int:
 def _batches(
     lengths: NDArray[np.int64], scale: int, batch_size: int, max_documents: int, *, padded: bool
 ) -> list[str]:
-    """Return one row per document with brackets around batches; further documents are counted."""
+    """Return one row per document with brackets around batches, and a line that counts the documents not drawn."""
     lines = []
     shown = min(len(lengths), max_documents)
     for row in range(shown):
@@ -165,12 +165,12 @@ def _packed(
 
 
 def _characters(tokens: int, scale: int) -> int:
-    """Return the characters of a document, at least one."""
+    """Return the number of characters of a document, at least 1."""
     return max(1, (tokens + scale // 2) // scale)
 
 
 def _padded(lengths: NDArray[np.int64], batch_size: int) -> int:
-    """Return the slots of the padded batches."""
+    """Return the number of slots of the padded batches."""
     starts = np.arange(0, len(lengths), batch_size)
     rows = np.diff(np.append(starts, len(lengths)))
     return int((np.maximum.reduceat(lengths, starts) * rows).sum())

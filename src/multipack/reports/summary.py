@@ -62,12 +62,12 @@ def report_rows(
     """Return the rows of a plan's report.
 
     Args:
-        report: of the plan, assigned to `ranks`.
+        report: report of the plan for `ranks` ranks.
         share: share of real tokens in padded random batches of `batch_size` documents.
-        batch_size: see `share`.
-        ranks: data-parallel ranks.
-        full: no budget below the capacity; otherwise lower bounds hold for full packs only.
-        advice: sentences on settings that would be better.
+        batch_size: documents of a padded batch.
+        ranks: number of data-parallel ranks.
+        full: whether packs have no budget below the capacity; otherwise lower bounds hold for full packs only.
+        advice: sentences that recommend other settings.
     """
     least = "lower bound" if full else "lower bound for full packs"
     return [
@@ -143,7 +143,7 @@ def _order_rows(report: PlanReport) -> Rows:
         rows.append(
             (
                 "mean length",
-                f"its spread over steps is {report.mean_length_spread:.2f} × that of random steps",
+                f"standard deviation over steps: {report.mean_length_spread:.2f} × that of random steps",
             )
         )
     return rows
@@ -203,7 +203,7 @@ def explore_notes(rows: Sequence[Choice]) -> list[str]:
 
 
 def store_rows(path: Path, report: CorpusReport) -> Rows:
-    """Return the rows of a token store, or of a folder of shards."""
+    """Return the rows about a token store, complete or not."""
     shards = f"{report.shards:,} shards{'' if report.is_complete else ' so far'}"
     left_out = [row for reason, count in report.skipped.items() for row in _some("left out", count, reason)]
     return [
