@@ -1,11 +1,11 @@
-"""The shape of a decoder as plain data, shared by the cost model, the decoder and the reports.
+"""`ModelShape`: the dimensions and variant of a decoder as plain data, shared by cost model, decoder and reports.
 
-A `ModelShape` holds numbers and names only, without torch. Presets have the published widths of each model, so that
+This module imports no torch. Presets have the published dimensions of each model, so that
 `plan(..., cost=CostModel.from_shape(SHAPES["llama-8b"]))` needs no weights. `ModelShape.from_huggingface` reads the
-widths of any other decoder from its config.json.
+dimensions of any other decoder from its config.json.
 
-Mixtures of experts, windows in some layers and latent attention are described because planning needs their cost. The
-decoder of this project builds dense layers with equal attention, and refuses other shapes.
+A shape may have mixtures of experts, windows in some layers and latent attention, because the planner needs their
+cost. `Decoder` supports only dense layers with the same attention in all of them, and raises an error for other shapes.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ class ModelShape:
     context: int = 8192
     """Maximum positions of a document: rows of the table of learned positions, a limit for generation."""
     positions: Positions = "rope"
-    """`learned` (GPT-2) or `rope` (Llama)."""
+    """Position encoding: `learned` (GPT-2) or `rope` (Llama)."""
     norm: Norm = "rmsnorm"
-    """`layernorm` (GPT-2) or `rmsnorm` (Llama)."""
+    """Normalization: `layernorm` (GPT-2) or `rmsnorm` (Llama)."""
     activation: Activation = "swiglu"
-    """`gelu` (two matrices) or `swiglu` (gated, three matrices)."""
+    """Feed-forward activation: `gelu` (two matrices) or `swiglu` (gated, three matrices)."""
     bias: bool = False
-    """Biases in linear layers and LayerNorm."""
+    """Whether linear layers and LayerNorm have biases."""
     tied: bool = True
-    """Input and output embedding share their weights."""
+    """Whether input and output embedding share their weights."""
     head_dim: int = 0
     """Width of one head; 0 = d_model / heads."""
     rope_theta: float = 10_000.0
@@ -104,9 +104,9 @@ class ModelShape:
                 f"model.heads={self.heads} must divide model.d_model={self.d_model}"
                 f" (or set model.head_dim); the nearest width is {near}"
             )
-        turned = self.rope_width if self.kv_rank else self.head_width
-        if self.positions == "rope" and turned % 2:
-            raise ValueError(f"rotary positions need an even head width, got {turned}")
+        rotary_width = self.rope_width if self.kv_rank else self.head_width
+        if self.positions == "rope" and rotary_width % 2:
+            raise ValueError(f"rotary positions need an even head width, got {rotary_width}")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"model.dropout must be in [0, 1), got {self.dropout}")
         self._check_planning_only()
@@ -157,21 +157,21 @@ class ModelShape:
 
     @staticmethod
     def preset_names() -> list[str]:
-        """Names of shapes."""
+        """Names of all presets."""
         return list(SHAPES)
 
     @classmethod
     def from_huggingface(cls, source: Mapping[str, Any] | str | Path) -> ModelShape:
-        """The shape that a Hugging Face config.json describes, for planning.
+        """Read a shape for planning from a Hugging Face config.json.
 
-        Details without influence on the cost (normalized queries, soft caps, biases of some projections, heads for
-        multi-token prediction) are not described.
+        Details that do not affect the cost (normalized queries, soft caps, biases of some projections, heads for
+        multi-token prediction) are ignored.
 
         Args:
             source: the file's content, its path, or its folder. It is read as JSON; no code is run.
 
         Raises:
-            ValueError: not a decoder of known cost; the message names the missing or unknown fields.
+            ValueError: the model is not a decoder of known cost; the message names the missing or unknown fields.
             FileNotFoundError: the file does not exist.
         """
         from multipack.shapes_huggingface import fields_of
@@ -202,7 +202,7 @@ class ModelShape:
 
     @property
     def attention_parameters(self) -> int:
-        """Matrix elements of the query, key, value and output projections of one block."""
+        """Number of matrix elements of the query, key, value and output projections of one block."""
         d, heads = self.d_model, self.heads
         if not self.kv_rank:
             return d * self.head_width * (2 * heads + 2 * self.kv_heads)
@@ -214,9 +214,9 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Matrix elements of one block that a token is multiplied with: P in the cost formula.
+        """Number of matrix elements of one block that a token is multiplied with: P in the cost formula.
 
-        Without biases and norms. In a mixture: of a block with experts, including its router.
+        Biases and norms are not counted. In a mixture of experts: of a block with experts, including its router.
         """
         return self.attention_parameters + (
             self._mixture(self.experts_per_token) if self.experts else self._feed_forward(self.d_ff)
@@ -224,13 +224,13 @@ class ModelShape:
 
     @property
     def token_parameters(self) -> int:
-        """Matrix elements of all blocks that a token is multiplied with: N·P if all blocks are equal."""
+        """Number of matrix elements of all blocks that a token is multiplied with: N·P if all blocks are equal."""
         dense = self.attention_parameters + self._feed_forward(self.d_ff)
         return (self.layers - self.dense_layers) * self.layer_parameters + self.dense_layers * dense
 
     @property
     def total_parameters(self) -> int:
-        """All matrix elements: experts, embeddings, learned positions; without biases and norms."""
+        """Number of all matrix elements: experts, embeddings, learned positions; without biases and norms."""
         idle = self._mixture(self.experts) - self._mixture(self.experts_per_token) if self.experts else 0
         embeddings = self.d_model * self.vocabulary_size * (1 if self.tied else 2)
         table = self.d_model * self.context if self.positions == "learned" else 0

@@ -1,7 +1,7 @@
 """The fields of a `ModelShape` from a Hugging Face config.json.
 
-The file is read as JSON; no code is imported. Fields have the meaning of the models' own configurations, and missing
-fields the defaults of these.
+The file is read as JSON; no code is imported. Fields have the same meaning and the same defaults as in the models' own
+configuration classes.
 """
 
 from __future__ import annotations
@@ -68,17 +68,17 @@ _UNKNOWN_COST = (
     *("layers_block_type", "hybrid_override_pattern", "attn_layer_period", "ssm_cfg", "mamba_d_state"),
     "linear_num_key_heads",
 )
-"""Fields of models whose cost is not known here: encoders, chunked or selected keys, recurrences."""
+"""Fields of models that the cost formula does not cover: encoders, chunked or selected keys, recurrences."""
 
 
 def fields_of(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
-    """Fields of a `ModelShape` from a Hugging Face configuration.
+    """Read the fields of a `ModelShape` from a Hugging Face configuration.
 
     Args:
         source: the file's content, its path, or the folder of config.json.
 
     Raises:
-        ValueError: not a decoder of known cost; the message names the missing or unknown fields.
+        ValueError: the model is not a decoder of known cost; the message names the missing or unknown fields.
         FileNotFoundError: the file does not exist.
     """
     given = source if isinstance(source, Mapping) else _read_config(Path(source))
@@ -132,7 +132,11 @@ def fields_of(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
 
 
 def _layers_that_differ(config: Mapping[str, Any], found: dict[str, int]) -> dict[str, int]:
-    """Layers with a window, and the dense layers of a mixture."""
+    """The fields `window`, `window_layers` and `dense_layers`, where they apply.
+
+    Raises:
+        ValueError: `layer_types` is not a list of known types, one per layer.
+    """
     layers = found["layers"]
     window = _number(config, ("sliding_window",)) if config.get("use_sliding_window", True) else 0
     kinds, pattern = config.get("layer_types"), _number(config, ("sliding_window_pattern",))
@@ -148,17 +152,17 @@ def _layers_that_differ(config: Mapping[str, Any], found: dict[str, int]) -> dic
         sliding = layers - layers // pattern
     elif config.get("use_sliding_window"):
         sliding = max(layers - _number(config, ("max_window_layers",)), 0)
-    made = {"window": window, "window_layers": sliding} if window and sliding else {}
+    fields = {"window": window, "window_layers": sliding} if window and sliding else {}
     if found["experts"]:
         first, every = _number(config, ("first_k_dense_replace",)), _number(config, ("moe_layer_freq",)) or 1
         step, dense = _number(config, ("decoder_sparse_step",)) or 1, tuple(config.get("mlp_only_layers", ()))
-        mixed = [
+        with_experts = [
             i
             for i in range(layers)
             if i >= first and i % every == 0 and (i + 1) % step == 0 and i not in dense
         ]
-        made["dense_layers"] = layers - len(mixed)
-    return made
+        fields["dense_layers"] = layers - len(with_experts)
+    return fields
 
 
 def _theta(config: Mapping[str, Any]) -> float:
@@ -175,7 +179,11 @@ def _epsilon(config: Mapping[str, Any]) -> float:
 
 
 def _number(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
-    """The first of these fields that is present, an integer of at least 0; 0 if none is."""
+    """The value of the first of these fields that is present; 0 if none is.
+
+    Raises:
+        ValueError: the value is not an integer of at least 0.
+    """
     for name in names:
         value = config.get(name)
         if value is None:

@@ -1,4 +1,4 @@
-"""Settings from `key=value` words, presets and YAML: builds any dataclass of dataclasses. Knows no setting itself.
+"""Build any dataclass of dataclasses from `key=value` words, presets and YAML. This module defines no setting.
 
     data=jsonl  data.path=train.jsonl  config=FILE.yaml  out=runs/a
     └ preset ┘  └ field of a group ┘   └ values below ┘  └ field ┘
@@ -8,9 +8,9 @@ value raises a ConfigError that names the field and the nearest legal choice.
 
 A group (a dataclass that is a field of the schema) may define
 
-- `preset(name) -> dict | None` and `preset_names() -> list[str]`: what `group=NAME` means; without them, or where
-  `preset` returns None, the file `multipack/presets/<group>/<name>.yaml`,
-- `PRESET_HINT`: what else `group=` accepts, for error messages,
+- `preset(name) -> dict | None` and `preset_names() -> list[str]`: the values of `group=NAME`, and legal names; without
+  them, or if `preset` returns None, the values are in the file `multipack/presets/<group>/<name>.yaml`,
+- `PRESET_HINT`: text for error messages on what `group=` accepts besides preset names,
 - `EXCLUSIVE`: names of fields of which only one may be given; a word for one sets the others to 0.
 """
 
@@ -48,11 +48,11 @@ def merge(
     Args:
         schema: the dataclass; every field has a default.
         words: `group=preset`, `group.key=value`, `key=value` or `config=FILE`, in any order.
-        base: values below the words, nested by groups.
-        translate: maps a key and its value to the names of the schema.
+        base: values that replace defaults, nested by groups.
+        translate: (key, value) of a word → key and value in terms of the schema.
 
     Raises:
-        ConfigError: with the field and the nearest legal name or value.
+        ConfigError: a word is invalid; the message names the field and the nearest legal name or value.
     """
     tree = OmegaConf.structured(schema)
     groups = _groups(schema)
@@ -76,7 +76,7 @@ def merge(
 
 
 def split(word: str) -> Pair:
-    """The key and the value of a word.
+    """Split a word into its key and its value.
 
     Raises:
         ConfigError: the word is not `key=value`.
@@ -90,16 +90,19 @@ def split(word: str) -> Pair:
 
 
 def preset_names(schema: type) -> dict[str, list[str]]:
-    """For each group of a schema, the names that `group=NAME` accepts."""
+    """Group → names of its presets, which `group=NAME` accepts."""
     return {group: _preset_names(group, kind) for group, kind in _groups(schema).items()}
 
 
 def describe(schema: type, values: Any = None) -> list[tuple[str, str, str, str]]:
-    """(key, type, default, meaning) of every field below `schema`; meanings are the fields' docstrings.
+    """Describe all fields of a schema and of its groups.
 
     Args:
         schema: a dataclass of dataclasses.
         values: an instance with the defaults; None = `schema()`.
+
+    Returns:
+        (key, type, default, meaning) of each field; the meaning is the field's docstring.
     """
     rows: list[tuple[str, str, str, str]] = []
     hints = typing.get_type_hints(schema)
@@ -117,7 +120,7 @@ def describe(schema: type, values: Any = None) -> list[tuple[str, str, str, str]
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The values of a YAML file, nested by groups.
+    """Read the values of a YAML file, nested by groups.
 
     Raises:
         ConfigError: the file cannot be read, or is not YAML with `group:` and `key: value` lines.
@@ -130,7 +133,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values of nested groups by their full names, `group.key`."""
+    """Flatten nested groups to a dict with full names, `group.key`, as keys."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
@@ -153,7 +156,11 @@ def _groups(schema: type) -> dict[str, type]:
 
 
 def _excluded(groups: dict[str, type], given: dict[str, str]) -> dict[str, Any]:
-    """Zeros for the alternatives of fields that were given."""
+    """Zeros for the exclusive alternatives of given fields, by full name.
+
+    Raises:
+        ConfigError: two exclusive fields were given.
+    """
     zeros: dict[str, Any] = {}
     for group, kind in groups.items():
         names = [f"{group}.{name}" for name in getattr(kind, "EXCLUSIVE", ())]
@@ -173,7 +180,11 @@ def _preset_names(group: str, kind: Any) -> list[str]:
 
 
 def _preset(group: str, kind: Any, name: str) -> dict[str, Any]:
-    """The values that `group=NAME` sets; a file may set fields of other groups too."""
+    """The values that `group=NAME` sets, nested by groups; a file may also set fields of other groups.
+
+    Raises:
+        ConfigError: there is no such preset.
+    """
     own = kind.preset(name) if hasattr(kind, "preset") else None
     if own is not None:
         return {group: own}
