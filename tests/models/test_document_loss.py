@@ -67,23 +67,3 @@ def test_alignment_may_exceed_the_position_table_but_documents_may_not(shape, do
     assert model(collate(fits, align=8)).item() == pytest.approx(model(collate(fits)).item(), rel=1e-6)
     with pytest.raises(ValueError, match="a document of 10 tokens is longer than the table"):
         model(collate([document(10)], align=8))
-
-
-def test_under_autocast_too(model, documents, collate):
-    batch = collate(documents, align=4, loss_weighting="document")
-    exact = model(batch).item()
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model(batch)
-    assert loss.dtype == torch.float32
-    assert loss.item() == pytest.approx(exact, rel=2e-2)
-    assert torch.isfinite(gradients_of(model, loss)).all()
-
-
-def test_weights_are_passed_to_the_loss_only_if_there_are_any(shape, documents, collate):
-    def summed(hidden, weight, targets, num_targets=None):
-        return hidden.sum()
-
-    model = Decoder(shape, loss_function=summed)
-    model(collate(documents))
-    with pytest.raises(TypeError, match="weights"):
-        model(collate(documents, loss_weighting="document"))
