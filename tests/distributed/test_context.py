@@ -114,7 +114,7 @@ def test_any_documents(pools, method):
 
 
 @pytest.mark.parametrize("method", ["ulysses", "ring"])
-@pytest.mark.parametrize("options", [("weights", "float64"), ("selective",), ("compile",)])
+@pytest.mark.parametrize("options", [("weights", "float64"), ("selective",), ("full",), ("compile",)])
 def test_options(pools, options, method):
     tolerance = 1e-12 if "float64" in options else 1e-5
     check(pools(2), "llama", method, options=options, tolerance=tolerance)
@@ -125,11 +125,8 @@ def test_bf16_is_accurate_to_rounding(pools):
         check(pools(2), "llama", method, options=("bf16", "full"), tolerance=0.03)
 
 
-def test_ulysses_attends_with_a_window(pools):
+def test_ulysses_has_windows_and_copies_key_heads_that_its_ranks_do_not_divide(pools):
     check(pools(4), "window", "ulysses")
-
-
-def test_ulysses_copies_key_heads_that_its_ranks_do_not_divide(pools):
     check(pools(2), "three key heads", "ulysses")
 
 

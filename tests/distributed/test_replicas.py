@@ -103,13 +103,3 @@ def test_a_rank_that_holds_other_values_is_named_on_loading_too(pools, words):
         pieces = ("model.norm.weight", "optimizer.norm.weight.exp_avg", "model.norm.weight")
         for message, piece in zip(told, pieces, strict=True):
             assert message.startswith(f"ranks [1] hold another {piece} than rank 0 (1 tensors in all)")
-
-
-def drawn_apart(world):
-    """Hash of the weights of a seed per rank."""
-    model = tiny.blueprint(tiny.SHAPES["llama"], seed=100 + world.rank).build(None)
-    return tiny.state_hash({"model": dict(model.named_parameters())})
-
-
-def test_weights_of_different_seeds_differ(pools):
-    assert len(set(pools(2).run(drawn_apart))) == 2

@@ -51,9 +51,8 @@ def records_of(path):
 
 
 def _compared(key):
-    return key.startswith(
-        ("loss", "val_loss", "grad_norm", "weight_norm", "target", "step", "tokens", "documents")
-    )
+    losses = ("loss", "val_loss", "train_loss", "reward", "val_reward", "grad_norm", "weight_norm")
+    return key.startswith((*losses, "target", "step", "tokens", "documents"))
 
 
 def check(pool, steady, tmp_path, *more):
@@ -87,7 +86,7 @@ def check_random_numbers(path, ranks):
     "more",
     [
         ("parallel.data=zero1",),
-        ("parallel.data=zero3", "train.recompute=full"),
+        ("parallel.data=zero3", "train.recompute=full", "train.tiles=3"),
         ("parallel.data=zero2", "parallel.tensor=2"),
         ("parallel.context=2", "parallel.context_method=ring", "train.recompute=selective"),
         ("parallel.pipeline=2", "parallel.data=zero3", "data.readers=1", "train.fixed_shape=true"),
@@ -122,7 +121,7 @@ def test_more_runs_are_those_of_one_process(pools, steady, tmp_path, more):
     check(pools(4), steady, tmp_path, *more)
 
 
-@pytest.mark.parametrize("more", [("parallel.data=zero3",), ("parallel.tensor=2",)], ids=" ".join)
+@pytest.mark.parametrize("more", [(), ("parallel.data=zero3",), ("parallel.tensor=2",)], ids=" ".join)
 def test_preferences_are_trained_on_divided_models(pools, steady, tmp_path, more):
     path = tmp_path / "pairs.jsonl"
     with path.open("w") as file:
@@ -133,7 +132,10 @@ def test_preferences_are_trained_on_divided_models(pools, steady, tmp_path, more
                 "rejected": "no " * (1 + number % 3),
             }
             file.write(json.dumps(pair) + "\n")
-    check(pools(2), [*steady, f"data.path={path}", "data.validation=0.2"], tmp_path, *more)
+    pairs = [f"data.path={path}", "data.validation=0.2", "preference.label_smoothing=0.1"]
+    printed = check(pools(2), [*steady, *pairs], tmp_path, *more)
+    assert "pairs computed" in " ".join(printed.split())
+    assert "val_reward_margin" in records_of(tmp_path / "found")[-1]
 
 
 def test_a_mean_over_documents_is_that_of_one_process(pools, steady, tmp_path):
