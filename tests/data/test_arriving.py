@@ -313,19 +313,8 @@ def test_chunks_without_documents_are_passed_over(stream):
 
 def test_the_summary_counts_documents_that_have_arrived(stream):
     arriving = stream(lambda: [{"text": "a long text"}] * 30 + [{"text": ""}], overlong="truncate", limit=4)
-    corpus = Corpus(
-        train=arriving.validation,
-        validation=arriving.validation,
-        tokenizer=arriving.tokenizer,
-        corpus_hash="",
-        description="",
-        train_fit=FitReport(4, "truncate"),
-        validation_fit=FitReport(4, "truncate"),
-        skipped={},
-        prompts=(),
-        store_path=Path(),
-        arriving=arriving,
-    )
+    fit, none = FitReport(4, "truncate"), arriving.validation
+    corpus = Corpus(none, none, arriving.tokenizer, "", "", fit, fit, {}, (), Path(), arriving=arriving)
     assert corpus_notes(corpus) == []
     list(arriving)
     assert corpus_notes(corpus) == [

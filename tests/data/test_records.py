@@ -43,6 +43,11 @@ def test_messages_are_written_by_a_template(read):
     assert source.special_tokens == ("<|im_start|>", "<|im_end|>")
     assert json.loads(source.chat_template)["name"] == "chatml"
     assert source.describe(2) == "a.jsonl, 2 documents (messages, chatml)"
+    named = {"dialog": [USER, ANSWER], "functions": [{"name": "f"}]}
+    (document,) = read(named, fields=["dialog"])
+    assert text(document.parts, targets=True) == "Hello<|im_end|>"
+    (document,) = read(named, fields=["dialog", "functions"], format="chat")
+    assert '{"name": "f"}' in text(document.parts)
 
 
 def test_sharegpt_is_read_as_messages(read):
@@ -62,17 +67,6 @@ def test_sharegpt_is_read_as_messages(read):
     assert '{"name": "add"}' in text(document.parts)
     assert "system<|end_header_id|>\n\nBe nice." in text(document.parts)
     assert "ipython<|end_header_id|>\n\n4" in text(document.parts)
-
-
-def test_fields_of_other_names_are_chats_where_they_are_named(read):
-    source = read({"dialog": [USER, ANSWER], "functions": [{"name": "f"}]}, fields=["dialog"])
-    assert text(next(iter(source)).parts, targets=True) == "Hello<|im_end|>"
-    source = read(
-        {"dialog": [USER, ANSWER], "functions": [{"name": "f"}]},
-        fields=["dialog", "functions"],
-        format="chat",
-    )
-    assert '{"name": "f"}' in text(next(iter(source)).parts)
 
 
 def test_prompts_and_completions_may_be_messages(read):
@@ -150,43 +144,36 @@ def test_what_has_nothing_to_learn_is_counted(read):
     assert source.skipped == {"pairs with an empty answer": 1, "pairs of equal answers": 1}
 
 
-@pytest.mark.parametrize(
-    ("record", "complaint"),
-    [
-        ({"messages": "Hi"}, "field 'messages' is a str, not a list of messages"),
-        ({"messages": [3]}, r"messages\[0\] is a int, not a message"),
-        ({"messages": [USER, {"content": "a"}]}, r"messages\[1\] has neither `role` nor `from` \(content\)"),
-        ({"messages": [{"role": "robot", "content": "a"}]}, "role 'robot'; known are system, "),
-        ({"messages": [{"role": ["user"], "content": "a"}]}, "role "),
-        ({"messages": [{"role": "user"}]}, r"messages\[0\] is a NoneType, not text"),
-        ({"messages": [{"role": "user", "content": 3}]}, "is a int, not text"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "holds 'image_url'; only 'text' can be trained on",
-        ),
-        ({"messages": [USER, ANSWER], "tools": "x"}, "field 'tools' is text, but not a list in JSON"),
-        ({"messages": [USER, ANSWER], "tools": 3}, "field 'tools' is a int"),
-        ({"messages": [USER, {**ANSWER, "content": "\ud800"}]}, "unpaired surrogate"),
-        ({"message": []}, "no field 'messages'"),
-    ],
-)
-def test_malformed_conversations_are_named_by_file_and_line(read, record, complaint):
-    with pytest.raises(ValueError, match=rf"a\.jsonl, line 2: .*{complaint}"):
-        list(read({"messages": [USER, ANSWER]}, record))
+MALFORMED = [
+    ({"messages": "Hi"}, "field 'messages' is a str, not a list of messages"),
+    ({"messages": [3]}, r"messages\[0\] is a int, not a message"),
+    ({"messages": [USER, {"content": "a"}]}, r"messages\[1\] has neither `role` nor `from` \(content\)"),
+    ({"messages": [{"role": "robot", "content": "a"}]}, "role 'robot'; known are system, "),
+    ({"messages": [{"role": ["user"], "content": "a"}]}, "role "),
+    ({"messages": [{"role": "user"}]}, r"messages\[0\] is a NoneType, not text"),
+    ({"messages": [{"role": "user", "content": 3}]}, "is a int, not text"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "holds 'image_url'; only 'text' can be trained on",
+    ),
+    ({"messages": [USER, ANSWER], "tools": "x"}, "field 'tools' is text, but not a list in JSON"),
+    ({"messages": [USER, ANSWER], "tools": 3}, "field 'tools' is a int"),
+    ({"messages": [USER, {**ANSWER, "content": "\ud800"}]}, "unpaired surrogate"),
+    ({"message": []}, "no field 'messages'"),
+]
 
 
-def test_a_conversation_that_contradicts_its_prompt_is_named(read):
-    with pytest.raises(
-        ValueError, match=r"line 1: chosen is a whole conversation .*data\.fields=\[chosen,rejected\]"
+def test_malformed_conversations_are_named_by_file_and_line(read):
+    for record, complaint in MALFORMED:
+        with pytest.raises(ValueError, match=rf"a\.jsonl, line 2: .*{complaint}"):
+            list(read({"messages": [USER, ANSWER]}, record))
+    contradiction = {"prompt": "other", "chosen": [USER, ANSWER], "rejected": [USER, OTHER]}
+    for record, fields, complaint in (
+        (contradiction, {}, r"chosen is a whole conversation .*data\.fields=\[chosen,rejected\]"),
+        ({"text": "a"}, {"chat_template": "llama3"}, r"data\.chat_template=llama3 is for messages"),
     ):
-        list(read({"prompt": "other", "chosen": [USER, ANSWER], "rejected": [USER, OTHER]}))
-
-
-def test_a_template_without_messages_is_refused(read):
-    with pytest.raises(
-        ValueError, match=r"line 1: data\.chat_template=llama3 is for messages, but this is text"
-    ):
-        list(read({"text": "a"}, chat_template="llama3"))
+        with pytest.raises(ValueError, match=rf"line 1: {complaint}"):
+            list(read(record, **fields))
 
 
 def test_content_may_be_a_list_of_texts_and_calls_need_none():
