@@ -14,26 +14,34 @@ of a GPU to results/attention_cuda.json.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from multipack.data.batch import PackedBatch
 from multipack.data.collate import PackedCollator, PaddedCollator
 from multipack.data.documents import Document
 from multipack.ops.attention import BACKENDS, attention, select
 from multipack.ops.attention.table import Request
-from result import write_result
+from result import RESULTS, parser_of, write_result
 
-RESULTS = Path(__file__).parent / "results"
+SETTINGS = ("heads", "head_width", "window", "dtype", "threads", "repeats", "seed")
+OPTIONS: dict[str, tuple[int, str]] = {
+    "tokens": (8192, "T, tokens in the pack"),
+    "documents": (22, "documents in the pack"),
+    "heads": (8, "H"),
+    "kv-heads": (0, "K; 0 = H"),
+    "head-width": (64, "D"),
+    "window": (0, "tokens that each position sees; 0 = its document"),
+    "repeats": (5, "timed repetitions, after those that are not"),
+    "threads": (1, "threads of torch"),
+    "seed": (0, "of lengths and tensors"),
+}
 
 
 @dataclass(frozen=True)
@@ -57,14 +65,6 @@ def draw_lengths(tokens: int, documents: int, pad_factor: float, seed: int) -> l
     raise ValueError(f"no draw of {documents} documents has a pad factor of {pad_factor}: ask for another")
 
 
-def make_batches(lengths: list[int], device: torch.device) -> tuple[PackedBatch, PackedBatch]:
-    """Documents of these lengths, packed and padded; what they say does not matter here."""
-    none = np.zeros((0, 2), dtype=np.int64)
-    documents = [Document(np.zeros(length, dtype=np.uint16), none) for length in lengths]
-    packed = PackedCollator(len(lengths), max(lengths))(documents)
-    return packed.to(device), PaddedCollator()(documents).to(device)
-
-
 def padded_slots(lengths: tuple[int, ...]) -> Tensor:
     """(T,) the slot of each token when every document is a row as wide as the longest."""
     return torch.cat([row * max(lengths) + torch.arange(length) for row, length in enumerate(lengths)])
@@ -73,7 +73,10 @@ def padded_slots(lengths: tuple[int, ...]) -> Tensor:
 def make_ways(inputs: list[Tensor], lengths: list[int], window: int | None, without: list[str]) -> list[Way]:
     """Every row of the table that takes these inputs, and padded rows; the one that `auto` chooses comes first."""
     q, k, _ = inputs
-    packed, padded = make_batches(lengths, q.device)
+    none = np.zeros((0, 2), dtype=np.int64)
+    documents = [Document(np.zeros(length, dtype=np.uint16), none) for length in lengths]
+    packed = PackedCollator(len(lengths), max(lengths))(documents).to(q.device)
+    padded = PaddedCollator()(documents).to(q.device)
     request = Request(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2], window, True)
     names = [
         row.name for row in BACKENDS if not row.obstacle(request) and row.name not in ["padded", *without]
@@ -114,13 +117,13 @@ def measure(ways: list[Way], repeats: int, backward: bool) -> dict[str, dict[str
         for _ in range(3 if way.inputs[0].is_cuda else 1):
             timed(way, backward)
     rounds = [{way.name: timed(way, backward) for way in ways} for _ in range(repeats)]
-    first = ways[0].name
+    first, median = ways[0].name, statistics.median
     return {
-        way.name: {
-            "median_seconds": statistics.median(times[way.name] for times in rounds),
-            f"ratio_to_{first}": statistics.median(times[way.name] / times[first] for times in rounds),
+        name: {
+            "median_seconds": median(times[name] for times in rounds),
+            f"ratio_to_{first}": median(times[name] / times[first] for times in rounds),
         }
-        for way in ways
+        for name in rounds[0]
     }
 
 
@@ -134,23 +137,14 @@ def largest_difference(ways: list[Way], slots: Tensor) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = parser_of(__doc__, "attention")
     parser.add_argument("--device", default="cpu", help="cpu, or cuda")
-    parser.add_argument("--tokens", type=int, default=8192, help="T, tokens in the pack")
-    parser.add_argument("--documents", type=int, default=22, help="documents in the pack")
+    for name, (default, meaning) in OPTIONS.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=meaning)
     parser.add_argument("--pad-factor", type=float, default=3.0, help="longest over mean length")
-    parser.add_argument("--heads", type=int, default=8, help="H")
-    parser.add_argument("--kv-heads", type=int, default=0, help="K; 0 = H")
-    parser.add_argument("--head-width", type=int, default=64, help="D")
-    parser.add_argument(
-        "--window", type=int, default=0, help="tokens that each position sees; 0 = its document"
-    )
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
-    parser.add_argument("--repeats", type=int, default=5, help="timed repetitions, after those that are not")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--without", nargs="*", default=[], help="rows to leave out (dense, at many tokens)")
-    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.set_defaults(out=None)
     options = parser.parse_args()
 
     torch.set_num_threads(options.threads)
@@ -172,14 +166,8 @@ def main() -> None:
         "mean": options.tokens / len(lengths),
         "pad_factor": max(lengths) * len(lengths) / options.tokens,
         "sum_of_squares_over_square": sum(length**2 for length in lengths) / options.tokens**2,
-        "heads": options.heads,
-        "kv_heads": options.kv_heads or options.heads,
-        "head_width": options.head_width,
-        "window": options.window,
-        "dtype": options.dtype,
-        "threads": options.threads,
-        "repeats": options.repeats,
-        "seed": options.seed,
+        **{name: value for name, value in vars(options).items() if name in SETTINGS},
+        "kv_heads": counts[1],
         "largest_difference": largest_difference(ways, padded_slots(tuple(lengths))),
         "clock": "CUDA events" if device.type == "cuda" else "CPU seconds of the process",
         "forward": measure(ways, options.repeats, False),
@@ -200,14 +188,9 @@ def print_table(result: dict) -> None:
     )
     print(f"{'':10}{'forward':>24}{'forward + backward':>28}{'difference':>14}")
     for name, both in result["forward_backward"].items():
-        forward = result["forward"][name]
-        cells = [f"{way['median_seconds'] * 1e3:>14,.2f} ms {ratio(way):>6.2f} ×" for way in (forward, both)]
+        times = [tuple(way.values()) for way in (result["forward"][name], both)]
+        cells = [f"{seconds * 1e3:>14,.2f} ms {ratio:>6.2f} ×" for seconds, ratio in times]
         print(f"{name:10}{cells[0]}{cells[1]:>28}{result['largest_difference'][name]:>14.1e}")
-
-
-def ratio(way: dict[str, float]) -> float:
-    """What stands beside the seconds."""
-    return next(value for name, value in way.items() if name.startswith("ratio_to_"))
 
 
 if __name__ == "__main__":

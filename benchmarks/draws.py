@@ -15,7 +15,6 @@ share of documents that no rank was given after several epochs.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -26,10 +25,9 @@ from numpy.typing import NDArray
 
 from multipack.data.sampler import PackedBatchSampler
 from multipack.planning.packing import pack
-from result import write_result
+from result import parser_of, write_result
 
 Integers = NDArray[np.int64]
-RESULTS = Path(__file__).parent / "results" / "draws.json"
 PAGE = Path(__file__).parents[1] / "docs" / "parallel-io.md"
 MARKS = ("<!-- draws: begin -->", "<!-- draws: end -->")
 CAPACITY, MEAN_LOG, SPREAD_LOG = 4096, 5.8, 0.9
@@ -105,34 +103,22 @@ def measure(documents: int, ranks: list[int], epochs: int) -> list[dict[str, Any
             each = [drawn(lengths, world_size, replacement, epoch) for epoch in range(epochs)]
             missed, repeated = coverage(each[0], documents)
             expected = expected_coverage(len(each[0]), documents, world_size, replacement)
-            rows.append(
-                {
-                    "ranks": world_size,
-                    "way": way,
-                    "draws": len(each[0]),
-                    "missed": missed,
-                    "repeated": repeated,
-                    "expected_missed": expected[0],
-                    "expected_repeated": expected[1],
-                    "unseen": coverage(np.concatenate(each), documents)[0],
-                }
-            )
+            row = {
+                "ranks": world_size,
+                "way": way,
+                "draws": len(each[0]),
+                "missed": missed,
+                "repeated": repeated,
+            }
+            row |= {"expected_missed": expected[0], "expected_repeated": expected[1]}
+            rows.append({**row, "unseen": coverage(np.concatenate(each), documents)[0]})
     return rows
 
 
 def table(rows: list[dict[str, Any]], epochs: int) -> str:
     """The rows in Markdown."""
-    head = (
-        "ranks",
-        "way",
-        "draws",
-        "missed",
-        "expected",
-        "repeated",
-        "expected",
-        f"unseen after {epochs} epochs",
-    )
-    lines = [f"| {' | '.join(head)} |", "|---:|---|---:|---:|---:|---:|---:|---:|"]
+    head = f"| ranks | way | draws | missed | expected | repeated | expected | unseen after {epochs} epochs |"
+    lines = [head, "|---:|---|---:|---:|---:|---:|---:|---:|"]
     for last, row in pairwise([None, *rows]):
         ranks = "" if last and last["ranks"] == row["ranks"] else f"{row['ranks']}"
         shares = ("missed", "expected_missed", "repeated", "expected_repeated", "unseen")
@@ -142,13 +128,10 @@ def table(rows: list[dict[str, Any]], epochs: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = parser_of(__doc__, "draws")
     parser.add_argument("--documents", type=int, default=50_000)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 8, 64])
-    parser.add_argument(
-        "--epochs", type=int, default=4, help="epochs after which documents are counted as unseen"
-    )
-    parser.add_argument("--out", type=Path, default=RESULTS, help="JSON file to write")
+    parser.add_argument("--epochs", type=int, default=4, help="epochs that `unseen` is counted over")
     parser.add_argument("--page", action="store_true", help="write the table into docs/parallel-io.md too")
     options = parser.parse_args()
     rows = measure(options.documents, options.ranks, options.epochs)

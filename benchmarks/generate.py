@@ -16,7 +16,6 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,9 +24,8 @@ from multipack.models.decoder import Decoder
 from multipack.models.generate import generate, generate_batch
 from multipack.models.sampling import Sampling
 from multipack.shapes import ModelShape
-from result import write_result
+from result import parser_of, write_result
 
-RESULTS = Path(__file__).parent / "results" / "generate.json"
 SHAPES = {
     "default": ModelShape(vocabulary_size=2048),
     "12 x 384": ModelShape(layers=12, heads=6, d_model=384, d_ff=1024, vocabulary_size=2048),
@@ -67,7 +65,7 @@ def in_turns(ways: dict[str, Callable[[], Any]], repeats: int, device: str, same
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = parser_of(__doc__, "generate")
     parser.add_argument("--prompt-tokens", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--prompts", type=int, default=8, help="of the second table")
@@ -75,7 +73,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="bf16: under autocast")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="JSON file to write")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     half = options.dtype == "bf16"
@@ -105,29 +102,21 @@ def measure(model: Decoder, options: argparse.Namespace) -> dict[str, Any]:
     exact = (
         options.dtype == "fp32"
     )  # bfloat16 rounds by the shape of a product, and near ties fall either way
-    one = in_turns(
-        {
-            "cached": lambda: generate(model, prompt, most, temperature=0),
-            "uncached": lambda: generate(model, prompt, most, temperature=0, use_cache=False),
-        },
-        options.repeats,
-        options.device,
-        exact,
-    )
+    common = (options.repeats, options.device, exact)
+    ways: dict[str, Callable[[], Any]] = {
+        "cached": lambda: generate(model, prompt, most, temperature=0),
+        "uncached": lambda: generate(model, prompt, most, temperature=0, use_cache=False),
+    }
+    one = in_turns(ways, *common)
     prompts = [prompt_of(16 * (number + 1), number) for number in range(options.prompts)]
     new = most // 4
     greedy = Sampling(max_tokens=new, temperature=0)
-    several = in_turns(
-        {
-            "together": lambda: [each.tokens for each in generate_batch(model, prompts, greedy)],
-            "apart": lambda: [generate(model, each, new, temperature=0) for each in prompts],
-        },
-        options.repeats,
-        options.device,
-        exact,
-    )
-    parameters = model.parameter_count()
-    return {"parameters": parameters, "one_prompt": one, "several_prompts": several}
+    ways = {
+        "together": lambda: [each.tokens for each in generate_batch(model, prompts, greedy)],
+        "apart": lambda: [generate(model, each, new, temperature=0) for each in prompts],
+    }
+    several = in_turns(ways, *common)
+    return {"parameters": model.parameter_count(), "one_prompt": one, "several_prompts": several}
 
 
 if __name__ == "__main__":

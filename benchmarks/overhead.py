@@ -8,28 +8,14 @@ shows what the background thread hides. Results go to results/overhead.json.
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import io
 import statistics
-import tempfile
-from pathlib import Path
 
-from multipack.run import RunDirectory
-from multipack.training.run_config import compose
-from multipack.training.trainer import train
-from result import write_result
-
-RESULTS = Path(__file__).parent / "results" / "overhead.json"
+from result import parser_of, records_of, write_result
 
 
 def shares(words: list[str], steps: int) -> dict[str, float]:
     """Median shares of a step's time, the first three steps left out."""
-    with tempfile.TemporaryDirectory() as folder:
-        quiet = ["train.eval_every=0", "train.compare_padding=false", "log.every=0"]
-        with contextlib.redirect_stdout(io.StringIO()):
-            train(compose([*quiet, *words, f"train.steps={steps}", f"out={folder}/run"]))
-        records = list(RunDirectory.at(f"{folder}/run").records())[3:]
+    records = records_of(["train.eval_every=0", *words, f"train.steps={steps}"])[3:]
     parts = {
         "forward": lambda r: r["dtf"],
         "backward": lambda r: r["dtb"],
@@ -42,9 +28,8 @@ def shares(words: list[str], steps: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = parser_of(__doc__, "overhead")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="JSON file to write")
     parser.add_argument("words", nargs="*", help="more settings")
     options = parser.parse_args()
     rows = []

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import tempfile
 from dataclasses import asdict
-from pathlib import Path
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,9 +26,7 @@ from multipack.reports.console import Console
 from multipack.training.compare import Comparison, compare_with_padding
 from multipack.training.run_config import compose
 from multipack.training.trainer import Trainer
-from result import write_result
-
-RESULTS = Path(__file__).parent / "results" / "padding.json"
+from result import parser_of, write_result
 
 
 def every_slot(hidden: Tensor, weight: Tensor, targets: Tensor, num_targets: int | None = None) -> Tensor:
@@ -58,12 +55,11 @@ def measure(words: list[str], options: argparse.Namespace) -> dict[str, Comparis
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = parser_of(__doc__, "padding")
     parser.add_argument("--steps", type=int, default=10, help="pairs of steps, after one that is not timed")
     parser.add_argument("--seconds", type=float, default=120.0, help="start no further pair after this")
     parser.add_argument("--batch-size", type=int, default=8, help="documents in a padded batch")
     parser.add_argument("--dtype", nargs="+", default=["auto", "fp32"], help="precisions: auto, bf16, fp32")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="JSON file to write")
     parser.add_argument("words", nargs="*", help="more settings, e.g. plan.capacity=8192 model=small")
     options = parser.parse_args()
     rows = []

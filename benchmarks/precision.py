@@ -9,18 +9,14 @@ float32's; above 1, float32 is faster. Results go to results/precision.json.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from result import write_result
-
-RESULTS = Path(__file__).parent / "results" / "precision.json"
+from result import parser_of, write_result
 
 
 def seconds(parts: list[tuple[Tensor, Tensor, Tensor]], dtype: torch.dtype) -> float:
@@ -33,13 +29,12 @@ def seconds(parts: list[tuple[Tensor, Tensor, Tensor]], dtype: torch.dtype) -> f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = parser_of(__doc__, "precision")
     parser.add_argument("--tokens", type=int, default=8192, help="tokens in all")
     parser.add_argument("--lengths", type=int, nargs="+", default=[64, 200, 500, 1000, 2000, 4000])
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--head-width", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="JSON file to write")
     options = parser.parse_args()
     torch.manual_seed(0)
     rows = []

@@ -31,9 +31,8 @@ from multipack.data.prepare import prepare
 from multipack.data.sources import open_source
 from multipack.data.store import TokenStore
 from multipack.data.tokenizer import TokenizerConfig, train_bpe
-from result import write_result
+from result import parser_of, write_result
 
-RESULTS = Path(__file__).parent / "results" / "prepare.json"
 CONVERSATIONS = Path(__file__).parents[2] / "shared" / "data" / "text" / "instructlab_sdg_6000.jsonl.gz"
 BATCH = 4096
 
@@ -67,12 +66,8 @@ def timed(function: Callable[[], int]) -> dict[str, float]:
     began, cpu = time.perf_counter(), _cpu_seconds()
     tokens = function()
     seconds, cpu = time.perf_counter() - began, _cpu_seconds() - cpu
-    return {
-        "tokens": tokens,
-        "seconds": seconds,
-        "tokens_per_second": tokens / seconds,
-        "tokens_per_cpu_second": tokens / cpu,
-    }
+    rates = {"tokens_per_second": tokens / seconds, "tokens_per_cpu_second": tokens / cpu}
+    return {"tokens": tokens, "seconds": seconds, **rates}
 
 
 def _cpu_seconds() -> float:
@@ -122,28 +117,26 @@ def ratio(found: dict[str, dict[str, float]], unit: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = parser_of(__doc__, "prepare")
     parser.add_argument("--megabytes", type=int, default=50, help="size of the corpus")
     parser.add_argument("--rounds", type=int, default=3, help="after one that is not counted")
     parser.add_argument("--vocabulary-size", type=int, default=32768, help="tokens of the byte-pair encoding")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="JSON file to write")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = measure(Path(folder), options)
+    median, rounds = statistics.median, found["rounds"]
     summary = {
-        "tokens_per_second": statistics.median(r["prepare"]["tokens_per_second"] for r in found["rounds"]),
-        "ratio": statistics.median(ratio(r, "tokens_per_second") for r in found["rounds"]),
-        "cpu_ratio": statistics.median(ratio(r, "tokens_per_cpu_second") for r in found["rounds"]),
+        "tokens_per_second": median(r["prepare"]["tokens_per_second"] for r in rounds),
+        "ratio": median(ratio(r, "tokens_per_second") for r in rounds),
+        "cpu_ratio": median(ratio(r, "tokens_per_cpu_second") for r in rounds),
     }
     print(
         f"median: {summary['tokens_per_second'] / 1e6:.2f} M tokens/s,"
         f" {summary['ratio']:.2f} × the library ({summary['cpu_ratio']:.2f} × per CPU second)"
     )
     settings = {"vocabulary_size": options.vocabulary_size}
-    load = {
-        "cores": os.cpu_count(),
-        "load_average": os.getloadavg(),
-    }  # more than the cores: other work was under way
+    # A load average above the number of cores: other work was under way.
+    load = {"cores": os.cpu_count(), "load_average": os.getloadavg()}
     write_result(options.out, {**summary, **settings, **load, **found})
 
 

@@ -1,14 +1,38 @@
-"""Where a benchmark's figures go, with what they were measured on."""
+"""What the benchmarks share: a command line, silent training runs, and a file of figures."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import platform
+import tempfile
+from argparse import ArgumentParser, RawTextHelpFormatter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def parser_of(doc: str | None, name: str) -> ArgumentParser:
+    """A parser of the benchmark `name` whose help is its docstring, with the option --out."""
+    parser = ArgumentParser(description=doc, formatter_class=RawTextHelpFormatter)
+    parser.add_argument("--out", type=Path, default=RESULTS / f"{name}.json", help="JSON file to write")
+    return parser
+
+
+def records_of(words: list[str]) -> list[dict[str, Any]]:
+    """The records of a silent run of this project's trainer with these settings."""
+    from multipack.run import RunDirectory
+    from multipack.training.run_config import compose
+    from multipack.training.trainer import train
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        train(compose([*words, "train.compare_padding=false", "log.every=0", f"out={folder}/run"]))
+        return list(RunDirectory.at(f"{folder}/run").records())
 
 
 def cpu_model() -> str:

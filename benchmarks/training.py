@@ -21,14 +21,13 @@ optimizer. Lengths come from ../shared/data/lengths where that folder is there; 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
-import io
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,16 +40,13 @@ from multipack.data.tokenizer import byte_tokenizer
 from multipack.data.writer import StoreWriter
 from multipack.planning.options import PlanOptions
 from multipack.planning.report import compile_planner
-from multipack.run import RunDirectory
 from multipack.shapes import ModelShape
-from multipack.training.run_config import compose
-from multipack.training.trainer import train
-from result import write_result
+from result import parser_of, records_of, write_result
 
-RESULTS = Path(__file__).parent / "results" / "training.json"
 LENGTHS = Path(__file__).parents[2] / "shared" / "data" / "lengths"
 SETS = {"instructlab": "instructlab_sdg_24k", "natural_instructions": "natural_instructions_193k"}
 LONGEST = 2048
+SHAPE_WORDS = ("layers", "heads", "kv_heads", "d_model", "d_ff", "vocabulary_size", "tied")
 
 
 @dataclass(frozen=True)
@@ -80,15 +76,16 @@ class Stopwatch:
         return Speed(tokens, slots, self.ends[-1] - self.ends[0])
 
 
-def token_lists(lengths: Sequence[int], vocabulary: int) -> list[list[int]]:
-    """Documents of random tokens."""
+def documents_of(lengths: Any, count: int, vocabulary: int) -> list[list[int]]:
+    """`count` documents of random tokens, with lengths from a seeded shuffle, at most `LONGEST`."""
+    chosen = np.minimum(np.random.default_rng(1).permutation(lengths)[:count], LONGEST)
     draw = np.random.default_rng(0)
-    return [draw.integers(0, vocabulary, int(length)).tolist() for length in lengths]
+    return [draw.integers(0, vocabulary, int(length)).tolist() for length in chosen]
 
 
-def choose(lengths: np.ndarray, count: int) -> list[int]:
-    """`count` lengths as they come in a seeded shuffle, none longer than a pack."""
-    return np.minimum(np.random.default_rng(1).permutation(lengths)[:count], LONGEST).tolist()
+def capacity_of(documents: list[list[int]], batch: int) -> int:
+    """About as many tokens as a padded batch holds, and at least the longest document."""
+    return max(int(batch * sum(map(len, documents)) / len(documents)), max(map(len, documents)))
 
 
 def sets(count: int, vocabulary: int) -> dict[str, list[list[int]]]:
@@ -97,7 +94,7 @@ def sets(count: int, vocabulary: int) -> dict[str, list[list[int]]]:
     for name, file in SETS.items():
         path = LENGTHS / f"{file}.npy"
         if path.is_file():
-            found[name] = token_lists(choose(np.load(path), count), vocabulary)
+            found[name] = documents_of(np.load(path), count, vocabulary)
         else:
             print(f"{name}: left out, {path} is not there")
     from multipack.data.stdlib import library_files, parse_pairs
@@ -108,7 +105,7 @@ def sets(count: int, vocabulary: int) -> dict[str, list[list[int]]]:
         for name in files[:: max(len(files) // 60, 1)]
         for pair in parse_pairs((folder / name).read_bytes())
     ]
-    found["embedded corpus"] = token_lists(choose(np.maximum(sizes, 2), count), vocabulary)
+    found["embedded corpus"] = documents_of(np.maximum(sizes, 2), count, vocabulary)
     return found
 
 
@@ -121,25 +118,16 @@ def ours(documents: list[list[int]], shape: ModelShape, batch: int, folder: Path
                 writer.add(str(number), [(tokens, True)])
     if not packed:
         return ours_padded(store, shape, batch)
-    mean = sum(map(len, documents)) / len(documents)
-    capacity = max(int(batch * mean), max(map(len, documents)))
-    run = RunDirectory.at(tempfile.mkdtemp(dir=folder) + "/run")
     words = [
-        *("data=store", f"data.path={store}", "data.validation=0", "train.eval_every=0", "train.dtype=fp32"),
-        *("train.compare_padding=false", "log.every=0", f"plan.capacity={capacity}", "plan.packs_per_step=1"),
+        *("data=store", f"data.path={store}", "data.validation=0", "train.eval_every=0"),
+        *(f"plan.capacity={capacity_of(documents, batch)}", "train.dtype=fp32", "plan.packs_per_step=1"),
         *(f"model.{name}={value}" for name, value in shape.to_dict().items() if name in SHAPE_WORDS),
-        f"out={run.path}",
     ]
-    with contextlib.redirect_stdout(io.StringIO()):
-        train(compose(words))
-    records = list(run.records())[1:]
+    records = records_of(words)[1:]
     seconds = sum(record["dt"] for record in records)
     tokens = sum(record["tps"] * record["dt"] for record in records)
     slots = sum(record["tps"] * record["dt"] / (1 - record["padding"]) for record in records)
     return Speed(round(tokens), round(slots), seconds)
-
-
-SHAPE_WORDS = ("layers", "heads", "kv_heads", "d_model", "d_ff", "vocabulary_size", "tied")
 
 
 def ours_padded(store: Path, shape: ModelShape, batch: int) -> Speed:
@@ -211,7 +199,7 @@ def hugging_face(documents: list[list[int]], shape: ModelShape, batch: int, fold
     }
     rows = Dataset.from_list([{"input_ids": tokens} for tokens in documents])
     if kind == "trl":
-        return _trl(rows, documents, model, batch, common, watch, Ends())
+        return _trl(rows, capacity_of(documents, batch), model, common, watch, Ends())
 
     def collate(features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         width = max(len(feature["input_ids"]) for feature in features)
@@ -224,40 +212,23 @@ def hugging_face(documents: list[list[int]], shape: ModelShape, batch: int, fold
         watch.batches.append((int(mask.sum()), ids.numel()))
         return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
-    grouped: dict[str, Any] = {}
     if kind == "grouped":
-        names = TrainingArguments.__dataclass_fields__
-        grouped = (
-            {"group_by_length": True}
-            if "group_by_length" in names
-            else {"train_sampling_strategy": "group_by_length"}
-        )
-    arguments = TrainingArguments(**common, **grouped, per_device_train_batch_size=batch)
+        old = "group_by_length" in TrainingArguments.__dataclass_fields__
+        common |= {"group_by_length": True} if old else {"train_sampling_strategy": "group_by_length"}
+    arguments = TrainingArguments(**common, per_device_train_batch_size=batch)
     trainer = Trainer(model, arguments, data_collator=collate, train_dataset=rows, callbacks=[Ends()])
     trainer.train()
     return watch.speed()
 
 
-def _trl(
-    rows: Any,
-    documents: list[list[int]],
-    model: Any,
-    batch: int,
-    common: dict[str, Any],
-    watch: Stopwatch,
-    ends: Any,
-) -> Speed:
+def _trl(rows: Any, capacity: int, model: Any, common: dict[str, Any], watch: Stopwatch, ends: Any) -> Speed:
     import tokenizers
-    from tokenizers import models as token_models
     from transformers import PreTrainedTokenizerFast
     from trl import SFTConfig, SFTTrainer
 
-    library = tokenizers.Tokenizer(
-        token_models.WordLevel({f"t{token}": token for token in range(model.config.vocab_size)})
-    )
+    words = {f"t{token}": token for token in range(model.config.vocab_size)}
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel(words))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=library, eos_token="t1", pad_token="t0")
-    mean = sum(map(len, documents)) / len(documents)
-    capacity = max(int(batch * mean), max(map(len, documents)))
     arguments = SFTConfig(
         **common,
         per_device_train_batch_size=1,
@@ -281,19 +252,17 @@ def _trl(
     return watch.speed()
 
 
-def contenders(
-    folder: Path, documents: list[list[int]], shape: ModelShape, batch: int
-) -> dict[str, Callable[[], Speed]]:
-    """Name → one timed run."""
-    found: dict[str, Callable[[], Speed]] = {
-        "ours packed": lambda: ours(documents, shape, batch, folder, packed=True),
-        "ours padded": lambda: ours(documents, shape, batch, folder, packed=False),
+def contenders(*given: Any) -> dict[str, Callable[[], Speed]]:
+    """Name → one timed run on the given documents, shape, batch size and folder."""
+    found = {
+        "ours packed": partial(ours, *given, packed=True),
+        "ours padded": partial(ours, *given, packed=False),
     }
     if importlib.util.find_spec("transformers") and importlib.util.find_spec("accelerate"):
-        found["transformers"] = lambda: hugging_face(documents, shape, batch, folder, "plain")
-        found["transformers, grouped"] = lambda: hugging_face(documents, shape, batch, folder, "grouped")
+        found["transformers"] = partial(hugging_face, *given, "plain")
+        found["transformers, grouped"] = partial(hugging_face, *given, "grouped")
         if importlib.util.find_spec("trl"):
-            found["trl bfd"] = lambda: hugging_face(documents, shape, batch, folder, "trl")
+            found["trl bfd"] = partial(hugging_face, *given, "trl")
     return found
 
 
@@ -302,15 +271,10 @@ def compare(
 ) -> dict[str, Any]:
     """One table: every contender on one set of documents."""
     with tempfile.TemporaryDirectory() as temporary:
-        runs = contenders(Path(temporary), documents, shape, options.batch_size)
-        best: dict[str, Speed] = {}
-        rates: dict[str, list[float]] = {contender: [] for contender in runs}
-        for _ in range(options.rounds):
-            for contender, run in runs.items():
-                found = run()
-                rates[contender].append(found.rate)
-                if contender not in best or found.rate > best[contender].rate:
-                    best[contender] = found
+        runs = contenders(documents, shape, options.batch_size, Path(temporary))
+        rounds = [{contender: run() for contender, run in runs.items()} for _ in range(options.rounds)]
+    speeds = {contender: [round_[contender] for round_ in rounds] for contender in runs}
+    best = {contender: max(each, key=lambda speed: speed.rate) for contender, each in speeds.items()}
     padded, packed = best["ours padded"], best["ours packed"]
     factor = padded.slots / padded.tokens
     limit = padded.rate * factor
@@ -323,7 +287,7 @@ def compare(
         row = {
             "contender": contender,
             "tokens_per_second": found.rate,
-            "every_round": rates[contender],
+            "every_round": [speed.rate for speed in speeds[contender]],
             "slots_per_token": found.slots / found.tokens,
             "packed_over_this": packed.rate / found.rate,
             "share_of_limit": found.rate / limit,
@@ -334,14 +298,8 @@ def compare(
             f"{row['packed_over_this']:>8.2f} x ours packed over it{row['share_of_limit']:>8.1%} of the limit",
             flush=True,
         )
-    return {
-        "documents": name,
-        "number_of_documents": len(documents),
-        "tokens": tokens,
-        "pad_factor": factor,
-        "limit": limit,
-        "rows": rows,
-    }
+    figures = {"number_of_documents": len(documents), "tokens": tokens, "pad_factor": factor, "limit": limit}
+    return {"documents": name, **figures, "rows": rows}
 
 
 def alone(options: argparse.Namespace) -> list[dict[str, float]]:
@@ -351,23 +309,9 @@ def alone(options: argparse.Namespace) -> list[dict[str, float]]:
         ["model.d_model=384", "model.heads=6", "model.d_ff=1024", "model.layers=6", "plan.capacity=4096"],
         ["model.d_model=512", "model.heads=8", "model.d_ff=1376", "model.layers=6", "plan.capacity=4096"],
     ):
-        with tempfile.TemporaryDirectory() as folder:
-            quiet = ["train.eval_every=1", "train.eval_packs=1", "train.compare_padding=false", "log.every=0"]
-            with contextlib.redirect_stdout(io.StringIO()):
-                steps = f"train.steps={options.steps}"
-                train(
-                    compose(
-                        [
-                            *quiet,
-                            *words,
-                            "train.dtype=fp32",
-                            "plan.packs_per_step=1",
-                            steps,
-                            f"out={folder}/run",
-                        ]
-                    )
-                )
-            records = [r for r in RunDirectory.at(f"{folder}/run").records() if "dt" in r][2:]
+        common = ["train.eval_every=1", "train.eval_packs=1", "train.dtype=fp32", "plan.packs_per_step=1"]
+        records = records_of([*common, *words, f"train.steps={options.steps}"])
+        records = [record for record in records if "dt" in record][2:]
         parts = ("dtf", "dtb", "dto", "data_time")
         outside = 1 - sum(r["dtf"] + r["dtb"] + r["dto"] for r in records) / sum(r["dt"] for r in records)
         found = {
@@ -387,30 +331,21 @@ def alone(options: argparse.Namespace) -> list[dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = parser_of(__doc__, "training")
     parser.add_argument("--documents", type=int, default=192, help="documents of each set")
     parser.add_argument("--batch-size", type=int, default=8, help="documents in a padded batch")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each contender, in alternation")
     parser.add_argument("--steps", type=int, default=8, help="steps of the runs that MFU is read from")
     parser.add_argument("--only", choices=("peers", "alone"), help="one of the two tables")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="JSON file to write")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     shape = ModelShape(layers=4, heads=4, d_model=256, d_ff=704, vocabulary_size=257 * 8)
     # Compiled before anything is timed: a plan's loops, as a run of two packs a step needs them.
-    compile_planner(
-        PlanOptions(capacity=LONGEST, packs_per_step=2),
-        1,
-        "step",
-        lambda: print("compiling the planner's loops …"),
-    )
+    compile_planner(PlanOptions(capacity=LONGEST, packs_per_step=2), 1, "step", lambda: print("compiling …"))
     result: dict[str, Any] = {}
     if options.only != "alone":
-        tables = [
-            compare(name, documents, shape, options)
-            for name, documents in sets(options.documents, 257).items()
-        ]
-        result["peers"] = tables
+        named = sets(options.documents, 257)
+        result["peers"] = [compare(name, documents, shape, options) for name, documents in named.items()]
     if options.only != "peers":
         print("\nthis trainer alone, fp32:")
         result["alone"] = alone(options)

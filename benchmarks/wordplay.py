@@ -12,10 +12,7 @@ steps and 46 % MFU on an A100 for 12 layers, 768 wide, 64 blocks of 1,024 charac
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import statistics
-import tempfile
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -26,14 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from multipack.planning.cost import CostModel
-from multipack.run import RunDirectory
 from multipack.shapes import ModelShape
 from multipack.training.precision import DTYPES, matmul_peak, resolve_dtype
-from multipack.training.run_config import compose
-from multipack.training.trainer import train
-from result import write_result
+from result import parser_of, records_of, write_result
 
-RESULTS = Path(__file__).parent / "results" / "wordplay.json"
+SIZE = {"layers": (12, 4), "width": (768, 128), "heads": (12, 4), "block": (1024, 128), "batch": (64, 16)}
+DEFAULTS = {**SIZE, "steps": (300, 100), "warmup": (100, 20), "lr": (6e-4, 3e-3)}
+"""Option → its value on a GPU and on a CPU."""
 
 
 class PlainBlock(nn.Module):
@@ -84,12 +80,9 @@ def plain(text: str, options: argparse.Namespace, device: torch.device, dtype: t
     ids = torch.tensor([letters.index(letter) for letter in text], device=device)
     border = int(len(ids) * 0.9)
     torch.manual_seed(0)
-    model: Any = PlainModel(options.layers, options.width, options.heads, options.block, len(letters)).to(
-        device
-    )
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-    )
+    size = (options.layers, options.width, options.heads, options.block, len(letters))
+    model: Any = PlainModel(*size).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     run = torch.compile(model) if options.compile else model
 
     def batch(part: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,9 +97,8 @@ def plain(text: str, options: argparse.Namespace, device: torch.device, dtype: t
     for step in range(1, options.steps + 1):
         synchronize(device)
         began = time.perf_counter()
-        rate = options.lr * min(step / options.warmup, 1.0)
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = options.lr * min(step / options.warmup, 1.0)
         with precision():
             loss = run(*batch(ids[:border]))
         loss.backward()
@@ -126,65 +118,53 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def shape_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Settings of the decoder; the vocabulary comes from the text."""
+    size = {
+        "layers": options.layers,
+        "heads": options.heads,
+        "d_model": options.width,
+        "d_ff": 4 * options.width,
+    }
+    kind = {"positions": "learned", "norm": "layernorm", "activation": "gelu", "bias": True}
+    return {**size, **kind, "context": options.block}
+
+
 def ours(path: Path, options: argparse.Namespace) -> dict[str, Any]:
     """This trainer on the same text: seconds of each step, validation curve, MFU."""
-    with tempfile.TemporaryDirectory() as folder:
-        words = [
-            *("data=shakespeare_char", f"data.path={path}", f"data.block_size={options.block}"),
-            *(
-                f"model.layers={options.layers}",
-                f"model.heads={options.heads}",
-                f"model.d_model={options.width}",
-            ),
-            *(f"model.d_ff={4 * options.width}", f"model.context={options.block}", "model.positions=learned"),
-            *("model.norm=layernorm", "model.activation=gelu", "model.bias=true"),
-            *(
-                f"plan.capacity={options.batch * options.block}",
-                "plan.packs_per_step=1",
-                "train.fixed_shape=true",
-            ),
-            *(
-                f"train.steps={options.steps}",
-                f"train.eval_every={max(options.steps // 3, 1)}",
-                "log.every=0",
-            ),
-            *(
-                f"optimizer.lr={options.lr}",
-                f"optimizer.warmup_steps={options.warmup}",
-                "optimizer.schedule=constant",
-            ),
-            *(f"train.dtype={options.dtype}", f"train.compile={str(options.compile).lower()}"),
-            *(
-                "train.compare_padding=false",
-                "train.eval_packs=8",
-                "train.sample_tokens=1",
-                f"out={folder}/run",
-            ),
-        ]
-        with contextlib.redirect_stdout(io.StringIO()):
-            train(compose(words))
-        records = list(RunDirectory.at(f"{folder}/run").records())
+    settings = {
+        "data": "shakespeare_char",
+        "data.path": path,
+        "data.block_size": options.block,
+        **{f"model.{name}": str(value).lower() for name, value in shape_of(options).items()},
+        "plan.capacity": options.batch * options.block,
+        "plan.packs_per_step": 1,
+        "train.fixed_shape": "true",
+        "train.steps": options.steps,
+        "train.eval_every": max(options.steps // 3, 1),
+        "optimizer.lr": options.lr,
+        "optimizer.warmup_steps": options.warmup,
+        "optimizer.schedule": "constant",
+        "train.dtype": options.dtype,
+        "train.compile": str(options.compile).lower(),
+        "train.eval_packs": 8,
+        "train.sample_tokens": 1,
+    }
+    records = records_of([f"{name}={value}" for name, value in settings.items()])
     steps = [record for record in records if "dt" in record]
     curve = {record["step"]: record["val_loss"] for record in records if "val_loss" in record}
-    return {"seconds": [r["dt"] for r in steps], "mfu": [r["mfu"] for r in steps], "curve": curve}
+    return {"seconds": [record["dt"] for record in steps], "curve": curve}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = parser_of(__doc__, "wordplay")
     cuda = torch.cuda.is_available()
     parser.add_argument("--path", type=Path, required=True, help="the text")
-    parser.add_argument("--layers", type=int, default=12 if cuda else 4)
-    parser.add_argument("--width", type=int, default=768 if cuda else 128)
-    parser.add_argument("--heads", type=int, default=12 if cuda else 4)
-    parser.add_argument("--block", type=int, default=1024 if cuda else 128)
-    parser.add_argument("--batch", type=int, default=64 if cuda else 16)
-    parser.add_argument("--steps", type=int, default=300 if cuda else 100)
-    parser.add_argument("--warmup", type=int, default=100 if cuda else 20)
-    parser.add_argument("--lr", type=float, default=6e-4 if cuda else 3e-3)
+    for name, (on_gpu, on_cpu) in DEFAULTS.items():
+        parser.add_argument(f"--{name}", type=type(on_gpu), default=on_gpu if cuda else on_cpu)
     parser.add_argument("--dtype", default="auto", help="auto, fp32, bf16")
     parser.add_argument("--compile", action="store_true", help="torch.compile for both")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each, in alternation")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="JSON file to write")
     options = parser.parse_args()
     device = torch.device("cuda" if cuda else "cpu")
     dtype = resolve_dtype(options.dtype, device)
@@ -198,36 +178,27 @@ def main() -> None:
     median = {
         name: min(statistics.median(run["seconds"][3:]) for run in runs) for name, runs in found.items()
     }
-    shape = ModelShape(
-        layers=options.layers, heads=options.heads, d_model=options.width, d_ff=4 * options.width,
-        activation="gelu", positions="learned", norm="layernorm", bias=True, context=options.block, vocabulary_size=65,
-    )  # fmt: skip
+    shape = ModelShape(**shape_of(options), vocabulary_size=65)
     flops = CostModel.from_shape(shape).flops([options.block] * options.batch)
+    speed = {name: tokens / seconds for name, seconds in median.items()}
     peak = matmul_peak(device, dtype)
+    mfu = {name: flops / seconds / peak for name, seconds in median.items()}
+    curve, last = found["ours"][-1]["curve"], found["plain"][-1]["val_loss"]
     for name, seconds in median.items():
-        print(
-            f"{name:6} {seconds:.4f} s a step, {tokens / seconds:,.0f} tokens/s, MFU {flops / seconds / peak:.1%}"
-        )
-    last = found["ours"][-1]
-    print(f"ours over plain: {median['plain'] / median['ours']:.2f} x tokens/s")
-    print(
-        f"validation loss, ours: {', '.join(f'{step}: {loss:.3f}' for step, loss in last['curve'].items())}"
-    )
-    print(f"validation loss, plain, after {options.steps} steps: {found['plain'][-1]['val_loss']:.3f}")
-    write_result(
-        options.out,
-        {
-            "device": torch.cuda.get_device_name() if cuda else "cpu",
-            "settings": {
-                name: str(value) for name, value in vars(options).items() if name not in ("out", "path")
-            },
-            "seconds_per_step": median,
-            "tokens_per_second": {name: tokens / seconds for name, seconds in median.items()},
-            "mfu": {name: flops / seconds / peak for name, seconds in median.items()},
-            "ours_over_plain": median["plain"] / median["ours"],
-            "validation": {"ours": last["curve"], "plain": found["plain"][-1]["val_loss"]},
-        },
-    )
+        print(f"{name:6} {seconds:.4f} s a step, {speed[name]:,.0f} tokens/s, MFU {mfu[name]:.1%}")
+    print(f"ours over plain: {speed['ours'] / speed['plain']:.2f} x tokens/s")
+    print(f"validation loss, ours: {', '.join(f'{step}: {loss:.3f}' for step, loss in curve.items())}")
+    print(f"validation loss, plain, after {options.steps} steps: {last:.3f}")
+    settings = {name: str(value) for name, value in vars(options).items() if name not in ("out", "path")}
+    figures = {
+        "seconds_per_step": median,
+        "tokens_per_second": speed,
+        "mfu": mfu,
+        "ours_over_plain": speed["ours"] / speed["plain"],
+        "validation": {"ours": curve, "plain": last},
+    }
+    name = torch.cuda.get_device_name() if cuda else "cpu"
+    write_result(options.out, {"device": name, "settings": settings, **figures})
 
 
 if __name__ == "__main__":
