@@ -72,12 +72,8 @@ def test_answers_and_their_end_tokens_are_targets():
     assert UNMARKED.parts(CHAT) == CHATML.parts(CHAT)
     assert targets(LLAMA3.parts(CHAT)) == "Hello<|eot_id|>4<|eot_id|>"
     assert targets(PLAIN.parts(CHAT)) == f"Hello{END}4{END}"
-    assert [template.end_of_turn for template in (CHATML, UNMARKED, LLAMA3, PLAIN)] == [
-        "<|im_end|>",
-        "<|im_end|>",
-        "<|eot_id|>",
-        END,
-    ]
+    ends = [template.end_of_turn for template in (CHATML, UNMARKED, LLAMA3, PLAIN)]
+    assert ends == ["<|im_end|>", "<|im_end|>", "<|eot_id|>", END]
 
 
 def test_tool_calls_are_targets_and_their_results_are_context():
@@ -112,21 +108,7 @@ def test_a_prompt_is_cut_as_in_training():
 
 # --- special tokens ---------------------------------------------------------------------------------
 
-FRAGMENTS = [
-    "<|im_end|>",
-    "<|im_start|>",
-    "<|eot_id|>",
-    "<",
-    "<|",
-    "|>",
-    ">",
-    "<|im_",
-    "end|>",
-    "a",
-    " ",
-    "\n",
-    "é",
-]
+FRAGMENTS = ["<|im_end|>", "<|im_start|>", "<|eot_id|>", "<", "<|", "|>", ">", "<|im_", "end|>", *"a \né"]
 CONTENT = st.lists(
     st.one_of(
         st.sampled_from(FRAGMENTS),
@@ -199,35 +181,28 @@ def test_a_template_that_rewrites_earlier_messages_needs_marks():
     assert text(template.prompt_parts(CHAT[:2])) == "[system]BE BRIEF.[user]Hi[assistant]"
     marked = source.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
     assert targets(ChatTemplate(marked, []).parts(CHAT)) == "4"
+    with pytest.raises(ValueError, match="1 generation blocks for 2 answers"):
+        ChatTemplate("{% generation %}a{% endgeneration %}", []).parts(CHAT, first_target=1)
+    with pytest.raises(ValueError, match="unpaired surrogate"):
+        CHATML.parts([{"role": "user", "content": "\ud800"}], where="x")
 
 
 @pytest.mark.parametrize(
     ("source", "complaint"),
     [
-        ("{{ raise_exception('no system role') }}", "refuses the conversation: no system role"),
-        ("{{ messages.append(1) }}", "refuses the conversation"),
-        ("{{ ''.__class__.__mro__ }}", "refuses the conversation: .*unsafe"),
-        ("{{ messages[9].content }}", "refuses the conversation"),
-        ("{{ 1 // 0 }}", "refuses the conversation"),
+        ("{{ raise_exception('no system role') }}", "here: mine refuses the conversation: no system role"),
+        ("{{ messages.append(1) }}", "here: mine refuses the conversation"),
+        ("{{ ''.__class__.__mro__ }}", "here: mine refuses the conversation: .*unsafe"),
+        ("{{ messages[9].content }}", "here: mine refuses the conversation"),
+        ("{{ 1 // 0 }}", "here: mine refuses the conversation"),
+        ("\n{% if x %}", "mine, line 2: .*endif"),
+        ("\U0010fffc", "private-use"),
+        ("{% generation %}{% generation %}a{% endgeneration %}{% endgeneration %}", "nests"),
     ],
 )
 def test_a_template_that_fails_is_named(source, complaint):
-    with pytest.raises(ValueError, match=rf"here: mine {complaint}"):
+    with pytest.raises(ValueError, match=complaint):
         ChatTemplate(source, [], name="mine").parts(CHAT, where="here")
-
-
-def test_malformed_templates_are_refused():
-    with pytest.raises(ValueError, match=r"mine, line 2: .*endif"):
-        ChatTemplate("\n{% if x %}", [], name="mine")
-    with pytest.raises(ValueError, match="private-use"):
-        ChatTemplate("\U0010fffc", [])
-    nested = "{% generation %}{% generation %}a{% endgeneration %}{% endgeneration %}"
-    with pytest.raises(ValueError, match="nests"):
-        ChatTemplate(nested, []).parts(CHAT)
-    with pytest.raises(ValueError, match="1 generation blocks for 2 answers"):
-        ChatTemplate("{% generation %}a{% endgeneration %}", []).parts(CHAT, first_target=1)
-    with pytest.raises(ValueError, match="unpaired surrogate"):
-        CHATML.parts([{"role": "user", "content": "\ud800"}], where="x")
 
 
 def test_loop_controls_and_the_day_are_there():
@@ -303,13 +278,10 @@ def test_the_tokenizers_own_template_comes_first(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text("[]")
     with pytest.raises(ValueError, match=r"tokenizer_config\.json: a JSON list, not an object"):
         resolve(config)
-
-
-def test_a_tokenizer_without_an_end_token_cannot_end_answers(tmp_path):
-    definition = byte_tokenizer().to_json().replace(END, "<nothing>")
-    (tmp_path / "tokenizer.json").write_text(definition)
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "tokenizer.json").write_text(byte_tokenizer().to_json().replace(END, "<nothing>"))
     with pytest.raises(ValueError, match=r"plain ends each answer .*has none"):
-        resolve(TokenizerConfig("file", str(tmp_path)), chat_template="plain")
+        resolve(config, chat_template="plain")
 
 
 # --- parity with transformers -----------------------------------------------------------------------

@@ -1,8 +1,9 @@
 import json
+from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from multipack.data import tokenizer as room
@@ -26,39 +27,22 @@ CORPUS = [
 BYTE = byte_tokenizer()
 BPE = train_bpe(iter(CORPUS), 300)
 ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=80)
-AWKWARD = [
-    "",
-    " ",
-    "  a  b ",
-    "\r\n\t\0",
-    "don't",
-    "<|endoftext|>",
-    "a<|endoftext|>b",
-    "日本 👩‍👩‍👧",
-    "\ufeff",
-]
 
 
 @pytest.mark.parametrize("tokenizer", [BYTE, BPE], ids=["byte", "bpe"])
 @settings(deadline=None, max_examples=100)
 @given(text=ANY_TEXT)
-def test_decoding_inverts_encoding(tokenizer, text):
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-@pytest.mark.parametrize("text", AWKWARD)
-def test_text_never_becomes_the_end_token(text):
-    for tokenizer in (BYTE, BPE):
-        ids = tokenizer.encode(text)
-        assert tokenizer.decode(ids) == text
-        assert tokenizer.end_id not in ids
-
-
-@settings(deadline=None, max_examples=50)
-@given(ANY_TEXT)
-def test_byte_tokens_are_the_bytes(text):
-    assert BYTE.encode(text) == list(text.encode())
-    assert (BYTE.vocabulary_size, BYTE.end_id) == (257, 256)
+@example(text="a<|endoftext|>b")
+@example(text="<|endoftext|>")
+@example(text="\ufeff\r\n\t\0 日本 👩‍👩‍👧  a  b don't ")
+@example(text="")
+def test_decoding_inverts_encoding_and_text_is_never_the_end_token(tokenizer, text):
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.end_id not in ids
+    if tokenizer is BYTE:
+        assert ids == list(text.encode())
+        assert (BYTE.vocabulary_size, BYTE.end_id) == (257, 256)
 
 
 def test_characters_are_sorted():
@@ -66,16 +50,6 @@ def test_characters_are_sorted():
     assert tokenizer.encode("\n abé") == [0, 1, 2, 3, 4]
     assert tokenizer.decode([3, 4, 0]) == "bé\n"
     assert (tokenizer.vocabulary_size, tokenizer.end_id) == (5, None)
-
-
-def test_unknown_characters_are_named():
-    tokenizer = character_tokenizer(iter(["abc"]))
-    with pytest.raises(ValueError, match=r"'X' \(U\+0058\), 'é' \(U\+00E9\): its 3 characters.*kind=byte"):
-        tokenizer.encode("aXbé")
-    with pytest.raises(ValueError, match=r"U\+0058"):
-        tokenizer.encode_parts([[TextPart("a", True), TextPart("X", True)]])
-    with pytest.raises(ValueError, match="no text"):
-        character_tokenizer(iter([]))
 
 
 def test_training_is_deterministic_and_compresses():
@@ -122,23 +96,6 @@ def test_special_parts_are_one_token_and_text_never_is(tokenizer):
     assert tokenizer.encode_parts([]) == []
     again = Tokenizer(tokenizer.to_json())
     assert again.encode_parts([PARTS]) == [first]
-
-
-def test_missing_special_tokens_are_named_with_a_remedy():
-    with pytest.raises(
-        ValueError, match=r"\(byte\) has no token '<\|im_start\|>', .*data\.chat_template=plain"
-    ):
-        BYTE.encode_parts([PARTS])
-    fields = json.loads(byte_tokenizer(NAMES).to_json())
-    for token in fields["added_tokens"]:
-        token["special"] = False
-    with pytest.raises(ValueError, match="as a token that any text can spell"):
-        Tokenizer(json.dumps(fields)).encode_parts([PARTS])
-    characters = character_tokenizer(iter(["abc"]), NAMES)
-    with pytest.raises(ValueError, match=r"does not know ' ' .*: its 3 characters"):
-        characters.encode_parts([PARTS])
-    with pytest.raises(ValueError, match=r"vocabulary_size=258: at least 259 .*<\|im_end\|>"):
-        train_bpe(iter(CORPUS), 258, NAMES)
 
 
 def test_special_tokens_of_chats_are_trained_in(config, text_file, tmp_path):
@@ -209,18 +166,46 @@ def test_the_end_token_of_a_foreign_tokenizer_is_found(end):
     assert Tokenizer(library.to_str()).end_id == library.token_to_id(end)
 
 
-def test_ids_outside_the_vocabulary_are_refused():
-    for outside in (257, -1):
-        with pytest.raises(ValueError, match=rf"token {outside} is outside the vocabulary of 257"):
-            BYTE.decode([65, outside])
+def not_special():
+    """A tokenizer whose chat tokens any text can spell."""
+    fields = json.loads(byte_tokenizer(NAMES).to_json())
+    for token in fields["added_tokens"]:
+        token["special"] = False
+    return Tokenizer(json.dumps(fields))
 
 
-def test_malformed_files_are_named(tmp_path):
+def letters(names=()):
+    return character_tokenizer(iter(["abc"]), names)
+
+
+@pytest.mark.parametrize(
+    ("call", "complaint"),
+    [
+        (lambda: BYTE.decode([65, 257]), "token 257 is outside the vocabulary of 257"),
+        (lambda: BYTE.decode([65, -1]), "token -1 is outside the vocabulary of 257"),
+        (lambda: Tokenizer.load(Path("/nowhere")), r"there is no tokenizer\.json"),
+        (lambda: letters().encode("aXbé"), r"'X' \(U\+0058\), 'é' \(U\+00E9\): its 3 .*kind=byte"),
+        (lambda: letters().encode_parts([[TextPart("a", True), TextPart("X", True)]]), r"U\+0058"),
+        (lambda: letters(NAMES).encode_parts([PARTS]), r"does not know ' ' .*: its 3 characters"),
+        (lambda: character_tokenizer(iter([])), "no text"),
+        (lambda: BYTE.encode_parts([PARTS]), r"no token '<\|im_start\|>', .*data\.chat_template=plain"),
+        (lambda: not_special().encode_parts([PARTS]), "as a token that any text can spell"),
+        (lambda: train_bpe(iter(CORPUS), 258, NAMES), r"_size=258: at least 259 .*<\|im_end\|>"),
+        (lambda: TokenizerConfig("bytes").check(), r"tokenizer\.kind='bytes'.*nearest: byte"),
+        (lambda: TokenizerConfig("file").check(), r"tokenizer\.kind=file needs tokenizer\.path"),
+        (lambda: TokenizerConfig("char", "x").check(), r"tokenizer\.path='x'.*tokenizer\.kind=char"),
+        (lambda: TokenizerConfig(vocabulary_size=256).check(), r"\.vocabulary_size=256: at least 257"),
+    ],
+)
+def test_impossible_requests_are_refused_by_name(call, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        call()
+
+
+def test_a_malformed_file_is_named(tmp_path):
     (tmp_path / "no.json").write_text('{"a": 1}')
     with pytest.raises(ValueError, match=r"no\.json: not a tokenizer\.json"):
         Tokenizer.load(tmp_path / "no.json")
-    with pytest.raises(ValueError, match=r"there is no tokenizer\.json"):
-        Tokenizer.load(tmp_path)
 
 
 @pytest.fixture
@@ -257,14 +242,3 @@ def test_each_kind_is_built(source, tmp_path):
     BPE.save(tmp_path / "mine.json")
     mine = build_tokenizer(TokenizerConfig("file", str(tmp_path / "mine.json")), source(), tmp_path)
     assert (mine.hash, mine.name) == (BPE.hash, "file mine.json")
-
-
-def test_impossible_settings_are_refused_by_name():
-    for fields, complaint in (
-        ({"kind": "bytes"}, r"tokenizer\.kind='bytes'.*nearest: byte"),
-        ({"kind": "file"}, r"tokenizer\.kind=file needs tokenizer\.path"),
-        ({"kind": "char", "path": "x"}, r"tokenizer\.path='x'.*tokenizer\.kind=char"),
-        ({"vocabulary_size": 256}, r"tokenizer\.vocabulary_size=256: at least 257"),
-    ):
-        with pytest.raises(ValueError, match=complaint):
-            TokenizerConfig(**fields).check()

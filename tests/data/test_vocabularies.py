@@ -58,12 +58,8 @@ def test_mistral_equals_the_package(texts):
     theirs = Tekkenizer.from_file(file)
     tokenizer = load_tokenizer(TokenizerConfig("mistral"))
     assert (tokenizer.vocabulary_size, tokenizer.end_id) == (131_072, 2)
-    assert [tokenizer.special_id(name) for name in ("<unk>", "<s>", "[INST]", "<SPECIAL_999>")] == [
-        0,
-        1,
-        3,
-        999,
-    ]
+    names = ("<unk>", "<s>", "[INST]", "<SPECIAL_999>")
+    assert [tokenizer.special_id(name) for name in names] == [0, 1, 3, 999]
     for text, ids in zip(texts, map(tokenizer.encode, texts), strict=True):
         assert ids == theirs.encode(text, False, False)
         assert tokenizer.decode(ids) == text
@@ -139,15 +135,10 @@ def test_a_kind_that_must_be_trained_is_refused():
 def test_facts_of_a_file(tmp_path):
     byte_tokenizer(["<x>"]).save(tmp_path / "tokenizer.json")
     facts = tokenizer_facts(TokenizerConfig("file", str(tmp_path / "tokenizer.json")))
-    assert (facts.special_tokens, facts.bos_token, facts.eos_token, facts.chat_template) == (
-        (END, "<x>"),
-        "",
-        END,
-        "",
-    )
-    (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps({"chat_template": {"default": "D"}, "eos_token": None})
-    )
+    assert (facts.special_tokens, facts.bos_token, facts.eos_token) == ((END, "<x>"), "", END)
+    assert facts.chat_template == ""
+    fields = {"chat_template": {"default": "D"}, "eos_token": None}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
     assert tokenizer_facts(TokenizerConfig("file", str(tmp_path))).chat_template == "D"
     with pytest.raises(ValueError, match=r"there is no tokenizer\.json"):
         tokenizer_facts(TokenizerConfig("file", str(tmp_path / "nowhere")))
