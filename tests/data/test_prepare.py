@@ -74,18 +74,16 @@ def documents(store):
 # --- what is in a store ----------------------------------------------------------------------------------
 
 
-def test_documents_end_with_an_end_token_that_is_a_target(config, pairs):
+def test_documents_end_with_an_end_token_that_is_a_target(config, pairs, text_file):
     store = TokenStore(prepare(config(source="jsonl", path=pairs), BYTE))
     assert store.num_documents == 20
     assert documents(store)[4] == ("pairs.jsonl:5", [*b"Q4\naaaaa", 256], [[3, 9]])
     assert store.header.description == "pairs.jsonl, 20 documents (prompt → completion)"
     assert (store.header.split_by, store.header.end_id) == ("document", 256)
-
-
-def test_characters_have_no_end_token(config, text_file):
-    data = config(source="text", path=text_file("ab\n\nc"), documents="blank_line")
-    store = TokenStore(prepare(data, CHAR))
-    assert (store.lengths.tolist(), store.header.end_id) == ([2, 1], None)
+    data = config(source="text", path=text_file("ab<>c<><>d"), separator="<>")
+    store = TokenStore(prepare(data, CHAR))  # which has no end token
+    assert (store.lengths.tolist(), store.header.end_id) == ([2, 1, 1], None)
+    assert store.header.skipped == {"empty documents": 1}
 
 
 def test_a_stream_is_one_document_with_ends_between_files(config, tmp_path):
@@ -127,20 +125,6 @@ def test_preference_pairs_are_two_documents(config, text_file):
     assert store.border(0) == len("Q1\ngood") + 1
 
 
-def test_skipped_documents_are_counted(config, text_file):
-    path = text_file("a<>b<><>c")
-    store = TokenStore(prepare(config(source="text", path=path, separator="<>"), BYTE))
-    assert (store.header.skipped, store.num_documents) == ({"empty documents": 1}, 3)
-
-
-def test_progress_says_how_far_it_is(config, pairs):
-    calls = []
-    prepare(config(source="jsonl", path=pairs), BPE, progress=lambda *given: calls.append(given))
-    size = Path(pairs).stat().st_size
-    assert {unit for _, _, unit in calls} == {"bytes read for the tokenizer", "bytes tokenized"}
-    assert calls[-1] == (size, size, "bytes tokenized")
-
-
 # --- reading and reuse -----------------------------------------------------------------------------------
 
 
@@ -155,9 +139,13 @@ def opened(monkeypatch):
 
 
 def test_a_source_is_read_once_and_once_more_for_a_tokenizer(config, pairs, opened):
+    calls, size = [], Path(pairs).stat().st_size
     for tokenizer, passes in ((BYTE, 1), (BPE, 2)):
         opened.clear()
-        prepare(config(source="jsonl", path=pairs), tokenizer)
+        calls.clear()
+        prepare(config(source="jsonl", path=pairs), tokenizer, progress=lambda *given: calls.append(given))
+        assert calls[-1] == (size, size, "bytes tokenized")
+        assert ("bytes read for the tokenizer" in {unit for _, _, unit in calls}) == (passes == 2)
         reads = [file for file in opened if file == pairs]
         assert len(reads) <= passes + 1  # and the first record, which decides the form of all
 
@@ -200,13 +188,8 @@ def test_a_store_is_made_once(config, pairs, monkeypatch):
     Path(pairs).write_text(json.dumps({"text": "other"}))
     assert prepare(data, BYTE) != path
     assert len(made) == 4
-
-
-def test_a_damaged_store_in_the_cache_is_made_again(config, pairs):
-    data = config(source="jsonl", path=pairs)
-    path = prepare(data, BYTE)
-    before, shard = content(path), next(path.glob("shard*"))
-    shard.write_bytes(shard.read_bytes()[:-2])
+    before, shard = content(path := prepare(data, BYTE)), next(path.glob("shard*"))
+    shard.write_bytes(shard.read_bytes()[:-2])  # a damaged store is made again
     assert prepare(data, BYTE) == path
     assert content(path) == before
 
@@ -236,19 +219,19 @@ def test_another_store_is_overwritten_only_on_request(config, pairs, text_file, 
 
 
 def test_bad_input_leaves_no_store(config, text_file, tmp_path):
-    path = text_file('{"text": "a"}\n{"text": 1}\n', "bad.jsonl")
-    with pytest.raises(ValueError, match=r"bad\.jsonl, line 2"):
-        prepare(config(source="jsonl", path=path), BYTE, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    with pytest.raises(ValueError, match=r"empty\.txt: there are no documents \(1 empty documents\)"):
-        prepare(config(source="text", path=text_file(" ", "empty.txt"), separator="x"), BYTE)
-
-
-def test_characters_that_a_tokenizer_lacks_are_named_with_their_document(config, text_file, tmp_path):
     prepare(config(source="text", path=text_file("abc")), CHAR, tmp_path / "abc")
+    letters = TokenizerConfig("file", str(tmp_path / "abc" / "tokenizer.json"))
+    bad = config(source="jsonl", path=text_file('{"text": "a"}\n{"text": 1}\n', "bad.jsonl"))
+    empty = config(source="text", path=text_file(" ", "empty.txt"), separator="x")
     other = config(source="text", path=text_file("ab\n\nax", "other.txt"), documents="blank_line")
-    with pytest.raises(ValueError, match=r"other\.txt:3: .* does not know 'x'"):
-        prepare(other, TokenizerConfig("file", str(tmp_path / "abc" / "tokenizer.json")))
+    for data, tokenizer, complaint in (
+        (bad, BYTE, r"bad\.jsonl, line 2"),
+        (empty, BYTE, r"empty\.txt: there are no documents \(1 empty documents\)"),
+        (other, letters, r"other\.txt:3: .* does not know 'x'"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            prepare(data, tokenizer, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
 
 
 # --- shards and parts ------------------------------------------------------------------------------------
@@ -294,13 +277,10 @@ def test_parts_in_any_order_are_one_store(config, folder, tmp_path, order):
     assert store.header.description == whole.header.description
     assert len(store.header.shards) == 3
     assert not list((tmp_path / "out").glob("part-*"))
-
-
-def test_more_parts_than_files(config, pairs, tmp_path):
-    data = config(source="jsonl", path=pairs)
-    for number in (1, 2, 3):
-        prepare(data, BYTE, tmp_path / "out", part=f"{number}/3")
-    assert TokenStore(tmp_path / "out").num_documents == 20
+    one = config(source="jsonl", path=f"{folder}/3.jsonl")
+    for number in (1, 2, 3):  # more parts than files
+        prepare(one, BYTE, tmp_path / "one", part=f"{number}/3")
+    assert TokenStore(tmp_path / "one").num_documents == 12
 
 
 def test_impossible_requests_are_refused(config, corpus, tmp_path, text_file):

@@ -105,15 +105,7 @@ def test_unreadable_files_are_named(config, text_file, tmp_path):
         open_source(config(source="store", path="x"))
 
 
-def test_a_file_that_changes_during_reading_is_refused(config, text_file):
-    path = text_file("one")
-    source = open_source(config(source="text", path=path))
-    text_file("two, longer")
-    with pytest.raises(ValueError, match="has changed since"):
-        list(source)
-
-
-def test_the_identity_depends_on_settings_and_on_size_and_time_of_files(config, text_file):
+def test_the_identity_depends_on_settings_and_on_size_and_time_of_files(config, text_file, monkeypatch):
     def of(**fields):
         return open_source(config(source="text", path=path, **fields)).identity
 
@@ -124,12 +116,8 @@ def test_the_identity_depends_on_settings_and_on_size_and_time_of_files(config, 
     os.utime(path, (1, 1))
     touched = of()
     assert touched not in (first, text_file("a\n\nbc") and of())
-
-
-def test_opening_a_source_reads_no_document(config, text_file, monkeypatch):
-    path = text_file("a\n\nb")
     monkeypatch.setattr("builtins.open", lambda *_: pytest.fail("a file was opened"))
-    assert open_source(config(source="text", path=path)).identity
+    assert of()  # no document is read
 
 
 # --- text ---------------------------------------------------------------------------------------------
@@ -182,9 +170,13 @@ def test_a_stream_marks_the_ends_of_files(tmp_path, config):
     assert source.skipped == {"empty files": 1}
 
 
-def test_gzip_and_byte_order_marks_are_removed(config, text_file):
+def test_gzip_and_byte_order_marks_are_removed_and_a_changed_file_is_refused(config, text_file):
     path = text_file(gzip.compress(b"\xef\xbb\xbfline one\r\nline two"), "t.txt.gz")
-    assert texts(open_source(config(source="text", path=path))) == ["line one\r\nline two"]
+    source = open_source(config(source="text", path=path))
+    assert texts(source) == ["line one\r\nline two"]
+    text_file(gzip.compress(b"another"), "t.txt.gz")
+    with pytest.raises(ValueError, match="has changed since"):
+        list(source)
 
 
 # --- JSON ---------------------------------------------------------------------------------------------
@@ -205,32 +197,30 @@ def test_a_file_holds_lines_or_a_list(config, text_file):
         assert lines.skipped == {"blank lines": 1}
 
 
-@pytest.mark.parametrize(
-    ("line", "complaint"),
-    [
-        (b'{"text": "a"', "not JSON"),
-        (b'["text"]', "a JSON list, not an object"),
-        (b"[" * 100_000, "not JSON"),
-        (b'{"txt": "a"}', r"no field 'text', or null in it \(it has txt\)"),
-        (b'{"text": 3}', "field 'text' is a int, not text"),
-        (b'{"text": "\\ud800"}', "unpaired surrogate"),
-        (b'{"text": "\xff"}', "not UTF-8"),
-    ],
-)
-def test_malformed_records_are_named_by_file_and_place(config, text_file, line, complaint):
-    path = text_file(b'{"text": "good"}\n' + line + b"\n", "bad.jsonl")
-    with pytest.raises(ValueError, match=rf"bad\.jsonl, line 2: .*{complaint}"):
-        list(open_source(config(source="jsonl", path=path)))
-    if complaint not in ("not JSON", "not UTF-8"):
-        path = text_file(b'[{"text": "good"}, ' + line + b"]", "bad.json")
-        with pytest.raises(ValueError, match=rf"bad\.json, record 2: .*{complaint}"):
-            list(open_source(config(source="jsonl", path=path)))
+MALFORMED = [
+    (b'{"text": "a"', "not JSON"),
+    (b'["text"]', "a JSON list, not an object"),
+    (b"[" * 100_000, "not JSON"),
+    (b'{"txt": "a"}', r"no field 'text', or null in it \(it has txt\)"),
+    (b'{"text": 3}', "field 'text' is a int, not text"),
+    (b'{"text": "\\ud800"}', "unpaired surrogate"),
+    (b'{"text": "\xff"}', "not UTF-8"),
+]
 
 
-def test_a_broken_list_names_its_file(config, text_file):
+def test_malformed_records_are_named_by_file_and_place(config, text_file):
+    def read(content, name):
+        return list(open_source(config(source="jsonl", path=text_file(content, name))))
+
+    for line, complaint in MALFORMED:
+        with pytest.raises(ValueError, match=rf"bad\.jsonl, line 2: .*{complaint}"):
+            read(b'{"text": "good"}\n' + line + b"\n", "bad.jsonl")
+        if complaint not in ("not JSON", "not UTF-8"):
+            with pytest.raises(ValueError, match=rf"bad\.json, record 2: .*{complaint}"):
+                read(b'[{"text": "good"}, ' + line + b"]", "bad.json")
     for content in (b'[{"text": "a"}, {"text": ', b'[{"text": "a"}]\n[{"text": "b"}]', b'[{"text": "\xff"}]'):
         with pytest.raises(ValueError, match=r"bad\.json: not (JSON|UTF-8)"):
-            list(open_source(config(source="jsonl", path=text_file(content, "bad.json"))))
+            read(content, "bad.json")
 
 
 def test_real_files(shared_data, config):

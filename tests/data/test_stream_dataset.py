@@ -65,12 +65,6 @@ def test_torch_loads_batches(workers):
     assert {row.batch.cu_seqlens.shape for row in rows} == {(128 + 2,)}
 
 
-def test_two_workers_would_read_everything_twice():
-    loader = DataLoader(PackedStreamDataset(stream()), batch_size=None, num_workers=2)
-    with pytest.raises(ValueError, match="num_workers=2: each worker would read all"):
-        list(loader)
-
-
 @pytest.mark.parametrize("stop", [0, 1, 2, 3, 7, 24])
 def test_places_inside_a_step_are_exact(stop):
     def made():
@@ -99,7 +93,7 @@ def test_places_inside_a_step_are_exact(stop):
         assert sorted([*parts, *(p for step in done for p in step.positions)]) == list(range(400))
 
 
-def test_a_stream_of_an_iterator_goes_on_inside_a_step():
+def test_an_iterator_goes_on_inside_a_step():
     made = PackedStreamDataset(stream(iter(range(400))), world_size=2)
     whole = [names(each) for each in PackedStreamDataset(stream(), world_size=2)]
     head = [names(each) for each in itertools.islice(made, 4)]
@@ -118,10 +112,18 @@ def test_epochs():
     assert sorted(n for each in second for n in each[0]) == sorted(n for each in first for n in each[0])
 
 
-def test_what_is_refused():
-    with pytest.raises(ValueError, match="rank=2 is outside world_size=2"):
-        PackedStreamDataset(stream(), rank=2, world_size=2)
-    with pytest.raises(ValueError, match="7 ranks cannot share"):
-        list(PackedStreamDataset(stream(), world_size=7))
+def test_impossible_worlds_states_and_workers_are_refused():
+    def read(workers=0, **options):
+        return list(
+            DataLoader(PackedStreamDataset(stream(), **options), batch_size=None, num_workers=workers)
+        )
+
+    for options, complaint in (
+        ({"workers": 2}, "num_workers=2: each worker would read all"),
+        ({"rank": 2, "world_size": 2}, "rank=2 is outside world_size=2"),
+        ({"world_size": 7}, "7 ranks cannot share"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            read(**options)
     with pytest.raises(ValueError, match="lacks stream"):
         PackedStreamDataset(stream()).load_state_dict({"micro_batch": 0, "world_size": 1, "sync": "micro"})
