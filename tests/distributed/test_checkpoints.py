@@ -160,17 +160,6 @@ def test_every_rank_writes_one_file_and_nothing_is_written_twice(saved):
     assert needed < held < needed + 4 * 5000
 
 
-def test_in_the_background_the_same_is_written(pools, saved, run, tmp_path):
-    other = RunDirectory(tmp_path / "other")
-    other.create("")
-    pools(4).run(_save, other.path, 3, 2, True)
-    one, two = load_checkpoint(saved).source, load_checkpoint(other.latest_checkpoint()).source
-    for group in ("model", "optimizer"):
-        first, second = one.whole(group), two.whole(group)
-        assert first.keys() == second.keys()
-        assert all(torch.equal(first[name], second[name]) for name in first)
-
-
 def _files_opened(world, path):
     """Files whose values a rank reads; headers were read before."""
     import safetensors

@@ -6,6 +6,7 @@ Eight packs of unequal target counts make a global step, on however many data-pa
 import functools
 import importlib
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,6 @@ from multipack.parallel.build import build_engine
 from multipack.parallel.mesh import Mesh, build_mesh
 from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.world import World
-from multipack.shapes import ModelShape
 from multipack.training.optimizer import build_optimizer, described
 from multipack.training.settings import OptimizerConfig
 
@@ -27,22 +27,8 @@ tiny = importlib.import_module("sharding")
 
 PACKS, STEPS, SLOTS = 8, 5, 64
 SHAPES = {
-    "gpt": ModelShape(
-        layers=4,
-        heads=4,
-        d_model=32,
-        d_ff=64,
-        context=64,
-        vocabulary_size=64,
-        positions="learned",
-        norm="layernorm",
-        activation="gelu",
-        bias=True,
-        tied=True,
-    ),
-    "llama": ModelShape(
-        layers=4, heads=8, kv_heads=4, d_model=32, d_ff=64, context=64, vocabulary_size=64, tied=False
-    ),
+    "gpt": replace(tiny.GPT, layers=4, vocabulary_size=64),
+    "llama": replace(tiny.LLAMA, layers=4, heads=8, kv_heads=4, context=64, vocabulary_size=64),
 }
 
 

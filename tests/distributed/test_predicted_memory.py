@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,28 +17,15 @@ from multipack.parallel.mesh import build_mesh
 from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.stages import head_layers
 from multipack.parallel.state import local
-from multipack.shapes import ModelShape
 
 sys.path.append(str(Path(__file__).parent))
 tiny = importlib.import_module("sharding")
 
 RANKS, SLOTS, VOCABULARY = 4, 256, 320
+SIZES = {"layers": 4, "d_model": 64, "vocabulary_size": VOCABULARY}
 SHAPES = {
-    "llama": ModelShape(
-        layers=4, heads=4, kv_heads=4, d_model=64, d_ff=224, vocabulary_size=VOCABULARY, tied=False
-    ),
-    "gpt": ModelShape(
-        layers=4,
-        heads=4,
-        d_model=64,
-        d_ff=256,
-        vocabulary_size=VOCABULARY,
-        context=SLOTS,
-        positions="learned",
-        norm="layernorm",
-        activation="gelu",
-        bias=True,
-    ),
+    "llama": replace(tiny.LLAMA, kv_heads=4, d_ff=224, **SIZES),
+    "gpt": replace(tiny.GPT, d_ff=256, context=SLOTS, **SIZES),
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
