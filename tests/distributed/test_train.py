@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from multipack.data.prepare import prepare
 from multipack.run import RunDirectory
 from multipack.training import trainer
 from multipack.training.checkpoint import load_checkpoint
-from multipack.training.run_config import compose_run
+from multipack.training.run_config import compose, compose_run
 
 
 def _free_port():
@@ -58,6 +59,17 @@ def _losses(out):
     return [record["loss"] for record in _records(out) if "loss" in record]
 
 
+def _are_close(one, other, keys):
+    """Check that two runs have the same steps and, in them, close values of these keys; the keys that occur."""
+    seen = set()
+    for a, b in zip(_records(one), _records(other), strict=True):
+        assert (a["step"], a.get("target_tokens")) == (b["step"], b.get("target_tokens"))
+        for key in keys & a.keys():
+            assert b[key] == pytest.approx(a[key], abs=1e-5), (a["step"], key)
+            seen.add(key)
+    return seen
+
+
 def test_losses_are_those_of_one_process(words, tmp_path):
     eight = [word for word in words if not word.startswith("train.steps")] + [
         "train.steps=8",
@@ -66,30 +78,13 @@ def test_losses_are_those_of_one_process(words, tmp_path):
     ]
     _train(1, eight, tmp_path / "1")
     printed = _train(2, [*eight, "log.all_ranks=true"], tmp_path / "together")
-    alone, together = _records(tmp_path / "1"), _records(tmp_path / "together")
     assert len(_losses(tmp_path / "1")) == 8
-    assert len(together) == len(alone)
-    for a, b in zip(alone, together, strict=True):
-        for key in {"loss", "grad_norm", "val_loss", "train_loss"} & a.keys():
-            assert b[key] == pytest.approx(a[key], abs=1e-5), (a["step"], key)
-        assert a.get("target_tokens") == b.get("target_tokens")
+    keys = {"loss", "grad_norm", "val_loss", "train_loss"}
+    assert _are_close(tmp_path / "1", tmp_path / "together", keys) == keys
     for rank in (0, 1):
         assert printed.count(f"[rank {rank}] step=8 loss=") == 1
     assert "2 processes" in printed
     assert "torchrun" in printed
-
-
-def test_a_run_goes_on_with_another_number_of_processes(words, tmp_path):
-    """2 processes for 6 steps, then 1: the losses of the run that never stopped."""
-    long = [word for word in words if not word.startswith("train.steps")] + [
-        "train.steps=12",
-        "parallel.timeout_seconds=30",
-    ]
-    _train(1, long, tmp_path / "whole")
-    stopped = tmp_path / "stopped"
-    _train(2, [*long, "optimizer.decay_steps=12", "train.steps=6"], stopped)
-    _train(1, ["train.resume=true", "train.steps=12"], stopped)
-    assert _losses(stopped) == pytest.approx(_losses(tmp_path / "whole"), abs=1e-5)
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(1, marks=pytest.mark.slow)])
@@ -150,3 +145,19 @@ def test_a_rank_that_dies_ends_the_run_within_the_timeout(words, tmp_path):
     assert process.wait(60) != 0
     assert time.monotonic() - began < 60
     assert load_checkpoint(RunDirectory(out).latest_checkpoint()).step >= 6
+
+
+@pytest.mark.slow
+def test_a_stream_is_the_same_on_1_and_2_processes_until_it_ends(words, corpus_path, tmp_path):
+    config = compose(["data=jsonl", f"data.path={corpus_path}", "tokenizer=byte"])
+    shards = prepare(config.data, config.tokenizer, tmp_path / "shards", shards=3)
+    kept = [word for word in words if not word.startswith(("data", "tokenizer", "train.steps"))]
+    stream = [*kept, "data=store", f"data.path={shards}", "data.stream=true", "train.steps=100"]
+    for processes in (1, 2):
+        printed = _train(processes, [*stream, "train.ema_decay=0.9"], tmp_path / str(processes))
+        assert "the stream of documents has ended" in printed
+    keys = {"loss", "grad_norm", "val_loss", "val_loss_ema", "train_loss"}
+    assert _are_close(tmp_path / "1", tmp_path / "2", keys) == keys
+    steps = [record for record in _records(tmp_path / "2") if "loss" in record]
+    assert 2 < len(steps) < 100
+    assert (tmp_path / "1/checkpoints/best").read_text() == (tmp_path / "2/checkpoints/best").read_text()
