@@ -91,30 +91,21 @@ def test_each_rank_asks_for_its_own_documents(write_store, ranks):
 # --- memory ----------------------------------------------------------------------------------------------
 
 
-def test_a_store_in_memory_is_the_same_store(store):
-    (held,), line = stage([store], "memory")
+def test_a_store_in_memory_is_the_same_store(store, write_store, monkeypatch):
+    (held, other), line = stage([store, write_store([[(4, True)]], "other")], "memory")
+    joined = TokenStore.joined(store.path, [held, other], ["a", "b"])
     assert (held.in_memory, held.checksum, held.path) == (True, store.checksum, store.path)
     assert Documents.whole(held).fingerprint == Documents.whole(store).fingerprint
     size = held.bytes_asked
     assert size > 2 * store.num_tokens
     assert "read into memory" in line
     assert content(pickle.loads(pickle.dumps(held))) == content(store)
-    shutil.rmtree(store.path)
-    assert len(content(held)) == 60  # without any file
+    for each in (held, other):
+        shutil.rmtree(each.path)
+    assert (len(content(held)), len(content(joined))) == (60, 61)  # without any file
     assert held.bytes_asked == size
     with pytest.raises(ValueError, match="read-only"):
         held.tokens_of(0)[0] = 1
-
-
-def test_joined_stores_stay_in_memory(store, write_store):
-    held, _ = stage([store, write_store([[(4, True)]], "other")], "memory")
-    joined = TokenStore.joined(store.path, held, ["a", "b"])
-    for each in held:
-        shutil.rmtree(each.path)
-    assert len(content(joined)) == 61
-
-
-def test_memory_that_is_not_there(store, monkeypatch):
     assert staging.available_memory() > 1 << 20
     monkeypatch.setattr(staging, "available_memory", lambda: 1000)
     with pytest.raises(ValueError, match=r"data.stage=memory: .* 1,000 are free: set data.stage=/dev/shm"):
@@ -169,6 +160,12 @@ def test_a_store_that_was_prepared_again_gets_another_copy(write_store, folder):
     assert len(list(folder.glob("[!.]*"))) == 2
 
 
+def test_a_store_that_is_replaced_meanwhile(store, folder, write_store):
+    write_store([[(4, True)]], replace=True, key="other")
+    with pytest.raises(ValueError, match=r"could not be copied|replaced by another store"):
+        stage([store], str(folder))
+
+
 def test_no_room(store, folder, monkeypatch):
     stage([store], str(folder))
     shutil.rmtree(folder / store.checksum[:32])
@@ -193,12 +190,6 @@ def test_folders_that_cannot_be_written(store, tmp_path, folder, monkeypatch):
 
     monkeypatch.setattr(staging, "locked", no_locks)
     with pytest.raises(ValueError, match=r"data.stage=.*local: this file system has no file locks"):
-        stage([store], str(folder))
-
-
-def test_a_store_that_is_replaced_meanwhile(store, folder, write_store):
-    write_store([[(4, True)]], replace=True, key="other")
-    with pytest.raises(ValueError, match=r"could not be copied|replaced by another store"):
         stage([store], str(folder))
 
 
