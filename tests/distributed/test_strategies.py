@@ -82,6 +82,17 @@ def check_random_numbers(path, ranks):
         assert torch.equal(saved, torch.Generator().manual_seed(seed).get_state()), rank
 
 
+SLOW = [
+    ("parallel.data=hsdp",),
+    ("parallel.tensor=4", "model.kv_heads=4"),
+    ("parallel.pipeline=4", "plan.packs_per_step=8"),
+    ("parallel.pipeline=2", "parallel.tensor=2", "parallel.schedule=interleaved"),
+    ("parallel.context=2", "parallel.tensor=2"),
+    ("parallel.data=zero3", "parallel.offload=cpu", "train.tiles=3"),
+    ("data.readers=2", "data.stage=memory"),
+]
+
+
 @pytest.mark.parametrize(
     "more",
     [
@@ -90,35 +101,16 @@ def check_random_numbers(path, ranks):
         ("parallel.data=zero2", "parallel.tensor=2"),
         ("parallel.context=2", "parallel.context_method=ring", "train.recompute=selective"),
         ("parallel.pipeline=2", "parallel.data=zero3", "data.readers=1", "train.fixed_shape=true"),
+        *(pytest.param(more, marks=pytest.mark.slow) for more in SLOW),
     ],
     ids=" ".join,
 )
 def test_a_run_is_that_of_one_process(pools, steady, tmp_path, more):
+    steady = [*steady, *(word for word in more if word.startswith("model."))]
     if any("pipeline" in word for word in more):
         steady = [*steady, "train.fixed_shape=true"]
     printed = check(pools(4), steady, tmp_path, *more)
     assert "▌" in printed  # a sample, from the model that nobody holds whole
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "more",
-    [
-        ("parallel.data=hsdp",),
-        ("parallel.tensor=4", "model.kv_heads=4"),
-        ("parallel.pipeline=4", "plan.packs_per_step=8"),
-        ("parallel.pipeline=2", "parallel.tensor=2", "parallel.schedule=interleaved"),
-        ("parallel.context=2", "parallel.tensor=2"),
-        ("parallel.data=zero3", "parallel.offload=cpu", "train.tiles=3"),
-        ("data.readers=2", "data.stage=memory"),
-    ],
-    ids=" ".join,
-)
-def test_more_runs_are_those_of_one_process(pools, steady, tmp_path, more):
-    steady = [*steady, *(word for word in more if word.startswith("model."))]
-    if any("pipeline" in word for word in more):
-        steady = [*steady, "train.fixed_shape=true"]
-    check(pools(4), steady, tmp_path, *more)
 
 
 @pytest.mark.parametrize("more", [(), ("parallel.data=zero3",), ("parallel.tensor=2",)], ids=" ".join)
