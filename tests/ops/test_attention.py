@@ -52,28 +52,20 @@ def backward(out, inputs, upstream):
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
 @pytest.mark.parametrize("backend", ["loop", "padded", "dense"])
-def test_equals_numpy_in_float64(pack, documents, backend, heads, kv_heads, window):
-    batch = pack(documents, pad_to=40)
-    q, k, v = tensors(batch, heads, kv_heads, torch.float64)
-    expected = numpy_attention(q, k, v, batch.lengths, window)
-    np.testing.assert_allclose(
-        attention(q, k, v, batch, backend, window).detach(), expected, rtol=0, atol=1e-14
-    )
-
-
-@pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-14)])
-def test_loop_equals_dense_forward_and_backward(
-    pack, documents, distance, dtype, tolerance, heads, kv_heads, window
+def test_equals_numpy_and_has_the_gradients_of_dense(
+    pack, documents, distance, backend, heads, kv_heads, window
 ):
-    batch = pack(documents)
-    inputs = tensors(batch, heads, kv_heads, dtype)
-    upstream = torch.randn(inputs[0].shape, dtype=dtype)
-    loop, dense = (attention(*inputs, batch, name, window) for name in ("loop", "dense"))
-    assert distance(loop, dense) < tolerance
-    for ours, oracle in zip(backward(loop, inputs, upstream), backward(dense, inputs, upstream), strict=True):
-        assert distance(ours, oracle) < tolerance
+    batch = pack(documents, pad_to=40)
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.float64, 1e-14)):
+        inputs = tensors(batch, heads, kv_heads, dtype)
+        found, dense = (attention(*inputs, batch, name, window) for name in (backend, "dense"))
+        assert distance(found, dense) < tolerance
+        upstream = torch.randn(found.shape, dtype=dtype)
+        pairs = zip(backward(found, inputs, upstream), backward(dense, inputs, upstream), strict=True)
+        for ours, theirs in pairs if window != 1 else ():  # queries and keys of one token have no gradients
+            assert distance(ours, theirs) < tolerance
+    expected = numpy_attention(*inputs, batch.lengths, window)
+    np.testing.assert_allclose(found.detach(), expected, rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("backend", [row.name for row in BACKENDS if not row.devices])
