@@ -239,5 +239,5 @@ def test_states_are_checked():
             stream().load_state_dict({**state, "queue": {**state["queue"], **change}})
     arrays = PackStream([np.zeros(5), np.zeros(7)], **OPTIONS)
     next(iter(arrays))
-    with pytest.raises(ValueError, match="no plain data"):
+    with pytest.raises(ValueError, match="not plain data"):
         arrays.state_dict()

@@ -1,17 +1,17 @@
-"""Documents into global steps: the seeded order, one window of steps, and an epoch of windows.
+"""Divide documents into global steps: the seeded order, one window of steps, and an epoch of windows.
 
-    sequence   a b c d e f g h i j k l m n o p …        seeded order, or the documents' own
-    windows    |───── window steps ─────|─────          an even share of the slots that are left
+    sequence   a b c d e f g h i j k l m n o p …        seeded order, or the given order
+    windows    |───── window steps ─────|─────          an even share of the remaining slots
     packs      |aeh| |bcm| |dfk| |gij| …                longest first, each into the pack of least cost
     steps      packs of similar cost, `packs_per_step` at a time; the steps of a window in seeded order
-    deferred   what found no room is placed first in the next window
+    deferred   documents that do not fit are placed first in the next window
 
-`window` alone makes steps: `divide` applies it to the sequence of an epoch, `PackStream` to a queue. Neither knows the
-number of ranks. An *entry* is a position in the sequence: a document that occurs twice (carried from the last epoch,
-and once of its own) is two entries.
+Steps are made only by `window`: `divide` applies it to the sequence of an epoch, `PackStream` to a queue. Neither
+depends on the number of ranks. An *entry* is a position in the sequence: a document that occurs twice (carried from the
+last epoch, and in its own place) has two entries.
 
-A document longer than half a pack needs a pack of its own. A window takes at most as many of them as it has packs, so
-that few documents are deferred and all of them find room in the next window.
+No two documents longer than half a pack fit into one pack. A window takes at most as many of them as it has packs, so
+that few documents are deferred and all of these fit into the next window.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from multipack.planning.options import PlanOptions
 Integers = NDArray[np.int64]
 
 DOCUMENTS, WINDOWS, BATCHES = 0, 1, 2
-"""Streams of random bits: for the order of documents, for what is random in a window, and for random batches."""
+"""Streams of random bits: for the order of documents, for the order within a window, and for random batches."""
 
 AHEAD = 96
-"""Documents after a window that may fill its gaps, at most. Those passed over are deferred: see `window`."""
+"""Maximum number of documents after a window that may fill its gaps. Those passed over are deferred: see `window`."""
 
-_TIGHT = 64  # windows that are to be filled beyond 63/64 look at the documents after them
-_SPARE = 4096  # full packs keep 1/4096 of their room on average, so that ranks can be balanced
-_TOLERANCE = 500  # first fit is tried when more than 1/500 of a window's slots found no room
-_MOST_SWAPPED = 1024  # packs of a window beyond which they do not swap: the window averages enough
+_TIGHT = 64  # windows to be filled beyond 63/64 also consider the documents after them
+_SPARE = 4096  # full packs keep 1/4096 of their slots free on average, so that ranks can be balanced
+_TOLERANCE = 500  # the packer is tried if more than 1/500 of a window's slots are not placed
+_MOST_SWAPPED = 1024  # windows with more packs are not balanced by swaps: steps average over enough packs
 _SIMILAR = 1024  # swaps end when no pack exceeds the mean cost by more than 1/1024
-_GROUPED = 8192  # packs within 1/8192 of the mean cost stand in any step of their window
+_GROUPED = 8192  # packs within 1/8192 of the mean cost may be in any step of their window
 
 
 def random_bits(
     seed: int, epoch: int, count: int, stream: int = DOCUMENTS, number: int = 0
 ) -> NDArray[np.uint64]:
-    """(count,) random 64-bit numbers: the same on every platform and with every numpy.
+    """(count,) random 64-bit numbers, equal on every platform and with every version of numpy.
 
     Raw bits of the Philox generator (Salmon et al. 2011), which numpy keeps stable (NEP 19); `Generator.permutation` is
     not.
@@ -109,14 +109,14 @@ class StepRules:
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """Steps that were made together, and what they leave.
+    """Steps that are planned together, and the entries left over.
 
     Attributes:
-        entries: positions, pack after pack, step after step.
-        pack_sizes: entries of each pack.
-        step_sizes: packs of each step.
-        next: the first position that was not looked at.
-        deferred: rising positions before `next` that have no pack.
+        entries: positions in the sequence, pack after pack, step after step.
+        pack_sizes: number of entries of each pack.
+        step_sizes: number of packs of each step.
+        next: first position that was not considered.
+        deferred: positions before `next` without a pack, ascending.
     """
 
     entries: Integers
@@ -140,14 +140,14 @@ def window(
     """Make the steps of a window.
 
     Args:
-        ends: (entries + 1,) running sum of the slots of the sequence, from 0.
-        start: the first position that no window has looked at.
-        deferred: rising positions before it that have no pack.
+        ends: (entries + 1,) cumulative sum of the slots of the sequence, from 0.
+        start: first position that no window has considered.
+        deferred: positions before `start` without a pack, ascending.
         rules: options and costs.
-        width: steps; fewer are made where there are fewer entries.
-        aim: slots to place.
-        most: entries to place, at most.
-        number: of the window; with seed and epoch it determines what is random in it.
+        width: number of steps; fewer are made if there are fewer entries.
+        aim: number of slots to place.
+        most: maximum number of entries to place.
+        number: index of the window, which with seed and epoch determines its random numbers.
     """
     options = rules.options
     limit = options.max_documents or len(ends)
@@ -182,14 +182,17 @@ def window(
 def _intake(
     ends: Integers, start: int, deferred: Integers, rules: StepRules, width: int, aim: int, most: int
 ) -> int:
-    """The position before which a window takes every entry: by slots, by their number, and by those of half a pack."""
+    """The position before which a window takes every entry.
+
+    It is limited by slots, by the number of entries, and by the number of entries larger than half a pack.
+    """
     options, entries = rules.options, len(ends) - 1
     packs, waiting = width * options.packs_per_step, ends[deferred + 1] - ends[deferred]
     target = int(ends[start]) + aim - int(waiting.sum())
     stop = max(int(np.searchsorted(ends, target, side="right")) - 1, start)
     tight = rules.full or aim * _TIGHT > packs * options.capacity * (_TIGHT - 1)
     if not tight and stop < entries and 2 * (target - int(ends[stop])) >= int(ends[stop + 1] - ends[stop]):
-        stop += 1  # to the nearest, else every window falls short and the last ones take it all
+        stop += 1  # rounded to the nearest: otherwise every window takes less and the last ones take the rest
     stop = max(stop, start + width - len(deferred))
     stop = min(stop, start + most - len(deferred), entries)
     large = 2 * (ends[start + 1 : stop + 1] - ends[start:stop]) > options.capacity
@@ -210,9 +213,9 @@ def _pack(
     keep: int,
     last: bool,
 ) -> Integers:
-    """Pack of each entry (in falling order), −1 for those that are deferred or were not wanted.
+    """(entries,) pack of each entry, entries in descending order of slots; −1 = not placed.
 
-    Deferred entries choose first. The packer is tried where too much finds no room.
+    Deferred entries are placed first. If too many wanted slots are not placed, the packer is tried as well.
     """
     visit = np.concatenate([np.flatnonzero(deferred), np.flatnonzero(wanted & ~deferred)])
     best = placing.place(slots, costs, packs, capacity, limit, visit, wanted, keep)
@@ -236,13 +239,13 @@ def _pack(
 def _arrange(
     positions: Integers, costs: Integers, placed: Integers, rules: StepRules, width: int, number: int
 ) -> tuple[Integers, Integers, Integers]:
-    """Packs of a window into steps, and the steps into their order.
+    """Assign the packs of a window to steps, and order the steps.
 
-    With `group`, packs that cost more or less than the rest share steps, by falling cost; all others, and without it
-    all packs, stand in seeded order (or in the order of their documents).
+    With `group`, packs that cost more or less than the mean share steps, in descending order of cost; all other packs
+    (without it, all packs) are in seeded order, or in the order of their documents.
 
     Returns:
-        Positions, pack after pack; entries of each pack; packs of each step.
+        Positions, pack after pack; number of entries of each pack; number of packs of each step.
     """
     packs = width * rules.options.packs_per_step
     inside = np.flatnonzero(placed >= 0)
@@ -280,9 +283,9 @@ class Division:
 
     Attributes:
         order: values of the sequence, pack after pack, step after step.
-        pack_sizes: (packs,) entries of each pack.
-        step_sizes: (steps,) packs of each step.
-        left: rising positions that are in no step.
+        pack_sizes: (packs,) number of entries of each pack.
+        step_sizes: (steps,) number of packs of each step.
+        left: positions in no step, ascending.
     """
 
     order: Integers
@@ -293,7 +296,7 @@ class Division:
 
 @dataclass(frozen=True, eq=False)
 class _State:
-    """Where `divide` stands between two windows."""
+    """Progress of `divide` between two windows."""
 
     made: int = 0
     placed: int = 0
@@ -316,14 +319,14 @@ def divide(
 
     Args:
         sequence: (entries,) document numbers.
-        ends: (entries + 1,) running sum of their slots, from 0.
+        ends: (entries + 1,) cumulative sum of their slots, from 0.
         rules: options and costs.
-        steps: steps to spread the entries over, at most as many as there are entries.
-        width: steps of a window at most.
-        extend: (slots left, entries left) → further steps, once the steps are used up. With `rules.spread` the last
-            window is made again together with them, so that no nearly empty step follows.
-        deferred: entries at the front of the sequence that were deferred before.
-        number: of the first window.
+        steps: number of steps to spread the entries over, at most the number of entries.
+        width: maximum number of steps of a window.
+        extend: (slots left, entries left) → number of further steps, called after the last step. With `rules.spread`
+            the last window is made again together with them, so that no nearly empty step follows.
+        deferred: number of entries at the front of the sequence that were deferred before.
+        number: index of the first window.
     """
     state = _State(next=deferred, deferred=np.arange(deferred, dtype=np.int64), windows=number)
     last: _State | None = None  # before the last window
@@ -364,21 +367,25 @@ def divide(
 def divide_epoch(
     sequence: NDArray[Any], ends: Integers, rules: StepRules, steps: int | None, best_fit: Packer
 ) -> tuple[Division, int]:
-    """Divide a sequence as `tail` asks, or into exactly `steps` steps; returns the steps and the window used.
+    """Divide a sequence by the option `tail`, or into exactly `steps` steps.
 
-    keep     as few steps as documents fit into, evenly filled
-    drop     full steps only; the documents left over are named
-    carry    full steps only; the documents left over open the next epoch
+    keep     the fewest steps that hold all documents, evenly filled
+    drop     full steps only; leftover documents are in `Division.left`
+    carry    full steps only; leftover documents begin the next epoch
 
     Args:
         sequence: (entries,) document numbers.
-        ends: (entries + 1,) running sum of their slots, from 0.
+        ends: (entries + 1,) cumulative sum of their slots, from 0.
         rules: options and costs.
-        steps: number of steps; None = as few as needed.
+        steps: number of steps; None = determined by `tail`.
         best_fit: packer for a window of all steps.
 
+    Returns:
+        The steps, and the number of steps planned together.
+
     Raises:
-        ValueError: more steps than documents; documents that fill no step; too few steps for every document.
+        ValueError: there are more steps than documents, the documents fill no step, or the steps cannot hold all
+            documents.
     """
     options, entries, slots = rules.options, len(ends) - 1, int(ends[-1])
     if steps is not None and steps > entries:
@@ -407,22 +414,19 @@ def divide_epoch(
 
 
 def _no_more(slots: int, entries: int) -> int:
-    """Further steps where their number is fixed."""
+    """Number of further steps if the number of steps is fixed."""
     return 0
 
 
 def _exactly(
     sequence: NDArray[Any], ends: Integers, rules: StepRules, steps: int, best_fit: Packer
 ) -> tuple[Division, int]:
-    """Every document in a given number of steps; windows become wider only where the documents do not fit otherwise."""
+    """Divide all documents into exactly `steps` steps, with wider windows if they do not fit otherwise."""
     options, entries = rules.options, len(ends) - 1
     width, needed = min(options.window, steps), min(options.needed_steps(int(ends[-1]), entries), steps)
     while width < steps:
-        low, high, even = (
-            needed,
-            steps,
-            steps,
-        )  # steps to spread evenly over; what does not fit adds further ones
+        # Search the number of steps to spread over evenly; documents that do not fit add further steps.
+        low, high, even = needed, steps, steps
         while low <= high:
             made = divide(sequence, ends, rules, even, width, options.needed_steps)
             if len(made.step_sizes) == steps:
@@ -443,7 +447,7 @@ def _exactly(
 
 
 def offsets_of(sizes: NDArray[Any]) -> Integers:
-    """(len + 1,) int64 running sum of sizes, from 0."""
+    """(len + 1,) int64 cumulative sum of sizes, from 0."""
     offsets = np.zeros(len(sizes) + 1, dtype=np.int64)
     np.cumsum(sizes, out=offsets[1:])
     return offsets

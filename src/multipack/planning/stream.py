@@ -1,13 +1,12 @@
-"""The plan of documents that keep arriving: their number is unknown, and few are held at a time.
+"""`PackStream`: plans documents as they arrive. Their number is unknown, and only a few are in memory at a time.
 
     source   ──read──▶   queue   ──`steps.window`──▶   planned   ──▶   step, step, …
                            ▲                               │
                            └──── deferred documents ◀──────┘
 
-A window is made from just enough documents to fill it. The state of a stream is the queue at the beginning of the
-current window, the number of its steps that were taken, and the source's own state: the window is made again from them.
-A stream is a pure function of its documents, options, seed and epoch; not of interruptions, and not of the number of
-ranks that share a step.
+A window is made from just enough documents to fill it. The state of a stream consists of the queue at the beginning of
+the current window, the number of its steps that were taken, and the source's own state; the window is planned again
+from it. Steps depend only on documents, options, seed and epoch, not on interruptions or the number of ranks.
 """
 
 from __future__ import annotations
@@ -44,19 +43,19 @@ Overlong = Literal["error", "drop"]
 
 @dataclass(frozen=True, eq=False)
 class StreamQueue:
-    """The documents that are held when a window begins, deferred ones first, and where reading stands after them.
+    """The documents in memory when a window begins, and the position of the source after them.
 
     Attributes:
-        rows: for each document [position in the source, tokens, target tokens, seen, item]; seen: the first step of the
-            window that deferred it, or −1.
+        rows: for each document [position in the source, tokens, target tokens, seen, item], deferred documents first;
+            seen is the first step of the window that first deferred it, or −1.
         deferred: number of deferred documents.
-        window: number of the window.
-        step: steps before it.
-        position: documents of the source that were read.
-        dropped: of these, those that were too long.
-        dropped_tokens: their tokens.
-        longest_wait: most steps that a document waited so far.
-        ended: the source has no more.
+        window: index of the window.
+        step: number of steps before the window.
+        position: number of documents read from the source.
+        dropped: number of these that were too long.
+        dropped_tokens: number of tokens of the documents that were too long.
+        longest_wait: maximum number of steps that a document has waited so far.
+        ended: whether the source is exhausted.
         source: the source's own state, or None.
     """
 
@@ -73,14 +72,14 @@ class StreamQueue:
 
     @cached_property
     def table(self) -> Integers:
-        """(documents, 4) int64: the rows without their items."""
+        """(documents, 4) int64: `rows` without the items."""
         return np.array([row[:4] for row in self.rows], dtype=np.int64).reshape(-1, 4)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values.
+        """Plain values for JSON.
 
         Raises:
-            ValueError: items that JSON does not preserve.
+            ValueError: JSON does not preserve an item.
         """
         try:
             plain = json.loads(json.dumps(self.rows)) == self.rows
@@ -88,7 +87,7 @@ class StreamQueue:
             plain = False
         if not plain:
             raise ValueError(
-                "the state of a stream holds its documents, and one of these is no plain data: make items of lists,"
+                "the state of a stream holds its documents, and one of these is not plain data: make items of lists,"
                 " dictionaries with text keys, text and numbers"
             )
         return {entry.name: getattr(self, entry.name) for entry in fields(self)}
@@ -98,7 +97,7 @@ class StreamQueue:
         """The queue that `to_dict` wrote.
 
         Raises:
-            ValueError: values that no queue has.
+            ValueError: `values` is not such a queue.
         """
         names = {entry.name for entry in fields(cls)}
         if not isinstance(values, dict) or set(values) != names:
@@ -117,13 +116,13 @@ class StreamQueue:
 
 @dataclass(frozen=True, eq=False)
 class _WindowPlan:
-    """The steps of a window, made from a queue.
+    """The steps of a window, planned from a queue.
 
     Attributes:
-        plan: the steps; document n of it is `entries[n]` of the queue.
-        entries: documents of the queue, step after step.
-        rest: documents of the queue that are in no step, deferred ones first.
-        deferred: number of deferred ones.
+        plan: the steps; its document n is `entries[n]` of the queue.
+        entries: indices in the queue of the documents of the steps, step after step.
+        rest: indices in the queue of the documents in no step, deferred ones first.
+        deferred: number of deferred documents in `rest`.
     """
 
     plan: Plan
@@ -133,31 +132,32 @@ class _WindowPlan:
 
 
 class PackStream:
-    """Plans documents that keep arriving, step by step.
+    """Plans documents step by step as they arrive.
 
-    Iterating yields `StreamStep`s. An iteration continues where the one before stopped, whether it was left, raised, or
-    `load_state_dict` set the place; after the last step the next iteration begins the epoch again. All steps but the
-    last few are as full as a plan's with `tail="carry"`. Every rank reads the same documents and takes its share of
-    `step.deal(ranks, sync)`: steps and state are the same for any number of ranks, which may change between two steps.
+    Iterating yields `StreamStep`s. An iteration continues after the last step that was yielded or, after
+    `load_state_dict`, at the loaded position; after the last step the next iteration begins the epoch again. All steps
+    except the last few are as full as those of a plan with `tail="carry"`. Every rank reads the same documents and
+    takes its share of `step.deal(ranks, sync)`: steps and state are the same for any number of ranks, which may change
+    between two steps.
 
     Args:
         documents: an iterable, or a function that takes a position and returns an iterator from there. To continue from
-            a state, a source with `state_dict` and `load_state_dict` is set by its own state, a function is called with
-            the position, a sequence is read from there; any other iterable must begin at `position`.
-        options: as in `multipack.plan`; `window` steps are planned together. `joint` takes the lengths of a window's
-            documents for those of all. With `tail="drop"` documents that fill no step at the end are in `left`.
-        length: item → its tokens.
-        targets: item → its target tokens; None = tokens − 1.
-        cost: of documents, as in `multipack.plan`.
-        seed: of shuffled steps; documents are shuffled within a window.
-        overlong: a document longer than a pack is an `error`, or dropped and counted (`drop`).
+            a state, a source with `state_dict` and `load_state_dict` loads its own state, a function is called with the
+            position, and a sequence is read from the position; any other iterable must begin at `position`.
+        options: as in `multipack.plan`; `window` steps are planned together. `balance="joint"` is based on the lengths
+            of a window's documents instead of all. With `tail="drop"` leftover documents at the end are in `left`.
+        length: item → its number of tokens.
+        targets: item → its number of target tokens; None = tokens − 1.
+        cost: cost of documents, as in `multipack.plan`.
+        seed: seed of the order; documents are shuffled within a window.
+        overlong: `error` raises for a document longer than a pack; `drop` drops and counts it.
         loss_weighting: as in `multipack.plan`.
         **named: options by name; capacity= and packs_per_step= are required without `options`.
 
     Raises:
-        TypeError: an unknown option.
-        ValueError: options that no stream can have; while iterating, a document that is empty or too long, named by
-            its position. What the source raises is passed on, and no document is lost by it.
+        TypeError: an option is unknown.
+        ValueError: an option is invalid for a stream; while iterating, a document is empty or too long (the message
+            gives its position). Errors of the source are passed on, and no document is lost by them.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class PackStream:
 
     @property
     def epoch(self) -> int:
-        """The current epoch: with the seed it determines the order of shuffled documents."""
+        """The current epoch, which with the seed determines the order of shuffled documents."""
         return self._epoch
 
     @property
@@ -210,60 +210,60 @@ class PackStream:
 
     @property
     def most_documents(self) -> int:
-        """Maximum documents of a pack."""
+        """Maximum number of documents of a pack."""
         most = self.options.capacity // self.options.align
         return min(self.options.max_documents or most, most)
 
     @property
     def longest(self) -> int:
-        """Maximum slots of a document."""
+        """Maximum number of slots of a document."""
         return self.options.longest
 
     @property
     def step(self) -> int:
-        """Steps of the epoch that were taken."""
+        """Number of steps of the epoch that were taken."""
         return self._queue.step + self._taken
 
     @property
     def position(self) -> int:
-        """Documents of the source that were read."""
+        """Number of documents read from the source."""
         return self._queue.position
 
     @property
     def dropped(self) -> tuple[int, int]:
-        """Number and tokens of the documents that were too long."""
+        """Number of documents that were too long, and of their tokens."""
         return self._queue.dropped, self._queue.dropped_tokens
 
     @property
     def longest_wait(self) -> int:
-        """Most steps from the window in which a document was first passed over to its own step, so far."""
+        """Maximum number of steps so far between the window that first deferred a document and the document's step."""
         return self._queue.longest_wait
 
     @property
     def left(self) -> Integers:
-        """Positions, rising, of documents that are in no step once the stream has ended (`tail="drop"`)."""
+        """Positions, ascending, of the documents in no step after the stream has ended (`tail="drop"`)."""
         rest = self._planned.rest if self._planned is not None and self._finished else []
         return np.sort(self._queue.table[rest, 0])
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, without the documents that are held; the current epoch continues where it stands."""
+        """Begin an epoch without the documents in memory; no effect if it is already the current one."""
         if check_integer("epoch", epoch, 0) != self.epoch:
             self._begin(epoch, StreamQueue(), 0)
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the last step that was yielded, as plain values.
 
-        A loader that reads steps ahead of training asks the step that was trained: `step.state_dict()`.
+        A loader that reads steps ahead of training saves the state of the step that was trained: `step.state_dict()`.
         """
         return self._state(self._queue, self._taken, self.epoch)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken: the following steps are exactly those that would have followed.
+        """Continue from a state with exactly the steps that followed it.
 
         The source is opened when the next iteration begins.
 
         Raises:
-            ValueError: the state is damaged, or of a stream with other options, which are named.
+            ValueError: the state is damaged, or belongs to a stream with other options, which the message names.
         """
         missing = [key for key in ("options", "epoch", "taken", "queue") if key not in state]
         if missing:
@@ -271,12 +271,12 @@ class PackStream:
         theirs = state["options"] if isinstance(state["options"], dict) else {}
         changed = [name for name in self.key if theirs.get(name, self) != self.key[name]]
         if changed:
-            what = ", ".join(
+            differences = ", ".join(
                 f"{name} was {short(theirs.get(name))} and is {short(self.key[name])}" for name in changed
             )
             raise ValueError(
-                f"the saved stream state belongs to another stream: {what}; continue with the same options, or start a"
-                " new stream"
+                f"the saved stream state belongs to another stream: {differences}; continue with the same options, or"
+                " start a new stream"
             )
         epoch, taken = (
             check_integer(f"the saved stream state's {name}", state[name], 0) for name in ("epoch", "taken")
@@ -284,7 +284,7 @@ class PackStream:
         self._begin(epoch, StreamQueue.from_dict(state["queue"]), taken)
 
     def __iter__(self) -> Iterator[StreamStep]:
-        """Steps, from where the stream stands."""
+        """Yield the steps from the current position."""
         if self._finished:
             self._begin(self.epoch, StreamQueue(), 0)
         while (step := self._next()) is not None:
@@ -301,7 +301,7 @@ class PackStream:
         self._finished = False
 
     def _next(self) -> StreamStep | None:
-        """The next step; None after the last. Where something raises, the place stays what it was."""
+        """The next step; None after the last one. An error leaves the position unchanged."""
         if self._planned is None and self._queue.window:  # a restored window
             self._planned = self._plan(self._queue)
         while self._planned is None or self._taken == self._planned.plan.num_steps:
@@ -312,9 +312,8 @@ class PackStream:
             counts = np.diff(planned.plan.pack_offsets[planned.plan.step_offsets])
             steps = queue.step + np.repeat(np.arange(len(counts)), counts)
             seen = _seen(queue)[planned.entries]
-            waits = (steps - seen)[
-                (seen < queue.step) | (not queue.ended)
-            ]  # the last steps are several windows
+            # After the end of the source one plan holds several windows: only documents deferred before it count.
+            waits = (steps - seen)[(seen < queue.step) | (not queue.ended)]
             wait = int(waits.max(initial=queue.longest_wait))
             self._queue, self._planned, self._taken = replace(queue, longest_wait=wait), planned, 0
         self._taken += 1
@@ -333,7 +332,7 @@ class PackStream:
         return {"options": self.key, "epoch": epoch, "taken": taken, "queue": queue.to_dict()}
 
     def _following(self) -> StreamQueue:
-        """The queue of the next window: what the current one leaves, and new documents."""
+        """The queue of the next window: the documents left by the current one, and new documents."""
         before, options = self._queue, self.options
         rows: list[list[Any]] = []
         deferred = steps = 0
@@ -363,7 +362,16 @@ class PackStream:
         )
 
     def _fill(self, slots: int, documents: int, ahead: int) -> bool:
-        """Read until there are enough slots or documents, and `ahead` documents more; True at the end of the source."""
+        """Read documents until there are enough, and some more.
+
+        Args:
+            slots: slots to read.
+            documents: maximum number of documents to read for them.
+            ahead: number of further documents to read.
+
+        Returns:
+            Whether the source is exhausted.
+        """
         align, capacity, ready = self.options.align, self.options.capacity, self._ready
         sizes = [-(-length // align) * align for _, length, *_ in ready]  # read before the source raised
         ends = np.cumsum([0, *sizes])
@@ -394,10 +402,10 @@ class PackStream:
         return False
 
     def _open(self) -> None:
-        """Begin to read at the current position.
+        """Open the source at the current position.
 
         Raises:
-            ValueError: an iterator that was read before.
+            ValueError: the source is an iterator that was read before.
         """
         documents: Any = self._documents
         if self._restored is not None and hasattr(documents, "load_state_dict"):
@@ -443,7 +451,7 @@ class PackStream:
         return int(count)
 
     def _plan(self, queue: StreamQueue) -> _WindowPlan:
-        """The steps of a window: full ones, or all that remain once the source has ended."""
+        """Plan the steps of a window: full steps, or all remaining ones after the source has ended."""
         options, lengths, targets = self.options, queue.table[:, 1], queue.table[:, 2]
         slots, deferred = options.slots(lengths), queue.deferred
         entries, ends = len(slots), offsets_of(slots)
@@ -493,7 +501,7 @@ class PackStream:
 
 
 def _seen(queue: StreamQueue) -> Integers:
-    """(documents,) the first step of the window that looked at each document first."""
+    """(documents,) int64 first step of the window in which each document was first considered."""
     return np.where(queue.table[:, 3] < 0, queue.step, queue.table[:, 3])
 
 

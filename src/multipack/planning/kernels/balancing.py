@@ -1,13 +1,14 @@
-"""Balancing packs between ranks: documents move, swap places, or two packs are rearranged as a whole.
+"""Balance packs between ranks: documents are moved or swapped, or two packs are rearranged as a whole.
 
-Documents are numbered by falling length, and `placed` holds each one's pack, −1 for none. Packs are micro-batch-major:
+Documents are numbered in descending order of length; `placed` holds the pack of each, −1 for none. Packs are
+micro-batch-major:
 pack slot · world + rank. A rank's load is the sum over its packs. In the kernels the documents of a pack form a
 linked list, longest first: `head[pack]` is the first, `after[document]` the next, −1 the end.
 
 `exchange` works on single documents. Where a pack holds few of them, `rearrange` solves two packs at once by meeting in
 the middle (Horowitz and Sahni 1974, "Computing partitions with applications to the knapsack problem"): of up to
-2 · half documents, the sums over all subsets of each half are listed in rising order; one list is walked upwards and
-the other downwards, and pairs of sums close to half of the load difference are compared.
+2 · half documents, the sums over all subsets of each half are listed in ascending order; one list is traversed upwards
+and the other downwards, and pairs of sums close to half of the load difference are compared.
 
     pack x   A C D F       documents that may move: A C | F b         sums of A, C: 0, A, C, A + C
     pack y   b e g                                                    sums of F, b: −b, 0, F − b, F
@@ -33,7 +34,7 @@ _SQUARES = 1000  # with `joint`, a difference of one token counts as much as thi
 
 @compiled
 def _link(placed: Integers, packs: int) -> tuple[Integers, Integers]:
-    """The linked lists of all packs: (head, after)."""
+    """The linked lists of all packs: (packs,) `head` and (documents,) `after`."""
     head, after = np.full(packs, -1, dtype=np.int64), np.full(len(placed), -1, dtype=np.int64)
     for document in range(len(placed) - 1, -1, -1):
         pack = placed[document]
@@ -45,7 +46,7 @@ def _link(placed: Integers, packs: int) -> tuple[Integers, Integers]:
 
 @compiled
 def _move(document: int, target: int, placed: Integers, head: Integers, after: Integers) -> None:
-    """Move a document into another pack, whose list stays in falling order."""
+    """Move a document into another pack, whose list stays in descending order of length."""
     source = placed[document]
     if head[source] == document:
         head[source] = after[document]
@@ -78,25 +79,25 @@ def _best_swap(
     can_move: bool,
     least: int,
 ) -> tuple[int, int, int]:
-    """The swap of single documents, or the move of one, that brings two loads closest.
+    """Find the swap of two documents, or the move of one, that brings two loads closest to each other.
 
-    Loads differ by `gap` > 0. Giving x for y changes that to gap − 2·(cost x − cost y), so the gain, min(change,
-    gap − change), is largest where the change is nearest to half of the gap. Both lists are in falling order, so the
-    best y moves one way only as x becomes shorter: two pointers.
+    Loads differ by `gap` > 0. Swapping x for y changes this to gap − 2·(cost x − cost y), so the gain, min(change,
+    gap − change), is largest if the change is nearest to half of the gap. Both lists are in descending order, so the
+    best y only advances as x becomes shorter, and two pointers suffice.
 
     Args:
         mine: first document of the more loaded pack.
         theirs: first document of the other pack.
-        after: next document of each.
-        lengths: tokens of each.
-        costs: cost of each.
+        after: (documents,) next document in the pack.
+        lengths: (documents,) tokens.
+        costs: (documents,) costs.
         gap: difference of the loads.
         room: free tokens of the other pack.
-        can_move: a document may move without another one in return.
+        can_move: whether a document may move without another one in return.
         least: gain that a swap must exceed.
 
     Returns:
-        (gain, x, y); y = −1 for a move, x = −1 if nothing is found.
+        (gain, x, y); y = −1 for a move, x = −1 if none exceeds `least`.
     """
     gain, first, second = least, -1, -1
     near, near_before = theirs, -1  # first y for which the change is at least half of the gap
@@ -132,13 +133,13 @@ def exchange(
 ) -> int:
     """Lower the load of the most loaded rank by moves and swaps of single documents, in place.
 
-    The most loaded rank trades with the least loaded ones until its load is at most `target`, or until no trade is
-    worth it. No pack is emptied.
+    The most loaded rank exchanges documents with the least loaded ones until its load is at most `target`, or until no
+    exchange gains enough. No pack becomes empty.
 
     Args:
         placed: (documents,) pack of each document, or −1.
-        lengths: (documents,) tokens, falling.
-        costs: (documents,) falling.
+        lengths: (documents,) tokens, descending.
+        costs: (documents,) costs, descending.
         capacity: maximum tokens of a pack.
         max_documents: maximum documents of a pack.
         world: ranks.
@@ -217,7 +218,7 @@ def _random(seed: int) -> int:
 
 @compiled
 def _subset_sums(first: Integers, second: Integers) -> Integers:
-    """(3, 2^n): the `first` sums of all subsets, rising; their `second` sums; the subsets as bits."""
+    """(3, 2^n): the sums of `first` over all subsets, ascending; their sums of `second`; the subsets as bits."""
     new, old = (
         np.zeros((3, 1 << len(first)), dtype=np.int64),
         np.zeros((3, 1 << len(first)), dtype=np.int64),
@@ -244,20 +245,23 @@ def _subset_sums(first: Integers, second: Integers) -> Integers:
 def _best_subset(
     first: Integers, second: Integers, gap: int, other_gap: int, joint: bool, limits: Integers, good: int
 ) -> int:
-    """The documents to move so that the load difference is smallest, as bits; 0 if none makes it smaller.
+    """Find the subset of documents whose move to the other pack minimizes the load difference.
 
-    Moving a subset with sums (f, s) leaves the differences gap − 2·f and other_gap − 2·s. Without `joint` the first
-    counts; with it the larger of both, the first weighted. A difference below `good` is looked for first, then below 8
-    times as much, and so on. The number of pairs that are compared ends the search.
+    Moving a subset with sums (f, s) leaves the differences gap − 2·f and other_gap − 2·s. Without `joint` the first is
+    minimized; with it the larger of both, the first weighted. The search is first for a difference below `good`, then
+    below 8 times that bound, and so on; it is limited by the number of pairs compared.
 
     Args:
         first: (n,) signed loads of the documents, negative for those of the other pack.
         second: (n,) the same for the second load.
         gap: difference of the first loads.
         other_gap: difference of the second loads.
-        joint: both loads count.
-        limits: least and most tokens, then least and most documents, that may move on balance.
-        good: a difference that is small enough.
+        joint: whether both loads are balanced.
+        limits: (4,) minimum and maximum net number of tokens to move, then of documents.
+        good: a sufficiently small difference.
+
+    Returns:
+        The subset as bits; 0 if none lowers the difference.
     """
     weight = _SQUARES if joint else 1
     half = len(first) // 2
@@ -301,7 +305,7 @@ def _candidates(
 ) -> tuple[Integers, int]:
     """Documents of two packs that may move: one of each length of a pack, at most 2 · half, drawn at random.
 
-    Every second one comes first, so that both halves of the list hold documents of both packs.
+    They are interleaved, so that both halves of the list hold documents of both packs.
 
     Returns:
         The documents, and the next seed.
@@ -321,9 +325,8 @@ def _candidates(
         while document >= 0:
             if lengths[document] != last:
                 seed = _random(seed)
-                if (
-                    seed >> 8
-                ) % count < size - taken:  # selection sampling (Knuth 2, 3.4.2 S): keeps the order
+                # Selection sampling (Knuth, vol. 2, 3.4.2, algorithm S), which keeps the order.
+                if (seed >> 8) % count < size - taken:
                     found[taken // 2 + (taken % 2) * ((size + 1) // 2)] = document
                     taken += 1
                 count -= 1
@@ -334,7 +337,7 @@ def _candidates(
 
 @compiled
 def _opposite(load: Integers, other: Integers, mean: int, other_mean: int) -> tuple[int, int]:
-    """With `joint`: the rank furthest from the mean loads, and the one that differs from it most the other way."""
+    """For `joint`: the rank furthest from the mean loads, and the rank that differs most in the opposite direction."""
     here, furthest = 0, -1
     for rank in range(len(load)):
         far = max(abs(load[rank] - mean) * _SQUARES, abs(other[rank] - other_mean))
