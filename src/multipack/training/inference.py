@@ -1,4 +1,4 @@
-"""Text from a trained model: completions and conversations, from Python and for `multipack generate`."""
+"""Generate text with a trained model: completions and conversations, from Python and for `multipack generate`."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from multipack.training.weights import initial_weights
 
 
 def load_run(path: Path) -> tuple[Decoder, Tokenizer]:
-    """The model and tokenizer of a run's latest checkpoint, of a checkpoint, or of an export.
+    """Load the model and tokenizer of a run's latest checkpoint, of a checkpoint, or of an export.
 
     Raises:
-        FileNotFoundError: there is no run, no complete checkpoint and no export at `path`.
-        ValueError: the files do not fit together, or there is no tokenizer among them.
+        FileNotFoundError: there is no run, complete checkpoint or export at `path`.
+        ValueError: the files do not match each other, or there is no tokenizer.
     """
     initial = initial_weights(path)
     if initial.tokenizer is None:
@@ -40,10 +40,10 @@ def load_run(path: Path) -> tuple[Decoder, Tokenizer]:
 
 
 def load_template(path: Path) -> ChatTemplate:
-    """The chat template that a run was trained with, or that an export holds; see `find_template`.
+    """Load the chat template of a run, a checkpoint or an export; see `find_template`.
 
     Raises:
-        FileNotFoundError: there is nothing at `path`.
+        FileNotFoundError: there is no run, complete checkpoint or export at `path`.
         ValueError: there is no template; the message says how a run gets one.
     """
     template = find_template(path)
@@ -56,13 +56,13 @@ def load_template(path: Path) -> ChatTemplate:
 
 
 def find_template(path: Path) -> ChatTemplate | None:
-    """The chat template of a run, a checkpoint or an export; None if it has none.
+    """Find the chat template of a run, a checkpoint or an export; None if there is none.
 
-    It is searched beside the weights, in the run directory, and in the token store that the run names.
+    The folder of the weights is searched first, then the run directory, then the token store in the run's settings.
 
     Raises:
-        FileNotFoundError: there is nothing at `path`.
-        ValueError: a template's file is damaged.
+        FileNotFoundError: there is no run, complete checkpoint or export at `path`.
+        ValueError: the file of a template is damaged.
     """
     # Reading a tokenizer's configuration needs jinja, which training itself does not.
     from multipack.data.vocabularies import facts_of_file
@@ -90,7 +90,7 @@ def complete_batch(
     sampling: Sampling,
     listener: Listener | None = None,
 ) -> list[Completion]:
-    """Continue prompts, all in one batch. The global random generator is not used.
+    """Continue prompts in one batch, without the global random generator; see `generate_batch`.
 
     Raises:
         ValueError: a prompt has no tokens, or characters that the tokenizer does not know.
@@ -101,10 +101,10 @@ def complete_batch(
 
 
 def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
-    """Tokens of each prompt.
+    """Token ids of each prompt.
 
     Raises:
-        ValueError: see `complete_batch`; of several prompts the message names the one.
+        ValueError: see `complete_batch`; the message gives the number of the prompt if there are several.
     """
     encoded = []
     for number, prompt in enumerate(prompts, start=1):
@@ -119,18 +119,18 @@ def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[in
 
 
 class Conversation:
-    """A chat with a model. Before each answer the whole conversation is read again, as one document.
+    """A chat with a model. For each answer the model reads the whole conversation again, as one document.
 
     Args:
-        model: trained on conversations.
-        tokenizer: of the model.
-        template: that the conversations were written with.
-        sampling: how answers are drawn; turn i draws from a generator of seed + i.
-        system: the system's message; empty = none.
+        model: a decoder that was trained on conversations.
+        tokenizer: the model's tokenizer.
+        template: the chat template of the model's training data.
+        sampling: options of sampling; turn i uses a generator with seed + i.
+        system: system message; empty = none.
 
     Attributes:
-        messages: the conversation so far, as `role` and `content`.
-        num_read: tokens that the model was given before its last answer; it sees at most its context of them.
+        messages: the conversation so far, as dicts with `role` and `content`.
+        num_read: number of tokens of the last prompt; the model sees at most the last `context` of them.
 
     Raises:
         ValueError: the tokenizer lacks a special token of the template.
@@ -152,17 +152,17 @@ class Conversation:
             self._ends.update(self._encode((TextPart(template.end_of_turn, False, is_special=True),)))
 
     def say(self, text: str, listener: Callable[[str], None] | None = None) -> Completion:
-        """Answer `text` and remember both.
+        """Generate the answer to `text`, and add both to the conversation.
 
         Args:
-            text: of the user.
-            listener: called with each piece of the answer as it is written.
+            text: message of the user.
+            listener: called with each new piece of the answer's text.
 
         Raises:
-            ValueError: the template or the tokenizer refuses the text; the conversation stays as it was.
+            ValueError: the template or the tokenizer rejects the text; the conversation is unchanged.
         """
-        asked = [*self.messages, {"role": "user", "content": text}]
-        ids = self._encode(self._template.prompt_parts(asked))
+        messages = [*self.messages, {"role": "user", "content": text}]
+        ids = self._encode(self._template.prompt_parts(messages))
         turn = sum(message["role"] == "user" for message in self.messages)
         (answer,) = generate_batch(
             self._model,
@@ -172,7 +172,7 @@ class Conversation:
             tokenizer=self._tokenizer,
             listener=None if listener is None else lambda _, piece: listener(piece),
         )
-        self.messages = [*asked, {"role": "assistant", "content": answer.text}]
+        self.messages = [*messages, {"role": "assistant", "content": answer.text}]
         self.num_read = len(ids)
         return answer
 
@@ -182,10 +182,10 @@ class Conversation:
 
 
 def read_prompts(given: Sequence[str], file: str) -> list[str]:
-    """The given prompts, then those of a file, one per line; `-` is standard input.
+    """The given prompts, followed by those of a file, one per line; `-` is standard input.
 
     Raises:
-        ValueError: there is none, or an empty one.
+        ValueError: there are no prompts, or a line is empty.
         FileNotFoundError: there is no such file.
     """
     prompts = list(given)
@@ -217,15 +217,15 @@ def print_completions(
     as_json: bool = False,
     timing: bool = False,
 ) -> None:
-    """Complete prompts and print them; a single one is printed while it is written if there is a terminal.
+    """Complete prompts and print them; a single completion is streamed if standard output is a terminal.
 
     Args:
-        path: a run, a checkpoint or an export.
-        prompts: any number of them.
-        sampling: how tokens are drawn.
-        device: `auto` (a GPU if there is one), `cpu`, `cuda` or any other name that torch knows.
-        as_json: print one JSON object and nothing else.
-        timing: print how many tokens per second were written.
+        path: path of a run, a checkpoint or an export.
+        prompts: the prompts, at least one.
+        sampling: options of sampling.
+        device: `auto` (a GPU if there is one), `cpu`, `cuda` or another name of a torch device.
+        as_json: print only one JSON object.
+        timing: print the number of generated tokens per second.
 
     Raises:
         ValueError: see `load_run` and `complete_batch`; the device is not available.
@@ -257,7 +257,7 @@ def print_completions(
 
 
 def converse(path: Path, system: str, sampling: Sampling, device: str = "auto", timing: bool = False) -> None:
-    """Answer the lines of standard input as one conversation, until it ends; see `print_completions`.
+    """Answer each line of standard input, as one conversation, until its end; see `print_completions`.
 
     Raises:
         ValueError: see `load_run`, `load_template` and `Conversation`.
@@ -327,7 +327,7 @@ def _note_speed(read: int, completions: Sequence[Completion], seconds: float) ->
 
 
 def _print(text: str, end: str = "") -> None:
-    """Print to standard output, to a terminal without control characters, which a model may write."""
+    """Print to standard output; to a terminal without control characters, which a model may generate."""
     sys.stdout.write((text.translate(HARMLESS) if sys.stdout.isatty() else text) + end)
     sys.stdout.flush()
 

@@ -1,10 +1,10 @@
-"""Objectives: next-token prediction, or preferences between pairs of documents. The documents decide.
+"""Objectives: next-token prediction, or preferences between pairs of documents; chosen by the kind of documents.
 
     initial weights ─ packed, without gradients ─▶ reference (pairs, 2) ─▶ PreferencePairs
                                                          └─▶ RUN/reference.safetensors, which a resumed run reads
 
-An objective says which decoder is trained, how packs are collated and what is reported; the loop, the engine and the
-plan only know that a model takes a batch and returns a summed loss.
+An objective defines the decoder, the collator and the metrics. The training loop, the engine and the plan do not depend
+on it: to them a model takes a batch and returns a summed loss.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ Collator = PackedCollator | PreferenceCollator
 Values = NDArray[np.float64]
 
 REFERENCE = "reference.safetensors"
-"""File of a run directory with the log-probabilities that the reference model gives to pairs."""
+"""Name of the file in a run directory with the reference model's log-probabilities of pairs."""
 _BLOCK = 1 << 15
-"""Values that ranks exchange at once."""
+"""Maximum number of values in one all-reduce of reference values."""
 
 
 class Objective(ABC):
-    """What a run minimizes.
+    """Base class of objectives.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         corpus: its training and validation documents.
 
     Raises:
-        ValueError: a setting has no meaning for this objective.
+        ValueError: a setting does not apply to this objective.
     """
 
     collator_type: type[PackedCollator] | type[PreferenceCollator] = PackedCollator
@@ -70,15 +70,15 @@ class Objective(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise a ValueError for settings that have no meaning for this objective."""
+        """Raise a ValueError for settings that do not apply to this objective."""
 
     def settings(self) -> dict[str, Any]:
-        """Settings of `TrainConfig` that this objective decides."""
+        """Fields of `TrainConfig` that this objective sets, by name."""
         return {}
 
     @abstractmethod
     def decoder(self, shape: ModelShape, part: DecoderPart | None = None) -> Decoder:
-        """The model to train, or a part of it, with weights drawn from torch's global generator."""
+        """Build the model to train, or a part of it, with weights drawn from torch's global generator."""
 
     def views(
         self,
@@ -89,24 +89,27 @@ class Objective(ABC):
         progress: Callable[..., None],
         resumed: Path | None = None,
     ) -> tuple[list[Any], list[str]]:
-        """Training and validation documents as the collator takes them, and notes. Collective.
+        """Prepare training and validation documents for the collator; collective.
 
         Args:
-            engine: of the model, which still has the weights that the run starts with.
+            engine: engine of the model, which still has its initial weights.
             dtype: precision of forward passes.
-            capacity: most tokens of a pack.
-            pad_to: slots of every pack; None = as many as it has tokens.
+            capacity: maximum number of tokens of a pack.
+            pad_to: slots of every pack; None = no padding.
             progress: called with (done, total, unit).
             resumed: the run directory, if the run continues from a checkpoint.
+
+        Returns:
+            [training documents, validation documents], and notes for the header of the run.
         """
         return [self.corpus.train, self.corpus.validation], []
 
     def run_files(self) -> dict[str, bytes]:
-        """Files of a new run directory by name, known after `views`."""
+        """Name → content of additional files for a new run directory; call it after `views`."""
         return {}
 
     def collator(self, sampler: PackedBatchSampler, pad_to: int | None) -> Collator:
-        """The collator of a sampler's packs."""
+        """Build the collator for a sampler's packs; `pad_to` as in `views`."""
         pad_id, multiple = self.corpus.tokenizer.end_id or 0, self.config.parallel.token_multiple
         return self.collator_type.of(sampler, pad_to, pad_id, multiple)
 
@@ -115,7 +118,7 @@ class Objective(ABC):
         return []
 
     def evaluated(self, engine: ModelEngine) -> dict[str, float]:
-        """Metrics of the validation packs that were just run, over all ranks."""
+        """Metrics of the last evaluation's packs over all ranks, by name; collective."""
         return {}
 
 
@@ -178,27 +181,27 @@ class Preferences(Objective):
         progress: Callable[..., None],
         resumed: Path | None = None,
     ) -> tuple[list[Any], list[str]]:
-        """Pairs with log-probabilities of the reference: the initial weights, or `preference.reference`.
+        """Pairs with log-probabilities of the reference model: the initial weights, or `preference.reference`.
 
         Raises:
-            ValueError: a document is no pair, the reference has another tokenizer, its values are not finite, or a
-                resumed run has lost them.
+            ValueError: a document is not a pair, the reference has another tokenizer, its values are not finite, or
+                they are missing in a resumed run.
         """
         views = {"train": self.corpus.train, "validation": self.corpus.validation}
         notes = []
         if resumed is not None:
-            found = {name: read_reference(resumed / REFERENCE, name, view) for name, view in views.items()}
+            values = {name: read_reference(resumed / REFERENCE, name, view) for name, view in views.items()}
         else:
             evaluating, mesh = self._reference_model(engine, dtype)
             multiple = self.config.parallel.token_multiple
-            found = {
+            values = {
                 name: reference_values(evaluating, view, mesh, capacity, pad_to, multiple, progress)
                 for name, view in views.items()
             }
-            count = sum(map(len, found.values()))
+            count = sum(map(len, values.values()))
             notes.append(f"reference log-probabilities of {count:,} pairs computed")
-        self._reference = found
-        return [PreferencePairs(view, found[name]) for name, view in views.items()], notes
+        self._reference = values
+        return [PreferencePairs(view, values[name]) for name, view in views.items()], notes
 
     def run_files(self) -> dict[str, bytes]:
         """The reference values, which a resumed run reads so that it needs no reference model."""
@@ -207,7 +210,7 @@ class Preferences(Objective):
     def _reference_model(
         self, engine: ModelEngine, dtype: torch.dtype
     ) -> tuple[Callable[[], AbstractContextManager[nn.Module]], Mesh]:
-        """What enters the reference in evaluation mode, and the ranks that compute with it."""
+        """Context manager that yields the reference model in evaluation mode, and the ranks that compute with it."""
         setting, tokenizer = self.config.preference.reference, self.corpus.tokenizer
         if not setting:
             return engine.evaluating, engine.mesh
@@ -238,7 +241,7 @@ def _evaluating(model: nn.Module, device: torch.device, dtype: torch.dtype) -> I
 
 
 def _decoder(engine: ModelEngine) -> PreferenceDecoder:
-    """The decoder of an engine. Ranks that share a model all count its pairs, which leaves means unchanged."""
+    """The decoder of an engine. All ranks of a model replica count its pairs, which does not change means."""
     (decoder,) = engine.modules
     return cast(PreferenceDecoder, decoder)
 
@@ -252,22 +255,23 @@ def reference_values(
     multiple: int = 1,
     progress: Callable[..., None] = lambda *_: None,
 ) -> Values:
-    """Log-probabilities of pairs under a reference model. Collective: each rank computes a part of the packs.
+    """Compute log-probabilities of pairs under a reference model; collective, each rank computes a part of the packs.
 
     Args:
-        evaluating: enters the reference, a `PreferenceDecoder`, in evaluation mode and the precision of forward passes.
+        evaluating: returns a context with the reference, a `PreferenceDecoder`, in evaluation mode and in the precision
+            of forward passes.
         documents: the pairs.
         mesh: the ranks.
-        capacity: most tokens of a pack.
-        pad_to: slots of every pack; None = as many as it has tokens.
-        multiple: what slots are a multiple of.
+        capacity: maximum number of tokens of a pack.
+        pad_to: slots of every pack; None = no padding.
+        multiple: number that must divide the slots of every pack.
         progress: called with (done, total, unit).
 
     Returns:
-        (pairs, 2): of the chosen and of the rejected answer, each summed over its targets.
+        (pairs, 2) float64 log-probabilities of the chosen and of the rejected answer, summed over their targets.
 
     Raises:
-        ValueError: a document is no pair, or a value is not finite.
+        ValueError: a document is not a pair, or a value is not finite.
     """
     values = np.zeros((len(documents), 2))
     if not len(documents):
@@ -287,9 +291,9 @@ def reference_values(
         for numbers in sampler:
             batch = collate([pairs[number] for number in numbers])
             # A rank without pairs runs a pack of padding, because sharded models are collective.
-            found = model(batch.to(mesh.world.device))
+            log_probabilities = model(batch.to(mesh.world.device))
             if numbers and mesh.is_replica_leader:
-                values[numbers] = found.cpu().numpy()
+                values[numbers] = log_probabilities.cpu().numpy()
             done += len(numbers)
             progress(done, -(-len(documents) // mesh.data_size), "pairs of the reference")
     _share(values, mesh.world)
@@ -303,7 +307,7 @@ def reference_values(
 
 
 def _share(values: Values, world: World) -> None:
-    """Each row is known to one rank and zero on the others; afterwards all ranks have all."""
+    """Sum `values` over all ranks, in place; each row is zero on all ranks but the one that computed it."""
     flat = values.reshape(-1)
     for start in range(0, flat.size if world.size > 1 else 0, _BLOCK):
         flat[start : start + _BLOCK] = world.sum(flat[start : start + _BLOCK].tolist())
@@ -315,10 +319,10 @@ def reference_bytes(values: Mapping[str, Values]) -> bytes:
 
 
 def read_reference(file: Path, name: str, documents: Documents) -> Values:
-    """Reference values from a file of `reference_bytes`.
+    """Read the reference values of documents from a file of `reference_bytes`.
 
     Raises:
-        ValueError: the file is missing or damaged, or is about another number of pairs.
+        ValueError: the file is missing or damaged, or has another number of pairs.
     """
     advice = "restore it, or start a new run with another out="
     try:
@@ -326,8 +330,7 @@ def read_reference(file: Path, name: str, documents: Documents) -> Values:
             found: Values = opened.get_tensor(name)
     except (SafetensorError, OSError) as error:
         raise ValueError(
-            f"{file} holds what the reference model gave to the pairs of this run, and cannot be read ({error}):"
-            f" {advice}"
+            f"{file}, the reference model's log-probabilities of this run's pairs, cannot be read ({error}): {advice}"
         ) from error
     if found.dtype != np.float64 or found.shape != (len(documents), 2) or not np.isfinite(found).all():
         raise ValueError(

@@ -1,4 +1,4 @@
-"""`Config`, everything that a run depends on, and how it is composed from words or from a saved run. Needs no torch."""
+"""`Config`, the configuration of a run, and its composition from words or from a saved run. Imports no torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ALIASES: dict[str, str] = {
     "optimizer.grad_clip": "optimizer.clip",
     "optimizer.lr_decay_iters": "optimizer.decay_steps",
 }
-"""wordplay's name of a setting → its name here."""
+"""Name of a setting in wordplay → name in multipack."""
 
 VALUE_ALIASES: dict[tuple[str, str], str] = {
     ("train.dtype", "bfloat16"): "bf16",
@@ -42,7 +42,7 @@ VALUE_ALIASES: dict[tuple[str, str], str] = {
     ("data", "shakespeare"): "shakespeare_char",
     ("parallel.data", "DDP"): "ddp",
 }
-"""(setting, wordplay's value) → its value here."""
+"""(setting, value in wordplay) → value in multipack."""
 
 HINTS: dict[str, str] = {
     "model.batch_size": "plan.capacity counts tokens: set it to batch_size × block_size",
@@ -56,7 +56,7 @@ FIXED_AT_START = (
     "plan.packs_per_step",
     "plan.micro_batches",
 )
-"""Words that count only when a run begins: they name checkpoints, or packs for a number of ranks."""
+"""Words that `train.resume=auto` ignores when it resumes: initial checkpoints, and packs for a number of ranks."""
 
 FREE_ON_RESUME = {"plan.packs_per_step", "plan.micro_batches", "model.attention", "model.dropout"}
 """Settings of plan and model that a resumed run may change."""
@@ -81,7 +81,7 @@ class ModelConfig(ModelShape):
 
 @dataclass
 class Config:
-    """Everything that a run depends on."""
+    """Configuration of a run."""
 
     data: DataConfig = field(default_factory=DataConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
@@ -97,7 +97,7 @@ class Config:
     """Run directory; empty = runs/<date>_<time>."""
 
     def __post_init__(self) -> None:
-        """Check each group of settings for itself."""
+        """Check groups of settings individually."""
         self.data.check()
         self.tokenizer.check()
         if self.model.attention != "auto":
@@ -106,10 +106,10 @@ class Config:
             find_backend(self.model.attention)
 
     def check(self, processes: int) -> None:
-        """Check the settings together, for a number of processes. Needs no process group.
+        """Check combinations of settings for a number of processes. Needs no process group.
 
         Raises:
-            ValueError: settings that cannot be combined; the message names the nearest legal choice.
+            ValueError: settings cannot be combined; the message names the nearest legal choice.
         """
         parallel, train = self.parallel, self.train
         parallel.check(self.model, processes, self.plan.capacity)
@@ -133,7 +133,7 @@ class Config:
             )
 
     def _check_slots(self) -> None:
-        """Packs of one shape hold a multiple of `align` slots, which ranks must divide evenly."""
+        """Check that ranks can divide the slots of packs of one shape, a multiple of `align`, evenly."""
         align, multiple = self.plan.align, self.parallel.token_multiple
         one_shape = self.train.fixed_shape or self.parallel.pipeline > 1
         slots = self.plan.capacity // align * align
@@ -146,7 +146,7 @@ class Config:
             )
 
     def _check_packs(self, processes: int) -> None:
-        """Each data-parallel rank has a pack of every step; a resumed pipeline needs as many as it has stages."""
+        """Check that a step has a pack for every data-parallel rank, and enough packs for a resumed pipeline."""
         parallel, ranks = self.parallel, self.parallel.data_size(processes)
         packs = self.plan.for_ranks(ranks).packs_per_step
         check_readers(self.data.readers, ranks)
@@ -179,7 +179,11 @@ def _shorter_pipeline(parallel: ParallelConfig, processes: int, packs: int) -> i
 
 
 def translate(key: str, value: str) -> tuple[str, str]:
-    """Wordplay's names of a setting and its value as they are called here; others stay as they are."""
+    """Translate wordplay's name and value of a setting to multipack's; others are returned unchanged.
+
+    Raises:
+        ConfigError: multipack has no equivalent of the setting; the message says what to set instead.
+    """
     if key in HINTS:
         raise ConfigError(f"{key} has no equivalent here: {HINTS[key]}")
     key = ALIASES.get(key, key)
@@ -193,23 +197,24 @@ def compose(words: Iterable[str], base: dict[str, Any] | None = None) -> Config:
 
     Args:
         words: `group=preset`, `group.key=value`, `out=DIR` or `config=FILE`, in any order.
-        base: values of a saved run, below the words.
+        base: values of a saved run, which words override.
 
     Raises:
-        ConfigError: with the field and the nearest legal name or value.
+        ConfigError: a word is invalid; the message names the field and the nearest legal name or value.
     """
-    # The default kv_heads=0 follows model.heads; an instance of ModelConfig has resolved it already.
+    # kv_heads=0 follows model.heads; the default of an instance of ModelConfig is already resolved.
     return merge(Config, words, base or {"model": {"kv_heads": 0}}, translate)
 
 
 def compose_run(words: Iterable[str]) -> Config:
-    """The configuration of `multipack train`: that of a new run, or of a saved run with `words` over it.
+    """Compose the configuration of `multipack train`: of a new run, or of a saved run with `words` as changes.
 
-    With `train.resume=auto` the same words begin a run in out= and continue it whenever they are given again, which is
-    what launchers and schedulers need that restart a command.
+    With `train.resume=auto` the same words begin a run in out= and continue it when they are given again, as by
+    launchers and schedulers that restart a command.
 
     Raises:
-        ConfigError: also when `train.resume` and `out` do not name one run.
+        ConfigError: see `compose`; or `train.resume` and `out` name different runs, there is no run to resume, or a
+            word changes a setting that must not change.
     """
     given = list(words)
     settings = dict(translate(*split(word)) for word in given)
@@ -231,7 +236,7 @@ def compose_run(words: Iterable[str]) -> Config:
             f"out={out} is not the run of train.resume={resume}; a run continues in its own"
             f" directory: leave out= away, or copy {run.path} first"
         )
-    # The checkpoint's own settings, not the run's: later words may have changed the latter.
+    # The settings saved in the checkpoint, because later words may have changed those in the run directory.
     before = read_yaml(checkpoint / "config.yaml" if checkpoint else run.config)
     config = compose(given, before)
     _check_unchanged(before, settings)
@@ -240,7 +245,11 @@ def compose_run(words: Iterable[str]) -> Config:
 
 
 def _resolve_auto(words: list[str], out: str) -> list[str]:
-    """The words of `train.resume=auto` with true or false in its place."""
+    """Replace `train.resume=auto` in the words by true if the run exists, else by false.
+
+    Raises:
+        ConfigError: `out` is empty.
+    """
     if not out:
         raise ConfigError("train.resume=auto needs out=RUN_DIR: a restarted run must find its directory")
     exists = RunDirectory.at(out).config.is_file()
@@ -250,7 +259,7 @@ def _resolve_auto(words: list[str], out: str) -> list[str]:
 
 
 def _initial_model(settings: dict[str, str]) -> dict[str, Any] | None:
-    """The shape of the weights in train.init_from, unless the words set a shape; the vocabulary may still grow."""
+    """The model settings of the weights in train.init_from, without the vocabulary; None if words set a shape."""
     path = settings.get("train.init_from", "")
     free = {"model.attention", "model.dropout"}
     shaped = any(key == "model" or (key.startswith("model.") and key not in free) for key in settings)
@@ -287,7 +296,11 @@ def _weights(path: str, setting: str) -> Path:
 
 
 def _check_unchanged(before: dict[str, Any], settings: dict[str, str]) -> None:
-    """Refuse settings of plan or model that differ from the saved run's."""
+    """Check that words do not change settings of plan or model of a saved run.
+
+    Raises:
+        ConfigError: a setting differs; the message names it.
+    """
     old = flatten(before)
     for key, value in settings.items():
         fixed = key.startswith(("plan.", "model.")) and key not in FREE_ON_RESUME

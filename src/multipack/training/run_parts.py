@@ -3,7 +3,7 @@
     config ─▶ corpus ─▶ sampler (plan) ─▶ loader ─▶ feed
        └────▶ shape ──▶ blueprint ─▶ engine (model, optimizer)
 
-Nothing is written before all parts are known to fit together.
+No file is written before all parts are built and checked.
 """
 
 from __future__ import annotations
@@ -57,21 +57,21 @@ from multipack.training.weights import Initial, begin_from, initial_shape, initi
 
 
 class RunParts:
-    """Everything that a run consists of; `Trainer` moves it.
+    """Builds the parts of a run; base class of `RunState` and `Trainer`.
 
     Args:
-        config: of the run; see `compose_run`.
+        config: configuration of the run; see `compose_run`.
         world: the ranks.
-        console: for progress.
-        clock: seconds; replaced in tests.
+        console: prints progress.
+        clock: returns seconds; replaced in tests.
 
     Attributes:
-        config: with run directory, vocabulary, dtype and packs per step resolved.
-        resumed: the checkpoint that the run resumes from; None = it starts.
-        steps: the last step of the run.
-        lr_factor: what `optimizer.lr_scaling` multiplies learning rates by.
-        peak_flops: matmul peak of one device, FLOP/s.
-        notes: for the header.
+        config: the configuration with run directory, vocabulary, dtype and packs per step resolved.
+        resumed: the checkpoint that the run resumes from; None = a new run.
+        steps: number of the last step of the run.
+        lr_factor: factor of learning rates from `optimizer.lr_scaling`.
+        peak_flops: measured peak of matrix products on one device, in FLOP/s.
+        notes: notes for the header of the run.
 
     Raises:
         ValueError: the configuration does not fit the documents, the device or the saved run.
@@ -132,7 +132,7 @@ class RunParts:
         return corpus
 
     def _initial_weights(self) -> Initial | None:
-        """The weights of train.init_from; a resumed run has its own."""
+        """The weights of train.init_from; None without it, and for a resumed run."""
         path = self.config.train.init_from
         if not path or self.resumed is not None:
             return None
@@ -142,7 +142,7 @@ class RunParts:
             raise FileNotFoundError(f"train.init_from={path}: {error}") from error
 
     def _chat_template(self, initial: Initial | None) -> str:
-        """The chat template of the corpus, or that of the weights which the run starts with."""
+        """The chat template of the corpus or, without one, that of the checkpoint or initial weights."""
         before = self.resumed.path if self.resumed else initial.folder if initial else None
         template = None if before is None or self.corpus.chat_template else find_template(before)
         return self.corpus.chat_template if template is None else template.to_json()
@@ -187,7 +187,7 @@ class RunParts:
             self._build_validation(views[1])
 
     def _build_validation(self, view: Any) -> None:
-        """Set this rank's validation packs, and how many of them an evaluation takes."""
+        """Set this rank's validation packs, and the number of them in an evaluation."""
         documents = self.corpus.validation
         if not len(documents) or not int(documents.target_counts.sum()):
             raise ValueError(
@@ -233,7 +233,7 @@ class RunParts:
         )
 
     def _build_callbacks(self) -> list[Callback]:
-        """The callbacks that settings ask for, in the order in which they are called."""
+        """The callbacks that settings enable, in the order in which they are called."""
         train, log, track = self.config.train, self.config.log, self.config.track
         report = self.console.line
         callbacks: list[Callback] = []
@@ -259,12 +259,12 @@ class RunParts:
 
 
 def check_model(config: Config, processes: int, console: Console) -> None:
-    """Check what depends on the vocabulary or on names of parameters, before a process group exists.
+    """Check settings that depend on the vocabulary or on names of parameters, before a process group exists.
 
-    Tensor parallelism divides the vocabulary, and the first stage of a pipeline must train.
+    Tensor parallelism must divide the vocabulary, and the first stage of a pipeline must have trained parameters.
 
     Raises:
-        ValueError: settings that cannot be combined; the message names the nearest legal choice.
+        ValueError: settings cannot be combined; the message names the nearest legal choice.
     """
     parallel, size = config.parallel, config.model.vocabulary_size
     freezes = parallel.pipeline > 1 and any(read_rule(rule).freeze for rule in config.optimizer.rules)
@@ -285,7 +285,7 @@ def check_model(config: Config, processes: int, console: Console) -> None:
 
 
 def packs_per_step(config: Config, mesh: Mesh) -> tuple[int, list[str]]:
-    """Packs of a global step, of which a pipeline may need more than the plan has; and notes for the header."""
+    """Number of packs of a global step, increased if a pipeline needs more; and notes for the header of the run."""
     parallel, notes = config.parallel, []
     packs = config.plan.for_ranks(mesh.data_size).packs_per_step
     micro_batches = -(-packs // mesh.data_size)
@@ -310,13 +310,13 @@ def packs_per_step(config: Config, mesh: Mesh) -> tuple[int, list[str]]:
 
 
 def document_limit(config: Config) -> int:
-    """Most tokens of a document: those of a pack and, with learned positions, of the model's context."""
+    """Maximum number of tokens of a document: the capacity of a pack and, with learned positions, the context."""
     limit = config.plan.capacity // config.plan.align * config.plan.align
     return min(limit, config.model.context) if config.model.positions == "learned" else limit
 
 
 def pack_slots(config: Config) -> int | None:
-    """Slots of every pack where all packs have one shape; None where they differ."""
+    """Number of slots of every pack if all packs have one shape; None if they differ."""
     plan = config.plan
     one_shape = config.train.fixed_shape or config.parallel.pipeline > 1
     return plan.capacity // plan.align * plan.align if one_shape else None

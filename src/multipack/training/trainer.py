@@ -1,8 +1,8 @@
-"""The trainer: one loop over global steps, the same for every parallel strategy.
+"""`train` and `Trainer`: one loop over global steps, the same for every parallel strategy.
 
     for each step:  feed ▸ forward_backward ▸ clip ▸ step ▸ record ▸ (evaluate) ▸ (save)
 
-`RunParts` builds the parts of a run, `RunState` saves and restores it, `Trainer` trains it.
+`RunParts` builds the parts of a run, its subclass `RunState` saves and restores them, its subclass `Trainer` trains.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from multipack.training.stop_request import StopRequest
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended.
+    """Result of a run.
 
     Attributes:
-        run: its directory.
-        step: steps taken.
-        val_loss: of the last evaluation; None without one.
-        stopped_by: the signal that stopped it early; None if it ran to its end.
-        comparison: the cost of padding; None where it was not measured.
+        run: path of the run directory.
+        step: number of steps taken.
+        val_loss: validation loss of the last evaluation; None without one.
+        stopped_by: signal that stopped the run early; None if it ran to its end.
+        comparison: measured cost of padding; None if it was not measured.
     """
 
     run: str
@@ -59,16 +59,16 @@ class RunResult:
 
 
 def train(config: Config, clock: Callable[[], float] = time.perf_counter) -> RunResult:
-    """Run a configuration, from reading documents to the last checkpoint.
+    """Train a model, from reading documents to the last checkpoint.
 
     Args:
-        config: see `multipack.training.run_config.compose_run`.
-        clock: seconds; replaced in tests.
+        config: configuration of the run; see `multipack.training.run_config.compose_run`.
+        clock: returns seconds; replaced in tests.
 
     Raises:
         ValueError: the configuration does not fit the documents, the device or the ranks.
         FileExistsError: the run directory holds another run.
-        RunStopped: training diverged (NonFiniteLoss) or a callback stopped it; the last checkpoint is valid and named.
+        RunStopped: training diverged (NonFiniteLoss) or a callback stopped it; the message names the last checkpoint.
     """
     began = clock()
     ranks = find_ranks(os.environ)
@@ -87,7 +87,7 @@ def train(config: Config, clock: Callable[[], float] = time.perf_counter) -> Run
                 trainer.loop()
             if trainer.feed.late:
                 raise ValueError(f"{trainer.feed.late} (the run is saved after step {trainer.step})")
-            # Everything is saved: from here on a signal may end the process at once.
+            # Everything is saved: from here on a signal ends the process immediately.
             stopped = trainer.stop.signal
             result = RunResult(
                 run=str(trainer.run.path),
@@ -113,21 +113,21 @@ class Trainer(RunState):
         config, world, console, clock: see `RunParts`.
 
     Attributes:
-        stop: whether this rank received a signal to stop.
-        loss: of the last step.
+        stop: signal to stop that this rank received, if any.
+        loss: training loss of the last step.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.stop = StopRequest(self.feed.interrupt)
-        # When the last step, evaluation or checkpoint ended.
+        # Time at which the last step, evaluation or checkpoint ended.
         self._mark = self.clock()
         self.loss = math.nan
 
     def loop(self) -> None:
-        """Train to the last step, or until a signal, a callback or the end of the documents ends the run."""
+        """Train until the last step, or until a signal, a callback or the end of the documents ends the run."""
         engine, callbacks, config = self.engine, self.callbacks, self.config
-        # Before the first step; or the run was stopped between a step and its evaluation.
+        # An evaluation is due before the first step, or if the run was stopped between a step and its evaluation.
         if self._evaluation_due():
             self.evaluate()
             if self.step and self._is_best():
@@ -163,7 +163,7 @@ class Trainer(RunState):
                 self.evaluate()
             if self._checkpoint_due():
                 self.save()
-        if self.ending and not config.train.eval_only:  # also where there was no further step
+        if self.ending and not config.train.eval_only:  # the feed may have ended without a further step
             due = self._evaluation_due()
             if due:
                 self.evaluate()
@@ -171,7 +171,7 @@ class Trainer(RunState):
                 self.save()
 
     def evaluate(self) -> None:
-        """Measure the validation loss with all sets of weights, and write a sample; collective."""
+        """Compute the validation loss with every set of weights, and generate a sample of text; collective."""
         losses = {}
         for suffix, weights in [("", nullcontext()), *self.callbacks.weight_sets(self.engine)]:
             with weights:
@@ -216,7 +216,7 @@ class Trainer(RunState):
         return total_loss / max(total, 1.0)
 
     def sample(self) -> None:
-        """Print and keep a text that the model generates; collective."""
+        """Generate a sample of text, print it and append it to the run's samples; collective."""
         train = self.config.train
         prompts = [train.sample_prompt] if train.sample_prompt else self.corpus.prompts
         if not prompts or not train.sample_tokens:
@@ -239,7 +239,7 @@ class Trainer(RunState):
         self.console.line("\n".join("    " + line for line in f"{prompt}▌{text}".splitlines()))
 
     def compare_padding(self) -> Comparison | None:
-        """Measure the same documents packed and padded; None where it is not wanted or not possible."""
+        """Time the same documents packed and padded; None if disabled, or with a stream or several ranks."""
         train, plan = self.config.train, self.feed.plan
         if plan is None or not train.compare_padding or self.world.size > 1:
             return None
@@ -253,7 +253,7 @@ class Trainer(RunState):
             return None
 
     def _steps(self) -> Iterator[tuple[int, StepData]]:
-        """Numbers and data of steps, until the run ends."""
+        """Yield the number and the data of each step until the run ends."""
         last = self.step if self.config.train.eval_only else self.steps
         feed = iter(self.feed)
         with self.console.progress("training") as advance:
@@ -270,7 +270,7 @@ class Trainer(RunState):
                     self._interrupt()
 
     def _watch(self, data: StepData) -> Callable[[int], None]:
-        """The function that tells callbacks about each micro-batch."""
+        """The function that calls `Callbacks.micro_batch` after each micro-batch."""
 
         def watch(index: int) -> None:
             own = sum(batch.denominator for batch in data.micro_batches[: index + 1])
@@ -279,10 +279,15 @@ class Trainer(RunState):
         return watch
 
     def _agree(self, data: StepData, result: StepResult) -> tuple[float, float]:
-        """One all-reduce: loss and slots of the step, requests to stop, and packs whose loss is not finite.
+        """Sum the loss and the slots of a step over all ranks; share stop signals and non-finite losses.
+
+        All of it takes one all-reduce.
+
+        Returns:
+            Summed loss, and number of slots.
 
         Raises:
-            NonFiniteLoss: on every rank, naming the documents of those packs.
+            NonFiniteLoss: the loss of a pack is not finite; raised on every rank with the pack's documents.
         """
         mesh, packs = self.mesh, len(result.losses)
         broken = [0.0] * (packs * mesh.data_size)
@@ -306,8 +311,8 @@ class Trainer(RunState):
         return loss_sum, slots
 
     def _interrupt(self) -> None:
-        """All ranks know that one received a signal: they stop after this step, without an evaluation."""
-        self.stop.signal = self.stop.signal or signal.SIGTERM  # where another rank received it
+        """End the run after this step without an evaluation, because a rank received a signal; called on all ranks."""
+        self.stop.signal = self.stop.signal or signal.SIGTERM  # if another rank received it
         self.ending, self.interrupted = self.stop.signal.name, True
 
     def _is_valid(self, data: StepData, norm: float) -> bool:
@@ -335,13 +340,13 @@ class Trainer(RunState):
         metrics: Mapping[str, float],
         **values: Any,
     ) -> None:
-        """Measure the step that just ended, and write its record.
+        """Compute the metrics of the step that has just ended, and write its record.
 
         Args:
-            data: of the step.
-            result: of its forward and backward passes.
-            middle: when its backward passes ended.
-            metrics: of callbacks.
+            data: data of the step.
+            result: result of its forward and backward passes.
+            middle: time at which its backward passes ended, in seconds.
+            metrics: metrics of callbacks.
             values: see `step_metrics`.
         """
         self.world.synchronize()
