@@ -202,22 +202,22 @@ class CostModel:
 
         Args:
             timings: (lengths of the documents of one micro-batch, its seconds), at least four that differ in tokens, in
-                squares of lengths and in documents; about twenty are good.
+                squares of lengths and in documents; about twenty are recommended.
             shape: the decoder that was timed, for `flops`.
             align: each document was padded to a multiple of this number of tokens.
 
         Raises:
-            ValueError: too few or degenerate timings; the message says what to time.
+            ValueError: timings are too few or degenerate; the message says what to time.
         """
         measured = _fit_seconds([(_padded(check_lengths(x), align), t) for x, t in timings])
         linear, quadratic, constant = measured.weights()
         return cls(shape, linear, quadratic, constant=constant, align=align, timed=measured)
 
     def cost(self, lengths: ArrayLike) -> NDArray[np.int64]:
-        """(documents,) int64 cost of each document; never falls as documents grow.
+        """(documents,) int64 cost of each document, which does not decrease with length.
 
         Raises:
-            ValueError: lengths that are not positive integers, or whose costs sum to 2^62 or more.
+            ValueError: a length is not a positive integer, or the costs sum to 2^62 or more.
         """
         padded = self._checked(check_lengths(lengths))
         cost = padded * (self.linear + self.quadratic * (padded + 1))
@@ -226,7 +226,7 @@ class CostModel:
         return cost + self.constant if self.constant else cost
 
     def check(self, lengths: NDArray[np.int64]) -> None:
-        """Raise what `cost` raises, without allocating the costs."""
+        """Raise the errors of `cost` without allocating the costs."""
         self._checked(lengths)
 
     def _checked(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -266,10 +266,10 @@ class CostModel:
 
         Args:
             lengths: (documents,) tokens of each document.
-            vocabulary_size: of the output layer; None = the shape's own.
+            vocabulary_size: vocabulary of the output layer; None = the shape's own.
 
         Raises:
-            ValueError: bad lengths, or the model was fitted without a shape.
+            ValueError: lengths are invalid, or the model was fitted without a shape.
         """
         return self._flops(check_lengths(lengths), vocabulary_size, "none")
 
@@ -294,7 +294,7 @@ class CostModel:
         """Predicted seconds of one micro-batch of these documents, forward and backward.
 
         Raises:
-            ValueError: bad lengths, or the model was not fitted to measured times.
+            ValueError: lengths are invalid, or the model was not fitted to measured times.
         """
         if self.timed is None:
             raise ValueError("this cost model counts FLOPs and knows no seconds: make one with CostModel.fit")
@@ -311,7 +311,7 @@ class CostModel:
         """The model that `to_dict` wrote.
 
         Raises:
-            ValueError: keys that are missing or unknown, or illegal values.
+            ValueError: keys are missing or unknown, or a value is invalid.
         """
         known = {*WEIGHTS, "window", "align", "recompute", "shape", "timed"}
         wrong = sorted(known ^ set(values))
@@ -332,11 +332,11 @@ class CostModel:
 
     @classmethod
     def load(cls, path: str | Path) -> CostModel:
-        """The model that `save` wrote.
+        """Read a model that `save` wrote.
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: the file holds no cost model.
+            ValueError: the file does not hold a cost model.
         """
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -358,7 +358,7 @@ def weigh(lengths: NDArray[np.int64], linear: int, quadratic: int) -> NDArray[np
 
 
 def _check_sum(lengths: NDArray[np.int64], most_per_token: int, constant: int) -> None:
-    """Raise ValueError if documents of at most this cost per token, and a constant each, may sum to 2^62."""
+    """Check that costs of at most `most_per_token` per token and `constant` per document sum to less than 2^62."""
     longest = int(lengths.max(initial=0))
     # The sum of lengths does not overflow if this product, which is at least as large, is below 2^63.
     wraps = longest * len(lengths) >= 1 << 63
@@ -370,7 +370,7 @@ def _check_sum(lengths: NDArray[np.int64], most_per_token: int, constant: int) -
 
 
 def _matrices(shape: ModelShape, vocabulary: int) -> int:
-    """Matrix elements that a token is multiplied with, including the output layer."""
+    """Number of matrix elements that a token is multiplied with, including the output layer."""
     return shape.token_parameters + shape.d_model * vocabulary
 
 
@@ -403,19 +403,19 @@ def _padded(lengths: NDArray[np.int64], align: int) -> NDArray[np.int64]:
 
 
 def _terms(lengths: NDArray[np.int64]) -> tuple[float, float, float, float]:
-    """Values that the coefficients of `Seconds` multiply: 1, Σ l, Σ l(l+1), documents."""
+    """The factors of the coefficients in `Seconds`: 1, Σ l, Σ l(l+1), number of documents."""
     exact = lengths.astype(np.float64)
     return 1.0, float(exact.sum()), float((exact * (exact + 1)).sum()), float(len(exact))
 
 
 def _fit_seconds(timings: Sequence[tuple[NDArray[np.int64], float]]) -> Seconds:
-    """The non-negative coefficients that fit measured times best.
+    """Fit non-negative coefficients to measured times by least squares.
 
-    Columns are scaled to a largest entry of 1 first: pairs are 10^9 where documents are 10.
+    Columns are first scaled to a maximum of 1, because the number of pairs may be 10^9 and that of documents 10.
 
     Raises:
-        ValueError: fewer than four timings, seconds that are not positive, or timings in which tokens, pairs and
-            documents are collinear.
+        ValueError: there are fewer than four timings, seconds are not positive, or tokens, pairs and documents are
+            collinear.
     """
     from scipy.optimize import nnls  # takes half a second to import
 
@@ -443,6 +443,6 @@ def _fit_seconds(timings: Sequence[tuple[NDArray[np.int64], float]]) -> Seconds:
         raise ValueError(
             "the measured seconds do not grow with tokens, squares or documents: time larger micro-batches"
         )
-    found = solution * seconds.max() / largest
+    coefficients = solution * seconds.max() / largest
     error = float(residual) * seconds.max() / math.sqrt(len(seconds)) / seconds.mean()
-    return Seconds(*(float(value) for value in (*found, error)))
+    return Seconds(*(float(value) for value in (*coefficients, error)))

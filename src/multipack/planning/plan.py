@@ -1,10 +1,10 @@
-"""The plan of an epoch: which documents train together in which global step, and how ranks share a step.
+"""`Plan`: the documents of every global step of an epoch, and their assignment to ranks.
 
     lengths ── seeded order ──▶ steps (sets of documents) ── deal(step, ranks) ──▶ packs of the ranks
                                 same for any ranks           arranged for each number of ranks
 
 A plan is a pure function of lengths, targets, options, seed, epoch, and the documents carried in. A run can stop at any
-step and continue on other hardware: no document is lost or repeated.
+step and continue with another number of ranks: no document is lost or repeated.
 """
 
 from __future__ import annotations
@@ -52,23 +52,23 @@ class Plan:
     Attributes:
         lengths: (all documents,) int64 tokens of every document, planned or not.
         target_counts: (all documents,) int64 target tokens, or None for length − 1.
-        options: of the plan.
-        loss_weighting: what the loss is a mean over: `token` or `document`; changes no step.
-        seed, epoch: of the order.
-        cost_model: what a document costs.
-        slots: (all documents,) int64 tokens that each document takes in a pack: its length, padded to `align`.
-        balanced: the cost that packs are equalized in, as `balance` asks.
-        window: steps planned together: as given, or more where a fixed number of steps needed it.
+        options: options of the plan.
+        loss_weighting: whether the loss is a mean over `token`s or `document`s; does not affect the steps.
+        seed, epoch: seed and epoch of the order.
+        cost_model: cost of documents.
+        slots: (all documents,) int64 slots of each document in a pack: its length, padded to `align`.
+        balanced: cost that is balanced between packs, determined by the option `balance`.
+        window: number of steps planned together: as given, or more if a fixed number of steps required it.
         order: (documents,) int64 document numbers, pack after pack, step after step.
-        pack_offsets: (packs + 1,) where packs begin in `order`.
-        step_offsets: (steps + 1,) where steps begin among packs.
-        dropped: document numbers that `tail="drop"` left out, in their order.
-        carried: document numbers that `tail="carry"` leaves for the next epoch, in their order.
-        carried_in: document numbers carried over from the epoch before.
-        key: plain values of the options, which the fingerprint is made from.
-        fingerprint: of lengths, targets and options; not of ranks, sync, seed or epoch.
-        most_documents: maximum documents of a pack, in any epoch, step and arrangement.
-        seconds: time that planning took.
+        pack_offsets: (packs + 1,) int64 start of each pack in `order`.
+        step_offsets: (steps + 1,) int64 index of the first pack of each step.
+        dropped: numbers of the documents dropped by `tail="drop"`, in their order.
+        carried: numbers of the documents that `tail="carry"` leaves for the next epoch, in their order.
+        carried_in: numbers of the documents carried over from the previous epoch.
+        key: plain values of the options, from which the fingerprint is computed.
+        fingerprint: hash of lengths, targets and options; it does not depend on ranks, sync, seed or epoch.
+        most_documents: maximum number of documents of a pack, in any epoch, step and assignment to ranks.
+        seconds: time that planning took, in seconds.
     """
 
     lengths: Integers
@@ -94,12 +94,12 @@ class Plan:
 
     @property
     def capacity(self) -> int:
-        """Maximum tokens of a pack."""
+        """Maximum number of tokens of a pack."""
         return self.options.capacity
 
     @property
     def packs_per_step(self) -> int:
-        """Maximum packs of a step."""
+        """Maximum number of packs of a step."""
         return self.options.packs_per_step
 
     @property
@@ -109,22 +109,22 @@ class Plan:
 
     @property
     def num_steps(self) -> int:
-        """Global steps of the epoch."""
+        """Number of global steps of the epoch."""
         return len(self.step_offsets) - 1
 
     @property
     def num_documents(self) -> int:
-        """Documents in the epoch's steps: those carried in are included, those dropped or carried on are not."""
+        """Number of documents in the epoch's steps, including `carried_in`, without `dropped` and `carried`."""
         return len(self.order)
 
     @property
     def num_packs(self) -> int:
-        """Packs of the epoch as planned, none of them empty."""
+        """Number of packs of the epoch as planned, none of them empty."""
         return len(self.pack_offsets) - 1
 
     @property
     def longest(self) -> int:
-        """Slots of the longest document, planned or not: a constant for kernels."""
+        """Number of slots of the longest document, planned or not: a constant for kernels."""
         return int(self.slots.max())
 
     def __repr__(self) -> str:
@@ -134,35 +134,35 @@ class Plan:
         )
 
     def documents(self, step: int) -> Integers:
-        """The document numbers of a step, which do not depend on the number of ranks."""
+        """(documents of the step,) int64 document numbers, which do not depend on the number of ranks."""
         first, last = self._packs_of(step)
         return self.order[self.pack_offsets[first] : self.pack_offsets[last]]
 
     def packs(self, step: int) -> Packs:
-        """One packing of a step that fits: at most `packs_per_step` packs, none of them empty."""
+        """The packs of a step as planned: at most `packs_per_step`, none of them empty."""
         first, last = self._packs_of(step)
         return Packs(self.documents(step), self.pack_offsets[first : last + 1] - self.pack_offsets[first])
 
     def costs(self, documents: Integers) -> Integers:
-        """(documents,) int64: the cost of these documents that packs are equalized in, as `balance` asks."""
+        """(documents,) int64 cost of each of these documents that is balanced between packs; see `balanced`."""
         return self.balanced.cost(self.slots[documents])
 
     def tokens(self, step: int) -> int:
-        """Tokens of a step's documents."""
+        """Number of tokens of a step's documents."""
         return int(self.lengths[self.documents(step)].sum())
 
     def targets(self, step: int) -> int:
-        """Target tokens of a step, over all ranks and micro-batches."""
+        """Number of target tokens of a step, over all ranks and micro-batches."""
         documents = self.documents(step)
         if self.target_counts is None:
             return int(self.lengths[documents].sum()) - len(documents)
         return int(self.target_counts[documents].sum())
 
     def denominator(self, step: int) -> int:
-        """What a step's summed loss is divided by, over all ranks and micro-batches: no collective is needed.
+        """Divisor of a step's summed loss over all ranks and micro-batches, known without a collective.
 
-        Its targets with `loss_weighting="token"`; with `"document"` its documents that have a target, each of
-        whose n targets weighs 1 / n (LongAlign: Bai et al. 2024, arXiv:2401.18058).
+        With `loss_weighting="token"` it is the number of targets; with `"document"` the number of documents with a
+        target, each of whose n targets has weight 1 / n (LongAlign: Bai et al. 2024, arXiv:2401.18058).
         """
         if self.loss_weighting == "token":
             return self.targets(step)
@@ -172,10 +172,10 @@ class Plan:
         return int(np.count_nonzero(self.target_counts[documents]))
 
     def micro_batches(self, data_parallel_size: int) -> int:
-        """Packs of each rank in a step: ⌈packs_per_step / ranks⌉.
+        """Number of packs of each rank in a step: ⌈packs_per_step / ranks⌉.
 
         Raises:
-            ValueError: more ranks than packs in a step.
+            ValueError: there are more ranks than packs in a step.
         """
         world = check_integer("data_parallel_size", data_parallel_size)
         if world > self.packs_per_step:
@@ -187,20 +187,20 @@ class Plan:
         return -(-self.packs_per_step // world)
 
     def deal(self, step: int, data_parallel_size: int, sync: Sync = "micro") -> Packs:
-        """A step's documents arranged for ranks: micro_batches × ranks packs, balanced at each sync point.
+        """Assign a step's documents to ranks: micro_batches × ranks packs, balanced at each sync point.
 
         Args:
-            step: global step of the epoch.
-            data_parallel_size: ranks that share the step, at most `packs_per_step`.
-            sync: where ranks wait for each other: `micro` at each micro-batch (FSDP), `step` once a
-                step (DDP, ZeRO-1/2), `pipeline` like micro.
+            step: index of the global step in the epoch.
+            data_parallel_size: number of ranks that share the step, at most `packs_per_step`.
+            sync: when ranks synchronize: `micro` at each micro-batch (FSDP), `step` once per step (DDP, ZeRO-1/2),
+                `pipeline` like micro.
 
         Returns:
-            `Packs` in micro-batch-major order: pack m · ranks + r is rank r's micro-batch m. None is empty
-            while there are enough documents.
+            `Packs` in micro-batch-major order: pack m · ranks + r is rank r's micro-batch m. No pack is empty if there
+            are at least as many documents as packs.
 
         Raises:
-            ValueError: more ranks than packs of a step, an unknown sync.
+            ValueError: there are more ranks than packs in a step, or `sync` is unknown.
         """
         micro_batches = self.micro_batches(data_parallel_size)
         check_choice("sync", sync, Sync)

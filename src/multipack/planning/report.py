@@ -1,16 +1,16 @@
-"""How good a plan is: each measure defined once.
+"""`report`: measures of a plan's packing, balance and randomness.
 
-A *sync point* is where ranks wait for each other: every micro-batch, or once a step (`sync="step"`). Over
+A *sync point* is where ranks wait for each other: every micro-batch, or once per step (`sync="step"`). Over
 the sync points of an epoch, with x the tokens (or the cost) of a rank between two of them, and W ranks:
 
-    efficiency         Σ tokens / (steps · packs_per_step · capacity)     how full the slots are
-    padding            1 − Σ tokens / (packs that ranks run · capacity)   what fixed shapes would add
-    utilization        Σ x / (W · Σ max x) for x in tokens                how little ranks wait
-    cost utilization   the same for x in cost                             … when attention is quadratic
+    efficiency         Σ tokens / (steps · packs_per_step · capacity)     share of slots that hold tokens
+    padding            1 − Σ tokens / (packs that ranks run · capacity)   share of padding with fixed shapes
+    utilization        Σ x / (W · Σ max x) for x in tokens                mean over maximum tokens of a rank
+    cost utilization   the same for x in cost                             mean over maximum cost of a rank
     imbalance          W · max x / Σ x for x in cost                      of one sync point
-    L² lag             √(max Σl² − min Σl²)                               spread of squares between ranks
-    displacement       |step − place in the order|, in steps              how far documents moved
-    wait               step − first step with a later document            how long documents were deferred
+    L² lag             √(max Σl² − min Σl²)                               difference of squares between ranks
+    displacement       |step − place in the order|, in steps              distance that documents moved
+    wait               step − first step with a later document            time that documents were deferred
     mean-length spread √(Σ (mean − μ)² / Σ S²(1/n − 1/N)) over the steps  1 = the same as random steps of n documents
 
 Efficiency, utilization and L² lag are multipack's own (README of multipack_sampler V2). The ratio of the
@@ -18,8 +18,8 @@ largest to the mean is what balancing papers call the degree of imbalance (Wang 
 arXiv:2503.17924). The last row divides by the variance of the mean of n of N lengths drawn without
 replacement, S² being their variance over N − 1 (Cochran 1977, Sampling Techniques, §2.4).
 
-The *ceiling* is a proven upper bound on the cost utilization of the documents that a step has; which documents it has
-is the plan's choice.
+The *ceiling* is a proven upper bound on the cost utilization for the given documents of each step; another plan with
+other steps may have another ceiling.
 """
 
 from __future__ import annotations
@@ -44,48 +44,46 @@ from multipack.planning.steps import BATCHES, permutation
 Integers = NDArray[np.int64]
 
 SAMPLE = 1000
-"""Steps that a report deals at most, by default."""
+"""Default maximum number of steps that a report assigns to ranks."""
 
-_CAPACITY, _PACKS = (
-    8192,
-    8,
-)  # of the invented plan that compiles kernels, at most: long documents may cost too much
+# Maximum capacity and packs per step of the plan that compiles kernels: costs of long documents might overflow.
+_CAPACITY, _PACKS = 8192, 8
 
 
 @dataclass(frozen=True)
 class PlanReport:
-    """How well a plan packs, balances and mixes, for a number of ranks."""
+    """Measures of a plan's packing, balance and randomness for a number of ranks."""
 
     data_parallel_size: int
-    """Ranks that share a step."""
+    """Number of ranks that share a step."""
     sync: str
     """Where ranks wait for each other: `micro`, `step` or `pipeline`."""
     steps: int
-    """Global steps of the epoch."""
+    """Number of global steps of the epoch."""
     measured_steps: int
-    """Steps, evenly spaced, that were dealt to measure utilization, cost, balance, lag and ceiling."""
+    """Number of evenly spaced steps in which utilization, cost, balance, lag and ceiling were measured."""
     minimum_steps: int
-    """No plan of these documents has fewer (proven)."""
+    """Proven lower bound on the number of steps of any plan of these documents."""
     packs: int
-    """Packs of the epoch as planned."""
+    """Number of packs of the epoch as planned."""
     minimum_packs: int
-    """No packing of these documents has fewer (proven)."""
+    """Proven lower bound on the number of packs of these documents."""
     documents: int
-    """Documents in the steps."""
+    """Number of documents in the steps."""
     tokens: int
-    """Tokens in the steps."""
+    """Number of tokens in the steps."""
     dropped_documents: int
-    """Documents that `tail="drop"` left out."""
+    """Number of documents dropped by `tail="drop"`."""
     dropped_tokens: int
-    """Tokens of the dropped documents."""
+    """Number of tokens of the dropped documents."""
     carried_documents: int
-    """Documents left for the next epoch."""
+    """Number of documents left for the next epoch."""
     split_documents: int
-    """Documents that were truncated or split before planning because they were longer than a pack."""
+    """Number of documents that were truncated or split before planning because they were longer than a pack."""
     efficiency: float
     """Share of slots (steps × packs_per_step × capacity) that hold tokens."""
     efficiency_but_last: float
-    """The same without the last step, which may be a small one; with one step only, the same."""
+    """Efficiency without the last step, which may be small; of all steps if there is only one."""
     padding: float
     """Share of slots without a token if every pack that ranks run were padded to the capacity."""
     utilization: float
@@ -93,35 +91,35 @@ class PlanReport:
     cost_utilization: float
     """Mean over maximum cost of a rank, over all sync points."""
     cost_utilization_ceiling: float
-    """No arrangement of these steps' documents has a higher cost utilization (proven)."""
+    """Proven upper bound on the cost utilization of these steps' documents."""
     ceiling_reached: float
     """Cost utilization over its ceiling."""
     imbalance_mean: float
     """Maximum over mean cost of a rank, averaged over the sync points."""
     imbalance_max: float
-    """The same at the worst sync point."""
+    """Maximum over mean cost of a rank at the worst sync point."""
     l2_lag_mean: float
     """√ of the mean over the sync points of max − min Σ l², in tokens."""
     l2_lag_max: float
     """√ of the largest max − min Σ l² of a sync point, in tokens."""
     displacement_median: float
-    """Steps between a document's place in the order and where it is trained; half the documents are below."""
+    """Median number of steps between a document's place in the order and its step."""
     displacement_p99: float
-    """The same; 99 % of the documents are below."""
+    """99th percentile of that number of steps."""
     displacement_max: float
-    """The same for the document that moved furthest."""
+    """Maximum of that number of steps."""
     late_share: float
     """Share of documents that moved further than the window."""
     longest_wait: int
-    """Most steps between the first that trains a document of a later place in the order and a document's own."""
+    """Maximum number of steps between the first step with a later document and a document's own step."""
     mean_length_spread: float | None
-    """Spread of the steps' mean lengths over that of random steps; above 1, similar ones share steps; None: 1 step."""
+    """See the function `mean_length_spread`."""
     kappa: float
-    """Cost per token of the longest document over the mean token's: bounds the balance of full packs."""
+    """See the function `kappa`."""
     step_seconds: float | None
-    """Predicted mean seconds of a step's forward and backward passes; None: the cost model was not fitted to times."""
+    """Predicted mean seconds of a step's forward and backward passes; None if the cost model has no times."""
     seconds: float
-    """Time that planning the epoch took."""
+    """Time that planning the epoch took, in seconds."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -135,18 +133,18 @@ def report(
     sample: int | None = SAMPLE,
     split_documents: int = 0,
 ) -> PlanReport:
-    """Deal steps to ranks and measure the loads at their sync points.
+    """Measure a plan for a number of ranks.
 
     Args:
-        made: any plan.
-        data_parallel_size: ranks that share a step.
+        made: the plan.
+        data_parallel_size: number of ranks that share a step.
         sync: where ranks wait for each other.
-        sample: steps to deal at most, evenly spaced; None = every step. What needs no dealing is measured over all
-            steps.
-        split_documents: documents that were truncated or split before planning, for the report's field.
+        sample: maximum number of evenly spaced steps to assign to ranks; None = every step. Measures that do not
+            depend on ranks are computed over all steps.
+        split_documents: value of the report's field.
 
     Raises:
-        ValueError: more ranks than packs in a step, an unknown sync, a sample below 1.
+        ValueError: there are more ranks than packs in a step, `sync` is unknown, or `sample` is below 1.
     """
     steps = even(made.num_steps, made.num_steps if sample is None else check_integer("sample", sample))
     planned, sizes = made.slots[made.order], (made.num_steps, made.packs_per_step, made.capacity)
@@ -188,7 +186,7 @@ def report(
 
 
 def _balance(made: Plan, steps: Integers, ranks: int, sync: Sync) -> dict[str, Any]:
-    """The fields of a report that depend on dealing, measured over these steps."""
+    """The fields of a report that depend on the assignment to ranks, measured over these steps."""
     slots, costs = made.slots, made.cost_model.cost(made.slots)
     rows: list[tuple[Integers, ...]] = []
     micro_batches, least, seconds = made.micro_batches(ranks), 0, 0.0
@@ -222,11 +220,11 @@ def predicted_seconds(
     """Predicted seconds of a step's forward and backward passes, with ranks that wait at each sync point.
 
     Args:
-        cost_model: fitted to measured times; otherwise the result is None.
-        slots: (documents,) of each document.
+        cost_model: a model fitted to measured times; without times the result is None.
+        slots: (documents,) slots of each document.
         dealt: the step's packs for all ranks.
-        ranks: data-parallel ranks.
-        sync: where they wait.
+        ranks: number of data-parallel ranks.
+        sync: where ranks wait for each other.
     """
     if cost_model.timed is None:
         return None
@@ -315,7 +313,7 @@ def displacement(plan: Plan) -> NDArray[np.float64]:
 
 
 def longest_wait(plan: Plan) -> int:
-    """Most steps between the first that trains a document of the same or a later place and a document's own."""
+    """Maximum number of steps between the first step with the same or a later document and a document's own step."""
     positions = _positions(plan, _sequence(plan))
     reached = np.maximum.accumulate(np.maximum.reduceat(positions, plan.pack_offsets[plan.step_offsets[:-1]]))
     return int((_steps(plan) - np.searchsorted(reached, positions)).max())
@@ -350,7 +348,7 @@ def _positions(plan: Plan, sequence: Integers) -> Integers:
 def padded_share(lengths: ArrayLike, batch_size: int = 8, seed: int = 0) -> float:
     """Share of real tokens when random batches of `batch_size` documents are padded to their longest.
 
-    The last batch may be smaller. This is what a conventional loader without packing computes for.
+    The last batch may be smaller. This is the efficiency of a conventional loader without packing.
     """
     checked = check_lengths(lengths)
     size = check_integer("batch_size", batch_size)
@@ -376,16 +374,16 @@ def compile_planner(
     sync: Sync = "micro",
     announce: Callable[[], None] = lambda: None,
 ) -> None:
-    """Compile the kernels of a plan with these options and of its dealing, by planning a few invented documents.
+    """Compile the kernels of planning with these options, by planning a few synthetic documents.
 
     Args:
-        options: of the plan.
-        ranks: that steps are dealt to.
-        sync: where they wait for each other.
-        announce: called first if the cache holds no compiled kernels: compiling takes seconds.
+        options: options of the plan.
+        ranks: number of ranks that share a step.
+        sync: where ranks wait for each other.
+        announce: called first if the cache holds no compiled kernels, because compiling takes seconds.
 
     Raises:
-        ValueError: options that no plan can have.
+        ValueError: the options are invalid.
     """
     if not cached(placing, balancing):
         announce()
@@ -408,5 +406,5 @@ def compile_packer(
 
 
 def _invented(capacity: int) -> Integers:
-    """1,500 lengths, few long and many short, in no order: e⁻⁶ … 1 of the capacity."""
+    """1,500 synthetic lengths, unordered, from e⁻⁶ to 1 of the capacity; most are short."""
     return np.maximum(capacity * np.exp(-6 * (np.arange(1500) * 0.618 % 1)), 1).astype(np.int64)

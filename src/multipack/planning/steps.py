@@ -78,14 +78,14 @@ def first_fit(slots: Integers, capacity: int, max_documents: int) -> Integers:
 
 @dataclass(frozen=True, eq=False)
 class StepRules:
-    """What the windows of an epoch or a stream have in common.
+    """Settings shared by all windows of an epoch or a stream.
 
     Attributes:
-        options: of the plan.
-        price: slots → the costs that packs are equalized in.
-        seed, epoch: of the order.
-        spread: steps are filled evenly, up to the capacity; else they are filled as far as documents allow.
-        packer: (slots, capacity, max_documents) → pack of each document; tried where spreading leaves too much over.
+        options: options of the plan.
+        price: slots of documents → costs that are balanced between packs.
+        seed, epoch: seed and epoch of the order.
+        spread: whether steps are filled evenly, up to the capacity; otherwise each is filled as much as possible.
+        packer: (slots, capacity, max_documents) → pack of each document; tried if too many documents are not placed.
     """
 
     options: PlanOptions
@@ -97,7 +97,7 @@ class StepRules:
 
     @property
     def step_slots(self) -> int:
-        """Slots to aim at in a step, at most."""
+        """Maximum number of slots to fill in a step."""
         options = self.options
         return options.packs_per_step * (options.capacity if self.spread else options.mean)
 

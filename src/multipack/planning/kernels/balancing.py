@@ -377,15 +377,15 @@ def rearrange(
 
     Args:
         placed: (documents,) pack of each document; every document has one.
-        lengths: (documents,) tokens, falling.
-        costs: (documents,) falling.
+        lengths: (documents,) tokens, descending.
+        costs: (documents,) costs, descending.
         capacity: maximum tokens of a pack.
         max_documents: maximum documents of a pack.
         world: ranks.
         slots: packs of each rank.
-        joint: equalize tokens and squares instead of costs.
-        half: documents in each half of the search, which takes time and memory of 2^half.
-        attempts: pairs of packs to try.
+        joint: whether to balance tokens and squares instead of costs.
+        half: number of documents in each half of the search, which takes time and memory of 2^half.
+        attempts: number of pairs of packs to try.
         target: load at which to stop, without `joint`.
     """
     packs = world * slots
