@@ -283,6 +283,21 @@ def test_parts_in_any_order_are_one_store(config, folder, tmp_path, order):
     assert TokenStore(tmp_path / "one").num_documents == 12
 
 
+def test_a_store_killed_before_its_header_is_finished_by_the_next_call(config, pairs, tmp_path, monkeypatch):
+    path = tmp_path / "store"
+    whole = content(prepare(config(source="jsonl", path=pairs), BYTE, tmp_path / "whole"))
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer_module, "finish_store", killed)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(config(source="jsonl", path=pairs), BYTE, path)
+    assert not (path / HEADER).exists()
+    assert content(prepare(config(source="jsonl", path=pairs), BYTE, path)) == whole
+
+
 def test_impossible_requests_are_refused(config, corpus, tmp_path, text_file):
     data, out = config(source="jsonl", path=corpus), tmp_path / "out"
     stream = config(source="text", path=text_file("abc"), documents="stream")

@@ -20,7 +20,7 @@ from multipack.data.loader import PackedLoader
 from multipack.data.prepare import prepare
 from multipack.data.sampler import PackedBatchSampler
 from multipack.data.shards import HEADER, StoreHeader
-from multipack.data.staging import stage
+from multipack.data.staging import stage, verify_once
 from multipack.data.store import TokenStore
 from multipack.data.tokenizer import TokenizerConfig
 
@@ -150,6 +150,18 @@ def test_a_copy_that_is_not_whole_is_completed(store, folder, write_store, damag
     (staged,), line = stage([store], str(folder))
     assert content(staged) == content(store)
     assert line.endswith("copied now")
+
+
+def test_a_damaged_copy_is_removed_by_the_full_check(store, folder, tmp_path):
+    (copy,), _ = stage([store], str(folder))
+    shard = copy.folder / copy.header.shards[0].name
+    damaged = bytearray(shard.read_bytes())
+    damaged[-1] ^= 1
+    shard.write_bytes(damaged)
+    with pytest.raises(ValueError, match="start again"):
+        verify_once([copy], tmp_path)
+    (copy,), _ = stage([store], str(folder))
+    verify_once([copy], tmp_path)
 
 
 def test_a_store_that_was_prepared_again_gets_another_copy(write_store, folder):

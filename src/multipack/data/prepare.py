@@ -60,7 +60,7 @@ def prepare(
         progress: called with (done, total, unit) meanwhile.
         overwrite: replace another token store at `out` (never another folder).
         engine: `local`, or `ray`: parts of the source as tasks of a Ray cluster.
-        shards: number of shards, about; 0 = a shard for each `SHARD_TOKENS` tokens.
+        shards: approximate number of shards, each of at most `SHARD_TOKENS` tokens; 0 = as few as that allows.
         part: `i/n`: tokenize part i of n; all n parts in one folder are the store.
         tell: called with a line for people about what is reused.
 
@@ -181,9 +181,9 @@ class Job:
             chat_template=source.chat_template,
             part=part,
             parts=self.parts,
-            shard_tokens=1 << 62 if self.shards else 0,
         )
         if self._is_finished(path, part, writer.recipe):
+            finish_store(path, self.source.describe)  # a kill may have prevented it
             self.tell(f"part {part + 1} of {self.parts} is there already")
             return
         try:

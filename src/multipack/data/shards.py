@@ -153,7 +153,7 @@ def offsets_of(lengths: Integers) -> Integers:
 
 def damaged(place: object, reason: str) -> ValueError:
     """The error for a damaged store, for the caller to raise."""
-    return ValueError(f"{place}: {reason}: the store is damaged; prepare it again")
+    return ValueError(f"{place}: {reason}: the store is damaged; remove it and prepare it again")
 
 
 @dataclass(frozen=True)

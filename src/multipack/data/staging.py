@@ -26,6 +26,7 @@ from multipack.atomic import PARTIAL, locked, write_atomically
 from multipack.data.shards import CHAT_TEMPLATE, HEADER, RECIPE, TOKENIZER
 from multipack.data.store import TokenStore
 from multipack.data.tokenizer import Progress
+from multipack.data.writer import remove_store
 
 MEMORY = "memory"
 """Value of `data.stage` that is no folder."""
@@ -47,7 +48,15 @@ def verify_once(stores: Sequence[TokenStore], cache: Path, progress: Progress | 
         stamp = cache / "verified" / hashlib.sha256(text.encode()).hexdigest()[:32]
         with locked(stamp.with_suffix(".lock")):
             if not stamp.exists():
-                store.verify(progress)
+                try:
+                    store.verify(progress)
+                except ValueError as error:
+                    if store.folder == store.path:
+                        raise
+                    remove_store(store.folder)
+                    raise ValueError(
+                        f"{store.folder}: the local copy was damaged and is removed; start again"
+                    ) from error
                 write_atomically(stamp, text.encode())
 
 

@@ -213,7 +213,8 @@ class StoreWriter:
 
     def __enter__(self) -> StoreWriter:
         if not self._continues():
-            if not (self._replace or is_free(self.path, leftovers=True)):
+            # Another part of the same store may have written its recipe since.
+            if not (self._replace or is_free(self.path, leftovers=True) or self._continues()):
                 raise FileExistsError(f"{self.path} holds something else; remove it or choose another folder")
             if self._replace:
                 remove_store(self.path)
@@ -291,7 +292,7 @@ class StoreWriter:
             if self.recipe.split_by == "position":
                 shard = shard.as_one_document(shard.name(0) if len(shard) else "")
             self._count(write_shard(self._next_file(), shard, self._waiting_read))
-        self._waiting, self._waiting_read, self._waiting_tokens = [], 0, 0
+            self._waiting, self._waiting_read, self._waiting_tokens = [], 0, 0
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -316,7 +317,12 @@ def finish_store(path: Path, description: str | Callable[[int], str] = "") -> bo
     files = [path / part_name(part) for part in range(recipe.parts)]
     if (path / HEADER).is_file() or not all(file.is_file() for file in files):
         return (path / HEADER).is_file()  # the writer of another part may have been faster
-    parts, skipped = [StoreHeader.read(file) for file in files], dict[str, int]()
+    try:
+        parts, skipped = [StoreHeader.read(file) for file in files], dict[str, int]()
+    except ValueError:
+        if (path / HEADER).is_file():  # the writer of another part has finished the store meanwhile
+            return True
+        raise
     for part in parts:
         for reason, count in part.skipped.items():
             skipped[reason] = skipped.get(reason, 0) + count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from multipack.planning.cost import CostModel
@@ -29,6 +30,8 @@ def run_cost(config: Config, shape: ModelShape, run: RunDirectory) -> CostModel:
     if config.train.resume == "false":
         return CostModel.load(config.plan.cost)
     file = run.path / COST_FILE
+    if not file.is_file() and not run.latest.is_file() and Path(config.plan.cost).is_file():
+        return CostModel.load(config.plan.cost)  # the run was killed while its directory was created
     if not file.is_file():
         raise ValueError(
             f"{file} is missing: the run was planned with plan.cost={config.plan.cost}, and without its copy the plan"
