@@ -103,7 +103,9 @@ def prepare(
         composed = compose(words or [])
         with console.progress("tokenizing") as advance:
             options: Any = {"engine": engine, "shards": shards, "part": part, "tell": console.line}
-            path = run(composed.data, composed.tokenizer, store, lambda *told: advance(*told), **options)
+            path = run(
+                composed.data, composed.tokenizer, store, lambda *progress: advance(*progress), **options
+            )
     elif words or store or shards or part != "1/1" or engine != "local":
         raise ValueError(f"--report {report} only reports: leave out settings and all options but --json")
     found = report_corpus(path)

@@ -1,10 +1,10 @@
-"""From a source to a token store, once; then it is reused.
+"""`prepare`: tokenize a source into a token store, or reuse the store that an earlier call made.
 
     DataConfig ─▶ Source ─▶ items ─▶ batches ─▶ encode ─▶ StoreWriter ─▶ shards … header
 
-A source is read once (and once before, for a tokenizer that must be trained on it). A call that was interrupted is
-continued after the shards that are there, with the same result. A source of several files can be prepared in parts, by
-any scheduler: each part writes its own shards, and the last one to finish completes the store.
+A source is read once, and once before to train its tokenizer if necessary. After an interruption the same call
+continues after the finished shards, with the same result. A source of several files can be prepared in parts, by any
+scheduler: each part writes its own shards, and the part that finishes last completes the store.
 """
 
 from __future__ import annotations
@@ -51,24 +51,25 @@ def prepare(
 ) -> Path:
     """Tokenize a source into a token store, or find the store that an earlier call made of the same source.
 
-    While one process works, others that want the same store wait for it.
+    While one process prepares a store, other processes that need the same store wait for it.
 
     Args:
         data: the source.
-        tokenizer: the tokenizer; trained on the source, if its kind needs that.
+        tokenizer: the tokenizer; trained on the source, if its kind requires it.
         out: folder of the store; None = in the cache.
-        progress: called with (done, total, unit) meanwhile.
-        overwrite: replace another token store at `out` (never another folder).
+        progress: called with (done, total, unit) during the work.
+        overwrite: replace another token store at `out` (but no other folder).
         engine: `local`, or `ray`: parts of the source as tasks of a Ray cluster.
         shards: approximate number of shards, each of at most `SHARD_TOKENS` tokens; 0 = as few as that allows.
-        part: `i/n`: tokenize part i of n; all n parts in one folder are the store.
-        tell: called with a line for people about what is reused.
+        part: `i/n`: tokenize part i of n; all n parts are written to the same folder.
+        tell: called with a line of text if finished shards or parts are reused.
 
     Returns:
         The folder of the store.
 
     Raises:
-        ValueError: a source that is impossible, malformed or empty; `out` holds something else; a package is missing.
+        ValueError: the settings contradict each other, the source is malformed or empty, `out` holds other files, or a
+            package is missing.
     """
     tokenizer.check()
     check_choice("--engine", engine, get_args(EngineName))
@@ -96,7 +97,7 @@ def parse_part(part: str) -> tuple[int, int]:
     """`i/n` → (i, n).
 
     Raises:
-        ValueError: not of this form, or not 1 ≤ i ≤ n ≤ 9999.
+        ValueError: `part` does not have this form with 1 ≤ i ≤ n ≤ 9999.
     """
     number, _, parts = part.partition("/")
     if not (number.isdecimal() and parts.isdecimal() and 1 <= int(number) <= int(parts) <= 9999):
@@ -151,22 +152,22 @@ class Job:
 
     @property
     def key(self) -> str:
-        """Identifies source, settings and tokenizer, by the names, sizes and times of change of the source's files."""
+        """Hash of source (names, sizes and modification times of its files), settings and tokenizer."""
         recipe = f"{VERSION} {self.source.identity} dedup {self.data.dedup} {self.tokenizer.hash}"
         return hashlib.sha256(recipe.encode()).hexdigest()[:32]
 
     def is_complete(self, path: Path) -> bool:
-        """Whether the store is at `path`, and its files have their sizes."""
+        """Whether the complete store of this job is at `path`, with files of the right sizes."""
         try:
             return TokenStore(path).header.key == self.key
         except ValueError:
             return False
 
     def write_part(self, path: Path, part: int = 0, replace: bool = False) -> None:
-        """Write one part of the store, after the shards of it that are there.
+        """Write one part of the store, continuing after its finished shards.
 
         Raises:
-            ValueError: the source is malformed or empty; other documents are at `path`.
+            ValueError: the source is malformed or empty, or `path` holds a store of other documents.
         """
         source = self.source.part(part, self.parts)
         writer = StoreWriter(

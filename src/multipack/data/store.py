@@ -9,8 +9,8 @@ books/
   part-0000.json                  part 0 is finished; removed with the other parts' files when all are
   header.json                     last: all shards with their sizes and hashes, counts, and its own checksum
 
-A store that grows has no header yet. Several stores joined, a copy of a store, and documents in memory are a header and
-shards, too. Nothing in a store is executed or unpickled; sizes are checked before they are believed.
+A store that grows has no header yet. Joined stores, a copy of a store, and documents in memory also consist of a header
+and shards. No code from a store is executed or unpickled; sizes are checked before arrays are used.
 """
 
 from __future__ import annotations
@@ -55,17 +55,19 @@ class TokenStore:
         path: folder of the store; names it in messages.
         folder: folder to read, if it is a copy elsewhere (see `data/staging.py`); None = `path`.
         in_memory: read all arrays into memory now, instead of mapping them.
-        growing: also open a store that is not complete, with the shards that can be read now.
-        header, shards: header and shards, if they are not to be read from the folder: a file, or a shard in memory.
+        growing: whether to open also an incomplete store, with the shards that can be read now.
+        header: header to use instead of the folder's; None = read it.
+        shards: file of each shard, or the shard in memory; None = the folder's files.
         labels: prefix of the names in each shard; empty = none.
 
     Attributes:
-        path, folder, in_memory, header: as given, or as read.
+        path, folder, in_memory: as given.
+        header: the header, given or read.
         is_complete: whether no more shards follow.
         first: (shards + 1,) number of the first document of each shard.
 
     Raises:
-        ValueError: no complete store at `path`, of another version, truncated or damaged.
+        ValueError: there is no complete store at `path`, or it is of another version, truncated or damaged.
     """
 
     def __init__(
@@ -170,10 +172,9 @@ class TokenStore:
 
     @property
     def bytes_asked(self) -> int:
-        """Bytes of tokens and target ranges that this process has asked of storage.
+        """Number of bytes of tokens and target ranges that this process has requested from storage.
 
-        In memory these are the bytes of all arrays, read once. Offsets and ranges that are read for planning, and
-        `verify`, are not counted.
+        With `in_memory` it is the size of all arrays, read once. Reads for planning and by `verify` are not counted.
         """
         return self._bytes_asked
 

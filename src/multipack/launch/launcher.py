@@ -185,7 +185,7 @@ def lay_out(request: LaunchRequest, allocation: Allocation) -> Layout:
 def choose_launcher(request: LaunchRequest, allocation: Allocation, layout: Layout) -> str:
     """Return the program that starts the processes: the requested one, or the default of this environment.
 
-    If torchrun is requested on other hosts, this is the program that starts one torchrun on each of them.
+    If torchrun is requested on other hosts, this is the program that starts one torchrun on every host.
 
     Raises:
         ValueError: the launcher is missing or cannot restart processes, or no launcher reaches all hosts.

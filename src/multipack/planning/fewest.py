@@ -46,7 +46,7 @@ THOROUGH = ((10_000, 10**9), (10_000, 4 * 10**9))
 """Efforts of `fill`: documents tried per pack, and total work. A unit of work takes about a nanosecond."""
 
 MAX_LENGTHS = 2_000
-"""Most distinct lengths for which the linear program is solved: it has a row for each of them."""
+"""Maximum number of distinct lengths for which the linear program is solved; it has one row per length."""
 
 MAX_ENTRIES = 1 << 26
 """Most entries (bytes) of the knapsack's table."""

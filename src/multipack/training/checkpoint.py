@@ -1,15 +1,15 @@
-"""Checkpoints: written beside, then renamed, so that each folder with its final name is complete.
+"""Checkpoints: written to a temporary folder and then renamed, so that every `step-…` folder is complete.
 
     .step-00000100.1f3a.partial/ … fsync …  →  rename  →  step-00000100/  →  replace `latest`  →  remove old ones
 
     step-00000100/
       tensors/shard-00001.safetensors …   model, optimizer, random numbers: a file per rank, see checkpoint_tensors.py
       state.json                          step, progress of the run, names and sizes of all files
-      config.yaml tokenizer.json …        the run's configuration and what its documents were tokenized with
+      config.yaml tokenizer.json …        the run's configuration and tokenizer
       .complete                           written last
 
-A process killed at any point leaves `latest` naming a complete checkpoint. Any number of ranks reads what any number
-of ranks wrote. Tensors are safetensors and everything else is text: loading a checkpoint runs no code from it.
+If a process is killed at any point, `latest` still names a complete checkpoint. A checkpoint can be read by another
+number of ranks than wrote it. Tensors are safetensors and all other files are text: loading runs no code from them.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Checkpoint:
     """A checkpoint opened for reading.
 
     Attributes:
-        path: its folder.
-        step: steps taken when it was written.
-        source: its tensors: "model" and "optimizer" as the engine's `state` names them, "rng", and others.
-        progress: JSON values of the trainer: state of the plan, marks of the run log, running loss.
+        path: folder of the checkpoint.
+        step: number of steps taken when it was written.
+        source: its tensors in groups: "model" and "optimizer" as in `ModelEngine.state`, "rng", and others.
+        progress: JSON values of the trainer: state of the plan, positions in the run log, running loss.
     """
 
     path: Path
@@ -58,13 +58,13 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Content:
-    """What a checkpoint is written from; all but `step` and `tensors` matter on rank 0 alone.
+    """Content of a checkpoint to write; fields other than `step` and `tensors` are used on rank 0 only.
 
     Attributes:
-        step: steps taken.
-        tensors: by group and name: what this rank holds. Random number states are added.
+        step: number of steps taken.
+        tensors: this rank's tensors by group and name. Random number states are added.
         progress: JSON values of the trainer.
-        files: further text files of the checkpoint, by name.
+        files: name → content of additional text files.
         best: whether its validation loss is the lowest so far.
     """
 
@@ -81,15 +81,15 @@ def name_of(step: int) -> str:
 
 
 class CheckpointWriter:
-    """Writes a run's checkpoints, all ranks together: at once, or in a thread while training continues.
+    """Writes a run's checkpoints: synchronously, or in a thread while training continues. All methods are collective.
 
-    In the background a checkpoint is first copied to CPU memory. The next one waits for it, and its errors are raised
-    there or by `wait`, on every rank.
+    In the background a checkpoint is first copied to CPU memory. The next `save` waits for it; errors are raised there
+    or by `wait`, on every rank.
 
     Args:
         run: the run directory.
-        world: all ranks of the run; each calls every method.
-        keep: checkpoints that stay: the newest ones and the best; 0 = all.
+        world: all ranks of the run.
+        keep: number of newest checkpoints to keep, besides the best; 0 = all.
         background: whether `save` returns before the checkpoint is written.
         timeout_seconds: how long ranks wait for each other while they write in the background.
     """
@@ -110,10 +110,13 @@ class CheckpointWriter:
         self._writing = ""
 
     def save(self, content: Content) -> Path:
-        """Write a checkpoint and let `latest` (and `best`) name it; returns its folder, which may not exist yet.
+        """Write a checkpoint and update `latest` (and `best`).
+
+        Returns:
+            Its folder, which may not exist yet if it is written in the background.
 
         Raises:
-            ValueError: it, or the previous one in the background, could not be written.
+            ValueError: this checkpoint, or the previous one in the background, could not be written.
         """
         self.wait()
         world, final = self._world, self._run.checkpoints / name_of(content.step)

@@ -1,11 +1,11 @@
-"""Trained weights of a run, a checkpoint, an export or any other Hugging Face folder.
+"""Read the trained weights of a run, a checkpoint, an export or any other Hugging Face folder.
 
     RUN                     its latest checkpoint (or its best, or the moving average of its weights)
     RUN/checkpoints/step-…  that checkpoint
     FOLDER                  config.json and safetensors, as `multipack export` and save_pretrained write them
 
-`train.init_from=PATH` starts a run with them; `multipack export` and `multipack generate` read them here, too. Tensors
-are read one at a time when they are used, so that no rank of a sharded model holds the whole.
+Used by `train.init_from=PATH`, `multipack export` and `multipack generate`. Each tensor is read when it is used, so
+that no rank of a sharded model holds the whole model.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ Weights = Literal["latest", "best", "ema"]
 AVERAGE = "average."
 """Prefix of averaged weights in a checkpoint's group "observers"."""
 _FREE = ("dropout", "vocabulary_size", "kv_heads", "head_dim", "window_layers")
-"""Fields of a shape that weights do not depend on, or that `_effective` compares in another form."""
+"""Fields of a shape that do not affect weights, or that `_effective` compares in another form."""
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """Tensors by name, each of which is read again whenever it is used.
+    """Name → tensor; a tensor is read each time it is accessed.
 
     Args:
-        readers: the functions that read them.
+        readers: name → function that reads the tensor.
     """
 
     def __init__(self, readers: Mapping[str, Callable[[], Tensor]]) -> None:
@@ -62,15 +62,15 @@ class LazyTensors(Mapping[str, Tensor]):
 
 @dataclass(frozen=True)
 class Initial:
-    """Trained weights and what belongs to them.
+    """Trained weights with their shape and tokenizer.
 
     Attributes:
-        folder: the checkpoint or Hugging Face folder that they were read from.
-        shape: of the decoder.
-        state: parameters by the decoder's names, read when they are used.
-        tokenizer: of the vocabulary; None = the folder has no tokenizer.json.
-        attention: the attention backend in the run's configuration.
-        step: steps of training in its run; None = unknown.
+        folder: the checkpoint or Hugging Face folder of the weights.
+        shape: shape of the decoder.
+        state: name of a parameter of the decoder → its value, read when it is accessed.
+        tokenizer: the tokenizer; None = the folder has no tokenizer.json.
+        attention: attention backend in the run's configuration.
+        step: number of training steps in its run; None = unknown.
     """
 
     folder: Path
@@ -100,8 +100,8 @@ def initial_weights(path: Path, weights: Weights = "latest") -> Initial:
         weights: which weights of a run.
 
     Raises:
-        FileNotFoundError: there is none of these at `path`, or no complete checkpoint.
-        ValueError: files are damaged or do not fit together, or the run does not have these weights.
+        FileNotFoundError: there is no run, complete checkpoint or Hugging Face folder at `path`.
+        ValueError: files are damaged or do not match each other, or the run does not have these weights.
     """
     if is_export(path):
         if weights != "latest":

@@ -190,7 +190,7 @@ def best_fit(
     limit = 2 * len(values) + 2  # a length splits one group into three or opens two
     opened = np.empty(limit, dtype=np.int64)  # first pack of a group
     packs = np.empty(limit, dtype=np.int64)  # number of its packs
-    slots = np.empty(limit, dtype=np.int64)  # documents that each of them may still take
+    slots = np.empty(limit, dtype=np.int64)  # number of documents that still fit into each pack
     newest = np.empty(limit, dtype=np.int64)  # its contents: the latest of its runs
     after = np.empty(limit, dtype=np.int64)
     runs = np.empty((counts.sum(), 3), dtype=np.int64)  # each run places at least one document
