@@ -82,10 +82,10 @@ class StreamQueue:
             ValueError: JSON does not preserve an item.
         """
         try:
-            plain = json.loads(json.dumps(self.rows)) == self.rows
+            is_plain = json.loads(json.dumps(self.rows)) == self.rows
         except (TypeError, ValueError):
-            plain = False
-        if not plain:
+            is_plain = False
+        if not is_plain:
             raise ValueError(
                 "the state of a stream holds its documents, and one of these is not plain data: make items of lists,"
                 " dictionaries with text keys, text and numbers"
@@ -137,8 +137,7 @@ class PackStream:
     Iterating yields `StreamStep`s. An iteration continues after the last step that was yielded or, after
     `load_state_dict`, at the loaded position; after the last step the next iteration begins the epoch again. All steps
     except the last few are as full as those of a plan with `tail="carry"`. Every rank reads the same documents and
-    takes its share of `step.deal(ranks, sync)`: steps and state are the same for any number of ranks, which may change
-    between two steps.
+    takes its share of `step.deal(ranks, sync)`: steps and state do not depend on the number of ranks.
 
     Args:
         documents: an iterable, or a function that takes a position and returns an iterator from there. To continue from
@@ -251,10 +250,7 @@ class PackStream:
             self._begin(epoch, StreamQueue(), 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state after the last step that was yielded, as plain values.
-
-        A loader that reads steps ahead of training saves the state of the step that was trained: `step.state_dict()`.
-        """
+        """The state after the last step that was yielded; loaders that read ahead use `step.state_dict()`."""
         return self._state(self._queue, self._taken, self.epoch)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -362,12 +358,7 @@ class PackStream:
         )
 
     def _fill(self, slots: int, documents: int, ahead: int) -> bool:
-        """Read documents until there are enough, and some more.
-
-        Args:
-            slots: slots to read.
-            documents: maximum number of documents to read for them.
-            ahead: number of further documents to read.
+        """Read until there are `slots` slots or `documents` documents, and `ahead` documents more.
 
         Returns:
             Whether the source is exhausted.
