@@ -29,7 +29,6 @@ REFUSALS = [
     ({**JSONL, "special_tokens": ["<s>"], "chat_template": "chatml"}, "those of chatml are known"),
     ({**JSONL, "special_tokens": ["a", "a"], "chat_template": "f.jinja"}, r"data\.special_tokens.*differ"),
     ({**JSONL, "stream": True}, r"data\.stream=True.*store, huggingface"),
-    ({"workers": -1}, r"data\.workers=-1"),
     ({"patience_seconds": 0.0}, r"data\.patience_seconds=0\.0"),
     ({"source": "store", "path": "x", "dedup": True}, r"data\.dedup=True.*multipack prepare"),
     ({"source": "mixture", "paths": ["x", "y"], "dedup": True}, r"data\.dedup=True.*multipack prepare"),
