@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 CHECKS = (
     *("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "gather", "scatter", "all_to_all"),
@@ -20,7 +20,6 @@ COLLECTIVE_SECONDS = 10.0
 """Timeout of a collective."""
 
 if TYPE_CHECKING:
-    from multipack.launch.bandwidth import Operation
     from multipack.parallel.world import World
 
 
@@ -71,7 +70,7 @@ def main(device: Any) -> None:
         for name in CHECKS:
             began = time.monotonic()
             if name in OPERATIONS:
-                wrong = list(measure(world, cast("Operation", name), 4096, repeats=1).wrong_ranks)
+                wrong = list(measure(world, name, 4096, repeats=1).wrong_ranks)
             else:
                 correct = world.gather(str(training_step(world)))
                 wrong = [rank for rank, text in enumerate(correct) if text != "True"]

@@ -38,7 +38,7 @@ _CROWDED, _CROWDED_ATTEMPTS = (
 _MOST_MORE = 3  # the half grows by log2(effort), at most by 3
 
 
-def rank_loads(costs: NDArray[np.generic], ranks: int, sync: Sync) -> NDArray[np.generic]:
+def rank_loads(costs: Integers, ranks: int, sync: Sync) -> Integers:
     """(sync points, ranks) load of each rank at each sync point, from (packs,) in micro-batch-major order."""
     table = costs.reshape(-1, ranks)
     return table.sum(axis=0, keepdims=True) if sync == "step" else table

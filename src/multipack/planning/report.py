@@ -56,7 +56,7 @@ class PlanReport:
 
     data_parallel_size: int
     """Number of ranks that share a step."""
-    sync: str
+    sync: Sync
     """Where ranks wait for each other: `micro`, `step` or `pipeline`."""
     steps: int
     """Number of global steps of the epoch."""

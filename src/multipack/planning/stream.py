@@ -241,8 +241,9 @@ class PackStream:
     @property
     def left(self) -> Integers:
         """Positions, ascending, of the documents in no step after the stream has ended (`tail="drop"`)."""
-        rest = self._planned.rest if self._planned is not None and self._finished else []
-        return np.sort(self._queue.table[rest, 0])
+        if self._planned is None or not self._finished:
+            return np.empty(0, dtype=np.int64)
+        return np.sort(self._queue.table[self._planned.rest, 0])
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch without the documents in memory; no effect if it is already the current one."""
