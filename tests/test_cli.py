@@ -99,8 +99,9 @@ def test_config_prints_what_starts_the_same_run(run, tmp_path):
     assert "layers: 2" in shown
 
 
-def test_plan_reports_and_draws(run, lengths_file):
-    words = ("plan", str(lengths_file), "plan.capacity=2048", "plan.packs_per_step=8", "--step", "-1")
+def test_plan_reports_and_draws(run, lengths_file, monkeypatch):
+    monkeypatch.chdir(lengths_file.parent)
+    words = ("plan", lengths_file.name, "plan.capacity=2048", "plan.packs_per_step=8", "--step", "-1")
     shown = run(*words, "world_size=2").output
     balance = ("utilization", "imbalance", "L² lag", "κ", "of the ceiling")
     for row in ("packing efficiency", "padding instead", "cost utilization", *balance):

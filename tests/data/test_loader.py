@@ -57,8 +57,15 @@ def make(documents):
         each.close()
 
 
+@pytest.fixture
 def threads():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("multipack-loader")]
+    """Returns the loaders' threads that were started in this test."""
+    before = set(threading.enumerate())
+    return lambda: [
+        thread
+        for thread in threading.enumerate()
+        if thread.name.startswith("multipack-loader") and thread not in before
+    ]
 
 
 def content(batches):
@@ -66,7 +73,7 @@ def content(batches):
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 100])
-def test_batches_keep_the_samplers_order(make, documents, prefetch):
+def test_batches_keep_the_samplers_order(make, documents, prefetch, threads):
     loader = make(prefetch=prefetch)
     expected = [[int(token) for number in pack for token in documents[number].tokens] for pack in PACKS]
     expected[2] = [0]  # a pack without documents is one token of padding
@@ -107,7 +114,7 @@ def test_prefetch_bounds_the_batches_made_ahead(make):
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_an_error_is_raised_with_its_batch(make, prefetch):
+def test_an_error_is_raised_with_its_batch(make, prefetch, threads):
     def collate(pack):
         if len(pack) == 3:
             raise KeyError("broken")
@@ -125,7 +132,7 @@ def test_an_error_is_raised_with_its_batch(make, prefetch):
 
 
 @pytest.mark.parametrize("end", ["close", "with", "garbage", "again", "load"])
-def test_the_thread_ends_with_the_iteration(make, end):
+def test_the_thread_ends_with_the_iteration(make, end, threads):
     loader = make(prefetch=1)
     batches = iter(loader)
     assert not threads()  # before the first batch

@@ -103,7 +103,7 @@ def test_saved_values_are_read_back_or_refused(pairs, tmp_path, damage):
     else:
         wrong = {"shape": values[:3], "infinite": np.full_like(values, np.inf)}.get(damage, values)
         save_file({"other" if damage == "name" else "train": torch.from_numpy(wrong)}, file)
-    with pytest.raises(ValueError, match=r"reference\.safetensors .*new run"):
+    with pytest.raises(ValueError, match=r"reference\.safetensors.*new run"):
         read_reference(file, "train", pairs)
 
 
@@ -216,7 +216,7 @@ def test_pairs_are_trained_on_preferences_and_a_resumed_run_needs_no_reference_w
     assert steps[0]["loss"] == pytest.approx(0.6931, abs=1e-3)
     assert all("val_reward_accuracy" in record for record in expected if "val_loss" in record)
     (parts / "reference.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"reference\.safetensors .*new run"):
+    with pytest.raises(ValueError, match=r"reference\.safetensors.*new run"):
         train(compose_run([f"out={parts}", "train.resume=true", "train.steps=5"]))
 
 
