@@ -146,6 +146,6 @@ def test_a_pipeline_raises_packs_per_step_and_says_so(pools, steady, tmp_path):
     assert "plan.packs_per_step is 4" in printed
     assert "pipelines need one shape" in printed
     assert "pipeline 2 (1f1b, 2 stages) x ddp 2" in printed
-    told = " ".join(printed.split())
-    assert "2 a data-parallel rank" in told  # the pair that holds one model shares its packs
-    assert "over the fullest, 2 ranks)" in told
+    header = " ".join(printed.split())
+    assert "2 per data-parallel rank" in header  # the two ranks of one model replica share their packs
+    assert "maximum, 2 ranks)" in header
