@@ -182,8 +182,13 @@ def test_every_method_alone_on_two_ranks(pools, words):
 
 @pytest.mark.parametrize(
     ("ranks", "words"),
-    [(2, words) for words in ({}, *ZERO, {"tensor": 2}, {"context": 2}, {"pipeline": 2})]
-    + [(4, {"data": "hsdp"}), (4, {"data": "zero3", "tensor": 2}), (4, {"data": "zero1", "pipeline": 2})],
+    [
+        *((2, words) for words in ({}, *ZERO, {"context": 2}, {"pipeline": 2})),
+        (4, {"data": "zero3", "tensor": 2}),
+        pytest.param(2, {"tensor": 2}, marks=pytest.mark.slow),
+        pytest.param(4, {"data": "hsdp"}, marks=pytest.mark.slow),
+        pytest.param(4, {"data": "zero1", "pipeline": 2}, marks=pytest.mark.slow),
+    ],
     ids=lambda value: str(value) if isinstance(value, int) else label(value),
 )
 def test_muon(pools, ranks, words):
