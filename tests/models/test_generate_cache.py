@@ -44,12 +44,12 @@ def test_greedy_with_the_cache_equals_the_whole_forward_pass_over_220_tokens(mod
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-13)])
 def test_logits_equal_those_of_the_whole_text(model, single, dtype, tolerance):
     model = longer(model, LONG).eval().to(dtype)
-    ids, cache = prompt_of(150), KeyValueCache(model.shape.layers, rows=1, limit=LONG)
+    ids, cache = prompt_of(150), KeyValueCache(model.shape, 1, model.norm.weight)
     batch = single(ids[:9])
     cache.admit(batch)
     rows = [model.hidden(batch, cache)]
     for position in range(9, len(ids)):
-        batch = cache.advance([ids[position]], torch.device("cpu"))
+        batch = cache.advance([ids[position]])
         assert batch.position_ids.tolist() == [position]
         rows.append(model.hidden(batch, cache))
     assert cache.lengths == [150]
@@ -142,22 +142,12 @@ def test_half_precision_keeps_half_of_the_bytes(model, single, how):
     model = longer(model, 128).eval()
     if how == "weights":
         model = model.bfloat16()
-    seen = set()
-    attend = KeyValueCache.seen
-
-    def look(cache, window):
-        seen.update(layer.keys.dtype for layer in cache.layers if layer.keys.numel())
-        return attend(cache, window)
-
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"),
-    ):
-        patch.setattr(KeyValueCache, "seen", look)
+    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+        cache = KeyValueCache(model.shape, 1, model.norm.weight)
         cached = generate(model, prompt_of(9), 40, temperature=0)
         whole = generate(model, prompt_of(9), 40, temperature=0, use_cache=False)
         logits = model.logits(single([*prompt_of(9), *cached])).float()
-    assert seen == {torch.bfloat16}
+    assert {held.dtype for held in cache.held} == {torch.bfloat16}
     # Rounding differs, so that a near tie may fall the other way; every token is nearly the likeliest.
     chosen = logits[8:-1].gather(1, torch.tensor(cached)[:, None])[:, 0]
     assert (logits[8:-1].amax(-1) - chosen).max() < 0.05 * logits.abs().max()

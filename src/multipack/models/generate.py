@@ -11,9 +11,11 @@ equal those without a cache (`use_cache=False`) and do not depend on which promp
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -21,7 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from multipack.data.batch import PackedBatch
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
 from multipack.models.decoder import Decoder
@@ -87,7 +88,7 @@ def generate(
         ValueError: the prompt is empty, a token is outside the vocabulary, or an option is out of range.
     """
     sampling = Sampling(max_tokens, temperature, top_k, top_p)
-    text = _Text(0, _checked(prompt_ids, model), generator if generator is not None else torch.Generator())
+    text = _Text(_checked(prompt_ids, model), generator if generator is not None else torch.Generator())
     ends = () if end_id is None else (end_id,)
     _write(model, [text], sampling, ends, vocabulary_size, use_cache, together=1)
     return text.tokens
@@ -131,29 +132,29 @@ def generate_batch(
         raise ValueError(f"together must be at least 1, got {together}")
     if vocabulary_size is None and tokenizer is not None:
         vocabulary_size = tokenizer.vocabulary_size
-    texts = [
-        _Text(
-            number,
-            _checked(prompt, model),
-            sampling.generator(number),
-            None if tokenizer is None else TextStream(tokenizer, prompt, sampling.stop),
-            listener,
-        )
-        for number, prompt in enumerate(prompts)
-    ]
+    texts = []
+    for number, prompt in enumerate(prompts):
+        text = _Text(_checked(prompt, model), sampling.generator(number))
+        if tokenizer is not None:
+            text.stream = TextStream(tokenizer, prompt, sampling.stop)
+        if listener is not None:
+            text.listener = partial(listener, number)
+        texts.append(text)
     _write(model, texts, sampling, end_ids, vocabulary_size, use_cache, together)
-    return [text.completion() for text in texts]
+    return [
+        Completion(text.tokens, text.reason or "length", text.stream.text if text.stream else "")
+        for text in texts
+    ]
 
 
 @dataclass(eq=False)
 class _Text:
     """A prompt and its continuation so far."""
 
-    number: int
     prompt: list[int]
     generator: torch.Generator
     stream: TextStream | None = None
-    listener: Listener | None = None
+    listener: Callable[[str], None] | None = None
     tokens: list[int] = field(default_factory=list)
     reason: Reason | None = None
 
@@ -161,81 +162,68 @@ class _Text:
     def length(self) -> int:
         return len(self.prompt) + len(self.tokens)
 
-    def last(self, count: int) -> list[int]:
-        """The last `count` tokens, or all if there are fewer."""
-        missing = count - len(self.tokens)
-        return [*self.prompt[-missing:], *self.tokens] if missing > 0 else self.tokens[-count:]
-
     def take(self, token: int, end_ids: Collection[int], max_tokens: int) -> None:
         """Add a token, which may end the text."""
+        pieces: list[str] = []
         if token in end_ids:
             self.reason = "end"
         else:
             self.tokens.append(token)
-            if self.stream is not None:
-                self._notify(self.stream.push(token))
-                if self.stream.stopped:
-                    self.reason = "stop"
-            if self.reason is None and len(self.tokens) >= max_tokens:
+            pieces += [self.stream.push(token)] if self.stream else []
+            if len(self.tokens) >= max_tokens:
                 self.reason = "length"
-        if self.reason is not None and self.stream is not None:
-            self._notify(self.stream.finish())
-            if self.stream.stopped:
-                self.reason = "stop"
-
-    def completion(self) -> Completion:
-        """The result so far; its reason is `length` if the text has not ended."""
-        return Completion(
-            self.tokens, self.reason or "length", "" if self.stream is None else self.stream.text
-        )
-
-    def _notify(self, piece: str) -> None:
-        if piece and self.listener is not None:
-            self.listener(self.number, piece)
+        if self.stream and self.reason is not None:
+            pieces.append(self.stream.finish())
+        if self.stream and self.stream.stopped:
+            self.reason = "stop"
+        for piece in pieces:
+            if piece and self.listener is not None:
+                self.listener(piece)
 
 
-class _Runner:
+class _Reader:
     """Runs the model on texts, with a key-value cache for up to `rows` texts; 0 = no cache."""
 
     def __init__(self, model: Decoder, rows: int) -> None:
-        self.model, self.device = model, model.embedding.weight.device
-        self.cache = KeyValueCache(len(model.blocks), rows, model.shape.context)
+        self.model, self.context = model, model.shape.context
+        self.cache = KeyValueCache(model.shape, rows, model.embedding.weight)
         self.held: list[_Text] = []
         """The text in each row of the cache, which holds all of its tokens except the newest."""
 
     def read(self, texts: Sequence[_Text]) -> Tensor:
         """(B, d) final hidden states of the last tokens of B texts."""
-        context = self.model.shape.context
-        self._evict({text for text in texts if text.length <= context})
-        hidden: dict[_Text, Tensor] = {}
-        if self.held:
-            batch = self.cache.advance([text.tokens[-1] for text in self.held], self.device)
-            hidden.update(zip(self.held, self.model.hidden(batch, self.cache), strict=True))
-        fresh = [text for text in texts if text not in hidden]
-        # A text as long as the context cannot grow in the cache: its next token moves the context window.
-        kept = [text for text in fresh if self.cache.rows and text.length < context]
-        for pack in _packs(kept, context):
-            hidden.update(self._whole(pack, self.cache))
-            self.held += pack
-        for pack in _packs([text for text in fresh if text not in hidden], context):
-            hidden.update(self._whole(pack, None))
-        return torch.stack([hidden[text] for text in texts])
-
-    def _whole(self, pack: list[_Text], cache: KeyValueCache | None) -> Iterator[tuple[_Text, Tensor]]:
-        """Read the last `context` tokens of texts as one pack; pair each text with its last hidden state (d,)."""
-        batch = _pack([text.last(self.model.shape.context) for text in pack]).to(self.device)
-        if cache is not None:
-            cache.admit(batch)
-        ends = torch.tensor(batch.lengths).cumsum(0) - 1
-        return zip(pack, self.model.hidden(batch, cache)[ends.to(self.device)], strict=True)
-
-    def _evict(self, kept: set[_Text]) -> None:
-        """Free the rows of texts that have ended or outgrown the context."""
-        for row in reversed(range(len(self.held))):
-            if self.held[row] not in kept:
+        for row in reversed(
+            range(len(self.held))
+        ):  # free the rows of texts that ended or outgrew the context
+            if self.held[row] not in texts or self.held[row].length > self.context:
                 self.cache.remove(row)
                 self.held[row] = self.held[-1]
                 self.held.pop()
+        hidden: dict[_Text, Tensor] = {}
+        if self.held:
+            batch = self.cache.advance([text.tokens[-1] for text in self.held])
+            hidden.update(zip(self.held, self.model.hidden(batch, self.cache), strict=True))
+        # A text as long as the context cannot grow in the cache: its next token moves the context window.
+        fresh: dict[bool, list[_Text]] = {True: [], False: []}
+        for text in texts:
+            if text not in hidden:
+                fresh[self.cache.rows > 0 and text.length < self.context].append(text)
+        for is_kept, several in fresh.items():
+            for pack in _packs(several, self.context):
+                hidden.update(zip(pack, self._whole(pack, is_kept), strict=True))
+                self.held += pack if is_kept else []
+        return torch.stack([hidden[text] for text in texts])
+
+    def _whole(self, pack: list[_Text], is_kept: bool) -> Tensor:
+        """(B, d) final hidden states of the last tokens of texts, read as one pack of their last `context` tokens."""
+        none = np.zeros((0, 2), dtype=np.int64)
+        tokens = [np.asarray((text.prompt + text.tokens)[-self.context :], dtype=np.uint32) for text in pack]
+        batch = PackedCollator(len(pack), max(map(len, tokens)))([Document(ids, none) for ids in tokens])
+        batch = batch.to(self.model.embedding.weight.device)
+        if is_kept:
+            self.cache.admit(batch)
+        ends = torch.tensor(batch.lengths, device=batch.input_ids.device).cumsum(0) - 1
+        return self.model.hidden(batch, self.cache if is_kept else None)[ends]
 
 
 @torch.no_grad()
@@ -251,14 +239,14 @@ def _write(
     """Continue all texts until they end, at most `together` at a time, beginning with the first."""
     if not sampling.max_tokens:
         return
-    waiting = list(reversed(texts))
+    waiting = deque(texts)
     running: list[_Text] = []
-    runner = _Runner(model, min(together, len(texts)) if use_cache else 0)
     with _evaluating(model):
+        reader = _Reader(model, min(together, len(texts)) if use_cache else 0)
         while waiting or running:
             while waiting and len(running) < together:
-                running.append(waiting.pop())
-            logits = F.linear(runner.read(running), model.output_weight)
+                running.append(waiting.popleft())
+            logits = F.linear(reader.read(running), model.output_weight)
             for text, row in zip(running, logits[:, :vocabulary_size].float().cpu(), strict=True):
                 text.take(draw(row, sampling, text.generator), end_ids, sampling.max_tokens)
             running = [text for text in running if text.reason is None]
@@ -269,12 +257,9 @@ def _evaluating(model: Decoder) -> Iterator[None]:
     """Context in eval mode; compiled blocks run uncompiled, because torch.compile would recompile for each length."""
     was_training = model.training
     compiled = any(module._compiled_call_impl is not None for module in model.modules())
-    eager: AbstractContextManager[object] = nullcontext()
-    if compiled:
-        eager = torch.compiler.set_stance("force_eager")
     model.eval()
     try:
-        with eager:
+        with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
             yield
     finally:
         model.train(was_training)
@@ -293,13 +278,6 @@ def _packs(texts: Sequence[_Text], context: int) -> Iterator[list[_Text]]:
         tokens += size
     if pack:
         yield pack
-
-
-def _pack(documents: Sequence[Sequence[int]]) -> PackedBatch:
-    """A pack without targets."""
-    no_targets = np.zeros((0, 2), dtype=np.int64)
-    pieces = [Document(np.asarray(ids, dtype=np.uint32), no_targets) for ids in documents]
-    return PackedCollator(len(pieces), max(map(len, documents)))(pieces)
 
 
 def _checked(prompt_ids: Sequence[int], model: Decoder) -> list[int]:

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from multipack.data.batch import PackedBatch
-from multipack.models.kv_cache import LayerCache
 from multipack.ops.attention import attention
 from multipack.ops.autocast import in_autocast_dtype
 from multipack.shapes import ModelShape
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines of the rotation angles, two (T, 1, D/2) tensors."""
+Attend = Callable[..., Tensor]
+"""A function with the signature of `attention`."""
 
 
 class Block(nn.Module):
@@ -45,7 +46,7 @@ class Block(nn.Module):
         self.tiles = 1
 
     def forward(
-        self, x: Tensor, batch: PackedBatch, rotation: Rotation | None, cache: LayerCache | None = None
+        self, x: Tensor, batch: PackedBatch, rotation: Rotation | None, cache: Attend | None = None
     ) -> Tensor:
         """(T, d) → (T, d)."""
         if self.around is not None and self.training and cache is None:
@@ -53,7 +54,7 @@ class Block(nn.Module):
         return self.compute(x, batch, rotation, cache)
 
     def compute(
-        self, x: Tensor, batch: PackedBatch, rotation: Rotation | None, cache: LayerCache | None = None
+        self, x: Tensor, batch: PackedBatch, rotation: Rotation | None, cache: Attend | None = None
     ) -> Tensor:
         """`forward` without the hook."""
         branch = self.attention(self.attention_norm(x), batch, rotation, cache)
@@ -85,7 +86,7 @@ class Attention(nn.Module):
     The number of heads follows from the weights, so that a rank's part of them works under tensor parallelism.
 
     Attributes:
-        attend: (query, key, value, batch, backend, window) → (T, H, D); context parallelism replaces it.
+        attend: `attention`; context parallelism replaces it, and so does the layer of a key-value cache for a call.
     """
 
     def __init__(self, shape: ModelShape, backend: str) -> None:
@@ -96,10 +97,10 @@ class Attention(nn.Module):
         self.key = nn.Linear(shape.d_model, shape.kv_heads * width, bias=shape.bias)
         self.value = nn.Linear(shape.d_model, shape.kv_heads * width, bias=shape.bias)
         self.output = nn.Linear(shape.heads * width, shape.d_model, bias=shape.bias)
-        self.attend: Callable[..., Tensor] = attention
+        self.attend: Attend = attention
 
     def forward(
-        self, x: Tensor, batch: PackedBatch, rotation: Rotation | None, cache: LayerCache | None = None
+        self, x: Tensor, batch: PackedBatch, rotation: Rotation | None, cache: Attend | None = None
     ) -> Tensor:
         """(T, d) → (T, d)."""
         x = in_autocast_dtype(x)  # once: otherwise each projection makes its own copy
@@ -109,10 +110,7 @@ class Attention(nn.Module):
         value = self.value(x).unflatten(-1, heads)
         if rotation is not None:
             query, key = rotate(query, *rotation), rotate(key, *rotation)
-        if cache is None:
-            mixed = self.attend(query, key, value, batch, self.backend, self.window)
-        else:
-            mixed = cache.attend(query, key, value, batch, self.backend, self.window)
+        mixed = (cache or self.attend)(query, key, value, batch, self.backend, self.window)
         out: Tensor = self.output(mixed.flatten(1))
         return out
 

@@ -72,16 +72,12 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
 
 
 class TextDecoder(Protocol):
-    """The part of a tokenizer that generation needs."""
+    """The part of a tokenizer that generation needs: the number of its tokens, and their text."""
 
     @property
-    def vocabulary_size(self) -> int:
-        """Number of tokens."""
-        ...
+    def vocabulary_size(self) -> int: ...  # noqa: D102
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens."""
-        ...
+    def decode(self, ids: Sequence[int]) -> str: ...  # noqa: D102
 
 
 class TextStream:
@@ -128,28 +124,26 @@ class TextStream:
         if self.stopped:
             return ""
         rest = self._take(self._tokenizer.decode(self._recent)[len(self._known) :])
-        if self.stopped:
-            return rest
-        held, self._held = self._held, ""
-        self.text += held
-        return rest + held
+        if not self.stopped:
+            rest += self._held
+            self.text += self._held
+            self._held = ""
+        return rest
 
     def _take(self, new: str) -> str:
+        """Add text, and hold back the longest end that may begin a stop string."""
         pending = self._held + new
-        met = [(pending.find(each) + len(each), pending.find(each)) for each in self._stop if each in pending]
-        if met:
-            self.stopped = True
-            certain = pending[: min(met)[1]]
-        else:
-            certain = pending[: len(pending) - self._begun(pending)]
-        self._held = pending[len(certain) :]
-        self.text += certain
-        return certain
-
-    def _begun(self, pending: str) -> int:
-        """Length of the longest end of `pending` that may begin a stop string."""
-        longest = min(max((len(each) for each in self._stop), default=1) - 1, len(pending))
-        sizes = range(longest, 0, -1)
-        return next(
-            (size for size in sizes if any(each.startswith(pending[-size:]) for each in self._stop)), 0
-        )
+        found = [
+            (pending.find(stop) + len(stop), pending.find(stop)) for stop in self._stop if stop in pending
+        ]
+        self.stopped = bool(found)
+        kept = min(found)[1] if found else len(pending)
+        if not found:
+            longest = max(map(len, self._stop), default=1) - 1
+            for begin in range(max(len(pending) - longest, 0), len(pending)):
+                if any(stop.startswith(pending[begin:]) for stop in self._stop):
+                    kept = begin
+                    break
+        self._held = pending[kept:]
+        self.text += pending[:kept]
+        return pending[:kept]
