@@ -28,7 +28,7 @@ def records_of(words: list[str]) -> list[dict[str, Any]]:
     """The records of a silent run of this project's trainer with these settings."""
     from multipack.run import RunDirectory
     from multipack.training.run_config import compose
-    from multipack.training.trainer import train
+    from multipack.training.train import train
 
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         train(compose([*words, "train.compare_padding=false", "log.every=0", f"out={folder}/run"]))

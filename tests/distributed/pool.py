@@ -36,7 +36,7 @@ PRELOADED = [
     "multipack.parallel.build",
     "multipack.parallel.pipeline",
     "multipack.models.decoder",
-    "multipack.training.trainer",
+    "multipack.training.train",
 ]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from multipack.training.run_config import compose_run
-from multipack.training.trainer import train
+from multipack.training.train import train
 
 STEPS = 12
 WAIT_SECONDS = 240

@@ -7,10 +7,11 @@ import pytest
 
 from multipack.parallel.world import World
 from multipack.reports.console import Console
+from multipack.training import trainer as trainer_module
 from multipack.training.callbacks.callback import Callback
 from multipack.training.run_config import compose
-from multipack.training.run_parts import RunParts
-from multipack.training.trainer import Trainer, train
+from multipack.training.train import train
+from multipack.training.trainer import Trainer
 
 PEAK = "multipack.training.precision.matmul_peak"
 TIMED = {
@@ -153,6 +154,6 @@ def trainer(words, tmp_path, changed):
 @pytest.fixture
 def watched(monkeypatch):
     """Callbacks that runs get beside their own, as long as they are in this list."""
-    callbacks, build = [], RunParts._build_callbacks
-    monkeypatch.setattr(RunParts, "_build_callbacks", lambda parts: [*build(parts), *callbacks])
+    callbacks, build = [], trainer_module.build_callbacks
+    monkeypatch.setattr(trainer_module, "build_callbacks", lambda *given: [*build(*given), *callbacks])
     return callbacks

@@ -15,7 +15,7 @@ from multipack.training import calibrate as calibrate_module
 from multipack.training.calibrate import DecoderTimer, calibrate, mixes
 from multipack.training.run_config import compose, compose_run
 from multipack.training.run_cost import COST_FILE, cost_rows
-from multipack.training.trainer import train
+from multipack.training.train import train
 
 SHAPE = ModelShape(layers=2, heads=2, d_model=16, d_ff=32, vocabulary_size=50, dropout=0.5)
 

@@ -19,7 +19,7 @@ from multipack.run import RunDirectory, find_run
 from multipack.training import checkpoint_tensors
 from multipack.training.checkpoint import CheckpointWriter, Content, load_checkpoint, name_of, restore_rng
 from multipack.training.run_config import compose, compose_run
-from multipack.training.trainer import train
+from multipack.training.train import train
 
 
 def _content(step, value=None, best=False):

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from multipack.training.run_config import compose
-from multipack.training.trainer import train
+from multipack.training.train import train
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from multipack.data.tokenizer import Tokenizer
 from multipack.run import RunDirectory
 from multipack.training.inference import load_template
 from multipack.training.run_config import compose, compose_run
-from multipack.training.trainer import train
+from multipack.training.train import train
 from multipack.words import ConfigError
 
 FEW = [

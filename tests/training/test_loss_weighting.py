@@ -10,7 +10,7 @@ import torch
 from multipack.data.batch import IGNORE
 from multipack.data.collate import PackedCollator
 from multipack.training.run_config import compose, compose_run
-from multipack.training.trainer import train
+from multipack.training.train import train
 from multipack.words import ConfigError
 
 DOCUMENT = "train.loss_weighting=document"
@@ -47,11 +47,11 @@ def test_a_step_has_the_loss_and_gradient_of_each_document_alone(trainer, more):
 
 def test_evaluation_is_the_mean_over_validation_documents(trainer):
     run = trainer(DOCUMENT, "data.validation=0.3")
-    found = run.validation_loss()
+    found = run.feeds.validation_loss()
     with run.engine.evaluating() as model:
         expected = float(_mean_over_documents(model, run.corpus.validation))
     assert found == pytest.approx(expected, abs=1e-5)
-    assert abs(trainer("data.validation=0.3").validation_loss() - found) > 1e-4
+    assert abs(trainer("data.validation=0.3").feeds.validation_loss() - found) > 1e-4
 
 
 def test_a_resumed_run_may_change_its_weighting_and_says_so(finished, capsys, files):

@@ -34,7 +34,7 @@ from multipack.training.objective import (
     reference_values,
 )
 from multipack.training.run_config import compose, compose_run
-from multipack.training.trainer import train
+from multipack.training.train import train
 
 SHAPE = ModelShape(2, 2, 1, 32, 48, vocabulary_size=257)
 CAPACITY = 96
@@ -222,7 +222,7 @@ def test_pairs_are_trained_on_preferences_and_a_resumed_run_needs_no_reference_w
 
 def test_fp16_that_always_overflows_ends_the_run(words, tmp_path, monkeypatch):
     """Every step is skipped until no loss scale is left."""
-    from multipack.training.run_state import NonFiniteLoss
+    from multipack.training.callbacks.callback import NonFiniteLoss
 
     clip = ModelEngine.clip
 

@@ -10,7 +10,7 @@ from multipack.data.prepare import prepare
 from multipack.data.tokenizer import TokenizerConfig
 from multipack.parallel.world import World, connected
 from multipack.reports.console import Console
-from multipack.training import trainer as module
+from multipack.training import train as module
 from multipack.training.run_config import compose, compose_run
 from multipack.training.trainer import Trainer
 

@@ -22,7 +22,7 @@ from multipack.planning.cost import CostModel
 from multipack.shapes import SHAPES
 from multipack.training.run_config import compose
 from multipack.training.stream_feed import open_feed
-from multipack.training.trainer import train
+from multipack.training.train import train
 
 LENGTHS = np.random.default_rng(8).lognormal(2.5, 0.8, 90).clip(2, 60).astype(int)
 

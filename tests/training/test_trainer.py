@@ -16,14 +16,14 @@ from multipack.cli import main
 from multipack.models.decoder import Decoder
 from multipack.run import RunDirectory
 from multipack.training.callbacks import spikes
-from multipack.training.callbacks.callback import RunStopped
+from multipack.training.callbacks.callback import NonFiniteLoss, RunStopped
 from multipack.training.checkpoint import load_checkpoint
 from multipack.training.metrics import LEGEND
 from multipack.training.run_config import compose, compose_run
+from multipack.training.run_parts import Feeds
 from multipack.training.run_report import header_rows
-from multipack.training.run_state import NonFiniteLoss
 from multipack.training.stop_request import StopRequest
-from multipack.training.trainer import Trainer, train
+from multipack.training.train import train
 
 CALLBACKS = [
     "train.ema_decay=0.9",
@@ -330,7 +330,7 @@ def test_a_checkpoint_of_another_course_is_refused_before_anything_changes(words
 def val_losses(monkeypatch):
     """Validation losses to come, instead of measured ones."""
     coming = []
-    monkeypatch.setattr(Trainer, "validation_loss", lambda self: coming.pop(0))
+    monkeypatch.setattr(Feeds, "validation_loss", lambda self: coming.pop(0))
     return coming
 
 

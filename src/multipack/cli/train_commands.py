@@ -41,7 +41,7 @@ def train(words: Words = None, settings: Settings = False) -> None:
     from multipack.reports.console import Console
     from multipack.training.callbacks.callback import RunStopped
     from multipack.training.run_config import compose_run
-    from multipack.training.trainer import train as run
+    from multipack.training.train import train as run
 
     wanted = compose_run(words or [])
     ranks = find_ranks(os.environ)

@@ -1,8 +1,9 @@
-"""The run's model as a `Blueprint` for parallelism: how to build it whole or in parts, and its first weights."""
+"""Builds the engine of a run: how to build its model whole or in parts, its first weights, and its optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -10,24 +11,35 @@ from torch import Tensor, nn
 from multipack.models.compile import compile_blocks
 from multipack.models.decoder import PARALLEL_PLAN, Decoder, DecoderPart, initial_parameters
 from multipack.models.recompute import recompute_blocks, tile_layers
-from multipack.parallel.build import Blueprint, frozen_stage
+from multipack.parallel.build import Blueprint, build_engine, frozen_stage
+from multipack.parallel.engine import ModelEngine
+from multipack.parallel.mesh import Mesh
 from multipack.parallel.stages import head_layers, split_layers
 from multipack.shapes import ModelShape
 from multipack.training.objective import Objective
-from multipack.training.optimizer import described, freeze
+from multipack.training.optimizer import build_optimizer, described, freeze
 from multipack.training.run_config import Config
 
 
-def blueprint_of(
-    config: Config, objective: Objective, shape: ModelShape, weights: Mapping[str, Tensor] | None
-) -> Blueprint:
-    """The blueprint of the run's model.
+def open_engine(
+    config: Config,
+    objective: Objective,
+    shape: ModelShape,
+    weights: Mapping[str, Tensor] | None,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    clock: Callable[[], float],
+) -> ModelEngine:
+    """Build this rank's part of the run's model and its optimizer; collective.
 
     Args:
-        config: of the run.
+        config: of the run, with its packs per step resolved.
         objective: decides which decoder is built.
         shape: of the decoder.
         weights: initial weights; None = draw them from `train.seed`.
+        mesh: the ranks.
+        dtype: of forward passes.
+        clock: returns seconds.
     """
     shapes = _shapes(shape)
     whole = described(shapes)
@@ -55,8 +67,16 @@ def blueprint_of(
         if config.train.compile:
             compile_blocks(model)
 
-    return Blueprint(
-        build, shape.layers, shape.d_model, shapes, initial, PARALLEL_PLAN, head_layers(shape), prepare
+    return build_engine(
+        Blueprint(
+            build, shape.layers, shape.d_model, shapes, initial, PARALLEL_PLAN, head_layers(shape), prepare
+        ),
+        partial(build_optimizer, config=config.optimizer, whole=whole),
+        mesh,
+        config.parallel,
+        dtype,
+        micro_batches=-(-config.plan.packs_per_step // mesh.data_size),
+        clock=clock,
     )
 
 

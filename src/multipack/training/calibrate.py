@@ -31,7 +31,7 @@ from multipack.reports.console import Console
 from multipack.shapes import ModelShape
 from multipack.training.precision import resolve_dtype
 from multipack.training.run_cost import cost_rows, doubt
-from multipack.training.run_parts import document_limit, shape_of
+from multipack.training.run_parts import shape_of
 
 if TYPE_CHECKING:
     from multipack.training.run_config import Config
@@ -94,7 +94,7 @@ def calibrate_documents(config: Config, world: World, console: Console) -> Calib
         ValueError: the documents do not fit or are too few, or no cost can be fitted to the times.
     """
     with console.progress("reading documents") as advance:
-        corpus = load_corpus(config.data, config.tokenizer, limit=document_limit(config), progress=advance)
+        corpus = load_corpus(config.data, config.tokenizer, limit=config.document_limit, progress=advance)
     shape = shape_of(config, corpus.tokenizer)
     cost, options = CostModel.from_shape(shape), config.plan.for_ranks(1)
     made = make_plan(corpus.train.lengths, options=options, cost=cost, seed=config.train.seed)

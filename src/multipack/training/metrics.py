@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 
 from multipack.parallel.engine import StepResult
-from multipack.planning.options import LossWeighting
 from multipack.training.feed import StepData
 
 LEGEND: dict[str, str] = {
@@ -37,6 +36,13 @@ LEGEND: dict[str, str] = {
 }
 """Metric → meaning, in the order in which they are printed."""
 
+FORMATS: dict[str, str] = {
+    **dict.fromkeys(("step", "target_tokens", "tps", "tps_per_device"), ".0f"),
+    **dict.fromkeys(("lr", "cost_spread"), ".3g"),
+    **dict.fromkeys(("sps", "sps_per_device", "mfu", "memory"), ".2f"),
+}
+"""Metric → its format in log lines; others have four decimals."""
+
 PREDICTED = "seconds that the plan's measured cost predicts for dtf + dtb"
 """Meaning of `dt_predicted`, a metric of runs with a measured cost."""
 
@@ -45,51 +51,21 @@ SKIPPED = "1 where the step was skipped: fp16 overflow, or a spike of loss or gr
 
 
 def step_metrics(
-    step: int,
-    data: StepData,
-    result: StepResult,
-    *,
-    loss_sum: float,
-    slots: float,
-    learning_rate: float,
-    grad_norm: float,
-    flops: float,
-    seconds: float,
-    optimizer_seconds: float,
-    devices: int,
-    peak_flops: float,
-    predicted_seconds: float | None = None,
-    skipped: bool = False,
+    data: StepData, result: StepResult, slots: float, seconds: float, devices: int
 ) -> dict[str, float]:
-    """Metric → value of a step, in the order of the legend. Rates are computed here and nowhere else.
+    """Metrics of a step that follow from its documents and its time. Rates are computed here and nowhere else.
 
     Args:
-        step: global step, from 1.
         data: of the step.
         result: of its forward and backward passes on this rank.
-        loss_sum: summed, weighted loss over all ranks.
         slots: computed token slots, over all ranks.
-        learning_rate: of the step.
-        grad_norm: before clipping.
-        flops: model FLOPs of the documents, forward and backward; without padding.
         seconds: the whole step.
-        optimizer_seconds: clipping and optimizer.
         devices: number of ranks.
-        peak_flops: matmul peak of one device in FLOP/s; 0 = unknown.
-        predicted_seconds: of forward and backward passes, by a measured cost.
-        skipped: the step was not applied.
     """
     tokens, documents, time = int(data.lengths.sum()), len(data.documents), max(seconds, 1e-12)
-    peak = peak_flops * devices
     return {
-        "step": step,
-        "loss": loss_sum / max(data.denominator, 1),
-        "lr": learning_rate,
-        "grad_norm": grad_norm,
-        "dt": seconds,
         "dtf": result.forward_seconds,
         "dtb": result.backward_seconds,
-        "dto": optimizer_seconds,
         "data_time": data.wait_seconds,
         "sps": documents / time,
         "sps_per_device": documents / time / devices,
@@ -97,11 +73,8 @@ def step_metrics(
         "tps_per_device": tokens / time / devices,
         "target_tokens": data.target_tokens,
         "padding": 1.0 - tokens / max(slots, 1),
-        "mfu": 100.0 * flops / time / peak if peak else 0.0,
         "memory": peak_memory_bytes() / 2**30,
         "cost_spread": data.cost_spread,
-        **({} if predicted_seconds is None else {"dt_predicted": predicted_seconds}),
-        **({"skipped": 1.0} if skipped else {}),
     }
 
 
@@ -111,7 +84,6 @@ class RunningLoss:
 
     loss_sum: float = 0.0
     denominator: int = 0
-    loss_weighting: LossWeighting = "token"
 
     def add(self, loss_sum: float, denominator: int) -> None:
         """Add a step."""
@@ -124,17 +96,6 @@ class RunningLoss:
         self.loss_sum, self.denominator = 0.0, 0
         return mean
 
-    def weigh(self, loss_weighting: LossWeighting) -> list[str]:
-        """Continue with `loss_weighting`; a change resets the sums, and the returned note says so."""
-        before = self.loss_weighting
-        if before == loss_weighting:
-            return []
-        self.loss_sum, self.denominator, self.loss_weighting = 0.0, 0, loss_weighting
-        return [
-            f"train.loss_weighting changes from {before} to {loss_weighting}: logged losses before and after are means"
-            " over different units"
-        ]
-
 
 def peak_memory_bytes() -> int:
     """Peak memory of this process in bytes: on the GPU if one is used, else resident in main memory."""
@@ -146,16 +107,4 @@ def peak_memory_bytes() -> int:
 
 def format_line(metrics: Mapping[str, float]) -> str:
     """`step=10 loss=3.154310 dt=0.282833 …`, metrics in the order given."""
-    return " ".join(f"{name}={_format(name, value)}" for name, value in metrics.items())
-
-
-def _format(name: str, value: float) -> str:
-    if name in {"step", "target_tokens"}:
-        return f"{int(value)}"
-    if name in {"tps", "tps_per_device"}:
-        return f"{value:.0f}"
-    if name in {"lr", "cost_spread"}:
-        return f"{value:.3g}"
-    if name in {"sps", "sps_per_device", "mfu", "memory"}:
-        return f"{value:.2f}"
-    return f"{value:.4f}"
+    return " ".join(f"{name}={value:{FORMATS.get(name, '.4f')}}" for name, value in metrics.items())

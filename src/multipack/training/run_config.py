@@ -105,6 +105,23 @@ class Config:
 
             find_backend(self.model.attention)
 
+    @property
+    def document_limit(self) -> int:
+        """Maximum number of tokens of a document: those of a pack and, with learned positions, the context."""
+        slots = self.plan.longest
+        return min(slots, self.model.context) if self.model.positions == "learned" else slots
+
+    @property
+    def pack_slots(self) -> int | None:
+        """Number of slots of every pack if all packs have one shape; None if they differ."""
+        return self.plan.longest if self.train.fixed_shape or self.parallel.pipeline > 1 else None
+
+    def shape_with(self, vocabulary_size: int) -> ModelShape:
+        """The decoder's shape with this vocabulary."""
+        values = self.model.with_vocabulary(vocabulary_size).to_dict()
+        del values["attention"]
+        return ModelShape(**values)
+
     def check(self, processes: int) -> None:
         """Check combinations of settings for a number of processes. Needs no process group.
 
@@ -134,10 +151,8 @@ class Config:
 
     def _check_slots(self) -> None:
         """Check that ranks can divide the slots of packs of one shape, a multiple of `align`, evenly."""
-        align, multiple = self.plan.align, self.parallel.token_multiple
-        one_shape = self.train.fixed_shape or self.parallel.pipeline > 1
-        slots = self.plan.capacity // align * align
-        if one_shape and slots % multiple:
+        align, multiple, slots = self.plan.align, self.parallel.token_multiple, self.pack_slots
+        if slots and slots % multiple:
             both = math.lcm(align, multiple)
             raise ValueError(
                 f"plan.align={align} leaves {slots} slots of plan.capacity={self.plan.capacity}, which parallel.context"

@@ -20,11 +20,11 @@ from multipack.training.metrics import LEGEND, PREDICTED, SKIPPED
 from multipack.training.optimizer import described, optimizer_text
 from multipack.training.precision import DTYPES
 from multipack.training.run_cost import cost_rows
-from multipack.training.run_state import RunState
 from multipack.training.schedule import schedule_text
+from multipack.training.trainer import Trainer
 
 
-def print_header(run: RunState, seconds: float) -> None:
+def print_header(run: Trainer, seconds: float) -> None:
     """Print what the run is, its plan, and the legend of metrics.
 
     Args:
@@ -49,7 +49,7 @@ def print_header(run: RunState, seconds: float) -> None:
         console.line(f"nothing to train: the run has taken {run.step} steps; raise train.steps to go on")
 
 
-def print_result(run: RunState, stopped_by: signal.Signals | None, comparison: Comparison | None) -> None:
+def print_result(run: Trainer, stopped_by: signal.Signals | None, comparison: Comparison | None) -> None:
     """Print how the run ended, and where its files are."""
     console, folder = run.console, run.run
     if run.corpus.arriving is not None and (notes := corpus_notes(run.corpus)):
@@ -73,7 +73,7 @@ def print_result(run: RunState, stopped_by: signal.Signals | None, comparison: C
         console.line(f"\nfinal validation loss {run.val_loss:.4f} after {run.step} steps")
 
 
-def header_rows(run: RunState) -> Rows:
+def header_rows(run: Trainer) -> Rows:
     """The device, the software, the model, the optimizer and the data of a run."""
     world, config, shape = run.world, run.config, run.shape
     parameters = described(run.engine.shapes)
@@ -112,7 +112,7 @@ def header_rows(run: RunState) -> Rows:
     ]
 
 
-def plan_rows(run: RunState) -> Rows:
+def plan_rows(run: Trainer) -> Rows:
     """The report of the plan, packs of a step, and documents that were cut or skipped."""
     plan, config, mesh = run.feed.plan, run.config, run.mesh
     assert plan is not None
@@ -133,7 +133,7 @@ def plan_rows(run: RunState) -> Rows:
     ]
 
 
-def stream_rows(run: RunState) -> Rows:
+def stream_rows(run: Trainer) -> Rows:
     """What is known about the plan of documents that arrive."""
     corpus, plan = run.corpus, run.config.plan
     held = corpus.validation
@@ -174,7 +174,7 @@ def _comparison_rows(found: Comparison) -> Rows:
     ]
 
 
-def _attention_backend(run: RunState) -> str:
+def _attention_backend(run: Trainer) -> str:
     """Name of the attention backend in effect."""
     config, shape, device = run.config, run.shape, run.world.device
     if config.parallel.context > 1 and config.parallel.context_method == "ring":

@@ -1,128 +1,148 @@
-"""`train` and `Trainer`: one loop over global steps, the same for every parallel strategy.
+"""`Trainer`: the parts of a run, its progress, and one loop over global steps for every parallel strategy.
 
-    for each step:  feed ▸ forward_backward ▸ clip ▸ step ▸ record ▸ (evaluate) ▸ (save)
+config ─▶ corpus ─▶ sampler (plan) ─▶ loader ─▶ feed
+   └────▶ shape ──▶ blueprint ─▶ engine (model, optimizer)
 
-`RunParts` builds the parts of a run, its subclass `RunState` saves and restores them, its subclass `Trainer` trains.
+for each step:  feed ▸ forward_backward ▸ clip ▸ step ▸ record ▸ (evaluate) ▸ (save)
 """
 
 from __future__ import annotations
 
+import json
 import math
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
-from itertools import islice
-from typing import Any, cast
+from dataclasses import astuple, replace
+from pathlib import Path
+from typing import Any, NoReturn, cast
 
+import numpy as np
 import torch
 
 from multipack.models.decoder import Decoder
 from multipack.models.sampling import Sampling
 from multipack.parallel.engine import StepResult
-from multipack.parallel.ranks import find_ranks
-from multipack.parallel.world import connected
+from multipack.parallel.mesh import build_mesh
+from multipack.parallel.state import local
+from multipack.parallel.world import World
 from multipack.reports.console import Console
-from multipack.training.callbacks.callback import RunStopped
-from multipack.training.compare import Comparison, compare_with_padding
+from multipack.training.blueprint import open_engine
+from multipack.training.callbacks.callback import Callbacks, NonFiniteLoss
+from multipack.training.checkpoint import Checkpoint, restore_rng
 from multipack.training.feed import StepData
-from multipack.training.inference import complete_batch
-from multipack.training.metrics import format_line, step_metrics
-from multipack.training.precision import deterministic, mean_peak
+from multipack.training.inference import complete_batch, find_template
+from multipack.training.metrics import RunningLoss, format_line, step_metrics
+from multipack.training.objective import objective_of
+from multipack.training.precision import mean_peak, name_of_dtype, resolve_dtype
 from multipack.training.run_config import Config
-from multipack.training.run_parts import check_model
-from multipack.training.run_report import print_header, print_result
-from multipack.training.run_state import RunState
-from multipack.training.schedule import learning_rate
+from multipack.training.run_cost import cost_files, run_cost
+from multipack.training.run_files import RunFiles
+from multipack.training.run_parts import (
+    Feeds,
+    build_callbacks,
+    open_run,
+    packs_per_step,
+    read_documents,
+    shape_of,
+)
+from multipack.training.schedule import learning_rate, rate_factor
 from multipack.training.stop_request import StopRequest
+from multipack.training.weights import begin_from, initial_weights
 
 
-@dataclass(frozen=True)
-class RunResult:
-    """Result of a run.
+class Trainer:
+    """Builds a run, restores it from its checkpoint, and trains it.
 
-    Attributes:
-        run: path of the run directory.
-        step: number of steps taken.
-        val_loss: validation loss of the last evaluation; None without one.
-        stopped_by: signal that stopped the run early; None if it ran to its end.
-        comparison: measured cost of padding; None if it was not measured.
-    """
-
-    run: str
-    step: int
-    val_loss: float | None
-    stopped_by: signal.Signals | None
-    comparison: Comparison | None
-
-
-def train(config: Config, clock: Callable[[], float] = time.perf_counter) -> RunResult:
-    """Train a model, from reading documents to the last checkpoint.
+    Files are written only after all parts are built and the checkpoint is loaded. Evaluating a saved run changes
+    nothing of it.
 
     Args:
-        config: configuration of the run; see `multipack.training.run_config.compose_run`.
+        config: configuration of the run; see `compose_run`.
+        world: the ranks.
+        console: prints progress.
         clock: returns seconds; replaced in tests.
 
-    Raises:
-        ValueError: the configuration does not fit the documents, the device or the ranks.
-        FileExistsError: the run directory holds another run.
-        RunStopped: training diverged (NonFiniteLoss) or a callback stopped it; the message names the last checkpoint.
-    """
-    began = clock()
-    ranks = find_ranks(os.environ)
-    console = Console(ranks.rank, config.log.all_ranks)
-    config.check(ranks.size)
-    check_model(config, ranks.size, console)
-    with (
-        connected(config.train.device, config.parallel.timeout_seconds) as world,
-        deterministic(config.train.deterministic, world.device),
-    ):
-        trainer = Trainer(config, world, console, clock)
-        first = trainer.step
-        try:
-            print_header(trainer, clock() - began)
-            with trainer.stop:
-                trainer.loop()
-            if trainer.feed.late:
-                raise ValueError(f"{trainer.feed.late} (the run is saved after step {trainer.step})")
-            # Everything is saved: from here on a signal ends the process immediately.
-            stopped = trainer.stop.signal
-            result = RunResult(
-                run=str(trainer.run.path),
-                step=trainer.step,
-                val_loss=trainer.val_loss,
-                stopped_by=stopped if trainer.step < trainer.steps else None,
-                comparison=trainer.compare_padding() if stopped is None and trainer.step > first else None,
-            )
-            print_result(trainer, result.stopped_by, result.comparison)
-        except BaseException as error:
-            trainer.close(failed=True)
-            if isinstance(error, RunStopped):
-                raise type(error)(f"{error}. Last good checkpoint: {trainer.last_checkpoint()}") from error
-            raise
-        trainer.close()
-    return result
-
-
-class Trainer(RunState):
-    """Trains a run.
-
-    Args:
-        config, world, console, clock: see `RunParts`.
-
     Attributes:
-        stop: signal to stop that this rank received, if any.
-        loss: training loss of the last step.
+        config: the configuration with run directory, vocabulary, dtype and packs per step resolved.
+        resumed: the checkpoint that the run resumes from; None = a new run.
+        lr_factor: factor of learning rates from `optimizer.lr_scaling`.
+        peak_flops: measured peak of matrix products on one device, in FLOP/s.
+        step, steps: number of steps taken, and of the last step of the run.
+        saved, evaluated: the steps of the last checkpoint and of the last evaluation; -1 = none.
+        val_loss: validation loss of this process's last evaluation.
+        best, best_step: the lowest validation loss so far, and its step; -1 = unknown.
+        running: loss since the last evaluation.
+        ending: why the loop stops before its last step; empty while it continues.
+        interrupted: all ranks have agreed to stop because one received a signal.
+        stop: the signal to stop that this rank received, if any.
+
+    Raises:
+        ValueError: the configuration does not fit the documents, the device or the saved run.
+        FileExistsError: the run directory holds another run.
     """
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        console: Console,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.world, self.console, self.clock = world, console, clock
+        out = world.from_main(config.out or f"runs/{time.strftime('%Y-%m-%d_%H-%M-%S')}")
+        config = replace(config, out=out)
+        self.run, self.resumed = open_run(config)
+        if config.train.resume == "false":
+            world.on_main(self.run.check_free)
+        self.mesh = build_mesh(config.parallel, world)
+        packs, self.notes = packs_per_step(config, self.mesh)
+        self.corpus = read_documents(config, self.mesh, console)
+        self.objective = objective_of(config, self.corpus)
+        starts_from = config.train.init_from if self.resumed is None else ""
+        initial = initial_weights(Path(starts_from).expanduser()) if starts_from else None
+        self.shape = shape_of(config, self.corpus.tokenizer, initial)
+        self.dtype = resolve_dtype(config.train.dtype, world.device)
+        self.config = config = replace(
+            config,
+            model=replace(config.model, vocabulary_size=self.shape.vocabulary_size),
+            train=replace(config.train, dtype=name_of_dtype(self.dtype), **self.objective.settings()),
+            plan=replace(config.plan, packs_per_step=packs, micro_batches=0),
+        )
+        self.cost_model = run_cost(config, self.shape, self.run)
+        before = self.resumed.path if self.resumed else initial.folder if initial else None
+        template = None if before is None or self.corpus.chat_template else find_template(before)
+        self.chat_template = template.to_json() if template else self.corpus.chat_template
+        weights = None
+        if initial is not None:
+            weights, note = begin_from(initial, self.shape, self.corpus.tokenizer)
+            self.notes.append(note)
+        self.engine = open_engine(config, self.objective, self.shape, weights, self.mesh, self.dtype, clock)
+        folder = self.run.path if self.resumed is not None else None
+        self.feeds = Feeds(config, self.objective, self.engine, self.cost_model, console, clock, folder)
+        self.feed, self.steps = self.feeds.training, self.feeds.steps
+        self.notes += self.feeds.notes
+        # From here on ranks draw their own random numbers (dropout), each from a reproducible stream.
+        torch.manual_seed(int(np.random.SeedSequence([config.train.seed, world.rank]).generate_state(1)[0]))
+        own = build_callbacks(config, world, self.run, self.feed.micro_batches, console.line)
+        self.callbacks = Callbacks([*self.objective.callbacks(self.engine), *own])
+        self.lr_factor = rate_factor(config.optimizer, self.feed.targets_per_step)
+        self.peak_flops = mean_peak(world, self.dtype)
+        self.step, self.saved, self.evaluated, self.best_step = 0, -1, -1, -1
+        self.val_loss: float | None = None
+        self.best: float | None = None
+        self.running = RunningLoss()
+        self.ending, self.interrupted, self.loss = "", False, math.nan
+        self.files = RunFiles(self.run, world, config, self.corpus, self.chat_template)
+        if self.resumed is not None:
+            self._restore(self.resumed)
+        if not config.train.eval_only or config.train.resume == "false":
+            files = cost_files(self.cost_model) | ({} if self.resumed else self.objective.run_files())
+            world.on_main(lambda: self.files.open(files, self.resumed, self.best_step))
         self.stop = StopRequest(self.feed.interrupt)
         # Time at which the last step, evaluation or checkpoint ended.
-        self._mark = self.clock()
-        self.loss = math.nan
+        self._mark = clock()
 
     def loop(self) -> None:
         """Train until the last step, or until a signal, a callback or the end of the documents ends the run."""
@@ -138,27 +158,18 @@ class Trainer(RunState):
             middle = self.clock()
             metrics = callbacks.gradient(step, engine)
             norm = engine.clip(config.optimizer.clip)
-            applied = self._is_valid(data, norm) and callbacks.accept(
-                step, loss_sum / max(data.denominator, 1), norm
-            )
+            loss = loss_sum / max(data.denominator, 1)
+            applied = self._is_valid(data, norm) and callbacks.accept(step, loss, norm)
             rate = self.lr_factor * learning_rate(step, self.steps, config.optimizer)
             if applied:
                 engine.step(rate)
             else:
                 engine.discard()
-            self.step = step
+                metrics |= {"skipped": 1.0}
+            self.step, self.loss = step, loss
             callbacks.after_step(step, engine, applied)
-            self._record(
-                data,
-                result,
-                middle,
-                metrics,
-                loss_sum=loss_sum,
-                slots=slots,
-                learning_rate=rate,
-                grad_norm=norm,
-                skipped=not applied,
-            )
+            self.running.add(loss_sum, data.denominator)
+            self._record(data, result, middle, slots, rate, norm, metrics)
             if self._evaluation_due():
                 self.evaluate()
             if self._checkpoint_due():
@@ -175,7 +186,7 @@ class Trainer(RunState):
         losses = {}
         for suffix, weights in [("", nullcontext()), *self.callbacks.weight_sets(self.engine)]:
             with weights:
-                losses[f"val_loss{suffix}"] = self.validation_loss()
+                losses[f"val_loss{suffix}"] = self.feeds.validation_loss()
         values: dict[str, float] = {"step": self.step}
         train_loss = self.running.take()
         if train_loss is not None:
@@ -195,26 +206,6 @@ class Trainer(RunState):
         self.sample()
         self._mark = self.clock()
 
-    def save(self) -> str:
-        """See `RunState`."""
-        path = super().save()
-        self._mark = self.clock()
-        return path
-
-    def validation_loss(self) -> float:
-        """Mean loss of the validation packs over all ranks, weighted as the training loss; collective."""
-        assert self.validation is not None
-        loss, denominator, count = 0.0, 0, self.feed.micro_batches
-        batches = iter(self.validation)
-        for _ in range(self.validation_packs // count):
-            micro_batches = list(islice(batches, count))
-            loss += sum(self.engine.evaluate(micro_batches))
-            if self.mesh.is_replica_leader:
-                denominator += sum(batch.denominator for batch in micro_batches)
-        self.validation.close()
-        total_loss, total = self.world.sum([loss, float(denominator)])
-        return total_loss / max(total, 1.0)
-
     def sample(self) -> None:
         """Generate a sample of text, print it and append it to the run's samples; collective."""
         train = self.config.train
@@ -222,35 +213,59 @@ class Trainer(RunState):
         if not prompts or not train.sample_tokens:
             return
         prompt = prompts[(self.step // max(train.eval_every, 1)) % len(prompts)]
+        sampling = Sampling(
+            train.sample_tokens, train.sample_temperature, train.sample_top_k, seed=train.seed + self.step
+        )
         with self.engine.gathered() as model:
             if model is None:
                 return
-            sampling = Sampling(
-                train.sample_tokens,
-                train.sample_temperature,
-                train.sample_top_k,
-                seed=train.seed + self.step,
-            )
             (completion,) = complete_batch(cast(Decoder, model), self.corpus.tokenizer, [prompt], sampling)
-            text = completion.text
-        if self.log is not None:
-            self.log.samples.write(f"=== step {self.step}\n{prompt}▌{text}\n\n")
-            self.callbacks.sample(self.step, f"{prompt}▌{text}")
-        self.console.line("\n".join("    " + line for line in f"{prompt}▌{text}".splitlines()))
+        text = f"{prompt}▌{completion.text}"
+        if self.files.sample(self.step, text):
+            self.callbacks.sample(self.step, text)
+        self.console.line("\n".join("    " + line for line in text.splitlines()))
 
-    def compare_padding(self) -> Comparison | None:
-        """Time the same documents packed and padded; None if disabled, or with a stream or several ranks."""
-        train, plan = self.config.train, self.feed.plan
-        if plan is None or not train.compare_padding or self.world.size > 1:
-            return None
-        self.console.line("\nmeasuring the cost of padding: the same documents, packed and padded in turns …")
+    def save(self) -> None:
+        """Write a checkpoint; collective.
+
+        `checkpoints/best` names it if the evaluation at this step was the best so far. With `train.checkpoint_async` it
+        is written in the background, except the last one.
+
+        Raises:
+            NonFiniteLoss: the weights are not finite; nothing was written.
+            ValueError: this checkpoint, or the previous one in the background, could not be written.
+        """
+        state = self.engine.state()
+        state["observers"] = self.callbacks.all_tensors()
+        broken = [name for name, each in state["model"].items() if not bool(local(each).isfinite().all())]
+        ranks = self.world.gather(json.dumps(broken))
+        everywhere = sorted({name for text in ranks for name in json.loads(text)})
+        if everywhere:
+            count, first = len(everywhere), ", ".join(everywhere[:3])
+            self.diverged(f"after step {self.step} {count} weight tensors are not finite ({first})", [])
+        best, last = self.best_step == self.step, self._is_last()
+        self.files.save(self.step, state, self._progress, best=best, last=last)
+        self.saved = self.step
+        self._mark = self.clock()
+
+    def close(self, failed: bool = False) -> None:
+        """Wait for a checkpoint in the background, stop threads, and close callbacks and files; collective."""
         try:
-            return compare_with_padding(
-                self.engine, self.corpus.train, plan, batch_size=train.padded_batch_size, clock=self.clock
-            )
-        except torch.OutOfMemoryError:
-            self.console.line(f"padded batches of {train.padded_batch_size} documents do not fit into memory")
-            return None
+            if problem := self.files.close(failed):
+                self.console.line(problem)
+        finally:
+            self.callbacks.close(failed)
+            self.feeds.close()
+
+    def diverged(self, what: str, documents: list[int]) -> NoReturn:
+        """Raise NonFiniteLoss, naming documents."""
+        names = [f"{number} ({self.feed.names(number)})" for number in documents[:20]]
+        more = f" and {len(documents) - 20} more" if len(documents) > 20 else ""
+        of = f" Its documents: {', '.join(names)}{more}." if names else ""
+        raise NonFiniteLoss(
+            f"{what}.{of} Lower optimizer.lr (now {self.config.optimizer.lr:g})"
+            + (", or look at these documents" if names else "")
+        )
 
     def _steps(self) -> Iterator[tuple[int, StepData]]:
         """Yield the number and the data of each step until the run ends."""
@@ -270,35 +285,24 @@ class Trainer(RunState):
                     self._interrupt()
 
     def _watch(self, data: StepData) -> Callable[[int], None]:
-        """The function that calls `Callbacks.micro_batch` after each micro-batch."""
-
-        def watch(index: int) -> None:
-            own = sum(batch.denominator for batch in data.micro_batches[: index + 1])
-            self.callbacks.micro_batch(index, self.engine, float(own), float(data.denominator))
-
-        return watch
+        """The function that calls `Callback.micro_batch` after each micro-batch."""
+        own = np.cumsum([batch.denominator for batch in data.micro_batches]).tolist()
+        return lambda index: self.callbacks.micro_batch(
+            index, self.engine, float(own[index]), float(data.denominator)
+        )
 
     def _agree(self, data: StepData, result: StepResult) -> tuple[float, float]:
-        """Sum the loss and the slots of a step over all ranks; share stop signals and non-finite losses.
+        """Sum loss and slots of a step over all ranks, and share stop signals, in one all-reduce.
 
-        All of it takes one all-reduce.
-
-        Returns:
-            Summed loss, and number of slots.
-
-        Raises:
-            NonFiniteLoss: the loss of a pack is not finite; raised on every rank with the pack's documents.
+        Raises NonFiniteLoss on every rank if the loss of a pack is not finite, with the pack's documents.
         """
-        mesh, packs = self.mesh, len(result.losses)
-        broken = [0.0] * (packs * mesh.data_size)
-        for index, loss in enumerate(result.losses):
-            broken[index * mesh.data_size + mesh.data_rank] = 0.0 if math.isfinite(loss) else 1.0
-        finite_loss = sum(loss for loss in result.losses if math.isfinite(loss))
-        own_slots = (
-            float(sum(batch.num_slots for batch in data.micro_batches)) if mesh.is_replica_leader else 0.0
-        )
-        asked = float(self.stop.signal or 0)
-        loss_sum, slots, asked, *flags = self.world.sum([finite_loss, own_slots, asked, *broken])
+        mesh, finite = self.mesh, [math.isfinite(loss) for loss in result.losses]
+        broken = np.zeros((len(finite), mesh.data_size))
+        broken[:, mesh.data_rank] = np.logical_not(finite)
+        loss = sum(loss for loss, counts in zip(result.losses, finite, strict=True) if counts)
+        slots = sum(batch.num_slots for batch in data.micro_batches) if mesh.is_replica_leader else 0
+        own = [loss, float(slots), float(self.stop.signal or 0), *broken.ravel().tolist()]
+        loss_sum, all_slots, asked, *flags = self.world.sum(own)
         if any(flags):
             documents = [
                 int(number) for pack, flag in enumerate(flags) if flag for number in data.packs[pack]
@@ -308,7 +312,7 @@ class Trainer(RunState):
             )
         if asked:
             self._interrupt()
-        return loss_sum, slots
+        return loss_sum, all_slots
 
     def _interrupt(self) -> None:
         """End the run after this step without an evaluation, because a rank received a signal; called on all ranks."""
@@ -316,81 +320,99 @@ class Trainer(RunState):
         self.ending, self.interrupted = self.stop.signal.name, True
 
     def _is_valid(self, data: StepData, norm: float) -> bool:
-        """Whether the gradient is finite; False for an fp16 overflow, after which the loss scale is lowered.
-
-        Raises:
-            NonFiniteLoss: the gradient is not finite, and that is not an overflow.
-        """
-        documents = [int(number) for number in data.documents]
-        if self.engine.overflowed:
-            if self.engine.loss_scale < 1:
-                what = f"the gradient of step {self.step + 1} overflows fp16 at every loss scale"
-                self.diverged(f"{what}; train in bf16 or fp32", documents)
-            return False
-        if not math.isfinite(norm):
-            what = f"the gradient of step {self.step + 1} is not finite; the step was not applied"
-            self.diverged(what, documents)
-        return True
+        """Whether the gradient is finite; False for an fp16 overflow, after which the loss scale is lowered."""
+        what, overflowed = f"the gradient of step {self.step + 1}", self.engine.overflowed
+        documents = data.documents.tolist()
+        if overflowed and self.engine.loss_scale < 1:
+            self.diverged(f"{what} overflows fp16 at every loss scale; train in bf16 or fp32", documents)
+        if not overflowed and not math.isfinite(norm):
+            self.diverged(f"{what} is not finite; the step was not applied", documents)
+        return not overflowed
 
     def _record(
         self,
         data: StepData,
         result: StepResult,
         middle: float,
+        slots: float,
+        rate: float,
+        norm: float,
         metrics: Mapping[str, float],
-        **values: Any,
     ) -> None:
-        """Compute the metrics of the step that has just ended, and write its record.
-
-        Args:
-            data: data of the step.
-            result: result of its forward and backward passes.
-            middle: time at which its backward passes ended, in seconds.
-            metrics: metrics of callbacks.
-            values: see `step_metrics`.
-        """
+        """Write the record of the step that has just ended; its backward passes ended at `middle`, in seconds."""
         self.world.synchronize()
         now = self.clock()
-        record = step_metrics(
-            self.step,
-            data,
-            result,
-            flops=self.cost_model.flops(data.lengths),
-            seconds=now - self._mark,
-            optimizer_seconds=now - middle,
-            devices=self.world.size,
-            peak_flops=self.peak_flops,
-            predicted_seconds=data.predicted_seconds if self.config.parallel.model_ranks == 1 else None,
-            **values,
-        )
-        self._mark = now
-        self.running.add(values["loss_sum"], data.denominator)
-        self._publish({**record, **metrics})
-        self.loss = record["loss"]
+        seconds, self._mark = now - self._mark, now
+        flops, peak = self.cost_model.flops(data.lengths), self.peak_flops * self.world.size
+        record = {
+            "step": self.step,
+            "loss": self.loss,
+            "lr": rate,
+            "grad_norm": norm,
+            "dt": seconds,
+            "dto": now - middle,
+            **step_metrics(data, result, slots, seconds, self.world.size),
+            "mfu": 100.0 * flops / max(seconds, 1e-12) / peak if peak else 0.0,
+            **metrics,
+        }
+        if data.predicted_seconds is not None and self.config.parallel.model_ranks == 1:
+            record["dt_predicted"] = data.predicted_seconds
+        self._publish(record)
         every = self.config.log.every
         if every and (self.step % every == 0 or self.step == 1):
-            self.console.line(format_line({**record, **metrics}))
+            self.console.line(format_line(record))
 
     def _publish(self, values: dict[str, float]) -> None:
         """Append a record to metrics.jsonl and pass it to callbacks; on rank 0."""
-        if self.log is not None:
-            self.log.record(values)
+        if self.files.record(values):
             self.callbacks.record(values)
 
     def _is_last(self) -> bool:
         return self.step == self.steps or bool(self.ending)
 
+    def _is_best(self) -> bool:
+        return not self.config.train.eval_only and self.best_step == self.step
+
     def _evaluation_due(self) -> bool:
-        train, step = self.config.train, self.step
-        if train.eval_only:
-            return True
-        due = train.eval_every > 0 and (step % train.eval_every == 0 or self._is_last())
-        return due and self.evaluated != step and not self.interrupted
+        every = self.config.train.eval_every
+        due = every > 0 and (self.step % every == 0 or self._is_last())
+        return self.config.train.eval_only or (due and self.evaluated != self.step and not self.interrupted)
 
     def _checkpoint_due(self) -> bool:
         every = self.config.train.checkpoint_every or self.config.train.eval_every
         return self._is_last() or self._is_best() or (every > 0 and self.step % every == 0)
 
-    def _is_best(self) -> bool:
-        """Whether the current weights have the lowest validation loss so far."""
-        return not self.config.train.eval_only and self.best_step == self.step
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        """Load the checkpoint of a run of the same documents."""
+        progress, weighting = checkpoint.progress, self.config.train.loss_weighting
+        self.notes += self.files.check(progress)
+        self.engine.load_state(checkpoint.source)
+        self.feed.load_state_dict(progress["data"])
+        self.step = self.saved = checkpoint.step
+        self.evaluated, self.best = progress["evaluated"], progress["best"]
+        self.best_step = progress["best_step"]
+        loss_sum, denominator, before = progress["running"]
+        if before == weighting:
+            self.running = RunningLoss(loss_sum, denominator)
+        else:
+            self.notes.append(
+                f"train.loss_weighting changes from {before} to {weighting}: logged losses before and after are means"
+                " over different units"
+            )
+        self.callbacks.load_states(progress["observers"])
+        self.callbacks.load_all_tensors(checkpoint.source, self.engine)
+        if not restore_rng(self.world, checkpoint.source):
+            self.notes.append(
+                "some ranks are new: their dropout starts from the seed, not from the checkpoint"
+            )
+
+    def _progress(self) -> dict[str, Any]:
+        """The progress of the run, as plain values for a checkpoint."""
+        return {
+            "data": self.feed.state_dict(),
+            "running": [*astuple(self.running), self.config.train.loss_weighting],
+            "evaluated": self.evaluated,
+            "best": self.best,
+            "best_step": self.best_step,
+            "observers": self.callbacks.states(),
+        }

@@ -26,6 +26,10 @@ class RunStopped(RuntimeError):
     """The run must stop: the current step was not applied, and the last checkpoint is valid."""
 
 
+class NonFiniteLoss(RunStopped):
+    """A loss, gradient or weight is NaN or infinite; the last checkpoint is valid."""
+
+
 class Callback:
     """Base class: every hook does nothing by default."""
 

@@ -106,13 +106,8 @@ class GradientNoise(Callback):
 
     @torch.no_grad()
     def gradient(self, step: int, engine: ModelEngine) -> Mapping[str, float]:
-        """Update the moving averages.
-
-        Raises:
-            ValueError: ranks have one micro-batch per step, so there is no small batch.
-        """
-        if self._small is None:
-            raise ValueError(needs_two_micro_batches(1))
+        """Update the moving averages."""
+        assert self._small is not None, "ranks have two micro-batches or more"
         square, inverse = self._small
         squares, inverses, ranks = engine.world.sum([square, inverse, float(inverse > 0)])
         whole_square, whole_inverse = _squared_norm(engine), 1.0 / max(self._whole, 1.0)
@@ -145,14 +140,6 @@ class GradientNoise(Callback):
         """See `Callback`."""
         self.steps = int(state["steps"])
         self._means = {name: float(state["means"][name]) for name in self._means}
-
-
-def needs_two_micro_batches(micro_batches: int) -> str:
-    """The error message for steps with one micro-batch per rank."""
-    return (
-        f"log.gradient_noise=true compares a micro-batch with its step, but each rank has {micro_batches} per step:"
-        " set plan.packs_per_step to at least twice the number of processes"
-    )
 
 
 def _squared_norm(engine: ModelEngine) -> float:

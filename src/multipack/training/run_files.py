@@ -1,0 +1,169 @@
+"""The files of a run: its directory, its log, and its checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from multipack.atomic import write_atomically
+from multipack.data.corpus import Corpus
+from multipack.data.shards import CHAT_TEMPLATE
+from multipack.parallel.state import State
+from multipack.parallel.world import World
+from multipack.run import RunDirectory, config_yaml
+from multipack.training.checkpoint import Checkpoint, CheckpointWriter, Content, name_of
+from multipack.training.run_config import Config
+from multipack.training.run_log import RunLog
+
+
+class RunFiles:
+    """Writes the files of a run. Nothing is written before `open`.
+
+    Args:
+        run: the run directory.
+        world: the ranks.
+        config: configuration of the run.
+        corpus: its documents.
+        chat_template: of its model, as JSON; empty = none.
+    """
+
+    def __init__(
+        self, run: RunDirectory, world: World, config: Config, corpus: Corpus, chat_template: str
+    ) -> None:
+        self.run, self._world, self._config = run, world, config
+        self._log: RunLog | None = None
+        # The configuration that starts such a run anew, in a directory of its own.
+        train = replace(config.train, resume="false", eval_only=False)
+        self._texts = {
+            "config.yaml": config_yaml(replace(config, train=train, out="")),
+            "tokenizer.json": corpus.tokenizer.to_json(),
+            **({CHAT_TEMPLATE: chat_template} if chat_template else {}),
+        }
+        documents = corpus.arriving or corpus.train
+        self._hashes = {"documents": documents.fingerprint, "tokens": corpus.tokenizer.hash}
+        self._writer = CheckpointWriter(
+            run,
+            world,
+            config.train.keep_checkpoints,
+            config.train.checkpoint_async,
+            config.parallel.timeout_seconds,
+        )
+
+    def check(self, progress: Mapping[str, Any]) -> list[str]:
+        """Check that a checkpoint was written with the same documents and tokenizer; returns notes for the header.
+
+        Raises:
+            ValueError: it was written with others.
+        """
+        for what, digest in self._hashes.items():
+            saved = progress["corpus"][what]
+            if saved != digest:
+                raise ValueError(
+                    f"the run was trained on other {what} (hash {saved[:12]}, now {digest[:12]});"
+                    " go on with the same ones, or start a new run with another out="
+                )
+        processes, threads = progress["world_size"], progress["threads"]
+        if (processes, threads) == (self._world.size, torch.get_num_threads()):
+            return []
+        return [
+            f"the checkpoint was written by {processes} processes with {threads} threads: the same documents follow,"
+            " but sums round differently"
+        ]
+
+    def open(self, files: Mapping[str, bytes], resumed: Checkpoint | None, best_step: int) -> None:
+        """Create the run directory, or truncate its files to what the checkpoint saw; on rank 0.
+
+        Args:
+            files: name → content of further files.
+            resumed: the checkpoint that the run resumes from; None = it starts with step 1.
+            best_step: step of the best checkpoint; -1 = none.
+
+        Raises:
+            FileExistsError: a new run's directory is not empty.
+            ValueError: another process writes to it, or its files belong to another course of the run.
+        """
+        run, config, is_new = self.run, self._texts["config.yaml"], self._config.train.resume == "false"
+        if is_new:
+            run.create(config)
+        for name, content in files.items():
+            write_atomically(run.path / name, content)
+        self._log = RunLog(run)
+        if is_new:
+            return
+        self._log.cut(resumed.progress["marks"] if resumed else None)
+        write_atomically(run.config, config.encode())
+        if resumed is None:
+            return
+        run.point_to(resumed.path)
+        best = run.checkpoints / name_of(best_step)
+        if best.is_dir():
+            run.point_to(best, run.best)
+        elif best_step >= 0:  # the best checkpoint of a course that is abandoned
+            run.best.unlink(missing_ok=True)
+
+    def record(self, values: Mapping[str, Any]) -> bool:
+        """Append a record to metrics.jsonl; False where nothing is written: on other ranks, or without `open`."""
+        if self._log is not None:
+            self._log.record(values)
+        return self._log is not None
+
+    def sample(self, step: int, text: str) -> bool:
+        """Append a text to samples.txt; returns as `record`."""
+        if self._log is not None:
+            self._log.samples.write(f"=== step {step}\n{text}\n\n")
+        return self._log is not None
+
+    def save(
+        self, step: int, tensors: State, describe: Callable[[], dict[str, Any]], *, best: bool, last: bool
+    ) -> None:
+        """Write a checkpoint; collective. With `train.checkpoint_async` in the background, except the last one.
+
+        Args:
+            step: number of steps taken.
+            tensors: this rank's tensors by group and name.
+            describe: returns the progress of the trainer, as plain values; called on rank 0.
+            best: whether its validation loss is the lowest so far.
+            last: wait until it is written.
+
+        Raises:
+            ValueError: this checkpoint, or the previous one in the background, could not be written.
+        """
+        progress: dict[str, Any] = {
+            "corpus": self._hashes,
+            "world_size": self._world.size,
+            "threads": torch.get_num_threads(),
+        }
+
+        def complete() -> None:
+            assert self._log is not None
+            progress.update(describe(), marks=self._log.marks())
+
+        self._world.on_main(complete)
+        self._writer.save(Content(step, tensors, progress, self._texts, best))
+        if last:
+            self._writer.wait()
+
+    def last_checkpoint(self) -> str:
+        """Path of the newest complete checkpoint, for messages."""
+        return str(self.run.latest_checkpoint()) if self.run.latest.is_file() else "none so far"
+
+    def close(self, failed: bool) -> str:
+        """Wait for a checkpoint in the background and close the log.
+
+        Returns:
+            After a failure, why that checkpoint could not be written, because other ranks may not be there to agree.
+
+        Raises:
+            ValueError: on every rank: that checkpoint could not be written.
+        """
+        try:
+            if failed:
+                return self._writer.abandon()
+            self._writer.wait()
+            return ""
+        finally:
+            if self._log is not None:
+                self._log.close()

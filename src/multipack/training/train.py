@@ -1,0 +1,105 @@
+"""`train`: a run from its configuration to its closing report."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from multipack.parallel.ranks import find_ranks
+from multipack.parallel.world import connected
+from multipack.reports.console import Console
+from multipack.training.callbacks.callback import RunStopped
+from multipack.training.compare import Comparison, compare_with_padding
+from multipack.training.precision import deterministic
+from multipack.training.run_config import Config
+from multipack.training.run_parts import check_model
+from multipack.training.run_report import print_header, print_result
+from multipack.training.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Result of a run.
+
+    Attributes:
+        run: path of the run directory.
+        step: number of steps taken.
+        val_loss: validation loss of the last evaluation; None without one.
+        stopped_by: signal that stopped the run early; None if it ran to its end.
+        comparison: measured cost of padding; None if it was not measured.
+    """
+
+    run: str
+    step: int
+    val_loss: float | None
+    stopped_by: signal.Signals | None
+    comparison: Comparison | None
+
+
+def train(config: Config, clock: Callable[[], float] = time.perf_counter) -> RunResult:
+    """Train a model, from reading documents to the last checkpoint.
+
+    Args:
+        config: configuration of the run; see `multipack.training.run_config.compose_run`.
+        clock: returns seconds; replaced in tests.
+
+    Raises:
+        ValueError: the configuration does not fit the documents, the device or the ranks.
+        FileExistsError: the run directory holds another run.
+        RunStopped: training diverged (NonFiniteLoss) or a callback stopped it; the message names the last checkpoint.
+    """
+    began = clock()
+    ranks = find_ranks(os.environ)
+    console = Console(ranks.rank, config.log.all_ranks)
+    config.check(ranks.size)
+    check_model(config, ranks.size, console)
+    with (
+        connected(config.train.device, config.parallel.timeout_seconds) as world,
+        deterministic(config.train.deterministic, world.device),
+    ):
+        trainer = Trainer(config, world, console, clock)
+        first = trainer.step
+        try:
+            print_header(trainer, clock() - began)
+            with trainer.stop:
+                trainer.loop()
+            if trainer.feed.late:
+                raise ValueError(f"{trainer.feed.late} (the run is saved after step {trainer.step})")
+            # Everything is saved: from here on a signal ends the process immediately.
+            stopped = trainer.stop.signal
+            compared = stopped is None and trainer.step > first
+            result = RunResult(
+                run=str(trainer.run.path),
+                step=trainer.step,
+                val_loss=trainer.val_loss,
+                stopped_by=stopped if trainer.step < trainer.steps else None,
+                comparison=_compare_padding(trainer) if compared else None,
+            )
+            print_result(trainer, result.stopped_by, result.comparison)
+        except BaseException as error:
+            trainer.close(failed=True)
+            if isinstance(error, RunStopped):
+                last = trainer.files.last_checkpoint()
+                raise type(error)(f"{error}. Last good checkpoint: {last}") from error
+            raise
+        trainer.close()
+    return result
+
+
+def _compare_padding(trainer: Trainer) -> Comparison | None:
+    """Time the same documents packed and padded; None if disabled, or with a stream or several ranks."""
+    settings, plan, console = trainer.config.train, trainer.feed.plan, trainer.console
+    if plan is None or not settings.compare_padding or trainer.world.size > 1:
+        return None
+    console.line("\nmeasuring the cost of padding: the same documents, packed and padded in turns …")
+    size, clock = settings.padded_batch_size, trainer.clock
+    try:
+        return compare_with_padding(trainer.engine, trainer.corpus.train, plan, batch_size=size, clock=clock)
+    except torch.OutOfMemoryError:
+        console.line(f"padded batches of {size} documents do not fit into memory")
+        return None
