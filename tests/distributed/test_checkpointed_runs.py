@@ -17,7 +17,7 @@ from multipack.parallel.mesh import Mesh
 from multipack.run import RunDirectory, config_yaml
 from multipack.shapes import ModelShape
 from multipack.training import checkpoint_tensors, trainer
-from multipack.training.checkpoint import CheckpointWriter, Content, load_checkpoint
+from multipack.training.checkpoint import CheckpointWriter, load_checkpoint
 from multipack.training.export import export
 from multipack.training.run_config import compose, compose_run
 from multipack.training.weights import begin_from, initial_weights
@@ -31,7 +31,7 @@ def _save_decoder(world, path, files):
     model = {
         name: distribute_tensor(each, line, [Shard(0)]) for name, each in Decoder(SHAPE).named_parameters()
     }
-    CheckpointWriter(RunDirectory(path), world, 0).save(Content(7, {"model": model}, {}, files))
+    CheckpointWriter(RunDirectory(path), world, 0).save(7, {"model": model}, {}, files)
 
 
 def test_a_sharded_checkpoint_is_exported_to_one_file_and_starts_a_run(pools, tmp_path, monkeypatch):

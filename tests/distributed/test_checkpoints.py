@@ -19,7 +19,8 @@ from multipack.parallel.world import World
 from multipack.run import RunDirectory
 from multipack.training import checkpoint as checkpoint_module
 from multipack.training import checkpoint_tensors
-from multipack.training.checkpoint import CheckpointWriter, Content, load_checkpoint, name_of
+from multipack.training.checkpoint import CheckpointWriter, load_checkpoint, name_of
+from multipack.training.checkpoint_tensors import divide
 
 SHAPES = {
     "even": (8, 6),
@@ -85,7 +86,7 @@ def _divided(world):
 def _save(world, path, step=3, keep=2, background=False):
     files = {"config.yaml": "a: 1\n"}
     writer = CheckpointWriter(RunDirectory(path), world, keep, background, timeout_seconds=20)
-    final = writer.save(Content(step, _divided(world), {"at": step}, files))
+    final = writer.save(step, _divided(world), {"at": step}, files)
     writer.wait()
     return str(final)
 
@@ -160,6 +161,20 @@ def test_every_rank_writes_one_file_and_nothing_is_written_twice(saved):
     assert needed < held < needed + 4 * 5000
 
 
+def _bytes_to_copy(world):
+    line = init_device_mesh("cpu", (2,))
+    model = {f"replicated.{number}": torch.ones(10) for number in range(4)}
+    model["sharded"] = distribute_tensor(torch.ones(10, 2), line, [Shard(0)])
+    return {name: piece.values.nbytes for name, piece in divide({"model": model}, world).items()}
+
+
+def test_before_the_copy_each_piece_belongs_to_one_rank(pools):
+    """With `checkpoint_async` a rank copies what it writes, not all that it holds."""
+    first, second = pools(2).run(_bytes_to_copy)
+    assert first.keys() & second.keys() == {"model.sharded"}
+    assert sum(first.values()) == sum(second.values()) == (4 * 40 + 80) / 2
+
+
 def _files_opened(world, path):
     """Files whose values a rank reads; headers were read before."""
     import safetensors
@@ -190,8 +205,8 @@ def _save_gap(world, path):
     line = init_device_mesh("cpu", (2,))
     model = {"weight": distribute_tensor(torch.ones(4, 2), line, [Shard(0)])}
     tensors = {"model": model if world.rank == 0 else {}}
-    with pytest.raises(ValueError, match=r"rank 0: .*weight"):
-        CheckpointWriter(RunDirectory(path), world, 2).save(Content(5, tensors, {}, {}))
+    with pytest.raises(ValueError, match=r"pieces of model\.weight overlap or leave a gap"):
+        CheckpointWriter(RunDirectory(path), world, 2).save(5, tensors, {}, {})
 
 
 def test_pieces_with_a_gap_are_refused_on_every_rank(pools, run):
@@ -203,7 +218,7 @@ def _content(world, step, value):
     line = init_device_mesh("cpu", (2,))
     weight = distribute_tensor(torch.full((5, 2), float(value)), line, [Shard(0)])
     model = {"weight": weight, "bias": torch.full((2,), float(value))}
-    return Content(step, {"model": model, "optimizer": {}}, {"at": step}, {})
+    return step, {"model": model, "optimizer": {}}, {"at": step}, {}
 
 
 def _in_the_background(world, path):
@@ -215,16 +230,16 @@ def _in_the_background(world, path):
         may_write.wait(20)
         return before(*arguments)
 
-    writer.save(_content(world, 1, 1))
+    writer.save(*_content(world, 1, 1))
     writer.wait()
     checkpoint_tensors.save_safetensors = held_up
     try:
         content = _content(world, 2, 2)
-        writer.save(content)
+        writer.save(*content)
         with torch.no_grad():
-            for tensor in content.tensors["model"].values():
+            for tensor in content[1]["model"].values():
                 local(tensor).fill_(99)
-        content.progress["at"] = 99
+        content[2]["at"] = 99
         # Training's own collectives go on meanwhile.
         world.sum([1.0])
         seen = run.latest_checkpoint().name
@@ -247,7 +262,7 @@ def test_in_the_background_a_checkpoint_is_what_it_was_when_asked_for(pools, run
 def _disk_full(world, path, background):
     """Rank 1 cannot write its second checkpoint; returns the errors of each rank, and of which call they are."""
     writer = CheckpointWriter(RunDirectory(path), world, 0, background, timeout_seconds=20)
-    writer.save(_content(world, 1, 1))
+    writer.save(*_content(world, 1, 1))
     writer.wait()
     before, errors = checkpoint_tensors.save_safetensors, []
 
@@ -258,7 +273,7 @@ def _disk_full(world, path, background):
 
     checkpoint_tensors.save_safetensors = failing
     try:
-        writer.save(_content(world, 2, 2))
+        writer.save(*_content(world, 2, 2))
     except ValueError as error:
         errors.append(("the same save", str(error)))
     finally:
@@ -266,7 +281,7 @@ def _disk_full(world, path, background):
             writer._pending.exception()
         checkpoint_tensors.save_safetensors = before
     try:
-        writer.save(_content(world, 3, 3))
+        writer.save(*_content(world, 3, 3))
         writer.wait()
     except ValueError as error:
         errors.append(("the next save", str(error)))
@@ -299,23 +314,26 @@ def _fill_wrongly(world, path):
 
 def test_other_shapes_and_names_are_refused(pools, saved):
     for shape, name in pools(2).run(_fill_wrongly, saved):
-        assert "even (model) (8, 6) instead of (6, 8)" in shape
-        assert "no tensor missing" in name
+        assert "model.even" in shape
+        assert "model.missing" in name
 
 
 def _killed_before_the_marker(world, path):
-    save, before = CheckpointWriter(RunDirectory(path), world, keep=0).save, checkpoint_module._write_text
-    save(_content(world, 3, 3))
+    save, before = (
+        CheckpointWriter(RunDirectory(path), world, keep=0).save,
+        checkpoint_module.write_atomically,
+    )
+    save(*_content(world, 3, 3))
 
-    def fatal(file, text):
+    def fatal(file, content):
         if file.name == checkpoint_module.COMPLETE:
             assert len(list((file.parent / "tensors").glob("shard-*.safetensors"))) == 2
             assert _is_refused(file.parent)
             os.kill(os.getpid(), signal.SIGKILL)
-        before(file, text)
+        before(file, content)
 
-    checkpoint_module._write_text = fatal
-    save(_content(world, 6, 6))
+    checkpoint_module.write_atomically = fatal
+    save(*_content(world, 6, 6))
 
 
 def _is_refused(folder):
@@ -336,6 +354,6 @@ def test_a_kill_between_shards_and_marker_leaves_the_last_good_one(pools, run):
     assert not (run.checkpoints / name_of(6)).exists()
     assert list(run.checkpoints.glob(".step-00000006.*.partial"))
     # The next writer, of any number of processes, removes what was left.
-    CheckpointWriter(run, World(), 0).save(Content(6, {"model": {"weight": torch.ones(2)}}, {}, {}))
+    CheckpointWriter(run, World(), 0).save(6, {"model": {"weight": torch.ones(2)}}, {}, {})
     assert load_checkpoint(run.latest_checkpoint()).step == 6
     assert not list(run.checkpoints.glob(".step-*"))

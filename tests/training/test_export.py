@@ -24,9 +24,9 @@ from multipack.models.decoder import Decoder
 from multipack.parallel.world import World
 from multipack.run import RunDirectory, config_yaml
 from multipack.shapes import ModelShape
-from multipack.training.checkpoint import CheckpointWriter, Content
-from multipack.training.export import export
-from multipack.training.inference import load_run, load_template
+from multipack.training.checkpoint import CheckpointWriter
+from multipack.training.export import export, loading_code
+from multipack.training.inference import find_template, load_run
 from multipack.training.run_config import compose
 from multipack.training.weights import initial_weights
 
@@ -77,7 +77,7 @@ def run(tmp_path):
             )
             files[CHAT_TEMPLATE] = made.to_json()
         state = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        CheckpointWriter(run, World(), 0).save(Content(7, {"model": state}, {}, files))
+        CheckpointWriter(run, World(), 0).save(7, {"model": state}, {}, files)
         return run.path, model.eval()
 
     return make
@@ -101,8 +101,8 @@ def test_an_export_is_complete_and_loads_here(run, shape, tmp_path):
         "tokenizer.json",
         "tokenizer_config.json",
     }
-    assert {file.name for file in (tmp_path / "out").iterdir()} == names == {name for name, _ in made.files}
-    assert made.source == path / "checkpoints" / "step-00000007"
+    assert {file.name for file in (tmp_path / "out").iterdir()} == names
+    assert dict(made)["weights of"] == str(path / "checkpoints" / "step-00000007")
     decoder, tokenizer = load_run(tmp_path / "out")
     assert tokenizer.hash == byte_tokenizer().hash
     batch = single_document(tokenizer.encode("some text"))
@@ -115,7 +115,8 @@ def test_an_export_is_complete_and_loads_here(run, shape, tmp_path):
 def test_transformers_loads_it_and_agrees(run, shape, tmp_path, transformers):
     path, model = run(shape)
     scope: dict = {}
-    exec(export(path, tmp_path / "out").loading, scope)
+    export(path, tmp_path / "out")
+    exec(loading_code(tmp_path / "out"), scope)
     theirs, tokenizer = scope["model"].eval(), scope["tokenizer"]
     ids = tokenizer("Grüße, some text", return_tensors="pt").input_ids
     assert ids[0].tolist() == byte_tokenizer().encode("Grüße, some text")
@@ -143,10 +144,10 @@ def test_a_character_tokenizer_survives(run, tmp_path, transformers):
 def test_a_chat_template_goes_with_it(run, tmp_path, transformers):
     path, _ = run(LLAMA, chat_tokenizer(), TEMPLATE)
     made = export(path, tmp_path / "out")
-    assert "chat template: chatml" in made.notes
+    assert ("chat template", "chatml") in made
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-    ours = load_template(tmp_path / "out")
-    assert ours.parts(messages) == load_template(path).parts(messages)
+    ours = find_template(tmp_path / "out")
+    assert ours.parts(messages) == find_template(path).parts(messages)
     assert (ours.eos_token, ours.end_of_turn) == ("<|im_end|>", "<|im_end|>")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert theirs.apply_chat_template(messages, tokenize=False) == "".join(
@@ -176,7 +177,7 @@ def test_weights_in_half_precision(run, tmp_path, dtype, expected):
 def test_numbers_too_large_for_fp16_are_refused(run, tmp_path):
     path, _ = run(change=lambda model: model.norm.weight.mul_(1e6))
     with pytest.raises(
-        ValueError, match=r"model\.norm\.weight \(1 tensors in all\) are not finite as float16"
+        ValueError, match=r"model\.norm\.weight \(1 tensors in all\) are not finite as torch\.float16"
     ):
         export(path, tmp_path / "out", dtype="fp16")
     assert not (tmp_path / "out").exists()
@@ -193,8 +194,9 @@ def test_notes_name_what_transformers_does_differently(run, tmp_path):
             "<|endoftext|>": {"id": "<|endoftext|>", "ids": [256], "tokens": ["<|endoftext|>"]}
         },
     }
-    notes = "\n".join(export(run(GPT2, Tokenizer(json.dumps(fields)))[0], tmp_path / "out").notes)
-    for part in ("no chat template: ", "they are zeros", "transformers puts <|endoftext|> around text"):
+    rows = export(run(GPT2, Tokenizer(json.dumps(fields)))[0], tmp_path / "out")
+    notes = "\n".join(value for name, value in rows if name == "note")
+    for part in ("they are zeros", "transformers puts <|endoftext|> around text"):
         assert part in notes
     assert "chat_template" not in json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
 
@@ -218,7 +220,7 @@ def test_unknown_choices_and_shapes_are_refused(run, tmp_path):
             export(path, tmp_path / "out", **options)
     with pytest.raises(ValueError, match="transformers has no model for this decoder"):
         export(path, tmp_path / "out")
-    with pytest.raises(ValueError, match="checkpoints/best names"):
+    with pytest.raises(FileNotFoundError, match="checkpoints/best names"):
         export(path, tmp_path / "out", "best")
     assert not (tmp_path / "out").exists()
 
@@ -229,7 +231,7 @@ def test_a_killed_export_leaves_nothing_that_loads(run, tmp_path):
 import os, signal
 from pathlib import Path
 from multipack.training import export as module
-module.os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)
+module.write_atomically = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 module.export(Path({str(path)!r}), Path({str(tmp_path / "out" / "model")!r}))
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

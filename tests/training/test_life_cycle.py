@@ -7,7 +7,7 @@ import pytest
 
 from multipack.data.tokenizer import Tokenizer
 from multipack.run import RunDirectory
-from multipack.training.inference import load_template
+from multipack.training.inference import find_template
 from multipack.training.run_config import compose, compose_run
 from multipack.training.train import train
 from multipack.words import ConfigError
@@ -68,10 +68,10 @@ def test_preferences_keep_the_chat_template_of_the_model(tmp_path):
     )
     train(compose([*chats, "tokenizer=byte", "model=tiny", *FEW, f"out={tmp_path / 'chat'}"]))
     train(compose_run([*pairs, *FEW, f"train.init_from={tmp_path / 'chat'}", f"out={tmp_path / 'dpo'}"]))
-    expected = load_template(tmp_path / "chat").to_json()
-    assert load_template(tmp_path / "dpo").to_json() == expected
+    expected = find_template(tmp_path / "chat").to_json()
+    assert find_template(tmp_path / "dpo").to_json() == expected
     train(compose_run([f"out={tmp_path / 'dpo'}", "train.resume=true", "train.steps=2"]))
-    assert load_template(RunDirectory(tmp_path / "dpo").latest_checkpoint()).to_json() == expected
+    assert find_template(RunDirectory(tmp_path / "dpo").latest_checkpoint()).to_json() == expected
 
 
 def test_a_model_of_text_learns_to_chat(base, tmp_path):
@@ -83,5 +83,5 @@ def test_a_model_of_text_learns_to_chat(base, tmp_path):
     old, new, same = (Tokenizer.load(RunDirectory(run).latest_checkpoint()) for run in (base, first, second))
     assert new.vocabulary_size == old.vocabulary_size + 4
     assert new.hash == same.hash
-    assert load_template(first).name == "llama3"
-    assert load_template(second).to_json() == load_template(first).to_json()
+    assert find_template(first).name == "llama3"
+    assert find_template(second).to_json() == find_template(first).to_json()

@@ -27,10 +27,8 @@ from multipack.parallel.world import World
 from multipack.run import RunDirectory
 from multipack.shapes import ModelShape
 from multipack.training.objective import (
-    PREFERENCE_LEGEND,
     PreferenceMetrics,
     read_reference,
-    reference_bytes,
     reference_values,
 )
 from multipack.training.run_config import compose, compose_run
@@ -66,7 +64,8 @@ def _engine(decoder, lr=1e-3):
 
 
 def _reference(decoder, documents, capacity=CAPACITY, pad_to=None):
-    return reference_values(_engine(decoder).evaluating, documents, Mesh(World()), capacity, pad_to)
+    with _engine(decoder).evaluating() as model:
+        return reference_values(model, documents, Mesh(World()), capacity, pad_to)
 
 
 def test_the_reference_of_a_pair_does_not_depend_on_its_pack(decoder, pairs):
@@ -92,9 +91,9 @@ def test_weights_that_are_not_finite_are_no_reference(decoder, pairs):
 @pytest.mark.parametrize("damage", ["none", "missing", "truncated", "name", "shape", "infinite"])
 def test_saved_values_are_read_back_or_refused(pairs, tmp_path, damage):
     file, values = tmp_path / "reference.safetensors", np.arange(40.0).reshape(20, 2)
-    file.write_bytes(reference_bytes({"train": values}))
+    save_file({"train": torch.from_numpy(values)}, file)
     if damage == "none":
-        assert np.array_equal(read_reference(file, "train", pairs), values)
+        assert np.array_equal(read_reference(file, {"train": pairs})["train"], values)
         return
     if damage == "missing":
         file.unlink()
@@ -104,7 +103,7 @@ def test_saved_values_are_read_back_or_refused(pairs, tmp_path, damage):
         wrong = {"shape": values[:3], "infinite": np.full_like(values, np.inf)}.get(damage, values)
         save_file({"other" if damage == "name" else "train": torch.from_numpy(wrong)}, file)
     with pytest.raises(ValueError, match=r"reference\.safetensors.*new run"):
-        read_reference(file, "train", pairs)
+        read_reference(file, {"train": pairs})
 
 
 def _feed(decoder, documents, reference, capacity=CAPACITY, lr=1e-3):
@@ -126,8 +125,8 @@ def test_the_initial_loss_is_log_2(decoder, pairs):
     engine, feed = _feed(decoder, pairs, _reference(decoder, pairs))
     result = engine.forward_backward(feed, 20)
     assert sum(result.losses) / 20 == pytest.approx(math.log(2), abs=1e-5)
-    metrics = PreferenceMetrics(decoder).gradient(1, engine)
-    assert metrics.keys() == PREFERENCE_LEGEND.keys()
+    metrics = PreferenceMetrics().gradient(1, engine)
+    assert metrics.keys() == PreferenceMetrics.legend.keys()
     assert abs(metrics["reward_margin"]) < 1e-5
 
 
@@ -157,7 +156,7 @@ def test_real_preferences_are_learned(shared_data, tmp_path):
     )
     reference = _reference(decoder, documents, capacity=2048)
     engine, packs = _feed(decoder, documents, reference, capacity=2048, lr=3e-3)
-    metrics, losses = PreferenceMetrics(decoder), []
+    metrics, losses = PreferenceMetrics(), []
     for epoch in range(8):
         for batch in packs:
             losses.append(engine.forward_backward([batch], batch.denominator).losses[0] / batch.denominator)

@@ -39,7 +39,11 @@ CALLBACKS = [
 
 def _tensors(out):
     source = load_checkpoint(RunDirectory(out).latest_checkpoint()).source
-    return {f"{group}.{name}": t for group in source.groups for name, t in source.whole(group).items()}
+    return {
+        f"{group}.{name}": t
+        for group in ("model", "optimizer", "observers")
+        for name, t in source.whole(group).items()
+    }
 
 
 def _assert_equal(out, other, files):

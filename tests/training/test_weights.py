@@ -16,7 +16,7 @@ from multipack.models.families import config_of, to_huggingface
 from multipack.parallel.world import World
 from multipack.run import RunDirectory, config_yaml, is_export
 from multipack.shapes import ModelShape
-from multipack.training.checkpoint import CheckpointWriter, Content, load_checkpoint
+from multipack.training.checkpoint import CheckpointWriter, load_checkpoint
 from multipack.training.weights import (
     Initial,
     begin_from,
@@ -58,7 +58,7 @@ def run(tmp_path, model):
             tensors["observers"] = {
                 f"average.{name}": tensor / 4 for name, tensor in state.items() if "norm" not in name
             }
-        CheckpointWriter(run, World(), 0).save(Content(step, tensors, {}, files, best=step == 4))
+        CheckpointWriter(run, World(), 0).save(step, tensors, {}, files, best=step == 4)
     return run
 
 
@@ -124,7 +124,7 @@ def test_weights_that_are_not_there_are_refused(run, export, tmp_path):
     with pytest.raises(ValueError, match="is one checkpoint; for the best one"):
         initial_weights(run.checkpoints / "step-00000004", "best")
     run.best.unlink()
-    with pytest.raises(ValueError, match="checkpoints/best names"):
+    with pytest.raises(FileNotFoundError, match="checkpoints/best names"):
         initial_weights(run.path, "best")
 
 
@@ -132,7 +132,7 @@ def test_a_checkpoint_of_another_model_than_it_says_is_refused(run):
     folder = run.latest_checkpoint()
     text = (folder / "config.yaml").read_text()
     (folder / "config.yaml").write_text(text.replace("d_ff: 24", "d_ff: 25"))
-    with pytest.raises(ValueError, match=r"config\.yaml has \d+ bytes|does not hold the weights of its own"):
+    with pytest.raises(ValueError, match=r"config\.yaml is not what was written"):
         initial_weights(run.path)
     (folder / "config.yaml").write_text("model: 3\n")
     with pytest.raises(ValueError, match="does not describe a model"):

@@ -81,11 +81,13 @@ def export(
     """
     from multipack.reports.console import Console
     from multipack.training.export import export as write
+    from multipack.training.export import loading_code
 
-    made = write(run, Path(folder.removeprefix("out=")), weights, dtype)
+    made = Path(folder.removeprefix("out="))
+    rows = write(run, made, weights, dtype)
     console = Console()
-    console.section("exported", made.rows)
-    console.line(f"\nto load it:\n{made.loading}")
+    console.section("exported", rows)
+    console.line(f"\nto load it:\n{loading_code(made)}")
 
 
 def version() -> None:

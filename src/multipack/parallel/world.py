@@ -102,12 +102,12 @@ class World:
         dist.all_reduce(total)
         return total.tolist()
 
-    def gather(self, text: str) -> list[str]:
-        """Every rank's `text`, by rank."""
+    def gather(self, text: str, group: dist.ProcessGroup | None = None) -> list[str]:
+        """Every rank's `text`, by rank; `group` is another group of all ranks."""
         if self.size == 1:
             return [text]
         gathered: list[str] = [""] * self.size
-        dist.all_gather_object(gathered, text)
+        dist.all_gather_object(gathered, text, group=group)
         return gathered
 
     def from_main(self, text: str) -> str:

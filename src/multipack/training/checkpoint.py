@@ -4,9 +4,9 @@
 
     step-00000100/
       tensors/shard-00001.safetensors …   model, optimizer, random numbers: a file per rank, see checkpoint_tensors.py
-      state.json                          step, progress of the run, names and sizes of all files
+      state.json                          step, progress of the run, size and sha256 of all files
       config.yaml tokenizer.json …        the run's configuration and tokenizer
-      .complete                           written last
+      .complete                           sha256 of state.json; written last
 
 If a process is killed at any point, `latest` still names a complete checkpoint. A checkpoint can be read by another
 number of ranks than wrote it. Tensors are safetensors and all other files are text: loading runs no code from them.
@@ -15,28 +15,32 @@ number of ranks than wrote it. Tensors are safetensors and all other files are t
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 
-from multipack.atomic import PARTIAL, move_into_place, partial_path, sync_folder
+from multipack.atomic import PARTIAL, move_into_place, partial_path, sync_folder, write_atomically
 from multipack.parallel.state import State
 from multipack.parallel.world import World
 from multipack.run import COMPLETE, RunDirectory
-from multipack.training.checkpoint_tensors import TensorFiles, write_tensors
+from multipack.training.checkpoint_tensors import Piece, TensorFiles, checksum, divide, write_pieces
 
-FORMAT = 3
-"""Version of the layout; 1 and 2 are of earlier versions of multipack."""
+FORMAT = 4
+"""Version of the layout; 1 to 3 are of earlier versions of multipack."""
 STATE = "state.json"
 TENSORS = "tensors"
+
+Files = dict[str, tuple[int, str]]
+"""Name of a file in a checkpoint → its size in bytes and its sha256."""
 
 
 @dataclass(frozen=True)
@@ -56,42 +60,23 @@ class Checkpoint:
     progress: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Content:
-    """Content of a checkpoint to write; fields other than `step` and `tensors` are used on rank 0 only.
-
-    Attributes:
-        step: number of steps taken.
-        tensors: this rank's tensors by group and name. Random number states are added.
-        progress: JSON values of the trainer.
-        files: name → content of additional text files.
-        best: whether its validation loss is the lowest so far.
-    """
-
-    step: int
-    tensors: State
-    progress: dict[str, Any]
-    files: dict[str, str]
-    best: bool = False
-
-
 def name_of(step: int) -> str:
     """Folder name of the checkpoint after `step` steps."""
     return f"step-{step:08d}"
 
 
 class CheckpointWriter:
-    """Writes a run's checkpoints: synchronously, or in a thread while training continues. All methods are collective.
+    """Writes a run's checkpoints in a thread. All methods but `abandon` are collective.
 
-    In the background a checkpoint is first copied to CPU memory. The next `save` waits for it; errors are raised there
-    or by `wait`, on every rank.
+    In the background, training continues while a checkpoint is written: each rank first copies what it writes to CPU
+    memory. The next `save` waits for it; errors are raised there or by `wait`, on every rank.
 
     Args:
         run: the run directory.
         world: all ranks of the run.
         keep: number of newest checkpoints to keep, besides the best; 0 = all.
         background: whether `save` returns before the checkpoint is written.
-        timeout_seconds: how long ranks wait for each other while they write in the background.
+        timeout_seconds: how long ranks wait for each other while they write.
     """
 
     def __init__(
@@ -102,15 +87,31 @@ class CheckpointWriter:
         background: bool = False,
         timeout_seconds: float = 600.0,
     ) -> None:
-        self._run, self._world, self._keep = run, world, keep
-        self._background, self._timeout_seconds = background, timeout_seconds
+        self._run, self._world, self._keep, self._background = run, world, keep, background
         self._group: dist.ProcessGroup | None = None
+        # Training continues to use the default group, and the thread exchanges text on the CPU.
+        if world.size > 1 and (background or world.backend != "gloo"):
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[None] | None = None
         self._writing = ""
 
-    def save(self, content: Content) -> Path:
+    def save(
+        self,
+        step: int,
+        tensors: State,
+        progress: dict[str, Any],
+        files: Mapping[str, str],
+        best: bool = False,
+    ) -> Path:
         """Write a checkpoint and update `latest` (and `best`).
+
+        Args:
+            step: number of steps taken.
+            tensors: this rank's tensors by group and name. Random number states are added.
+            progress: JSON values of the trainer; used on rank 0, like the following ones.
+            files: name → content of additional text files.
+            best: whether its validation loss is the lowest so far.
 
         Returns:
             Its folder, which may not exist yet if it is written in the background.
@@ -119,44 +120,34 @@ class CheckpointWriter:
             ValueError: this checkpoint, or the previous one in the background, could not be written.
         """
         self.wait()
-        world, final = self._world, self._run.checkpoints / name_of(content.step)
+        world, final = self._world, self._run.checkpoints / name_of(step)
         # Stopped again before the first step after a resume: the same state is there already.
-        if world.on_main(lambda: "there" if self._is_latest(final, content.best) else ""):
+        if world.on_main(lambda: "there" if self._is_latest(final, best) else ""):
             return final
         partial = Path(world.from_main(str(partial_path(final))))
-        tensors = {**content.tensors, "rng": rng_state(world)}
+        pieces = divide({**tensors, "rng": rng_state(world)}, world)
         if self._background:
-            tensors = {
-                group: {name: each.detach().to("cpu", copy=True) for name, each in named.items()}
-                for group, named in tensors.items()
+            pieces = {
+                name: replace(piece, values=piece.values.to("cpu", copy=True))
+                for name, piece in pieces.items()
             }
-        state = json.dumps({"format": FORMAT, "step": content.step, "progress": content.progress})
-        # Training continues to use the default group, and NCCL sends no objects of the CPU.
-        if self._group is None and world.size > 1 and (self._background or world.backend != "gloo"):
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_seconds))
+        state = {"format": FORMAT, "step": step, "progress": deepcopy(progress)}
 
-        def write() -> None:
-            try:
-                write_tensors(
-                    partial / TENSORS,
-                    tensors,
-                    lambda names: self._finish(partial, final, names, state, content),
-                    self._group,
-                    alone=world.size == 1,
-                )
-            except BaseException:
-                if world.is_main:
-                    shutil.rmtree(partial, ignore_errors=True)
-                raise
+        def complete(written: Files) -> None:
+            _complete(partial, final, written, state, files)
+            self._run.point_to(final)
+            if best:
+                self._run.point_to(final, self._run.best)
+            _prune(self._run, final, self._keep)
 
-        if self._background:
-            self._writing, self._pending = final.name, self._thread.submit(write)
-        else:
-            write()
+        self._writing = final.name
+        self._pending = self._thread.submit(self._write, partial, pieces, complete)
+        if not self._background:
+            self.wait()
         return final
 
     def wait(self) -> None:
-        """Wait for the checkpoint that is being written in the background; collective.
+        """Wait for the checkpoint that is being written.
 
         Raises:
             ValueError: on every rank, if it could not be written.
@@ -168,7 +159,7 @@ class CheckpointWriter:
                 raise ValueError(problem)
 
     def abandon(self) -> str:
-        """Wait for the background thread without asking other ranks; returns its error, empty if there is none."""
+        """Wait for this rank's thread without asking other ranks; returns its error, empty if there is none."""
         pending, self._pending = self._pending, None
         error = pending.exception() if pending is not None else None
         return f"checkpoint {self._writing} was not written: {error}" if error is not None else ""
@@ -182,37 +173,49 @@ class CheckpointWriter:
             self._run.point_to(final, self._run.best)
         return found
 
-    def _finish(self, partial: Path, final: Path, names: list[str], state: str, content: Content) -> None:
-        """Rank 0's part after all ranks have written: the text files, the final name, the pointers."""
-        for name, text in content.files.items():
-            _write_text(partial / name, text)
-        names = [*(f"{TENSORS}/{name}" for name in names), *content.files]
-        files = {name: _size_of(partial, name) for name in names}
-        _write_text(partial / STATE, json.dumps({**json.loads(state), "files": files}, indent=1))
-        _write_text(partial / COMPLETE, f"{content.step}\n")
-        sync_folder(partial / TENSORS)
-        # A folder of this name that `latest` does not name was abandoned by resuming from an older one.
-        move_into_place(partial, final, replace=True)
-        self._run.point_to(final)
-        if content.best:
-            self._run.point_to(final, self._run.best)
-        _prune(self._run, final, self._keep)
+    def _write(self, partial: Path, pieces: Mapping[str, Piece], complete: Callable[[Files], None]) -> None:
+        """Write this rank's tensors; rank 0 completes the checkpoint after all ranks have written."""
+        world, problem, written = self._world, "", Files()
+        name = f"{TENSORS}/shard-{world.rank + 1:05d}.safetensors"
+        try:
+            if pieces:
+                write_pieces(partial / name, pieces)
+                written[name] = _description(partial / name)
+        except Exception as error:  # no rank leaves the others waiting
+            problem = f"rank {world.rank}: {error}"
+        answers = [json.loads(text) for text in world.gather(json.dumps([problem, written]), self._group)]
+        if not world.is_main:
+            return
+        try:
+            if problems := [problem for problem, _ in answers if problem]:
+                raise ValueError("; ".join(problems))
+            complete({name: description for _, files in answers for name, description in files.items()})
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
 
 
-def _write_text(file: Path, text: str) -> None:
-    with file.open("w", encoding="utf-8") as opened:
-        opened.write(text)
-        opened.flush()
-        os.fsync(opened.fileno())
-
-
-def _size_of(folder: Path, name: str) -> int:
-    if not (folder / name).is_file():
+def _complete(
+    partial: Path, final: Path, written: Files, state: dict[str, Any], texts: Mapping[str, str]
+) -> None:
+    """Add the text files to the tensors, and give the folder its name."""
+    if damage := _damage(partial, written, checked=()):
         raise ValueError(
-            f"rank 0 does not find {name}, which another rank wrote into {folder}: the run directory must be on a"
-            " file system that all hosts share"
+            f"{damage} for rank 0, although another rank wrote it: the run directory must be on a file system that"
+            " all hosts share"
         )
-    return (folder / name).stat().st_size
+    for name, text in texts.items():
+        write_atomically(partial / name, text.encode())
+    files = {**written, **{name: _description(partial / name) for name in texts}}
+    write_atomically(partial / STATE, json.dumps({**state, "files": files}, indent=1).encode())
+    write_atomically(partial / COMPLETE, checksum(partial / STATE).encode())
+    sync_folder(partial / TENSORS)
+    # A folder of this name that `latest` does not name was abandoned by resuming from an older one.
+    move_into_place(partial, final, replace=True)
+
+
+def _description(file: Path) -> tuple[int, str]:
+    return file.stat().st_size, checksum(file)
 
 
 def _prune(run: RunDirectory, newest: Path, keep: int) -> None:
@@ -227,53 +230,66 @@ def _prune(run: RunDirectory, newest: Path, keep: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def load_checkpoint(path: Path) -> Checkpoint:
-    """Open a checkpoint: everything but the values of its tensors is read and checked.
+def load_checkpoint(path: Path, world: World | None = None) -> Checkpoint:
+    """Open a checkpoint: all files are compared with their checksums; values of tensors are not yet read.
 
     Args:
         path: its folder.
+        world: ranks that all open it and divide the work; collective.
 
     Raises:
-        ValueError: it is incomplete or of another format; a file is missing, damaged or has another size than when it
-            was written.
+        ValueError: it is incomplete or of another format; a file is missing or is not what was written.
     """
-    advice = f"resume from an older one in {path.parent}"
-    if not (path / STATE).is_file():
-        raise ValueError(f"{path} is not a complete checkpoint: it has no {STATE}; {advice}")
     try:
-        state = json.loads((path / STATE).read_text(encoding="utf-8"))
-        version, step, progress, files = (state[key] for key in ("format", "step", "progress", "files"))
-        sizes = {str(name): int(size) for name, size in files.items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path / STATE} is damaged: {error!r}; {advice}") from error
+        return _open(path, world or World())
+    except (
+        OSError,
+        SafetensorError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
+        raise ValueError(
+            f"checkpoint {path} cannot be read: {error}; resume from another one in {path.parent}"
+        ) from error
+
+
+def _open(path: Path, world: World) -> Checkpoint:
+    for name in (STATE, COMPLETE):
+        if not (path / name).is_file():
+            raise ValueError(f"it is not complete, {name} is missing")
+    state = json.loads((path / STATE).read_bytes())
+    version = state["format"]
     if version != FORMAT:
         raise ValueError(
-            f"{path} has checkpoint format {version}, and this version of multipack reads format {FORMAT}: continue"
-            " with the version that wrote it, or export its weights with that version and start from them"
-            " (train.init_from)"
+            f"it has format {version}, and this version of multipack reads format {FORMAT}: continue with the version"
+            " that wrote it, or export its weights with that version and start from them (train.init_from)"
         )
-    if not (path / COMPLETE).is_file():
-        raise ValueError(f"{path} is not a complete checkpoint: {COMPLETE} is missing; {advice}")
-    _check_files(path, sizes, advice)
-    try:
-        return Checkpoint(path, int(step), TensorFiles(path / TENSORS), dict(progress))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"checkpoint {path} is damaged: {error}; {advice}") from error
+    if checksum(path / STATE) != (path / COMPLETE).read_text(encoding="utf-8"):
+        raise ValueError(f"{STATE} is not what was written")
+    files = state["files"]
+    for damage in world.gather(_damage(path, files, list(files)[world.rank :: world.size])):
+        if damage:
+            raise ValueError(damage)
+    return Checkpoint(path, int(state["step"]), TensorFiles(path / TENSORS), dict(state["progress"]))
 
 
-def _check_files(path: Path, sizes: Mapping[str, int], advice: str) -> None:
-    """Each file that was written is there with its size, and no other file of tensors is."""
-    for name, size in sizes.items():
-        inside = PurePosixPath(name)
-        if inside.is_absolute() or ".." in inside.parts:
-            raise ValueError(f"checkpoint {path} lists {name!r}, which is not in its folder")
-        found = (path / name).stat().st_size if (path / name).is_file() else None
-        if found != size:
-            problem = "is missing" if found is None else f"has {found:,} bytes instead of {size:,}"
-            raise ValueError(f"checkpoint {path}: {name} {problem}; {advice}")
-    for file in (path / TENSORS).glob("*.safetensors"):
-        if f"{TENSORS}/{file.name}" not in sizes:
-            raise ValueError(f"checkpoint {path}: {TENSORS}/{file.name} is not listed in {STATE}; {advice}")
+def _damage(path: Path, files: Files, checked: Sequence[str]) -> str:
+    """How files differ from those that were written; empty if they do not. Checksums are of the `checked` ones."""
+    present = {f"{TENSORS}/{file.name}" for file in (path / TENSORS).glob("*.safetensors")}
+    if unknown := present - files.keys():
+        return f"{min(unknown)} is not listed in {STATE}"
+    for name, (size, digest) in files.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size:,} bytes instead of {size:,}"
+        if name in checked and checksum(file) != digest:
+            return f"{name} is not what was written"
+    return ""
 
 
 def rng_state(world: World) -> dict[str, torch.Tensor]:

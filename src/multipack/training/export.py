@@ -11,8 +11,6 @@ FOLDER/
 from __future__ import annotations
 
 import json
-import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -20,62 +18,19 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from multipack.atomic import atomic_folder, is_free
+from multipack.atomic import atomic_folder, is_free, write_atomically
 from multipack.data.chat import ChatTemplate
 from multipack.data.tokenizer import Tokenizer
 from multipack.models.families import config_of, to_huggingface
 from multipack.models.pretrained import CONFIG, WEIGHTS
 from multipack.shapes import ModelShape
 from multipack.training.checkpoint_tensors import save_safetensors
-from multipack.training.inference import load_template
+from multipack.training.inference import find_template
 from multipack.training.precision import DTYPES
 from multipack.training.weights import Weights, initial_weights, vocabulary_of
 
 
-@dataclass(frozen=True)
-class Exported:
-    """What an export wrote.
-
-    Attributes:
-        folder: its folder.
-        source: the checkpoint of the weights.
-        architecture: the model class of transformers.
-        parameters: number of parameters.
-        dtype: their type, as `train.dtype` names it.
-        files: (name, bytes) of every file.
-        notes: further remarks for the user.
-    """
-
-    folder: Path
-    source: Path
-    architecture: str
-    parameters: int
-    dtype: str
-    files: tuple[tuple[str, int], ...]
-    notes: tuple[str, ...]
-
-    @property
-    def rows(self) -> list[tuple[str, str]]:
-        """Rows of a report: (name, value)."""
-        return [
-            ("folder", str(self.folder)),
-            ("weights of", str(self.source)),
-            ("model", f"{self.architecture}, {self.parameters:,} parameters in {self.dtype}"),
-            *((name, f"{size:,} bytes") for name, size in self.files),
-            *(("note", note) for note in self.notes),
-        ]
-
-    @property
-    def loading(self) -> str:
-        """Python lines that load it with transformers."""
-        return (
-            "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
-            f"model = AutoModelForCausalLM.from_pretrained({str(self.folder)!r})\n"
-            f"tokenizer = AutoTokenizer.from_pretrained({str(self.folder)!r})"
-        )
-
-
-def export(path: Path, folder: Path, weights: str = "latest", dtype: str = "fp32") -> Exported:
+def export(path: Path, folder: Path, weights: str = "latest", dtype: str = "fp32") -> list[tuple[str, str]]:
     """Write a run, or one of its checkpoints, as a folder that transformers loads.
 
     Args:
@@ -84,9 +39,12 @@ def export(path: Path, folder: Path, weights: str = "latest", dtype: str = "fp32
         weights: which of the run's weights: latest, best or ema.
         dtype: fp32, bf16 or fp16.
 
+    Returns:
+        Rows of a report: (name, value).
+
     Raises:
         FileExistsError: `folder` is not empty.
-        FileNotFoundError: there is no complete checkpoint at `path`.
+        FileNotFoundError: there is no complete checkpoint at `path`, or no best one.
         ValueError: transformers has no model of this shape; the weights are missing, not finite, or too large for
             fp16; an unknown choice.
     """
@@ -96,31 +54,35 @@ def export(path: Path, folder: Path, weights: str = "latest", dtype: str = "fp32
     if not is_free(folder):
         raise FileExistsError(f"{folder} exists and is not empty: choose another folder, or move it away")
     initial = initial_weights(path, cast(Weights, weights))
-    if initial.tokenizer is None:
+    shape, tokenizer = initial.shape, initial.tokenizer
+    if tokenizer is None:
         raise ValueError(f"{path} has no tokenizer.json, which an export needs")
     # Raises if transformers has no such model, before anything is written.
-    config = config_of(initial.shape)
-    tensors = _converted(to_huggingface(initial.shape, initial.state), DTYPES[dtype], initial.folder)
-    template, note = _template(initial.folder)
-    texts = _texts(
-        initial.shape, initial.tokenizer, template, {**config, "dtype": _torch_name(DTYPES[dtype])}
-    )
+    config = {**config_of(shape), "dtype": str(DTYPES[dtype]).removeprefix("torch.")}
+    tensors = _converted(to_huggingface(shape, initial.state), DTYPES[dtype], initial.folder)
+    template = find_template(initial.folder)
+    texts = _texts(shape, tokenizer, template, config)
     with atomic_folder(folder) as partial:
         save_safetensors(partial / WEIGHTS, tensors, {"format": "pt"})
         for name, text in texts.items():
-            with (partial / name).open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-        sizes = tuple((name, (partial / name).stat().st_size) for name in (WEIGHTS, *texts))
-    return Exported(
-        folder=folder,
-        source=initial.folder,
-        architecture=config["architectures"][0],
-        parameters=sum(tensor.numel() for tensor in tensors.values()),
-        dtype=dtype,
-        files=sizes,
-        notes=(note, *_notes(initial.shape, initial.tokenizer)),
+            write_atomically(partial / name, text.encode())
+    parameters = sum(tensor.numel() for tensor in tensors.values())
+    return [
+        ("folder", str(folder)),
+        ("weights of", str(initial.folder)),
+        ("model", f"{config['architectures'][0]}, {parameters:,} parameters in {dtype}"),
+        *((name, f"{(folder / name).stat().st_size:,} bytes") for name in (WEIGHTS, *texts)),
+        ("chat template", template.name if template is not None else "none"),
+        *(("note", note) for note in _notes(shape, tokenizer)),
+    ]
+
+
+def loading_code(folder: Path) -> str:
+    """Python lines that load an export with transformers."""
+    return (
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        f"model = AutoModelForCausalLM.from_pretrained({str(folder)!r})\n"
+        f"tokenizer = AutoTokenizer.from_pretrained({str(folder)!r})"
     )
 
 
@@ -130,19 +92,10 @@ def _converted(tensors: dict[str, Tensor], dtype: torch.dtype, source: Path) -> 
     broken = [name for name, tensor in converted.items() if not bool(torch.isfinite(tensor).all())]
     if broken:
         raise ValueError(
-            f"{source}: {', '.join(broken[:3])} ({len(broken)} tensors in all) are not finite as {_torch_name(dtype)};"
-            " export fp32 or bf16, or an earlier checkpoint"
+            f"{source}: {', '.join(broken[:3])} ({len(broken)} tensors in all) are not finite as {dtype}; export fp32"
+            " or bf16, or an earlier checkpoint"
         )
     return converted
-
-
-def _template(source: Path) -> tuple[ChatTemplate | None, str]:
-    """The chat template of the run, and a note that names it or says why there is none."""
-    try:
-        template = load_template(source)
-    except ValueError as error:
-        return None, f"no chat template: {error}"
-    return template, f"chat template: {template.name}"
 
 
 def _texts(
@@ -150,25 +103,22 @@ def _texts(
 ) -> dict[str, str]:
     """Contents of all files but the weights."""
     vocabulary = vocabulary_of(tokenizer)
-    names = {number: name for name, number in vocabulary.items()}
-    end = names.get(tokenizer.end_id, "") if tokenizer.end_id is not None else ""
-    begin = template.bos_token if template is not None else ""
-    eos = (template.eos_token if template is not None else "") or end
-    ends = [eos, end, template.end_of_turn if template is not None else ""]
-    end_ids = list(dict.fromkeys(vocabulary[name] for name in ends if name in vocabulary))
+    end = next((name for name, number in vocabulary.items() if number == tokenizer.end_id), "")
+    begin, eos, turn = (
+        (template.bos_token, template.eos_token or end, template.end_of_turn) if template else ("", end, "")
+    )
+    end_ids = list(dict.fromkeys(vocabulary[name] for name in (eos, end, turn) if name in vocabulary))
     special = {"bos_token_id": vocabulary.get(begin), "eos_token_id": vocabulary.get(eos)}
-    several = end_ids if len(end_ids) > 1 else special["eos_token_id"]
-    settings: dict[str, Any] = {
+    settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": shape.context,
         "clean_up_tokenization_spaces": False,
         **{name: token for name, token in (("bos_token", begin), ("eos_token", eos)) if token in vocabulary},
+        **({"chat_template": template.source} if template else {}),
     }
-    if template is not None:
-        settings["chat_template"] = template.source
     contents = {
         CONFIG: {**config, **special},
-        "generation_config.json": {**special, "eos_token_id": several},
+        "generation_config.json": {**special, **({"eos_token_id": end_ids} if len(end_ids) > 1 else {})},
         "tokenizer_config.json": settings,
     }
     texts = {
@@ -180,8 +130,7 @@ def _texts(
 def _notes(shape: ModelShape, tokenizer: Tokenizer) -> list[str]:
     notes = []
     library = tokenizers.Tokenizer.from_str(tokenizer.to_json())
-    added = library.encode("", add_special_tokens=True).tokens
-    if added:
+    if added := library.encode("", add_special_tokens=True).tokens:
         notes.append(
             f"transformers puts {' '.join(added)} around text, which training did not: call the tokenizer with"
             " add_special_tokens=False"
@@ -189,7 +138,3 @@ def _notes(shape: ModelShape, tokenizer: Tokenizer) -> list[str]:
     if shape.positions == "learned" and not shape.bias:
         notes.append("GPT-2 has biases in transformers: they are zeros, because this model has none")
     return notes
-
-
-def _torch_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

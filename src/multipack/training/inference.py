@@ -39,22 +39,6 @@ def load_run(path: Path) -> tuple[Decoder, Tokenizer]:
     return build_decoder(initial.shape, dict(initial.state), initial.attention), initial.tokenizer
 
 
-def load_template(path: Path) -> ChatTemplate:
-    """Load the chat template of a run, a checkpoint or an export; see `find_template`.
-
-    Raises:
-        FileNotFoundError: there is no run, complete checkpoint or export at `path`.
-        ValueError: there is no template; the message says how a run gets one.
-    """
-    template = find_template(path)
-    if template is None:
-        raise ValueError(
-            f"{path} has no chat template ({CHAT_TEMPLATE}): it was not trained on conversations. Train on records with"
-            " `messages` (data.format=chat; data.chat_template says how they are written), or omit --chat"
-        )
-    return template
-
-
 def find_template(path: Path) -> ChatTemplate | None:
     """Find the chat template of a run, a checkpoint or an export; None if there is none.
 
@@ -93,29 +77,19 @@ def complete_batch(
     """Continue prompts in one batch, without the global random generator; see `generate_batch`.
 
     Raises:
-        ValueError: a prompt has no tokens, or characters that the tokenizer does not know.
+        ValueError: a prompt has no tokens, or characters that the tokenizer does not know; with several prompts the
+            message gives its number.
     """
-    ends = [] if tokenizer.end_id is None else [tokenizer.end_id]
-    ids = encode_prompts(tokenizer, prompts)
-    return generate_batch(model, ids, sampling, end_ids=ends, tokenizer=tokenizer, listener=listener)
-
-
-def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
-    """Token ids of each prompt.
-
-    Raises:
-        ValueError: see `complete_batch`; the message gives the number of the prompt if there are several.
-    """
-    encoded = []
+    ids = []
     for number, prompt in enumerate(prompts, start=1):
-        which = f"prompt {number}: " if len(prompts) > 1 else ""
         try:
-            encoded.append(tokenizer.encode(prompt))
+            ids.append(tokenizer.encode(prompt))
+            if not ids[-1]:
+                raise ValueError(f"the prompt {prompt!r} has no tokens; give some text to continue")
         except ValueError as error:
-            raise ValueError(f"{which}{error}") from error
-        if not encoded[-1]:
-            raise ValueError(f"{which}the prompt {prompt!r} has no tokens; give some text to continue")
-    return encoded
+            raise ValueError(f"prompt {number}: {error}" if len(prompts) > 1 else str(error)) from error
+    ends = [] if tokenizer.end_id is None else [tokenizer.end_id]
+    return generate_batch(model, ids, sampling, end_ids=ends, tokenizer=tokenizer, listener=listener)
 
 
 class Conversation:
@@ -195,13 +169,10 @@ def read_prompts(given: Sequence[str], file: str) -> list[str]:
             text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"{where} is not text in UTF-8: {error}") from error
-        lines = text.removesuffix("\n").split("\n") if text else []
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(text.removesuffix("\n").split("\n"), start=1):
             if not line.strip():
-                raise ValueError(f"{where}, line {number} is empty: every line is a prompt; remove it")
+                raise ValueError(f"{where}, line {number} is empty: every line is a prompt")
             prompts.append(line.removesuffix("\r"))
-        if not lines:
-            raise ValueError(f"{where} holds no prompts: write one per line")
     if not prompts:
         raise ValueError(
             'nothing to continue: give --prompt "TEXT" (any number of them), --prompts FILE or --chat'
@@ -232,9 +203,6 @@ def print_completions(
         FileNotFoundError: see `load_run`.
     """
     model, tokenizer = _load(path, device)
-    sizes = [len(ids) for ids in encode_prompts(tokenizer, prompts)]
-    for number, size in enumerate(sizes, start=1):
-        _note_context(f"prompt {number}", size, model)
     streaming = len(prompts) == 1 and not as_json and sys.stdout.isatty()
     if streaming:
         _print(prompts[0])
@@ -243,8 +211,20 @@ def print_completions(
         model, tokenizer, prompts, sampling, (lambda _, piece: _print(piece)) if streaming else None
     )
     seconds = time.perf_counter() - start
+    sizes = [len(tokenizer.encode(prompt)) for prompt in prompts]
     if as_json:
-        _print(_as_json(prompts, sizes, completions, seconds), end="\n")
+        entries = [
+            {
+                "prompt": prompt,
+                "text": completion.text,
+                "reason": completion.reason,
+                "prompt_tokens": size,
+                "new_tokens": len(completion.tokens),
+            }
+            for prompt, size, completion in zip(prompts, sizes, completions, strict=True)
+        ]
+        found = {"completions": entries, "seconds": seconds}
+        _print(json.dumps(found, indent=1, ensure_ascii=False), end="\n")
     elif streaming:
         _print("", end="\n")
     else:
@@ -252,6 +232,8 @@ def print_completions(
             if len(prompts) > 1:
                 _print(f"=== {number} of {len(prompts)}", end="\n")
             _print(prompt + completion.text, end="\n")
+    for number, size in enumerate(sizes, start=1):
+        _note_context(f"prompt {number}", size, model)
     if timing:
         _note_speed(sum(sizes), completions, seconds)
 
@@ -260,19 +242,23 @@ def converse(path: Path, system: str, sampling: Sampling, device: str = "auto", 
     """Answer each line of standard input, as one conversation, until its end; see `print_completions`.
 
     Raises:
-        ValueError: see `load_run`, `load_template` and `Conversation`.
+        ValueError: there is no chat template; see also `load_run` and `Conversation`.
         FileNotFoundError: see `load_run`.
     """
+    template = find_template(path)
+    if template is None:
+        raise ValueError(
+            f"{path} has no chat template ({CHAT_TEMPLATE}): it was not trained on conversations. Train on records with"
+            " `messages` (data.format=chat; data.chat_template says how they are written), or omit --chat"
+        )
     model, tokenizer = _load(path, device)
-    conversation = Conversation(model, tokenizer, load_template(path), sampling, system)
-    mark = "> " if sys.stdin.isatty() else ""
+    conversation = Conversation(model, tokenizer, template, sampling, system)
+    is_terminal = sys.stdin.isatty()
     while True:
         try:
-            line = input(mark)
+            line = input("> " if is_terminal else "")
         except EOFError:
-            if mark:
-                _print("", end="\n")
-            return
+            break
         if not line.strip():
             continue
         start = time.perf_counter()
@@ -284,6 +270,8 @@ def converse(path: Path, system: str, sampling: Sampling, device: str = "auto", 
             _note(f"cut after {sampling.max_tokens:,} tokens: --max-tokens allows more")
         if timing:
             _note_speed(conversation.num_read, [answer], seconds)
+    if is_terminal:
+        _print("", end="\n")
 
 
 def _load(path: Path, name: str) -> tuple[Decoder, Tokenizer]:
@@ -297,22 +285,6 @@ def _load(path: Path, name: str) -> tuple[Decoder, Tokenizer]:
         raise ValueError(f"--device {name} cannot be used here ({reason}); --device cpu can") from error
     model, tokenizer = load_run(path)
     return model.to(device), tokenizer
-
-
-def _as_json(
-    prompts: Sequence[str], sizes: Sequence[int], completions: Sequence[Completion], seconds: float
-) -> str:
-    entries = [
-        {
-            "prompt": prompt,
-            "text": completion.text,
-            "reason": completion.reason,
-            "prompt_tokens": size,
-            "new_tokens": len(completion.tokens),
-        }
-        for prompt, size, completion in zip(prompts, sizes, completions, strict=True)
-    ]
-    return json.dumps({"completions": entries, "seconds": seconds}, indent=1, ensure_ascii=False)
 
 
 def _note_context(what: str, tokens: int, model: Decoder) -> None:

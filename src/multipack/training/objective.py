@@ -9,10 +9,8 @@ on it: to them a model takes a batch and returns a summed loss.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
@@ -20,8 +18,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save
 from torch import nn
 
 from multipack.data.collate import PackedCollator, PreferenceCollator, PreferencePairs
@@ -33,7 +31,6 @@ from multipack.models.dpo import PreferenceDecoder, preference_metrics
 from multipack.ops.loss import training_loss
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh
-from multipack.parallel.world import World
 from multipack.shapes import ModelShape
 from multipack.training.callbacks.callback import Callback
 from multipack.training.settings import PreferenceConfig
@@ -47,38 +44,45 @@ Values = NDArray[np.float64]
 
 REFERENCE = "reference.safetensors"
 """Name of the file in a run directory with the reference model's log-probabilities of pairs."""
-_BLOCK = 1 << 15
-"""Maximum number of values in one all-reduce of reference values."""
 
 
-class Objective(ABC):
-    """Base class of objectives.
+class Objective:
+    """Next-token prediction: cross-entropy of the target tokens, for pre-training and supervised fine-tuning.
 
     Args:
         config: configuration of the run.
         corpus: its training and validation documents.
+
+    Attributes:
+        train_settings: fields of `TrainConfig` that the objective sets.
+        callbacks: they add to the record of a step.
+        run_files: name → content of additional files for a new run directory, known after `views`.
 
     Raises:
         ValueError: a setting does not apply to this objective.
     """
 
     collator_type: type[PackedCollator] | type[PreferenceCollator] = PackedCollator
+    train_settings: Mapping[str, Any] = MappingProxyType({})
+    callbacks: tuple[Callback, ...] = ()
 
     def __init__(self, config: Config, corpus: Corpus) -> None:
         self.config, self.corpus = config, corpus
+        self.run_files: dict[str, bytes] = {}
         self.check()
 
-    @abstractmethod
     def check(self) -> None:
-        """Raise a ValueError for settings that do not apply to this objective."""
+        """Raise a ValueError for settings that do not apply."""
+        if self.config.preference != PreferenceConfig():
+            raise ValueError(
+                "preference.* is about preference pairs (chosen, rejected), and these documents are none: omit it"
+            )
 
-    def settings(self) -> dict[str, Any]:
-        """Fields of `TrainConfig` that this objective sets, by name."""
-        return {}
-
-    @abstractmethod
     def decoder(self, shape: ModelShape, part: DecoderPart | None = None) -> Decoder:
         """Build the model to train, or a part of it, with weights drawn from torch's global generator."""
+        train = self.config.train
+        loss = training_loss(train.z_loss, train.label_smoothing)
+        return Decoder(shape, attention=self.config.model.attention, training_loss=loss, part=part)
 
     def views(
         self,
@@ -104,46 +108,47 @@ class Objective(ABC):
         """
         return [self.corpus.train, self.corpus.validation], []
 
-    def run_files(self) -> dict[str, bytes]:
-        """Name → content of additional files for a new run directory; call it after `views`."""
-        return {}
-
     def collator(self, sampler: PackedBatchSampler, pad_to: int | None) -> Collator:
         """Build the collator for a sampler's packs; `pad_to` as in `views`."""
         pad_id, multiple = self.corpus.tokenizer.end_id or 0, self.config.parallel.token_multiple
         return self.collator_type.of(sampler, pad_to, pad_id, multiple)
-
-    def callbacks(self, engine: ModelEngine) -> list[Callback]:
-        """Callbacks that add to the record of a step."""
-        return []
 
     def evaluated(self, engine: ModelEngine) -> dict[str, float]:
         """Metrics of the last evaluation's packs over all ranks, by name; collective."""
         return {}
 
 
-class NextToken(Objective):
-    """Cross-entropy of the target tokens: pre-training and supervised fine-tuning."""
+class PreferenceMetrics(Callback):
+    """Adds the rewards of a step's pairs to its record, without another forward pass."""
 
-    def check(self) -> None:
-        """See `Objective`."""
-        if self.config.preference != PreferenceConfig():
-            raise ValueError(
-                "preference.* is about preference pairs (chosen, rejected), and these documents are none: omit it"
-            )
+    name = "preference"
+    legend: Mapping[str, str] = MappingProxyType(
+        {
+            "reward_accuracy": "share of pairs whose chosen answer has the higher reward",
+            "reward_margin": "mean difference of both rewards; a reward is beta × (log-probability − the reference's)",
+            "reward_chosen": "mean reward of chosen answers",
+            "reward_rejected": "mean reward of rejected answers",
+        }
+    )
 
-    def decoder(self, shape: ModelShape, part: DecoderPart | None = None) -> Decoder:
-        """See `Objective`."""
-        train = self.config.train
-        loss = training_loss(train.z_loss, train.label_smoothing)
-        return Decoder(shape, attention=self.config.model.attention, training_loss=loss, part=part)
+    def gradient(self, step: int, engine: ModelEngine) -> Mapping[str, float]:
+        """Means over the pairs of this step, on all ranks."""
+        return preference_metrics(engine.world.sum(_decoder(engine).take_tally()))
+
+
+def _decoder(engine: ModelEngine) -> PreferenceDecoder:
+    """The decoder of an engine. All ranks of a model replica count its pairs, which does not change means."""
+    (decoder,) = engine.modules
+    return cast(PreferenceDecoder, decoder)
 
 
 class Preferences(Objective):
-    """Direct preference optimization of pairs; see models/dpo.py."""
+    """Direct preference optimization of pairs; see models/dpo.py. A pair counts as one document."""
 
     collator_type = PreferenceCollator
-    _reference: Mapping[str, Values] = MappingProxyType({})
+    # Padding would make two rows of a pair.
+    train_settings = MappingProxyType({"loss_weighting": "document", "compare_padding": False})
+    callbacks = (PreferenceMetrics(),)
 
     def check(self) -> None:
         """See `Objective`."""
@@ -160,10 +165,6 @@ class Preferences(Objective):
                     f"train.{name}={getattr(train, name)} is about the loss of tokens, and these documents are"
                     " preference pairs: omit it (preference.label_smoothing smooths preferences)"
                 )
-
-    def settings(self) -> dict[str, Any]:
-        """A pair counts as one document; padding would make it two rows."""
-        return {"loss_weighting": "document", "compare_padding": False}
 
     def decoder(self, shape: ModelShape, part: DecoderPart | None = None) -> Decoder:
         """See `Objective`."""
@@ -183,71 +184,53 @@ class Preferences(Objective):
     ) -> tuple[list[Any], list[str]]:
         """Pairs with log-probabilities of the reference model: the initial weights, or `preference.reference`.
 
+        A new run keeps them in its directory, so that a resumed one needs no reference model.
+
         Raises:
             ValueError: a document is not a pair, the reference has another tokenizer, its values are not finite, or
                 they are missing in a resumed run.
         """
-        views = {"train": self.corpus.train, "validation": self.corpus.validation}
-        notes = []
+        documents, notes = {"train": self.corpus.train, "validation": self.corpus.validation}, []
         if resumed is not None:
-            values = {name: read_reference(resumed / REFERENCE, name, view) for name, view in views.items()}
+            values = read_reference(resumed / REFERENCE, documents)
         else:
-            evaluating, mesh = self._reference_model(engine, dtype)
             multiple = self.config.parallel.token_multiple
-            values = {
-                name: reference_values(evaluating, view, mesh, capacity, pad_to, multiple, progress)
-                for name, view in views.items()
-            }
+            with self._reference_model(engine, dtype) as (model, mesh):
+                values = {
+                    name: reference_values(model, view, mesh, capacity, pad_to, multiple, progress)
+                    for name, view in documents.items()
+                }
             count = sum(map(len, values.values()))
             notes.append(f"reference log-probabilities of {count:,} pairs computed")
-        self._reference = values
-        return [PreferencePairs(view, values[name]) for name, view in views.items()], notes
+            self.run_files = {REFERENCE: save(values)}
+        return [PreferencePairs(view, values[name]) for name, view in documents.items()], notes
 
-    def run_files(self) -> dict[str, bytes]:
-        """The reference values, which a resumed run reads so that it needs no reference model."""
-        return {REFERENCE: reference_bytes(self._reference)}
-
-    def _reference_model(
-        self, engine: ModelEngine, dtype: torch.dtype
-    ) -> tuple[Callable[[], AbstractContextManager[nn.Module]], Mesh]:
-        """Context manager that yields the reference model in evaluation mode, and the ranks that compute with it."""
+    @contextmanager
+    def _reference_model(self, engine: ModelEngine, dtype: torch.dtype) -> Iterator[tuple[nn.Module, Mesh]]:
+        """The reference model in evaluation mode and the precision of forward passes, and the ranks that hold it."""
         setting, tokenizer = self.config.preference.reference, self.corpus.tokenizer
         if not setting:
-            return engine.evaluating, engine.mesh
+            with engine.evaluating() as trained:
+                yield trained, engine.mesh
+            return
         # Every rank holds this model whole; its shape may differ from that of the model to train.
         initial = initial_weights(Path(setting).expanduser())
         size = max(initial.shape.vocabulary_size, tokenizer.vocabulary_size)
-        shape = initial.shape.with_vocabulary(size)
+        shape, device = initial.shape.with_vocabulary(size), engine.world.device
         state, _ = begin_from(initial, shape, tokenizer, "preference.reference")
         with torch.device("meta"):
             model = PreferenceDecoder(shape)
         model.load_state_dict(state, assign=True)
-        device = engine.world.device
-        return partial(_evaluating, model.eval().to(device), device, dtype), Mesh.plain(engine.world)
-
-    def callbacks(self, engine: ModelEngine) -> list[Callback]:
-        """Rewards of the step's pairs."""
-        return [PreferenceMetrics(_decoder(engine))]
+        with torch.no_grad(), torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            yield model.eval().to(device), Mesh.plain(engine.world)
 
     def evaluated(self, engine: ModelEngine) -> dict[str, float]:
         """Rewards of the validation pairs."""
         return preference_metrics(engine.world.sum(_decoder(engine).take_tally(training=False)), "val_")
 
 
-@contextmanager
-def _evaluating(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[nn.Module]:
-    with torch.no_grad(), torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
-        yield model
-
-
-def _decoder(engine: ModelEngine) -> PreferenceDecoder:
-    """The decoder of an engine. All ranks of a model replica count its pairs, which does not change means."""
-    (decoder,) = engine.modules
-    return cast(PreferenceDecoder, decoder)
-
-
 def reference_values(
-    evaluating: Callable[[], AbstractContextManager[nn.Module]],
+    model: nn.Module,
     documents: Documents,
     mesh: Mesh,
     capacity: int,
@@ -258,8 +241,7 @@ def reference_values(
     """Compute log-probabilities of pairs under a reference model; collective, each rank computes a part of the packs.
 
     Args:
-        evaluating: returns a context with the reference, a `PreferenceDecoder`, in evaluation mode and in the precision
-            of forward passes.
+        model: the reference, a `PreferenceDecoder` in evaluation mode.
         documents: the pairs.
         mesh: the ranks.
         capacity: maximum number of tokens of a pack.
@@ -287,16 +269,16 @@ def reference_values(
     )
     pairs, collate = PreferencePairs(documents), PreferenceCollator.of(sampler, pad_to, multiple=multiple)
     done = 0
-    with evaluating() as model:
-        for numbers in sampler:
-            batch = collate([pairs[number] for number in numbers])
-            # A rank without pairs runs a pack of padding, because sharded models are collective.
-            log_probabilities = model(batch.to(mesh.world.device))
-            if numbers and mesh.is_replica_leader:
-                values[numbers] = log_probabilities.cpu().numpy()
-            done += len(numbers)
-            progress(done, -(-len(documents) // mesh.data_size), "pairs of the reference")
-    _share(values, mesh.world)
+    for numbers in sampler:
+        batch = collate([pairs[number] for number in numbers])
+        # A rank without pairs runs a pack of padding, because sharded models are collective.
+        log_probabilities = model(batch.to(mesh.world.device))
+        if numbers and mesh.is_replica_leader:
+            values[numbers] = log_probabilities.cpu().numpy()
+        done += len(numbers)
+        progress(done, -(-len(documents) // mesh.data_size), "pairs of the reference")
+    # Each row is zero on all ranks but the one that computed it.
+    values = np.array(mesh.world.sum(values.ravel().tolist())).reshape(-1, 2)
     if not np.isfinite(values).all():
         first = int(np.flatnonzero(~np.isfinite(values).all(axis=1))[0])
         raise ValueError(
@@ -306,68 +288,26 @@ def reference_values(
     return values
 
 
-def _share(values: Values, world: World) -> None:
-    """Sum `values` over all ranks, in place; each row is zero on all ranks but the one that computed it."""
-    flat = values.reshape(-1)
-    for start in range(0, flat.size if world.size > 1 else 0, _BLOCK):
-        flat[start : start + _BLOCK] = world.sum(flat[start : start + _BLOCK].tolist())
-
-
-def reference_bytes(values: Mapping[str, Values]) -> bytes:
-    """Content of a file of reference values, by the name of their documents."""
-    return save({name: torch.from_numpy(each) for name, each in values.items()})
-
-
-def read_reference(file: Path, name: str, documents: Documents) -> Values:
-    """Read the reference values of documents from a file of `reference_bytes`.
+def read_reference(file: Path, documents: Mapping[str, Documents]) -> dict[str, Values]:
+    """Read the reference values of each set of documents.
 
     Raises:
         ValueError: the file is missing or damaged, or has another number of pairs.
     """
-    advice = "restore it, or start a new run with another out="
     try:
-        with safe_open(file, framework="numpy") as opened:
-            found: Values = opened.get_tensor(name)
-    except (SafetensorError, OSError) as error:
+        found: dict[str, Values] = load_file(file)
+        for name, view in documents.items():
+            if found[name].shape != (len(view), 2) or not np.isfinite(found[name]).all():
+                raise ValueError(f"{name} is {found[name].shape} for {len(view)} pairs, or not finite")
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise ValueError(
-            f"{file}, the reference model's log-probabilities of this run's pairs, cannot be read ({error}): {advice}"
+            f"{file}, the reference model's log-probabilities of this run's pairs, cannot be read ({error}): restore"
+            " it, or start a new run with another out="
         ) from error
-    if found.dtype != np.float64 or found.shape != (len(documents), 2) or not np.isfinite(found).all():
-        raise ValueError(
-            f"{file} holds {name} values {found.dtype} {found.shape} for {len(documents)} pairs, or values that are"
-            f" not finite: {advice}"
-        )
     return found
 
 
-PREFERENCE_LEGEND = {
-    "reward_accuracy": "share of pairs whose chosen answer has the higher reward",
-    "reward_margin": "mean difference of both rewards; a reward is beta × (log-probability − the reference's)",
-    "reward_chosen": "mean reward of chosen answers",
-    "reward_rejected": "mean reward of rejected answers",
-}
-"""Metric → meaning, for the run's legend."""
-
-
-class PreferenceMetrics(Callback):
-    """Adds the rewards of a step's pairs to its record: `reward_accuracy`, `reward_margin` and both means.
-
-    Args:
-        decoder: the trained model; its tallies are summed over ranks, without another forward pass.
-    """
-
-    name = "preference"
-    legend: Mapping[str, str] = MappingProxyType(PREFERENCE_LEGEND)
-
-    def __init__(self, decoder: PreferenceDecoder) -> None:
-        self._decoder = decoder
-
-    def gradient(self, step: int, engine: ModelEngine) -> Mapping[str, float]:
-        """Means over the pairs of this step, on all ranks."""
-        return preference_metrics(engine.world.sum(self._decoder.take_tally()))
-
-
 def objective_of(config: Config, corpus: Corpus) -> Objective:
-    """`Preferences` if the documents are pairs, else `NextToken`."""
+    """`Preferences` if the documents are pairs, else next-token prediction."""
     pairs = corpus.arriving is None and corpus.train.store.has_pairs
-    return (Preferences if pairs else NextToken)(config, corpus)
+    return (Preferences if pairs else Objective)(config, corpus)

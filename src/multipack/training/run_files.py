@@ -14,7 +14,7 @@ from multipack.data.shards import CHAT_TEMPLATE
 from multipack.parallel.state import State
 from multipack.parallel.world import World
 from multipack.run import RunDirectory, config_yaml
-from multipack.training.checkpoint import Checkpoint, CheckpointWriter, Content, name_of
+from multipack.training.checkpoint import Checkpoint, CheckpointWriter, name_of
 from multipack.training.run_config import Config
 from multipack.training.run_log import RunLog
 
@@ -142,7 +142,7 @@ class RunFiles:
             progress.update(describe(), marks=self._log.marks())
 
         self._world.on_main(complete)
-        self._writer.save(Content(step, tensors, progress, self._texts, best))
+        self._writer.save(step, tensors, progress, self._texts, best)
         if last:
             self._writer.wait()
 

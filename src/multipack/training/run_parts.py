@@ -67,14 +67,14 @@ def check_model(config: Config, processes: int, console: Console) -> None:
         check_first_stage(config, shape)
 
 
-def open_run(config: Config) -> tuple[RunDirectory, Checkpoint | None]:
+def open_run(config: Config, world: World) -> tuple[RunDirectory, Checkpoint | None]:
     """The run directory, and the checkpoint that the run resumes from; None = the run starts with step 1."""
     if config.train.resume == "false":
         return RunDirectory.at(config.out), None
     run, path = find_run(config.out if config.train.resume == "true" else config.train.resume)
     if path is None and not run.has_checkpoints:
         return run, None  # stopped before its first checkpoint
-    return run, load_checkpoint(path or run.latest_checkpoint())
+    return run, load_checkpoint(path or run.latest_checkpoint(), world)
 
 
 def packs_per_step(config: Config, mesh: Mesh) -> tuple[int, list[str]]:

@@ -93,7 +93,7 @@ class Trainer:
         self.world, self.console, self.clock = world, console, clock
         out = world.from_main(config.out or f"runs/{time.strftime('%Y-%m-%d_%H-%M-%S')}")
         config = replace(config, out=out)
-        self.run, self.resumed = open_run(config)
+        self.run, self.resumed = open_run(config, world)
         if config.train.resume == "false":
             world.on_main(self.run.check_free)
         self.mesh = build_mesh(config.parallel, world)
@@ -107,7 +107,7 @@ class Trainer:
         self.config = config = replace(
             config,
             model=replace(config.model, vocabulary_size=self.shape.vocabulary_size),
-            train=replace(config.train, dtype=name_of_dtype(self.dtype), **self.objective.settings()),
+            train=replace(config.train, dtype=name_of_dtype(self.dtype), **self.objective.train_settings),
             plan=replace(config.plan, packs_per_step=packs, micro_batches=0),
         )
         self.cost_model = run_cost(config, self.shape, self.run)
@@ -126,7 +126,7 @@ class Trainer:
         # From here on ranks draw their own random numbers (dropout), each from a reproducible stream.
         torch.manual_seed(int(np.random.SeedSequence([config.train.seed, world.rank]).generate_state(1)[0]))
         own = build_callbacks(config, world, self.run, self.feed.micro_batches, console.line)
-        self.callbacks = Callbacks([*self.objective.callbacks(self.engine), *own])
+        self.callbacks = Callbacks([*self.objective.callbacks, *own])
         self.lr_factor = rate_factor(config.optimizer, self.feed.targets_per_step)
         self.peak_flops = mean_peak(world, self.dtype)
         self.step, self.saved, self.evaluated, self.best_step = 0, -1, -1, -1
@@ -138,7 +138,7 @@ class Trainer:
         if self.resumed is not None:
             self._restore(self.resumed)
         if not config.train.eval_only or config.train.resume == "false":
-            files = cost_files(self.cost_model) | ({} if self.resumed else self.objective.run_files())
+            files = cost_files(self.cost_model) | ({} if self.resumed else self.objective.run_files)
             world.on_main(lambda: self.files.open(files, self.resumed, self.best_step))
         self.stop = StopRequest(self.feed.interrupt)
         # Time at which the last step, evaluation or checkpoint ended.

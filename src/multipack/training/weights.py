@@ -32,16 +32,10 @@ Weights = Literal["latest", "best", "ema"]
 """Which weights of a run: the newest, those with the lowest validation loss, or the newest moving average."""
 AVERAGE = "average."
 """Prefix of averaged weights in a checkpoint's group "observers"."""
-_FREE = ("dropout", "vocabulary_size", "kv_heads", "head_dim", "window_layers")
-"""Fields of a shape that do not affect weights, or that `_effective` compares in another form."""
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """Name → tensor; a tensor is read each time it is accessed.
-
-    Args:
-        readers: name → function that reads the tensor.
-    """
+    """Name → tensor, from name → function that reads it; a tensor is read each time it is accessed."""
 
     def __init__(self, readers: Mapping[str, Callable[[], Tensor]]) -> None:
         self._readers = dict(readers)
@@ -111,42 +105,31 @@ def initial_weights(path: Path, weights: Weights = "latest") -> Initial:
         tokenizer = Tokenizer.load(path) if (path / "tokenizer.json").is_file() else None
         shape, readers = open_weights(path)
         return Initial(path, shape, LazyTensors(readers), tokenizer)
-    folder = _best(path) if weights == "best" else weights_folder(path)
+    folder = weights_folder(path)
+    if weights == "best":
+        run, named = find_run(path)
+        if named is not None:
+            raise ValueError(f"{path} is one checkpoint; for the best one of its run name {run.path}")
+        folder = run.best_checkpoint()
     shape, attention = _saved_model(folder)
     checkpoint = load_checkpoint(folder)
-    state = _saved(checkpoint, shape, averaged=weights == "ema")
+    state = _saved_weights(checkpoint, shape, averaged=weights == "ema")
     return Initial(folder, shape, state, Tokenizer.load(folder), attention, checkpoint.step)
 
 
-def _saved(checkpoint: Checkpoint, shape: ModelShape, averaged: bool) -> LazyTensors:
+def _saved_weights(checkpoint: Checkpoint, shape: ModelShape, averaged: bool) -> LazyTensors:
     """The weights of a checkpoint in the order of the decoder's parameters; frozen weights have no average."""
-    source = checkpoint.source
-    averages = source.shapes("observers")
-    if averaged and not any(name.startswith(AVERAGE) for name in averages):
+    source, expected = checkpoint.source, parameter_shapes(shape)
+    if source.shapes("model") != expected:
+        raise ValueError(f"{checkpoint.path} does not hold the weights of its own config.yaml")
+    averages = [name for name in expected if averaged and AVERAGE + name in source.shapes("observers")]
+    if averaged and not averages:
         raise ValueError(
             f"{checkpoint.path} has no moving average of the weights: set train.ema_decay, or take the latest"
         )
-    found, readers = source.shapes("model"), {}
-    expected = parameter_shapes(shape)
-    for name in expected:
-        place = ("model", name)
-        if averaged and AVERAGE + name in averages:
-            place, found[name] = ("observers", AVERAGE + name), averages[AVERAGE + name]
-        readers[name] = partial(source.tensor, *place)
-    if expected != found:
-        raise ValueError(f"{checkpoint.path} does not hold the weights of its own config.yaml")
+    readers = {name: partial(source.tensor, "model", name) for name in expected}
+    readers |= {name: partial(source.tensor, "observers", AVERAGE + name) for name in averages}
     return LazyTensors(readers)
-
-
-def _best(path: Path) -> Path:
-    """The best checkpoint of the run at `path`."""
-    run, named = find_run(path)
-    if named is not None:
-        raise ValueError(f"{path} is one checkpoint; for the best one of its run name {run.path}")
-    try:
-        return run.best_checkpoint()
-    except FileNotFoundError as error:
-        raise ValueError(str(error)) from error
 
 
 def _saved_model(checkpoint: Path) -> tuple[ModelShape, str]:
@@ -187,12 +170,9 @@ def begin_from(
             f" {tokenizer.vocabulary_size:,}; use 0 to take what is needed"
         )
     known = _known_rows(initial, tokenizer, setting)
-    old = initial.shape.vocabulary_size
-    new = torch.ones(shape.vocabulary_size, dtype=torch.bool)
-    new[:old] = False
-    if initial.tokenizer is not None:
-        new[[token for token in vocabulary_of(tokenizer).values() if token not in known]] = True
-    state, added = initial.state, int(new.sum())
+    state, old = initial.state, initial.shape.vocabulary_size
+    new = torch.arange(shape.vocabulary_size) >= old
+    new[[token for token in vocabulary_of(tokenizer).values() if token not in known]] = True
 
     def with_new_rows(name: str) -> Tensor:
         before = state[name]
@@ -205,7 +185,7 @@ def begin_from(
     note = f"starts with the weights of {initial.folder}"
     if initial.step is not None:
         note += f" (step {initial.step:,})"
-    if added:
+    if added := int(new.sum()):
         rows_of = [name for name in ("embedding.weight", "head.weight") if name in state]
         readers |= {name: partial(with_new_rows, name) for name in rows_of}
         note += f"; {added:,} rows of the vocabulary are new and start as the mean of the others"
@@ -239,37 +219,30 @@ def _check_same_shape(initial: Initial, shape: ModelShape, setting: str) -> None
 
 def _effective(shape: ModelShape) -> dict[str, Any]:
     """The fields of a shape that its weights depend on, with defaults resolved."""
-    values = {name: value for name, value in shape.to_dict().items() if name not in _FREE}
+    found = {**shape.to_dict(), "head_dim": shape.head_width, "window_layers": shape.sliding_layers}
     # Under rotary positions the context only limits generation.
-    del values["context" if shape.positions == "rope" else "rope_theta"]
-    resolved = {
-        "kv_heads": shape.kv_heads,
-        "head_dim": shape.head_width,
-        "window_layers": shape.sliding_layers,
-    }
-    return values | resolved
+    for name in ("dropout", "vocabulary_size", "context" if shape.positions == "rope" else "rope_theta"):
+        del found[name]
+    return found
 
 
 def _known_rows(initial: Initial, tokenizer: Tokenizer, setting: str) -> set[int]:
     """Numbers of the tokens that `initial` was trained with; all rows if it has no tokenizer."""
+    rows = initial.shape.vocabulary_size
     if initial.tokenizer is None:
-        if tokenizer.vocabulary_size > initial.shape.vocabulary_size:
+        if tokenizer.vocabulary_size > rows:
             raise ValueError(
-                f"the documents' tokenizer has {tokenizer.vocabulary_size:,} tokens, but {setting}="
-                f"{initial.folder} has {initial.shape.vocabulary_size:,} and no tokenizer.json that says which are new:"
-                " prepare the documents with the model's own tokenizer"
+                f"the documents' tokenizer has {tokenizer.vocabulary_size:,} tokens, but {setting}={initial.folder} has"
+                f" {rows:,} and no tokenizer.json that says which are new: prepare the documents with the model's own"
+                " tokenizer"
             )
-        return set(range(initial.shape.vocabulary_size))
-    theirs = vocabulary_of(initial.tokenizer)
-    if tokenizer.hash != initial.tokenizer.hash:
-        ours = vocabulary_of(tokenizer)
-        moved = [token for token, number in theirs.items() if ours.get(token) != number]
-        if moved:
-            raise ValueError(
-                f"the documents were tokenized by {tokenizer.name} ({tokenizer.vocabulary_size:,} tokens, hash"
-                f" {tokenizer.hash[:12]}), which lacks or renumbers {len(moved):,} tokens of {setting}="
-                f"{initial.folder} ({initial.tokenizer.vocabulary_size:,} tokens, hash"
-                f" {initial.tokenizer.hash[:12]}), {moved[0]!r} among them: prepare them with tokenizer=file"
-                f" tokenizer.path={initial.folder / 'tokenizer.json'}"
-            )
+        return set(range(rows))
+    ours, theirs = vocabulary_of(tokenizer), vocabulary_of(initial.tokenizer)
+    moved = [token for token, number in theirs.items() if ours.get(token) != number]
+    if moved:
+        raise ValueError(
+            f"the documents were tokenized by {tokenizer.name} ({tokenizer.vocabulary_size:,} tokens), which lacks or"
+            f" renumbers {len(moved):,} tokens of {setting}={initial.folder}, {moved[0]!r} among them: prepare them"
+            f" with tokenizer=file tokenizer.path={initial.folder / 'tokenizer.json'}"
+        )
     return set(theirs.values())
