@@ -15,27 +15,28 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Sampler
 
-from multipack.integrations.full_steps import (
-    FullSteps,
-    check_state,
-    dropped_message,
-    fitting_documents,
-    full_steps,
+from multipack.integrations.full_steps import full_steps
+from multipack.integrations.host_sampler import (
+    HostSampler,
+    Overlong,
+    check_keys,
     replicas_and_rank,
+    saved_integer,
 )
 from multipack.planning.lengths import check_integer
-from multipack.planning.options import Balance, PlanOptions
+from multipack.planning.options import Balance, PlanOptions, check_fingerprint
+from multipack.planning.plan import Plan
 
 Integers = NDArray[np.int64]
 
 
-class MultipackDistributedBatchSampler(Sampler[Integers]):
+class MultipackDistributedBatchSampler(HostSampler, Sampler[Integers]):
     """Batches for models with quadratic attention: the packs of a step are equal in tokens and in squares of lengths.
 
     `eff_total_used` and `eff_total_slots` count tokens and slots of all ranks, summed over iterations.
@@ -47,8 +48,8 @@ class MultipackDistributedBatchSampler(Sampler[Integers]):
         rank: rank of this process; None = that of torch.distributed, or 0 without it.
         seed: seed of the order, not negative.
         drop_last: full steps only; the other documents are listed in `dropped`.
-        overlong: documents longer than `batch_max_length` raise an `error`, or are `drop`ped: listed in
-            `overlong_documents`, with a warning.
+        overlong: documents longer than `batch_max_length` raise an `error`, are `drop`ped, or have batches of their own
+            (`alone`); the last two with a warning. `overlong_documents` lists them.
         window: number of steps planned together: larger windows balance better, smaller ones keep documents closer to
             the shuffled order.
 
@@ -67,23 +68,21 @@ class MultipackDistributedBatchSampler(Sampler[Integers]):
         seed: int = 0,
         *,
         drop_last: bool = False,
-        overlong: Literal["error", "drop"] = "error",
+        overlong: Overlong = "error",
         window: int = 4,
     ) -> None:
         self.batch_max_length = check_integer("batch_max_length", batch_max_length)
-        self.lengths, fits = fitting_documents(lengths, self.batch_max_length, overlong, "batch_max_length")
+        super().__init__(lengths, self.batch_max_length, overlong, "batch_max_length")
         self.num_replicas, self.rank = replicas_and_rank(num_replicas, rank)
         self.seed = check_integer("seed", seed, 0)
         self.drop_last, self.window = bool(drop_last), check_integer("window", window)
-        self.overlong_documents, self._documents = np.flatnonzero(~fits), np.flatnonzero(fits)
-        if message := dropped_message(self.lengths, fits, "batch_max_length", self.batch_max_length):
-            warnings.warn(message, stacklevel=2)
-        self.eff_total_used = self.eff_total_slots = self.epoch = 0
-        self._position = 0  # batches of this epoch that were yielded
-        self._resume = 0  # first batch of the next iterator
-        self._steps_of_epoch: tuple[int, FullSteps] | None = None
+        self._documents = np.flatnonzero(self.fits)
+        if self.overlong_message:
+            warnings.warn(self.overlong_message, stacklevel=2)
+        self.eff_total_used = self.eff_total_slots = 0
+        self._plan: Plan | None = None
         self._length: int | None = None
-        self._length = len(self._steps())
+        self._length = self._current().num_steps
 
     def __len__(self) -> int:
         """Number of batches of an epoch, the same on all ranks and in all epochs."""
@@ -92,14 +91,9 @@ class MultipackDistributedBatchSampler(Sampler[Integers]):
 
     def __iter__(self) -> Iterator[Integers]:
         """This rank's batches of the epoch, as arrays of document numbers."""
-        epoch, steps = self.epoch, self._steps()
-        start, self._resume = self._resume, 0
-        self._position = start
-        self._count(steps)
-        for step in range(start, len(steps)):
-            if self.epoch == epoch:
-                self._position = step + 1
-            yield self._documents[steps[step][self.rank]]
+        plan = self._current()
+        self._count(plan)
+        yield from self._walk(lambda step: self._batch(plan, step), len(self))
 
     @property
     def sampler(self) -> MultipackDistributedBatchSampler:
@@ -113,39 +107,30 @@ class MultipackDistributedBatchSampler(Sampler[Integers]):
     @property
     def dropped(self) -> Integers:
         """(documents,) int64 numbers of the documents in no step of this epoch; empty unless `drop_last`."""
-        return self._documents[self._steps().left]
+        return self._documents[self._current().dropped]
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch; no effect if it is already the current one."""
-        epoch = check_integer("epoch", epoch, 0)
-        if epoch != self.epoch:
-            self.epoch, self._position, self._resume = epoch, 0, 0
+        if check_integer("epoch", epoch, 0) != self.epoch:
+            self._go_to(int(epoch))
 
     def generate_batches(self, set_stats: bool = False) -> list[Integers]:
         """This rank's batches of the epoch as a list; `set_stats` adds them to the statistics."""
-        steps = self._steps()
+        plan = self._current()
         if set_stats:
-            self._count(steps)
-        return [self._documents[steps[step][self.rank]] for step in range(len(steps))]
-
-    def num_batches(self) -> int:
-        """Number of batches of an epoch, equal to `len`."""
-        return len(self)
+            self._count(plan)
+        return [self._batch(plan, step) for step in range(plan.num_steps)]
 
     def efficiency(self) -> float:
         """Tokens divided by slots of all iterations; of the current epoch before the first iteration."""
         if self.eff_total_slots:
             return self.eff_total_used / self.eff_total_slots
-        steps = self._steps()
-        return steps.tokens / self._slots(steps)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch that was yielded, as plain values."""
-        return self.state_at(self._position)
+        plan = self._current()
+        return int(plan.lengths[plan.order].sum()) / self._slots()
 
     def state_at(self, batch: int) -> dict[str, Any]:
         """The state before a batch of the epoch, for loaders that prefetch."""
-        return self._identity() | {"epoch": self.epoch, "batch": int(batch)}
+        return self._saved() | {"epoch": self.epoch, "batch": int(batch)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken, in the next iterator.
@@ -153,58 +138,54 @@ class MultipackDistributedBatchSampler(Sampler[Integers]):
         Raises:
             ValueError: the state belongs to other documents or options, or another number of ranks.
         """
-        check_state(state, self._identity(), ("epoch", "batch"))
-        epoch, batch = (
-            check_integer(f"the saved sampler state's {name}", state[name], 0) for name in ("epoch", "batch")
-        )
+        own = self._saved()
+        check_keys(state, *own, "epoch", "batch")
+        check_fingerprint(state, own["fingerprint"], own["options"])
+        epoch, batch = saved_integer(state, "epoch"), saved_integer(state, "batch")
         if batch > len(self):
             raise ValueError(f"the saved sampler state is at batch {batch} of {len(self)}")
-        self.epoch, self._position, self._resume = epoch, batch, batch
+        self._go_to(epoch, batch)
 
-    def _identity(self) -> dict[str, Any]:
-        return {
-            "plan": self._steps().plan.fingerprint,
-            "seed": self.seed,
-            "num_replicas": self.num_replicas,
-            "drop_last": self.drop_last,
-        }
+    def _saved(self) -> dict[str, Any]:
+        names = ("batch_max_length", "num_replicas", "seed", "drop_last", "window", "_balance")
+        return self._identity(self.lengths[self._documents], names)
 
-    def _count(self, steps: FullSteps) -> None:
-        self.eff_total_used += steps.tokens
-        self.eff_total_slots += self._slots(steps)
+    def _batch(self, plan: Plan, step: int) -> Integers:
+        """This rank's pack of a step. Packs rotate over the ranks: the first one holds the longest document."""
+        packs = plan.deal(step, self.num_replicas)
+        return self._documents[packs[(self.rank + step) % self.num_replicas]]
 
-    def _slots(self, steps: FullSteps) -> int:
-        return len(steps) * self.num_replicas * self.batch_max_length
+    def _count(self, plan: Plan) -> None:
+        self.eff_total_used += int(plan.lengths[plan.order].sum())
+        self.eff_total_slots += self._slots()
 
-    def _steps(self) -> FullSteps:
-        """The steps of the epoch.
+    def _slots(self) -> int:
+        return len(self) * self.num_replicas * self.batch_max_length
+
+    def _current(self) -> Plan:
+        """The plan of the epoch.
 
         Raises:
             ValueError: there are too few documents for a batch on every rank in every step.
         """
-        if self._steps_of_epoch is None or self._steps_of_epoch[0] != self.epoch:
-            steps = full_steps(
-                self.lengths[self._documents],
-                PlanOptions(
-                    capacity=self.batch_max_length,
-                    packs_per_step=self.num_replicas,
-                    window=self.window,
-                    balance=self._balance,
-                ),
-                drop_last=self.drop_last,
-                steps=self._length,
-                seed=self.seed,
-                epoch=self.epoch,
+        if self._plan is None or self._plan.epoch != self.epoch:
+            options = PlanOptions(
+                capacity=self.batch_max_length,
+                packs_per_step=self.num_replicas,
+                window=self.window,
+                balance=self._balance,
             )
-            if not steps.is_full:
-                few = self.drop_last or len(self._documents) < self.num_replicas
+            lengths = self.lengths[self._documents]
+            how = {"drop_last": self.drop_last, "steps": self._length}
+            plan = full_steps(lengths, options, **how, seed=self.seed, epoch=self.epoch)
+            if plan.num_documents < plan.num_steps * self.num_replicas:
+                few = self.drop_last or len(lengths) < self.num_replicas
                 raise ValueError(
-                    f"{len(self._documents):,} documents cannot give each of num_replicas={self.num_replicas} ranks a"
-                    f" batch in each of {len(steps):,} steps; {'use' if few else 'set drop_last=True, or use'} fewer"
-                    " ranks"
+                    f"{len(lengths):,} documents cannot give each of num_replicas={self.num_replicas} ranks a batch in"
+                    f" each of {plan.num_steps:,} steps; {'use' if few else 'set drop_last=True, or use'} fewer ranks"
                 )
-            self._steps_of_epoch = (self.epoch, steps)
-        return self._steps_of_epoch[1]
+            self._plan = plan
+        return self._plan
 
 
 class MultipackDistributedBatchSampler_LinearAttention(MultipackDistributedBatchSampler):  # noqa: N801
@@ -247,9 +228,7 @@ class InterleavedSampler(Sampler[Integers]):
         """Batches of every epoch, the same on all ranks."""
         return self._batches
 
-    def num_batches(self) -> int:
-        """Batches of every epoch, the same on all ranks."""
-        return self._batches
+    num_batches = __len__
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the order."""

@@ -39,7 +39,7 @@ def pack_group(
         sequence_lengths: (sequences,) tokens of each.
         group_offset: added to every position.
         bin_capacity: maximum tokens of a bin. A longer sequence is an error.
-        max_bins: maximum number of bins, if `safe_mode`: the fullest are kept, and a warning counts skipped sequences.
+        max_bins: maximum number of bins if `safe_mode`; a warning counts the sequences of further bins.
         bin_size: maximum sequences of a bin.
         safe_mode: apply `max_bins`.
     """
@@ -47,16 +47,14 @@ def pack_group(
     if lengths.size == 0:
         return []
     bins = pack(lengths, bin_capacity, "best_fit", bin_size or None)
-    kept = np.arange(len(bins))
-    if safe_mode and len(bins) > max_bins:
-        kept = np.sort(np.argsort(-bins.totals(lengths), kind="stable")[:max_bins])
-        skipped = len(lengths) - int(bins.sizes()[kept].sum())
+    kept = min(len(bins), max_bins) if safe_mode else len(bins)
+    if skipped := len(lengths) - int(bins.offsets[kept]):
         LOG.warning(
             "pack_group: %d of %d sequences do not fit into max_bins=%d and are skipped; raise max_bins, or set"
             " safe_mode=False",
             *(skipped, len(lengths), max_bins),
         )
-    return [(bins[number] + group_offset).tolist() for number in kept.tolist()]
+    return [(bins[number] + group_offset).tolist() for number in range(kept)]
 
 
 def pack_parallel(
@@ -71,12 +69,11 @@ def pack_parallel(
     """`pack_group` for each `group_size` sequences. The last three arguments are not needed: no process is started."""
     lengths = np.asarray(sequence_lengths)
     size = check_integer("group_size", group_size)
-    groups = ((first, lengths[first : first + size]) for first in range(0, len(lengths), size))
-    return [
-        held
-        for first, group in groups
-        for held in pack_group(group, first, bin_capacity, len(group), bin_size, safe_mode)
-    ]
+    bins = []
+    for first in range(0, len(lengths), size):
+        group = lengths[first : first + size]
+        bins += pack_group(group, first, bin_capacity, len(group), bin_size, safe_mode)
+    return bins
 
 
 def allocate_sequentially(

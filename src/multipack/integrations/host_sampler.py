@@ -1,0 +1,143 @@
+"""What the drop-in samplers share: documents that fit, the position in an epoch, saved states, and ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import ArrayLike, NDArray
+
+from multipack.planning.deal import DEALING
+from multipack.planning.lengths import check_integer, check_lengths, name_documents
+from multipack.planning.options import check_choice, fingerprint_of
+
+Integers = NDArray[np.int64]
+Batch = TypeVar("Batch")
+Overlong = Literal["error", "drop", "alone"]
+"""Documents longer than a pack: raise an error, leave them out, or give each a pack of its own that exceeds it."""
+
+
+class HostSampler:
+    """The position in an epoch, and states that restore it.
+
+    Attributes:
+        lengths: (documents,) int64 tokens of each document; with `overlong="alone"` at most those of a pack.
+        overlong_documents: (documents,) int64 numbers of the documents that are longer than a pack.
+        overlong_message: a warning about these documents; empty if there are none.
+        epoch: the current epoch.
+    """
+
+    def __init__(self, lengths: ArrayLike, capacity: int, overlong: Overlong, setting: str) -> None:
+        """Check the lengths; `setting` is the host's name of the capacity, for messages.
+
+        Raises:
+            ValueError: there are no documents, one is too long and `overlong` is `error`, or none is left.
+        """
+        check_choice("overlong", overlong, Overlong)
+        self.lengths = check_lengths(lengths)
+        self.fits = (self.lengths <= capacity) | (overlong == "alone")
+        self.overlong_documents = np.flatnonzero(self.lengths > capacity)
+        self.overlong_message = ""
+        self.epoch = 0
+        self._position = 0  # batches of this epoch that were yielded
+        self._resume = 0  # first batch of the next iterator
+        if len(self.overlong_documents) == 0:
+            return
+        long = self.lengths > capacity
+        if overlong == "error":
+            raise ValueError(
+                f"{name_documents(self.lengths, long)}, but {setting}={capacity:,}; raise {setting} to"
+                f" {self.lengths.max():,}, truncate or split these documents, or leave them out with overlong='drop'"
+            )
+        if not self.fits.any():
+            raise ValueError(f"every document is longer than {setting}={capacity:,}: none is left to pack")
+        effect = "are left out" if overlong == "drop" else "each have a bin of their own that exceeds it"
+        self.overlong_message = (
+            f"{len(self.overlong_documents):,} of {len(long):,} documents ({int(self.lengths[long].sum()):,} tokens)"
+            f" are longer than {setting}={capacity:,} and {effect}, because overlong={overlong!r}"
+        )
+        if overlong == "alone":
+            self.lengths = np.minimum(self.lengths, capacity)
+
+    def num_batches(self) -> int:
+        """Number of batches of an epoch, equal to `len`."""
+        return len(self)  # type: ignore[arg-type]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of this rank after the last batch that was yielded."""
+        return self.state_at(self._position)
+
+    def state_at(self, batch: int) -> dict[str, Any]:
+        """The state before a batch of the epoch, for loaders that prefetch."""
+        raise NotImplementedError
+
+    def _identity(self, lengths: Integers, names: tuple[str, ...]) -> dict[str, Any]:
+        """What a saved state must agree with: a fingerprint of lengths and of the named options."""
+        options = {"dealing": DEALING, **{name: getattr(self, name) for name in names}}
+        return {"fingerprint": fingerprint_of(lengths, None, options), "options": options}
+
+    def _go_to(self, epoch: int, batch: int = 0) -> None:
+        """Begin the next iterator at a batch of an epoch."""
+        self.epoch, self._position, self._resume = epoch, batch, batch
+
+    def _walk(self, batch_of: Callable[[int], Batch], batches: int) -> Iterator[Batch]:
+        """Yield batches from where the state or the epoch begins, and count them."""
+        epoch, start, self._resume = self.epoch, self._resume, 0
+        self._position = start
+        for number in range(start, batches):
+            if self.epoch == epoch:
+                self._position = number + 1
+            yield batch_of(number)
+
+
+def check_keys(state: Mapping[str, Any], *names: str) -> None:
+    """Refuse a saved state that lacks one of these keys."""
+    if missing := [name for name in names if name not in state]:
+        raise ValueError(f"the saved sampler state lacks {', '.join(missing)}")
+
+
+def saved_integer(state: Mapping[str, Any], name: str, least: int = 0) -> int:
+    """An integer of a saved state."""
+    return check_integer(f"the saved sampler state's {name}", state[name], least)
+
+
+def world_size() -> int:
+    """Number of ranks of torch.distributed; 1 if it is not initialized."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def replicas_and_rank(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
+    """The number of ranks and this process's rank; None values are taken from torch.distributed.
+
+    Raises:
+        ValueError: torch.distributed is not initialized and this is not a single process, or the rank is out of range.
+    """
+    if num_replicas is None or rank is None:
+        initialized = dist.is_available() and dist.is_initialized()
+        if not initialized and ((num_replicas or 1) > 1 or os.environ.get("WORLD_SIZE", "1") != "1"):
+            raise ValueError(
+                "torch.distributed is not initialized, so this process does not know its rank: call"
+                " torch.distributed.init_process_group first, or give both num_replicas and rank"
+            )
+        num_replicas = world_size() if num_replicas is None else num_replicas
+        rank = rank if rank is not None else dist.get_rank() if initialized else 0
+    replicas = check_integer("num_replicas", num_replicas)
+    number = check_integer("rank", rank, 0)
+    if number >= replicas:
+        raise ValueError(f"rank={number} is outside num_replicas={replicas}: ranks count from 0")
+    return replicas, number
+
+
+def reduced(value: float, how: Literal["min", "max"]) -> float:
+    """Reduce a value over all ranks to its minimum or maximum. A collective."""
+    if world_size() == 1:
+        return float(value)
+    on_host = dist.get_backend() in ("gloo", "mpi", "ucc", "undefined")
+    device = torch.device("cpu") if on_host else torch.accelerator.current_accelerator()
+    box = torch.tensor([value], dtype=torch.float64, device=device)
+    dist.all_reduce(box, dist.ReduceOp.MIN if how == "min" else dist.ReduceOp.MAX)
+    return float(box.item())
