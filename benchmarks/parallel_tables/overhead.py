@@ -10,13 +10,13 @@ from typing import Any, cast
 from torch.distributed.device_mesh import init_device_mesh
 
 from multipack.models.decoder import PARALLEL_PLAN
+from multipack.parallel.build import replicate
 from multipack.parallel.context import divide_context
 from multipack.parallel.engine import ModelEngine, Share
-from multipack.parallel.fsdp import shard, synchronizing
+from multipack.parallel.fsdp import shard
 from multipack.parallel.mesh import build_mesh
 from multipack.parallel.parallel_config import ContextMethod, ParallelConfig
-from multipack.parallel.pipeline import Pipeline, PipelineEngine
-from multipack.parallel.replicate import replicate
+from multipack.parallel.pipeline import PipelineEngine
 from multipack.parallel.tensor import divide_tensors
 from multipack.parallel.world import World
 from multipack.parallel.zero1 import ShardedOptimizer
@@ -41,11 +41,11 @@ def table(quick: bool) -> Table:
     for name, seconds in found.items():
         ratios = [own / plain for own, plain in zip(seconds, found["plain"], strict=True)]
         made.row(name, median(seconds), median(ratios), min(ratios), max(ratios))
-    made.notes.append("`plain, again` is plain training a second time: how far equal work differs here")
-    made.notes.append(
+    made.notes += [
+        "`plain, again` is plain training a second time: how far equal work differs here",
         "tensor and pipeline parallelism come with FSDP2's groups of one rank, and context parallelism with DDP, as in"
-        " a run"
-    )
+        " a run",
+    ]
     return made
 
 
@@ -88,11 +88,12 @@ def engine_with(name: str, world: World, shape: ModelShape) -> ModelEngine:
         call = replicate(model, mesh.axis("dp_replicate"))
     named, factory = dict(model.named_parameters()), partial(adamw, blueprint.shapes)
     if name.startswith("pipeline"):
-        pipeline = Pipeline([model], mesh.axis("pp"), "1f1b", 1, width=shape.d_model)
-        return PipelineEngine(pipeline, factory(named), mesh)
+        return PipelineEngine(
+            [model], factory(named), mesh, schedule="1f1b", micro_batches=1, width=shape.d_model
+        )
     axis = mesh.axis("dp_replicate")
     optimizer = ShardedOptimizer(factory, named, axis) if name == "zero1" else factory(named)
-    return ModelEngine([model], optimizer, mesh, call=call, share=share, synchronizing=synchronizing(call))
+    return ModelEngine([model], optimizer, mesh, call=call, share=share)
 
 
 SHARDED = {

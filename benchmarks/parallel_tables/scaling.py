@@ -33,14 +33,8 @@ def table(quick: bool) -> Table:
         "scaling",
         f"weak scaling over {PROCESSES} processes of one thread: a decoder of {shape.layers} layers, width"
         f" {shape.d_model}, fp32, a pack of {slots:,} slots for each rank in a step; medians of {rounds} rounds",
-        {
-            "way": "",
-            "seconds a step": ".3f",
-            "efficiency": ".1%",
-            "of the floor": ".1%",
-            "CPU seconds a step": ".3f",
-            "every round": "",
-        },
+        {"way": "", "seconds a step": ".3f", "efficiency": ".1%", "of the floor": ".1%"}
+        | {"CPU seconds a step": ".3f", "every round": ""},
     )
     with Ranks(PROCESSES) as ranks:
         ranks.run(prepare, shape, slots)
@@ -61,14 +55,12 @@ def table(quick: bool) -> Table:
             median(cpu for _, cpu in found[way]),
             " ".join(f"{seconds:.2f}" for seconds in wall),
         )
-    made.notes.append(
+    made.notes += [
         "`alone`: each process in its turn while the other sleeps. `side by side`: both at once, without any"
-        " communication: the floor, what this machine itself loses (memory bandwidth, caches, clock)"
-    )
-    made.notes.append(
+        " communication: the floor, what this machine itself loses (memory bandwidth, caches, clock)",
         "a step lasts as long as its slower rank takes; efficiency is `alone` over it, round by round. CPU seconds are"
-        " a process's own and leave waiting out"
-    )
+        " a process's own and leave waiting out",
+    ]
     return made
 
 

@@ -11,7 +11,7 @@ import torch
 from multipack.planning.cost import CostModel
 from multipack.planning.deal import least_step_cost
 from multipack.planning.options import Sync
-from multipack.planning.packing import Packs, pack
+from multipack.planning.packing import Packs
 from multipack.planning.plan import Plan, plan
 from multipack.planning.report import even, predicted_seconds
 from multipack.shapes import SHAPES
@@ -33,14 +33,12 @@ class Found:
         own: as the plan deals it.
         least: lower bound for any arrangement of these documents into as many packs, for the plan's cost.
         dealt: the plan's packs, dealt to ranks at random.
-        sequential: the documents in the order in which they were drawn, packed one after the other.
         seconds: CPU seconds of dealing.
     """
 
     own: float
     least: float
     dealt: float
-    sequential: float
     seconds: float
 
 
@@ -52,39 +50,18 @@ def table(quick: bool) -> Table:
     made = Table(
         "simulated",
         f"step time over perfect balance, {MICRO_BATCHES} packs a rank, means of up to {STEPS} steps",
-        {
-            "documents": "",
-            "capacity": ",",
-            "ranks": ",",
-            "ranks meet": "",
-            "the plan": ".4f",
-            "no less than": ".4f",
-            "random dealing": ".3f",
-            "sequential packs": ".3f",
-            "CPU s to deal": ".2f",
-        },
+        dict.fromkeys(("documents", "synchronized"), "")
+        | dict.fromkeys(("capacity", "ranks"), ",")
+        | {"the plan": ".4f", "no less than": ".4f", "random dealing": ".3f", "CPU s to deal": ".2f"},
     )
     for ranks in RANKS[:2] if quick else RANKS:
         for name, lengths, capacity in _sets(ranks):
             epoch = _few_steps(lengths, capacity, ranks, cost)
-            for sync, told in SYNCS.items():
-                found = _mean(
-                    [
-                        arranged(epoch, int(step), ranks, sync, cost)
-                        for step in even(epoch.num_steps - 1, STEPS)
-                    ]
-                )
-                made.row(
-                    name,
-                    capacity,
-                    ranks,
-                    told,
-                    found.own,
-                    found.least,
-                    found.dealt,
-                    found.sequential,
-                    found.seconds,
-                )
+            for sync, when in SYNCS.items():
+                steps = even(epoch.num_steps - 1, STEPS)
+                found = [vars(arranged(epoch, int(step), ranks, sync, cost)) for step in steps]
+                means = [float(np.mean([each[key] for each in found])) for key in found[0]]
+                made.row(name, when, capacity, ranks, *means)
     made.notes += [
         f"seconds of a pack: {1e3 * timed.micro_batch:.2f} ms + {1e6 * timed.token:.2f} µs a token +"
         f" {1e9 * timed.pair:.2f} ns an l(l + 1) + {1e6 * timed.document:.1f} µs a document, fitted to timed packs of a"
@@ -93,8 +70,7 @@ def table(quick: bool) -> Table:
         " dealt the same packs so that stages keep step",
         "no less than: proven for any arrangement of a step's documents in as many packs. Where it is well above 1, the"
         " longest documents decide, and plan.budget would give the others room to catch up",
-        "random dealing: the plan's packs in random places; sequential packs: next fit over the same documents in a"
-        " random order, which also takes more packs",
+        "random dealing: the plan's packs in random places",
     ]
     return made
 
@@ -109,48 +85,29 @@ def fitted(quick: bool) -> CostModel:
 
 
 def arranged(epoch: Plan, step: int, ranks: int, sync: Sync, cost: CostModel) -> Found:
-    """One step, dealt in three ways."""
+    """One step, dealt by the plan and at random."""
     slots, costs = epoch.slots, cost.cost(epoch.slots)
     began = time.process_time()
     dealt = epoch.deal(step, ranks, sync)
     seconds = time.process_time() - began
-
-    def taken(packs: Packs) -> float:
-        return predicted_seconds(cost, slots, packs, ranks, sync) or 0.0
-
     each = [cost.seconds(slots[documents]) for documents in dealt]
     perfect = sum(each) / ranks
     micro_batches = len(each) // ranks
     documents = epoch.documents(step)
     bound = least_step_cost(slots[documents], costs[documents], ranks, micro_batches, epoch.capacity, sync)
-    # What a micro-batch takes whatever is in it is no part of the cost.
+    # The constant time of a micro-batch is not part of the cost.
     always = cost.timed.micro_batch * micro_batches if cost.timed else 0.0
     least = always + (perfect - always) * max(1.0, bound * ranks / int(costs[documents].sum()))
-    draw = np.random.default_rng(step)
-    return Found(
-        taken(dealt) / perfect,
-        least / perfect,
-        taken(_shuffled(epoch.packs(step), ranks, draw)) / perfect,
-        taken(_sequential(draw.permutation(documents), slots, epoch.capacity, ranks)) / perfect,
-        seconds,
-    )
+    anywhere = shuffled(epoch.packs(step), ranks, np.random.default_rng(step))
+    own, random = (predicted_seconds(cost, slots, packs, ranks, sync) or 0.0 for packs in (dealt, anywhere))
+    return Found(own / perfect, least / perfect, random / perfect, seconds)
 
 
-def _shuffled(packs: Packs, ranks: int, draw: np.random.Generator) -> Packs:
+def shuffled(packs: Packs, ranks: int, draw: np.random.Generator) -> Packs:
     """The same packs in random places, empty ones added until ranks have equally many."""
-    places = draw.permutation(-(-len(packs) // ranks) * ranks)
-    return _joined([packs[place] if place < len(packs) else packs.order[:0] for place in places.tolist()])
-
-
-def _sequential(documents: Integers, slots: Integers, capacity: int, ranks: int) -> Packs:
-    """Next fit in this order, pack after pack to rank after rank."""
-    made = [documents[numbers] for numbers in pack(slots[documents], capacity, "next_fit")]
-    return _joined(made + [documents[:0]] * (-len(made) % ranks))
-
-
-def _joined(packs: list[Integers]) -> Packs:
-    offsets = np.cumsum([0, *map(len, packs)])
-    return Packs(np.concatenate(packs), offsets.astype(np.int64))
+    places = draw.permutation(-(-len(packs) // ranks) * ranks).tolist()
+    found = [packs[place] if place < len(packs) else packs.order[:0] for place in places]
+    return Packs(np.concatenate(found), np.cumsum([0, *map(len, found)]).astype(np.int64))
 
 
 def _sets(ranks: int) -> list[tuple[str, Integers, int]]:
@@ -171,7 +128,3 @@ def _few_steps(lengths: Integers, capacity: int, ranks: int, cost: CostModel) ->
     packs = ranks * MICRO_BATCHES
     enough = int(np.searchsorted(np.cumsum(order), (STEPS + 0.2) * packs * capacity)) + 1
     return plan(order[:enough], capacity=capacity, packs_per_step=packs, cost=cost, window=2)
-
-
-def _mean(found: list[Found]) -> Found:
-    return Found(**{name: float(np.mean([vars(each)[name] for each in found])) for name in vars(found[0])})

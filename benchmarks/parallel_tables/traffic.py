@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from multipack.launch.memory_model import Workload
 from multipack.launch.traffic import Traffic, communication
@@ -107,7 +107,7 @@ class Counting(TorchDispatchMode):
             raise ValueError(f"torch's collective {name} is not counted: add it to KINDS")
         kind = KINDS[name]
         whole = arguments[1] if kind in ("reduce_scatter", "all_to_all") else arguments[0]
-        payload = sum(each.nbytes for each in _tensors(whole))
+        payload = sum(each.nbytes for each in tree_leaves(whole))
         self.calls[kind] += 1
         self.sent[kind] += Traffic("", kind, _ranks_of(arguments), 0, payload).sent
 
@@ -118,15 +118,8 @@ def table(quick: bool) -> Table:
         "traffic",
         f"bytes that the rank which sends most sends in a step: {SHAPE.layers} layers, width {SHAPE.d_model},"
         f" {MICRO_BATCHES} packs of {SLOTS} slots for each data-parallel rank, fp32",
-        {
-            "parallel.…": "",
-            "ranks": "",
-            "calls": "",
-            "counted": ",",
-            "formula": ",",
-            "counted / formula": ".3f",
-            "worst kind": ".3f",
-        },
+        dict.fromkeys(("parallel.…", "ranks", "calls"), "")
+        | {"counted": ",", "formula": ",", "counted / formula": ".3f", "worst kind": ".3f"},
     )
     worst = 0.0
     for size in (2,) if quick else (2, 4):
@@ -161,15 +154,8 @@ def compared(case: Case, calls: Counter[str], sent: Counter[str]) -> list[Any]:
     ratios = [sent[kind] / formula[kind] for kind in formula]
     named = ", ".join(f"{calls[kind]} {kind.replace('_', '-')}" for kind in formula)
     worst = max(ratios, key=lambda ratio: abs(ratio - 1))
-    return [
-        case.title,
-        case.ranks,
-        named,
-        sent.total(),
-        formula.total(),
-        sent.total() / formula.total(),
-        worst,
-    ]
+    total = sent.total()
+    return [case.title, case.ranks, named, total, formula.total(), total / formula.total(), worst]
 
 
 def count(world: World, kept: Mapping[str, Any], case: Case) -> tuple[Counter[str], Counter[str]]:
@@ -183,13 +169,6 @@ def count(world: World, kept: Mapping[str, Any], case: Case) -> tuple[Counter[st
     with Counting() as counting:
         train_step(engine, packs, world.size)
     return counting.calls, counting.sent
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """All tensors in nested lists."""
-    if isinstance(value, Tensor):
-        return [value]
-    return [tensor for each in value for tensor in _tensors(each)]
 
 
 def _ranks_of(arguments: Any) -> int:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from multipack.parallel.build import build_engine, plain_engine
+from multipack.parallel.build import build_engine, replicate
+from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import build_mesh
 from multipack.parallel.parallel_config import ParallelConfig
 
@@ -77,7 +78,9 @@ def test_ranks_hold_what_the_formulas_say(pools, size, data, dtype):
 def where_gradients_are(world):
     """Addresses of an engine's gradients before and after each of three micro-batches, in two steps."""
     model = tiny.fresh("llama")
-    engine = plain_engine(model, tiny.adamw(model.parameters()), build_mesh(ParallelConfig(), world))
+    mesh = build_mesh(ParallelConfig(), world)
+    call = replicate(model, mesh.axis("dp_replicate"))
+    engine = ModelEngine([model], tiny.adamw(model.parameters()), mesh, call=call)
     found = []
 
     def look(_=None):

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from multipack.parallel.build import plain_engine
+from multipack.parallel.build import replicate
+from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import build_mesh
 from multipack.parallel.parallel_config import ParallelConfig
 from multipack.training.callbacks.averaging import MovingAverage
@@ -36,7 +37,8 @@ def watched(world):
     torch.manual_seed(0)
     model = Distance()
     optimizer = build_optimizer(model, OptimizerConfig())
-    engine = plain_engine(model, optimizer, build_mesh(ParallelConfig(), world))
+    mesh = build_mesh(ParallelConfig(), world)
+    engine = ModelEngine([model], optimizer, mesh, call=replicate(model, mesh.axis("dp_replicate")))
     average, noise, norms = MovingAverage(0.9), GradientNoise(), LayerNorms()
     noise.decay = 0.9999
     draw = torch.Generator().manual_seed(world.rank)

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
@@ -22,7 +21,7 @@ from multipack.models.decoder import Decoder, DecoderPart
 from multipack.parallel.build import build_engine
 from multipack.parallel.mesh import Mesh, build_mesh
 from multipack.parallel.parallel_config import ParallelConfig
-from multipack.parallel.pipeline import Pipeline
+from multipack.parallel.pipeline import PipelineEngine
 from multipack.parallel.schedules import Stage
 from multipack.parallel.stages import bubble, split_layers, stages_of_rank
 from multipack.parallel.world import World
@@ -62,6 +61,15 @@ def make_stages(name, mesh, schedule, dropout=0.0):
         stage.load_state_dict({key: values[key] for key, _ in stage.named_parameters()})
         stages.append(stage)
     return stages
+
+
+def pipeline_of(world, make, schedule, micro_batches, width=32):
+    """An engine whose stages `make` gives, with plain gradient descent."""
+    mesh = build_mesh(ParallelConfig(pipeline=world.size, schedule=schedule), world)
+    stages = make(mesh.axis("pp"))
+    descent = torch.optim.SGD([each for stage in stages for each in stage.parameters()], lr=0.1)
+    more = {"schedule": schedule, "micro_batches": micro_batches, "width": width}
+    return PipelineEngine(stages, descent, mesh, **more)
 
 
 def engine_of(mesh, name, config, micro_batches, dtype=torch.float32):
@@ -129,11 +137,10 @@ def test_forward_passes_run_in_the_requested_precision(pools):
 
 
 def evaluated(world):
-    mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("pp",))
-    stages = make_stages("gpt", mesh, "1f1b", dropout=0.5)
-    stages[0].eval()
-    stages[0].blocks.train()  # modes are put back as they were
-    pipeline = Pipeline(stages, mesh, "1f1b", 2, width=32)
+    pipeline = pipeline_of(world, lambda mesh: make_stages("gpt", mesh, "1f1b", dropout=0.5), "1f1b", 2)
+    (stage,) = pipeline.modules
+    stage.eval()
+    stage.blocks.train()  # modes are put back as they were
     state = torch.get_rng_state()
     losses = pipeline.evaluate(packs(5)) + pipeline.evaluate(packs(1)) + pipeline.evaluate(packs(2, slots=30))
     assert pipeline.evaluate([]) == []
@@ -143,16 +150,15 @@ def evaluated(world):
     assert not [each for each in gc.get_objects() if type(each) is Stage]  # and its buffers went with it
     gc.enable()
     assert torch.equal(state, torch.get_rng_state())
-    assert all(parameter.grad is None for parameter in pipeline.parameters.values())
-    modes = [stages[0].training, stages[0].blocks.training]
-    stages[0].train()
-    trained = [pipeline.forward_backward(packs(2), 1.0)]
-    before = {name: parameter.grad.clone() for name, parameter in pipeline.parameters.items()}
+    assert not pipeline.gradients()
+    modes = [stage.training, stage.blocks.training]
+    stage.train()
+    trained = [pipeline.forward_backward(packs(2), 1).losses]
+    before = {name: gradient.clone() for name, gradient in pipeline.gradients().items()}
     losses += pipeline.evaluate(packs(1))
-    assert all(torch.equal(before[name], parameter.grad) for name, parameter in pipeline.parameters.items())
-    for parameter in pipeline.parameters.values():
-        parameter.grad = None
-    trained.append(pipeline.forward_backward(packs(2), 1.0))
+    assert all(torch.equal(before[name], gradient) for name, gradient in pipeline.gradients().items())
+    pipeline.discard()
+    trained.append(pipeline.forward_backward(packs(2), 1).losses)
     return losses, modes, trained
 
 
@@ -170,30 +176,22 @@ def test_evaluation_takes_any_packs_and_changes_nothing(pools):
 
 
 def refused(world):
-    mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("pp",))
-    stages = make_stages("gpt", mesh, "1f1b")
-    pipeline, short = Pipeline(stages, mesh, "1f1b", 3, width=32), packs(1, slots=30)
+    make = lambda mesh: make_stages("gpt", mesh, "1f1b")  # noqa: E731
+    pipeline, short = pipeline_of(world, make, "1f1b", 3), packs(1, slots=30)
     found = []
 
-    def attempt(call, keeps_gradients=False):
+    def attempt(call):
         try:
             call()
             found.append("")
-        except (ValueError, RuntimeError) as error:
+        except ValueError as error:
             found.append(str(error))
-        for parameter in pipeline.parameters.values():
-            parameter.grad = parameter.grad if keeps_gradients else None
 
-    attempt(lambda: pipeline.forward_backward(packs(2), 1.0))
-    attempt(lambda: pipeline.forward_backward([*packs(2), *short], 1.0))
-    attempt(lambda: pipeline.forward_backward(packs(3), 1.0), keeps_gradients=True)
-    attempt(lambda: pipeline.forward_backward(packs(3), 1.0))
-    attempt(lambda: pipeline.forward_backward(packs(3, slots=30), 1.0))
-    attempt(lambda: Pipeline(stages * 2, mesh, "1f1b", 3, width=32))
-    attempt(lambda: Pipeline(stages, mesh, "1f1b", 1, width=32))
-    attempt(lambda: Pipeline(stages * 2, mesh, "interleaved", 2, width=32))
-    other = Pipeline(stages, mesh, "1f1b", 3, width=32, tensor_ranks=5)
-    attempt(lambda: other.forward_backward(packs(3), 1.0))
+    attempt(lambda: pipeline.forward_backward(packs(2), 1))
+    attempt(lambda: pipeline.forward_backward([*packs(2), *short], 1))
+    attempt(lambda: pipeline.forward_backward(packs(3), 1))
+    attempt(lambda: pipeline.forward_backward(packs(3, slots=30), 1))
+    attempt(lambda: pipeline_of(world, make, "1f1b", 1))
     attempt(lambda: pipeline.evaluate([*packs(1), *short]))
     if world.rank == 0:  # the output of a stage is checked before it is sent
         run = pipeline._training
@@ -205,17 +203,13 @@ def refused(world):
 def test_what_would_hang_is_refused_on_every_rank(pools):
     first, second = pools(2).run(refused)
     assert "stage 0 of the pipeline gave (30, 32)" in first.pop()
-    assert [message.replace("blocks.2.", "blocks.0.") for message in second] == first
+    assert second == first
     expected = [
         "2 micro-batches, and the pipeline was built for 3",
         "train.fixed_shape=true",
         "",
-        "embedding.weight has a gradient left",
         "micro-batch 0 has 30 slots",
-        "1 stages on every rank, got 2",
         "at least 2 micro-batches",
-        "two stages of one rank hold blocks.0.",
-        "parallel.tensor=5",
         "micro-batch 1 has 30 slots",
     ]
     for message, part in zip(first, expected, strict=True):
@@ -224,11 +218,10 @@ def test_what_would_hang_is_refused_on_every_rank(pools):
 
 
 def failing(world):
-    mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("pp",))
-    pipeline = Pipeline(make_stages("llama", mesh, "1f1b"), mesh, "1f1b", 2, width=32)
+    pipeline = pipeline_of(world, lambda mesh: make_stages("llama", mesh, "1f1b"), "1f1b", 2)
     batches = packs(2)
     batches[1].input_ids[0] = VOCABULARY
-    pipeline.forward_backward(batches, 1.0)
+    pipeline.forward_backward(batches, 1)
 
 
 def test_an_error_of_a_stage_is_raised_and_no_rank_hangs(pool_type):
@@ -254,11 +247,10 @@ class Box:
 
 
 def held_for_backward(world, schedule):
-    mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("pp",))
-    pipeline = Pipeline(make_stages("llama", mesh, schedule), mesh, schedule, 6, width=32)
+    pipeline = pipeline_of(world, lambda mesh: make_stages("llama", mesh, schedule), schedule, 6)
     Box.alive = Box.most = 0
     with torch.autograd.graph.saved_tensors_hooks(Box, lambda box: box.tensor):
-        pipeline.forward_backward(packs(6), 1.0)
+        pipeline.forward_backward(packs(6), 1)
     stage = pipeline._training._schedule._stage
     received = {id(info[0].buffer) for info in stage.args_recv_info.values() if info}
     gradients = {id(info[0].buffer) for info in stage.grad_recv_info.values() if info}
@@ -297,13 +289,11 @@ class Relay(nn.Module):
 
 def relayed(world, schedule, micro_batches):
     """Order of passes, and losses."""
-    mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("pp",))
     numbers = stages_of_rank(world.rank, world.size, schedule)
     stages = [Relay(number, world.size * len(numbers)) for number in numbers]
-    pipeline = Pipeline(stages, mesh, schedule, micro_batches, width=4)
-    losses = pipeline.forward_backward(packs(micro_batches), 1.0)
-    order = [(each.stage, each.micro_batch, each.kind) for each in pipeline.passes]
-    return {"losses": losses, "order": order}
+    pipeline = pipeline_of(world, lambda mesh: stages, schedule, micro_batches, width=4)
+    losses = pipeline.forward_backward(packs(micro_batches), 1).losses
+    return {"losses": losses, "order": [each[:3] for each in pipeline._training.passes]}
 
 
 def idle_share(orders, stages):

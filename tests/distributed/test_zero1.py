@@ -115,32 +115,6 @@ def test_a_step_sends_every_parameter_once(pools):
         assert elements == {"broadcast": parameters}
 
 
-def _round_trip(world):
-    model = tiny.fresh("llama")
-    made = [
-        ShardedOptimizer(_two_groups, dict(model.named_parameters()), _mesh(world.size)) for _ in range(2)
-    ]
-    for each in model.parameters():
-        each.grad = torch.ones_like(each)
-    made[0].step()
-    made[1].load_state_dict(made[0].state_dict())
-    assert made[1].state.keys() == made[0].state.keys()
-    for parameter, slots in made[0].state.items():
-        assert all(torch.equal(value, made[1].state[parameter][slot]) for slot, value in slots.items())
-    made[1].param_groups[0]["lr"] = made[1].param_groups[1]["lr"] = 0.0
-    before = [each.clone() for each in model.parameters()]
-    made[1].step()
-    assert all(torch.equal(each, old) for each, old in zip(model.parameters(), before, strict=True))
-    with pytest.raises(ValueError, match="pass no closure"):
-        made[1].step(lambda: 0.0)
-    with pytest.raises(ValueError, match="one dimension, not of 3"):
-        ShardedOptimizer(_two_groups, dict(model.named_parameters()), _mesh(2, 1, 1))
-
-
-def test_a_rank_s_own_state_can_be_saved_and_loaded(pools):
-    pools(2).run(_round_trip)
-
-
 @given(st.lists(st.integers(0, 10**6), max_size=60), st.integers(1, 9))
 @settings(deadline=None, max_examples=200)
 def test_no_rank_owns_more_than_the_mean_and_the_largest(sizes, ranks):

@@ -6,8 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from multipack.cli import app
@@ -55,15 +53,10 @@ def test_the_simplest_of_the_fast_candidates_is_chosen():
     assert chosen.seconds_per_pack <= limit
     simpler = [each for each in fitting if each.complexity < chosen.complexity]
     assert all(each.seconds_per_pack > limit for each in simpler)
-
-
-def test_checkpointing_is_the_least_that_fits():
-    for chosen in candidates(request("devices=16")):
-        more = [dataclasses.replace(chosen, recompute=kind) for kind in ("none", "selective", "full")]
-        peaks = [each.memory.peak for each in more]
-        assert peaks == sorted(peaks, reverse=True)
-        fitting = [each.recompute for each in more if each.fits]
-        assert chosen.recompute == (fitting or ["full"])[0]
+    for each in fitting:  # with the least activation checkpointing that fits
+        kinds = ("none", "selective", "full")
+        less = kinds[: kinds.index(each.recompute)]
+        assert not any(dataclasses.replace(each, recompute=kind).fits for kind in less)
 
 
 def test_offload_is_for_what_fits_in_no_other_way():
@@ -71,13 +64,6 @@ def test_offload_is_for_what_fits_in_no_other_way():
     assert advice.chosen.config.offload == "cpu"
     assert "120 GiB in the memory of each host" in advice.path[-1][1]
     assert all(answer.startswith("no: ") for _, answer in advice.path[:-1])
-
-
-def test_nothing_fits():
-    advice = advise(request("devices=1", "memory=24GiB"))
-    assert advice.chosen is None
-    assert advice.command == ""
-    assert not any(row.fits for row in advice.rows)
 
 
 def test_links_and_pipelines_change_estimated_times():
@@ -99,22 +85,27 @@ def test_links_and_pipelines_change_estimated_times():
     assert few.seconds_per_pack > 1.2 * many.seconds_per_pack
 
 
-@given(
-    devices=st.sampled_from([1, 2, 4, 8, 16]),
-    capacity=st.sampled_from([1024, 16_384, 65_536]),
-    model=st.sampled_from(["gpt2", "llama-8b", "qwen2.5-7b"]),
-    dtype=st.sampled_from(["bf16", "fp16"]),
+@pytest.mark.parametrize(
+    "words", [["devices=1", "model=gpt2"], ["devices=16", "capacity=65536", "dtype=fp16", "model=qwen2.5-7b"]]
 )
-@settings(deadline=None, max_examples=10)
-def test_rows_are_legal(devices, capacity, model, dtype):
-    asked = request(f"devices={devices}", f"capacity={capacity}", f"model={model}", f"dtype={dtype}")
+def test_rows_are_legal(words):
+    asked = request(*words)
     rows = advise(asked).rows
     assert rows
     for row in rows:
-        row.config.check(asked.model, devices, capacity)
-        row.config.check_dtype(dtype, devices)
+        row.config.check(asked.model, asked.devices, asked.capacity, asked.dtype)
         assert row.memory.peak >= row.memory.parameters + row.memory.optimizer
         assert row.seconds_per_pack > 0
+
+
+def test_muon_has_less_state_and_no_offload():
+    words = ("devices=2", "memory=48GiB", "capacity=2048")
+    adamw, muon = (advise(request(*words, f"optimizer={name}")) for name in ("adamw", "muon"))
+    assert adamw.chosen.config.offload == "cpu"
+    assert all(each.config.offload == "none" for each in muon.rows)
+    states = [next(each.memory.optimizer for each in found.rows) for found in (adamw, muon)]
+    assert states[1] < 0.7 * states[0]
+    assert "optimizer.name=muon" in muon.rows[0].words
 
 
 @pytest.mark.parametrize(
@@ -184,7 +175,7 @@ def test_the_command_prints_path_table_and_command(run):
     assert re.search("× .* ddp 16", shown)
     for word in advice.chosen.words:
         assert word in shown
-    assert "nothing fits" in run("devices=1").stdout
+    assert "nothing fits" in run("devices=1", "memory=24GiB").stdout
     for field in dataclasses.fields(AdviseRequest):
         assert field.name in run("--settings").stdout
 

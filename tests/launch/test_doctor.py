@@ -4,8 +4,8 @@ import socket
 import pytest
 
 from multipack.launch import doctor
-from multipack.launch.doctor import examine, smoke_test
-from multipack.launch.smoke import CHECKS
+from multipack.launch.bandwidth import OPERATIONS
+from multipack.launch.doctor import examine, run_collectives
 
 
 def _by_name(found):
@@ -25,11 +25,11 @@ def test_findings_have_remedies():
 
 
 def test_an_exception_in_a_check_is_its_finding(monkeypatch):
-    def broken(environment):
+    def _devices(environment):
         yield doctor.Finding("cpu", "ok", "seen")
         raise RuntimeError("no driver")
 
-    monkeypatch.setattr(doctor, "_devices", broken)
+    monkeypatch.setattr(doctor, "_devices", _devices)
     named = _by_name(examine({}, quick=True))
     assert named["devices", "check"].status == "fail"
     assert named["devices", "check"].detail == "RuntimeError: no driver"
@@ -89,39 +89,36 @@ def test_folders_that_cannot_be_written_are_failures(monkeypatch, tmp_path):
     assert not (tmp_path / "not").exists()
 
 
-PRINTS = """
-import json
-for name in {names!r}:
-    print(json.dumps({{"check": name, "error": "", "seconds": 0.1}}), flush=True)
-{then}
-"""
-
-
 @pytest.mark.parametrize(
-    ("done", "then", "error"),
+    ("program", "error"),
     [
-        (len(CHECKS), "", ""),
-        (1, "import time; time.sleep(60)", "killed after 2 s"),
-        (2, "raise ValueError('a broken machine')", "ValueError: a broken machine"),
-        (1, "print(json.dumps({'check': 'x', 'error': 'wrong result on rank 1', 'seconds': 0}))", "wrong"),
+        ("print('[{}]')", ""),
+        ("import time; time.sleep(60)", "killed after 2 s"),
+        ("raise ValueError('a broken machine')", "ValueError: a broken machine"),
+        ("raise SystemExit(7)", "exit code 7"),
     ],
-    ids=["correct", "hangs", "raises", "wrong"],
+    ids=["correct", "hangs", "raises", "ends"],
 )
-def test_the_first_check_that_did_not_finish_is_named(tmp_path, done, then, error):
-    """A stand-in for torchrun: what it prints decides, and the wait ends."""
-    package = tmp_path / "torch" / "distributed"
-    package.mkdir(parents=True)
-    for folder in (package.parent, package):
-        (folder / "__init__.py").write_text("")
-    (package / "run.py").write_text(PRINTS.format(names=CHECKS[:done], then=then))
-    found = list(smoke_test({**os.environ, "PYTHONPATH": str(tmp_path)}, "cpu", 2.0))
-    assert [name for name, _, _ in found] == list(CHECKS[: done + bool(error)])
-    assert all(not problem for _, problem, _ in found[:done])
-    assert found[-1][1].startswith(error)
+def test_processes_that_hang_or_fail_are_an_error(monkeypatch, program, error):
+    monkeypatch.setattr(doctor, "COLLECTIVES", ("-c", program))
+    assert run_collectives(os.environ, "cpu", 2.0) == ([] if error else [{}], error)
+
+
+def test_wrong_results_and_errors_are_failures(monkeypatch):
+    rows = [
+        {"operation": name, "wrong_ranks": wrong, "seconds": 0.1} for name, wrong in (("a", []), ("b", [1]))
+    ]
+    monkeypatch.setattr(doctor, "run_collectives", lambda *_: (rows, "no more"))
+    found = list(doctor._processes({}))[:3]
+    assert [one.status for one in found] == ["ok", "fail", "fail"]
+    assert "rank 1" in found[1].detail
+    assert "GLOO_SOCKET_IFNAME" in found[2].remedy
 
 
 @pytest.mark.slow
 def test_two_processes_work_together_here():
     crowded = {**os.environ, "RANK": "7", "WORLD_SIZE": "9", "PMI_RANK": "1", "PMI_SIZE": "2"}
-    found = [(name, error) for name, error, _ in smoke_test(crowded, "cpu", 120.0)]
-    assert found == [(name, "") for name in CHECKS]
+    rows, error = run_collectives(crowded, "cpu", 120.0)
+    assert not error
+    assert [row["operation"] for row in rows] == list(OPERATIONS)
+    assert not any(row["wrong_ranks"] for row in rows)

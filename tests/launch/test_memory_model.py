@@ -13,15 +13,15 @@ from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
 from multipack.launch.memory_model import (
     Workload,
-    block_parameters,
     memory_of_stages,
     model_parameters,
-    outside_parameters,
 )
-from multipack.models.decoder import PARALLEL_PLAN, Decoder
+from multipack.models.decoder import Decoder
 from multipack.models.recompute import recompute_blocks
 from multipack.parallel.parallel_config import ParallelConfig
 from multipack.shapes import SHAPES, ModelShape
+from multipack.training.optimizer import build_optimizer
+from multipack.training.settings import OptimizerConfig
 
 SLOTS = 512
 LLAMA = ModelShape(4, 4, 2, 64, 224, vocabulary_size=300, tied=False, context=SLOTS)
@@ -77,13 +77,16 @@ def loss_of(model, dtype):
         return model(batch)
 
 
-def memory(shape, dtype="bf16", recompute="none", micro_batches=1, ranks=1, device="gpu", **config):
-    work = Workload(shape, ParallelConfig(**config), ranks, SLOTS, dtype, recompute, micro_batches, device)
+def memory(
+    shape, dtype="bf16", recompute="none", micro_batches=1, ranks=1, device="gpu", optimizer="adamw", **config
+):
+    step = (SLOTS, dtype, recompute, micro_batches, device, optimizer)
+    work = Workload(shape, ParallelConfig(**config), ranks, *step)
     return max(memory_of_stages(work), key=lambda each: each.peak)
 
 
 def test_parameters_are_those_of_the_decoder():
-    for name in ("tiny", "gpt2", "llama-1b", "llama-8b", "qwen2.5-0.5b"):
+    for name in ("tiny", "gpt2", "qwen2.5-0.5b"):
         shape = SHAPES[name].with_vocabulary(SHAPES[name].vocabulary_size or 1000)
         with torch.device("meta"):
             assert model_parameters(shape) == Decoder(shape).parameter_count()
@@ -92,39 +95,30 @@ def test_parameters_are_those_of_the_decoder():
 def test_state_is_exact_after_a_step():
     for shape in SHAPES_.values():
         model = decoder(shape)
-        optimizer = torch.optim.AdamW(model.parameters())
         loss_of(model, "fp32").backward()
-        optimizer.step()
-        found = memory(shape)
-        assert found.parameters == sum(each.nbytes for each in model.parameters())
-        assert found.gradients == sum(each.grad.nbytes for each in model.parameters())
-        moments = [value for slots in optimizer.state.values() for value in slots.values() if value.dim()]
-        assert found.optimizer == sum(each.nbytes for each in moments)
-
-
-@pytest.mark.parametrize("tensor", [2, 4])
-@pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
-def test_tensor_parallelism_divides_the_matrices_of_the_decoders_plan(shape, tensor):
-    shape = dataclasses.replace(shape, kv_heads=4)
-    kinds = {pattern.replace(".*.", ".0."): kind for pattern, kind in PARALLEL_PLAN.items()}
-    sizes = {"block": 0, "outside": 0}
-    for name, parameter in decoder(shape).named_parameters():
-        module, _, own = name.rpartition(".")
-        if module.startswith("blocks.") and not module.startswith("blocks.0."):
-            continue
-        kind = kinds.get(module)
-        divided = kind in ("column", "vocabulary") or (kind == "row" and own == "weight")
-        where = "block" if module.startswith("blocks.") else "outside"
-        sizes[where] += parameter.numel() // (tensor if divided else 1)
-    assert block_parameters(shape, tensor) == sizes["block"]
-    assert outside_parameters(shape, None, tensor) == sizes["outside"]
+        for name in ("adamw", "muon"):
+            optimizer = build_optimizer(model, OptimizerConfig(name=name))
+            optimizer.step()
+            found = memory(shape, optimizer=name)
+            assert found.parameters == sum(each.nbytes for each in model.parameters())
+            assert found.gradients == sum(each.grad.nbytes for each in model.parameters())
+            slots = [value for slots in optimizer.state.values() for value in slots.values() if value.dim()]
+            assert found.optimizer == sum(each.nbytes for each in slots)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES_.values(), ids=SHAPES_)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ("llama", "bf16"),
+        ("llama, tied, dropout", "fp32"),
+        ("llama, large vocabulary", "bf16"),
+        ("gpt", "fp32"),
+    ],
+)
 def test_saved_bytes_and_peak_are_close_to_measured(shape, dtype, recompute):
-    """Saved: all that stays after the forward pass, also what checkpointing keeps by itself."""
+    """Saved: all that stays after the forward pass."""
+    shape = SHAPES_[shape]
     model = decoder(shape, recompute)
     loss_of(model, dtype).backward()
     known = [*model.parameters(), *(each.grad for each in model.parameters())]
@@ -152,19 +146,6 @@ def test_zero_divides_state():
     resident = memory(LLAMA, ranks=4, data="zero3")
     assert (offloaded.parameters, offloaded.gradients, offloaded.optimizer) == (0, 0, 0)
     assert offloaded.host == resident.parameters + resident.gradients + resident.optimizer
-
-
-def test_strategies_without_shards_compute_under_autocast():
-    """Their parameters and residual stream stay float32, also where `fully_shard` wraps them."""
-    shape = dataclasses.replace(LLAMA, kv_heads=4)
-    for words in ({"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "pipeline": 2}):
-        plain, shards = (
-            memory(shape, micro_batches=2, ranks=8, data=data, **words) for data in ("ddp", "zero2")
-        )
-        assert plain.copies > 0 == shards.copies
-        assert plain.activations > shards.activations
-        if "pipeline" in words:
-            assert plain.gathered == plain.parameters
 
 
 def test_axes_divide_activations():

@@ -14,7 +14,7 @@ time.sleep(60)
 @pytest.mark.parametrize(
     ("end", "code", "told"),
     [
-        ("sys.exit('error: the one line')", 1, "error: the one line"),
+        pytest.param("sys.exit('error: one line')", 1, "error: one line", marks=pytest.mark.slow),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 1 was killed by SIGKILL"),
     ],
     ids=["exit", "killed"],

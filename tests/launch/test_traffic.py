@@ -74,8 +74,3 @@ def test_pipelines_send_hidden_states_and_their_gradients():
     ends = sent("pipeline", world_size=2, pipeline=2)["send"]
     assert ends == 3 * SLOTS * 4096 * 4
     assert 2 * sent("pipeline", world_size=4, pipeline=2, tensor=2)["send"] == ends
-
-
-def test_reach_of_inner_axes_is_smaller():
-    reach = {row.method: row.reach for row in rows(16, data="zero3", tensor=2, pipeline=2)}
-    assert reach == {"tensor": 2, "data": 8, "pipeline": 16}

@@ -97,5 +97,5 @@ def test_legal_combinations_pass():
     ParallelConfig(tensor=2).check(SHAPE.with_vocabulary(0), 2, 2048)  # the vocabulary is not known yet
     ParallelConfig(**RING).check(SHAPE, 2, 2048)
     with pytest.raises(ValueError, match=r"train\.dtype=fp16"):
-        ParallelConfig(data="zero3").check_dtype("fp16", 2)
-    ParallelConfig(data="zero1").check_dtype("fp16", 2)
+        ParallelConfig(data="zero3").check(SHAPE, 2, 2048, "fp16")
+    ParallelConfig(data="zero1").check(SHAPE, 2, 2048, "fp16")

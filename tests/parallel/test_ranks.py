@@ -2,53 +2,23 @@
 
 import pytest
 
-from multipack.parallel.ranks import Ranks, find_ranks, port_of, rendezvous
+from multipack.parallel.ranks import Ranks, expand_hostlist, find_ranks, port_of, rendezvous
 
-TORCHRUN = {
-    "RANK": "5",
-    "LOCAL_RANK": "1",
-    "WORLD_SIZE": "8",
-    "LOCAL_WORLD_SIZE": "4",
-    "TORCHELASTIC_RUN_ID": "none",
-    "MASTER_ADDR": "node001",
-    "MASTER_PORT": "29500",
-}
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "5",
-    "OMPI_COMM_WORLD_SIZE": "8",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
-    "PMIX_RANK": "5",
-}
-MPICH = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
-PALS = {
-    "PALS_RANKID": "5",
-    "PALS_LOCAL_RANKID": "1",
-    "PALS_LOCAL_SIZE": "4",
-    "PALS_NODEID": "1",
-    "PMI_RANK": "5",
-    "PMI_SIZE": "8",
-    "PMI_LOCAL_RANK": "1",
-    "PMI_LOCAL_SIZE": "4",
-}
-BATCH = {  # what a script of sbatch sees: a task of no step
-    "SLURM_JOB_ID": "200505",
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_NTASKS": "8",
-    "SLURM_NPROCS": "8",
-    "SLURM_TASKS_PER_NODE": "4(x2)",
-    "SLURM_JOB_NODELIST": "gnode[10,20]",
-}
-SRUN = {
-    **BATCH,
-    "SLURM_PROCID": "5",
-    "SLURM_LOCALID": "1",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NUM_TASKS": "8",
-    "SLURM_STEP_NODELIST": "gnode[10,20]",
-    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
-}
+
+def named(prefix="", **values):
+    return {f"{prefix}{name}": str(value) for name, value in values.items()}
+
+
+TORCHRUN = named(RANK=5, LOCAL_RANK=1, WORLD_SIZE=8, LOCAL_WORLD_SIZE=4)
+TORCHRUN |= named(TORCHELASTIC_RUN_ID="none", MASTER_ADDR="node001", MASTER_PORT=29500)
+OPEN_MPI = named("OMPI_COMM_WORLD_", RANK=5, SIZE=8, LOCAL_RANK=1, LOCAL_SIZE=4) | named(PMIX_RANK=5)
+MPICH = named(PMI_RANK=5, PMI_SIZE=8, MPI_LOCALRANKID=1, MPI_LOCALNRANKS=4)
+PALS = named("PALS_", RANKID=5, LOCAL_RANKID=1, LOCAL_SIZE=4, NODEID=1)
+PALS |= named("PMI_", RANK=5, SIZE=8, LOCAL_RANK=1, LOCAL_SIZE=4)
+BATCH = named("SLURM_", JOB_ID=200505, PROCID=0, LOCALID=0, NTASKS=8, NPROCS=8, TASKS_PER_NODE="4(x2)")
+BATCH |= {"SLURM_JOB_NODELIST": "gnode[10,20]"}  # what a script of sbatch sees: a task of no step
+STEP = named("SLURM_STEP_", ID=0, NUM_TASKS=8, NODELIST="gnode[10,20]", TASKS_PER_NODE="4(x2)")
+SRUN = BATCH | named("SLURM_", PROCID=5, LOCALID=1) | STEP
 
 
 @pytest.mark.parametrize(
@@ -117,8 +87,31 @@ def test_the_address_is_given_or_that_of_the_first_host():
         rendezvous(MPICH, find_ranks(MPICH))
 
 
-def test_ports_are_those_that_linux_does_not_hand_out():
+def test_ports_are_below_the_ephemeral_ones_of_linux():
     ports = {port_of(str(job)) for job in range(2000)}
-    assert min(ports) >= 16_384
-    assert max(ports) < 32_768
+    assert 16_384 <= min(ports) <= max(ports) < 32_768
     assert len(ports) > 1700
+
+
+@pytest.mark.parametrize(
+    ("expression", "names"),
+    [
+        ("node[001-003,007],gpu2", ["node001", "node002", "node003", "node007", "gpu2"]),
+        ("r[0-1]n[1-2]", ["r0n1", "r0n2", "r1n1", "r1n2"]),
+        ("n[08-11]-ib", ["n08-ib", "n09-ib", "n10-ib", "n11-ib"]),
+        ("b, a ,a", ["b", "a", "a"]),
+        ("x3101c0s13b0n0.hsn.cm", ["x3101c0s13b0n0.hsn.cm"]),
+        ("", []),
+    ],
+)
+def test_host_lists_expand(expression, names):
+    assert expand_hostlist(expression) == names
+
+
+def test_invalid_and_oversized_host_lists_are_refused():
+    for expression in ("n[1-3", "n1]", "n[[1]]", "n[3-1]", "n[a]", "n[]", "n[1-]", "a b", "n[0-6:2]"):
+        with pytest.raises(ValueError, match="host list"):
+            expand_hostlist(expression)
+    for expression in ("n[0-999999999]", "n[0-999][0-999]", "n[0-60000],n[0-60000]"):
+        with pytest.raises(ValueError, match="more than 100,000 hosts"):
+            expand_hostlist(expression)

@@ -1,6 +1,7 @@
 """Ring attention with threads as ranks: exact, balanced, and sending no more than stated."""
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from queue import Queue
 
@@ -26,25 +27,16 @@ class Threads:
         self.boxes = {(a, b): Queue() for a in range(ranks) for b in range(ranks)}
         self.sent_elements = [0] * ranks
 
-    def of(self, rank):
-        return _Place(self, rank)
-
-
-class _Place:
-    def __init__(self, threads, rank):
-        self.threads, self.rank = threads, rank
-
-    def start(self, sent, to, received, source):
-        assert to != self.rank
-        assert source != self.rank
+    def exchange(self, rank, sent, to, received, source):
+        assert rank not in (to, source)
         if sent is not None:
             assert sent.is_contiguous()
-            self.threads.sent_elements[self.rank] += sent.numel()
-            self.threads.boxes[self.rank, to].put(sent.clone())
+            self.sent_elements[rank] += sent.numel()
+            self.boxes[rank, to].put(sent.clone())
 
         def wait():
             if received is not None:
-                message = self.threads.boxes[source, self.rank].get(timeout=20)
+                message = self.boxes[source, rank].get(timeout=20)
                 assert message.shape == received.shape
                 assert message.dtype == received.dtype
                 received.copy_(message)
@@ -61,7 +53,7 @@ def run(lengths, ranks, tensors, upstream, kernel=None):
         own = [torch.cat([x[p] for p in pieces]).requires_grad_() for x in tensors]
         ring = Ring.of(lengths, rank, ranks)
         starts = torch.tensor([0, *np.cumsum(ring.lengths)], dtype=torch.int32, device=upstream.device)
-        out = ring_attention(*own, ring, starts, kernel=kernel, exchange=threads.of(rank))
+        out = ring_attention(*own, ring, starts, kernel=kernel, exchange=partial(threads.exchange, rank))
         forward = threads.sent_elements[rank]
         out.backward(torch.cat([upstream[p] for p in pieces]))
         return (out.detach(), *(x.grad for x in own)), forward
@@ -90,6 +82,13 @@ def drawn(slots, dtype=torch.float32, kv_heads=KV_HEADS):
     return tensors, upstream
 
 
+def scores(ring):
+    """Pairs of a query and a key that a rank computes."""
+    squares = sum(length * (length + 1) // 2 for length in ring.lengths)
+    sizes = [[rows.stop - rows.start for rows in seen] for seen in ring.seen if seen]
+    return squares + sum(queries * keys for queries, keys in sizes)
+
+
 def reference(lengths, tensors, upstream, backend="dense"):
     own = [x.clone().requires_grad_() for x in tensors]
     out = attention(*own, pack(lengths), backend)
@@ -97,7 +96,7 @@ def reference(lengths, tensors, upstream, backend="dense"):
     return [out.detach(), *(x.grad for x in own)]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(
     cuts=st.lists(st.integers(1, 95), max_size=12, unique=True),
     ranks=st.sampled_from([1, 2, 3, 4, 6, 8]),
@@ -118,7 +117,7 @@ def test_is_exact_for_any_documents(cuts, ranks, kv_heads, plain):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=12), ranks=st.integers(1, 6))
 def test_every_pair_of_tokens_is_computed_once(lengths, ranks):
     slots = -(-max(1, sum(lengths)) // (2 * ranks)) * 2 * ranks
@@ -139,7 +138,7 @@ def test_every_pair_of_tokens_is_computed_once(lengths, ranks):
             assert piece == Ring.of(lengths, owner, ranks).shown[step]
             if piece:
                 seen[np.ix_(slots_of[rank][piece.queries], slots_of[owner][piece.keys])] += 1
-        assert ring.scores == seen[slots_of[rank]].sum()
+        assert scores(ring) == seen[slots_of[rank]].sum()
     document = np.repeat(np.arange(len(lengths)), lengths)
     expected = (document[:, None] == document) & np.tri(slots, dtype=bool)
     np.testing.assert_array_equal(seen, expected)
@@ -159,36 +158,20 @@ def test_half_precision_is_accurate_to_rounding(kernel, dtype):
         assert (ours.double() - true).norm() < 2 * noise + 1e-9
 
 
-def work(lengths, ranks, held):
-    """Pairs of a query and a key of every rank: tokens before each one of its own document, itself included."""
-    seen = np.concatenate([np.arange(1, length + 1) for length in lengths])
-    return np.array([sum(int(seen[piece].sum()) for piece in held(rank)) for rank in range(ranks)])
-
-
-def spread(found):
-    return (found.max() - found.mean()) / found.mean()
-
-
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 8])
 def test_head_and_tail_balance_the_work(ranks):
-    slots = 1024
-
-    def contiguous(rank):
-        return [slice(rank * slots // ranks, (rank + 1) * slots // ranks)]
-
-    def ours(lengths):
-        found = work(lengths, ranks, lambda rank: head_tail(slots, rank, ranks))
-        assert found.tolist() == [Ring.of(lengths, rank, ranks).scores for rank in range(ranks)]
-        return spread(found)
-
-    assert ours((slots,)) == 0
-    assert spread(work((slots,), ranks, contiguous)) == pytest.approx((ranks - 1) / ranks, abs=0.01)
-    draw, spreads = np.random.default_rng(5), []
-    for _ in range(40):  # skewed packs: most documents short, some longer than a chunk
+    slots, draw = 1024, np.random.default_rng(5)
+    assert len({scores(Ring.of((slots,), rank, ranks)) for rank in range(ranks)}) == 1
+    found = []
+    for _ in range(20):  # skewed packs: most documents short, some longer than a chunk
         cut = np.cumsum(np.maximum(1, draw.lognormal(4, 1.5, 400).astype(int)))
         lengths = np.diff([0, *cut[cut < slots], slots]).tolist()
-        spreads.append((ours(lengths), spread(work(lengths, ranks, contiguous))))
-    balanced, unbalanced = np.mean(spreads, axis=0)
+        keys = np.concatenate([np.arange(1, length + 1) for length in lengths])  # that each query sees
+        contiguous = keys.reshape(ranks, -1).sum(1)
+        ours = np.array([scores(Ring.of(lengths, rank, ranks)) for rank in range(ranks)])
+        assert ours.sum() == keys.sum()
+        found.append((ours.max() / ours.mean() - 1, contiguous.max() / contiguous.mean() - 1))
+    balanced, unbalanced = np.mean(found, axis=0)
     assert balanced < 0.9 * unbalanced
 
 
@@ -210,5 +193,3 @@ def test_wrong_arguments_are_refused():
     ):
         with pytest.raises(ValueError, match=named):
             ring_attention(*tensors, ring, starts)
-    with pytest.raises(ValueError, match="10 slots cannot be cut into 4 equal chunks"):
-        Ring.of((10,), 0, 2)

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from multipack.parallel.world import choose_device, connected, hosts, launched_by
+from multipack.parallel.world import choose_device, connected, hosts
 
 
 def test_without_a_launcher_the_world_is_one_process():
@@ -23,7 +23,7 @@ def test_a_missing_rank_is_an_error_after_the_timeout(monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
-    with pytest.raises(Exception, match=r"(?i)time|clients"), connected("cpu", timeout_seconds=2):
+    with pytest.raises(Exception, match=r"(?i)time|clients"), connected("cpu", timeout_seconds=1):
         pass
 
 
@@ -36,12 +36,14 @@ def test_a_missing_gpu_is_refused():
         choose_device("cuda", 0)
 
 
-def test_the_launcher_and_its_command_are_recognized():
-    assert launched_by({})[0] == "none"
-    assert launched_by({"RANK": "0", "WORLD_SIZE": "2"})[0] == "RANK and WORLD_SIZE"
-    name, command = launched_by({"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "1"})
-    assert name == "torchrun"
-    assert command
+def test_a_process_that_sees_one_gpu_of_its_own_takes_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert choose_device("auto", 2) == torch.device("cuda", 0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    with pytest.raises(ValueError, match="local rank 2"):
+        choose_device("auto", 2)
 
 
 SUM = """
@@ -51,7 +53,8 @@ with connected("cpu", 30) as world:
 """
 
 
-@pytest.mark.parametrize("launcher", ["srun", pytest.param("mpiexec", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["srun", "mpiexec"])
 def test_processes_of_srun_and_mpiexec_join_without_torchrun(launcher, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from multipack.models.decoder import Decoder
-from multipack.parallel.build import plain_engine
+from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.world import World
 from multipack.run import RunDirectory
@@ -44,7 +44,7 @@ class Distance(nn.Module):
 
 def _engine(model, dtype=torch.float32, **options):
     optimizer = build_optimizer(model, OptimizerConfig(**options))
-    return plain_engine(model, optimizer, Mesh(World()), dtype)
+    return ModelEngine([model], optimizer, Mesh(World()), dtype)
 
 
 def _restored(callback):

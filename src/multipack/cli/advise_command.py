@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from multipack.reports.console import Console
 
 GIB = 2**30
-COLUMNS = ["", " param", "grads", "AdamW", "copies", "saved", " peak", " sent", "recompute", "parallelism"]
+COLUMNS = ["", " param", "grads", "state", "copies", "saved", " peak", " sent", "recompute", "parallelism"]
 
 
 def advise(

@@ -51,10 +51,9 @@ class Candidate:
     def work(self) -> Workload:
         """The workload of a step; a pipeline may need more micro-batches than requested."""
         one, config = self.request, self.config
-        packs_per_rank = one.micro_batches * config.model_ranks
-        micro_batches = fit_micro_batches(config, packs_per_rank)
+        micro_batches = fit_micro_batches(config, one.micro_batches * config.model_ranks)
         step = (one.devices, one.capacity, one.dtype, self.recompute, micro_batches)
-        return Workload(one.model, config, *step)
+        return Workload(one.model, config, *step, optimizer=one.optimizer)
 
     @property
     def packs(self) -> int:
@@ -89,15 +88,12 @@ class Candidate:
         cost = CostModel.from_shape(one.model, recompute="full" if self.recompute == "full" else "flash")
         compute = work.micro_batches * cost.executed_flops(lengths) / (self.config.model_ranks * flops)
         compute *= stage_imbalance(one.model, self.config) / (1 - bubble(self.config, work.micro_batches))
-        overlapped = exposed = 0.0
+        seconds = {True: 0.0, False: 0.0}  # by whether it overlaps
         for each in self.traffic:
             inside = one.devices_per_host % each.reach == 0 or one.devices == one.devices_per_host
-            seconds = each.sent / (within_host if inside else between_hosts)
-            if each.method in ("data", "pipeline") and each.kind != "broadcast":
-                overlapped += seconds
-            else:
-                exposed += seconds
-        return (max(compute, overlapped) + exposed) / self.packs
+            overlaps = each.method in ("data", "pipeline") and each.kind != "broadcast"
+            seconds[overlaps] += each.sent / (within_host if inside else between_hosts)
+        return (max(compute, seconds[True]) + seconds[False]) / self.packs
 
     @property
     def family(self) -> str:
@@ -128,16 +124,14 @@ class Candidate:
         parallel = changed_words("parallel", self.config, ParallelConfig()) or ["parallel.data=ddp"]
         plan = [f"plan.capacity={request.capacity}", f"plan.packs_per_step={self.packs}"]
         train = [f"train.dtype={request.dtype}", f"train.recompute={self.recompute}"]
+        train += [f"optimizer.name={request.optimizer}"] if request.optimizer != "adamw" else []
         return [*model_words(request.model), *plan, *parallel, *train]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON; memory and traffic are in bytes."""
         values = {name: getattr(self, name) for name in ("name", "words", "recompute", "packs", "fits")}
-        memory = {**vars(self.memory), "peak": self.memory.peak}
-        return values | {
-            "memory": memory,
-            "traffic": [{**vars(row), "sent": row.sent} for row in self.traffic],
-        }
+        traffic = [{**vars(row), "sent": row.sent} for row in self.traffic]
+        return values | {"memory": {**vars(self.memory), "peak": self.memory.peak}, "traffic": traffic}
 
 
 @dataclass(frozen=True)
@@ -190,22 +184,21 @@ def advise(request: AdviseRequest) -> Advice:
     chosen = _simplest(resident) or _simplest(everything)
     path: list[tuple[str, str]] = []
     rows: list[Candidate] = []
-    for family, question in QUESTIONS.items():
-        members = [each for each in resident if each.family == family]
-        if not members:
-            continue
-        best = (
-            chosen
-            if chosen in members
-            else _simplest(members) or min(members, key=lambda each: each.memory.peak)
-        )
+
+    def ask(question: str, members: list[Candidate], shown: list[Candidate]) -> None:
+        """Add the answer for a family, until there is a recommendation, and its rows."""
+        best = chosen if chosen in members else _simplest(members)
+        best = best or min(members, key=lambda each: each.memory.peak)
         if chosen not in rows:
             path.append((question, _answer(best, chosen)))
-        rows += members if family in ("ddp", "zero") else [best]
+        rows.extend(row for row in shown or [best] if row not in rows)
+
+    for family, question in QUESTIONS.items():
+        members = [each for each in resident if each.family == family]
+        if members:
+            ask(question, members, members if family in ("ddp", "zero") else [])
     if chosen not in rows and len(resident) < len(everything):
-        best = chosen or min(everything, key=lambda each: each.memory.peak)
-        rows += [] if best in rows else [best]
-        path.append(("Does it fit with the memory of hosts (offload)?", _answer(best, chosen)))
+        ask("Does it fit with the memory of hosts (offload)?", everything, [])
     return Advice(request, path, chosen, rows)
 
 
@@ -227,14 +220,14 @@ def candidates(request: AdviseRequest) -> Iterator[Candidate]:
             config = ParallelConfig(stage, 0, tensor, context, method, pipeline, schedule)
             variants = [config]
             if stage == "zero3":
-                variants.append(replace(config, offload="cpu"))
+                # Muon multiplies whole matrices on the device.
+                variants += [replace(config, offload="cpu")] if request.optimizer != "muon" else []
                 shards = host // (tensor * context)
                 if 1 < shards < data and data % shards == 0:
                     variants.append(replace(config, data="hsdp", replicate=data // shards))
             for variant in variants:
                 try:
-                    variant.check(request.model, devices, request.capacity)
-                    variant.check_dtype(request.dtype, devices)
+                    variant.check(request.model, devices, request.capacity, request.dtype)
                 except ValueError:
                     continue
                 tried = [Candidate(request, variant, kind) for kind in RECOMPUTE]

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from multipack.launch.memory_model import Dtype
+from multipack.launch.memory_model import Dtype, OptimizerName
 from multipack.shapes import SHAPES, ModelShape
 from multipack.words import changed_words
 
@@ -36,6 +36,8 @@ class AdviseRequest:
     """Packs per device and step; a step has devices × micro_batches packs under every parallelism."""
     dtype: Dtype = "bf16"
     """Precision of forward passes: train.dtype."""
+    optimizer: OptimizerName = "adamw"
+    """Optimizer, which determines the bytes of its state: optimizer.name."""
     document_tokens: int = 1024
     """Tokens of a typical document, which determine the cost of attention."""
     reserve: float = 0.1
@@ -50,8 +52,8 @@ class AdviseRequest:
 
     def __post_init__(self) -> None:
         """Check ranges."""
-        least = {"devices": 1, "devices_per_host": 1, "capacity": 2, "micro_batches": 1, "document_tokens": 1}
-        least |= {"teraflops": 0, "host_bandwidth": 0, "network_bandwidth": 0}
+        least = dict.fromkeys(("devices", "devices_per_host", "micro_batches", "document_tokens"), 1)
+        least |= {"capacity": 2, "teraflops": 0, "host_bandwidth": 0, "network_bandwidth": 0}
         for name, minimum in least.items():
             if getattr(self, name) < minimum:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {minimum}")

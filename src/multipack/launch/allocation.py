@@ -7,12 +7,12 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from multipack.parallel.hostnames import expand_hostlist
-from multipack.parallel.ranks import job_of
+from multipack.parallel.ranks import expand_hostlist, job_of
 
 Flavor = Literal["slurm", "pals", "mpich", "openmpi"]
 """Family of launchers that share their options."""
@@ -56,29 +56,37 @@ def find_allocation(environment: Mapping[str, str], hostfile: str = "") -> Alloc
         hostfile: hosts to use; inside a job, a subset of its hosts.
 
     Returns:
-        The allocation, without launchers and the name of this host.
+        The allocation with hosts in the order of the job, without launchers and the name of this host.
 
     Raises:
         ValueError: an invalid host list, or a hostfile with hosts outside the job.
         FileNotFoundError: the hostfile does not exist.
     """
     chosen = parse_hostfile(Path(hostfile).read_text(), hostfile) if hostfile else {}
+    job = job_of(environment)
     if environment.get("SLURM_JOB_ID"):
-        return Allocation(
-            "slurm",
-            _chosen_hosts(chosen, _slurm_hosts(environment), hostfile),
-            job_of(environment),
-            0 if chosen else int(environment.get("SLURM_NTASKS") or 0),
-            int(environment.get("SLURM_CPUS_PER_TASK") or 0),
-            bool(environment.get("SLURM_STEP_ID")),
+        processes, cores = (
+            int(environment.get(name) or 0) for name in ("SLURM_NTASKS", "SLURM_CPUS_PER_TASK")
         )
-    if environment.get("PBS_JOBID"):
+        in_step = bool(environment.get("SLURM_STEP_ID"))
+        found = Allocation("slurm", _slurm_hosts(environment), job, processes, cores, in_step)
+    elif environment.get("PBS_JOBID"):
         # A PBS nodefile has one line per process (mpiprocs).
         nodefile = environment.get("PBS_NODEFILE", "")
         given = parse_hostfile(Path(nodefile).read_text(), nodefile) if nodefile else {}
-        processes = 0 if chosen else sum(given.values())
-        return Allocation("pbs", _chosen_hosts(chosen, given, hostfile), job_of(environment), processes)
-    return Allocation(hosts=chosen, processes=sum(chosen.values()))
+        found = Allocation("pbs", given, job, sum(given.values()))
+    else:
+        return Allocation(hosts=chosen, processes=sum(chosen.values()))
+    if not chosen:
+        return found
+    hosts = list(found.hosts or chosen)
+    foreign = [name for name in chosen if name not in hosts]
+    if foreign:
+        raise ValueError(
+            f"--hostfile {hostfile} has {foreign[0]}, which is not a host of this job"
+            f" ({', '.join(hosts[:4])}{', …' if len(hosts) > 4 else ''}): remove it"
+        )
+    return replace(found, hosts={name: chosen[name] for name in hosts if name in chosen}, processes=0)
 
 
 def parse_hostfile(text: str, source: str) -> dict[str, int]:
@@ -99,9 +107,9 @@ def parse_hostfile(text: str, source: str) -> dict[str, int]:
     entry = re.compile(r"([^\s,:\[\]#=]+)(?::([1-9]\d*))?((?:\s+(?:slots|max[_-]slots)=[1-9]\d*)*)\s*")
     for number, line in enumerate(text.splitlines(), 1):
         content = line.partition("#")[0].strip()
+        match = entry.fullmatch(content)
         if not content:
             continue
-        match = entry.fullmatch(content)
         if match is None:
             raise ValueError(
                 f"{source}, line {number}: {content!r} is invalid; write HOST, HOST slots=N or HOST:N"
@@ -111,19 +119,6 @@ def parse_hostfile(text: str, source: str) -> dict[str, int]:
     if not slots:
         raise ValueError(f"{source} names no host; write one per line: HOST, or HOST slots=N")
     return slots
-
-
-def _chosen_hosts(chosen: dict[str, int], given: dict[str, int], hostfile: str) -> dict[str, int]:
-    """Return the hostfile's hosts in the order of the job, or the job's hosts without a hostfile."""
-    foreign = [name for name in chosen if given and name not in given]
-    if foreign:
-        raise ValueError(
-            f"--hostfile {hostfile} has {foreign[0]}, which is not a host of this job"
-            f" ({', '.join(list(given)[:4])}{', …' if len(given) > 4 else ''}): remove it"
-        )
-    if not chosen or not given:
-        return chosen or given
-    return {name: chosen[name] for name in given if name in chosen}
 
 
 def _slurm_hosts(environment: Mapping[str, str]) -> dict[str, int]:
@@ -142,7 +137,15 @@ def find_launchers(environment: Mapping[str, str]) -> dict[str, Flavor]:
     found: dict[str, Flavor] = {}
     for name in ("srun", "mpiexec", "mpirun"):
         path = shutil.which(name, path=environment.get("PATH"))
-        flavor = flavor_of(name, f"{os.path.realpath(path)} {_version(path)}") if path else None
+        if path is None:
+            continue
+        version = ""
+        with suppress(OSError, subprocess.TimeoutExpired):
+            done = subprocess.run(
+                [path, "--version"], capture_output=True, text=True, timeout=10, check=False
+            )
+            version = done.stdout + done.stderr
+        flavor = flavor_of(name, f"{os.path.realpath(path)} {version}")
         if flavor is not None:
             found[name] = flavor
     return found
@@ -153,11 +156,3 @@ def flavor_of(name: str, text: str) -> Flavor | None:
     if name == "srun":
         return "slurm"
     return next((flavor for flavor, marks in _MARKS.items() if any(mark in text for mark in marks)), None)
-
-
-def _version(path: str) -> str:
-    try:
-        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout + done.stderr

@@ -13,6 +13,7 @@ src/scatter.cu), so that results are comparable:
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,13 +45,10 @@ class Bandwidth:
     """Measurement of one collective.
 
     Attributes:
-        operation: name of the collective.
-        dtype: dtype of its elements.
-        ranks: number of ranks.
+        operation, dtype, ranks: name of the collective, dtype of its elements, number of ranks.
         bytes: size S of the whole message, rounded up to equal pieces on all ranks.
         seconds: mean time per call on the slowest rank, including allocation of the result.
-        algorithm_bytes_per_second: bytes / seconds.
-        bus_bytes_per_second: the same times `bus_factor`.
+        algorithm_bytes_per_second, bus_bytes_per_second: S / seconds, and the same times `bus_factor`.
         wrong_ranks: ranks whose result was not exact.
     """
 
@@ -94,13 +92,14 @@ def measure(
     """
     element = DTYPES[dtype].itemsize
     piece = -(-num_bytes // (element * world.size))
-    whole = piece * world.size
-    size = piece if operation in ("all_gather", "gather") else whole
+    total = piece * world.size
+    size = piece if operation in ("all_gather", "gather") else total
     own = _values(world.rank, 0, size, world.size, dtype).to(world.device)
     result = run_collective(operation, own, world)
-    expected = _expected(operation, world.rank, world.size, piece, dtype)
-    exact = result is None or torch.equal(result.cpu(), expected)
-    del result, expected
+    exact = result is None or torch.equal(
+        result.cpu(), _expected(operation, world.rank, world.size, piece, dtype)
+    )
+    del result
     for _ in range(WARM_UP - 1):
         run_collective(operation, own, world)
     world.barrier()
@@ -109,20 +108,12 @@ def measure(
     for _ in range(repeats):
         run_collective(operation, own, world)
     world.synchronize()
-    seconds = (clock() - began) / repeats
-    slowest = max(float(text) for text in world.gather(repr(seconds)))
-    ranks_exact = world.gather(str(exact))
-    bandwidth = whole * element / slowest
-    return Bandwidth(
-        operation,
-        dtype,
-        world.size,
-        whole * element,
-        slowest,
-        bandwidth,
-        bandwidth * bus_factor(operation, world.size),
-        tuple(rank for rank, text in enumerate(ranks_exact) if text != "True"),
-    )
+    found = [json.loads(text) for text in world.gather(json.dumps([(clock() - began) / repeats, exact]))]
+    slowest = max(seconds for seconds, _ in found)
+    speed = total * element / slowest
+    wrong = tuple(rank for rank, (_, is_exact) in enumerate(found) if not is_exact)
+    bus = speed * bus_factor(operation, world.size)
+    return Bandwidth(operation, dtype, world.size, total * element, slowest, speed, bus, wrong)
 
 
 def run_collective(operation: Operation, own: Tensor, world: World) -> Tensor | None:
@@ -158,10 +149,7 @@ def run_collective(operation: Operation, own: Tensor, world: World) -> Tensor | 
 
 
 def _values(rank: int, start: int, stop: int, ranks: int, dtype: str) -> Tensor:
-    """Return elements start … stop − 1 of a rank's tensor: small integers, mostly 0 when there are many ranks.
-
-    Their sums over all ranks stay below 256, so they are exact in every dtype.
-    """
+    """Elements start … stop − 1 of a rank's tensor: small integers, whose sums over ranks are exact in every dtype."""
     phase = (torch.arange(start, stop) + rank) % max(3, ranks // 32)
     return torch.where(phase < 3, phase, 0).to(DTYPES[dtype])
 

@@ -15,20 +15,24 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from multipack.launch.smoke import CHECKS
-from multipack.parallel.ranks import TABLE
+from multipack.launch.allocation import find_allocation, find_launchers
+from multipack.parallel.ranks import TABLE, find_ranks
 
 Status = Literal["ok", "warn", "fail"]
 LEAST_FREE_BYTES = 1 << 30
 """Free space of a folder below which there is a warning."""
-SMOKE_SECONDS = 90.0
-"""Timeout of all checks in two processes; importing torch takes most of the time."""
+PROCESS_SECONDS = 90.0
+"""Timeout of the checks in two processes; importing torch takes most of the time."""
+COLLECTIVES = (
+    *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+    *("-m", "multipack", "bench", "collectives", "--sizes", "4KiB", "--repeats", "1", "--json"),
+)
+"""Arguments of the interpreter that run and check every collective in two processes."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +54,6 @@ class Finding:
     area: str = ""
 
 
-Check = Callable[[Mapping[str, str]], Iterator[Finding]]
-
-
 def examine(
     environment: Mapping[str, str], quick: bool = False, progress: Callable[[str], None] = lambda area: None
 ) -> list[Finding]:
@@ -63,16 +64,10 @@ def examine(
         quick: skip the checks that start processes.
         progress: called with the area before each check.
     """
-    checks: dict[str, Check] = {
-        "packages": _packages,
-        "devices": _devices,
-        "attention": _attention,
-        "launching": _launching,
-        "folders": _folders,
-        **({} if quick else {"processes": _processes}),
-    }
+    checks = [_packages, _devices, _attention, _launching, _folders, *([] if quick else [_processes])]
     found: list[Finding] = []
-    for area, check in checks.items():
+    for check in checks:
+        area = check.__name__.strip("_")
         progress(area)
         try:
             for finding in check(environment):
@@ -94,25 +89,26 @@ def _packages(environment: Mapping[str, str]) -> Iterator[Finding]:
     except importlib.metadata.PackageNotFoundError:
         required = []
         yield Finding("multipack", "warn", "not installed", "pip install multipack")
-    for match in filter(None, (re.fullmatch(pattern, requirement) for requirement in required)):
-        name, least, extra = match[1], match[2], match[3] or ""
+    for requirement in required:
+        match = re.fullmatch(pattern, requirement)
+        name, least, extra = match.groups("") if match else ("", "", "dev")
         if extra in ("dev", "bench"):
             continue
         shown = f"{name} ({extra})" if extra else name
         install = f'pip install "multipack[{extra}]"' if extra else f"pip install '{name}>={least}'"
+        bad: Status = "warn" if extra else "fail"
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             if extra:
                 yield Finding(shown, "ok", f"optional, not installed: {install}")
             else:
-                yield Finding(shown, "fail", "not installed", install)
+                yield Finding(shown, bad, "not installed", install)
             continue
         if _numbers(version) >= _numbers(least):
             yield Finding(shown, "ok", version)
         else:
-            status: Status = "warn" if extra else "fail"
-            yield Finding(shown, status, f"{version} is older than {least}", install)
+            yield Finding(shown, bad, f"{version} is older than {least}", install)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -143,18 +139,18 @@ def _devices(environment: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding("gpu", "warn", f"torch {torch.__version__} cannot use the GPU", remedy)
     elif not count:
         yield Finding("gpu", "ok", "none" + (" (hidden by CUDA_VISIBLE_DEVICES)" if hidden else ""))
-    for name, is_available, is_needed in (
-        ("gloo", dist.is_available() and dist.is_gloo_available(), True),
-        ("nccl", dist.is_available() and dist.is_nccl_available(), count > 0),
-    ):
-        if is_available or not is_needed:
-            detail = "available" if is_available else "not in this torch; only needed for GPUs"
-            yield Finding(name, "ok", detail)
+    available = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    for name, is_available in available.items():
+        if is_available or (name == "nccl" and not count):
+            yield Finding(
+                name, "ok", "available" if is_available else "not in this torch; only needed for GPUs"
+            )
         else:
             yield Finding(name, "fail", "not in this torch", f"install torch with {name}")
 
 
 def _attention(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """List the attention backends and whether they run here."""
     import torch
 
     from multipack.ops.attention import BACKENDS
@@ -162,19 +158,15 @@ def _attention(environment: Mapping[str, str]) -> Iterator[Finding]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for row in BACKENDS:
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in row.dtypes) or "all"
-        detail = f"{dtypes}; {row.note}"
-        if row.missing:
-            detail = f"not installed ({row.needs}: {row.install})"
-        elif row.devices and device not in row.devices:
-            detail = f"not on {device}"
-        yield Finding(row.name, "ok", detail)
+        elsewhere = bool(row.devices) and device not in row.devices
+        detail = f"not on {device}" if elsewhere else f"{dtypes}; {row.note}"
+        yield Finding(
+            row.name, "ok", f"not installed ({row.needs}: {row.install})" if row.missing else detail
+        )
 
 
 def _launching(environment: Mapping[str, str]) -> Iterator[Finding]:
     """Check the launcher's variables, launchers, the scheduler, and this host's address."""
-    from multipack.launch.allocation import find_allocation, find_launchers
-    from multipack.parallel.ranks import find_ranks
-
     try:
         ranks = find_ranks(environment)
         detail = f"rank {ranks.rank} of {ranks.size}, started by {ranks.launcher}"
@@ -200,19 +192,18 @@ def _address(environment: Mapping[str, str], several: bool) -> Finding:
     present = [interface for _, interface in socket.if_nameindex()]
     remedy = f"set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to one of {', '.join(present)} on every host"
     missing = [part for part in chosen.split(",") if part and part not in present]
-    if missing:
-        return Finding("address", "fail", f"no network interface {missing[0]}", remedy)
     if chosen:
-        return Finding("address", "ok", f"{name}, over {chosen} (GLOO_SOCKET_IFNAME)")
+        detail = f"no network interface {missing[0]}" if missing else f"{name}, over {chosen}"
+        return Finding("address", "fail" if missing else "ok", detail, remedy if missing else "")
     try:
         addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
     except OSError as error:
         detail = f"the host name {name} cannot be resolved ({error})"
         return Finding("address", "warn", detail, f"add {name} to /etc/hosts, or {remedy}")
+    detail = f"{name}: {', '.join(addresses)}"
     if several and all(address.startswith("127.") or address == "::1" for address in addresses):
-        detail = f"{name} resolves to {', '.join(addresses)}, which other hosts cannot reach"
-        return Finding("address", "warn", detail, remedy)
-    return Finding("address", "ok", f"{name}: {', '.join(addresses)}")
+        return Finding("address", "warn", f"{detail}, which other hosts cannot reach", remedy)
+    return Finding("address", "ok", detail)
 
 
 def _folders(environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -248,63 +239,56 @@ def _folders(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _processes(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Run every collective and a training step in two processes."""
+    """Run every collective in two processes."""
     import torch
 
-    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() and torch.cuda.device_count() > 1 else [])]
-    for device in devices:
-        backend = {"cpu": "gloo", "cuda": "nccl"}[device]
+    backends = {"cpu": "gloo"} | ({"cuda": "nccl"} if torch.cuda.device_count() > 1 else {})
+    for device, backend in backends.items():
         remedy = (
             f"run with TORCH_DISTRIBUTED_DEBUG=DETAIL; if it hangs, set {backend.upper()}_SOCKET_IFNAME to the network"
             " interface that the hosts share (`lo` on one host), and check firewalls"
         )
-        for name, error, seconds in smoke_test(environment, device, SMOKE_SECONDS):
-            if error:
-                yield Finding(f"{name} ({backend})", "fail", error, remedy)
+        rows, error = run_collectives(environment, device, PROCESS_SECONDS)
+        for row in rows:
+            name, wrong = f"{row['operation']} ({backend})", row["wrong_ranks"]
+            if wrong:
+                yield Finding(name, "fail", f"wrong result on rank {', '.join(map(str, wrong))}", remedy)
             else:
-                yield Finding(f"{name} ({backend})", "ok", f"correct, {1000 * seconds:.0f} ms")
+                yield Finding(name, "ok", f"correct, {1000 * row['seconds']:.1f} ms")
+        if error:
+            yield Finding(f"collectives ({backend})", "fail", error, remedy)
 
 
-def smoke_test(
-    environment: Mapping[str, str],
-    device: str,
-    timeout_seconds: float,
-    program: Sequence[str] = ("-m", "multipack.launch.smoke"),
-) -> Iterator[tuple[str, str, float]]:
-    """Run smoke.py in two processes.
+def run_collectives(
+    environment: Mapping[str, str], device: str, timeout_seconds: float
+) -> tuple[list[dict[str, Any]], str]:
+    """Run `multipack bench collectives` in two processes.
 
     Args:
-        environment: environment variables of the processes, without those of a launcher, which are removed.
+        environment: environment variables of the processes; those of a launcher are removed.
         device: `cpu` or `cuda`.
-        timeout_seconds: time after which the processes are killed.
-        program: arguments of torchrun that name the program.
+        timeout_seconds: time after which the processes are terminated.
 
-    Yields:
-        (check, error, seconds) for each check, up to the first that failed; the error is empty on success.
+    Returns:
+        The measurements, and an error if there are none.
     """
     names = {name for row in TABLE for names in row[1:] for name in names}
     names |= {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     process = subprocess.Popen(
-        [*command, *program, device],
+        [sys.executable, *COLLECTIVES, "--device", device],
         env={name: value for name, value in environment.items() if name not in names},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    ending = ""
-    timer = threading.Timer(timeout_seconds, process.terminate)  # torchrun then ends its workers
-    timer.start()
-    printed, errors = process.communicate()
-    if not timer.is_alive():
-        ending = f"killed after {timeout_seconds:.0f} s"
-    timer.cancel()
-    results = [json.loads(line) for line in printed.splitlines() if line.startswith('{"check"')]
-    for name, result in zip(CHECKS, results, strict=False):
-        yield name, result["error"], result["seconds"]
-        if result["error"]:
-            return
-    if len(results) < len(CHECKS):
-        reason = re.search(r"\w*Error: .*", errors)
-        ending = ending or (reason[0][:300] if reason else f"exit code {process.returncode}")
-        yield CHECKS[len(results)], ending, 0.0
+    try:
+        printed, errors = process.communicate(timeout=timeout_seconds)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun ends its workers
+        process.communicate()
+        return [], f"killed after {timeout_seconds:.0f} s"
+    try:
+        return json.loads(printed), ""
+    except json.JSONDecodeError:
+        reason = re.search(r"\w*[Ee]rror: .*", errors)
+        return [], reason[0][:300] if reason else f"exit code {process.returncode}"

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal, NamedTuple, NoReturn
 
 from multipack.launch.allocation import Allocation, find_allocation, find_launchers
 from multipack.parallel.ranks import find_ranks, port_of
@@ -29,30 +29,26 @@ LauncherName = Literal["auto", "torchrun", "srun", "mpiexec", "mpirun"]
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """A command and its processes. Numbers that are 0 follow from the others or from the scheduler."""
+    """A command and its processes: the options of `multipack launch`.
+
+    Numbers that are 0 follow from the others or from the scheduler, and so does an empty address. The port follows from
+    the job identifier. Without `cores` processes are not bound; torchrun does not bind, and sets OMP_NUM_THREADS.
+    """
 
     words: Sequence[str]
     """A multipack command and its words, such as train, model=gpt2."""
     processes: int = 0
-    """Total number of processes."""
     nodes: int = 0
-    """Number of hosts."""
     processes_per_node: int = 0
-    """Processes per host."""
     launcher: LauncherName = "auto"
     """auto = srun in Slurm, mpiexec in PBS, torchrun elsewhere and for restarts."""
     cores: int = 0
-    """CPU cores per process: srun and mpiexec bind them, torchrun sets OMP_NUM_THREADS; 0 = no binding."""
     max_restarts: int = 0
-    """Maximum number of restarts by torchrun after a process died."""
     address: str = ""
-    """Address of rank 0; empty = the first host."""
     port: int = 0
-    """Rendezvous port; 0 = derived from the job identifier."""
     node_rank: int = -1
     """Index of this host, 0 … nodes − 1, when launch runs on each host separately."""
     flags: Sequence[str] = ()
-    """Additional options of the launcher."""
     python: str = sys.executable
     """The interpreter, at the same path on every host."""
 
@@ -62,13 +58,9 @@ class LaunchRequest:
             raise ValueError(
                 "nothing to launch: write the command after --, as in `multipack launch -n 2 -- train`"
             )
-        for name, value in (
-            ("-n", self.processes),
-            ("--nodes", self.nodes),
-            ("--ppn", self.processes_per_node),
-            ("--cores", self.cores),
-            ("--max-restarts", self.max_restarts),
-        ):
+        numbers = {"-n": self.processes, "--nodes": self.nodes, "--ppn": self.processes_per_node}
+        numbers |= {"--cores": self.cores, "--max-restarts": self.max_restarts}
+        for name, value in numbers.items():
             if value < 0:
                 raise ValueError(f"{name} {value}: must be at least 1, or left out")
         if not 0 <= self.port < 65_536:
@@ -100,15 +92,8 @@ def check_restarts(words: Sequence[str], max_restarts: int) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Hosts and the number of processes on each.
-
-    Attributes:
-        hosts: names of hosts, that of rank 0 first; empty = this host, or hosts whose names are unknown.
-        nodes: number of hosts.
-        per_node: number of processes on each host.
-    """
+class Layout(NamedTuple):
+    """Names of hosts, that of rank 0 first (empty = this host, or unknown), their number, and processes on each."""
 
     hosts: tuple[str, ...]
     nodes: int
@@ -129,26 +114,21 @@ def launch_command(request: LaunchRequest, allocation: Allocation) -> list[str]:
     )
     if launcher == "torchrun":
         return _torchrun(request, layout)
-    address = _address(request, layout)
-    if request.launcher == "torchrun" or request.max_restarts:
-        # One `multipack launch` per host, which learns its node rank from the launcher and becomes torchrun.
-        start = _start(
-            launcher, request, allocation, replace(layout, per_node=1), request.cores * layout.per_node
-        )
-        start += [request.python, "-m", "multipack", "launch", "--launcher", "torchrun"]
-        start += ["--nodes", str(layout.nodes), "--ppn", str(layout.per_node)]
-        start += ["--address", address, "--port", str(request.port)]
-        start += ["--cores", str(request.cores)] if request.cores else []
-        start += ["--max-restarts", str(request.max_restarts)] if request.max_restarts else []
-        return [*start, "--", *request.words]
-    start = _start(launcher, request, allocation, layout, request.cores)
-    start += [
-        "env",
-        f"MASTER_ADDR={address}",
-        f"MASTER_PORT={request.port}",
-        f"WORLD_SIZE={layout.nodes * layout.per_node}",
-    ]
-    return [*start, request.python, "-m", "multipack", *request.words]
+    address, multipack = _address(request, layout), [request.python, "-m", "multipack"]
+    if request.launcher != "torchrun" and not request.max_restarts:
+        variables = {"MASTER_ADDR": address, "MASTER_PORT": request.port}
+        variables["WORLD_SIZE"] = layout.nodes * layout.per_node
+        start = _start(launcher, request, allocation, layout, request.cores)
+        words = [f"{name}={value}" for name, value in variables.items()]
+        return [*start, "env", *words, *multipack, *request.words]
+    # One `multipack launch` per host, which learns its node rank from the launcher and becomes torchrun.
+    one_each = layout._replace(per_node=1)
+    start = _start(launcher, request, allocation, one_each, request.cores * layout.per_node)
+    start += [*multipack, "launch", "--launcher", "torchrun", "--nodes", str(layout.nodes)]
+    start += ["--ppn", str(layout.per_node), "--address", address, "--port", str(request.port)]
+    start += ["--cores", str(request.cores)] if request.cores else []
+    start += ["--max-restarts", str(request.max_restarts)] if request.max_restarts else []
+    return [*start, "--", *request.words]
 
 
 def lay_out(request: LaunchRequest, allocation: Allocation) -> Layout:
@@ -183,9 +163,7 @@ def lay_out(request: LaunchRequest, allocation: Allocation) -> Layout:
 
 
 def choose_launcher(request: LaunchRequest, allocation: Allocation, layout: Layout) -> str:
-    """Return the program that starts the processes: the requested one, or the default of this environment.
-
-    If torchrun is requested on other hosts, this is the program that starts one torchrun on every host.
+    """The requested program or the default here; for torchrun on other hosts, what starts one on each.
 
     Raises:
         ValueError: the launcher is missing or cannot restart processes, or no launcher reaches all hosts.
@@ -223,9 +201,8 @@ def choose_launcher(request: LaunchRequest, allocation: Allocation, layout: Layo
 def _torchrun(request: LaunchRequest, layout: Layout) -> list[str]:
     """Return the torchrun command of this host."""
     words = [request.python, "-m", "multipack.launch.torchrun"]
-    if layout.nodes == 1:
-        words += ["--standalone"]
-    else:
+    words += ["--standalone"] if layout.nodes == 1 else []
+    if layout.nodes > 1:
         if not 0 <= request.node_rank < layout.nodes:
             raise ValueError(f"--node-rank {request.node_rank}: must be 0 … {layout.nodes - 1}")
         words += ["--nnodes", str(layout.nodes), "--node-rank", str(request.node_rank)]
@@ -297,18 +274,16 @@ def launch(
                 f" or start `multipack {request.words[0]}` instead"
             )
         request = replace(request, node_rank=ranks.rank)
-    if request.node_rank >= 0:  # the job's variables were read on its first host
-        allocation = find_allocation({}, hostfile)
-    else:
-        allocation = replace(
-            find_allocation(os.environ, hostfile),
-            launchers=find_launchers(os.environ),
-            here=socket.gethostname(),
-        )
+    # With a node rank, the job's variables were read on its first host.
+    allocation = find_allocation({} if request.node_rank >= 0 else os.environ, hostfile)
+    if request.node_rank < 0:
+        found = find_launchers(os.environ)
+        allocation = replace(allocation, launchers=found, here=socket.gethostname())
         if not request.port and not allocation.job and len(allocation.hosts) <= 1:
-            request = replace(request, port=free_port())  # runs on one host need different ports
-    command = launch_command(request, allocation)
-    layout = lay_out(request, allocation)
+            with socket.socket() as listener:  # runs on one host need different ports
+                listener.bind(("", 0))
+                request = replace(request, port=listener.getsockname()[1])
+    command, layout = launch_command(request, allocation), lay_out(request, allocation)
     check(layout.nodes * layout.per_node)
     print(shlex.join(command), file=sys.stdout if dry_run else sys.stderr, flush=True)
     if not dry_run:
@@ -319,10 +294,3 @@ def become(command: Sequence[str]) -> NoReturn:
     """Replace this process by a command."""
     sys.stdout.flush()
     os.execvp(command[0], list(command))
-
-
-def free_port() -> int:
-    """Return a port of this host on which no process listens."""
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return int(listener.getsockname()[1])

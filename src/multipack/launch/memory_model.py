@@ -1,6 +1,6 @@
 """Predicted memory of a rank during training, without torch: docs/choosing.md states the formulas and their accuracy.
 
-Parameters, gradients and AdamW's moments are float32 in every precision, and divided as in ZeRO (Rajbhandari et al.
+Parameters, gradients and optimizer state are float32 in every precision, and divided as in ZeRO (Rajbhandari et al.
 2020, arXiv:1910.02054, §5). Activations are counted tensor by tensor as the decoder saves them; tensor parallelism,
 pipelines and activation checkpointing follow Korthikanti et al. 2022 (arXiv:2205.05198, §4 and §5).
 """
@@ -16,6 +16,7 @@ from multipack.parallel.stages import RankPart, parts_of_ranks
 from multipack.shapes import ModelShape
 
 Dtype = Literal["bf16", "fp16", "fp32"]
+OptimizerName = Literal["adamw", "muon"]
 Recompute = Literal["none", "selective", "full"]
 
 FLOAT32 = 4
@@ -33,7 +34,7 @@ class Memory:
     Attributes:
         parameters: float32 parameters, or this rank's shards.
         gradients: float32 gradients, or this rank's shards.
-        optimizer: AdamW's moments, without its step counters.
+        optimizer: state of the optimizer, without step counters.
         gathered: whole parameters gathered from shards.
         copies: parameters that autocast casts to the dtype of products.
         activations: tensors saved by blocks, embedding and last norm for all micro-batches in flight.
@@ -71,6 +72,7 @@ class Workload:
         recompute: activation checkpointing.
         micro_batches: packs per rank and step; a pipeline holds several at a time.
         device: kind of device; on a CPU, norms and attention save additional float32 copies.
+        optimizer: AdamW has two moments per parameter, and Muon one for the matrices of blocks.
     """
 
     shape: ModelShape
@@ -81,6 +83,7 @@ class Workload:
     recompute: Recompute = "none"
     micro_batches: int = 1
     device: Literal["gpu", "cpu"] = "gpu"
+    optimizer: OptimizerName = "adamw"
 
     @property
     def slots(self) -> int:
@@ -173,10 +176,13 @@ def _memory_of_part(work: Workload, part: RankPart) -> Memory:
     block = block_parameters(shape, config.tensor)
     outside = outside_parameters(shape, part, config.tensor)
     held = part.layers * block + outside
-    shards, moments = divided["parameters"], held // divided["optimizer"]
+    shards, moments = divided["parameters"], 2 * held
+    if work.optimizer == "muon":
+        moments -= part.layers * shape.layer_parameters // config.tensor
+    moments //= divided["optimizer"]
     if config.strategy.divides_optimizer:  # by whole tensors
-        moments = max(moments, _largest_tensor(shape, config.tensor))
-    state = (FLOAT32 * held // shards, FLOAT32 * held // shards, 2 * FLOAT32 * moments)
+        moments = max(moments, 2 * _largest_tensor(shape, config.tensor))
+    state = (FLOAT32 * held // shards, FLOAT32 * held // shards, FLOAT32 * moments)
     host, state = (sum(state), (0, 0, 0)) if config.offload == "cpu" else (0, state)
     if config.pipeline > 1:
         state = (state[0], FLOAT32 * held, state[2])
@@ -227,10 +233,9 @@ def block_parameters(shape: ModelShape, tensor: int = 1) -> int:
     Matrices and their biases are divided over `tensor`, but biases of the two matrices that are divided by columns
     are whole: they are added once, after the sum over ranks.
     """
-    d, f, width = shape.d_model, shape.d_ff, shape.head_width
-    rows = (shape.heads + 2 * shape.kv_heads) * width + (2 if shape.gated else 1) * f
-    divided = rows * (d + shape.bias) + d * (shape.heads * width + f)
-    return divided // tensor + 2 * _norm_parameters(shape) + (2 * d if shape.bias else 0)
+    rows = (shape.heads + 2 * shape.kv_heads) * shape.head_width + (2 if shape.gated else 1) * shape.d_ff
+    divided, whole = shape.layer_parameters + rows * shape.bias, 2 * shape.d_model * shape.bias
+    return divided // tensor + 2 * _norm_parameters(shape) + whole
 
 
 def outside_parameters(shape: ModelShape, part: RankPart | None = None, tensor: int = 1) -> int:

@@ -15,30 +15,23 @@ from multipack.atomic import write_atomically
 
 @dataclass(frozen=True)
 class SubmitRequest:
-    """A job. Numbers that are 0 and names that are empty are left to the scheduler."""
+    """A job: the options of `multipack submit`.
+
+    GPUs are per host and cores per process; numbers that are 0 and names that are empty are left to the scheduler.
+    """
 
     scheduler: Literal["slurm", "pbs"]
-    """`slurm` (sbatch) or `pbs` (qsub)."""
     words: Sequence[str]
     """A multipack command and its words: train model=gpt2 …."""
     nodes: int = 1
-    """Number of hosts."""
     processes_per_node: int = 1
-    """Processes per host."""
     time: str = "01:00:00"
-    """Time limit, HOURS:MINUTES:SECONDS."""
     queue: str = ""
-    """PBS queue or Slurm partition."""
     account: str = ""
-    """Account to charge."""
     name: str = "multipack"
-    """Name of the job and of its log file."""
     gpus: int = 0
-    """GPUs per host."""
     cores: int = 0
-    """CPU cores per process."""
     max_restarts: int = 0
-    """Maximum number of restarts by torchrun after a process died."""
     directives: Sequence[str] = ()
     """Additional scheduler options, one per line."""
     python: str = sys.executable
@@ -54,13 +47,10 @@ class SubmitRequest:
             )
         if not re.fullmatch(r"\d{1,4}:[0-5]\d:[0-5]\d", self.time):
             raise ValueError(f"--time {self.time!r} is not HOURS:MINUTES:SECONDS, such as 01:30:00")
-        for option, value, least in (
-            ("--nodes", self.nodes, 1),
-            ("--ppn", self.processes_per_node, 1),
-            ("--gpus", self.gpus, 0),
-            ("--cores", self.cores, 0),
-            ("--max-restarts", self.max_restarts, 0),
-        ):
+        numbers = {"--nodes": self.nodes, "--ppn": self.processes_per_node, "--gpus": self.gpus}
+        numbers |= {"--cores": self.cores, "--max-restarts": self.max_restarts}
+        for option, value in numbers.items():
+            least = int(option in ("--nodes", "--ppn"))
             if value < least:
                 raise ValueError(f"{option} {value}: must be at least {least}")
         for option, text in (("--queue", self.queue), ("--account", self.account), ("--name", self.name)):

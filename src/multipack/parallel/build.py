@@ -12,18 +12,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from multipack.parallel.context import divide_context
 from multipack.parallel.engine import ModelEngine, Share
-from multipack.parallel.fsdp import shard, synchronizing
+from multipack.parallel.fsdp import shard
 from multipack.parallel.materialize import materialize
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.parallel_config import ParallelConfig
-from multipack.parallel.replicate import replicate, zero_gradients
 from multipack.parallel.stages import split_layers, stages_of_rank
 from multipack.parallel.tensor import divide_tensors
 from multipack.parallel.zero1 import ShardedOptimizer
@@ -86,7 +86,8 @@ def build_engine(
         model = blueprint.build(None).to(mesh.world.device)
         blueprint.prepare(model)
         made = _optimizer(optimizer, dict(model.named_parameters()), mesh, config)
-        return plain_engine(model, made, mesh, dtype, clock)
+        call = replicate(model, mesh.axis("dp_replicate")) if mesh.world.size > 1 else model
+        return ModelEngine([model], made, mesh, dtype, call=call, clock=clock)
     if mesh.sizes["pp"] > 1:
         return _pipeline_engine(blueprint, optimizer, mesh, config, dtype, micro_batches, clock)
     model, share = _divided(blueprint, None, mesh, config, dtype)
@@ -98,37 +99,31 @@ def build_engine(
         mesh,
         dtype,
         share=share,
-        **_calling(model, call, keep=config.strategy.keeps_gathered),
+        call=call,
+        keep_gathered=config.strategy.keeps_gathered,
         shapes=blueprint.shapes,
         whole=lambda: blueprint.build(None),
         clock=clock,
     )
 
 
-def plain_engine(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    mesh: Mesh,
-    dtype: torch.dtype = torch.float32,
-    clock: Callable[[], float] = time.perf_counter,
-) -> ModelEngine:
-    """The engine of one process, or of replicas: every rank holds the whole model, with rank 0's weights.
+def replicate(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Wrap a model in DDP: rank 0's parameters everywhere, gradients averaged in the last backward pass of a step.
+
+    Gradients are views of DDP's reduction buckets, which exist from the first step on.
 
     Args:
-        model: takes a batch, returns the summed loss over its targets.
-        optimizer: over its parameters.
-        mesh: the ranks.
-        dtype: of forward passes.
-        clock: seconds.
+        model: whole, on this rank's device. Names of its parameters stay the same.
+        mesh: the ranks that are replicas of each other, in one dimension.
+
+    Returns:
+        The module to call in training; it shares the model's parameters.
     """
-    call = replicate(model, mesh.axis("dp_replicate")) if mesh.world.size > 1 else model
-    return ModelEngine([model], optimizer, mesh, dtype, **_calling(model, call), clock=clock)
-
-
-def _calling(model: nn.Module, call: nn.Module, *, keep: bool = False) -> dict[str, Any]:
-    """Arguments of `ModelEngine` that follow from the module to call in training: the model, or DDP's wrapper."""
-    arguments: dict[str, Any] = {"call": call, "synchronizing": synchronizing(call, keep=keep)}
-    return arguments if call is model else arguments | {"clear": zero_gradients}
+    device = next(model.parameters()).device
+    ids = [device] if device.type == "cuda" else None
+    return DistributedDataParallel(
+        model, device_ids=ids, process_group=mesh.get_group(), gradient_as_bucket_view=True
+    )
 
 
 def _pipeline_engine(
@@ -142,7 +137,7 @@ def _pipeline_engine(
 ) -> ModelEngine:
     """Ranks hold stages of the model, each of which may be divided and sharded as a whole model is."""
     # Imported here: torch's pipelining imports its compiler, which other runs need not wait for.
-    from multipack.parallel.pipeline import Pipeline, PipelineEngine
+    from multipack.parallel.pipeline import PipelineEngine
 
     ranges = split_layers(blueprint.layers, config.stages, blueprint.head_layers)
     numbers = stages_of_rank(mesh.coordinate("pp"), mesh.sizes["pp"], config.schedule)
@@ -150,38 +145,20 @@ def _pipeline_engine(
     made = [_divided(blueprint, each, mesh, config, dtype) for each in blocks]
     stages, share = [stage for stage, _ in made], made[0][1]
     materialize(stages, blueprint.initial, blueprint.shapes, mesh.world, _home(mesh, config))
-    trained = any(each.requires_grad for each in stages[0].parameters())
-    if mesh.world.sum([float(0 in numbers and not trained)])[0]:
-        raise frozen_stage(config)
-    pipeline = Pipeline(
-        stages,
-        mesh.axis("pp"),
-        config.schedule,
-        micro_batches,
-        width=blueprint.width,
-        dtype=dtype if config.shards_parameters else torch.float32,
-        tensor_ranks=mesh.sizes["tp"],
-        device=mesh.world.device,
-        clock=clock,
-    )
+    parameters = {name: each for stage in stages for name, each in stage.named_parameters()}
     return PipelineEngine(
-        pipeline,
-        _optimizer(optimizer, pipeline.parameters, mesh, config),
+        stages,
+        _optimizer(optimizer, parameters, mesh, config),
         mesh,
         dtype,
+        schedule=config.schedule,
+        micro_batches=micro_batches,
+        width=blueprint.width,
+        hidden_dtype=dtype if config.shards_parameters else torch.float32,
         share=share,
         shapes=blueprint.shapes,
         whole=lambda: blueprint.build(None),
         clock=clock,
-    )
-
-
-def frozen_stage(config: ParallelConfig) -> ValueError:
-    """The error of a pipeline whose first stage has no trained parameters, and so no gradients to compute."""
-    return ValueError(
-        "optimizer.rules freeze all that the first stage of the pipeline holds, which then has no gradients to"
-        f" compute: use fewer than the {config.stages} stages of parallel.pipeline={config.pipeline}, or"
-        " parallel.pipeline=1 with parallel.data=zero3"
     )
 
 

@@ -5,28 +5,30 @@
                                               all_to_all        every rank sends every rank a piece
 
 All ranks of the group must call a function with tensors of one shape, dtype and device type; `group=None` means all
-ranks of the run, and a process on its own is a group of one. Every function returns a new contiguous tensor.
+ranks of the run. Every function returns a new contiguous tensor.
 
 **Gradients.** A collective is a linear map from what all ranks hold to what all ranks get. Its backward pass is the
 transposed map, itself a collective (beside each other above), which every rank must run. The loss is the sum of the
 losses of all ranks; the argument of `identity` is one value that all ranks hold (Megatron-LM's f; Shoeybi et al. 2019,
 arXiv:1909.08053, section 3).
 
-**Failures.** After a collective that fails or exceeds the group's timeout under gloo (nccl's watchdog ends the process
-instead), ranks look for each other through the store, so that the error names the ranks that are missing.
+**Failures.** A collective that lacks a rank can only wait, and the error of its timeout names no rank. Under gloo
+(nccl's watchdog ends the process instead) ranks then look for each other through the store that they joined with, so
+that the error names the ranks that are missing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from multipack.parallel.rollcall import Group, missing_ranks, place_in
-
+Group = dist.ProcessGroup | None
+"""The ranks that take part; None = all ranks of the run."""
 GRACE_SECONDS = 5.0
 """How long ranks whose collective failed wait for each other before they name the missing ones."""
 
@@ -55,73 +57,61 @@ def identity(tensor: Tensor, group: Group = None) -> Tensor:
         run_collective("all_reduce", dist.all_reduce, group, total)
         return total
 
-    return _apply(tensor, place_in(group)[1], lambda own: own.view_as(own), back)
+    return _apply(tensor, lambda own: own.view_as(own), back)
 
 
-def all_gather(tensor: Tensor, dim: int = 0, group: Group = None) -> Tensor:
-    """Join all ranks' pieces. The gradient is a reduce-scatter.
+def all_gather(tensor: Tensor, group: Group = None) -> Tensor:
+    """Join all ranks' pieces along the first dimension. The gradient is a reduce-scatter.
 
-        rank 0   x₀ ─┐     ┌─▶ x₀ x₁ x₂ x₃
-        rank 1   x₁ ─┤     ├─▶ x₀ x₁ x₂ x₃
-        rank 2   x₂ ─┤     ├─▶ x₀ x₁ x₂ x₃
-        rank 3   x₃ ─┘     └─▶ x₀ x₁ x₂ x₃
+        rank 0   x₀ ─┐     ┌─▶ x₀ x₁ x₂
+        rank 1   x₁ ─┼─────┼─▶ x₀ x₁ x₂
+        rank 2   x₂ ─┘     └─▶ x₀ x₁ x₂
 
     Args:
         tensor: this rank's piece, of one shape on all ranks.
-        dim: dimension along which pieces are joined.
         group: the ranks that take part.
 
     Returns:
-        Like `tensor`; `dim` is larger by the number of ranks.
+        Like `tensor`; the first dimension is larger by the number of ranks.
     """
-    size = place_in(group)[1]
 
     def move(own: Tensor) -> Tensor:
-        piece = own.movedim(dim, 0).contiguous()
-        whole = _empty(own, (size * piece.shape[0], *piece.shape[1:]))
-        run_collective("all_gather", _all_gather_single, group, whole, piece)
-        return whole.movedim(0, dim).contiguous()
+        whole = own.new_empty((dist.get_world_size(group) * own.shape[0], *own.shape[1:]))
+        run_collective("all_gather", _all_gather_single, group, whole, own.contiguous())
+        return whole
 
-    return _apply(tensor, size, move, lambda gradient: reduce_scatter(gradient, dim, group))
+    return _apply(tensor, move, lambda gradient: reduce_scatter(gradient, group))
 
 
-def reduce_scatter(tensor: Tensor, dim: int = 0, group: Group = None) -> Tensor:
+def reduce_scatter(tensor: Tensor, group: Group = None) -> Tensor:
     """Sum over ranks; every rank gets its piece of the sum. The gradient is an all-gather.
 
-        rank 0   a₀ b₀ c₀ d₀ ─┐     ┌─▶ Σ aᵣ
-        rank 1   a₁ b₁ c₁ d₁ ─┤     ├─▶ Σ bᵣ
-        rank 2   a₂ b₂ c₂ d₂ ─┤     ├─▶ Σ cᵣ
-        rank 3   a₃ b₃ c₃ d₃ ─┘     └─▶ Σ dᵣ
+        rank 0   a₀ b₀ c₀ ─┐     ┌─▶ Σ aᵣ
+        rank 1   a₁ b₁ c₁ ─┼─────┼─▶ Σ bᵣ
+        rank 2   a₂ b₂ c₂ ─┘     └─▶ Σ cᵣ
 
     Args:
-        tensor: of one shape on all ranks; `dim` is a multiple of their number.
-        dim: dimension along which the sum is split.
+        tensor: of one shape on all ranks; its first dimension is a multiple of their number.
         group: the ranks that take part.
 
     Returns:
-        Like `tensor`; `dim` is smaller by the number of ranks.
-
-    Raises:
-        ValueError: `dim` is not a multiple of the number of ranks.
+        Like `tensor`; the first dimension is smaller by the number of ranks.
     """
-    size = _divisor("reduce_scatter", tensor, dim, group)
 
     def move(own: Tensor) -> Tensor:
-        whole = own.movedim(dim, 0).contiguous()
-        piece = _empty(own, (whole.shape[0] // size, *whole.shape[1:]))
-        run_collective("reduce_scatter", _reduce_scatter_single, group, piece, whole)
-        return piece.movedim(0, dim).contiguous()
+        piece = own.new_empty((own.shape[0] // dist.get_world_size(group), *own.shape[1:]))
+        run_collective("reduce_scatter", _reduce_scatter_single, group, piece, own.contiguous())
+        return piece
 
-    return _apply(tensor, size, move, lambda gradient: all_gather(gradient, dim, group))
+    return _apply(tensor, move, lambda gradient: all_gather(gradient, group))
 
 
 def all_to_all(tensor: Tensor, split_dim: int = 0, join_dim: int = 0, group: Group = None) -> Tensor:
     """Split every rank's tensor, send the r-th piece to rank r, join what arrives. The gradient is sent back.
 
-        rank 0   a₀ b₀ c₀ d₀ ─┐     ┌─▶ a₀ a₁ a₂ a₃
-        rank 1   a₁ b₁ c₁ d₁ ─┤     ├─▶ b₀ b₁ b₂ b₃
-        rank 2   a₂ b₂ c₂ d₂ ─┤     ├─▶ c₀ c₁ c₂ c₃
-        rank 3   a₃ b₃ c₃ d₃ ─┘     └─▶ d₀ d₁ d₂ d₃
+        rank 0   a₀ b₀ c₀ ─┐     ┌─▶ a₀ a₁ a₂
+        rank 1   a₁ b₁ c₁ ─┼─────┼─▶ b₀ b₁ b₂
+        rank 2   a₂ b₂ c₂ ─┘     └─▶ c₀ c₁ c₂
 
     With `split_dim=1, join_dim=0` a shard of the tokens with all heads, (T/n, H, D), becomes all tokens with a shard of
     the heads, (T, H/n, D): the exchange of Ulysses sequence parallelism (Jacobs et al. 2023, arXiv:2309.14509).
@@ -134,19 +124,35 @@ def all_to_all(tensor: Tensor, split_dim: int = 0, join_dim: int = 0, group: Gro
 
     Returns:
         Like `tensor`; `split_dim` is smaller and `join_dim` larger by the number of ranks.
-
-    Raises:
-        ValueError: `split_dim` is not a multiple of the number of ranks.
     """
-    size = _divisor("all_to_all", tensor, split_dim, group)
 
     def move(own: Tensor) -> Tensor:
-        sent = torch.stack(own.chunk(size, split_dim))
-        received = _empty(own, sent.shape)
+        sent = torch.stack(own.chunk(dist.get_world_size(group), split_dim))
+        received = own.new_empty(sent.shape)
         run_collective("all_to_all", dist.all_to_all_single, group, received, sent)
         return torch.cat(received.unbind(), join_dim)
 
-    return _apply(tensor, size, move, lambda gradient: all_to_all(gradient, join_dim, split_dim, group))
+    return _apply(tensor, move, lambda gradient: all_to_all(gradient, join_dim, split_dim, group))
+
+
+class _Linear(torch.autograd.Function):
+    """A linear map whose transpose is known: `move` takes tensors forward, `back` takes gradients backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, move: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.back = back
+        return move(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(gradients[0]), None, None
+
+
+def _apply(tensor: Tensor, move: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+    result: Tensor = _Linear.apply(tensor, move, back)  # type: ignore[no-untyped-call]
+    return result
 
 
 def run_collective(name: str, collective: Callable[..., Any], group: Group, *tensors: Any) -> None:
@@ -167,42 +173,29 @@ def run_collective(name: str, collective: Callable[..., Any], group: Group, *ten
         raise
 
 
-class _Linear(torch.autograd.Function):
-    """A linear map whose transpose is known: `move` takes tensors forward, `back` takes gradients backward."""
+def missing_ranks(group: Group = None, seconds: float = GRACE_SECONDS) -> str:
+    """Answer in the store, wait for the other ranks of a group, and name those that did not answer.
 
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, move: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        ctx.back = back
-        return move(tensor)
+    Args:
+        group: the ranks that are expected to call this function, equally often.
+        seconds: how long to wait for them.
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(gradients[0]), None, None
-
-
-def _apply(
-    tensor: Tensor, size: int, move: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
-) -> Tensor:
-    """Apply a differentiable collective; in a group of one every collective is a copy."""
-    if size == 1:
-        return tensor.clone(memory_format=torch.contiguous_format)
-    result: Tensor = _Linear.apply(tensor, move, back)  # type: ignore[no-untyped-call]
-    return result
-
-
-def _divisor(name: str, tensor: Tensor, dim: int, group: Group) -> int:
-    """The number of ranks, which must divide a dimension."""
-    size, length = place_in(group)[1], tensor.shape[dim]
-    if length % size:
-        raise ValueError(
-            f"{name}: {size} ranks cannot share dimension {dim}, which is {length} long, evenly;"
-            f" pad it to {-(-length // size) * size}"
-        )
-    return size
-
-
-def _empty(tensor: Tensor, shape: Any) -> Tensor:
-    """Contiguous memory to receive into, whatever the strides of `tensor`."""
-    return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+    Returns:
+        `rank 2` or `ranks 0, 3`, numbered as in the whole run; empty if all answered. If the store cannot be reached,
+        the process that holds it is named.
+    """
+    store: Any = (group or dist.group.WORLD).get_group_store()  # type: ignore[union-attr]
+    names = dist.get_process_group_ranks(group)
+    own = dist.get_rank(group)
+    try:
+        number = store.add(f"multipack/answers/{own}", 1)
+        keys = [f"multipack/answer/{number}/{rank}" for rank in range(len(names))]
+        store.set(keys[own], "")
+        try:
+            store.wait(keys, timedelta(seconds=seconds))
+        except dist.DistStoreError:
+            missing = [str(name) for name, key in zip(names, keys, strict=True) if not store.check([key])]
+            return f"rank{'s' * (len(missing) > 1)} {', '.join(missing)}" if missing else ""
+    except dist.DistNetworkError:
+        return "the process that holds the store (rank 0 or its launcher)"
+    return ""

@@ -24,20 +24,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any, get_args
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from multipack.data.batch import IGNORE, PackedBatch
 from multipack.ops.autocast import in_autocast_dtype
-from multipack.parallel.collectives import all_to_all
+from multipack.parallel.collectives import Group, all_to_all
 from multipack.parallel.parallel_config import ContextMethod
 from multipack.parallel.ring import Ring, head_tail, ring_attention
-from multipack.parallel.rollcall import Group
 
+DIVIDED = ("input_ids", "targets", "position_ids", "weights")
+"""Tensors of a pack that ranks divide; `weights` may be None."""
 Attend = Callable[..., Tensor]
 """(query, key, value, batch, backend, window) → (tokens, H, D)."""
 
@@ -46,9 +46,8 @@ Attend = Callable[..., Tensor]
 class ContextBatch(PackedBatch):
     """One rank's tokens of a pack.
 
-    `input_ids`, `targets`, `position_ids` and `weights` are this rank's (T/ranks,). `num_target_tokens` counts its
-    targets and `num_target_documents` the documents whose first target it has, so both sum to the pack's over ranks.
-    All other fields are those of the whole pack.
+    The tensors of `DIVIDED` are this rank's (T/ranks,), and `num_target_tokens` counts its targets. All other fields
+    are those of the whole pack.
 
     Attributes:
         whole: the whole pack.
@@ -62,8 +61,7 @@ class ContextBatch(PackedBatch):
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> PackedBatch:
         whole = self.whole._each(change)
-        own = ("input_ids", "targets", "position_ids", "weights", "own_cu_seqlens")
-        held = {name: getattr(self, name) for name in own}
+        held = {name: getattr(self, name) for name in (*DIVIDED, "own_cu_seqlens")}
         changed: dict[str, Any] = {name: change(value) for name, value in held.items() if value is not None}
         return replace(self, **changed, cu_seqlens=whole.cu_seqlens, whole=whole)
 
@@ -85,13 +83,8 @@ def divide_context(
         they are on the host.
 
     Raises:
-        ValueError: an unknown method, a mesh of several dimensions, or a model without `attend`.
+        ValueError: a model without `attend`.
     """
-    if method not in get_args(ContextMethod):
-        known = " or ".join(get_args(ContextMethod))
-        raise ValueError(f"parallel.context_method={method} is unknown: use {known}")
-    if mesh.ndim != 1:
-        raise ValueError(f"divide_context takes a mesh of one dimension, but the mesh has {mesh.ndim}")
     modules: list[Any] = [module for module in model.modules() if callable(getattr(module, "attend", None))]
     if not modules:
         raise ValueError(
@@ -114,13 +107,8 @@ def _share(rank: int, ranks: int, method: ContextMethod, batch: PackedBatch) -> 
     """A rank's share of a pack.
 
     Raises:
-        ValueError: slots that ranks cannot divide evenly, or a batch whose loss needs whole documents.
+        ValueError: ranks cannot divide the slots evenly.
     """
-    if type(batch) is not PackedBatch:
-        raise ValueError(
-            f"the tokens of a {type(batch).__name__} cannot be divided over ranks, as its loss needs whole documents:"
-            " use parallel.context=1"
-        )
     slots, multiple = batch.num_slots, ranks * (2 if method == "ring" else 1)
     if not slots or slots % multiple:
         near = max(multiple, slots // multiple * multiple)
@@ -128,42 +116,20 @@ def _share(rank: int, ranks: int, method: ContextMethod, batch: PackedBatch) -> 
             f"a pack of {slots:,} slots cannot be divided evenly by parallel.context={ranks} ({method}): pad packs to"
             f" a multiple of {multiple}, such as {near:,} (plan.capacity, and pad_to=capacity)"
         )
+    ring = starts = None
+    pieces: tuple[slice, ...] = (slice(rank * slots // ranks, (rank + 1) * slots // ranks),)
     if method == "ring":
-        pieces: tuple[slice, ...] = head_tail(slots, rank, ranks)
-        ring = Ring.of(batch.lengths, rank, ranks)
+        pieces, ring = head_tail(slots, rank, ranks), Ring.of(batch.lengths, rank, ranks)
         starts = torch.tensor(
             [0, *accumulate(ring.lengths)], dtype=torch.int32, device=batch.cu_seqlens.device
         )
-    else:
-        each = slots // ranks
-        pieces, ring, starts = (slice(rank * each, (rank + 1) * each),), None, None
-    targets, documents = _count_targets(batch, pieces)
-
-    def own(tensor: Tensor) -> Tensor:
-        return torch.cat([tensor[piece] for piece in pieces])
-
-    held = {name: value for name, value in vars(batch).items() if name != "weights"}
-    held.update(
-        input_ids=own(batch.input_ids),
-        targets=own(batch.targets),
-        position_ids=own(batch.position_ids),
-        weights=None if batch.weights is None else own(batch.weights),
-        num_target_tokens=targets,
-        num_target_documents=documents,
-    )
+    own = {
+        name: torch.cat([tensor[piece] for piece in pieces])
+        for name in DIVIDED
+        if (tensor := getattr(batch, name)) is not None
+    }
+    held = vars(batch) | own | {"num_target_tokens": int((own["targets"] != IGNORE).sum())}
     return ContextBatch(**held, whole=batch, ring=ring, own_cu_seqlens=starts)
-
-
-def _count_targets(batch: PackedBatch, pieces: tuple[slice, ...]) -> tuple[int, int]:
-    """Number of targets in these slots, and of documents whose first target is in them."""
-    places = np.flatnonzero(batch.targets.cpu().numpy() != IGNORE)
-    documents = np.searchsorted(np.cumsum(batch.lengths), places, side="right")
-    firsts = places[np.unique(documents, return_index=True)[1]]
-
-    def within(numbers: Any) -> int:
-        return sum(int(np.count_nonzero((numbers >= p.start) & (numbers < p.stop))) for p in pieces)
-
-    return within(places), within(firsts)
 
 
 def _ulysses(
@@ -179,14 +145,8 @@ def _ulysses(
     """Exchange some tokens of all heads for all tokens of some heads, attend, and exchange back."""
     whole, ranks = _divided(batch).whole, torch.distributed.get_world_size(group)
     q, k, v = (in_autocast_dtype(x) for x in (q, k, v))  # before it is sent: half of the bytes
-    heads, kv_heads = q.shape[1], k.shape[1]
-    if heads % ranks:
-        raise ValueError(
-            f"parallel.context={ranks} (ulysses) divides heads among its ranks, and there are {heads} on each: use a"
-            " divisor of that, or parallel.context_method=ring"
-        )
     # Where the ranks do not divide the key heads, several ranks read one key head, each its own copy.
-    copies = math.lcm(kv_heads, ranks) // kv_heads
+    copies = math.lcm(k.shape[1], ranks) // k.shape[1]
     if copies > 1:
         k, v = (x.repeat_interleave(copies, dim=1) for x in (k, v))
     shares = [x.reshape(len(x), ranks, -1, x.shape[2]) for x in (q, k, v)]
@@ -199,20 +159,9 @@ def _ulysses(
 def _ring(
     group: Group, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, backend: str, window: int | None
 ) -> Tensor:
-    """Attend in a ring; arguments are those of `Attend`."""
+    """Attend in a ring, which has its own kernels and no window; arguments are those of `Attend`."""
     share = _divided(batch)
-    if share.ring is None or share.own_cu_seqlens is None:
-        raise ValueError("this share of a pack was made for parallel.context_method=ulysses, not for a ring")
-    if window is not None:
-        raise ValueError(
-            f"parallel.context_method=ring attends to whole documents, but model.window={window}: use"
-            " parallel.context_method=ulysses"
-        )
-    if backend != "auto":
-        raise ValueError(
-            f"parallel.context_method=ring has its own attention kernels, but model.attention={backend}: use"
-            " model.attention=auto, or parallel.context_method=ulysses"
-        )
+    assert share.ring is not None and share.own_cu_seqlens is not None, "a share for Ulysses"  # noqa: PT018
     q, k, v = (in_autocast_dtype(x) for x in (q, k, v))
     return ring_attention(q, k, v, share.ring, share.own_cu_seqlens, group)
 

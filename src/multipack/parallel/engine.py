@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -20,19 +20,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from multipack.parallel.fsdp import synchronizing
 from multipack.parallel.materialize import check_equal
 from multipack.parallel.mesh import Mesh
-from multipack.parallel.norms import squared_norms
 from multipack.parallel.scaling import LossScaler
 from multipack.parallel.state import (
     State,
     StateSource,
     Whole,
-    check_model_shapes,
     create_optimizer_state,
+    difference,
     local,
     optimizer_state,
     slot_difference,
+    squared_norms,
     whole,
 )
 from multipack.parallel.world import World
@@ -85,12 +86,6 @@ class DeviceClock:
         return float(began.elapsed_time(ended)) / 1000.0
 
 
-def free_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Set gradients to None; the next backward pass allocates them anew."""
-    for parameter in parameters:
-        parameter.grad = None
-
-
 class ModelEngine:
     """Trains this rank's part of a model: the whole model, a shard of it, or stages of a pipeline.
 
@@ -102,8 +97,7 @@ class ModelEngine:
         dtype: precision of forward passes; bf16 and fp16 use autocast, and fp16 also scales the loss.
         call: module that is called in training instead of `modules[0]` (DDP's wrapper).
         share: a pack → this rank's part of it, under context parallelism.
-        synchronizing: (whether to synchronize gradients) → context of a micro-batch's forward and backward pass.
-        clear: clears the gradients of parameters.
+        keep_gathered: keep gathered parameters until the last backward pass of a step; see `synchronizing`.
         shapes: names and shapes of the whole model's parameters, in one order on every rank; None = `modules` hold all.
         duplicates: names of this rank's parameters that another stage of its pipeline also holds and counts.
         whole: builds the whole model without values, for `gathered`; None = `modules` hold the whole model.
@@ -123,8 +117,7 @@ class ModelEngine:
         *,
         call: nn.Module | None = None,
         share: Share = lambda batch: batch,
-        synchronizing: Callable[[bool], AbstractContextManager[Any]] = lambda last: nullcontext(),
-        clear: Callable[[Iterable[nn.Parameter]], None] = free_gradients,
+        keep_gathered: bool = False,
         shapes: Mapping[str, tuple[int, ...]] | None = None,
         duplicates: Collection[str] = (),
         whole: Callable[[], nn.Module] | None = None,
@@ -138,8 +131,8 @@ class ModelEngine:
         self.duplicates = frozenset(duplicates)
         self.overflowed = False
         self._call = call or self.modules[0]
-        self._share, self._synchronizing, self._clear = share, synchronizing, clear
-        self._whole = whole
+        self._share, self._whole = share, whole
+        self._synchronizing = synchronizing(self._call, keep=keep_gathered)
         self._scaler = LossScaler(dtype == torch.float16)
         self._clock = DeviceClock(mesh.world.device, clock)
         self.check_replicas()
@@ -273,7 +266,13 @@ class ModelEngine:
         """Clear the gradient without applying it; after an overflow the loss scale is halved."""
         self._scaler.update(self.overflowed)
         self.overflowed = False
-        self._clear(self.parameters.values())
+        gradients = list(self.gradients().values())
+        if self._call is self.modules[0]:
+            for parameter in self.parameters.values():
+                parameter.grad = None
+        elif gradients:
+            # In DDP's buckets: if they were None, the first of several micro-batches would allocate them anew.
+            torch._foreach_zero_(gradients)
 
     def state(self) -> State:
         """This rank's tensors, not copied; shards are `DTensor`s.
@@ -297,7 +296,9 @@ class ModelEngine:
             ValueError: names or shapes differ from this model's; the message lists the first few.
         """
         source: StateSource = Whole(state) if isinstance(state, Mapping) else state
-        check_model_shapes(self.shapes, source.shapes("model"))
+        saved = source.shapes("model")
+        if problem := difference(self.shapes, saved, saved.keys() - self.shapes.keys()):
+            raise ValueError(f"the checkpoint {problem}")
         if saved := source.shapes("optimizer"):
             create_optimizer_state(self.optimizer)
             slots = optimizer_state(self.optimizer, self.parameters)
@@ -376,8 +377,7 @@ class ModelEngine:
 
     def _device_for_whole(self) -> torch.device:
         """This rank's device if the whole model takes at most half of its free memory, else the host."""
-        size = sum(math.prod(shape) for shape in self.shapes.values()) * 4
-        device = self.world.device
+        size, device = sum(math.prod(shape) for shape in self.shapes.values()) * 4, self.world.device
         if device.type == "cuda" and size > torch.cuda.mem_get_info(device)[0] / 2:
             return torch.device("cpu")
         return device
@@ -389,12 +389,12 @@ class ModelEngine:
         Yields:
             This rank's first module.
         """
-        before = [module.training for module in self.modules]
+        before = [(each, each.training) for module in self.modules for each in module.modules()]
         for module in self.modules:
             module.eval()
         try:
             with torch.no_grad(), self.autocast():
                 yield self.modules[0]
         finally:
-            for module, training in zip(self.modules, before, strict=True):
-                module.train(training)
+            for each, training in before:
+                each.training = training

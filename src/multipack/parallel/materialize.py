@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -49,17 +49,21 @@ def materialize(
         ValueError: a model has a buffer, or a parameter that is not in `shapes` or has another shape; on rank 0 also if
             the source yields other names or shapes.
     """
-    _held(models, shapes)
     for model in models:
         model.to_empty(device=device or world.device)
-    held = _held(models, shapes)  # to_empty replaces the parameters
+    held = _held(models, shapes)
     dtype = next((tensor.dtype for tensors in held.values() for tensor in tensors), torch.float32)
     values = iter(source()) if world.is_main else None
     for name, shape in shapes.items():
         if values is None:
             whole = torch.empty(shape, dtype=dtype, device=world.device)
         else:
-            whole = _next_value(values, name, shape).detach().to(world.device, dtype).contiguous()
+            given, value = next(values, ("nothing", torch.empty(0)))
+            if given != name or tuple(value.shape) != tuple(shape):
+                raise ValueError(
+                    f"the source of weights gives {given} {tuple(value.shape)}, and {name} {tuple(shape)} is due"
+                )
+            whole = value.detach().to(world.device, dtype).contiguous()
         if world.size > 1:
             dist.broadcast(whole, src=0)
         for tensor in held.get(name, ()):
@@ -80,16 +84,6 @@ def _held(models: Sequence[nn.Module], shapes: Mapping[str, tuple[int, ...]]) ->
                 )
             held.setdefault(name, []).append(parameter)
     return held
-
-
-def _next_value(values: Iterator[tuple[str, Tensor]], name: str, shape: tuple[int, ...]) -> Tensor:
-    """The next value of a source, which must be that of this parameter: other ranks expect it."""
-    given, value = next(values, ("nothing", torch.empty(0)))
-    if given != name or tuple(value.shape) != tuple(shape):
-        raise ValueError(
-            f"the source of weights gives {given} {tuple(value.shape)}, and {name} {tuple(shape)} is due"
-        )
-    return value
 
 
 @torch.no_grad()

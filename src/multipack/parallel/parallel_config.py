@@ -5,10 +5,10 @@ Imports no torch.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain, product
 from typing import Literal
 
 from multipack.shapes import ModelShape
@@ -81,11 +81,9 @@ class ParallelConfig:
         """Check settings and combinations that do not depend on the number of ranks."""
         if self.timeout_seconds <= 0:
             raise ValueError(f"parallel.timeout_seconds must be positive, got {self.timeout_seconds}")
-        for name in ("tensor", "context", "pipeline"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"parallel.{name} must be at least 1, got {getattr(self, name)}")
-        if self.replicate < 0:
-            raise ValueError(f"parallel.replicate must not be negative, got {self.replicate}")
+        for name, least in {"tensor": 1, "context": 1, "pipeline": 1, "replicate": 0}.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"parallel.{name} must be at least {least}, got {getattr(self, name)}")
         if self.replicate and self.data != "hsdp":
             raise ValueError(
                 f"parallel.replicate={self.replicate} is the number of groups of parallel.data=hsdp, and"
@@ -226,32 +224,67 @@ class ParallelConfig:
             named.append(f"tensor {self.tensor}")
         return " x ".join(named)
 
-    def check(self, shape: ModelShape, world_size: int, capacity: int) -> None:
+    def check(self, shape: ModelShape, world_size: int, capacity: int, dtype: str = "fp32") -> None:
         """Check that these settings suit a model, a number of processes and a capacity. Needs no process group.
 
         Args:
             shape: shape of the decoder; a vocabulary of 0 is not known yet and not checked.
             world_size: number of processes of the run.
             capacity: maximum number of slots of a pack.
+            dtype: precision of forward passes.
 
         Raises:
             ValueError: a setting is invalid; the message names it and the nearest legal choice.
         """
         self.axes(world_size)
+        problems = chain(
+            self._undivided(shape, world_size), self._unsuitable(shape, world_size, capacity, dtype)
+        )
+        if problem := next(problems, ""):
+            raise ValueError(problem)
+
+    def _undivided(self, shape: ModelShape, world_size: int) -> Iterator[str]:
+        """Problems of axes that divide heads, matrices and the vocabulary of a model."""
+        tensor, context, ring = self.tensor, self.context, self.context_method == "ring"
+        divided = {name: getattr(shape, name) for name in ("kv_heads", "heads", "d_ff", "vocabulary_size")}
+        for name, size in divided.items():
+            if size % tensor:
+                near = self._nearest(
+                    "tensor", world_size, lambda ranks: not any(one % ranks for one in divided.values())
+                )
+                above = -(-size // tensor) * tensor
+                wider = "" if name.endswith("heads") else f"model.{name}={above}, or "
+                yield (
+                    f"parallel.tensor={tensor} does not divide model.{name}={size}: use {wider}parallel.tensor={near}"
+                )
+        near = self._nearest("context", world_size, lambda ranks: shape.heads % (tensor * ranks) == 0)
+        if context > 1 and ring and shape.window:
+            fewer = f" parallel.context={near}" if near != context else ""
+            yield (
+                "parallel.context_method=ring passes keys and values of whole documents, and"
+                f" model.window={shape.window} sees the last ones only: use parallel.context_method=ulysses{fewer}"
+            )
+        if context > 1 and not ring and near != context:
+            beside = f" x parallel.tensor={tensor}" if tensor > 1 else ""
+            other = "" if shape.window else ", or parallel.context_method=ring"
+            yield (
+                f"parallel.context={context} (ulysses){beside} divides heads among {tensor * context} ranks, and"
+                f" model.heads={shape.heads} is no multiple of that: use parallel.context={near}{other}"
+            )
+
+    def _unsuitable(self, shape: ModelShape, world_size: int, capacity: int, dtype: str) -> Iterator[str]:
+        """Problems with the number of processes, of slots or of layers, or with the precision."""
         if world_size == 1 and self.offload != "none":
-            raise ValueError(
+            yield (
                 f"parallel.offload={self.offload} moves shards, and one process has none: start several (multipack"
                 " launch -n 2), or use parallel.offload=none"
             )
-        self._check_tensor(shape, world_size)
-        self._check_context(shape, world_size)
-        if capacity % self.token_multiple:
-            named = [f"parallel.context={self.context} ({self.context_method})"] if self.context > 1 else []
-            named += [f"parallel.tensor={self.tensor}"] if self.tensor > 1 else []
-            below = capacity // self.token_multiple * self.token_multiple
-            raise ValueError(
-                f"plan.capacity={capacity} must be a multiple of {self.token_multiple}, so that {' and '.join(named)}"
-                f" can divide its slots: use plan.capacity={below or self.token_multiple}"
+        multiple = self.token_multiple
+        if capacity % multiple:
+            yield (
+                f"plan.capacity={capacity} must be a multiple of {multiple}, so that parallel.context={self.context}"
+                f" ({self.context_method}) and parallel.tensor={self.tensor} can divide its slots: use"
+                f" plan.capacity={capacity // multiple * multiple or multiple}"
             )
         if self.stages > shape.layers:
             each = self.stages // self.pipeline
@@ -259,56 +292,14 @@ class ParallelConfig:
                 "pipeline", world_size, lambda ranks: ranks == 1 or ranks * each <= shape.layers
             )
             one_each = ", or parallel.schedule=1f1b" if each > 1 and self.pipeline <= shape.layers else ""
-            raise ValueError(
+            yield (
                 f"parallel.pipeline={self.pipeline} with parallel.schedule={self.schedule} has {self.stages} stages,"
                 f" and model.layers={shape.layers} are fewer: use parallel.pipeline={near}{one_each}"
             )
-
-    def check_dtype(self, dtype: str, world_size: int) -> None:
-        """Check the precision of forward passes.
-
-        Raises:
-            ValueError: fp16 with sharded parameters; the message names both settings.
-        """
         if self.shards_parameters and world_size > 1 and dtype == "fp16":
-            raise ValueError(
+            yield (
                 f"train.dtype=fp16 with parallel.data={self.data}: scaled gradients would overflow unnoticed where they"
                 " are reduced; use train.dtype=bf16, or parallel.data=ddp or zero1"
-            )
-
-    def _check_tensor(self, shape: ModelShape, world_size: int) -> None:
-        """Check that tensor parallelism divides heads, matrices and the vocabulary evenly."""
-        names = ("kv_heads", "heads", "d_ff", "vocabulary_size")
-        divided = {name: getattr(shape, name) for name in names}  # a vocabulary of 0 is not known yet
-        for name, size in divided.items():
-            if size % self.tensor == 0:
-                continue
-            near = self._nearest(
-                "tensor", world_size, lambda ranks: not any(one % ranks for one in divided.values())
-            )
-            above = -(-size // self.tensor) * self.tensor
-            wider = "" if name.endswith("heads") else f"model.{name}={above}, or "
-            raise ValueError(
-                f"parallel.tensor={self.tensor} does not divide model.{name}={size}: use {wider}parallel.tensor={near}"
-            )
-
-    def _check_context(self, shape: ModelShape, world_size: int) -> None:
-        """Check context parallelism: Ulysses divides each tensor rank's heads; a ring supports no sliding window."""
-        if self.context == 1:
-            return
-        near = self._nearest("context", world_size, lambda ranks: shape.heads % (self.tensor * ranks) == 0)
-        if self.context_method == "ring" and shape.window:
-            fewer = f" parallel.context={near}" if near != self.context else ""
-            raise ValueError(
-                "parallel.context_method=ring passes keys and values of whole documents, and"
-                f" model.window={shape.window} sees the last ones only: use parallel.context_method=ulysses{fewer}"
-            )
-        if self.context_method == "ulysses" and near != self.context:
-            beside = f" x parallel.tensor={self.tensor}" if self.tensor > 1 else ""
-            ring = "" if shape.window else ", or parallel.context_method=ring"
-            raise ValueError(
-                f"parallel.context={self.context} (ulysses){beside} divides heads among {self.tensor * self.context}"
-                f" ranks, and model.heads={shape.heads} is no multiple of that: use parallel.context={near}{ring}"
             )
 
     def _nearest(self, name: str, world_size: int, legal: Callable[[int], bool]) -> int:
@@ -335,7 +326,7 @@ def _nearest_shares(asked: Mapping[str, int], world_size: int) -> dict[str, int]
     """The smallest change of axes (fewest axes, then smallest differences) whose product divides the world size."""
     choices = (
         dict(zip(asked, sizes, strict=True))
-        for sizes in itertools.product(_divisors(world_size), repeat=len(asked))
+        for sizes in product(_divisors(world_size), repeat=len(asked))
         if world_size % math.prod(sizes) == 0
     )
     changed = ({name: n for name, n in choice.items() if n != asked[name]} for choice in choices)

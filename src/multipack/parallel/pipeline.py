@@ -28,238 +28,127 @@ backward passes gathered.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from multipack.parallel.engine import ModelEngine, Share, StepResult
+from multipack.parallel.engine import ModelEngine, StepResult
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.parallel_config import ParallelConfig, Schedule
-from multipack.parallel.schedules import Autocast, Pass, ScheduledRun
+from multipack.parallel.schedules import ScheduledRun
 from multipack.parallel.stages import check_micro_batches, stages_of_rank
 from multipack.parallel.state import local
 
 
 class PipelineEngine(ModelEngine):
-    """`ModelEngine` of a pipeline's ranks.
-
-    Args:
-        pipeline: this rank's stages and their schedule.
-        optimizer, mesh, dtype, **more: see `ModelEngine`.
-    """
-
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        optimizer: torch.optim.Optimizer,
-        mesh: Mesh,
-        dtype: torch.dtype = torch.float32,
-        **more: Any,
-    ) -> None:
-        self.pipeline = pipeline
-        stages = list(pipeline.stages.values())
-        super().__init__(stages, optimizer, mesh, dtype, duplicates=pipeline.duplicates, **more)
-
-    def _accumulate(
-        self, micro_batches: Sequence[Any], scale: float, watch: Callable[[int], None] | None
-    ) -> StepResult:
-        """Run micro-batches by the schedule; `watch` is not called, because micro-batches overlap."""
-        losses = self.pipeline.forward_backward(micro_batches, scale, self._share, self.autocast)
-        seconds = self.pipeline.seconds
-        return StepResult(
-            self._counted_once(losses), seconds("forward"), seconds("backward") + seconds("reduce")
-        )
-
-    def evaluate(self, micro_batches: Sequence[Any]) -> list[float]:
-        """See `ModelEngine`."""
-        return self._counted_once(self.pipeline.evaluate(micro_batches, self._share, self.autocast))
-
-
-class Pipeline:
-    """This rank's stages and the schedule that all ranks of its pipeline follow.
-
-    The constructor and all methods are collective over the pipeline's ranks.
+    """`ModelEngine` of a pipeline's ranks; the constructor and all methods are collective over these.
 
     Args:
         stages: modules of this rank's stages, in the order of `stages_of_rank`. The first stage of the pipeline is
             called with (batch), others with (batch, x). The last one returns the summed loss, others return x.
             Parameters have the names of the whole model; a stage sharded by FSDP2 is its root module itself.
-        mesh: one-dimensional mesh of this pipeline's ranks.
+        optimizer, mesh, dtype, **more: see `ModelEngine`.
         schedule: order of passes.
         micro_batches: M, the number of micro-batches of a training step.
-        width: d, the width of the hidden states between stages.
-        dtype: dtype of these hidden states: float32 under autocast, the parameters' own in FSDP2's mixed precision.
-        tensor_ranks: ranks that divide the tokens of hidden states (sequence parallelism): stages exchange tensors of
-            shape (T / tensor_ranks, d), where T is the number of slots that `share` leaves.
-        device: device of the stages.
+        width: d, the width of the hidden states between stages. Where ranks divide their tokens (sequence parallelism),
+            stages exchange tensors of shape (T / ranks, d).
+        hidden_dtype: dtype of these hidden states: float32 under autocast, the parameters' own in FSDP2's mixed
+            precision.
         clock: returns seconds; not used on GPUs.
 
-    Attributes:
-        parameters: parameters of all stages of this rank, by name.
-        duplicates: names of this rank's parameters that an earlier stage on another rank also holds.
-        passes: passes of the last training step on this rank, in the order in which they ran.
-
     Raises:
-        ValueError: the schedule does not have this number of stages or of micro-batches.
+        ValueError: the schedule cannot run this number of micro-batches.
     """
 
     def __init__(
         self,
         stages: Sequence[nn.Module],
-        mesh: DeviceMesh,
+        optimizer: torch.optim.Optimizer,
+        mesh: Mesh,
+        dtype: torch.dtype = torch.float32,
+        *,
         schedule: Schedule,
         micro_batches: int,
-        *,
         width: int,
-        dtype: torch.dtype = torch.float32,
-        tensor_ranks: int = 1,
-        device: torch.device | str = "cpu",
+        hidden_dtype: torch.dtype = torch.float32,
         clock: Callable[[], float] = time.perf_counter,
+        **more: Any,
     ) -> None:
-        self.ranks, self.rank = mesh.size(), mesh.get_local_rank()
-        check_micro_batches(ParallelConfig(pipeline=self.ranks, schedule=schedule), micro_batches)
-        numbers = stages_of_rank(self.rank, self.ranks, schedule)
-        if len(stages) != len(numbers):
-            raise ValueError(
-                f"parallel.schedule={schedule} has {len(numbers)} stages on every rank, got {len(stages)}"
-            )
-        self.stages = dict(zip(numbers, stages, strict=True))
-        self.group = mesh.get_group()
-        self.schedule, self.micro_batches = schedule, micro_batches
-        self.width, self.dtype, self.tensor_ranks = width, dtype, tensor_ranks
-        self.device = torch.device(device)
-        self.passes: list[Pass] = []
-        self.parameters: dict[str, nn.Parameter] = {}
-        for module in stages:
-            held = dict(module.named_parameters())
-            shared = sorted(held.keys() & self.parameters.keys())
-            if shared:
-                raise ValueError(f"two stages of one rank hold {shared[0]}: they must not share parameters")
-            self.parameters.update(held)
-        self._holders = self._find_shared()
-        self.duplicates = frozenset(name for name, ranks in self._holders.items() if ranks[0] != self.rank)
-        self._clock = clock
+        self._rank, ranks = mesh.coordinate("pp"), mesh.sizes["pp"]
+        check_micro_batches(ParallelConfig(pipeline=ranks, schedule=schedule), micro_batches)
+        self._stages = dict(zip(stages_of_rank(self._rank, ranks, schedule), stages, strict=True))
+        self._group = mesh.axis("pp").get_group()
+        self._schedule: Schedule = schedule
+        self._micro_batches = micro_batches
+        self._width, self._hidden_dtype = width, hidden_dtype
         self._slots = 0  # of every pack, known after the first
         self._training: ScheduledRun | None = None
+        self._holders = _shared_parameters(self._stages, ranks, self._group)
+        duplicates = [name for name, holders in self._holders.items() if holders[0] != self._rank]
+        super().__init__(stages, optimizer, mesh, dtype, duplicates=duplicates, clock=clock, **more)
 
-    def forward_backward(
-        self,
-        micro_batches: Sequence[Any],
-        scale: float,
-        share: Share = lambda batch: batch,
-        autocast: Autocast = nullcontext,
-    ) -> list[float]:
-        """Compute the gradient of scale × Σ losses; parameters must have no gradients before.
-
-        Args:
-            micro_batches: M packs with the same number of slots, the same packs on every rank of the pipeline.
-            scale: factor of losses before their backward passes.
-            share: a pack → this rank's part of it, under context parallelism.
-            autocast: returns the context of forward passes.
-
-        Returns:
-            Summed losses by micro-batch (not scaled) on the rank of the last stage; zeros elsewhere.
-
-        Raises:
-            ValueError: the number of micro-batches differs from the constructor's, or the number of slots from that of
-                the first step; or a stage raised it.
-            RuntimeError: a shared parameter already has a gradient, which would be summed twice.
-        """
-        self._check(micro_batches)
-        left = [name for name in self._holders if self.parameters[name].grad is not None]
-        if left:
-            raise RuntimeError(
-                f"{left[0]} has a gradient left from another step: clear gradients before each one"
+    def _accumulate(
+        self, micro_batches: Sequence[Any], scale: float, watch: Callable[[int], None] | None
+    ) -> StepResult:
+        """Run micro-batches by the schedule; `watch` is not called, because micro-batches overlap."""
+        if len(micro_batches) != self._micro_batches:
+            raise ValueError(
+                f"this step has {len(micro_batches)} micro-batches, and the pipeline was built for"
+                f" {self._micro_batches}: every step of a plan must have as many (plan.packs_per_step)"
             )
-        batches = [share(batch).to(self.device, non_blocking=True) for batch in micro_batches]
+        self._slots = self._slots or micro_batches[0].num_slots
+        batches = self._shares(micro_batches, self._slots)
         if self._training is None:
-            self._training = self._scheduled(batches[0].num_slots, self.micro_batches, trains=True)
-            self._slots = micro_batches[0].num_slots
-        losses = self._training.step(batches, autocast, scale)
-        self.passes = self._training.passes()
+            self._training = self._scheduled(batches, trains=True)
+        run = self._training
+        losses = run.step(batches, self.autocast, scale)
         self._sum_shared_gradients()
-        return losses
+        return StepResult(
+            self._counted_once(losses),
+            run.seconds("forward"),
+            run.seconds("backward") + run.seconds("reduce"),
+        )
 
-    @torch.no_grad()
-    def evaluate(
-        self,
-        micro_batches: Sequence[Any],
-        share: Share = lambda batch: batch,
-        autocast: Autocast = nullcontext,
-    ) -> list[float]:
-        """Compute the losses of any number of packs in evaluation mode, without gradients; see `forward_backward`.
-
-        Raises:
-            ValueError: packs have different numbers of slots; or a stage raised it.
-        """
+    def evaluate(self, micro_batches: Sequence[Any]) -> list[float]:
+        """See `ModelEngine`; any number of packs with the same number of slots."""
         if not micro_batches:
             return []
-        _check_slots(micro_batches, micro_batches[0].num_slots, "the first of them")
-        batches = [share(batch).to(self.device, non_blocking=True) for batch in micro_batches]
-        before = [(each, each.training) for module in self.stages.values() for each in module.modules()]
-        for module in self.stages.values():
-            module.eval()
-        try:
+        batches = self._shares(micro_batches, micro_batches[0].num_slots)
+        with self.evaluating():
             # Built for each call: its buffers have this number and size, and are freed afterwards.
-            run = self._scheduled(batches[0].num_slots, len(batches), trains=False)
-            return run.step(batches, autocast, 1.0)
-        finally:
-            for each, training in before:
-                each.training = training
+            losses = self._scheduled(batches, trains=False).step(batches, self.autocast, 1.0)
+        return self._counted_once(losses)
 
-    def seconds(self, kind: Literal["forward", "backward", "reduce"]) -> float:
-        """Seconds in passes of a kind in the last training step on this rank."""
-        return sum(each.ended - each.began for each in self.passes if each.kind == kind)
+    def _shares(self, micro_batches: Sequence[Any], slots: int) -> list[Any]:
+        """This rank's shares of packs, on its device.
 
-    def _scheduled(self, slots: int, micro_batches: int, *, trains: bool) -> ScheduledRun:
-        if slots % self.tensor_ranks:
-            raise ValueError(
-                f"a pack's {slots:,} slots cannot be divided among parallel.tensor={self.tensor_ranks} ranks: make"
-                " plan.capacity a multiple of it"
-            )
+        Raises:
+            ValueError: a pack has another number of slots, which would hang the ranks.
+        """
+        for number, batch in enumerate(micro_batches):
+            if batch.num_slots != slots:
+                raise ValueError(
+                    f"micro-batch {number} has {batch.num_slots:,} slots, and one before it had {slots:,}: stages of a"
+                    " pipeline exchange tensors of one shape, so set train.fixed_shape=true, which pads every pack to"
+                    " plan.capacity"
+                )
+        return [self._share(batch).to(self.world.device, non_blocking=True) for batch in micro_batches]
+
+    def _scheduled(self, batches: Sequence[Any], *, trains: bool) -> ScheduledRun:
+        shape = (batches[0].num_slots // self.mesh.sizes["tp"], self._width)
         return ScheduledRun(
-            self.stages,
-            self.group,
-            self.schedule,
-            ((slots // self.tensor_ranks, self.width), self.dtype),
-            micro_batches,
-            device=self.device,
+            self._stages,
+            self._group,
+            self._schedule,
+            (shape, self._hidden_dtype),
+            len(batches),
+            device=self.world.device,
             clock=self._clock,
             trains=trains,
         )
-
-    def _check(self, micro_batches: Sequence[Any]) -> None:
-        """Check the number and size of packs before anything is sent: a mismatch would hang the ranks."""
-        if len(micro_batches) != self.micro_batches:
-            raise ValueError(
-                f"this step has {len(micro_batches)} micro-batches, and the pipeline was built for"
-                f" {self.micro_batches}: every step of a plan must have as many (plan.packs_per_step)"
-            )
-        if self._slots:
-            _check_slots(micro_batches, self._slots, "those of the first step")
-        else:
-            _check_slots(micro_batches, micro_batches[0].num_slots, "the first of them")
-
-    def _find_shared(self) -> dict[str, list[int]]:
-        """Name → ranks of the trained parameters that this rank shares with others; the first rank counts them."""
-        own = [
-            (number, name)
-            for number, module in self.stages.items()
-            for name, parameter in module.named_parameters()
-            if parameter.requires_grad
-        ]
-        found: list[list[tuple[int, str]]] = [[] for _ in range(self.ranks)]
-        dist.all_gather_object(found, own, group=self.group)
-        holders: dict[str, list[int]] = {}
-        for number, name in sorted(pair for pairs in found for pair in pairs):
-            holders.setdefault(name, []).append(number % self.ranks)
-        names = {name for _, name in own}
-        return {name: ranks for name, ranks in holders.items() if name in names and len(ranks) > 1}
 
     @torch.no_grad()
     def _sum_shared_gradients(self) -> None:
@@ -271,22 +160,32 @@ class Pipeline:
             gradient = local(parameter.grad)
             if not gradient.numel():  # an uneven shard
                 continue
-            own = gradient.to(self.device).contiguous()
-            pieces = {rank: own if rank == self.rank else torch.empty_like(own) for rank in ranks}
+            own = gradient.to(self.world.device).contiguous()
+            pieces = {rank: own if rank == self._rank else torch.empty_like(own) for rank in ranks}
             operations = []
             for rank, piece in pieces.items():
-                if rank != self.rank:
-                    operations.append(dist.P2POp(dist.isend, own, group=self.group, group_peer=rank))
-                    operations.append(dist.P2POp(dist.irecv, piece, group=self.group, group_peer=rank))
+                if rank != self._rank:
+                    operations.append(dist.P2POp(dist.isend, own, group=self._group, group_peer=rank))
+                    operations.append(dist.P2POp(dist.irecv, piece, group=self._group, group_peer=rank))
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
             gradient.copy_(torch.stack(list(pieces.values())).sum(0))
 
 
-def _check_slots(micro_batches: Sequence[Any], wanted: int, whose: str) -> None:
-    for number, batch in enumerate(micro_batches):
-        if batch.num_slots != wanted:
-            raise ValueError(
-                f"micro-batch {number} has {batch.num_slots:,} slots, and {whose} had {wanted:,}: stages of a pipeline"
-                " exchange tensors of one shape, so set train.fixed_shape=true, which pads every pack to plan.capacity"
-            )
+def _shared_parameters(
+    stages: Mapping[int, nn.Module], ranks: int, group: dist.ProcessGroup
+) -> dict[str, list[int]]:
+    """Name → ranks of the trained parameters that this rank shares with others; the first rank counts them."""
+    own = [
+        (number, name)
+        for number, module in stages.items()
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    ]
+    found: list[list[tuple[int, str]]] = [[] for _ in range(ranks)]
+    dist.all_gather_object(found, own, group=group)
+    holders: dict[str, list[int]] = {}
+    for number, name in sorted(pair for pairs in found for pair in pairs):
+        holders.setdefault(name, []).append(number % ranks)
+    names = {name for _, name in own}
+    return {name: held for name, held in holders.items() if name in names and len(held) > 1}

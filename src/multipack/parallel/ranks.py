@@ -17,13 +17,13 @@ nothing at all (a batch script has SLURM_PROCID, but no step).
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
-
-from multipack.parallel.hostnames import expand_hostlist
 
 
 class Variables(NamedTuple):
@@ -57,6 +57,11 @@ TABLE = (
 )
 """Launchers, innermost first."""
 
+MOST_HOSTS = 100_000
+"""Maximum number of names in a host list: a few characters could otherwise fill the memory."""
+
+_BRACKET = re.compile(r"\[([\d,\s-]+)\]")
+_NAME = re.compile(r"[^\s,\[\]#=]+")
 JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "PALS_APID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
 """Variables that distinguish runs on one host."""
 
@@ -80,14 +85,8 @@ class Ranks:
     launcher: str = "none"
 
 
-class _Claim(NamedTuple):
-    """Values of one launcher's variables as (variable, value); None if not set."""
-
-    row: Variables
-    rank: tuple[str, int] | None
-    size: tuple[str, int] | None
-    local_rank: tuple[str, int] | None
-    local_size: tuple[str, int] | None
+Claim = tuple[str, dict[str, tuple[str, int]]]
+"""A launcher and what its variables say: `rank`, `size`, `local_rank` or `local_size` → (variable, value)."""
 
 
 def find_ranks(environment: Mapping[str, str]) -> Ranks:
@@ -101,7 +100,6 @@ def find_ranks(environment: Mapping[str, str]) -> Ranks:
     """
     claims = _claims(environment)
     rank, size = _agreed("rank", claims), _agreed("size", claims)
-    local_rank, local_size = _first("local_rank", claims), _first("local_size", claims)
     if size is None:
         if rank is not None and rank[1] > 0:
             raise ValueError(
@@ -115,19 +113,17 @@ def find_ranks(environment: Mapping[str, str]) -> Ranks:
             f"{size[0]}={size[1]} is set, but RANK is not; start the processes with a launcher:"
             f" multipack launch -n {size[1]} -- …, or torchrun --nproc-per-node {size[1]} -m multipack …"
         )
-    number = rank[1] if rank is not None else 0
-    if not 0 <= number < size[1]:
-        named = rank[0] if rank is not None else "RANK"
+    variable, number = rank or ("RANK", 0)
+    if number >= size[1]:
         raise ValueError(
-            f"{named}={number} is no rank of {size[0]}={size[1]} processes: ranks are 0 … {size[1] - 1}"
+            f"{variable}={number} is no rank of {size[0]}={size[1]} processes: ranks are 0 … {size[1] - 1}"
         )
-    return Ranks(
-        number,
-        size[1],
-        local_rank[1] if local_rank is not None else number,
-        local_size[1] if local_size is not None else 0,
-        _launcher(environment, claims),
-    )
+    # The first row decides on local ranks, which may differ if each process sees one GPU only.
+    first = {kind: value for _, stated in reversed(claims) for kind, (_, value) in stated.items()}
+    # `multipack launch` exports WORLD_SIZE, and mpiexec or srun the rank: that one is the launcher.
+    launchers = [launcher for launcher, stated in claims if "rank" in stated]
+    launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in environment else (launchers or ["none"])[0]
+    return Ranks(number, size[1], first.get("local_rank", number), first.get("local_size", 0), launcher)
 
 
 def rendezvous(environment: Mapping[str, str], ranks: Ranks) -> tuple[str, int]:
@@ -165,30 +161,24 @@ def port_of(job: str) -> int:
     return 16_384 + zlib.crc32(job.encode()) % 16_384
 
 
-def _claims(environment: Mapping[str, str]) -> list[_Claim]:
-    """Rows that apply to this process."""
-    found = []
+def _claims(environment: Mapping[str, str]) -> list[Claim]:
+    """What the rows that apply to this process say."""
+    found: list[Claim] = []
     for row in TABLE[:1] if "TORCHELASTIC_RUN_ID" in environment else TABLE:
         if row.launcher == "srun" and not _is_step(environment):
             continue
-        rank = _number(environment, row.rank)
-        size = _number(environment, row.size)
-        if rank is None and row is not TABLE[0]:
-            continue  # PMI_SIZE is shared by rows: it belongs to the one with a rank
-        if rank is not None or size is not None:
-            local = _number(environment, row.local_rank), _number(environment, row.local_size)
-            found.append(_Claim(row, rank, size, *local))
-    if _started_helpers(environment, found):
-        found = [claim for claim in found if claim.row.launcher != "srun"]
-    return found
-
-
-def _started_helpers(environment: Mapping[str, str], claims: list[_Claim]) -> bool:
-    """Whether srun started one helper of mpiexec per node, and the helpers started these processes."""
-    sizes = {claim.row.launcher: claim.size[1] for claim in claims if claim.size is not None}
+        stated = {kind: _number(environment, getattr(row, kind)) for kind in Variables._fields[1:]}
+        values = {kind: value for kind, value in stated.items() if value is not None}
+        # PMI_SIZE is shared by rows: it belongs to the one with a rank.
+        if "rank" in values or (row is TABLE[0] and "size" in values):
+            found.append((row.launcher, values))
+    # Whether srun started one helper of mpiexec per node, and the helpers started these processes.
+    sizes = {launcher: values["size"][1] for launcher, values in found if "size" in values}
     inner = [size for launcher, size in sizes.items() if launcher not in ("srun", TABLE[0].launcher)]
     one_a_node = re.fullmatch(r"1(\(x\d+\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    return one_a_node is not None and bool(inner) and inner[0] != sizes.get("srun")
+    if one_a_node and inner and inner[0] != sizes.get("srun"):
+        found = [claim for claim in found if claim[0] != "srun"]
+    return found
 
 
 def _is_step(environment: Mapping[str, str]) -> bool:
@@ -199,9 +189,9 @@ def _is_step(environment: Mapping[str, str]) -> bool:
     return size is not None and size[1] > 1
 
 
-def _agreed(which: str, claims: list[_Claim]) -> tuple[str, int] | None:
+def _agreed(which: str, claims: list[Claim]) -> tuple[str, int] | None:
     """The first row's value, which all others must equal."""
-    stated = [getattr(claim, which) for claim in claims if getattr(claim, which) is not None]
+    stated = [values[which] for _, values in claims if which in values]
     for other in stated[1:]:
         if other[1] != stated[0][1]:
             raise ValueError(
@@ -210,19 +200,6 @@ def _agreed(which: str, claims: list[_Claim]) -> tuple[str, int] | None:
                 " or start the processes with `multipack launch`"
             )
     return stated[0] if stated else None
-
-
-def _first(which: str, claims: list[_Claim]) -> tuple[str, int] | None:
-    """The first row's value; local ranks may differ if each process sees one GPU only."""
-    return next((getattr(claim, which) for claim in claims if getattr(claim, which) is not None), None)
-
-
-def _launcher(environment: Mapping[str, str], claims: list[_Claim]) -> str:
-    if "TORCHELASTIC_RUN_ID" in environment:
-        return "torchrun"
-    named = [claim.row.launcher for claim in claims if claim.rank is not None]
-    # `multipack launch` exports WORLD_SIZE, and mpiexec or srun the rank: that one is the launcher.
-    return named[0] if named else "none"
 
 
 def _number(environment: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, int] | None:
@@ -234,3 +211,40 @@ def _number(environment: Mapping[str, str], names: tuple[str, ...]) -> tuple[str
                 raise ValueError(f"{name}={text!r} is not a whole number")
             return name, int(text)
     return None
+
+
+def expand_hostlist(expression: str) -> list[str]:
+    """Return the names in a list in Slurm's form, in order and with repetitions; containers often lack `scontrol`.
+
+    `node[001-003,007],gpu2` is node001, node002, node003, node007 and gpu2.
+
+    Raises:
+        ValueError: unmatched brackets, an invalid range, or more than `MOST_HOSTS` names.
+    """
+    names: list[str] = []
+    for part in re.split(r",(?![^\[]*\])", expression):
+        texts = enumerate(_BRACKET.split(part.strip()))
+        pieces = [_bracket_numbers(text, expression) if index % 2 else [text] for index, text in texts]
+        if len(names) + math.prod(len(piece) for piece in pieces) > MOST_HOSTS:
+            raise ValueError(f"the host list {expression!r} has more than {MOST_HOSTS:,} hosts")
+        names += [name for chosen in itertools.product(*pieces) if (name := "".join(chosen))]
+    for name in names:
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"the host list {expression!r} contains {name!r}, which is not a host name")
+    return names
+
+
+def _bracket_numbers(text: str, expression: str) -> list[str]:
+    """Numbers in one bracket, with their leading zeros."""
+    numbers: list[str] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part.strip())
+        first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
+        if int(last) < int(first):
+            raise ValueError(
+                f"the host list {expression!r} contains [{text}]; expected ranges such as 001-003"
+            )
+        if int(last) - int(first) >= MOST_HOSTS:
+            raise ValueError(f"the host list {expression!r} has more than {MOST_HOSTS:,} hosts")
+        numbers += [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
+    return numbers

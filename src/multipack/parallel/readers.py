@@ -68,9 +68,9 @@ def open_loader(
         ValueError: there are more readers than data-parallel ranks.
     """
     check_readers(readers, mesh.data_size)
-    if not readers:
+    if not readers or mesh.world.size == 1:
         return PackedLoader(documents, sampler, collator, prefetch)
-    return ScatteredLoader(documents, sampler, collator, mesh, readers, prefetch, timeout_seconds)
+    return ScatteredLoader(documents, sampler, collator, prefetch, mesh, readers, timeout_seconds)
 
 
 class ScatteredLoader(PackedLoader):
@@ -79,7 +79,7 @@ class ScatteredLoader(PackedLoader):
     If a reader fails, the iteration ends on all its ranks with the reader's message.
 
     Attributes:
-        reader: the rank that reads for this one.
+        reader: the rank that reads for this one: the replica leader of the first data-parallel rank.
         data_ranks: data-parallel rank of each rank that this reader serves, by rank.
     """
 
@@ -88,24 +88,24 @@ class ScatteredLoader(PackedLoader):
         documents: Indexed,
         sampler: PackedBatchSampler,
         collator: Callable[[Sequence[Any]], PackedBatch],
+        prefetch: int,
         mesh: Mesh,
         readers: int,
-        prefetch: int = 2,
-        timeout_seconds: float = 600.0,
+        timeout_seconds: float,
     ) -> None:
         super().__init__(documents, sampler, collator, prefetch)
         self._dealt, self._rank = sampler, mesh.world.rank
-        members: dict[int, dict[int, int]] = {}
-        for rank in range(mesh.world.size):
-            there = replace(mesh, world=replace(mesh.world, rank=rank))
-            members.setdefault(_reader_of(there, readers), {})[rank] = there.data_rank
-        self.data_ranks = members[_reader_of(mesh, readers)]
-        self.reader = min(self.data_ranks)  # the replica leader of the first data-parallel rank
-        for ranks in members.values():  # every rank takes part in making every group
-            if len(ranks) > 1:
-                timeout = timedelta(seconds=timeout_seconds)
-                group = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
-                self._group = group if self._rank in ranks else getattr(self, "_group", None)
+        meshes = [replace(mesh, world=replace(mesh.world, rank=rank)) for rank in range(mesh.world.size)]
+        served = [each for each in meshes if _reader_of(each, readers) == _reader_of(mesh, readers)]
+        self.data_ranks = {each.world.rank: each.data_rank for each in served}
+        self.reader = min(self.data_ranks)
+        # Only its members make a group: under nccl, torch would involve the other ranks in collectives.
+        self._group = dist.new_group(
+            list(self.data_ranks),
+            timeout=timedelta(seconds=timeout_seconds),
+            backend="gloo",
+            use_local_synchronization=True,
+        )
 
     def _items(self) -> Iterator[Item]:
         micro_batches = self._dealt.micro_batches
@@ -117,16 +117,13 @@ class ScatteredLoader(PackedLoader):
         """Micro-batch number `pack` of this rank in the epoch; a reader makes those of all its ranks."""
         packs = self._read(pack) if self._rank == self.reader else None
         received: list[Any] = [None]
-        if len(self.data_ranks) == 1:
-            received = packs or []
-        else:
-            try:
-                dist.scatter_object_list(received, packs, src=self.reader, group=self._group)
-            except RuntimeError as error:
-                raise RuntimeError(
-                    f"rank {self.reader} reads for rank {self._rank}, and pack {pack} did not arrive: look for an error"
-                    f" on ranks {', '.join(map(str, self.data_ranks))} ({error})"
-                ) from error
+        try:
+            dist.scatter_object_list(received, packs, src=self.reader, group=self._group)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {self.reader} reads for rank {self._rank}, and pack {pack} did not arrive: look for an error"
+                f" on ranks {', '.join(map(str, self.data_ranks))} ({error})"
+            ) from error
         sent, batch = received[0]
         if isinstance(batch, Exception):
             raise batch

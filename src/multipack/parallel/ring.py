@@ -29,8 +29,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,14 +40,15 @@ from torch.autograd.function import once_differentiable
 
 from multipack.ops.attention import check_heads
 from multipack.ops.partial import Bounds, Gradients, Kernel, choose_kernel, merge
-from multipack.parallel.collectives import run_collective
-from multipack.parallel.rollcall import Group, ranks_of
+from multipack.parallel.collectives import Group, run_collective
 
 Wait = Callable[[], None]
+Exchange = Callable[[Tensor | None, int, Tensor | None, int], Wait]
+"""(sent, to, received, source) → a function that waits; starts sending a tensor to a rank of the ring and receiving one
+from another; None = no message. Tensors are contiguous and must not change before the wait returns."""
 
 
-@dataclass(frozen=True)
-class Rectangle:
+class Rectangle(NamedTuple):
     """Queries of one rank that all see the same keys of another; rows are positions in each rank's own tokens.
 
     Attributes:
@@ -56,12 +58,6 @@ class Rectangle:
 
     queries: slice
     keys: slice
-
-    @property
-    def scores(self) -> int:
-        """Number of pairs of a query and a key."""
-        rows: int = self.queries.stop - self.queries.start
-        return rows * int(self.keys.stop - self.keys.start)
 
 
 @dataclass(frozen=True)
@@ -87,35 +83,23 @@ class Ring:
         """Compute the work of a rank.
 
         Args:
-            lengths: tokens of each document of the pack, padding included.
+            lengths: tokens of each document of the pack, padding included; their sum is a multiple of 2 · ranks.
             rank: the rank.
             ranks: number of ranks.
-
-        Raises:
-            ValueError: the sum of lengths is not a multiple of 2 · ranks.
         """
         ends = list(accumulate(lengths))
-        own = [tokens for chunk in head_tail(ends[-1], rank, ranks) for tokens in _inside(ends, chunk)]
+        own: list[int] = []
+        for chunk in head_tail(ends[-1], rank, ranks):
+            cuts = ends[bisect_right(ends, chunk.start) : bisect_right(ends, chunk.stop - 1)]
+            own += [b - a for a, b in pairwise((chunk.start, *cuts, chunk.stop)) if b > a]
         steps = range(ranks)
         seen = (rectangle(ends, rank, (rank - step) % ranks, ranks) for step in steps)
         shown = (rectangle(ends, (rank + step) % ranks, rank, ranks) for step in steps)
         return cls(rank, ranks, tuple(own), tuple(seen), tuple(shown))
 
-    @property
-    def scores(self) -> int:
-        """Number of scores (pairs of a query and a key) that this rank computes."""
-        squares = sum(length * (length + 1) // 2 for length in self.lengths)
-        return squares + sum(seen.scores for seen in self.seen if seen)
-
 
 def head_tail(slots: int, rank: int, ranks: int) -> tuple[slice, slice]:
-    """Slices of a rank's early and late chunk in a pack of `slots` slots.
-
-    Raises:
-        ValueError: `slots` is not a multiple of 2 · ranks.
-    """
-    if slots % (2 * ranks):
-        raise ValueError(f"{slots:,} slots cannot be cut into {2 * ranks} equal chunks")
+    """Slices of a rank's early and late chunk in a pack of `slots` slots, a multiple of 2 · ranks."""
     size, late = slots // (2 * ranks), 2 * ranks - 1 - rank
     return slice(rank * size, (rank + 1) * size), slice(late * size, (late + 1) * size)
 
@@ -149,63 +133,32 @@ def rectangle(ends: Sequence[int], asking: int, owner: int, ranks: int) -> Recta
     return Rectangle(slice(min(rows), max(rows)), slice(min(columns), max(columns))) if rows else None
 
 
-def _inside(ends: Sequence[int], chunk: slice) -> Iterator[int]:
-    """Number of tokens within a chunk of each document that has any."""
-    cuts = ends[bisect_right(ends, chunk.start) : bisect_right(ends, chunk.stop - 1)]
-    yield from (b - a for a, b in pairwise((chunk.start, *cuts, chunk.stop)) if b > a)
-
-
-class Exchange(Protocol):
-    """Messages between the ranks of a ring."""
-
-    def start(self, sent: Tensor | None, to: int, received: Tensor | None, source: int) -> Wait:
-        """Start sending a tensor to one rank and receiving one from another; None = no message.
-
-        Tensors are contiguous and must not change before the wait returns.
-
-        Args:
-            sent: tensor to send.
-            to: rank in the ring that receives it.
-            received: tensor to receive into.
-            source: rank in the ring that sends it.
-
-        Returns:
-            A function that waits for both.
-        """
-        ...
-
-
-class GroupExchange:
-    """Messages in a process group.
+def send_and_receive(
+    group: Group, sent: Tensor | None, to: int, received: Tensor | None, source: int
+) -> Wait:
+    """Exchange messages in a process group; see `Exchange`.
 
     nccl opens a group's connections in its first collective, which all ranks must call: run one before.
     """
+    operations = []
+    if sent is not None:
+        operations.append(dist.P2POp(dist.isend, sent, group=group, group_peer=to))
+    if received is not None:
+        operations.append(dist.P2POp(dist.irecv, received, group=group, group_peer=source))
+    works: list[dist.Work] = []
 
-    def __init__(self, group: Group = None) -> None:
-        self._group = group
+    def begin(group: Group) -> None:
+        works.extend(dist.batch_isend_irecv(operations))
 
-    def start(self, sent: Tensor | None, to: int, received: Tensor | None, source: int) -> Wait:
-        """See `Exchange`."""
-        names = ranks_of(self._group)
-        operations = []
-        if sent is not None:
-            operations.append(dist.P2POp(dist.isend, sent, names[to], self._group))
-        if received is not None:
-            operations.append(dist.P2POp(dist.irecv, received, names[source], self._group))
-        if not operations:
-            return _nothing
-        works: list[dist.Work] = []
+    def wait(group: Group) -> None:
+        for work in works:
+            work.wait()
+        operations.clear()  # they keep the tensors alive
 
-        def begin(group: Group) -> None:
-            works.extend(dist.batch_isend_irecv(operations))
-
-        def wait(group: Group) -> None:
-            for work in works:
-                work.wait()
-            operations.clear()  # they keep the tensors alive
-
-        run_collective("ring attention", begin, self._group)
-        return lambda: run_collective("ring attention", wait, self._group)
+    if not operations:
+        return _nothing
+    run_collective("ring attention", begin, group)
+    return lambda: run_collective("ring attention", wait, group)
 
 
 def ring_attention(
@@ -230,7 +183,7 @@ def ring_attention(
         cu_seqlens: (N + 1,) int32 cumulative sums of `ring.lengths`, from 0, on the device of q.
         group: process group of the ranks.
         kernel: attention kernel; None = `choose_kernel(q)`.
-        exchange: sends messages; None = `GroupExchange(group)`.
+        exchange: sends messages; None = `send_and_receive` in the group.
 
     Returns:
         (T/ranks, H, D) in q's dtype.
@@ -241,12 +194,8 @@ def ring_attention(
     check_heads(q, k, v)
     if len(q) != sum(ring.lengths):
         raise ValueError(f"this rank of the ring has {sum(ring.lengths):,} tokens, but q has {len(q):,}")
-    work = _Work(
-        ring,
-        Bounds(ring.lengths, cu_seqlens),
-        kernel or choose_kernel(q),
-        exchange or GroupExchange(group),
-    )
+    exchange = exchange or partial(send_and_receive, group)
+    work = _Work(ring, Bounds(ring.lengths, cu_seqlens), kernel or choose_kernel(q), exchange)
     out: Tensor = _RingAttention.apply(q, k, v, work)  # type: ignore[no-untyped-call]
     return out
 
@@ -272,10 +221,6 @@ class _RingAttention(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
 
 
-Visit = tuple[Rectangle, Tensor, Tensor] | None
-"""Rectangle, keys and values of a step; None = no query sees a key."""
-
-
 @dataclass(frozen=True)
 class _Work:
     """The work of a rank for one pack and layer, forward and backward."""
@@ -287,28 +232,27 @@ class _Work:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(T/n, H, D) results and (T/n, H) log-sum-exps over the keys of all ranks."""
-        visits = self.visits(k, v)
-        out, lse = self.kernel.forward(q, k, v, self.documents)
-        for visit in visits:
-            if visit:
-                seen, key, value = visit
+        for step, (seen, pair) in enumerate(self.visits(k, v)):
+            if step == 0:  # while the first messages are under way
+                out, lse = self.kernel.forward(q, k, v, self.documents)
+            if seen is not None:
                 rows = seen.queries
-                merge(out[rows], lse[rows], *self.kernel.forward(q[rows], key, value, None))
+                merge(out[rows], lse[rows], *self.kernel.forward(q[rows], *pair, None))
         return out, lse
 
     def backward(
         self, upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> Gradients:
         """Gradients of this rank's q, k and v from the queries of all ranks."""
-        visits, add_gradients = self.visits(k, v), _nothing
-        dq, dk, dv = self.kernel.backward(upstream, q, k, v, out, lse, self.documents)
-        for step, visit in enumerate(visits):
+        add_gradients = _nothing
+        for step, (seen, pair) in enumerate(self.visits(k, v)):
+            if step == 0:
+                dq, dk, dv = self.kernel.backward(upstream, q, k, v, out, lse, self.documents)
             parts: list[Tensor] = []
-            if visit:
-                seen, key, value = visit
+            if seen is not None:
                 rows = seen.queries
                 more, *parts = self.kernel.backward(
-                    upstream[rows], q[rows], key, value, out[rows], lse[rows], None
+                    upstream[rows], q[rows], *pair, out[rows], lse[rows], None
                 )
                 dq[rows] += more
             add_gradients()
@@ -316,28 +260,20 @@ class _Work:
         add_gradients()
         return dq, dk, dv
 
-    def visits(self, k: Tensor, v: Tensor) -> Iterator[Visit]:
-        """Keys and values of each step, this rank's first. The exchange of the next step runs during each step."""
-        return self._visits(k, v, self.fetch(1, k, v))
-
-    def _visits(self, k: Tensor, v: Tensor, coming: tuple[Wait, Tensor | None]) -> Iterator[Visit]:
+    def visits(self, k: Tensor, v: Tensor) -> Iterator[tuple[Rectangle | None, Sequence[Tensor]]]:
+        """Rectangle, keys and values of each step, this rank's first; the next exchange runs during each step."""
         own = self.ring.seen[0]
-        yield (own, k[own.keys], v[own.keys]) if own else None
-        for step in range(1, self.ring.ranks):
-            wait, arrived = coming
+        pair: Any = (k[own.keys], v[own.keys]) if own else ()
+        for step, seen in enumerate(self.ring.seen, 1):
+            wait, arriving = _nothing, None
+            if step < self.ring.ranks:
+                shown = self.ring.shown[step]
+                sent = torch.stack((k[shown.keys], v[shown.keys])) if shown else None
+                arriving = _room(self.ring.seen[step], k, k.dtype)
+                wait = self.exchange(sent, self.rank_at(step), arriving, self.rank_at(-step))
+            yield seen, pair
             wait()
-            coming = self.fetch(step + 1, k, v)
-            seen = self.ring.seen[step]
-            yield (seen, arrived[0], arrived[1]) if seen and arrived is not None else None
-
-    def fetch(self, step: int, k: Tensor, v: Tensor) -> tuple[Wait, Tensor | None]:
-        """Start a step's exchange of keys and values; return a function that waits, and the (2, S, K, D) to receive."""
-        if step >= self.ring.ranks:
-            return _nothing, None
-        shown, to, source = self.ring.shown[step], self.rank_at(step), self.rank_at(-step)
-        sent = torch.stack((k[shown.keys], v[shown.keys])) if shown else None
-        arriving = _room(self.ring.seen[step], k, k.dtype)
-        return self.exchange.start(sent, to, arriving, source), arriving
+            pair = arriving
 
     def send_home(self, step: int, parts: list[Tensor], dk: Tensor, dv: Tensor, dtype: torch.dtype) -> Wait:
         """Start sending a step's gradients of keys and values to their owner.
@@ -345,13 +281,12 @@ class _Work:
         Returns:
             A function that waits for the gradients of this rank's keys and values and adds them to dk and dv.
         """
-        shown, to, source = self.ring.shown[step], self.rank_at(-step), self.rank_at(step)
+        shown = self.ring.shown[step]
         sent = torch.stack(parts).to(dtype) if parts else None
-        if step == 0:
-            wait, arriving = _nothing, sent
-        else:
+        wait, arriving = _nothing, sent
+        if step > 0:
             arriving = _room(shown, dk, dtype)
-            wait = self.exchange.start(sent, to, arriving, source)
+            wait = self.exchange(sent, self.rank_at(-step), arriving, self.rank_at(step))
 
         def add_received() -> None:
             wait()

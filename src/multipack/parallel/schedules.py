@@ -8,8 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,38 +33,24 @@ _SCHEDULES: dict[Schedule, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class Pass:
-    """One pass of one micro-batch through one stage, without the wait for its input.
-
-    Attributes:
-        stage: number of the stage.
-        micro_batch: number of the micro-batch; −1 for the reduction of a stage's gradients.
-        kind: of pass.
-        began, ended: seconds since this rank began the step.
-    """
-
-    stage: int
-    micro_batch: int
-    kind: Literal["forward", "backward", "reduce"]
-    began: float
-    ended: float
-
-
 class ScheduledRun:
     """A schedule over this rank's stages, for one number and one size of micro-batches.
 
     Training and evaluation have one each: torch's buffers differ in whether they require gradients.
 
     Args:
-        stages: number → module; see `Pipeline`.
+        stages: number → module of this rank's stages.
         group: the ranks of the pipeline.
         schedule: order of passes.
         hidden: shape and dtype of what stages exchange.
         micro_batches: their number; in evaluation any.
         device: where stages run.
-        clock: seconds; not used on GPUs.
+        clock: marks time on that device.
         trains: whether there are backward passes.
+
+    Attributes:
+        passes: (stage, micro-batch, kind, began, ended) of the passes of the last step, in their order, without the
+            wait for their input: "forward", "backward", or "reduce" with micro-batch −1, which reduces gradients.
     """
 
     def __init__(
@@ -77,17 +62,15 @@ class ScheduledRun:
         micro_batches: int,
         *,
         device: torch.device,
-        clock: Callable[[], float],
+        clock: DeviceClock,
         trains: bool,
     ) -> None:
-        self.hidden, self.count, self.device = hidden, micro_batches, device
+        self.hidden, self.count, self.device, self.clock = hidden, micro_batches, device, clock
         self.batches: list[Any] = []
         self.losses: dict[int, Tensor] = {}
+        self.passes: list[tuple[int, int, str, Any, Any]] = []
         self.autocast: Autocast = nullcontext
         self.scale = 1.0
-        self.clock = DeviceClock(device, clock)
-        self._marks: list[tuple[int, int, Any, Any, Any]] = []
-        self._began: Any = None
         total = dist.get_world_size(group) * len(stages)
         # Under 1f1b stage s has at most `total − s` forward passes whose backward pass is still to come.
         bounded = trains and schedule == "1f1b"
@@ -95,18 +78,26 @@ class ScheduledRun:
             Stage(self, module, number, total, group, bounded=bounded, trains=trains)
             for number, module in stages.items()
         ]
-        loss = self._scaled if trains else None  # without a loss torch's schedules run forward only
         kind = _SCHEDULES[schedule]
         if not trains:  # these take any number of micro-batches
             kind = ScheduleGPipe if len(held) == 1 else ScheduleLoopedBFS
+        loss = self._scaled if trains else None  # without a loss torch's schedules run forward only
         one_or_all: Any = held[0] if len(held) == 1 else held
         self._schedule = kind(one_or_all, micro_batches, loss_fn=loss, scale_grads=False)
 
     def step(self, batches: list[Any], autocast: Autocast, scale: float) -> list[float]:
-        """Run all passes; returns the losses of `Pipeline.forward_backward`."""
+        """Run all passes.
+
+        Args:
+            batches: micro-batches with the same number of slots, the same packs on every rank of the pipeline.
+            autocast: returns the context of forward passes.
+            scale: factor of losses before their backward passes.
+
+        Returns:
+            Summed losses by micro-batch (not scaled) on the rank of the last stage; zeros elsewhere.
+        """
         self.batches, self.autocast, self.scale = batches, autocast, scale
-        self.losses, self._marks = {}, []
-        self._began = self.clock.mark()
+        self.losses, self.passes = {}, []
         # The schedule splits this into its elements: a stage gets the number of the micro-batch beside its input.
         numbers = torch.arange(self.count)
         try:
@@ -121,18 +112,11 @@ class ScheduledRun:
 
     def record(self, stage: int, micro_batch: int, kind: str, began: Any) -> None:
         """Note that a pass has ended."""
-        self._marks.append((stage, micro_batch, kind, began, self.clock.mark()))
+        self.passes.append((stage, micro_batch, kind, began, self.clock.mark()))
 
-    def passes(self) -> list[Pass]:
-        """The passes of the last step."""
-
-        def since(mark: Any) -> float:
-            return self.clock.seconds(self._began, mark)
-
-        return [
-            Pass(stage, number, kind, since(began), since(ended))
-            for stage, number, kind, began, ended in self._marks
-        ]
+    def seconds(self, kind: str) -> float:
+        """Seconds in passes of a kind in the last step."""
+        return sum(self.clock.seconds(began, ended) for *_, each, began, ended in self.passes if each == kind)
 
     def _scaled(self, loss: Tensor, _: Tensor) -> Tensor:
         return (loss * self.scale).sum()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
 
 from multipack.parallel.parallel_config import STAGES_OF_RANK, ParallelConfig, Schedule
 from multipack.shapes import ModelShape
@@ -33,7 +35,8 @@ def head_layers(shape: ModelShape) -> float:
     return shape.d_model * shape.vocabulary_size / shape.layer_parameters
 
 
-def split_layers(layers: int, stages: int, head: float = 0.0) -> list[range]:
+@cache
+def split_layers(layers: int, stages: int, head: float = 0.0) -> tuple[range, ...]:
     """Split a model's layers into stages of as equal cost as whole layers allow.
 
     Args:
@@ -53,14 +56,10 @@ def split_layers(layers: int, stages: int, head: float = 0.0) -> list[range]:
             f"a pipeline of {stages} stages cannot be cut from model.layers={layers}: use at most {layers} stages"
             " (parallel.pipeline, twice that with parallel.schedule=interleaved), or more layers"
         )
-    costs = [1.0] * (stages - 1) + [1.0 + head]
-    counts = [1] * stages
+    counts, extra = [1] * stages, [0.0] * (stages - 1) + [head]
     for _ in range(layers - stages):
-        cheapest = min(range(stages), key=lambda stage: (costs[stage], -stage))
-        counts[cheapest] += 1
-        costs[cheapest] += 1.0
-    stops = [sum(counts[: stage + 1]) for stage in range(stages)]
-    return [range(stop - count, stop) for count, stop in zip(counts, stops, strict=True)]
+        counts[min(range(stages), key=lambda stage: (counts[stage] + extra[stage], -stage))] += 1
+    return tuple(range(stop - count, stop) for count, stop in zip(counts, accumulate(counts), strict=True))
 
 
 def stages_of_rank(rank: int, ranks: int, schedule: Schedule) -> list[int]:

@@ -1,23 +1,24 @@
-"""Named tensors of a model and its optimizer on any number of ranks, and sources of saved values.
+"""Named tensors of a model and its optimizer on any number of ranks: state, sources of saved values, norms.
 
 Names are those of the whole model in one process. A rank holds a tensor whole, a shard of it (a `DTensor`), or not
 at all.
 
-`torch.distributed.checkpoint.state_dict` names optimizer state in the same way, but only for one module whose
-parameters are all in one optimizer with state for all of them. Here a rank may hold several stages of a pipeline, and
-ZeRO-1 keeps the state of a part of the parameters, so the functions below work on names and tensors alone.
+`torch.distributed.checkpoint.state_dict` names optimizer state in the same way, but only for one module with state for
+all of its parameters: a rank may hold several stages of a pipeline, and under ZeRO-1 the state of some parameters.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from multipack.parallel.mesh import Mesh
 
 State = dict[str, dict[str, Tensor]]
 """Group ("model", "optimizer", …) → name → tensor; a `DTensor` where ranks hold shards."""
@@ -103,34 +104,20 @@ def slot_difference(
         if (parameter := name.rpartition(".")[0]) in parameters or parameter not in trained
     ]
     shapes = {name: tuple(value.shape) for name, value in own.items()}
-    return _difference(shapes, {name: shape for name, shape in saved.items() if name in own}, unknown)
+    return difference(shapes, {name: shape for name, shape in saved.items() if name in own}, unknown)
 
 
-def check_model_shapes(own: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]]) -> None:
-    """Compare names and whole shapes of all parameters of a model with saved ones.
-
-    Raises:
-        ValueError: they differ; the first few are named.
-    """
-    difference = _difference(own, saved, saved.keys() - own.keys())
-    if difference:
-        raise ValueError(f"the checkpoint {difference}")
-
-
-def _difference(
+def difference(
     own: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]], unknown: Collection[str]
 ) -> str:
-    missing = sorted(own.keys() - saved.keys())
+    """How the names and whole shapes of saved tensors differ from a model's, for an error message; the first few."""
     reshaped = [
         f"{name} {tuple(saved[name])} instead of {tuple(shape)}"
         for name, shape in own.items()
         if name in saved and tuple(saved[name]) != tuple(shape)
     ]
-    for problem, names in (
-        ("lacks", missing),
-        ("has unknown", sorted(unknown)),
-        ("has other shapes:", reshaped),
-    ):
+    problems = {"lacks": sorted(own.keys() - saved.keys()), "has unknown": sorted(unknown)}
+    for problem, names in (problems | {"has other shapes:": reshaped}).items():
         if names:
             return f"{problem} {', '.join(names[:3])} ({len(names)} in all)"
     return ""
@@ -163,3 +150,45 @@ def piece_of(whole: Tensor, like: Tensor) -> Tensor:
     for dim, (size, offset) in enumerate(zip(sizes, offsets, strict=True)):
         whole = whole.narrow(dim, offset, size)
     return whole
+
+
+@torch.no_grad()
+def squared_norms(
+    tensors: Mapping[str, Tensor], names: Sequence[str], mesh: Mesh, duplicates: Collection[str] = ()
+) -> dict[str, float]:
+    """Squared 2-norm of every tensor of the model over all ranks; collective where ranks hold different tensors.
+
+    Σ over ranks of |piece|² / copies, where `copies` ranks hold the same piece.
+
+    Args:
+        tensors: what this rank holds, by name; missing ones count as zeros.
+        names: of all the model's tensors, the same on every rank.
+        mesh: the ranks.
+        duplicates: names that this rank holds and another stage of its pipeline counts.
+
+    Returns:
+        In the order of `names`, the same on every rank.
+    """
+    held = {name: tensor for name, tensor in tensors.items() if name not in duplicates}
+    squares = dict.fromkeys(names, 0.0)
+    if held:
+        is_double = any(tensor.dtype == torch.float64 for tensor in held.values())
+        dtype = torch.float64 if is_double else torch.float32
+        found = torch._foreach_norm([local(tensor) for tensor in held.values()], 2, dtype)
+        weights = [1.0 / _copies(tensor, mesh) for tensor in held.values()]
+        values = torch.stack([each.to(mesh.world.device) for each in found]).double().square().tolist()
+        squares |= {name: value * weight for name, value, weight in zip(held, values, weights, strict=True)}
+    if mesh.is_plain:
+        return squares
+    return dict(zip(names, mesh.world.sum(list(squares.values())), strict=True))
+
+
+def _copies(tensor: Tensor, mesh: Mesh) -> int:
+    """Number of ranks that hold the same piece of a tensor; 1 on a plain mesh, where norms are not summed."""
+    if mesh.is_plain:
+        return 1
+    pieces = 1
+    for axis, placement in enumerate(tensor.placements if isinstance(tensor, DTensor) else ()):
+        if isinstance(placement, Shard) or type(placement).__name__ == "_StridedShard":
+            pieces *= tensor.device_mesh.size(axis)
+    return mesh.world.size // mesh.sizes["pp"] // pieces

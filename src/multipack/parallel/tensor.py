@@ -36,11 +36,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
-from functools import partial
 from inspect import signature
 from typing import Any, ClassVar, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -48,8 +48,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from multipack.ops.autocast import in_autocast_dtype
 from multipack.ops.loss import LOSS_ATTRIBUTES
-from multipack.parallel.collectives import all_gather, identity, reduce_scatter
-from multipack.parallel.rollcall import Group, place_in
+from multipack.parallel.collectives import Group, all_gather, identity, reduce_scatter
 from multipack.parallel.state import local
 
 
@@ -67,11 +66,8 @@ def divide_tensors(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) 
 
     Raises:
         ValueError: no pattern matches a module with parameters, or its type does not fit its kind; a kind is unknown;
-            a dimension is not a multiple of the number of ranks; a loss takes no `group`; or the model is already
-            divided.
+            a dimension is not a multiple of the number of ranks; or a loss takes no `group`.
     """
-    if mesh.ndim != 1:
-        raise ValueError(f"divide_tensors takes a mesh of one dimension, got {mesh.ndim}: {mesh}")
     group = mesh.get_group()
     found = [(name, module, _divided_type(name, module, plan)) for name, module in model.named_modules()]
     losses = {
@@ -83,7 +79,7 @@ def divide_tensors(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) 
         if divided_type is not None:
             _divide(name, module, divided_type, mesh)
         elif _kind_of(name, plan) == "gathers":
-            module.register_forward_pre_hook(partial(_gather_first, group))
+            module.register_forward_pre_hook(lambda _, inputs: (_all_tokens(inputs[0], group), *inputs[1:]))
     for name, loss in losses.items():
         setattr(model, name, loss)
 
@@ -109,7 +105,7 @@ class _RowLinear(_TensorParallel, nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """(T, f / ranks) → (T / ranks, d)."""
         bias = None if self.bias is None else local(self.bias)
-        if bias is not None and place_in(self.group)[0] != 0:
+        if bias is not None and dist.get_rank(self.group) != 0:
             bias = bias - bias.detach()  # 0, with the same gradient as on the first rank
         return reduce_scatter(F.linear(x, local(self.weight), bias), group=self.group)
 
@@ -120,7 +116,7 @@ class _VocabularyEmbedding(_TensorParallel, nn.Embedding):
     def forward(self, words: Tensor) -> Tensor:
         """(T,) → (T / ranks, d)."""
         weight = local(self.weight)
-        rank, ranks = place_in(self.group)
+        rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         _check_tokens(len(words), ranks)
         rows = words - rank * weight.shape[0]
         absent = (rows < 0) | (rows >= weight.shape[0])
@@ -133,7 +129,7 @@ class _PositionEmbedding(_TensorParallel, nn.Embedding):
 
     def forward(self, positions: Tensor) -> Tensor:
         """(T,) → (T / ranks, d)."""
-        rank, ranks = place_in(self.group)
+        rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         _check_tokens(len(positions), ranks)
         return F.embedding(positions.chunk(ranks)[rank], identity(local(self.weight), self.group))
 
@@ -183,8 +179,6 @@ def _kind_of(name: str, plan: Mapping[str, str]) -> str | None:
 
 def _divided_type(name: str, module: nn.Module, plan: Mapping[str, str]) -> type[_TensorParallel] | None:
     """The divided type of a module; None = nothing to divide."""
-    if isinstance(module, _TensorParallel):
-        raise ValueError(f"{name} is already divided: divide a model only once")
     kind = _kind_of(name, plan)
     if kind is not None and kind != "gathers":
         for divided_type in _KINDS[kind]:
@@ -204,7 +198,7 @@ def _divided_type(name: str, module: nn.Module, plan: Mapping[str, str]) -> type
 
 @torch.no_grad()
 def _divide(name: str, module: nn.Module, divided_type: type[_TensorParallel], mesh: DeviceMesh) -> None:
-    rank, ranks = place_in(mesh.get_group())
+    rank, ranks = mesh.get_local_rank(), mesh.size()
     for own, parameter in list(module.named_parameters(recurse=False)):
         placement = divided_type.placements[own]
         piece = parameter.detach()
@@ -220,11 +214,6 @@ def _divide(name: str, module: nn.Module, divided_type: type[_TensorParallel], m
         module.register_parameter(own, nn.Parameter(divided, requires_grad=parameter.requires_grad))
     module.__class__ = divided_type
     cast(_TensorParallel, module).group = mesh.get_group()
-
-
-def _gather_first(group: Group, _: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Forward pre-hook: gather the module's first argument to all tokens."""
-    return _all_tokens(arguments[0], group), *arguments[1:]
 
 
 def _all_tokens(x: Tensor, group: Group) -> Tensor:

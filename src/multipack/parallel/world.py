@@ -124,21 +124,19 @@ class World:
         Raises:
             ValueError: rank 0 failed (rank 0 itself raises the original error).
         """
-        if self.size == 1:
-            return function() or ""
         failure: Exception | None = None
-        outcome = {"value": "", "error": ""}
+        value, problem = "", ""
         if self.is_main:
             try:
-                outcome["value"] = function() or ""
+                value = function() or ""
             except (ValueError, OSError) as error:
-                outcome["error"], failure = str(error), error
-        outcome = json.loads(self.from_main(json.dumps(outcome)))
+                problem, failure = str(error), error
+        value, problem = json.loads(self.from_main(json.dumps([value, problem])))
         if failure is not None:
             raise failure
-        if outcome["error"]:
-            raise ValueError(f"rank 0: {outcome['error']}")
-        return str(outcome["value"])
+        if problem:
+            raise ValueError(f"rank 0: {problem}")
+        return value
 
 
 def choose_device(requested: Device, local_rank: int) -> torch.device:
@@ -151,38 +149,15 @@ def choose_device(requested: Device, local_rank: int) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError("train.device=cuda, but torch sees no GPU here; use train.device=cpu")
-    if local_rank >= torch.cuda.device_count():
+    count = torch.cuda.device_count()
+    if count == 1 and os.environ.get("CUDA_VISIBLE_DEVICES", ",").count(",") == 0:
+        local_rank = 0  # schedulers and wrapper scripts may show each process its own GPU only
+    if local_rank >= count:
         raise ValueError(
-            f"local rank {local_rank} has no GPU of its own: there are {torch.cuda.device_count()};"
+            f"local rank {local_rank} has no GPU of its own: there are {count};"
             " start fewer processes or use train.device=cpu"
         )
     return torch.device("cuda", local_rank)
-
-
-def launched_by(environment: Mapping[str, str]) -> tuple[str, str]:
-    """The launcher's name and command line, as far as they are known.
-
-    Args:
-        environment: variables of this process.
-
-    Returns:
-        (name, command): for a process started by hand `"none"` and its own command line.
-    """
-    program = Path(sys.argv[0]).name
-    own = " ".join(["python -m multipack" if program == "__main__.py" else program, *sys.argv[1:]])
-    launcher = find_ranks(environment).launcher
-    if launcher == "torchrun":
-        return launcher, _parent_command() or own
-    return launcher, own
-
-
-def _parent_command() -> str:
-    try:
-        raw = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
-    except OSError:
-        return ""
-    words = [word for word in raw.decode(errors="replace").split("\0") if word]
-    return " ".join([Path(word).name if i < 2 else word for i, word in enumerate(words)])
 
 
 @contextmanager
@@ -203,26 +178,37 @@ def connected(device: Device = "auto", timeout_seconds: float = 600.0) -> Iterat
     Raises:
         ValueError: the launcher's variables are incomplete or contradictory, or the device is not available.
     """
-    environment = os.environ
-    ranks = find_ranks(environment)
-    launcher, command = launched_by(environment)
+    ranks = find_ranks(os.environ)
+    program = Path(sys.argv[0]).name
+    command = " ".join(["python -m multipack" if program == "__main__.py" else program, *sys.argv[1:]])
     if ranks.size == 1:
-        yield World(device=choose_device(device, 0), launcher=launcher, command=command)
+        yield World(device=choose_device(device, 0), launcher=ranks.launcher, command=command)
         return
-    address = rendezvous(environment, ranks)
+    address = rendezvous(os.environ, ranks)
     target = choose_device(device, ranks.local_rank)
     if target.type == "cuda":
         torch.cuda.set_device(target)
     backend = "nccl" if target.type == "cuda" else "gloo"
-    timeout = timedelta(seconds=timeout_seconds)
-    _join(environment, backend, ranks, address, timeout, target if target.type == "cuda" else None)
+    _join(os.environ, backend, ranks, address, timedelta(seconds=timeout_seconds), target)
     try:
         yield World(
-            ranks.rank, ranks.size, ranks.local_rank, target, backend, launcher, command, timeout_seconds
+            ranks.rank,
+            ranks.size,
+            ranks.local_rank,
+            target,
+            backend,
+            ranks.launcher,
+            command,
+            timeout_seconds,
         )
         dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    except BaseException:
+        if (
+            backend != "nccl"
+        ):  # would wait for ranks that are in a collective, and the error would not be printed
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
 
 
 def _join(
@@ -231,7 +217,7 @@ def _join(
     ranks: Ranks,
     address: tuple[str, int],
     timeout: timedelta,
-    device_id: torch.device | None,
+    device: torch.device,
 ) -> None:
     """Initialize the process group; under torchrun with store keys of its own for each restart.
 
@@ -247,7 +233,7 @@ def _join(
         rank=ranks.rank,
         world_size=ranks.size,
         timeout=timeout,
-        device_id=device_id,
+        device_id=device if device.type == "cuda" else None,
     )
 
 

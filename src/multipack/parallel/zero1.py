@@ -13,18 +13,17 @@ cannot be broadcast); here each rank broadcasts its local part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from multipack.parallel.state import local
 
 BUCKET_BYTES = 64 * 2**20
-"""Largest size of small tensors that are broadcast together."""
+"""Size up to which tensors are broadcast together."""
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -48,10 +47,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         parameters: Mapping[str, nn.Parameter],
         mesh: DeviceMesh,
     ) -> None:
-        if mesh.ndim != 1:
-            raise ValueError(
-                f"ranks that divide an optimizer have a mesh of one dimension, not of {mesh.ndim}"
-            )
         self._updates = factory(parameters)
         super().__init__(self._updates.param_groups, self._updates.defaults)
         self.state = self._updates.state
@@ -66,14 +61,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._owned[self.owners[name]].append(parameter)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step this rank's tensors, then exchange values; collective. Gradients are not changed.
-
-        Raises:
-            ValueError: a closure was given.
-        """
-        if closure is not None:
-            raise ValueError("a sharded optimizer steps with the present gradients: pass no closure")
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Step this rank's tensors, then exchange values; collective. Gradients are not changed."""
         others = [each for rank, held in enumerate(self._owned) if rank != self._rank for each in held]
         gradients = [each.grad for each in others]
         for parameter in others:
@@ -84,29 +73,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for parameter, gradient in zip(others, gradients, strict=True):
                 parameter.grad = gradient
         for owner, held in enumerate(self._owned):
-            for bucket in _buckets([local(each) for each in held]):
-                self._broadcast(bucket, owner)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Settings of all parameter groups, and the state of this rank's own tensors."""
-        return self._updates.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned on this rank."""
-        self._updates.load_state_dict(state_dict)
-        self.param_groups, self.state = self._updates.param_groups, self._updates.state
-
-    def _broadcast(self, tensors: list[Tensor], owner: int) -> None:
-        if len(tensors) == 1 and tensors[0].is_contiguous():
-            dist.broadcast(tensors[0], group=self._group, group_src=owner)
-            return
-        flat = torch.cat([each.reshape(-1) for each in tensors])
-        dist.broadcast(flat, group=self._group, group_src=owner)
-        if owner != self._rank:
-            for tensor, values in zip(
-                tensors, torch.split(flat, [each.numel() for each in tensors]), strict=True
-            ):
-                tensor.copy_(values.view_as(tensor))
+            if held:
+                values = [local(each) for each in held]
+                dist._broadcast_coalesced(self._group, values, BUCKET_BYTES, owner)
 
 
 def assign_owners(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
@@ -120,18 +89,3 @@ def assign_owners(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
         owners[name] = owner
         loads[owner] += sizes[name]
     return owners
-
-
-def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Runs of tensors of one dtype and device, at most `BUCKET_BYTES` each; a larger tensor is alone."""
-    bucket: list[Tensor] = []
-    held = 0
-    for tensor in tensors:
-        fits = bucket and (bucket[0].dtype, bucket[0].device) == (tensor.dtype, tensor.device)
-        if bucket and (not fits or held + tensor.nbytes > BUCKET_BYTES):
-            yield bucket
-            bucket, held = [], 0
-        bucket.append(tensor)
-        held += tensor.nbytes
-    if bucket:
-        yield bucket

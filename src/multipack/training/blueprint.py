@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from multipack.models.compile import compile_blocks
 from multipack.models.decoder import PARALLEL_PLAN, Decoder, DecoderPart, initial_parameters
 from multipack.models.recompute import recompute_blocks, tile_layers
-from multipack.parallel.build import Blueprint, build_engine, frozen_stage
+from multipack.parallel.build import Blueprint, build_engine
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.stages import head_layers, split_layers
@@ -91,7 +91,12 @@ def check_first_stage(config: Config, shape: ModelShape) -> None:
         first = dict(Decoder(shape, part=DecoderPart(0, stop, shape.layers)).named_parameters())
     freeze(first, config.optimizer, described(_shapes(shape)))
     if not any(parameter.requires_grad for parameter in first.values()):
-        raise frozen_stage(config.parallel)
+        parallel = config.parallel
+        raise ValueError(
+            "optimizer.rules freeze all that the first stage of the pipeline holds, which then has no gradients to"
+            f" compute: use fewer than the {parallel.stages} stages of parallel.pipeline={parallel.pipeline}, or"
+            " parallel.pipeline=1 with parallel.data=zero3"
+        )
 
 
 def _shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:

@@ -129,10 +129,9 @@ class Config:
             ValueError: settings cannot be combined; the message names the nearest legal choice.
         """
         parallel, train = self.parallel, self.train
-        parallel.check(self.model, processes, self.plan.capacity)
+        parallel.check(self.model, processes, self.plan.capacity, train.dtype)
         self._check_packs(processes)
         self._check_slots()
-        parallel.check_dtype(train.dtype, processes)
         if parallel.context > 1 and parallel.context_method == "ring" and self.model.attention != "auto":
             raise ValueError(
                 f"model.attention={self.model.attention}: ring attention has its own kernels; use model.attention=auto,"
