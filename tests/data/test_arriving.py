@@ -137,7 +137,7 @@ def test_some_of_the_first_documents_are_held_back(folder, follow, tmp_path):
     complete(tmp_path / "large")
     arriving = follow(tmp_path / "large", validation=0.5)
     assert len(arriving.validation) == HEAD // 2
-    assert int(arriving.validation.pieces.document.max()) < HEAD
+    assert int(arriving.validation.pieces["document"].max()) < HEAD
 
 
 def test_a_missing_shard_is_awaited_and_then_named(folder, follow, tmp_path):

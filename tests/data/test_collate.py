@@ -79,7 +79,7 @@ def test_padding_gives_rows_of_one_width():
     batch = PaddedCollator(pad_id=9, loss_weighting="document")([A, B])
     assert batch.input_ids.tolist() == [5, 6, 7, 8, 9, 3, 4, 9, 9, 9]
     assert batch.targets.tolist() == [IGNORE, 7, 8, 9, IGNORE, 4, *[IGNORE] * 4]
-    assert batch.cu_seqlens.tolist() == [0, 5, 10]
+    assert batch.cu_seqlens.tolist() == [0, 5, 10, 10]
     assert (batch.num_tokens, batch.num_target_tokens, batch.lengths) == (7, 4, (5, 5))
     packed = PackedCollator(max_documents=3, max_seqlen=5, loss_weighting="document")([A, B])
     assert batch.weights.tolist() == [*packed.weights.tolist(), 0, 0, 0]

@@ -201,6 +201,6 @@ def test_the_standard_library(monkeypatch):
     assert corpus.train_fit.split_documents > 10  # auto: functions longer than the limit are split
     assert len(corpus.prompts) == 3
     assert all(prompt.lstrip().startswith(("def ", "async def ")) for prompt in corpus.prompts)
-    monkeypatch.setattr(module.prepare.__globals__["Job"], "write_part", None)
+    monkeypatch.setitem(module.prepare.__globals__, "write_part", None)
     again = load_corpus(DataConfig(), AUTO, limit=1024)  # from the cache
     assert again.train.fingerprint == corpus.train.fingerprint

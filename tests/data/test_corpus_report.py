@@ -1,4 +1,5 @@
 import json
+from dataclasses import astuple
 
 import numpy as np
 import pytest
@@ -37,7 +38,7 @@ def test_the_figures_of_a_corpus(write_store):
         for capacity in CAPACITIES
         if (longer := [length for length in lengths if length > capacity])
     ]
-    assert [tuple(entry) for entry in report.excess] == expected
+    assert [astuple(entry) for entry in report.excess] == expected
     assert expected[-1][0] == 4096
     assert json.loads(json.dumps(report.to_dict()))["histogram"][0]["first"] == report.histogram[0].first
     assert (report.shards, report.is_complete, report.pairs) == (1, True, False)

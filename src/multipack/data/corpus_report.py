@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multipack.data.data_config import Overlong
+from multipack.data.documents import Documents
 from multipack.data.overlong import Fit, FitReport
 from multipack.data.store import TokenStore
 from multipack.planning.lengths import check_lengths
@@ -21,14 +22,9 @@ CAPACITIES = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 """Common capacities of packs."""
 
 
-class Bar(NamedTuple):
-    """Documents of similar length.
-
-    Attributes:
-        first, last: smallest and largest length, in tokens.
-        documents: number of documents.
-        tokens: their tokens.
-    """
+@dataclass(frozen=True)
+class Bar:
+    """Documents of `first` to `last` tokens: their number, and their tokens."""
 
     first: int
     last: int
@@ -36,14 +32,9 @@ class Bar(NamedTuple):
     tokens: int
 
 
-class Excess(NamedTuple):
-    """Documents longer than a pack of some capacity.
-
-    Attributes:
-        capacity: in tokens.
-        documents: number of longer documents.
-        tokens: tokens that truncating them would cut off.
-    """
+@dataclass(frozen=True)
+class Excess:
+    """Documents longer than `capacity` tokens: their number, and the tokens that truncating them would cut off."""
 
     capacity: int
     documents: int
@@ -56,9 +47,10 @@ class CorpusReport:
 
     Attributes:
         description: one line for people.
-        documents: number of documents.
+        documents: number of documents (or preference pairs).
         tokens: their tokens.
         targets: tokens that are targets; the first of a document is never one.
+        target_share: share of targets among the tokens.
         mean, median, p99, longest: lengths in tokens.
         longest_name: name of the first document of that length.
         duplicates: documents that were left out as duplicates.
@@ -77,6 +69,7 @@ class CorpusReport:
     documents: int
     tokens: int
     targets: int
+    target_share: float
     mean: float
     median: float
     p99: float
@@ -84,8 +77,8 @@ class CorpusReport:
     longest_name: str
     duplicates: int
     skipped: dict[str, int]
-    histogram: tuple[Bar, ...]
-    excess: tuple[Excess, ...]
+    histogram: list[Bar]
+    excess: list[Excess]
     pairs: bool
     is_stream: bool
     shards: int
@@ -93,19 +86,9 @@ class CorpusReport:
     bytes: int
     vocabulary_size: int
 
-    @property
-    def target_share(self) -> float:
-        """Share of targets among the tokens."""
-        return self.targets / self.tokens if self.tokens else 0.0
-
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {
-            **asdict(self),
-            "target_share": self.target_share,
-            "histogram": [bar._asdict() for bar in self.histogram],
-            "excess": [entry._asdict() for entry in self.excess],
-        }
+        return asdict(self)
 
 
 def report_corpus(path: Path | str) -> CorpusReport:
@@ -115,25 +98,30 @@ def report_corpus(path: Path | str) -> CorpusReport:
         ValueError: there is no store at `path`, or it is damaged, or empty.
     """
     store = TokenStore(path, growing=True)
-    lengths, header = store.lengths, store.header
+    documents, header = Documents.whole(store), store.header
+    lengths, targets = documents.lengths, int(documents.target_counts.sum())
     if not len(lengths):
         raise ValueError(f"{path} has no documents")
-    at = int(np.argmax(lengths))
-    median, p99 = np.percentile(lengths, (50, 99))
+    longest = int(np.argmax(lengths))
     return CorpusReport(
         description=header.description if store.is_complete else f"{len(header.shards):,} shards so far",
         documents=len(lengths),
-        tokens=int(lengths.sum()),
-        targets=int(store.target_counts.sum()),
+        tokens=documents.num_tokens,
+        targets=targets,
+        target_share=targets / documents.num_tokens,
         mean=float(lengths.mean()),
-        median=float(median),
-        p99=float(p99),
-        longest=int(lengths[at]),
-        longest_name=store.name(at),
+        median=float(np.median(lengths)),
+        p99=float(np.percentile(lengths, 99)),
+        longest=int(lengths[longest]),
+        longest_name=documents.names(longest),
         duplicates=header.skipped.get("duplicates", 0),
         skipped=header.skipped,
         histogram=_histogram(lengths),
-        excess=_excess(lengths),
+        excess=[
+            Excess(capacity, int((lengths > capacity).sum()), int(np.maximum(lengths - capacity, 0).sum()))
+            for capacity in CAPACITIES
+            if capacity < lengths[longest]
+        ],
         pairs=store.has_pairs,
         is_stream=header.split_by == "position",
         shards=len(header.shards),
@@ -143,25 +131,14 @@ def report_corpus(path: Path | str) -> CorpusReport:
     )
 
 
-def _histogram(lengths: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[Bar, ...]:
+def _histogram(lengths: NDArray[np.int64]) -> list[Bar]:
     """Documents of 1, 2 to 3, 4 to 7, … tokens, from the shortest to the longest."""
     power = np.frexp(lengths)[1] - 1  # exact: 2**power <= length < 2**(power + 1)
     documents, tokens = np.bincount(power), np.bincount(power, weights=lengths)
-    first = int(np.argmax(documents > 0))
-    return tuple(
+    return [
         Bar(1 << bar, (2 << bar) - 1, int(documents[bar]), int(tokens[bar]))
-        for bar in range(first, len(documents))
-    )
-
-
-def _excess(lengths: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[Excess, ...]:
-    found = []
-    for capacity in CAPACITIES:
-        longer = lengths[lengths > capacity]
-        if len(longer):
-            found.append(Excess(capacity, len(longer), int(longer.sum()) - capacity * len(longer)))
-        lengths = longer  # what is not longer than this is not longer than the next
-    return tuple(found)
+        for bar in range(int(power.min()), len(documents))
+    ]
 
 
 # --- lengths for the planner --------------------------------------------------------------------------
@@ -219,7 +196,13 @@ def read_lengths(
     if path.is_dir():
         if histogram:
             raise ValueError(f"histogram=true reads a .npy file of counts, and {path} is a folder")
-        return _of_store(path, capacity, data or LengthsConfig())
+        store, data = TokenStore(path), data or LengthsConfig()
+        documents = Documents.whole(store)
+        if store.header.split_by == "position":
+            documents = documents.cut(capacity)
+        policy = store.overlong if data.overlong == "auto" else data.overlong
+        documents, fit = documents.fit(capacity, Fit(policy, data.overlap, data.repeat_prompt))
+        return Lengths(documents.lengths, documents.target_counts, fit)
     if data is not None and data != LengthsConfig():
         raise ValueError(
             f"data.overlong={data.overlong} applies to documents of a store, and {path} is a file of lengths"
@@ -233,30 +216,14 @@ def read_lengths(
     return Lengths(_of_histogram(numbers, path) if histogram else check_lengths(numbers), None, None)
 
 
-def _of_store(path: Path, capacity: int, data: LengthsConfig) -> Lengths:
-    from multipack.data.documents import Documents
-
-    store = TokenStore(path)
-    documents = Documents.whole(store)
-    if store.header.split_by == "position":
-        documents = documents.cut(capacity)
-    policy = store.overlong if data.overlong == "auto" else data.overlong
-    documents, fit = documents.fit(capacity, Fit(policy, data.overlap, data.repeat_prompt))
-    return Lengths(documents.lengths, documents.target_counts, fit)
-
-
 _MOST = 1 << 32  # documents of a histogram: 32 GiB as lengths
 
 
 def _of_histogram(counts: NDArray[np.int64], path: Path) -> NDArray[np.int64]:
-    if counts.ndim != 1 or counts.dtype.kind not in "iu" or counts.size == 0:
+    if counts.ndim != 1 or counts.dtype.kind not in "iu" or counts.size == 0 or counts.min() < 0:
         raise ValueError(
-            f"{path} is not a histogram: counts of documents are a flat array of whole numbers, got {counts.dtype} of"
-            f" shape {counts.shape}"
-        )
-    if counts.min() < 0:
-        raise ValueError(
-            f"{path} is not a histogram: it counts {counts.min()} documents of {int(np.argmin(counts)) + 1} tokens"
+            f"{path} is not a histogram: counts of documents are a flat array of whole numbers from 0, got"
+            f" {counts.dtype} of shape {counts.shape}"
         )
     documents = int(counts.sum(dtype=np.float64))
     if not 0 < documents <= _MOST:

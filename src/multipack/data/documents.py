@@ -4,21 +4,21 @@
     split     [A        ] [C        ]  |  [B   ]           train | validation
     cut(8)    [AAAAAAAA][AAAA] …                           pieces of at most 8 tokens
 
-A view is a few flat arrays (document number, start, length: `Pieces`), so that a view of a view costs little.
+A view is one array of rows (document, start, length, prefix, context: `PIECE`), so that a view of a view costs little.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from multipack.data.batch import IGNORE
-from multipack.data.overlong import Fit, FitReport, Integers, Pieces, fit_pieces, split
+from multipack.data.overlong import POLICIES, Fit, FitReport, Integers, Pieces, pieces_of, report_fit, split
 from multipack.data.store import TokenStore
 
 _VALIDATION = 1 << 20  # random stream of the choice of validation documents
@@ -60,52 +60,24 @@ class Documents:
 
     It is a map-style data set of `torch.utils.data`. A document is a zero-copy slice of the store; a piece with a
     repeated prompt is a copy. A document may occur several times. Of a store of preference pairs each document here is
-    a pair, which is never cut; `pair` gives its two answers.
+    a pair, which is never cut: its row names the chosen answer, and its length is that of both; `pair` gives them.
 
     Args:
         store: the token store.
-        pieces: documents, or pieces of them.
+        pieces: (n,) rows of type `PIECE`.
         train_on_prompt: whether every token but the first is a target.
-
-    Raises:
-        ValueError: a piece outside its document, or of a part of a preference pair.
     """
 
     def __init__(self, store: TokenStore, pieces: Pieces, train_on_prompt: bool = False) -> None:
-        self.store, self.train_on_prompt = store, train_on_prompt
-        arrays = [None if values is None else np.asarray(values, dtype=np.int64).view() for values in pieces]
-        for values in arrays:
-            if values is not None:
-                values.flags.writeable = False
-        self.pieces = Pieces(*arrays)  # type: ignore[arg-type]
-        if len(self):
-            self._check()
-
-    def _check(self) -> None:
-        document, start, length, _ = self.pieces
-        prefix, context = self.pieces.fronts()
-        if document.min() < 0 or document.max() >= self.store.num_documents:
-            raise ValueError(f"a document outside the {self.store.num_documents:,} of {self.store.path}")
-        whole = self.store.lengths[document]
-        wrong = (start < 0) | (length < 1) | (start + length - prefix > whole)
-        wrong |= (prefix < 0) | (context < prefix) | (prefix > start) | (context > length)
-        if wrong.any():
-            first = int(np.argmax(wrong))
-            raise ValueError(
-                f"piece {first}: tokens {start[first]} to {start[first] + length[first] - prefix[first]} of document"
-                f" {document[first]}, which has {whole[first]}, after {prefix[first]} of its first ones"
-            )
-        if self.store.has_pairs and not np.array_equal(length, whole):
-            first = int(np.argmax(length != whole))
-            raise ValueError(
-                f"document {document[first]} ({self.names(first)}) is a preference pair, and a pair cannot be cut"
-            )
+        self.store, self.pieces, self.train_on_prompt = store, pieces, train_on_prompt
 
     @classmethod
     def whole(cls, store: TokenStore, train_on_prompt: bool = False) -> Documents:
         """All documents of `store`, uncut, in its order."""
-        numbers = np.arange(store.num_documents, dtype=np.int64)
-        return cls(store, Pieces(numbers, np.zeros_like(numbers), store.lengths), train_on_prompt)
+        answers = 2 if store.has_pairs else 1
+        numbers = np.arange(0, store.num_documents, answers)
+        lengths = store.lengths.reshape(-1, answers).sum(axis=1)
+        return cls(store, pieces_of(numbers, np.zeros_like(numbers), lengths), train_on_prompt)
 
     @classmethod
     def joined(cls, views: Sequence[Documents]) -> Documents:
@@ -116,23 +88,24 @@ class Documents:
         """
         if any(view.store is not views[0].store for view in views):
             raise ValueError("views of different stores: join the stores first (TokenStore.joined)")
-        return views[0]._view(Pieces.joined([view.pieces for view in views]))
+        return views[0]._view(np.concatenate([view.pieces for view in views]))
 
     def within(self, joined: TokenStore, first: int) -> Documents:
         """The same view of a joined store, in which the first document of this view's store is number `first`."""
-        moved = self.pieces._replace(document=self.pieces.document + first)
+        moved = self.pieces.copy()
+        moved["document"] += first
         return Documents(joined, moved, self.train_on_prompt)
 
     def _view(self, pieces: Pieces) -> Documents:
         return Documents(self.store, pieces, self.train_on_prompt)
 
     def __len__(self) -> int:
-        return len(self.pieces.document)
+        return len(self.pieces)
 
-    def _index(self, index: int) -> int:
+    def _piece(self, index: int) -> tuple[int, int, int, int, int]:
         if not -len(self) <= index < len(self):
             raise IndexError(f"document {index} of {len(self):,}")
-        return int(index) % len(self)
+        return self.pieces[int(index)].item()  # type: ignore[no-any-return]
 
     def __getitem__(self, index: int) -> Document:
         """Document `index` (negative: from the end).
@@ -145,9 +118,7 @@ class Documents:
             raise ValueError(
                 f"{self.names(index)} is a preference pair: take documents from `pair`, or `PreferencePairs(documents)`"
             )
-        one = self.pieces.take(slice(position := self._index(index), position + 1))
-        document, start, length = int(one.document[0]), int(one.start[0]), int(one.length[0])
-        prefix, context = (int(values[0]) for values in one.fronts())
+        document, start, length, prefix, context = self._piece(index)
         tokens = self.store.tokens_of(document, start, length - prefix)
         if prefix:
             tokens = np.concatenate([self.store.tokens_of(document, 0, prefix), tokens])
@@ -167,28 +138,24 @@ class Documents:
                 f"{self.names(index)} is no preference pair; prepare the data with data.format=preference (prompt,"
                 " chosen, rejected)"
             )
-        document = int(self.pieces.document[self._index(index)])
-        tokens, border = self.store.tokens_of(document), self.store.border(document)
-        answers = []
-        for name, part, spans in zip(
-            ("chosen", "rejected"),
-            (tokens[:border], tokens[border:]),
-            self.store.spans_of_pair(document),
-            strict=True,
-        ):
-            spans = np.array([[0, len(part)]], dtype=np.int64) if self.train_on_prompt else spans
+        answers, first = list[Document](), self._piece(index)[0]
+        for name, document in (("chosen", first), ("rejected", first + 1)):
+            tokens, spans = self.store.tokens_of(document), self.store.spans_of(document)
+            spans = np.array([[0, len(tokens)]], dtype=np.int64) if self.train_on_prompt else spans
             if not (spans[:, 1] > np.maximum(spans[:, 0], 1)).any():
                 raise ValueError(f"{self.names(index)}: the {name} answer has no target token: it is empty")
-            answers.append(Document(part, spans))
+            answers.append(Document(tokens, spans))
         return answers[0], answers[1]
 
     def __iter__(self) -> Iterator[Document]:
         return (self[index] for index in range(len(self)))
 
-    @property
+    @cached_property
     def lengths(self) -> Integers:
-        """(n,) tokens of each document."""
-        return self.pieces.length
+        """(n,) tokens of each document, read-only."""
+        lengths = np.ascontiguousarray(self.pieces["length"])
+        lengths.flags.writeable = False
+        return lengths
 
     @property
     def num_tokens(self) -> int:
@@ -199,59 +166,53 @@ class Documents:
     def target_counts(self) -> Integers:
         """(n,) targets of each document; its first token never is one."""
         if self.train_on_prompt:
-            return self.lengths - np.maximum(self.pieces.fronts()[1], 2 if self.store.has_pairs else 1)
+            return self.lengths - np.maximum(self.pieces["context"], 2 if self.store.has_pairs else 1)
         if self.store.has_pairs:
-            return self.store.target_counts[self.pieces.document]
+            counts, chosen = self.store.target_counts, self.pieces["document"]
+            return counts[chosen] + counts[chosen + 1]
         block = 1 << 18  # pieces at once: bounds the memory
-        parts = [self._count_targets(slice(at, at + block)) for at in range(0, len(self), block)]
-        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+        parts = [self._count_targets(self.pieces[at : at + block]) for at in range(0, len(self), block)]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
 
-    def _count_targets(self, part: slice) -> Integers:
-        pieces = self.pieces.take(part)
-        prefix, context = pieces.fronts()
-        counts, spans = self.store.spans_of_each(pieces.document)
+    def _count_targets(self, pieces: Pieces) -> Integers:
+        counts, spans = self.store.spans_of_each(pieces["document"])
         owner = np.repeat(np.arange(len(counts)), counts)
-        shift = (pieces.start - prefix)[owner]  # from a place in the piece to one in its document
-        least, most = np.maximum(context, 1)[owner], pieces.length[owner]
+        shift = (pieces["start"] - pieces["prefix"])[
+            owner
+        ]  # from a place in the piece to one in its document
+        least, most = np.maximum(pieces["context"], 1)[owner], pieces["length"][owner]
         targets = np.minimum(spans[:, 1] - shift, most) - np.maximum(spans[:, 0] - shift, least)
-        bounds = np.concatenate(([0], np.cumsum(counts)))
-        sums = np.concatenate(([0], np.cumsum(np.maximum(targets, 0))))
-        return sums[bounds[1:]] - sums[bounds[:-1]]
+        return np.bincount(owner, np.maximum(targets, 0), len(counts)).astype(np.int64)
 
     def names(self, index: int) -> str:
         """Name of a document: `functools.py:reduce`, with the range of tokens if it is a piece."""
-        one = self.pieces.take(slice(position := self._index(index), position + 1))
-        document, start, length = int(one.document[0]), int(one.start[0]), int(one.length[0])
-        prefix, whole = int(one.fronts()[0][0]), int(self.store.lengths[document])
-        if length == whole and not prefix:
-            return self.store.name(document)
-        after = "prompt and " if prefix else ""
+        document, start, length, prefix, _ = self._piece(index)
+        name, whole = self.store.name(document), int(self.store.lengths[document])
+        if self.store.has_pairs or (length == whole and not prefix):
+            return name
         stop = start + length - prefix
-        return f"{self.store.name(document)} [{after}tokens {start:,} to {stop:,} of {whole:,}]"
+        return f"{name} [{'prompt and ' if prefix else ''}tokens {start:,} to {stop:,} of {whole:,}]"
 
     def prompts(self, numbers: ArrayLike) -> Integers:
         """(len(numbers),) tokens before the first target of each of these documents; 0 for later pieces."""
-        pieces = self.pieces.take(np.asarray(numbers, dtype=np.int64))
-        counts, spans = self.store.spans_of_each(pieces.document)
+        pieces = self.pieces[np.asarray(numbers, dtype=np.int64)]
+        counts, spans = self.store.spans_of_each(pieces["document"])
         first = np.cumsum(counts) - counts
-        prompt = np.zeros_like(pieces.length)
+        prompt = np.zeros(len(pieces), dtype=np.int64)
         prompt[counts > 0] = spans[first[counts > 0], 0]
-        prefix = pieces.fronts()[0]
-        own = np.where(pieces.start == 0, np.minimum(prompt, pieces.length), 0)
-        return np.where(prefix > 0, prefix, own)
+        own = np.where(pieces["start"] == 0, np.minimum(prompt, pieces["length"]), 0)
+        return np.where(pieces["prefix"] > 0, pieces["prefix"], own)
 
     @cached_property
     def fingerprint(self) -> str:
         """Sha256 of the tokens of these documents, and of which are targets."""
         digest = hashlib.sha256(f"{self.store.checksum} {self.train_on_prompt}".encode())
-        for values in self.pieces:
-            if values is not None:
-                digest.update(np.ascontiguousarray(values, dtype="<i8").data)
+        digest.update(np.ascontiguousarray(self.pieces).data)
         return digest.hexdigest()
 
     def take(self, indices: ArrayLike) -> Documents:
         """These documents of the view, in this order."""
-        return self._view(self.pieces.take(np.asarray(indices, dtype=np.int64)))
+        return self._view(self.pieces[np.asarray(indices, dtype=np.int64)])
 
     def split(self, fraction: float, seed: int = 0) -> tuple[Documents, Documents]:
         """Two views, by document: the pieces of one document stay together. Order is kept.
@@ -264,15 +225,13 @@ class Documents:
             ValueError: a fraction outside [0, 1), or more than 0 of fewer than two documents.
         """
         _check_fraction(fraction)
-        numbers = np.unique(self.pieces.document)
+        numbers = np.unique(self.pieces["document"])
         if fraction and len(numbers) < 2:
             raise ValueError(f"{len(numbers)} document cannot be split in two")
         count = min(max(round(len(numbers) * fraction), 1 if fraction else 0), max(len(numbers) - 1, 0))
         chosen = numbers[seeded_order(len(numbers), seed, _VALIDATION)[:count]]
-        is_chosen = np.zeros(self.store.num_documents, dtype=bool)
-        is_chosen[chosen] = True
-        second = is_chosen[self.pieces.document]
-        return self.take(np.flatnonzero(~second)), self.take(np.flatnonzero(second))
+        second = np.isin(self.pieces["document"], chosen)
+        return self._view(self.pieces[~second]), self._view(self.pieces[second])
 
     def split_by_position(self, fraction: float) -> tuple[Documents, Documents]:
         """Two views, by position: the first int(tokens · (1 − fraction)) tokens, and the rest.
@@ -288,8 +247,8 @@ class Documents:
         inside = np.clip(border - begin, 0, self.lengths)  # tokens of each document before the border
         first, rest = np.flatnonzero(inside > 0), np.flatnonzero(inside < self.lengths)
         return (
-            self._view(self.pieces.cut(Pieces(first, np.zeros_like(first), inside[first]))),
-            self._view(self.pieces.cut(Pieces(rest, inside[rest], (self.lengths - inside)[rest]))),
+            self._cut(pieces_of(first, np.zeros_like(first), inside[first])),
+            self._cut(pieces_of(rest, inside[rest], (self.lengths - inside)[rest])),
         )
 
     def cut(self, block_size: int) -> Documents:
@@ -300,18 +259,85 @@ class Documents:
         """
         if block_size < 1:
             raise ValueError(f"blocks of {block_size} tokens")
-        return self._view(self.pieces.cut(split(self.lengths, block_size)))
+        return self._cut(split(self.lengths, block_size))
+
+    def _cut(self, cuts: Pieces) -> Documents:
+        """Pieces of these documents: `cuts` numbers them, and its starts count from their first tokens.
+
+        Raises:
+            ValueError: a document repeats tokens, or a part of a preference pair.
+        """
+        mine = self.pieces[cuts["document"]]
+        if mine["context"].any():
+            raise ValueError(
+                "pieces with repeated tokens cannot be cut again: cut or split the documents once"
+            )
+        if self.store.has_pairs and (shorter := np.flatnonzero(cuts["length"] != mine["length"])).size:
+            number = int(cuts["document"][shorter[0]])
+            raise ValueError(f"{self.names(number)} is a preference pair, and a pair cannot be cut")
+        pieces = cuts.copy()
+        pieces["document"] = mine["document"]
+        pieces["start"] += mine["start"]
+        return self._view(pieces)
 
     def fit(self, limit: int, fit: Fit | str = "error") -> tuple[Documents, FitReport]:
         """A view in which no document is longer than `limit` tokens, and a report of what was done.
 
         Raises:
-            ValueError: see `Fit` and `fit_pieces`.
+            ValueError: a limit below 1; a document too long with policy `error`; a pair that would be shortened; `drop`
+                leaves no document; `split` leaves no room for new tokens; see also `Fit`.
         """
-        policy = fit if isinstance(fit, Fit) else Fit(fit)
-        pieces, report = fit_pieces(self.pieces, limit, policy, self, self.store.has_pairs)
-        fitted = self._view(pieces)
-        return fitted, replace(report, without_targets=int((fitted.target_counts == 0).sum()))
+        fit = Fit(fit) if isinstance(fit, str) else fit
+        long = np.flatnonzero(self.lengths > limit)
+        self._check_fit(limit, fit, long)
+        if not len(long):
+            return self, FitReport(limit, fit.policy, without_targets=self._without_targets())
+        prompt = np.zeros_like(self.lengths)
+        if fit.policy == "split" and fit.repeat_prompt:
+            prompt[long] = self.prompts(long)
+        full = np.flatnonzero(prompt + fit.overlap >= limit)
+        if len(full):
+            first = int(full[0])
+            raise ValueError(
+                f"{self.names(first)} has a prompt of {int(prompt[first]):,} tokens, which leaves no room for new"
+                f" tokens in pieces of {limit:,} with data.overlap={fit.overlap:,} ({len(full):,} such documents): set"
+                " data.repeat_prompt=false, or raise plan.capacity (and model.context, where positions are learned)"
+            )
+        cuts = POLICIES[fit.policy](self.lengths, limit, fit.overlap, prompt)
+        if not len(cuts):
+            others = "" if self.store.has_pairs else "set data.overlong=truncate or split, or "
+            raise ValueError(
+                f"data.overlong={fit.policy} leaves nothing: all {len(long):,} documents exceed {limit:,} tokens;"
+                f" {others}raise plan.capacity"
+            )
+        fitted = self._cut(cuts)
+        return fitted, report_fit(self.lengths, cuts, limit, fit.policy, fitted._without_targets())
+
+    def _without_targets(self) -> int:
+        return int((self.target_counts == 0).sum())
+
+    def _check_fit(self, limit: int, fit: Fit, long: Integers) -> None:
+        if limit < 1:
+            raise ValueError(f"a document cannot fit into {limit} tokens")
+        room = "plan.capacity (and model.context, where positions are learned)"
+        if fit.policy == "split" and fit.overlap >= limit:
+            raise ValueError(
+                f"data.overlap={fit.overlap:,} leaves no room for new tokens in pieces of {limit:,}: lower it, or raise"
+                f" {room}"
+            )
+        are_pairs = self.store.has_pairs
+        if not len(long) or (fit.policy != "error" and not are_pairs) or fit.policy == "drop":
+            return
+        remedy = "set data.overlong=truncate, split or drop, or raise"
+        if are_pairs:
+            given = "" if fit.policy == "error" else f"data.overlong={fit.policy}, but "
+            remedy = f"{given}a preference pair cannot be shortened: set data.overlong=drop, or raise"
+        first = int(long[0])
+        raise ValueError(
+            f"document {first:,} ({self.names(first)}) has {int(self.lengths[first]):,} tokens, more than the limit of"
+            f" {limit:,} tokens for a document ({len(long):,} of {len(self):,} documents are too long, the longest has"
+            f" {int(self.lengths.max()):,}): {remedy} {room}"
+        )
 
     def __repr__(self) -> str:
         return f"Documents({len(self):,} documents, {self.num_tokens:,} tokens, {str(self.store.path)!r})"

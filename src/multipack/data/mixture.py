@@ -37,7 +37,6 @@ class Share:
     Attributes:
         name: name of the source.
         available: its training documents (pieces, where long ones were split).
-        available_tokens: their tokens.
         documents: documents in the epoch; repetitions count.
         tokens: their tokens.
         asked: share of the mixture that the weights ask for, of documents or tokens.
@@ -47,7 +46,6 @@ class Share:
 
     name: str
     available: int
-    available_tokens: int
     documents: int
     tokens: int
     asked: float
@@ -109,42 +107,48 @@ def mix(
     total = bound(size / share for size, share in zip(sizes, asked, strict=True))
     if weigh_by == "documents":
         # Rounded up where every document is shown, so that no source gets fewer than it has.
-        counts = largest_remainders(math.ceil(total) if ends == "all" else int(total), asked)
-        _check_size(counts, sources, names)
+        counts = _largest_remainders(math.ceil(total) if ends == "all" else int(total), asked)
     else:
-        rounds = [total * share / size for share, size in zip(asked, sizes, strict=True)]
-        _check_size([int(a * len(b)) for a, b in zip(rounds, sources, strict=True)], sources, names)
         counts = [
             _count_until(source.lengths, total * share, seed, number)
             for number, (source, share) in enumerate(zip(sources, asked, strict=True))
         ]
+    if sum(counts) > MOST_DOCUMENTS:
+        most = max(range(len(counts)), key=lambda number: counts[number] / len(sources[number]))
+        raise ValueError(
+            f"data.weights ask for an epoch of {sum(counts):,} documents, in which {names[most]} is seen"
+            f" {counts[most] / len(sources[most]):,.0f} times; at most {MOST_DOCUMENTS:,} can be planned: give larger"
+            " weights to large stores, or set data.mixture_ends=first"
+        )
     views = [
         source.take(_repeated(len(source), count, seed, number))
         for number, (source, count) in enumerate(zip(sources, counts, strict=True))
     ]
     places = [(np.arange(len(view)) + 0.5) / len(view) for view in views]
     mixed = Documents.joined(views).take(np.argsort(np.concatenate(places), kind="stable"))
-    return mixed, _shares(sources, names, views, asked, weigh_by)
+    got = [len(view) if weigh_by == "documents" else view.num_tokens for view in views]
+    shares = tuple(
+        Share(
+            name=names[number],
+            available=len(source),
+            documents=len(view),
+            tokens=view.num_tokens,
+            asked=float(asked[number]),
+            got=got[number] / sum(got),
+            left_out=max(len(source) - len(view), 0),
+        )
+        for number, (source, view) in enumerate(zip(sources, views, strict=True))
+    )
+    return mixed, shares
 
 
-def largest_remainders(total: int, shares: Sequence[Fraction]) -> list[int]:
+def _largest_remainders(total: int, shares: Sequence[Fraction]) -> list[int]:
     """`total` divided in proportion to `shares`, which sum to 1; of equal remainders the first is served first."""
     counts = [int(total * share) for share in shares]
     by_remainder = sorted(range(len(shares)), key=lambda number: counts[number] - total * shares[number])
     for number in by_remainder[: total - sum(counts)]:
         counts[number] += 1
     return counts
-
-
-def _check_size(counts: Sequence[int], sources: Sequence[Documents], names: Sequence[str]) -> None:
-    if sum(counts) <= MOST_DOCUMENTS:
-        return
-    most = max(range(len(counts)), key=lambda number: counts[number] / len(sources[number]))
-    raise ValueError(
-        f"data.weights ask for an epoch of {sum(counts):,} documents, in which {names[most]} is seen"
-        f" {counts[most] / len(sources[most]):,.0f} times; at most {MOST_DOCUMENTS:,} can be planned: give larger"
-        " weights to large stores, or set data.mixture_ends=first"
-    )
 
 
 def _repeated(count: int, wanted: int, seed: int, source: int) -> Integers:
@@ -160,26 +164,3 @@ def _count_until(lengths: Integers, wanted: Fraction, seed: int, source: int) ->
     ends = np.cumsum(lengths[seeded_order(len(lengths), seed, _ROUNDS + source)])
     least = math.ceil(rest)
     return int(rounds) * len(lengths) + (int(np.searchsorted(ends, least)) + 1 if least else 0)
-
-
-def _shares(
-    sources: Sequence[Documents],
-    names: Sequence[str],
-    views: Sequence[Documents],
-    asked: Sequence[Fraction],
-    weigh_by: Unit,
-) -> tuple[Share, ...]:
-    sizes = [len(view) if weigh_by == "documents" else view.num_tokens for view in views]
-    return tuple(
-        Share(
-            name=names[number],
-            available=len(source),
-            available_tokens=source.num_tokens,
-            documents=len(views[number]),
-            tokens=views[number].num_tokens,
-            asked=float(asked[number]),
-            got=sizes[number] / sum(sizes),
-            left_out=max(len(source) - len(views[number]), 0),
-        )
-        for number, source in enumerate(sources)
-    )

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
-from multipack.atomic import cache_folder, is_free, locked
+import tokenizers
+
+from multipack.atomic import cache_folder, is_free, locked, move_into_place, sweep
 from multipack.data.data_config import DataConfig, check_choice
 from multipack.data.ray_engine import count_parts, run_parts
 from multipack.data.shards import HEADER, RECIPE, StoreHeader, part_name
@@ -26,9 +27,9 @@ from multipack.data.sources import Source, open_source
 from multipack.data.store import TokenStore
 from multipack.data.texts import SourceDocument
 from multipack.data.tokenizer import Progress, Tokenizer, TokenizerConfig, build_tokenizer
-from multipack.data.writer import StoreWriter, encode, finish_store, remove_store
+from multipack.data.writer import StoreWriter, finish_store, remove_store, store_files
 
-VERSION = 2
+VERSION = 3
 """Version of how documents become tokens: stores of other versions are not reused."""
 BATCH_CHARACTERS, BATCH_DOCUMENTS = 1 << 20, 4096
 """Size of the batches that are tokenized at once."""
@@ -58,7 +59,8 @@ def prepare(
         tokenizer: the tokenizer; trained on the source, if its kind requires it.
         out: folder of the store; None = in the cache.
         progress: called with (done, total, unit) during the work.
-        overwrite: replace another token store at `out` (but no other folder).
+        overwrite: replace another token store at `out` (but no other files) when the new one is complete. Until then
+            it is written to the folder `.NAME.new` beside `out`.
         engine: `local`, or `ray`: parts of the source as tasks of a Ray cluster.
         shards: approximate number of shards, each of at most `SHARD_TOKENS` tokens; 0 = as few as that allows.
         part: `i/n`: tokenize part i of n; all n parts are written to the same folder.
@@ -73,271 +75,229 @@ def prepare(
     """
     tokenizer.check()
     check_choice("--engine", engine, get_args(EngineName))
-    number, parts = parse_part(part)
-    _check_options(data, engine, shards, parts, out)
+    number, parts = _check_options(data, engine, shards, part, out)
     source = open_source(data, tokenizer)
     cache = cache_folder(data.cache)
     if out is not None:
-        _refuse_foreign(out)  # before the work
+        _refuse_foreign(out, overwrite)  # before the work
     made = build_tokenizer(tokenizer, source, cache, progress)
-    job = Job(data, tokenizer, made, source, parts, shards, progress or _silent, tell or _silent)
-    path = out if out is not None else cache / "stores" / job.key
+    key = job_key(data, source, made)
+    path = out if out is not None else cache / "stores" / key
     place = hashlib.sha256(f"{path.absolute()} {part}".encode()).hexdigest()[:32]
     with locked(cache / "stores" / f"{place}.lock"):
-        if job.is_complete(path):  # another process may have been faster
+        if _is_complete(path, key):  # another process may have been faster
             return path
-        if engine == "ray":
-            job.write_on_ray(path, overwrite or out is None)
-        else:
-            job.write_part(path, number - 1, overwrite or out is None)
+        is_beside = overwrite and out is not None and not is_free(path, leftovers=True)
+        target = path.with_name(f".{path.name}.new") if is_beside else path
+        if not _is_complete(target, key):
+            parts = count_parts(source) if engine == "ray" else parts
+            if (is_beside or out is None) and not _is_begun(target, key, parts):
+                remove_store(target)  # damaged, or of another recipe
+            if engine == "ray":
+                run_parts(_part_writer(target, data, tokenizer, made, key, parts), parts, progress or _silent)
+                if not finish_store(target, source.describe):
+                    raise ValueError(
+                        f"{path}: not all parts are there; every machine of the cluster must see this folder"
+                    )
+            else:
+                write_part(target, source, made, key, number - 1, parts, shards, progress, tell)
+        if is_beside and (target / HEADER).is_file():
+            sweep(path)
+            move_into_place(target, path, replace=True)
     return path
 
 
-def parse_part(part: str) -> tuple[int, int]:
-    """`i/n` → (i, n).
-
-    Raises:
-        ValueError: `part` does not have this form with 1 ≤ i ≤ n ≤ 9999.
-    """
-    number, _, parts = part.partition("/")
-    if not (number.isdecimal() and parts.isdecimal() and 1 <= int(number) <= int(parts) <= 9999):
-        raise ValueError(f"--part {part}: i/n, part i of n, such as 1/16 to 16/16")
-    return int(number), int(parts)
-
-
-def _check_options(data: DataConfig, engine: str, shards: int, parts: int, out: Path | None) -> None:
-    if shards < 0:
-        raise ValueError(f"--shards {shards}: at least 1 (or 0: by the number of tokens)")
-    if parts == 1 and engine == "local":
-        return
+def _check_options(
+    data: DataConfig, engine: str, shards: int, part: str, out: Path | None
+) -> tuple[int, int]:
+    """Check options against each other; returns the number of the part, from 1, and the number of parts."""
+    is_part = re.fullmatch(r"([0-9]{1,4})/([0-9]{1,4})", part)
+    number, parts = (int(digits) for digits in is_part.groups()) if is_part else (0, 0)
+    is_divided, is_stream = parts > 1 or engine == "ray", data.source == "text" and data.division == "stream"
     given = "--engine ray" if engine == "ray" else "--part"
-    if shards:
-        raise ValueError(
-            f"{given} and --shards {shards}: each part has shards of its own; leave --shards out"
-        )
-    if data.dedup:
-        raise ValueError(f"data.dedup=true finds duplicates in one process only: leave {given} out")
-    if data.source == "text" and data.division == "stream":
-        raise ValueError(
-            f"{given} divides documents, and a stream is one: divide the text with data.documents"
-        )
-    if engine == "ray" and parts > 1:
-        raise ValueError("--engine ray runs all parts: leave --part out")
-    if parts > 1 and out is None:
-        raise ValueError("--part needs the folder of the store: name it with --store")
+    for is_wrong, message in (
+        (
+            not 1 <= number <= parts,
+            f"--part {part}: i/n, part i of n, such as 1/16 to 16/16",
+        ),
+        (shards < 0, f"--shards {shards}: at least 1 (or 0: by the number of tokens)"),
+        (
+            is_stream and data.dedup,
+            "data.dedup=true leaves out documents, and a stream is one: divide the text with data.documents, or set"
+            " data.dedup=false",
+        ),
+        (
+            is_divided and shards > 0,
+            f"{given} and --shards {shards}: each part has shards of its own; leave --shards out",
+        ),
+        (
+            is_divided and data.dedup,
+            f"data.dedup=true finds duplicates in one process only: leave {given} out",
+        ),
+        (
+            is_divided and is_stream,
+            f"{given} divides documents, and a stream is one: divide the text with data.documents",
+        ),
+        (engine == "ray" and parts > 1, "--engine ray runs all parts: leave --part out"),
+        (parts > 1 and out is None, "--part needs the folder of the store: name it with --store"),
+    ):
+        if is_wrong:
+            raise ValueError(message)
+    return number, parts
 
 
 def _silent(*_: object) -> None:
     pass
 
 
-def _refuse_foreign(path: Path) -> None:
-    if is_free(path, leftovers=True) or (path / HEADER).is_file() or (path / RECIPE).is_file():
-        return
-    raise ValueError(f"{path} exists and is not a token store; choose another folder for the store")
+def _refuse_foreign(path: Path, overwrite: bool) -> None:
+    is_store = (path / HEADER).is_file() or (path / RECIPE).is_file()
+    if not (is_store or is_free(path, leftovers=True)):
+        raise ValueError(f"{path} exists and is not a token store; choose another folder for the store")
+    if overwrite and is_store and (others := set(path.iterdir()) - set(store_files(path))):
+        raise ValueError(f"{path} holds {min(others).name} beside the token store; choose another folder")
 
 
-@dataclass
-class Job:
-    """One call of `prepare`."""
-
-    data: DataConfig
-    tokenizer_config: TokenizerConfig
-    tokenizer: Tokenizer
-    source: Source
-    parts: int
-    shards: int
-    progress: Progress
-    tell: Callable[[str], None]
-
-    @property
-    def key(self) -> str:
-        """Hash of source (names, sizes and modification times of its files), settings and tokenizer."""
-        recipe = f"{VERSION} {self.source.identity} dedup {self.data.dedup} {self.tokenizer.hash}"
-        return hashlib.sha256(recipe.encode()).hexdigest()[:32]
-
-    def is_complete(self, path: Path) -> bool:
-        """Whether the complete store of this job is at `path`, with files of the right sizes."""
-        try:
-            return TokenStore(path).header.key == self.key
-        except ValueError:
-            return False
-
-    def write_part(self, path: Path, part: int = 0, replace: bool = False) -> None:
-        """Write one part of the store, continuing after its finished shards.
-
-        Raises:
-            ValueError: the source is malformed or empty, or `path` holds a store of other documents.
-        """
-        source = self.source.part(part, self.parts)
-        writer = StoreWriter(
-            path,
-            self.tokenizer,
-            key=self.key,
-            description=self.source.describe,
-            split_by="position" if source.is_stream else "document",
-            overlong=source.overlong,
-            pairs=source.pairs,
-            replace=replace and self.parts == 1,  # other parts may be written now
-            chat_template=source.chat_template,
-            part=part,
-            parts=self.parts,
-        )
-        if self._is_finished(path, part, writer.recipe):
-            finish_store(path, self.source.describe)  # a kill may have prevented it
-            self.tell(f"part {part + 1} of {self.parts} is there already")
-            return
-        try:
-            with writer:
-                self._fill(writer, source)
-        except FileExistsError as error:
-            raise ValueError(
-                f"{path} holds a token store of other documents, another tokenizer or other parts, or a damaged one;"
-                " remove it or choose another folder"
-            ) from error
-
-    def write_on_ray(self, path: Path, replace_store: bool) -> None:
-        """Write all parts as tasks of a Ray cluster.
-
-        Raises:
-            ValueError: see `run_parts`; the machines of the cluster do not share the folder.
-        """
-        by_files = self.source.unit == "bytes"
-        self.parts = count_parts(self.source.total, len(self.source.files)) if by_files else 1
-        if replace_store and not self._is_begun(path):
-            remove_store(path)
-        definition = (self.tokenizer.to_json(), self.tokenizer.name)
-        write = partial(_write_there, self.data, self.tokenizer_config, definition, self.key, self.parts)
-        run_parts(partial(write, os.getcwd(), str(path)), self.parts, self.progress)
-        if not finish_store(path, self.source.describe):
-            raise ValueError(
-                f"{path}: not all parts are there; every machine of the cluster must see this folder"
-            )
-
-    def _is_begun(self, path: Path) -> bool:
-        try:
-            recipe = StoreHeader.read(path / RECIPE)
-        except ValueError:
-            return False
-        return (recipe.key, recipe.parts) == (self.key, self.parts) and not (path / HEADER).exists()
-
-    def _is_finished(self, path: Path, part: int, recipe: StoreHeader) -> bool:
-        try:
-            return StoreHeader.read(path / part_name(part)).is_for(recipe)
-        except ValueError:
-            return False
-
-    def _fill(self, writer: StoreWriter, source: Source) -> None:
-        items, step = KeptItems(source, self.data.dedup), 2 if source.pairs else 1
-        without_tokens = 0
-        if writer.read:
-            self.tell(
-                f"{writer.read:,} documents ({writer.tokens:,} tokens) are there from an interrupted prepare"
-            )
-            without_tokens = writer.read - sum(shard.documents for shard in writer.shards) // step
-            for _ in islice(items, writer.read):
-                pass
-        for batch in batches(items, lambda: source.done, self._batch_characters(source)):
-            found = encode(batch.items, self.tokenizer)
-            writer.extend(found, len(batch.items))
-            without_tokens += len(batch.items) - len(found) // step
-            if self.shards and batch.done * self.shards >= source.total * (len(writer.shards) + 1):
-                writer.end_shard()
-            self.progress(batch.done, source.total, f"{source.unit} tokenized")
-        writer.end_shard()
-        writer.skipped = items.skipped
-        if without_tokens > 0 and not source.is_stream:
-            writer.skipped["documents without tokens"] = without_tokens
-        if not writer.tokens and self.parts == 1:
-            reasons = ", ".join(f"{count:,} {reason}" for reason, count in writer.skipped.items())
-            where = f"data.path={self.data.path}" if self.data.path else f"data.source={self.data.source}"
-            raise ValueError(f"{where}: there are no documents{f' ({reasons})' if reasons else ''}")
-
-    def _batch_characters(self, source: Source) -> int:
-        """Characters of a batch: less for small sources that are to be divided into many shards."""
-        if self.shards and source.unit == "bytes":
-            return max(1, min(BATCH_CHARACTERS, source.total // self.shards // 8))
-        return BATCH_CHARACTERS
+def job_key(data: DataConfig, source: Source, tokenizer: Tokenizer) -> str:
+    """Hash of source (names, sizes and modification times of its files), settings and tokenizer."""
+    versions = f"{VERSION} tokenizers {tokenizers.__version__}"
+    recipe = f"{versions} {source.identity} dedup {data.dedup} {tokenizer.hash}"
+    return hashlib.sha256(recipe.encode()).hexdigest()[:32]
 
 
-def _write_there(
-    data: DataConfig,
-    config: TokenizerConfig,
-    definition: tuple[str, str],
-    key: str,
-    parts: int,
-    folder: str,
-    path: str,
-    part: int,
-) -> str:
-    """Write one part in another process; returns the error of its source, or nothing.
-
-    Args:
-        data: the source.
-        config: the tokenizer's configuration, for chat templates.
-        definition: the tokenizer's JSON, and its name.
-        key: the job's key, as the caller computed it.
-        parts: number of parts.
-        folder: working directory of the caller.
-        path: folder of the store.
-        part: number of the part.
-    """
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a task has one core
+def _is_complete(path: Path, key: str) -> bool:
+    """Whether the complete store of this job is at `path`, with files of the right sizes."""
     try:
-        os.chdir(folder)  # relative paths are those of the caller
-        job = Job(data, config, Tokenizer(*definition), open_source(data, config), parts, 0, _silent, _silent)
-        if job.key != key:
-            return f"{data.path}: this machine sees other files, or other times of change, than the caller"
-        job.write_part(Path(path), part)
-    except (ValueError, OSError) as error:
-        return str(error)
-    return ""
+        return TokenStore(path).header.key == key
+    except ValueError:
+        return False
 
 
-class KeptItems:
-    """The items of a source in order, without duplicates if these are not wanted; iterated once.
+def _is_begun(path: Path, key: str, parts: int) -> bool:
+    """Whether an unfinished store of this job is at `path`."""
+    recipe = StoreHeader.find(path / RECIPE)
+    return recipe is not None and (recipe.key, recipe.parts) == (key, parts) and not (path / HEADER).exists()
 
-    Of duplicates the first one remains. Of each item that remains, 16 bytes of BLAKE2b over its texts and targets are
-    kept: about 100 bytes of memory. (Two of 10¹² different items share a hash with a probability of about 10⁻¹⁵.)
+
+def write_part(
+    path: Path,
+    source: Source,
+    tokenizer: Tokenizer,
+    key: str,
+    part: int = 0,
+    parts: int = 1,
+    shards: int = 0,
+    progress: Progress | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> None:
+    """Write one part of a store, continuing after its finished shards; the last part completes the store.
 
     Args:
-        source: yields the documents; those of pairs one after the other.
-        dedup: leave out duplicates.
+        path: folder of the store.
+        source: the whole source.
+        tokenizer: makes the tokens.
+        key: see `job_key`.
+        part: number of the part, from 0.
+        parts: number of parts.
+        shards: see `prepare`.
+        progress: see `prepare`.
+        tell: see `prepare`.
 
     Raises:
-        ValueError: duplicates of a stream, which is one document.
+        ValueError: the source is malformed or empty, or `path` holds a store of other documents.
     """
-
-    def __init__(self, source: Source, dedup: bool) -> None:
-        if dedup and source.is_stream:
-            raise ValueError(
-                "data.dedup=true leaves out documents, and a stream is one: divide the text with data.documents,"
-                " or set data.dedup=false"
+    source = source.part(part, parts)
+    writer = StoreWriter(
+        path,
+        tokenizer,
+        description=source.describe,
+        chat_template=source.chat_template,
+        part=part,
+        key=key,
+        split_by="position" if source.is_stream else "document",
+        overlong=source.overlong,
+        pairs=source.pairs,
+        parts=parts,
+    )
+    tell = tell or _silent
+    finished = StoreHeader.find(path / part_name(part))
+    if finished is not None and finished.is_for(writer.recipe):
+        finish_store(path, source.describe)  # a kill may have prevented it
+        tell(f"part {part + 1} of {parts} is there already")
+        return
+    with writer:
+        if writer.read:
+            tell(
+                f"{writer.read:,} documents ({writer.tokens:,} tokens) are there from an interrupted prepare"
             )
-        self._source, self._dedup, self._duplicates = source, dedup, 0
-        self._items = self._kept()
+        read = _fill(writer, source, shards, progress or _silent)
+        writer.skipped = source.skipped
+        kept = sum(shard.documents for shard in writer.shards) // (2 if source.pairs else 1)
+        if read > kept and not source.is_stream:
+            writer.skipped = writer.skipped | {"documents without tokens": read - kept}
+        if not writer.shards and parts == 1:
+            data = source.config
+            reasons = ", ".join(f"{count:,} {reason}" for reason, count in writer.skipped.items())
+            where = f"data.path={data.path}" if data.path else f"data.source={data.source}"
+            raise ValueError(f"{where}: there are no documents{f' ({reasons})' if reasons else ''}")
 
-    def __iter__(self) -> Iterator[Item]:
-        return self._items
 
-    def _kept(self) -> Iterator[Item]:
-        seen = set[bytes]()
-        documents = iter(self._source)
-        for item in (
-            zip(documents, documents, strict=True) if self._source.pairs else zip(documents, strict=True)
-        ):
-            if self._dedup:
-                digest = _digest(item)
-                if digest in seen:
-                    self._duplicates += 1
-                    continue
-                seen.add(digest)
-            yield item
+def _fill(writer: StoreWriter, source: Source, shards: int, progress: Progress) -> int:
+    """Tokenize what is not in the writer's shards yet; returns the number of documents (or pairs) of the source."""
+    items, characters = items_of(source), BATCH_CHARACTERS
+    if shards and source.unit == "bytes":  # small sources have small batches, to be divided into many shards
+        characters = max(1, min(characters, source.total // shards // 8))
+    read = sum(1 for _ in islice(items, writer.read))
+    for batch in batches(items, characters):
+        writer.add_batch(batch)
+        read += len(batch)
+        if shards and source.done * shards >= source.total * (len(writer.shards) + 1):
+            writer.end_shard()
+        progress(source.done, source.total, f"{source.unit} tokenized")
+    writer.end_shard()
+    return read
 
-    @property
-    def skipped(self) -> dict[str, int]:
-        """Reason → number of entries that were left out so far."""
-        return {**self._source.skipped, **({"duplicates": self._duplicates} if self._duplicates else {})}
+
+def _part_writer(
+    path: Path, data: DataConfig, config: TokenizerConfig, tokenizer: Tokenizer, key: str, parts: int
+) -> Callable[[int], str]:
+    """A function that writes a part of a store in another process, and returns the error of its source, or nothing."""
+    definition, folder = (tokenizer.to_json(), tokenizer.name), os.getcwd()
+
+    def write(part: int) -> str:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a task has one core
+        try:
+            os.chdir(folder)  # relative paths are those of the caller
+            source, there = open_source(data, config), Tokenizer(*definition)
+            if job_key(data, source, there) != key:
+                return (
+                    f"{data.path}: this machine sees other files, other times of change, or another version of the"
+                    " package tokenizers than the caller"
+                )
+            write_part(path, source, there, key, part, parts)
+        except (ValueError, OSError) as error:
+            return str(error)
+        return ""
+
+    return write
+
+
+def items_of(source: Source) -> Iterator[Item]:
+    """The documents, or preference pairs, of a source in order; with `data.dedup` without duplicates.
+
+    Of duplicates the first one remains, and `source.skipped` counts the others. Of each item that remains, 16 bytes of
+    BLAKE2b over its texts and targets are kept: about 100 bytes of memory. (Two of 10¹² different items share a hash
+    with a probability of about 10⁻¹⁵.)
+    """
+    seen, documents = set[bytes](), iter(source)
+    for item in zip(documents, documents, strict=True) if source.pairs else zip(documents, strict=True):
+        if source.config.dedup:
+            digest = _digest(item)
+            if digest in seen:
+                source.skip("duplicates")
+                continue
+            seen.add(digest)
+        yield item
 
 
 def _digest(item: Item) -> bytes:
@@ -351,23 +311,14 @@ def _digest(item: Item) -> bytes:
     return digest.digest()
 
 
-class Batch(NamedTuple):
-    """Items that are tokenized at once, and how far their source was read."""
-
-    items: list[Item]
-    done: int
-
-
-def batches(
-    items: Iterable[Item], done: Callable[[], int], characters: int = BATCH_CHARACTERS
-) -> Iterator[Batch]:
+def batches(items: Iterable[Item], characters: int = BATCH_CHARACTERS) -> Iterator[list[Item]]:
     """Items in batches of about `characters` characters, and of `BATCH_DOCUMENTS` items at most."""
     batch, size = list[Item](), 0
     for item in items:
         batch.append(item)
         size += sum(document.characters for document in item)
         if size >= characters or len(batch) >= BATCH_DOCUMENTS:
-            yield Batch(batch, done())
+            yield batch
             batch, size = [], 0
     if batch:
-        yield Batch(batch, done())
+        yield batch

@@ -11,15 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from multipack.data.sources import Source
 from multipack.data.tokenizer import Progress
 
 PART_BYTES, MOST_PARTS = 256 << 20, 9999
 """Bytes of files of one part, about; they are more if there would be more parts than these."""
 
 
-def count_parts(size: int, files: int) -> int:
-    """Number of parts of a source of `size` bytes; independent of the cluster, so that any cluster can continue."""
-    return max(1, min(files, -(-size // PART_BYTES), MOST_PARTS))
+def count_parts(source: Source) -> int:
+    """Number of parts of a source of files; independent of the cluster, so that any cluster can continue."""
+    if source.unit != "bytes":
+        return 1
+    return max(1, min(len(source.files), -(-source.total // PART_BYTES), MOST_PARTS))
 
 
 def run_parts(write: Callable[[int], str], parts: int, progress: Progress) -> None:
@@ -46,9 +49,10 @@ def run_parts(write: Callable[[int], str], parts: int, progress: Progress) -> No
     is_ours = not ray.is_initialized()
     if is_ours:
         ray.init(include_dashboard=False, log_to_driver=False, logging_level="error")
+    waiting, done = [], 0
     try:
         task, shared = ray.remote(num_cpus=1, max_retries=3)(_run), ray.put(write)
-        waiting, done = [task.remote(shared, part) for part in range(parts)], 0
+        waiting = [task.remote(shared, part) for part in range(parts)]
         while waiting:
             finished, waiting = ray.wait(waiting)
             for problem in ray.get(finished):
@@ -62,6 +66,8 @@ def run_parts(write: Callable[[int], str], parts: int, progress: Progress) -> No
             f"a task of Ray was killed ({reason}); a machine may be out of memory: start again; finished shards remain"
         ) from error
     finally:
+        for unfinished in waiting:  # after an error; their shards remain
+            ray.cancel(unfinished, force=True)
         if is_ours:
             ray.shutdown()
 

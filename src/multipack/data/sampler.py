@@ -31,19 +31,17 @@ DEALT_STEPS = 8
 class PackedBatchSampler(Sampler[list[int]]):
     """The micro-batches of one rank, epoch after epoch.
 
-    Iterating yields one list of document numbers a micro-batch: `steps_per_epoch · micro_batches` of them,
-    as many on every rank and in every epoch. A list can be empty where a step has fewer documents than
-    packs; its collated batch is a weightless padding document. Use it as `DataLoader(documents,
-    batch_sampler=sampler, collate_fn=PackedCollator.of(sampler))`, and divide a step's summed loss by
-    `sampler.plan.denominator(step)`.
+    Iterating yields one list of document numbers per micro-batch: `steps_per_epoch · micro_batches` of them, the same
+    number on every rank and in every epoch. A list can be empty where a step has fewer documents than packs; its
+    collated batch is a padding document without weight. Use it as `DataLoader(documents, batch_sampler=sampler,
+    collate_fn=PackedCollator.of(sampler))`, and divide a step's summed loss by `sampler.plan.denominator(step)`.
 
-    The number of steps is fixed at the start: that of epoch 0, or with `tail="keep"` more where other orders need
-    more; an epoch in which documents do not fit after all is planned with a wider window. With `tail="drop"`
-    and `"carry"` later epochs are cut to it, or their steps are filled evenly; a queue of carried documents may
-    grow from epoch to epoch, and none is lost.
+    The number of steps is fixed at the start: that of epoch 0, or with `tail="keep"` more if other orders need more.
+    With `tail="drop"` and `"carry"` later epochs are cut to it, or their steps are filled evenly; a queue of carried
+    documents may grow from epoch to epoch, and none is lost.
 
-    Calling `set_epoch` with the current epoch changes nothing. `load_state_dict` sets the position at which
-    the next iterator starts; iterators after that one start at the epoch's beginning.
+    Calling `set_epoch` with the current epoch changes nothing. `load_state_dict` sets the position at which the next
+    iterator starts; iterators after that one start at the beginning of the epoch.
 
     Args:
         lengths: (documents,) tokens of each document.
@@ -79,6 +77,7 @@ class PackedBatchSampler(Sampler[list[int]]):
             "cost": cost,
             "loss_weighting": loss_weighting,
         }
+        self._carries = self._options["options"].tail == "carry"
         first = plan(lengths, **self._options)
         self.world_size = check_integer("world_size", world_size)
         self.rank = check_integer("rank", rank, 0)
@@ -164,13 +163,12 @@ class PackedBatchSampler(Sampler[list[int]]):
 
     def state_at(self, step: int, micro_batch: int = 0) -> dict[str, Any]:
         """The state before a micro-batch of the current epoch, as plain values."""
-        return self.plan.state(step) | {
-            "micro_batch": int(micro_batch),
-            "world_size": self.world_size,
-            "sync": self.sync,
-            "effort": self.plan.options.effort,
-            "dealing": DEALING,
-        }
+        return self.plan.state(step) | {"micro_batch": int(micro_batch)} | self._arrangement()
+
+    def _arrangement(self) -> dict[str, Any]:
+        """What decides the micro-batches of a step."""
+        effort = self.plan.options.effort
+        return {"world_size": self.world_size, "sync": self.sync, "effort": effort, "dealing": DEALING}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken, in the next iterator.
@@ -195,17 +193,15 @@ class PackedBatchSampler(Sampler[list[int]]):
             check_integer(f"the saved sampler state's {key}", state[key], 0)
             for key in ("epoch", "step", "micro_batch")
         )
-        dealt = (state.get("world_size"), state.get("sync"), state.get("effort", 1))
-        if micro_batch and state.get("dealing") != DEALING:
-            raise ValueError(
-                f"the saved position is inside step {step}, after {micro_batch} micro-batches, and this version deals"
-                f" steps otherwise (version {DEALING}, not {state.get('dealing')}); go on from the beginning of a step"
+        mine = self._arrangement()
+        other = {name: state.get(name) for name in mine}
+        if micro_batch and other != mine:
+            shown, own = (
+                ", ".join(f"{name}={value}" for name, value in each.items()) for each in (other, mine)
             )
-        if micro_batch and dealt != (self.world_size, self.sync, self.plan.options.effort):
             raise ValueError(
-                f"the saved position is inside step {step}, after {micro_batch} micro-batches that"
-                f" world_size={dealt[0]}, sync={dealt[1]!r}, effort={dealt[2]} had arranged (now {self.world_size},"
-                f" {self.sync!r}, {self.plan.options.effort}); go on with those, or from the beginning of a step"
+                f"the saved position is inside step {step}, after {micro_batch} micro-batches that {shown} had arranged"
+                f" (now {own}); go on with those, or from the beginning of a step"
             )
         position = step * self.micro_batches + micro_batch
         if micro_batch >= self.micro_batches or position > len(self):
@@ -213,21 +209,19 @@ class PackedBatchSampler(Sampler[list[int]]):
                 f"the saved position, step {step}, micro-batch {micro_batch}, is outside an epoch of"
                 f" {self.steps_per_epoch} steps of {self.micro_batches} micro-batches"
             )
-        self._carried[epoch] = self._check_carried(state["carried"], epoch)
+        self._carried[epoch] = self._read_carried(state["carried"], epoch)
         self._epoch, self._position, self._resume = epoch, position, position
         self._plan, self._dealt = None, {}
 
-    def _check_carried(self, carried: Any, epoch: int) -> NDArray[np.int64]:
+    def _read_carried(self, carried: Any, epoch: int) -> NDArray[np.int64]:
         """The documents that a saved state carries into its epoch."""
-        numbers = np.asarray(carried)
-        if numbers.size == 0:
-            return np.empty(0, dtype=np.int64)
-        if self._options["options"].tail != "carry" or epoch == 0:
+        numbers = np.asarray(carried, dtype=np.int64 if len(carried) == 0 else None)
+        if numbers.size and (not self._carries or epoch == 0):
             raise ValueError(
                 f"the saved sampler state carries {numbers.size} documents, but nothing is carried here"
             )
-        legal = numbers.ndim == 1 and numbers.dtype.kind in "iu"
-        if not legal or numbers.min() < 0 or numbers.max() >= len(self._lengths):
+        is_legal = numbers.ndim == 1 and numbers.dtype.kind in "iu"
+        if not is_legal or ((numbers < 0) | (numbers >= len(self._lengths))).any():
             raise ValueError(
                 f"the saved sampler state carries what is not among {len(self._lengths)} documents"
             )
@@ -256,16 +250,12 @@ class PackedBatchSampler(Sampler[list[int]]):
 
     def _plan_of(self, epoch: int) -> Plan:
         """Plan an epoch; with `tail="carry"`, the epochs before it too, as far as they are not known."""
-        made: Plan | None = None
-        known = epoch
-        if self._options["options"].tail == "carry":
-            known = max(number for number in self._carried if number <= epoch)
+        known = max(number for number in self._carried if number <= epoch) if self._carries else epoch
         for number in range(known, epoch + 1):
             carried = self._carried.get(number)
             made = plan(
                 self._lengths, **self._options, epoch=number, carried=carried, steps=self.steps_per_epoch
             )
-            if self._options["options"].tail == "carry":
+            if self._carries:
                 self._carried[number + 1] = made.carried
-        assert made is not None
         return made

@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import shutil
 import socket
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +28,6 @@ from multipack.data.writer import remove_store
 
 MEMORY = "memory"
 """Value of `data.stage` that is no folder."""
-_COPY = re.compile(r"[0-9a-f]{32}")
 
 
 def verify_once(stores: Sequence[TokenStore], cache: Path, progress: Progress | None = None) -> None:
@@ -42,22 +39,22 @@ def verify_once(stores: Sequence[TokenStore], cache: Path, progress: Progress | 
         ValueError: a store is damaged.
     """
     for store in stores:
-        files = [store.folder / entry.name for entry in store.header.shards]
-        state = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+        files = [(store.folder / entry.name).stat() for entry in store.header.shards]
+        state = [(file.st_size, file.st_mtime_ns) for file in files]
         text = f"{socket.gethostname()} {store.folder.absolute()} {store.checksum} {state}"
         stamp = cache / "verified" / hashlib.sha256(text.encode()).hexdigest()[:32]
         with locked(stamp.with_suffix(".lock")):
-            if not stamp.exists():
-                try:
-                    store.verify(progress)
-                except ValueError as error:
-                    if store.folder == store.path:
-                        raise
-                    remove_store(store.folder)
-                    raise ValueError(
-                        f"{store.folder}: the local copy was damaged and is removed; start again"
-                    ) from error
-                write_atomically(stamp, text.encode())
+            if stamp.exists():
+                continue
+            try:
+                store.verify(progress)
+            except ValueError as error:
+                if store.folder == store.path:
+                    raise
+                remove_store(store.folder)
+                message = f"{store.folder}: the local copy was damaged and is removed; start again"
+                raise ValueError(message) from error
+            write_atomically(stamp, text.encode())
 
 
 def stage(
@@ -75,7 +72,27 @@ def stage(
     """
     if not where:
         return list(stores), ""
-    return _into_memory(stores) if where == MEMORY else _into_folder(stores, where, progress)
+    if where == MEMORY:
+        return _into_memory(stores)
+    folder, copied = Path(where).expanduser().absolute(), 0
+    waiting = None if progress is None else partial(progress, 0, None, "waiting for a copy")
+    try:
+        missing = [store for store in stores if _find_copy(store, folder) is None]
+        if missing:
+            with locked(folder / f".staging-{os.getuid()}.lock", waiting):
+                copied = _copy_all(missing, folder, progress)
+        ready = [_find_copy(store, folder) for store in stores]
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"data.stage={where}: stores cannot be copied there ({error}): name a folder of this host with file locks"
+            " and enough room, such as /dev/shm or a local disk, or leave data.stage out"
+        ) from error
+    found = [copy for copy in ready if copy is not None]
+    if len(found) < len(stores):
+        raise ValueError(f"data.stage={where}: a store was replaced while it was copied: start again")
+    how = f"{copied:,} copied now" if copied else "a copy that was there already"
+    total = sum({store.checksum: _size(store) for store in stores}.values())
+    return found, f"tokens are read from {folder}: {total:,} bytes, {how}"
 
 
 def _into_memory(stores: Sequence[TokenStore]) -> tuple[list[TokenStore], str]:
@@ -92,40 +109,6 @@ def _into_memory(stores: Sequence[TokenStore]) -> tuple[list[TokenStore], str]:
     )
 
 
-def _into_folder(
-    stores: Sequence[TokenStore], where: str, progress: Progress | None
-) -> tuple[list[TokenStore], str]:
-    folder = Path(where).expanduser().absolute()
-    wanted = {store.checksum: store for store in stores}
-    missing = [store for store in wanted.values() if _find_copy(store, folder) is None]
-    copied = 0
-    if missing:
-        with ExitStack() as held:
-            _lock(held, folder, where, progress)
-            missing = [
-                store for store in missing if _find_copy(store, folder) is None
-            ]  # others may have copied
-            copied = sum(_missing_bytes(store, folder / store.checksum[:32]) for store in missing)
-            _check_room(folder, where, copied)
-            done = 0
-
-            def report(now: int) -> None:
-                if progress is not None:
-                    progress(now, copied, "bytes copied")
-
-            for store in missing:
-                done = _copy(store, folder, where, report, done)
-    how = f"{copied:,} copied now" if copied else "a copy that was there already"
-    total = sum(map(_size, wanted.values()))
-    ready = list[TokenStore]()
-    for store in stores:
-        copy = _find_copy(store, folder)
-        if copy is None:
-            raise ValueError(f"{store.path} was replaced by another store while it was copied: start again")
-        ready.append(copy)
-    return ready, f"tokens are read from {folder}: {total:,} bytes, {how}"
-
-
 def _find_copy(store: TokenStore, folder: Path) -> TokenStore | None:
     """The copy of a store, if it is there and complete."""
     try:
@@ -135,79 +118,38 @@ def _find_copy(store: TokenStore, folder: Path) -> TokenStore | None:
     return found if found.checksum == store.checksum else None
 
 
-def _lock(held: ExitStack, folder: Path, where: str, progress: Progress | None) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        waiting = None if progress is None else partial(progress, 0, None, "waiting for a copy")
-        held.enter_context(locked(folder / ".staging.lock", waiting))
-    except OSError as error:
-        raise ValueError(
-            f"data.stage={where}: the folder cannot be written ({error.strerror}): name a folder of this host that can,"
-            " such as /dev/shm or a local disk"
-        ) from error
-    except ValueError as error:
-        raise ValueError(
-            f"data.stage={where}: this file system has no file locks: name a folder of this host, such as /dev/shm or a"
-            " local disk"
-        ) from error
-
-
-def _check_room(folder: Path, where: str, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if needed <= free:
-        return
-    copies = [entry for entry in folder.iterdir() if _COPY.fullmatch(entry.name)]
-    others = sum(file.stat().st_size for copy in copies for file in copy.iterdir() if file.is_file())
-    kept = f", and copies of stores there take {others:,}: remove those" if others else ": remove files"
-    raise ValueError(
-        f"data.stage={where}: {needed:,} bytes are to be copied, {free:,} are free{kept}, name another folder, or leave"
-        " data.stage out"
-    )
-
-
-def _files(store: TokenStore) -> list[str]:
-    """The files of a store, its header last."""
-    texts = [TOKENIZER, *([CHAT_TEMPLATE] if store.header.chat_template_hash else []), RECIPE]
-    return [*texts, *(entry.name for entry in store.header.shards), HEADER]
-
-
-def _missing_bytes(store: TokenStore, copy: Path) -> int:
-    try:
-        missing = [name for name in _files(store) if not _is_copied(store, copy, name)]
-        return sum((store.folder / name).stat().st_size for name in missing)
-    except FileNotFoundError as error:
-        raise ValueError(
-            f"{store.path} was replaced by another store while it was copied: start again"
-        ) from error
-
-
-def _is_copied(store: TokenStore, copy: Path, name: str) -> bool:
-    file = copy / name
-    return file.is_file() and file.stat().st_size == (store.folder / name).stat().st_size
-
-
-def _copy(store: TokenStore, folder: Path, where: str, progress: Callable[[int], None], done: int) -> int:
-    """Copy the files of a store that are missing; returns the bytes copied so far, `done` of them before."""
-    copy = folder / store.checksum[:32]
-    try:
-        copy.mkdir(exist_ok=True)
-        for name in _files(store):
-            if _is_copied(store, copy, name):
-                continue
-            partial = copy / f".{name}{PARTIAL}"
-            with open(store.folder / name, "rb") as source, open(partial, "wb") as target:
-                shutil.copyfileobj(source, target, 1 << 24)
-                target.flush()
-                os.fsync(target.fileno())
-                done += target.tell()
-            os.replace(partial, copy / name)
-            progress(done)
-    except OSError as error:
-        raise ValueError(
-            f"data.stage={where}: {store.path} could not be copied to {copy} ({error.strerror}): make room, name"
-            " another folder, or leave data.stage out"
-        ) from error
-    return done
+def _copy_all(stores: Sequence[TokenStore], folder: Path, progress: Progress | None) -> int:
+    """Copy the files that are missing in the copies of these stores, headers last; returns their bytes."""
+    files = {
+        folder / store.checksum[:32] / name: store.folder / name
+        for store in stores
+        if _find_copy(store, folder) is None  # another process may have copied meanwhile
+        for name in (
+            *(name for name in (TOKENIZER, CHAT_TEMPLATE, RECIPE) if (store.folder / name).is_file()),
+            *(entry.name for entry in store.header.shards),
+            HEADER,
+        )
+    }
+    sizes = {copy: original.stat().st_size for copy, original in files.items()}
+    missing = [
+        copy
+        for copy, size in sizes.items()
+        if copy.name == HEADER or not copy.is_file() or copy.stat().st_size != size
+    ]
+    total, done = sum(sizes[copy] for copy in missing), 0
+    if missing and total > (free := shutil.disk_usage(folder).free):
+        raise ValueError(f"{total:,} bytes are to be copied, {free:,} are free")
+    for copy in missing:
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        partial_copy = copy.with_name(f".{copy.name}{PARTIAL}")
+        shutil.copyfile(files[copy], partial_copy)
+        with open(partial_copy, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(partial_copy, copy)
+        done += sizes[copy]
+        if progress is not None:
+            progress(done, total, "bytes copied")
+    return total
 
 
 def available_memory() -> int | None:

@@ -1,19 +1,19 @@
 """Text → tokens → shards: tokenizes documents, and writes a token store (see `data/store.py`) shard after shard.
 
 documents     [part, part] [part] …            text, a batch of it
-encode        |AAAAAA|BBB|CC…                  a Shard in memory
-StoreWriter   collects shards until they hold SHARD_TOKENS tokens, and writes them as one
+encode        |AAAAAA|BBB|CC…                  added to a ShardBuilder
+StoreWriter   writes a shard when the builder holds SHARD_TOKENS tokens
 """
 
 from __future__ import annotations
 
 import hashlib
-import platform
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,13 +27,13 @@ from multipack.data.shards import (
     Shard,
     ShardEntry,
     StoreHeader,
-    offsets_of,
     open_shard,
     part_name,
     shard_name,
     token_dtype,
     write_shard,
 )
+from multipack.data.store import add_skipped
 from multipack.data.texts import SourceDocument
 from multipack.data.tokenizer import Tokenizer
 
@@ -48,35 +48,49 @@ class ShardBuilder:
 
     Args:
         vocabulary_size: every token is less than this.
+        is_stream: whether all texts are stretches of one document, which has the name of the first one.
     """
 
-    def __init__(self, vocabulary_size: int) -> None:
-        self._vocabulary_size = vocabulary_size
-        self._tokens, self._spans, self._names = array("q"), array("q"), bytearray()
+    def __init__(self, vocabulary_size: int, is_stream: bool = False) -> None:
+        self._vocabulary_size, self._is_stream = vocabulary_size, is_stream
+        self._tokens, self._spans, self._names = array("I"), array("q"), bytearray()
         self._lengths, self._span_counts, self._name_lengths = array("q"), array("q"), array("q")
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of all documents."""
+        return len(self._tokens)
 
     def add(self, name: str, parts: Sequence[EncodedPart]) -> None:
         """Add a document; neighboring parts that are targets become one range.
 
         Raises:
-            ValueError: it has no tokens.
+            ValueError: it has no tokens, or one outside the vocabulary.
         """
-        length, first = 0, len(self._spans)
+        if not any(ids for ids, _ in parts):
+            raise ValueError(f"document {name} has no tokens")
+        if not (self._is_stream and self._lengths):
+            raw = name.encode("utf-8", "replace")
+            self._names += raw
+            self._name_lengths.append(len(raw))
+            self._lengths.append(0)
+            self._span_counts.append(0)
         for ids, is_target in parts:
+            length = self._lengths[-1]
             if is_target and ids:
-                if len(self._spans) > first and self._spans[-1] == length:
+                if self._span_counts[-1] and self._spans[-1] == length:
                     self._spans[-1] += len(ids)
                 else:
                     self._spans.extend((length, length + len(ids)))
-            length += len(ids)
-            self._tokens.fromlist(ids if isinstance(ids, list) else list(ids))
-        if not length:
-            raise ValueError(f"document {name} has no tokens")
-        raw = name.encode("utf-8", "replace")
-        self._names += raw
-        self._lengths.append(length)
-        self._span_counts.append((len(self._spans) - first) // 2)
-        self._name_lengths.append(len(raw))
+                    self._span_counts[-1] += 1
+            try:
+                self._tokens.extend(ids)
+            except OverflowError:
+                raise ValueError(f"document {name} has a token below 0 or above 4,294,967,295") from None
+            self._lengths[-1] += len(ids)
 
     def build(self) -> Shard:
         """The documents.
@@ -84,47 +98,50 @@ class ShardBuilder:
         Raises:
             ValueError: a token outside the vocabulary.
         """
-        tokens = _numbers(self._tokens)
-        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self._vocabulary_size:
+        tokens = np.array(self._tokens, dtype=np.uint32)
+        if len(tokens) and int(tokens.max()) >= self._vocabulary_size:
             raise ValueError(
-                f"tokens from {tokens.min()} to {tokens.max()} for a vocabulary of {self._vocabulary_size:,} tokens"
+                f"token {tokens.max():,} is outside the vocabulary of {self._vocabulary_size:,} tokens"
             )
         return Shard(
-            offsets=offsets_of(_numbers(self._lengths)),
-            span_offsets=offsets_of(_numbers(self._span_counts)),
-            name_offsets=offsets_of(_numbers(self._name_lengths)),
-            spans=_numbers(self._spans).reshape(-1, 2),
+            offsets=_offsets(self._lengths),
+            span_offsets=_offsets(self._span_counts),
+            name_offsets=_offsets(self._name_lengths),
+            spans=np.array(self._spans, dtype=np.int64).reshape(-1, 2),
             tokens=tokens.astype(token_dtype(self._vocabulary_size)),
             names=np.frombuffer(bytes(self._names), dtype=np.uint8),
         )
 
 
-def _numbers(values: array[int]) -> NDArray[np.int64]:
-    return np.frombuffer(values, dtype=np.int64) if values else np.zeros(0, dtype=np.int64)
+def _offsets(lengths: array[int]) -> NDArray[np.int64]:
+    """(n + 1,) 0 and the cumulative sums of n lengths."""
+    return np.cumsum([0, *lengths], dtype=np.int64)
 
 
-def encode(items: Sequence[Sequence[SourceDocument]], tokenizer: Tokenizer) -> Shard:
+def encode(
+    items: Sequence[Sequence[SourceDocument]], tokenizer: Tokenizer
+) -> Iterator[list[tuple[str, list[tuple[list[int], bool]]]]]:
     """Tokenize documents, and add the end token to those that do not end themselves.
 
     Args:
-        items: documents that belong together: one each, or the two answers of a preference pair. Items in which a
-            document has no tokens are left out.
+        items: documents that belong together: one each, or the two answers of a preference pair.
         tokenizer: makes the tokens.
+
+    Yields:
+        For each item its documents as (name, parts). Items in which a document has no tokens are left out.
 
     Raises:
         ValueError: text that the tokenizer does not know; the message names its document.
     """
-    builder = ShardBuilder(tokenizer.vocabulary_size)
     encoded = iter(_encode([document for item in items for document in item], tokenizer))
     for item in items:
-        found = [next(encoded) for _ in item]
-        if not all(any(ids for ids, _ in parts) for parts in found):
+        found = [(document.name, next(encoded)) for document in item]
+        if not all(any(ids for ids, _ in parts) for _, parts in found):
             continue
-        for document, parts in zip(item, found, strict=True):
+        for document, (_, parts) in zip(item, found, strict=True):
             if document.ended and not document.closed and tokenizer.end_id is not None:
                 parts.append(([tokenizer.end_id], True))
-            builder.add(document.name, parts)
-    return builder.build()
+        yield found
 
 
 def _encode(documents: Sequence[SourceDocument], tokenizer: Tokenizer) -> list[list[tuple[list[int], bool]]]:
@@ -152,25 +169,19 @@ class StoreWriter:
     Args:
         path: folder of the store.
         tokenizer: makes the tokens.
-        key: identifies source, settings and tokenizer.
-        description: one line for people, or a function of the number of documents that returns it.
-        split_by: `position`: the documents are stretches of one text, and each shard is one document.
-        overlong: policy for documents longer than a pack where `data.overlong` is auto.
-        pairs: documents come two by two: the chosen and the rejected answer of a preference pair.
-        replace: remove another store at `path`.
+        description: one line for people, or a function of the number of documents (or pairs) that returns it.
         chat_template: chat template of the documents, as JSON.
-        part: number of this part, from 0.
-        parts: number of parts. The writer that finishes the last one writes the header.
-        shard_tokens: tokens after which a shard is written.
+        part: number of this part, from 0. The writer that finishes the last part writes the header.
+        shard_tokens: tokens after which a shard is written; 0 = `SHARD_TOKENS`.
+        **recipe: other fields of `StoreHeader`: key, split_by, overlong, pairs, parts.
 
     Attributes:
         skipped: reason → number of entries that the source left out; may be set until the block ends.
         read: documents (or pairs) of the source that are in shards already.
-        tokens: tokens written so far.
         shards: shards written so far.
 
     Raises:
-        FileExistsError: `path` holds something else, and `replace` is not set.
+        ValueError: `path` holds something else.
     """
 
     def __init__(
@@ -178,83 +189,68 @@ class StoreWriter:
         path: Path | str,
         tokenizer: Tokenizer,
         *,
-        key: str = "",
         description: str | Callable[[int], str] = "",
-        split_by: str = "document",
-        overlong: str = "error",
-        pairs: bool = False,
-        replace: bool = False,
         chat_template: str = "",
         part: int = 0,
-        parts: int = 1,
         shard_tokens: int = 0,
+        **recipe: Any,
     ) -> None:
-        self.path, self.skipped = Path(path), dict[str, int]()
-        self.read = self.tokens = 0
-        self.shards: list[ShardEntry] = []
+        self.path, self.read = Path(path), 0
+        self.skipped, self.shards = dict[str, int](), list[ShardEntry]()
         self._tokenizer, self._description, self._chat_template = tokenizer, description, chat_template
-        self._part, self._replace = part, replace
-        self._shard_tokens = shard_tokens or SHARD_TOKENS
-        self._waiting: list[Shard] = []
-        self._waiting_read = self._waiting_tokens = 0
+        self._part, self._shard_tokens = part, shard_tokens or SHARD_TOKENS
         self.recipe = StoreHeader(
-            vocabulary_size=tokenizer.vocabulary_size,
-            end_id=tokenizer.end_id,
-            tokenizer=tokenizer.name,
-            tokenizer_hash=tokenizer.hash,
-            chat_template_hash=hashlib.sha256(chat_template.encode()).hexdigest() if chat_template else "",
-            key=key,
-            split_by=split_by,
-            overlong=overlong,
-            pairs=pairs,
-            parts=parts,
-            python=platform.python_version(),
+            tokenizer.vocabulary_size,
+            tokenizer.name,
+            tokenizer.hash,
+            hashlib.sha256(chat_template.encode()).hexdigest() if chat_template else "",
+            **recipe,
         )
+        self._begin_shard()
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens in the shards."""
+        return sum(shard.tokens for shard in self.shards)
 
     def __enter__(self) -> StoreWriter:
-        if not self._continues():
-            # Another part of the same store may have written its recipe since.
-            if not (self._replace or is_free(self.path, leftovers=True) or self._continues()):
-                raise FileExistsError(f"{self.path} holds something else; remove it or choose another folder")
-            if self._replace:
-                remove_store(self.path)
-            self.path.mkdir(parents=True, exist_ok=True)
+        # Another part of the same store may write its recipe between the first look and the second.
+        if not (self._continues() or is_free(self.path, leftovers=True) or self._continues()):
+            raise ValueError(
+                f"{self.path} holds a token store of other documents, another tokenizer or other parts, a damaged one,"
+                " or something else; remove it or choose another folder"
+            )
         # Several parts may begin at once: they write the same content, the recipe first.
         self.recipe.write(self.path / RECIPE)
         write_atomically(self.path / TOKENIZER, self._tokenizer.to_json().encode())
         if self._chat_template:
             write_atomically(self.path / CHAT_TEMPLATE, self._chat_template.encode())
-        for file in self.path.glob(f".{shard_name(self._part, 0)[:10]}*{PARTIAL}"):
-            file.unlink(missing_ok=True)
         self._take_over()
         return self
 
     def _continues(self) -> bool:
         """Whether an unfinished store of the same recipe is at `path`."""
-        try:
-            found = StoreHeader.read(self.path / RECIPE)
-        except ValueError:
-            return False
-        return found.is_for(self.recipe) and not (self.path / HEADER).exists()
+        found = StoreHeader.find(self.path / RECIPE)
+        return found is not None and found.is_for(self.recipe) and not (self.path / HEADER).exists()
 
     def _take_over(self) -> None:
-        """Count the shards that are there already; those after a damaged one are removed."""
-        while (file := self._next_file()).is_file():
+        """Count the shards that are there already; unfinished ones, and those after a damaged one, are removed."""
+        while self._next_file().is_file():
             try:
-                self._count(open_shard(file)[1])
+                self.shards.append(open_shard(self._next_file())[1])
             except ValueError:
                 break
-        for file in self.path.glob(f"{shard_name(self._part, 0)[:10]}*"):
-            if file.name >= self._next_file().name:
-                file.unlink()
+        self.read = sum(shard.read for shard in self.shards)
+        for file in self.path.glob(f"*{shard_name(self._part, 0)[:10]}-*"):
+            if file.name.endswith(PARTIAL) or file.name >= self._next_file().name:
+                file.unlink(missing_ok=True)
 
     def _next_file(self) -> Path:
         return self.path / shard_name(self._part, len(self.shards))
 
-    def _count(self, entry: ShardEntry) -> None:
-        self.shards.append(entry)
-        self.read += entry.read
-        self.tokens += entry.tokens
+    def _begin_shard(self) -> None:
+        self._builder = ShardBuilder(self.recipe.vocabulary_size, self.recipe.split_by == "position")
+        self._builder_read = 0
 
     def add(self, name: str, parts: Sequence[EncodedPart]) -> None:
         """Add a document.
@@ -266,42 +262,37 @@ class StoreWriter:
         Raises:
             ValueError: the document has no tokens, or a token outside the vocabulary.
         """
-        builder = ShardBuilder(self._tokenizer.vocabulary_size)
-        builder.add(name, parts)
-        self.extend(builder.build())
+        self._builder.add(name, parts)
+        self._count(1)
 
-    def extend(self, shard: Shard, read: int | None = None) -> None:
-        """Add tokenized documents.
+    def add_batch(self, items: Sequence[Sequence[SourceDocument]]) -> None:
+        """Tokenize and add documents, or preference pairs; see `encode`."""
+        for item in encode(items, self._tokenizer):
+            for name, parts in item:
+                self._builder.add(name, parts)
+        self._count(len(items))
 
-        Args:
-            shard: the documents.
-            read: documents (or pairs) of the source that they are, those without tokens included; None = all have some.
-        """
-        self._waiting.append(shard)
-        self._waiting_read += len(shard) if read is None else read
-        self._waiting_tokens += len(shard.tokens)
-        if self._waiting_tokens >= self._shard_tokens and not (
-            self.recipe.pairs and sum(map(len, self._waiting)) % 2
-        ):
+    def _count(self, read: int) -> None:
+        """Count `read` documents (or pairs) of the source, and write the shard if it is large enough."""
+        self._builder_read += read
+        is_open_pair = self.recipe.pairs and len(self._builder) % 2
+        if self._builder.num_tokens >= self._shard_tokens and not is_open_pair:
             self.end_shard()
 
     def end_shard(self) -> None:
         """Write the documents that were added as a shard; without any, do nothing."""
-        if self._waiting_tokens:
-            shard = Shard.joined(self._waiting)
-            if self.recipe.split_by == "position":
-                shard = shard.as_one_document(shard.name(0) if len(shard) else "")
-            self._count(write_shard(self._next_file(), shard, self._waiting_read))
-            self._waiting, self._waiting_read, self._waiting_tokens = [], 0, 0
+        if len(self._builder):
+            self.shards.append(write_shard(self._next_file(), self._builder.build(), self._builder_read))
+            self.read += self._builder_read
+            self._begin_shard()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None:
             self.end_shard()
-            replace(self.recipe, skipped=self.skipped, shards=tuple(self.shards)).write(
-                self.path / part_name(self._part)
-            )
+            finished = replace(self.recipe, skipped=self.skipped, shards=tuple(self.shards))
+            finished.write(self.path / part_name(self._part))
             finish_store(self.path, self._description)
         elif issubclass(kind, ValueError) and self.recipe.parts == 1:
             remove_store(self.path)
@@ -318,30 +309,39 @@ def finish_store(path: Path, description: str | Callable[[int], str] = "") -> bo
     if (path / HEADER).is_file() or not all(file.is_file() for file in files):
         return (path / HEADER).is_file()  # the writer of another part may have been faster
     try:
-        parts, skipped = [StoreHeader.read(file) for file in files], dict[str, int]()
+        parts = [StoreHeader.read(file) for file in files]
     except ValueError:
         if (path / HEADER).is_file():  # the writer of another part has finished the store meanwhile
             return True
         raise
-    for part in parts:
-        for reason, count in part.skipped.items():
-            skipped[reason] = skipped.get(reason, 0) + count
-    header = replace(recipe, skipped=skipped, shards=tuple(shard for part in parts for shard in part.shards))
-    text = description if isinstance(description, str) else description(header.documents)
+    header = replace(
+        recipe, skipped=add_skipped(parts), shards=tuple(shard for part in parts for shard in part.shards)
+    )
+    count = sum(shard.documents for shard in header.shards) // (2 if header.pairs else 1)
+    text = description if isinstance(description, str) else description(count)
     replace(header, description=text).write(path / HEADER)
     for file in files:
         file.unlink(missing_ok=True)
     return True
 
 
+def store_files(path: Path) -> list[Path]:
+    """The files of a store at `path`, its header first."""
+    patterns = (
+        HEADER,
+        "part-*.json",
+        RECIPE,
+        "shard-*.safetensors",
+        ".*" + PARTIAL,
+        TOKENIZER,
+        CHAT_TEMPLATE,
+    )
+    return [file for pattern in patterns for file in path.glob(pattern) if file.is_file()]
+
+
 def remove_store(path: Path) -> None:
     """Remove the files of a store, its header first, and the folder if nothing else is in it."""
-    if not path.is_dir():
-        return
-    names = (HEADER, "part-*.json", RECIPE, "shard-*.safetensors", ".*" + PARTIAL, TOKENIZER, CHAT_TEMPLATE)
-    for name in names:
-        for file in path.glob(name):
-            if file.is_file():
-                file.unlink(missing_ok=True)
-    if not any(path.iterdir()):
+    for file in store_files(path):
+        file.unlink(missing_ok=True)
+    if path.is_dir() and not any(path.iterdir()):
         path.rmdir()
