@@ -341,7 +341,7 @@ def main() -> None:
     logging.disable(logging.WARNING)
     shape = ModelShape(layers=4, heads=4, d_model=256, d_ff=704, vocabulary_size=257 * 8)
     # Compiled before anything is timed: a plan's loops, as a run of two packs a step needs them.
-    compile_planner(PlanOptions(capacity=LONGEST, packs_per_step=2), 1, "step", lambda: print("compiling …"))
+    compile_planner(PlanOptions(capacity=LONGEST, packs_per_step=2), 1, "step", print)
     result: dict[str, Any] = {}
     if options.only != "alone":
         named = sets(options.documents, 257)

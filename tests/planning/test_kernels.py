@@ -16,7 +16,7 @@ from multipack.planning.cost import weigh
 from multipack.planning.kernels import balancing, compiled, placing
 from multipack.planning.options import PlanOptions
 from multipack.planning.plan import plan
-from multipack.planning.report import compile_planner
+from multipack.planning.report import COMPILING, compile_planner
 
 CASES = settings(deadline=None, max_examples=60)
 FOLDER = Path(kernels.__file__).parent
@@ -170,7 +170,7 @@ def test_kernels_are_compiled_ahead():
     plan(lengths, options=options).deal(0, 8)
     after = {name: len(v.signatures) for name, v in vars(placing).items() if hasattr(v, "signatures")}
     assert after == before
-    compile_planner(options, 8, announce=lambda: said.append("compiling"))
-    assert said in ([], ["compiling"])  # silent where a cache folder can be written to
+    compile_planner(options, 8, tell=said.append)
+    assert said in ([], [COMPILING])  # silent where a cache folder can be written to
     compile_planner(PlanOptions(capacity=2**27, packs_per_step=4096, budget=2**26, align=2**20), 2048)
     compile_planner(PlanOptions(capacity=2, packs_per_step=1, max_documents=1))

@@ -45,41 +45,22 @@ class RunFiles:
         ]
 
 
+def _hook(name, default):
+    def call(recorder, first, *_):
+        first = first["step"] if name == "record" else first
+        recorder.seen.append((name, first))
+        return recorder.actions[name](first) if name in recorder.actions else default
+
+    return call
+
+
 class Recorder(Callback):
-    """Records the hooks that are called, and does in them what a test asks for."""
+    """Records the hooks that are called with their first argument, and does in them what a test asks for."""
 
     name = "recorder"
 
     def __init__(self, **actions):
         self.seen, self.loaded, self.actions = [], None, actions
-
-    def _do(self, hook, default, *arguments):
-        self.seen.append((hook, *arguments))
-        return self.actions[hook](*arguments) if hook in self.actions else default
-
-    def before_step(self, step):
-        self._do("before_step", None, step)
-
-    def micro_batch(self, index, engine, own, whole):
-        self._do("micro_batch", None, index)
-
-    def gradient(self, step, engine):
-        return self._do("gradient", {}, step)
-
-    def accept(self, step, loss, grad_norm):
-        return self._do("accept", True, step)
-
-    def after_step(self, step, engine, applied):
-        self._do("after_step", None, step)
-
-    def record(self, values):
-        self._do("record", None, int(values["step"]), "val_loss" in values)
-
-    def sample(self, step, text):
-        self._do("sample", None, step)
-
-    def stop_reason(self, step, val_loss):
-        return self._do("stop_reason", "", step)
 
     def state(self):
         return {"count": len(self.seen)}
@@ -87,8 +68,10 @@ class Recorder(Callback):
     def load_state(self, state):
         self.loaded = state["count"]
 
-    def close(self, failed):
-        self._do("close", None, failed)
+
+RESULTS = {"gradient": {}, "accept": True, "stop_reason": ""}
+for each in ("before_step", "micro_batch", "after_step", "record", "sample", "close", *RESULTS):
+    setattr(Recorder, each, _hook(each, RESULTS.get(each)))
 
 
 @pytest.fixture(autouse=True)

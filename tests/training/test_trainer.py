@@ -21,7 +21,6 @@ from multipack.training.checkpoint import load_checkpoint
 from multipack.training.metrics import LEGEND
 from multipack.training.run_config import compose, compose_run
 from multipack.training.run_parts import Feeds
-from multipack.training.run_report import header_rows
 from multipack.training.stop_request import StopRequest
 from multipack.training.train import train
 
@@ -53,42 +52,41 @@ def _assert_equal(out, other, files):
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
-def test_a_run_learns_prints_and_leaves_its_directory(words, tmp_path, capsys, files, changed):
+def test_a_run_learns_prints_and_leaves_its_directory(words, tmp_path, capsys, files):
     out = tmp_path / "run"
-    result = train(compose(changed(words, "train.steps=12", "train.compare_padding=true", f"out={out}")))
+    result = train(compose([*words, "train.compare_padding=true", f"out={out}"]))
     printed = capsys.readouterr().out
     found = files(out)
-    assert (result.step, result.stopped_by) == (12, None)
-    assert found.losses[-1] < found.losses[0] - 0.3
-    assert [record["step"] for record in found.evaluations] == [0, 3, 6, 9, 12]
+    assert (result.step, result.stopped_by) == (6, None)
+    assert found.losses[-1] < found.losses[0] - 0.1
+    assert [record["step"] for record in found.evaluations] == [0, 3, 6]
     assert "train_loss" not in found.evaluations[0]
     targets = [record["target_tokens"] for record in found.steps[:3]]
     mean = sum(loss * count for loss, count in zip(found.losses, targets, strict=False)) / sum(targets)
     assert found.evaluations[1]["train_loss"] == pytest.approx(mean)
     assert found.evaluations[-1]["val_loss"] == result.val_loss
     assert set(found.steps[0]) == set(LEGEND) - {"train_loss", "val_loss"}
-    for row in ("device", "corpus hash", "packing efficiency", "pad factor", str(out / "metrics.jsonl")):
+    for row in (
+        "attention loop",
+        "none: one process",
+        "corpus hash",
+        "packing efficiency",
+        "pad factor",
+        str(out / "metrics.jsonl"),
+    ):
         assert row in printed, row
     assert "\x1b[" not in printed  # not a terminal: plain lines
-    assert printed.count("\nstep=") == 7  # the first, and every second one
+    assert printed.count("\nstep=") == 4  # the first, and every second one
     assert result.comparison.ratio > 0
     assert (out / "samples.txt").read_text().count("=== step") == len(found.evaluations)
-    names = ["best", "latest", "step-00000009", "step-00000012"]
+    names = ["best", "latest", "step-00000003", "step-00000006"]
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == names
-    assert RunDirectory(out).best_checkpoint().name == "step-00000012"
+    assert RunDirectory(out).best_checkpoint().name == "step-00000006"
 
 
 def test_the_saved_configuration_starts_the_same_run_again(finished, tmp_path, files):
     train(compose([f"config={finished / 'config.yaml'}", f"out={tmp_path / 'again'}"]))
     assert files(tmp_path / "again").untimed == files(finished).untimed
-
-
-def test_the_header_says_what_is_in_effect(trainer):
-    rows = dict(header_rows(trainer()))
-    assert rows["backend"] == "none, attention loop"  # auto, resolved
-    assert rows["parallel"] == "none: one process"
-    assert rows["parameters"].endswith("(fp32)")
-    assert len(rows["corpus hash"]) == 16
 
 
 def test_times_come_from_the_given_clock(words, tmp_path, files, changed):
@@ -215,23 +213,20 @@ def test_weights_that_are_not_finite_are_never_saved(words, tmp_path, changed):
         )
 
 
-@pytest.mark.parametrize("action", ["stop", "skip"])
-def test_a_spike_ends_the_command_in_one_line(action, words, tmp_path, monkeypatch, capsys):
-    def moments(guard, state=None):
-        guard._moments = {name: spikes.RunningMoments(100, 0.0) for name in ("loss", "grad_norm")}
+def test_a_spike_ends_the_command_in_one_line(words, tmp_path, monkeypatch, capsys):
+    def after_step(guard, step, engine, applied):
+        if step == 2:
+            guard._moments = {name: spikes.RunningMoments(100, 0.0) for name in ("loss", "grad_norm")}
 
-    monkeypatch.setattr(
-        spikes.SpikeGuard, "after_step", lambda guard, step, *_: moments(guard) if step == 2 else None
-    )
-    monkeypatch.setattr(spikes, "MOST_IN_A_ROW", 2)
-    more = [f"train.spike={action}", "train.eval_every=2", f"out={tmp_path / 'run'}"]
+    monkeypatch.setattr(spikes.SpikeGuard, "after_step", after_step)
+    more = ["train.spike=stop", "train.eval_every=2", f"out={tmp_path / 'run'}"]
     monkeypatch.setattr("sys.argv", ["multipack", "train", *words, *more])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 3
     [line] = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
     last = RunDirectory(tmp_path / "run").latest_checkpoint()
-    assert f"train.spike={action}" in line
+    assert "train.spike=stop" in line
     assert line.endswith(f"Last good checkpoint: {last}")
     assert json.loads((last / "state.json").read_text())["step"] == 2
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Callable
+from typing import Any, NoReturn
 
 import typer
 
@@ -26,12 +26,10 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_COMMANDS: tuple[Callable[..., None], ...] = (
-    *(train, config, prepare, plan, pack, calibrate, generate, export),
-    *(advise, launch, submit, doctor, version),
-)
-for _command in _COMMANDS:
-    app.command()(_command)
+for command in (train, config, prepare, plan, pack, calibrate, generate, export):
+    app.command()(command)
+for command in (advise, launch, submit, doctor, version):
+    app.command()(command)
 app.add_typer(bench, name="bench")
 
 
@@ -53,15 +51,15 @@ def main() -> None:
         code = app(standalone_mode=False)
     except (ValueError, OSError) as error:
         fail(str(error), 2)
-    except ImportError as error:
-        if "multipack[" not in str(error):
-            raise
-        fail(str(error), 2)  # an optional dependency is missing, and the message names it
     except KeyboardInterrupt:
         code = 130
     except Exception as error:
+        # Typer uses its own copy of click or the installed one, so click's exceptions are recognized by their names.
+        if isinstance(error, ImportError) and "multipack[" in str(error):
+            fail(str(error), 2)  # an optional dependency is missing, and the message names it
+        if hasattr(error, "format_message"):
+            _exit_with_usage(error)
         if type(error).__name__ != "Abort":
-            _exit_if_usage_error(error)
             raise
         code = 130
     if code == 130:  # Typer's exit code for Ctrl-C
@@ -69,17 +67,11 @@ def main() -> None:
     sys.exit(code or 0)
 
 
-def _exit_if_usage_error(error: Exception) -> None:
-    """Exit with a message if the words of a command are wrong; return for any other exception.
-
-    Typer uses its own copy of click or the installed one, so click's exceptions are recognized by their attributes.
-    """
-    format_message, code = getattr(error, "format_message", None), getattr(error, "exit_code", None)
-    if format_message is None or code is None:
-        return
-    message, context = str(format_message()).strip(), getattr(error, "ctx", None)
-    if "\n" in message:  # without a command: the help text
+def _exit_with_usage(error: Any) -> NoReturn:
+    """Exit because the words of a command are wrong; without a command, print the help text."""
+    message, context = str(error.format_message()).strip(), getattr(error, "ctx", None)
+    if "\n" in message:
         print(message, file=sys.stderr)
-        sys.exit(code)
+        sys.exit(error.exit_code)
     command = context.command_path if context is not None else "multipack"
-    fail(f"{message.rstrip('.')} (see `{command} --help`)", code)
+    fail(f"{message.rstrip('.')} (see `{command} --help`)", error.exit_code)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from multipack.cli.command_options import AdviseSettings, Json, setting
+from multipack.cli.command_options import Json, setting, shows
 
 if TYPE_CHECKING:
     from multipack.launch.advise import Advice, Candidate
@@ -23,7 +23,7 @@ def advise(
         list[str] | None, setting("model=PRESET, devices=NUMBER, memory=80GiB, link=slow, capacity=TOKENS, …")
     ] = None,
     as_json: Json = False,
-    settings: AdviseSettings = False,
+    settings: Annotated[bool, shows("AdviseRequest", module="multipack.launch.advise_request")] = False,
 ) -> None:
     """Recommend a parallelism for a model and its devices, with reasons and the training command.
 

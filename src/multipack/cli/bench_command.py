@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, NoReturn, cast
 
@@ -47,8 +47,10 @@ def collectives(
     Algorithm bandwidth is size / time. Bus bandwidth, as defined by nccl-tests,
     is comparable with the bandwidth of the hardware.
     """
-    from multipack.launch.bandwidth import DTYPES, OPERATIONS
+    from multipack.launch.bandwidth import DTYPES, OPERATIONS, measure
     from multipack.parallel.ranks import find_ranks
+    from multipack.parallel.world import connected
+    from multipack.reports.console import Console
 
     chosen = list(OPERATIONS) if operations == "all" else [word.strip() for word in operations.split(",")]
     for name, given, choices in (
@@ -61,16 +63,30 @@ def collectives(
     wanted = [_bytes(word.strip()) for word in sizes.split(",")]
     ranks = find_ranks(os.environ)
     if ranks.launcher == "none":
-        words = ["--sizes", sizes, "--operations", operations, "--dtype", dtype, "--repeats", str(repeats)]
-        words += ["--device", device, *(["--json"] if as_json else [])]
-        _start(["bench", "collectives", *words], processes, device)
+        _start(processes, device)
     if processes not in (0, ranks.size):
         raise ValueError(f"-n {processes}: {ranks.launcher} started {ranks.size} processes; leave -n out")
-    _measure(chosen, wanted, dtype, repeats, device, as_json)
+    with connected(cast("Device", device), TIMEOUT_SECONDS) as world:
+        found = [
+            measure(world, cast("Operation", operation), size, dtype, repeats)
+            for operation in chosen
+            for size in wanted
+        ]
+    if world.is_main and as_json:
+        print(json.dumps([asdict(row) for row in found], indent=1))
+    elif world.is_main:
+        processes_text = f"{world.size} process{'es' * (world.size > 1)}"
+        title = f"collectives of {processes_text}, {world.backend} on {world.device.type}, {dtype}"
+        Console().table(title, COLUMNS, [_cells(row) for row in found])
+    wrong = [row for row in found if row.wrong_ranks]
+    if wrong:
+        ranks_named = ", ".join(map(str, wrong[0].wrong_ranks))
+        message = f"{wrong[0].operation} of {wrong[0].bytes:,} bytes has a wrong result on rank {ranks_named}"
+        fail(f"{message} ({len(wrong)} of {len(found)} measurements are wrong)", 3)
 
 
-def _start(words: list[str], processes: int, device: str) -> NoReturn:
-    """Replace this process by torchrun with this command.
+def _start(processes: int, device: str) -> NoReturn:
+    """Replace this process by torchrun with the same command.
 
     Raises:
         ValueError: there are fewer GPUs than processes.
@@ -86,35 +102,8 @@ def _start(words: list[str], processes: int, device: str) -> NoReturn:
             f"-n {processes}: each process needs one of {gpus} GPUs; use -n {gpus} or --device cpu"
         )
     # One thread per process is enough for collectives; more would compete for cores.
-    request = LaunchRequest(words, processes=processes or gpus or 2, launcher="torchrun", cores=1)
+    request = LaunchRequest(sys.argv[1:], processes=processes or gpus or 2, launcher="torchrun", cores=1)
     become(launch_command(request, Allocation()))
-
-
-def _measure(
-    operations: Sequence[str], sizes: Sequence[int], dtype: str, repeats: int, device: str, as_json: bool
-) -> None:
-    """Measure on all ranks; rank 0 prints."""
-    from multipack.launch.bandwidth import measure
-    from multipack.parallel.world import connected
-    from multipack.reports.console import Console
-
-    with connected(cast("Device", device), TIMEOUT_SECONDS) as world:
-        found = [
-            measure(world, cast("Operation", operation), size, dtype, repeats)
-            for operation in operations
-            for size in sizes
-        ]
-    if world.is_main and as_json:
-        print(json.dumps([asdict(row) for row in found], indent=1))
-    elif world.is_main:
-        processes = f"{world.size} process{'es' * (world.size > 1)}"
-        title = f"collectives of {processes}, {world.backend} on {world.device.type}, {dtype}"
-        Console().table(title, COLUMNS, [_cells(row) for row in found])
-    wrong = [row for row in found if row.wrong_ranks]
-    if wrong:
-        ranks = ", ".join(map(str, wrong[0].wrong_ranks))
-        message = f"{wrong[0].operation} of {wrong[0].bytes:,} bytes has a wrong result on rank {ranks}"
-        fail(f"{message} ({len(wrong)} of {len(found)} measurements are wrong)", 3)
 
 
 def _cells(row: Bandwidth) -> list[str]:

@@ -6,14 +6,11 @@ import difflib
 import os
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
-
-if TYPE_CHECKING:
-    from multipack.reports.console import Console
 
 
 def setting(text: str) -> Any:
@@ -22,15 +19,6 @@ def setting(text: str) -> Any:
 
 
 Words = Annotated[list[str] | None, setting("GROUP=PRESET, GROUP.KEY=VALUE, config=FILE or out=DIR.")]
-
-COMMANDS = (
-    *("train", "config", "prepare", "plan", "pack", "calibrate", "generate", "export"),
-    *("advise", "launch", "submit", "doctor", "version", "bench"),
-)
-"""Names of the commands of `multipack`; a test compares them with the application."""
-
-OTHER_RANKS_WAIT_SECONDS = 2.0
-"""Delay before ranks other than 0 print an error."""
 
 
 def fail(message: str, code: int) -> NoReturn:
@@ -41,11 +29,9 @@ def fail(message: str, code: int) -> NoReturn:
         rank = find_ranks(os.environ).rank
     except ValueError:  # contradictory variables of launchers, which may be the error itself
         rank = 0
-    where = f"[rank {rank}] " if rank else ""
     if rank:
-        # Most errors occur on all ranks: rank 0 prints first, and its exit ends the others.
-        time.sleep(OTHER_RANKS_WAIT_SECONDS)
-    print(f"{where}error: {message}", file=sys.stderr, flush=True)
+        time.sleep(2)  # most errors occur on all ranks: rank 0 prints first, and its exit ends the others
+    print(f"[rank {rank}] error: {message}" if rank else f"error: {message}", file=sys.stderr, flush=True)
     sys.exit(code)
 
 
@@ -71,11 +57,8 @@ def shows(schema: str, *groups: str, module: str = "multipack.training.run_confi
         from multipack.words import describe, preset_names
 
         wanted = getattr(import_module(module), schema)
-        rows = [
-            row
-            for row in describe(wanted)
-            if not groups or row[0].startswith(tuple(f"{group}." for group in groups))
-        ]
+        prefixes = tuple(f"{group}." for group in groups) or ""
+        rows = [row for row in describe(wanted) if row[0].startswith(prefixes)]
         typer.echo(settings_text(rows, preset_names(wanted), Console().columns))
         raise typer.Exit
 
@@ -85,15 +68,7 @@ def shows(schema: str, *groups: str, module: str = "multipack.training.run_confi
 
 
 Settings = Annotated[bool, shows("Config")]
-PlanSettings = Annotated[bool, shows("PlanCommand", module="multipack.cli.plan_settings")]
-PackSettings = Annotated[bool, shows("PackCommand", module="multipack.cli.plan_settings")]
-CalibrateSettings = Annotated[bool, shows("Config", "data", "tokenizer", "model", "plan")]
-AdviseSettings = Annotated[bool, shows("AdviseRequest", module="multipack.launch.advise_request")]
-PrepareSettings = Annotated[bool, shows("Config", "data", "tokenizer")]
-
-
 Json = Annotated[bool, typer.Option("--json", help="Print only the report, as JSON.")]
-
 
 Source = Annotated[
     str,
@@ -101,8 +76,3 @@ Source = Annotated[
         metavar="LENGTHS", help="A .npy file of integers, or the folder of a token store.", show_default=False
     ),
 ]
-
-
-def announce(console: Console) -> Callable[[], None]:
-    """Return a function that prints that the planner is being compiled."""
-    return lambda: console.line("compiling the planner, once: this takes some seconds …")

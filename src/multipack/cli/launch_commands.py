@@ -8,11 +8,11 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from multipack.cli.command_options import COMMANDS, Json, nearest, option
+from multipack.cli.command_options import Json, nearest, option
 
 Command = Annotated[
     list[str] | None,
@@ -25,7 +25,7 @@ Restarts = Annotated[
 ]
 
 
-def _check_words(words: Sequence[str], max_restarts: int) -> None:
+def _check_words(context: typer.Context, words: Sequence[str], max_restarts: int) -> None:
     """Check the name of the command, and that it continues its run after a restart.
 
     Raises:
@@ -33,8 +33,9 @@ def _check_words(words: Sequence[str], max_restarts: int) -> None:
     """
     from multipack.launch.launcher import check_restarts
 
-    if words and words[0] not in COMMANDS:
-        raise ValueError(f"`multipack {words[0]}` is not a command{nearest(words[0], COMMANDS)}")
+    commands: Any = context.find_root().command
+    if words and words[0] not in commands.commands:
+        raise ValueError(f"`multipack {words[0]}` is not a command{nearest(words[0], commands.commands)}")
     if words:
         check_restarts(words, max_restarts)
 
@@ -52,6 +53,7 @@ def _check_run(words: Sequence[str], processes: int) -> None:
 
 
 def launch(
+    context: typer.Context,
     words: Command = None,
     processes: Annotated[int, option("Total number of processes.", "-n")] = 0,
     nodes: Annotated[int, option("Hosts.", "--nodes", "-N")] = 0,
@@ -82,7 +84,7 @@ def launch(
     from multipack.launch.launcher import LaunchRequest
     from multipack.launch.launcher import launch as start
 
-    _check_words(words or [], max_restarts)
+    _check_words(context, words or [], max_restarts)
     request = LaunchRequest(
         words=words or [],
         processes=processes,
@@ -100,6 +102,7 @@ def launch(
 
 
 def submit(
+    context: typer.Context,
     words: Command = None,
     scheduler: Annotated[str, option("slurm or pbs.")] = "",
     nodes: Annotated[int, typer.Option("--nodes", "-N", help="Hosts.")] = 1,
@@ -124,7 +127,7 @@ def submit(
     """
     from multipack.launch.submit import SubmitRequest, batch_script, write_script
 
-    _check_words(words or [], max_restarts)
+    _check_words(context, words or [], max_restarts)
     _check_run(words or [], nodes * per_node)
     request = SubmitRequest(
         scheduler=scheduler,  # type: ignore[arg-type]  # checked by SubmitRequest
@@ -160,6 +163,7 @@ def doctor(
     """
     from collections import Counter
     from dataclasses import asdict
+    from itertools import groupby
 
     from multipack.launch.doctor import examine
     from multipack.reports.console import Console
@@ -171,11 +175,10 @@ def doctor(
     if as_json:
         typer.echo(json.dumps({"findings": [asdict(one) for one in found], "counts": counts}, indent=1))
     else:
-        for area in dict.fromkeys(one.area for one in found):
+        for area, findings in groupby(found, lambda one: one.area):
             rows = [
                 (f"{one.status:<4}  {one.name}", one.detail + (f"\n→ {one.remedy}" if one.remedy else ""))
-                for one in found
-                if one.area == area
+                for one in findings
             ]
             console.section(area, rows)
         console.line(f"\n{counts['ok']} ok, {counts['warn']} warnings, {counts['fail']} failed")

@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from multipack.cli.command_options import Json, PackSettings, PlanSettings, Source, announce, setting
+from multipack.cli.command_options import Json, Source, setting, shows
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     from multipack.cli.plan_settings import PlanCommand
-    from multipack.planning.packing import Packs
     from multipack.planning.plan import Plan
+
+SETTINGS = "multipack.cli.plan_settings"
 
 
 def plan(
@@ -35,7 +36,7 @@ def plan(
     picture: Annotated[bool, typer.Option("--picture", help="Draw 24 documents and 8 packs, not 4.")] = False,
     step: Annotated[int, typer.Option(help="The global step to draw; -1 = the last.")] = 0,
     tokens_per_character: Annotated[int, typer.Option(min=0, help="Scale of the picture; 0 = fit.")] = 0,
-    settings: PlanSettings = False,
+    settings: Annotated[bool, shows("PlanCommand", module=SETTINGS)] = False,
 ) -> None:
     """Plan an epoch: report how well it packs and balances, and draw one step.
 
@@ -62,7 +63,7 @@ def plan(
     lengths, targets, fit = read_lengths(Path(source), wanted.plan.capacity, data=wanted.data)
     options, cost = wanted.plan.for_ranks(wanted.world_size), wanted.cost_model()
     console = Console(stream=sys.stderr if as_json else None)
-    compile_planner(options, wanted.world_size, wanted.sync, announce(console))
+    compile_planner(options, wanted.world_size, wanted.sync, console.line)
     if explore:
         _explore(source, lengths, wanted, as_json)
         return
@@ -70,19 +71,12 @@ def plan(
         lengths, targets=targets, seed=wanted.seed, epoch=wanted.epoch, cost=cost, options=options
     )
     drawn = "" if as_json else _draw(made, step, tokens_per_character, picture, console.columns)
-    found = report(
-        made,
-        wanted.world_size,
-        wanted.sync,
-        sample=wanted.sample or None,
-        split_documents=0 if fit is None else fit.split_documents + fit.truncated_documents,
-    )
-    advice = advise(made, found)
-    share = padded_share(lengths, wanted.padded_batch_size, wanted.seed)
+    cut = 0 if fit is None else fit.split_documents + fit.truncated_documents
+    found = report(made, wanted.world_size, wanted.sync, wanted.sample or None, split_documents=cut)
+    advice, share = advise(made, found), padded_share(lengths, wanted.padded_batch_size, wanted.seed)
     if as_json:
-        extra = {"advice": advice, "padded_share": share, "fingerprint": made.fingerprint}
-        shown = found.to_dict() | extra
-        typer.echo(json.dumps(shown, indent=1, ensure_ascii=False))
+        more = {"advice": advice, "padded_share": share, "fingerprint": made.fingerprint}
+        typer.echo(json.dumps(found.to_dict() | more, indent=1, ensure_ascii=False))
         return
     full = fills_packs(wanted.plan)
     rows = report_rows(found, share, wanted.padded_batch_size, wanted.world_size, full, advice)
@@ -102,11 +96,10 @@ def _draw(made: Plan, step: int, tokens_per_character: int, whole: bool, columns
         raise ValueError(
             f"--step {step}: the plan has {made.num_steps:,} steps; use 0 … {made.num_steps - 1}, or -1 for the last"
         )
-    sizes = {
-        "columns": max(min(columns - 8, 72), 8),
-        **({} if whole else {"max_documents": 4, "max_packs": 4}),
-    }
-    return draw_step(made, step, tokens_per_character=tokens_per_character or None, **sizes)
+    sizes = {} if whole else {"max_documents": 4, "max_packs": 4}
+    columns = max(min(columns - 8, 72), 8)
+    scale = tokens_per_character or None
+    return draw_step(made, step, tokens_per_character=scale, columns=columns, **sizes)
 
 
 def _explore(source: str, lengths: NDArray[np.int64], wanted: PlanCommand, as_json: bool) -> None:
@@ -141,7 +134,7 @@ def pack(
     source: Source,
     words: Annotated[list[str] | None, setting("capacity=TOKENS, method=NAME, out=FILE.npz, …")] = None,
     as_json: Json = False,
-    settings: PackSettings = False,
+    settings: Annotated[bool, shows("PackCommand", module=SETTINGS)] = False,
 ) -> None:
     """Pack documents in any order, and prove a lower bound on the number of packs.
 
@@ -153,6 +146,9 @@ def pack(
 
     `multipack pack --settings` lists all settings.
     """
+    import numpy as np
+
+    from multipack.atomic import write_atomically
     from multipack.cli.plan_settings import PackCommand, pack_rows
     from multipack.data.corpus_report import read_lengths
     from multipack.planning.packing import pack as make_packs
@@ -164,35 +160,29 @@ def pack(
     lengths = read_lengths(Path(source), wanted.capacity, wanted.histogram).lengths
     limit = wanted.max_documents or None
     console = Console(stream=sys.stderr if as_json else None)
-    compile_packer(wanted.capacity, wanted.method, limit, announce(console))
+    compile_packer(wanted.capacity, wanted.method, limit, console.line)
     started = time.perf_counter()
     packs = make_packs(lengths, wanted.capacity, wanted.method, limit, wanted.time_budget)
     seconds = time.perf_counter() - started
     if wanted.out:
-        _save_packs(Path(wanted.out), packs, wanted.capacity)
-    if as_json:
-        tokens = int(lengths.sum())
-        shown = {
-            **asdict(wanted),
-            "documents": len(lengths),
-            "tokens": tokens,
-            "packs": len(packs),
-            "lower_bound": packs.lower_bound,
-            "gap": packs.gap,
-            "filled": tokens / (len(packs) * wanted.capacity),
-            "seconds": seconds,
-        }
-        typer.echo(json.dumps(shown, indent=1))
+        with io.BytesIO() as buffer:
+            bound = packs.lower_bound or 0
+            np.savez(
+                buffer, order=packs.order, offsets=packs.offsets, lower_bound=bound, capacity=wanted.capacity
+            )
+            write_atomically(Path(wanted.out), buffer.getvalue())
+    if not as_json:
+        console.section(f"packs of {source}", pack_rows(packs, lengths, wanted, seconds))
         return
-    console.section(f"packs of {source}", pack_rows(packs, lengths, wanted, seconds))
-
-
-def _save_packs(path: Path, packs: Packs, capacity: int) -> None:
-    import numpy as np
-
-    from multipack.atomic import write_atomically
-
-    buffer = io.BytesIO()
-    bound = packs.lower_bound if packs.lower_bound is not None else 0
-    np.savez(buffer, order=packs.order, offsets=packs.offsets, lower_bound=bound, capacity=capacity)
-    write_atomically(path, buffer.getvalue())
+    tokens = int(lengths.sum())
+    shown = {
+        **asdict(wanted),
+        "documents": len(lengths),
+        "tokens": tokens,
+        "packs": len(packs),
+        "lower_bound": packs.lower_bound,
+        "gap": packs.gap,
+        "filled": tokens / (len(packs) * wanted.capacity),
+        "seconds": seconds,
+    }
+    typer.echo(json.dumps(shown, indent=1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -67,11 +67,13 @@ class PlanCommand:
             ValueError: the file holds no cost model.
             FileNotFoundError: there is no such file.
         """
-        if self.cost and not Path(self.cost).is_file():
+        if not self.cost:
+            return CostModel.from_shape(self.model)
+        if not Path(self.cost).is_file():
             raise FileNotFoundError(
                 f"cost={self.cost} is not a file; use a cost model of `multipack calibrate`"
             )
-        return CostModel.load(self.cost) if self.cost else CostModel.from_shape(self.model)
+        return CostModel.load(self.cost)
 
 
 @dataclass
@@ -106,15 +108,14 @@ def training_command(source: Path, wanted: PlanCommand) -> str:
     words = [f"data=store data.path={source}" if source.is_dir() else "data=…"]
     words += changed_words("data", wanted.data, LengthsConfig())
     words.append(f"plan.capacity={wanted.plan.capacity}")
-    # micro_batches determines packs_per_step.
-    skipped = ("plan.capacity", *(["plan.packs_per_step"] if wanted.plan.micro_batches else []))
-    changed = changed_words("plan", wanted.plan, PlanOptions())
-    words += [word for word in changed if word.partition("=")[0] not in skipped]
+    plan = replace(wanted.plan, capacity=PlanOptions().capacity)
+    if plan.micro_batches:  # they determine packs_per_step
+        plan = replace(plan, packs_per_step=PlanOptions().packs_per_step)
+    words += changed_words("plan", plan, PlanOptions())
     words += [f"train.seed={wanted.seed}"] if wanted.seed > 0 else []
     ranks = wanted.world_size
-    launch = "" if ranks == 1 else f"torchrun --nproc-per-node {ranks} -m "
-    if ranks > 8:
-        launch = "torchrun --nnodes … --nproc-per-node … -m "
+    hosts = "" if ranks <= 8 else "--nnodes … "
+    launch = "" if ranks == 1 else f"torchrun {hosts}--nproc-per-node {'…' if hosts else ranks} -m "
     return f"{launch}multipack train {' '.join(words)}"
 
 

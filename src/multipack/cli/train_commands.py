@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
-from multipack.cli.command_options import (
-    CalibrateSettings,
-    Json,
-    PrepareSettings,
-    Settings,
-    Words,
-    announce,
-    fail,
-)
+from multipack.cli.command_options import Json, Settings, Words, fail, shows
 
 
 def train(words: Words = None, settings: Settings = False) -> None:
@@ -36,20 +27,12 @@ def train(words: Words = None, settings: Settings = False) -> None:
 
     `multipack train --settings` lists all settings.
     """
-    from multipack.parallel.ranks import find_ranks
-    from multipack.planning.report import compile_planner
-    from multipack.reports.console import Console
     from multipack.training.callbacks.callback import RunStopped
     from multipack.training.run_config import compose_run
     from multipack.training.train import train as run
 
-    wanted = compose_run(words or [])
-    ranks = find_ranks(os.environ)
-    wanted.check(ranks.size)
-    packed, console = wanted.parallel.data_size(ranks.size), Console(ranks.rank)
-    compile_planner(wanted.plan.for_ranks(packed), packed, wanted.parallel.sync, announce(console))
     try:
-        result = run(wanted)
+        result = run(compose_run(words or []))
     except RunStopped as error:
         fail(str(error), 3)
     if result.stopped_by is not None:
@@ -74,7 +57,7 @@ def prepare(
     ] = "local",
     report: Annotated[Path | None, typer.Option(help="Report on this store; prepare nothing.")] = None,
     as_json: Json = False,
-    settings: PrepareSettings = False,
+    settings: Annotated[bool, shows("Config", "data", "tokenizer")] = False,
 ) -> None:
     """Tokenize documents into a token store, a folder of memory-mapped shards.
 
@@ -102,9 +85,15 @@ def prepare(
     if path is None:
         composed = compose(words or [])
         with console.progress("tokenizing") as advance:
-            options: Any = {"engine": engine, "shards": shards, "part": part, "tell": console.line}
             path = run(
-                composed.data, composed.tokenizer, store, lambda *progress: advance(*progress), **options
+                composed.data,
+                composed.tokenizer,
+                store,
+                lambda *progress: advance(*progress),
+                engine=cast("Any", engine),
+                shards=shards,
+                part=part,
+                tell=console.line,
             )
     elif words or store or shards or part != "1/1" or engine != "local":
         raise ValueError(f"--report {report} only reports: leave out settings and all options but --json")
@@ -121,7 +110,7 @@ def calibrate(
         Path, typer.Option(help="File for the fitted cost; must not exist.", show_default=True)
     ] = Path("cost.json"),
     as_json: Json = False,
-    settings: CalibrateSettings = False,
+    settings: Annotated[bool, shows("Config", "data", "tokenizer", "model", "plan")] = False,
 ) -> None:
     """Time packs on this device, and fit the planner's cost to the times.
 
@@ -143,7 +132,7 @@ def calibrate(
     if save.exists():
         raise ValueError(f"--save {save} exists: choose another name, or move it away")
     wanted, console = compose(words or []), Console(stream=sys.stderr if as_json else None)
-    compile_planner(wanted.plan.for_ranks(1), 1, "step", announce(console))
+    compile_planner(wanted.plan.for_ranks(1), 1, "step", console.line)
     with connected(wanted.train.device, wanted.parallel.timeout_seconds) as world:
         found = calibrate_documents(wanted, world, console)
     found.model.save(save)

@@ -368,11 +368,14 @@ def seeded_order(plan: Plan, documents: Integers) -> Integers:
     return documents[np.argsort(places[documents], kind="stable")]
 
 
+COMPILING = "compiling the planner, once: this takes some seconds …"
+
+
 def compile_planner(
     options: PlanOptions,
     ranks: int = 1,
     sync: Sync = "micro",
-    announce: Callable[[], None] = lambda: None,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Compile the kernels of planning with these options, by planning a few synthetic documents.
 
@@ -380,13 +383,13 @@ def compile_planner(
         options: options of the plan.
         ranks: number of ranks that share a step.
         sync: where ranks wait for each other.
-        announce: called first if the cache holds no compiled kernels, because compiling takes seconds.
+        tell: prints a line; called first if the cache holds no compiled kernels, because compiling takes seconds.
 
     Raises:
         ValueError: the options are invalid.
     """
     if not cached(placing, balancing):
-        announce()
+        tell(COMPILING)
     capacity = min(options.capacity, max(_CAPACITY, options.align))
     packs = min(options.packs_per_step, _PACKS)
     few = replace(options, capacity=capacity, packs_per_step=packs, budget=min(options.mean, capacity))
@@ -397,11 +400,11 @@ def compile_packer(
     capacity: int,
     method: Method,
     max_documents: int | None = None,
-    announce: Callable[[], None] = lambda: None,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Compile the kernels of `pack`; see `compile_planner`."""
     if not cached(fit):
-        announce()
+        tell(COMPILING)
     pack(_invented(capacity), capacity, method, max_documents, time_budget=1.0)
 
 

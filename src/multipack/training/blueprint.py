@@ -30,17 +30,7 @@ def open_engine(
     dtype: torch.dtype,
     clock: Callable[[], float],
 ) -> ModelEngine:
-    """Build this rank's part of the run's model and its optimizer; collective.
-
-    Args:
-        config: of the run, with its packs per step resolved.
-        objective: decides which decoder is built.
-        shape: of the decoder.
-        weights: initial weights; None = draw them from `train.seed`.
-        mesh: the ranks.
-        dtype: of forward passes.
-        clock: returns seconds.
-    """
+    """Build this rank's part of the model and its optimizer; collective. Without `weights` they are drawn."""
     shapes = _shapes(shape)
     whole = described(shapes)
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,11 +85,12 @@ def compare_with_padding(
     """
     if engine.world.size != 1:
         raise ValueError("padding is compared in one process only: padded ranks would wait for each other")
-    collate = PackedCollator.of(plan)
+    collate, model = PackedCollator.of(plan), cast(Any, engine.model)
+    own_loss = model.loss_function
     packed_total = padded_total = 0.0
     slots = tokens = timed = 0
     began = clock()
-    for index in range(min(steps + 1, plan.num_steps + 1)):
+    for index in range(min(steps, plan.num_steps) + 1):
         step = max(index - 1, 0)  # the first pair warms up and is repeated
         packed = [
             collate([documents[int(number)] for number in pack]) for pack in plan.packs(step) if len(pack)
@@ -99,8 +99,9 @@ def compare_with_padding(
             documents, plan.documents(step), batch_size, seed=step, loss_weighting=plan.loss_weighting
         )
         packed_seconds = _timed_step(engine, packed, clock)
-        with _loss_replaced(engine, padded_loss):
-            padded_seconds = _timed_step(engine, padded, clock)
+        model.loss_function = padded_loss or own_loss
+        padded_seconds = _timed_step(engine, padded, clock)
+        model.loss_function = own_loss
         if index == 0:
             continue
         timed += 1
@@ -118,18 +119,6 @@ def compare_with_padding(
         steps=timed,
         batch_size=batch_size,
     )
-
-
-@contextmanager
-def _loss_replaced(engine: ModelEngine, loss: Callable[..., Tensor] | None) -> Iterator[None]:
-    with engine.evaluating() as bare:
-        model: Any = bare
-    own = model.loss_function
-    model.loss_function = loss or own
-    try:
-        yield
-    finally:
-        model.loss_function = own
 
 
 def _timed_step(engine: ModelEngine, batches: Sequence[PackedBatch], clock: Callable[[], float]) -> float:

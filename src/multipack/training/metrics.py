@@ -53,15 +53,7 @@ SKIPPED = "1 where the step was skipped: fp16 overflow, or a spike of loss or gr
 def step_metrics(
     data: StepData, result: StepResult, slots: float, seconds: float, devices: int
 ) -> dict[str, float]:
-    """Metrics of a step that follow from its documents and its time. Rates are computed here and nowhere else.
-
-    Args:
-        data: of the step.
-        result: of its forward and backward passes on this rank.
-        slots: computed token slots, over all ranks.
-        seconds: the whole step.
-        devices: number of ranks.
-    """
+    """Metrics of a step that follow from its documents, its computed slots and its seconds, over all `devices`."""
     tokens, documents, time = int(data.lengths.sum()), len(data.documents), max(seconds, 1e-12)
     return {
         "dtf": result.forward_seconds,

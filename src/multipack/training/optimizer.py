@@ -41,32 +41,26 @@ class Treatment:
 
 
 def treatments(parameters: Mapping[str, Tensor], config: OptimizerConfig) -> dict[str, Treatment]:
-    """The treatment of each parameter, by name.
-
-    Args:
-        parameters: by name; those without requires_grad are frozen.
-        config: weight decay and rules.
+    """The treatment of each parameter, by name; parameters without requires_grad are frozen.
 
     Raises:
         ValueError: a rule applies to no parameter; the message has the nearest names.
     """
-    rules = [read_rule(text) for text in config.rules]
-    deciding: dict[str, int] = {}
-    for name in parameters:
-        number = next((number for number, rule in enumerate(rules) if rule.matches(name)), None)
-        if number is not None:
-            deciding[name] = number
-    for number, rule in enumerate(rules):
-        if number not in deciding.values():
-            raise ValueError(useless(rule, rules[:number], list(parameters)))
+    rules, used = [read_rule(text) for text in config.rules], set[Rule]()
     found = {}
     for name, parameter in parameters.items():
-        rule = rules[deciding[name]] if name in deciding else Rule("", name)
-        default = config.weight_decay if parameter.dim() >= 2 else 0.0
-        decay = default if rule.weight_decay is None else rule.weight_decay
-        frozen = rule.freeze or not parameter.requires_grad
+        rule = next((rule for rule in rules if rule.matches(name)), None)
+        decay = config.weight_decay if parameter.dim() >= 2 else 0.0
+        scale, frozen = 1.0, not parameter.requires_grad
+        if rule is not None:
+            used.add(rule)
+            scale, frozen = rule.lr_scale, frozen or rule.freeze
+            decay = decay if rule.weight_decay is None else rule.weight_decay
         matrix = config.name == "muon" and parameter.dim() == 2 and name.startswith("blocks.")
-        found[name] = Treatment(1.0, 0.0, True) if frozen else Treatment(rule.lr_scale, decay, False, matrix)
+        found[name] = Treatment(1.0, 0.0, True) if frozen else Treatment(scale, decay, False, matrix)
+    for number, rule in enumerate(rules):
+        if rule not in used or rule in rules[:number]:
+            raise ValueError(useless(rule, rules[:number], list(parameters)))
     return found
 
 
@@ -92,7 +86,7 @@ def freeze(
     Raises:
         ValueError: see `treatments`; or every parameter is frozen.
     """
-    found = treatments(whole if whole is not None else parameters, config)
+    found = treatments(whole or parameters, config)
     if all(treatment.frozen for treatment in found.values()):
         raise ValueError(f"optimizer.rules={config.rules} freeze every parameter: nothing is left to train")
     for name, parameter in parameters.items():
@@ -137,7 +131,13 @@ def build_optimizer(
 
 def _adamw(groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
     devices = {parameter.device.type for group in groups for parameter in group["params"]}
-    fused = _fused(config, devices)
+    lacking = sorted(devices - FUSED_DEVICES)
+    if config.fused == "true" and lacking:
+        raise ValueError(
+            f"optimizer.fused=true has no kernel for parameters on {', '.join(lacking)} (there is one for"
+            f" {', '.join(sorted(FUSED_DEVICES))}); use auto or false"
+        )
+    fused = config.fused == "true" or (config.fused == "auto" and not lacking)
     return torch.optim.AdamW(
         list(groups) or [{"params": []}],
         lr=config.lr,
@@ -200,23 +200,8 @@ class CombinedOptimizer(torch.optim.Optimizer):
             part.state = self.state
 
 
-def _fused(config: OptimizerConfig, devices: set[str]) -> bool:
-    lacking = sorted(devices - FUSED_DEVICES)
-    if config.fused == "true" and lacking:
-        raise ValueError(
-            f"optimizer.fused=true has no kernel for parameters on {', '.join(lacking)} (there is one for"
-            f" {', '.join(sorted(FUSED_DEVICES))}); use auto or false"
-        )
-    return config.fused == "true" or (config.fused == "auto" and not lacking)
-
-
 def optimizer_text(parameters: Mapping[str, Tensor], config: OptimizerConfig) -> str:
-    """One line for the run header: tensors and parameters that decay, do not decay, and are frozen.
-
-    Args:
-        parameters: the model's, by name.
-        config: as for `build_optimizer`.
-    """
+    """One line for the run header: tensors and parameters that decay, do not decay, and are frozen."""
     found = treatments(parameters, config)
     kinds = {
         "decayed": [n for n, t in found.items() if t.weight_decay and not t.frozen],

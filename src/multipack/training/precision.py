@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
 
 import torch
 
@@ -23,7 +22,7 @@ PUBLISHED_TFLOPS: dict[str, float] = {
     "B200": 2250.0,
     "MI300X": 1307.0,
 }
-"""Dense bf16 peaks from vendors' data sheets, TFLOP/s, by a part of the device's name."""
+"""Dense bf16 peaks from vendors' data sheets, TFLOP/s, by a part of the device's name; the first match counts."""
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 """Environment variable that makes cuBLAS deterministic; the command line sets a default."""
@@ -42,18 +41,6 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if native else torch.float32
 
 
-def name_of_dtype(dtype: torch.dtype) -> Literal["fp32", "bf16", "fp16"]:
-    """The value of `train.dtype` for a dtype."""
-    return "bf16" if dtype == torch.bfloat16 else "fp16" if dtype == torch.float16 else "fp32"
-
-
-def published_peak(name: str, dtype: torch.dtype) -> float:
-    """The vendor's bf16 peak of a GPU in FLOP/s; 0 if device or dtype is not listed."""
-    if dtype != torch.bfloat16:
-        return 0.0
-    return next((1e12 * peak for key, peak in PUBLISHED_TFLOPS.items() if key in name), 0.0)
-
-
 def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.4, size: int = 0) -> float:
     """FLOP/s of one device: published for known GPUs, else the fastest of repeated square matmuls.
 
@@ -63,10 +50,11 @@ def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.4, 
         seconds: duration of the measurement, at most.
         size: rows and columns; 0 = 768 on a CPU, 8192 on a GPU.
     """
-    if device.type == "cuda":
-        published = published_peak(torch.cuda.get_device_name(device), dtype)
+    if device.type == "cuda" and dtype == torch.bfloat16:
+        name = torch.cuda.get_device_name(device)
+        published = [peak for key, peak in PUBLISHED_TFLOPS.items() if key in name]
         if published:
-            return published
+            return 1e12 * published[0]
     n = size or (8192 if device.type == "cuda" else 768)
     # A generator of its own leaves the run's random numbers alone.
     generator = torch.Generator().manual_seed(0)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import difflib
-import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -40,19 +40,20 @@ def read_rule(text: str) -> Rule:
     """Parse a rule.
 
     Raises:
-        ValueError: a missing pattern or setting, or an unknown setting.
+        ValueError: a missing pattern or setting, or an unknown or illegal setting.
     """
     pattern, *words = text.split() or [""]
     settings: dict[str, Any] = {}
     for word in words:
-        key, equals, value = word.partition("=")
+        key, _, value = word.partition("=")
         if word == "freeze":
             settings["freeze"] = True
-        elif key in ("lr", "weight_decay") and equals:
-            settings["lr_scale" if key == "lr" else key] = _number(text, key, value)
+        elif key in ("lr", "weight_decay") and re.fullmatch(r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", value):
+            settings["lr_scale" if key == "lr" else key] = float(value)
         else:
             raise ValueError(
-                f"optimizer.rules: {word!r} of {text!r} is none of lr=FACTOR, weight_decay=VALUE and freeze"
+                f"optimizer.rules: {word!r} of {text!r} is none of lr=FACTOR, weight_decay=VALUE (numbers that are not"
+                " negative) and freeze"
             )
     if not settings or "=" in pattern:
         raise ValueError(
@@ -62,16 +63,6 @@ def read_rule(text: str) -> Rule:
     if "freeze" in settings and len(settings) > 1:
         raise ValueError(f"optimizer.rules: {text!r} freezes its parameters: leave out its other settings")
     return Rule(text, pattern, **settings)
-
-
-def _number(text: str, key: str, value: str) -> float:
-    try:
-        number = float(value)
-    except ValueError:
-        number = math.nan
-    if not 0 <= number < math.inf:
-        raise ValueError(f"optimizer.rules: {key}={value} of {text!r} must be a number that is not negative")
-    return number
 
 
 def useless(rule: Rule, before: Sequence[Rule], names: Sequence[str]) -> str:

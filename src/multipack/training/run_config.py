@@ -234,7 +234,14 @@ def compose_run(words: Iterable[str]) -> Config:
     settings = dict(translate(*split(word)) for word in given)
     resume, out = settings.get("train.resume", "false"), settings.get("out", "")
     if resume.lower() == "auto":
-        return compose_run(_resolve_auto(given, out))
+        if not out:
+            raise ConfigError("train.resume=auto needs out=RUN_DIR: a restarted run must find its directory")
+        exists = RunDirectory.at(out).config.is_file()
+        removed = ("train.resume", *(FIXED_AT_START if exists else ()))
+        settings = {key: value for key, value in settings.items() if key not in removed}
+        given = [word for word in given if translate(*split(word))[0] not in removed]
+        resume = settings["train.resume"] = str(exists).lower()
+        given.append(f"train.resume={resume}")
     if resume.lower() in ("false", ""):
         return _resolve_weights(compose(given, _initial_model(settings)))
     path = out if resume.lower() == "true" else resume
@@ -256,20 +263,6 @@ def compose_run(words: Iterable[str]) -> Config:
     _check_unchanged(before, settings)
     config.out = str(run.path)
     return config
-
-
-def _resolve_auto(words: list[str], out: str) -> list[str]:
-    """Replace `train.resume=auto` in the words by true if the run exists, else by false.
-
-    Raises:
-        ConfigError: `out` is empty.
-    """
-    if not out:
-        raise ConfigError("train.resume=auto needs out=RUN_DIR: a restarted run must find its directory")
-    exists = RunDirectory.at(out).config.is_file()
-    removed = ("train.resume", *(FIXED_AT_START if exists else ()))
-    kept = [word for word in words if translate(*split(word))[0] not in removed]
-    return [*kept, f"train.resume={str(exists).lower()}"]
 
 
 def _initial_model(settings: dict[str, str]) -> dict[str, Any] | None:

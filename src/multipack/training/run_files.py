@@ -20,21 +20,18 @@ from multipack.training.run_log import RunLog
 
 
 class RunFiles:
-    """Writes the files of a run. Nothing is written before `open`.
+    """Writes the files of a run.
 
-    Args:
-        run: the run directory.
-        world: the ranks.
-        config: configuration of the run.
-        corpus: its documents.
-        chat_template: of its model, as JSON; empty = none.
+    Attributes:
+        log: records and samples; on rank 0 only, after `open`.
+        origin: what decides whether another process can continue the run exactly, as plain values for checkpoints.
     """
 
     def __init__(
         self, run: RunDirectory, world: World, config: Config, corpus: Corpus, chat_template: str
     ) -> None:
         self.run, self._world, self._config = run, world, config
-        self._log: RunLog | None = None
+        self.log: RunLog | None = None
         # The configuration that starts such a run anew, in a directory of its own.
         train = replace(config.train, resume="false", eval_only=False)
         self._texts = {
@@ -43,7 +40,11 @@ class RunFiles:
             **({CHAT_TEMPLATE: chat_template} if chat_template else {}),
         }
         documents = corpus.arriving or corpus.train
-        self._hashes = {"documents": documents.fingerprint, "tokens": corpus.tokenizer.hash}
+        self.origin = {
+            "corpus": {"documents": documents.fingerprint, "tokens": corpus.tokenizer.hash},
+            "world_size": world.size,
+            "threads": torch.get_num_threads(),
+        }
         self._writer = CheckpointWriter(
             run,
             world,
@@ -51,27 +52,6 @@ class RunFiles:
             config.train.checkpoint_async,
             config.parallel.timeout_seconds,
         )
-
-    def check(self, progress: Mapping[str, Any]) -> list[str]:
-        """Check that a checkpoint was written with the same documents and tokenizer; returns notes for the header.
-
-        Raises:
-            ValueError: it was written with others.
-        """
-        for what, digest in self._hashes.items():
-            saved = progress["corpus"][what]
-            if saved != digest:
-                raise ValueError(
-                    f"the run was trained on other {what} (hash {saved[:12]}, now {digest[:12]});"
-                    " go on with the same ones, or start a new run with another out="
-                )
-        processes, threads = progress["world_size"], progress["threads"]
-        if (processes, threads) == (self._world.size, torch.get_num_threads()):
-            return []
-        return [
-            f"the checkpoint was written by {processes} processes with {threads} threads: the same documents follow,"
-            " but sums round differently"
-        ]
 
     def open(self, files: Mapping[str, bytes], resumed: Checkpoint | None, best_step: int) -> None:
         """Create the run directory, or truncate its files to what the checkpoint saw; on rank 0.
@@ -90,10 +70,10 @@ class RunFiles:
             run.create(config)
         for name, content in files.items():
             write_atomically(run.path / name, content)
-        self._log = RunLog(run)
+        self.log = RunLog(run)
         if is_new:
             return
-        self._log.cut(resumed.progress["marks"] if resumed else None)
+        self.log.cut(resumed.progress["marks"] if resumed else None)
         write_atomically(run.config, config.encode())
         if resumed is None:
             return
@@ -103,18 +83,6 @@ class RunFiles:
             run.point_to(best, run.best)
         elif best_step >= 0:  # the best checkpoint of a course that is abandoned
             run.best.unlink(missing_ok=True)
-
-    def record(self, values: Mapping[str, Any]) -> bool:
-        """Append a record to metrics.jsonl; False where nothing is written: on other ranks, or without `open`."""
-        if self._log is not None:
-            self._log.record(values)
-        return self._log is not None
-
-    def sample(self, step: int, text: str) -> bool:
-        """Append a text to samples.txt; returns as `record`."""
-        if self._log is not None:
-            self._log.samples.write(f"=== step {step}\n{text}\n\n")
-        return self._log is not None
 
     def save(
         self, step: int, tensors: State, describe: Callable[[], dict[str, Any]], *, best: bool, last: bool
@@ -131,24 +99,16 @@ class RunFiles:
         Raises:
             ValueError: this checkpoint, or the previous one in the background, could not be written.
         """
-        progress: dict[str, Any] = {
-            "corpus": self._hashes,
-            "world_size": self._world.size,
-            "threads": torch.get_num_threads(),
-        }
+        progress = dict(self.origin)
 
         def complete() -> None:
-            assert self._log is not None
-            progress.update(describe(), marks=self._log.marks())
+            assert self.log is not None
+            progress.update(describe(), marks=self.log.marks())
 
         self._world.on_main(complete)
         self._writer.save(step, tensors, progress, self._texts, best)
         if last:
             self._writer.wait()
-
-    def last_checkpoint(self) -> str:
-        """Path of the newest complete checkpoint, for messages."""
-        return str(self.run.latest_checkpoint()) if self.run.latest.is_file() else "none so far"
 
     def close(self, failed: bool) -> str:
         """Wait for a checkpoint in the background and close the log.
@@ -165,5 +125,5 @@ class RunFiles:
             self._writer.wait()
             return ""
         finally:
-            if self._log is not None:
-                self._log.close()
+            if self.log is not None:
+                self.log.close()

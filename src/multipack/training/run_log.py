@@ -89,11 +89,7 @@ class RunLog:
         return {name: file.mark() for name, file in self._files.items()}
 
     def cut(self, marks: Mapping[str, Mark] | None) -> None:
-        """Truncate both files to marks of a checkpoint, or to nothing; both are checked before either is changed.
-
-        Raises:
-            ValueError: see `AppendedFile.check`.
-        """
+        """Truncate both files to marks of a checkpoint, or to nothing; both are checked before either is changed."""
         marks = dict.fromkeys(self._files, NOTHING) if marks is None else marks
         for name, file in self._files.items():
             file.check(marks.get(name, {}))

@@ -30,8 +30,7 @@ from multipack.training.callbacks.early_stopping import EarlyStopping
 from multipack.training.callbacks.gradients import GradientNoise, LayerNorms
 from multipack.training.callbacks.profiler import Trace
 from multipack.training.callbacks.spikes import SpikeGuard
-from multipack.training.callbacks.trackers import TrackedRun
-from multipack.training.callbacks.tracking import Tracking, open_trackers
+from multipack.training.callbacks.trackers import TrackedRun, Tracking, check_trackers
 from multipack.training.checkpoint import Checkpoint, load_checkpoint
 from multipack.training.feed import EpochFeed
 from multipack.training.objective import Objective
@@ -139,16 +138,9 @@ def shape_of(config: Config, tokenizer: Tokenizer, initial: Initial | None = Non
 
 
 class Feeds:
-    """The packs of a run on this rank: of training steps and of evaluations.
+    """The packs of a run on this rank, of training steps and of evaluations.
 
-    Args:
-        config: of the run, with its packs per step resolved.
-        objective: makes views of the documents, and collators.
-        engine: of the model, which still has its initial weights.
-        cost_model: cost of a document.
-        console: prints progress.
-        clock: returns seconds.
-        resumed: the run directory, if the run continues from a checkpoint.
+    `resumed` is the run directory if the run continues from a checkpoint.
 
     Attributes:
         training: the global steps to train on.
@@ -259,13 +251,6 @@ def build_callbacks(
 ) -> list[Callback]:
     """The callbacks that settings enable, in the order in which they are called.
 
-    Args:
-        config: of the run.
-        world: the ranks.
-        run: the run directory.
-        micro_batches: packs per rank and step.
-        report: prints a line.
-
     Raises:
         ValueError: a callback does not suit the run, or a tracker's package is missing.
     """
@@ -289,6 +274,6 @@ def build_callbacks(
     if train.patience:
         callbacks.append(EarlyStopping(train.patience, train.min_improvement))
     if track.to and track.mode != "disabled":
-        tracked = TrackedRun(track, run.path, asdict(config))
-        callbacks.append(Tracking(open_trackers(track, world), tracked, report))
+        world.on_main(lambda: check_trackers(track))
+        callbacks.append(Tracking(TrackedRun(track, run.path, asdict(config)), report))
     return callbacks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import signal
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,12 +26,7 @@ from multipack.training.trainer import Trainer
 
 
 def print_header(run: Trainer, seconds: float) -> None:
-    """Print what the run is, its plan, and the legend of metrics.
-
-    Args:
-        run: about to train.
-        seconds: time spent on building it.
-    """
+    """Print what the run is, its plan, and the legend of metrics; `seconds` were spent on building it."""
     console, config = run.console, run.config
     console.section("run", header_rows(run))
     if console.enabled:
@@ -176,10 +172,10 @@ def _comparison_rows(found: Comparison) -> Rows:
 
 def _attention_backend(run: Trainer) -> str:
     """Name of the attention backend in effect."""
-    config, shape, device = run.config, run.shape, run.world.device
+    config, shape = run.config, run.shape
     if config.parallel.context > 1 and config.parallel.context_method == "ring":
         return "ring"
-    dtype = DTYPES[config.train.dtype]
-    q = torch.empty(1, shape.heads, shape.head_width, device=device, dtype=dtype, requires_grad=True)
-    kv = torch.empty(1, shape.kv_heads, shape.head_width, device=device, dtype=dtype)
+    options: Any = {"device": run.world.device, "dtype": DTYPES[config.train.dtype]}
+    q = torch.empty(1, shape.heads, shape.head_width, requires_grad=True, **options)
+    kv = torch.empty(1, shape.kv_heads, shape.head_width, **options)
     return select(config.model.attention, q, kv, kv, shape.window or None).name

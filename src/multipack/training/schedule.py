@@ -61,13 +61,7 @@ def rate_factor(config: OptimizerConfig, targets_per_step: float) -> float:
 
 
 def schedule_text(config: OptimizerConfig, steps: int, targets_per_step: float) -> str:
-    """One line for the run header: the schedule, its turning points, and the scaling of the rate.
-
-    Args:
-        config: of the run.
-        steps: the last step of the run.
-        targets_per_step: target tokens of a global step, the mean of the plan.
-    """
+    """One line for the run header: the schedule, its turning points, and the scaling of the rate."""
     factor = rate_factor(config, targets_per_step)
     begin, last = _decay(steps, config)
     parts = [f"{config.schedule}, peak lr {factor * config.lr:g} after {config.warmup_steps} steps"]

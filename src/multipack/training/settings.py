@@ -89,29 +89,29 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Check ranges."""
-        counts = ("steps", "eval_every", "eval_packs", "checkpoint_every", "keep_checkpoints", "prefetch")
-        for name in (*counts, "seed", "sample_tokens", "sample_temperature", "sample_top_k"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"train.{name} must not be negative, got {getattr(self, name)}")
-        if self.steps == 0 and self.epochs <= 0:
-            raise ValueError("set train.steps, or train.epochs above 0")
         # YAML's booleans and an empty word mean what they look like.
         self.resume = {"True": "true", "False": "false", "": "false"}.get(self.resume, self.resume)
-        for name in ("ema_decay", "label_smoothing"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"train.{name} must be in [0, 1), got {getattr(self, name)}")
-        if self.z_loss < 0 or self.min_improvement < 0 or self.patience < 0:
-            raise ValueError("train.z_loss, train.patience and train.min_improvement must not be negative")
+        counts = (
+            "steps",
+            "eval_every",
+            "eval_packs",
+            "checkpoint_every",
+            "keep_checkpoints",
+            "prefetch",
+            "seed",
+        )
+        samples = ("sample_tokens", "sample_temperature", "sample_top_k")
+        _check(self, "train", 0, *counts, *samples, "z_loss", "patience", "min_improvement")
+        _check(self, "train", 1, "padded_batch_size", "tiles")
+        _check_shares(self, "train", "ema_decay", "label_smoothing")
+        if self.steps == 0 and self.epochs <= 0:
+            raise ValueError("set train.steps, or train.epochs above 0")
         if self.patience and not self.eval_every:
             raise ValueError(
                 f"train.patience={self.patience} counts evaluations: set train.eval_every above 0"
             )
         if self.spike_factor <= 0:
             raise ValueError(f"train.spike_factor must be positive, got {self.spike_factor}")
-        if self.padded_batch_size < 1:
-            raise ValueError(f"train.padded_batch_size must be at least 1, got {self.padded_batch_size}")
-        if self.tiles < 1:
-            raise ValueError(f"train.tiles must be at least 1, got {self.tiles}")
 
 
 @dataclass
@@ -129,8 +129,7 @@ class LogConfig:
 
     def __post_init__(self) -> None:
         """Check ranges."""
-        if self.every < 0:
-            raise ValueError(f"log.every must not be negative, got {self.every}")
+        _check(self, "log", 0, "every")
 
 
 @dataclass
@@ -180,13 +179,8 @@ class OptimizerConfig:
             raise ValueError(f"optimizer.lr={self.lr} must be positive")
         if self.min_lr > self.lr:
             raise ValueError(f"optimizer.min_lr={self.min_lr} must not exceed optimizer.lr={self.lr}")
-        if self.clip < 0 or self.weight_decay < 0 or self.warmup_steps < 0 or self.decay_steps < 0:
-            raise ValueError(
-                "optimizer.clip, weight_decay, warmup_steps and decay_steps must not be negative"
-            )
-        for name in ("beta1", "beta2", "momentum"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"optimizer.{name} must be in [0, 1), got {getattr(self, name)}")
+        _check(self, "optimizer", 0, "clip", "weight_decay", "warmup_steps", "decay_steps")
+        _check_shares(self, "optimizer", "beta1", "beta2", "momentum")
         if not 0 < self.decay_share <= 1:
             raise ValueError(f"optimizer.decay_share must be in (0, 1], got {self.decay_share}")
         if self.lr_scaling != "none" and self.reference_tokens < 1:
@@ -224,11 +218,9 @@ class TrackConfig:
         for name in self.to:
             if name not in TRACKER_NAMES:
                 near = difflib.get_close_matches(name, TRACKER_NAMES, 1)
-                also = "metrics.jsonl is always written" if name == "jsonl" else ""
-                hint = also or (f"did you mean {near[0]}?" if near else "")
-                raise ValueError(
-                    f"track.to={name} is none of {', '.join(TRACKER_NAMES)}" + (f"; {hint}" if hint else "")
-                )
+                hint = f"; did you mean {near[0]}?" if near else ""
+                hint = "; metrics.jsonl is always written" if name == "jsonl" else hint
+                raise ValueError(f"track.to={name} is none of {', '.join(TRACKER_NAMES)}{hint}")
             if self.to.count(name) > 1:
                 raise ValueError(f"track.to names {name} more than once")
         if self.run_id and {"wandb", "mlflow"} <= set(self.to):
@@ -256,3 +248,15 @@ class PreferenceConfig:
             raise ValueError(f"preference.beta must be positive, got {self.beta}")
         if not 0 <= self.label_smoothing < 0.5:
             raise ValueError(f"preference.label_smoothing must be in [0, 0.5), got {self.label_smoothing}")
+
+
+def _check(group: object, prefix: str, least: float, *names: str) -> None:
+    for name in names:
+        if getattr(group, name) < least:
+            raise ValueError(f"{prefix}.{name} must be at least {least}, got {getattr(group, name)}")
+
+
+def _check_shares(group: object, prefix: str, *names: str) -> None:
+    for name in names:
+        if not 0 <= getattr(group, name) < 1:
+            raise ValueError(f"{prefix}.{name} must be in [0, 1), got {getattr(group, name)}")

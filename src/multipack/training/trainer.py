@@ -35,7 +35,7 @@ from multipack.training.feed import StepData
 from multipack.training.inference import complete_batch, find_template
 from multipack.training.metrics import RunningLoss, format_line, step_metrics
 from multipack.training.objective import objective_of
-from multipack.training.precision import mean_peak, name_of_dtype, resolve_dtype
+from multipack.training.precision import DTYPES, mean_peak, resolve_dtype
 from multipack.training.run_config import Config
 from multipack.training.run_cost import cost_files, run_cost
 from multipack.training.run_files import RunFiles
@@ -68,11 +68,10 @@ class Trainer:
         config: the configuration with run directory, vocabulary, dtype and packs per step resolved.
         resumed: the checkpoint that the run resumes from; None = a new run.
         lr_factor: factor of learning rates from `optimizer.lr_scaling`.
-        peak_flops: measured peak of matrix products on one device, in FLOP/s.
+        peak_flops: peak of matrix products on one device, in FLOP/s.
         step, steps: number of steps taken, and of the last step of the run.
-        saved, evaluated: the steps of the last checkpoint and of the last evaluation; -1 = none.
-        val_loss: validation loss of this process's last evaluation.
-        best, best_step: the lowest validation loss so far, and its step; -1 = unknown.
+        saved, evaluated, best_step: steps of the last checkpoint, the last evaluation and the best one; -1 = none.
+        val_loss, best: validation losses of this process's last evaluation, and the lowest so far.
         running: loss since the last evaluation.
         ending: why the loop stops before its last step; empty while it continues.
         interrupted: all ranks have agreed to stop because one received a signal.
@@ -104,10 +103,11 @@ class Trainer:
         initial = initial_weights(Path(starts_from).expanduser()) if starts_from else None
         self.shape = shape_of(config, self.corpus.tokenizer, initial)
         self.dtype = resolve_dtype(config.train.dtype, world.device)
+        dtype: Any = next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
         self.config = config = replace(
             config,
             model=replace(config.model, vocabulary_size=self.shape.vocabulary_size),
-            train=replace(config.train, dtype=name_of_dtype(self.dtype), **self.objective.train_settings),
+            train=replace(config.train, dtype=dtype, **self.objective.train_settings),
             plan=replace(config.plan, packs_per_step=packs, micro_batches=0),
         )
         self.cost_model = run_cost(config, self.shape, self.run)
@@ -193,8 +193,6 @@ class Trainer:
             values["train_loss"] = train_loss
         values |= {**losses, **self.objective.evaluated(self.engine)}
         self.evaluated, self.val_loss = self.step, losses["val_loss"]
-        if self.world.device.type == "cpu":  # other processes may have slowed down the first measurement
-            self.peak_flops = max(self.peak_flops, mean_peak(self.world, self.dtype, seconds=0.1))
         self.console.line(f"evaluation {format_line(values)}", style="bold")
         if not math.isfinite(self.val_loss):
             self.diverged(f"the validation loss after step {self.step} is not finite", [])
@@ -221,7 +219,8 @@ class Trainer:
                 return
             (completion,) = complete_batch(cast(Decoder, model), self.corpus.tokenizer, [prompt], sampling)
         text = f"{prompt}▌{completion.text}"
-        if self.files.sample(self.step, text):
+        if self.files.log is not None:
+            self.files.log.samples.write(f"=== step {self.step}\n{text}\n\n")
             self.callbacks.sample(self.step, text)
         self.console.line("\n".join("    " + line for line in text.splitlines()))
 
@@ -364,7 +363,8 @@ class Trainer:
 
     def _publish(self, values: dict[str, float]) -> None:
         """Append a record to metrics.jsonl and pass it to callbacks; on rank 0."""
-        if self.files.record(values):
+        if self.files.log is not None:
+            self.files.log.record(values)
             self.callbacks.record(values)
 
     def _is_last(self) -> bool:
@@ -385,7 +385,18 @@ class Trainer:
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Load the checkpoint of a run of the same documents."""
         progress, weighting = checkpoint.progress, self.config.train.loss_weighting
-        self.notes += self.files.check(progress)
+        for what, digest in self.files.origin["corpus"].items():
+            saved = progress["corpus"][what]
+            if saved != digest:
+                raise ValueError(
+                    f"the run was trained on other {what} (hash {saved[:12]}, now {digest[:12]});"
+                    " go on with the same ones, or start a new run with another out="
+                )
+        if any(progress[name] != self.files.origin[name] for name in ("world_size", "threads")):
+            self.notes.append(
+                f"the checkpoint was written by {progress['world_size']} processes with {progress['threads']} threads:"
+                " the same documents follow, but sums round differently"
+            )
         self.engine.load_state(checkpoint.source)
         self.feed.load_state_dict(progress["data"])
         self.step = self.saved = checkpoint.step

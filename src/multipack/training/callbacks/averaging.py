@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.state import local
-from multipack.training.callbacks.callback import Callback
+from multipack.training.callbacks.callback import Callback, Fill
 from multipack.training.callbacks.gradients import trainable
 
 
@@ -28,9 +26,8 @@ class MovingAverage(Callback):
     """
 
     name = "average"
-    legend: Mapping[str, str] = MappingProxyType(
-        {"val_loss_ema": "val_loss of the moving average of the weights"}
-    )
+    legend: Mapping[str, str] = {"val_loss_ema": "val_loss of the moving average of the weights"}
+    saved = ("steps",)
     suffix = "_ema"
     """Suffix of metrics that are measured with the average."""
 
@@ -71,49 +68,32 @@ class MovingAverage(Callback):
                 _copy(tensors, own)
 
     def _local_means(self, weights: Mapping[str, Tensor]) -> list[Tensor]:
-        """This rank's part of the averages, in the order of the weights and on their devices; zeros at first.
-
-        Raises:
-            ValueError: the averages of a checkpoint belong to other weights.
-        """
+        """This rank's part of the averages, in the order of the weights; zeros at first."""
         if not self._means:
             self._means = {
-                name: torch.zeros_like(weight, dtype=torch.float32) for name, weight in weights.items()
+                name: torch.zeros_like(each, dtype=torch.float32) for name, each in weights.items()
             }
-        shapes = {name: weight.shape for name, weight in weights.items()}
-        saved = {name: mean.shape for name, mean in self._means.items()}
-        other = sorted(name for name in shapes.keys() | saved.keys() if shapes.get(name) != saved.get(name))
-        if other:
-            raise ValueError(
-                f"the checkpoint's average of the weights (train.ema_decay) is over other weights:"
-                f" {', '.join(other[:3])} ({len(other)} in all); keep optimizer.rules as they were, or start a new run"
-            )
-        for name, weight in weights.items():
-            self._means[name] = self._means[name].to(weight.device)  # after loading
         return [local(self._means[name]) for name in weights]
-
-    def state(self) -> dict[str, Any]:
-        """The number of steps in the average."""
-        return {"steps": self.steps}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """See `Callback`."""
-        self.steps = int(state["steps"])
 
     def tensors(self) -> dict[str, Tensor]:
         """The averages by parameters' names; empty before the first applied step."""
         return dict(self._means)
 
-    def empty_tensors(self, shapes: Mapping[str, tuple[int, ...]], engine: ModelEngine) -> dict[str, Tensor]:
-        """See `Callback`; distributed as the weights are."""
-        weights = engine.state()["model"]
-        return {
-            name: torch.zeros_like(weights[name], dtype=torch.float32) for name in shapes if name in weights
-        }
+    def load_tensors(self, shapes: Mapping[str, tuple[int, ...]], fill: Fill, engine: ModelEngine) -> None:
+        """See `Callback`; averages are distributed as the weights are.
 
-    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """See `Callback`."""
-        self._means = dict(tensors)
+        Raises:
+            ValueError: the averages belong to other weights.
+        """
+        weights = trainable(engine)
+        other = sorted(name for name in engine.parameters if (name in weights) != (name in shapes))
+        if other:
+            raise ValueError(
+                f"the checkpoint's average of the weights (train.ema_decay) is over other weights:"
+                f" {', '.join(other[:3])} ({len(other)} in all); keep optimizer.rules as they were, or start a new run"
+            )
+        self._local_means(weights)
+        fill(self._means)
 
 
 def _copy(into: list[Tensor], values: list[Tensor]) -> None:

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from itertools import chain
-from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.state import StateSource
+
+Fill = Callable[[Mapping[str, Tensor]], None]
+"""Copies the values of a checkpoint into tensors, by name."""
 
 
 class RunStopped(RuntimeError):
@@ -35,8 +37,10 @@ class Callback:
 
     name = "callback"
     """Key of its state in checkpoints; unique in a run."""
-    legend: Mapping[str, str] = MappingProxyType({})
+    legend: Mapping[str, str] = {}
     """Metrics that it adds to records → their meaning."""
+    saved: Sequence[str] = ()
+    """Names of attributes that are part of checkpoints; their values are JSON."""
 
     def before_step(self, step: int) -> None:
         """Called before the batches of `step` (from 1) are fetched."""
@@ -82,26 +86,25 @@ class Callback:
 
     def state(self) -> dict[str, Any]:
         """Values for a checkpoint, as JSON."""
-        return {}
+        return {name: deepcopy(getattr(self, name)) for name in self.saved}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore what `state()` returned."""
+        for name in self.saved:
+            setattr(self, name, deepcopy(state[name]))
 
     def tensors(self) -> dict[str, Tensor]:
         """Tensors for a checkpoint."""
         return {}
 
-    def empty_tensors(self, shapes: Mapping[str, tuple[int, ...]], engine: ModelEngine) -> dict[str, Tensor]:
-        """Tensors to copy a checkpoint's values into: those that this rank needs.
+    def load_tensors(self, shapes: Mapping[str, tuple[int, ...]], fill: Fill, engine: ModelEngine) -> None:
+        """Restore what `tensors()` returned.
 
         Args:
             shapes: names and global shapes of the saved tensors of all ranks.
+            fill: copies saved values into tensors of these names; collective.
             engine: its parameters show how tensors are distributed.
         """
-        return {name: torch.zeros(shape) for name, shape in shapes.items()}
-
-    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore what `tensors()` returned; the tensors become the callback's own."""
 
     def close(self, failed: bool) -> None:
         """Called at the end of the run; `failed`: by an exception."""
@@ -111,17 +114,13 @@ def _union(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {name: value for part in parts for name, value in part.items()}
 
 
-def _drop(results: list[Any]) -> None:
-    """For hooks without a result."""
-
-
 COMBINE: dict[str, Callable[[list[Any]], Any]] = {
     "gradient": _union,
     "accept": all,
     "weight_sets": lambda parts: list(chain.from_iterable(parts)),
     "stop_reason": lambda reasons: "; ".join(filter(None, reasons)),
 }
-"""Hook → how the results of several callbacks become one; results of other hooks are dropped."""
+"""Hook → how the results of several callbacks become one; other hooks have no results."""
 
 
 class Callbacks:
@@ -138,13 +137,9 @@ class Callbacks:
     def __getattr__(self, hook: str) -> Callable[..., Any]:
         if not callable(getattr(Callback, hook, None)):
             raise AttributeError(hook)
-        combine: Callable[[list[Any]], Any] = COMBINE.get(hook, _drop)
-
-        def call(*arguments: Any) -> Any:
-            hooks: list[Callable[..., Any]] = [getattr(callback, hook) for callback in self._all]
-            return combine([each(*arguments) for each in hooks])
-
-        return call
+        combine: Callable[[list[Any]], Any] = COMBINE.get(hook, lambda results: None)
+        hooks: list[Callable[..., Any]] = [getattr(callback, hook) for callback in self._all]
+        return lambda *arguments: combine([call(*arguments) for call in hooks])
 
     @property
     def legend(self) -> dict[str, str]:
@@ -178,7 +173,9 @@ class Callbacks:
             shapes = {
                 name.removeprefix(prefix): shape for name, shape in saved.items() if name.startswith(prefix)
             }
-            if shapes:
-                tensors = callback.empty_tensors(shapes, engine)
+
+            def fill(tensors: Mapping[str, Tensor], prefix: str = prefix) -> None:
                 source.fill("observers", {f"{prefix}{name}": tensor for name, tensor in tensors.items()})
-                callback.load_tensors(tensors)
+
+            if shapes:
+                callback.load_tensors(shapes, fill, engine)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,21 +26,16 @@ class LayerNorms(Callback):
     """
 
     name = "layer_norms"
-    legend: Mapping[str, str] = MappingProxyType(
-        {
-            "grad_norm/PART": "norm of the gradient of a block, of the embedding or the head, before clipping",
-            "weight_norm/PART": "norm of its weights",
-        }
-    )
+    legend: Mapping[str, str] = {
+        "grad_norm/PART": "norm of the gradient of a block, of the embedding or the head, before clipping",
+        "weight_norm/PART": "norm of its weights",
+    }
 
     @torch.no_grad()
     def gradient(self, step: int, engine: ModelEngine) -> Mapping[str, float]:
         """See `Callback`."""
-        held = {name: tensor for name, tensor in trainable(engine).items() if tensor.grad is not None}
-        gradients = engine.squared_norms(
-            {name: tensor.grad for name, tensor in held.items() if tensor.grad is not None}
-        )
-        weights = engine.squared_norms(held)
+        gradients = engine.squared_norms(engine.gradients())
+        weights = engine.squared_norms({name: engine.parameters[name] for name in engine.gradients()})
         if not math.isfinite(sum(gradients.values())):
             return {}
         trained = [name for name, square in gradients.items() if square or weights[name]]
@@ -77,15 +70,16 @@ class GradientNoise(Callback):
     """
 
     name = "gradient_noise"
-    legend: Mapping[str, str] = MappingProxyType(
-        {"gradient_noise": "gradient noise scale, in targets: larger steps than this help little"}
-    )
+    legend: Mapping[str, str] = {
+        "gradient_noise": "gradient noise scale, in targets: larger steps than this help little"
+    }
+    saved = ("steps", "means")
     decay = 0.99
     """Decay of the moving averages per step."""
 
     def __init__(self) -> None:
         self.steps = 0
-        self._means = {"squares": 0.0, "inverses": 0.0, "whole_square": 0.0, "whole_inverse": 0.0}
+        self.means = {"squares": 0.0, "inverses": 0.0, "whole_square": 0.0, "whole_inverse": 0.0}
         self._small: tuple[float, float] | None = None
         self._whole = 0.0
 
@@ -121,30 +115,21 @@ class GradientNoise(Callback):
     def _update(self, *values: float) -> None:
         self.steps += 1
         share = (1 - self.decay) / (1 - self.decay**self.steps)
-        for name, value in zip(self._means, values, strict=True):
-            self._means[name] += share * (value - self._means[name])
+        for name, value in zip(self.means, values, strict=True):
+            self.means[name] += share * (value - self.means[name])
 
     def _noise(self) -> float | None:
-        means = self._means
+        means = self.means
         if not means["inverses"] > 0:
             return None  # all targets were in one micro-batch in every step
         trace = means["squares"] / means["inverses"]
         square = means["whole_square"] - trace * means["whole_inverse"]
         return trace / square if min(trace, square) > 0 else None
 
-    def state(self) -> dict[str, Any]:
-        """The moving averages."""
-        return {"steps": self.steps, "means": dict(self._means)}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """See `Callback`."""
-        self.steps = int(state["steps"])
-        self._means = {name: float(state["means"][name]) for name in self._means}
-
 
 def _squared_norm(engine: ModelEngine) -> float:
     """Squared norm of this rank's gradient, computed in float32 or wider and summed in float64."""
-    gradients: list[Any] = [tensor.grad for tensor in trainable(engine).values() if tensor.grad is not None]
+    gradients = list(engine.gradients().values())
     if not gradients:
         return 0.0
     wide = torch.float64 if gradients[0].dtype == torch.float64 else torch.float32

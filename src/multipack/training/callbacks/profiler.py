@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
@@ -32,20 +31,15 @@ class Trace(Callback):
     def __init__(
         self, path: Path | None, device: torch.device, report: Callable[[str], None] = print
     ) -> None:
-        self.path = path
-        self._device = device
-        self._report = report
-        self._steps = 0
+        if path is not None and path.exists():
+            report(f"{path} is of an earlier part of this run; remove it to get another trace")
+            path = None
+        self.path, self._device, self._report = path, device, report
         self._profiler: profile | None = None
 
     def before_step(self, step: int) -> None:
         """Start the profiler with the first step of the process."""
-        self._steps += 1
-        if self.path is None or self._steps > 1:
-            return
-        if self.path.exists():
-            self._report(f"{self.path} is of an earlier part of this run; remove it to get another trace")
-            self.path = None
+        if self.path is None or self._profiler is not None:
             return
         cuda = [ProfilerActivity.CUDA] if self._device.type == "cuda" else []
         self._profiler = profile(
@@ -59,23 +53,19 @@ class Trace(Callback):
         """Advance the profiler's schedule."""
         if self._profiler is not None:
             self._profiler.step()
-            if self._steps == SKIP_STEPS + TRACED_STEPS:
-                self._profiler.stop()
-                self._profiler = None
 
     def close(self, failed: bool) -> None:
         """Write a shorter trace if the run ended within it."""
         if self._profiler is not None:
             self._profiler.stop()
-            self._profiler = None
-        if self.path is not None and self._steps <= SKIP_STEPS:
+        if self.path is not None and not self.path.exists():
             self._report(
                 f"train.profile=true traces {TRACED_STEPS} steps after the first {SKIP_STEPS} of a process, but this"
-                f" one ran {self._steps}: no trace was written"
+                " one ended before them: no trace was written"
             )
 
-    def _write(self, profiler: Any) -> None:
-        if self.path is None or self._steps <= SKIP_STEPS:
+    def _write(self, profiler: profile) -> None:
+        if self.path is None or profiler.step_num <= SKIP_STEPS:
             return
         written = self.path.with_name(f".{self.path.name}.partial")
         profiler.export_chrome_trace(str(written))

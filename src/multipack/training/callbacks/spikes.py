@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from types import MappingProxyType
 from typing import Any, Literal
 
 from multipack.training.callbacks.callback import Callback, RunStopped
@@ -40,10 +39,6 @@ class RunningMoments:
         self.mean += share * difference
         self.variance = (1 - share) * (self.variance + share * difference**2)
 
-    def deviation(self) -> float:
-        """Standard deviation, at least `SMALLEST_DEVIATION` of the mean."""
-        return max(math.sqrt(self.variance), SMALLEST_DEVIATION * abs(self.mean))
-
 
 class SpikeGuard(Callback):
     """Compares the loss and gradient norm of every step with those of recently applied steps.
@@ -58,7 +53,7 @@ class SpikeGuard(Callback):
     """
 
     name = "spikes"
-    legend: Mapping[str, str] = MappingProxyType({"skipped": SKIPPED})
+    legend: Mapping[str, str] = {"skipped": SKIPPED}
 
     def __init__(
         self, action: Literal["skip", "stop"], factor: float, report: Callable[[str], None] = print
@@ -101,12 +96,13 @@ class SpikeGuard(Callback):
 
     def _jump(self, name: str, value: float) -> str:
         moments = self._moments[name]
-        limit = moments.mean + self.factor * moments.deviation()
+        deviation = max(math.sqrt(moments.variance), SMALLEST_DEVIATION * abs(moments.mean))
+        limit = moments.mean + self.factor * deviation
         if moments.count < WARM_UP or value <= limit:
             return ""
         return (
             f"{name} {value:.4g} is above {limit:.4g} (recent mean {moments.mean:.4g}"
-            f" + {self.factor:g} x {moments.deviation():.3g})"
+            f" + {self.factor:g} x {deviation:.3g})"
         )
 
     def state(self) -> dict[str, Any]:

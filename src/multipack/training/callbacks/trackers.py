@@ -1,6 +1,7 @@
-"""Trackers: where records go beside metrics.jsonl. A new one is a subclass of `Tracker` and a row in `TRACKERS`.
+"""Trackers: where records go beside metrics.jsonl. A new one is a class like `Tracker` and a row in `TRACKERS`.
 
-Creating a tracker imports its package and does nothing else. Any method may raise: the tracker is left out then.
+Trackers begin with the first record, when the run directory exists. The ids of their runs are part of checkpoints, so
+that a resumed run continues in the same ones. A tracker that raises is reported once and left out.
 """
 
 from __future__ import annotations
@@ -8,10 +9,13 @@ from __future__ import annotations
 import html
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from multipack.training.callbacks.callback import Callback
 from multipack.training.settings import TrackConfig
 from multipack.words import flatten
 
@@ -57,48 +61,34 @@ class TrackedRun:
         return {name: str(value) for name, value in flatten(dict(self.settings)).items()}
 
 
-class Tracker:
-    """Base class of trackers."""
+class Tracker(Protocol):
+    """A run in a tracker; creating one starts the run, or continues it. Every method may raise."""
 
-    name = ""
-    """As in `track.to`."""
-
-    def begin(self, run: TrackedRun) -> str:
-        """Start a run, or continue one; returns its id ("" where there are no ids)."""
-        raise NotImplementedError
+    run_id: str
+    """Id with which the run is continued; empty if it has none."""
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
         """Metrics of a step."""
-        raise NotImplementedError
 
     def sample(self, step: int, text: str) -> None:
         """Text that the model generated after a step."""
-        raise NotImplementedError
 
     def close(self, failed: bool) -> None:
-        """The run is over; also called where `begin` failed."""
-        raise NotImplementedError
+        """The run is over."""
 
 
-class TensorboardTracker(Tracker):
-    """Event files in `<folder>/tensorboard`: `tensorboard --logdir RUN`."""
+class TensorboardTracker:
+    """Event files in `<folder>/tensorboard`: `tensorboard --logdir RUN`. Repeated steps of a resumed run are hidden."""
 
-    name = "tensorboard"
+    run_id = ""
 
-    def __init__(self) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer_class: Any = SummaryWriter
-        self._writer: Any = None
-
-    def begin(self, run: TrackedRun) -> str:
-        """Open an event file; later steps of an earlier process are hidden."""
+    def __init__(self, run: TrackedRun) -> None:
         folder = run.folder / "tensorboard"
         folder = folder if run.folder == run.path else folder / run.name
-        self._writer = self._writer_class(str(folder), purge_step=run.step)
+        writer: Any = import_module("torch.utils.tensorboard").SummaryWriter
+        self._writer = writer(str(folder), purge_step=run.step)
         lines = [f"{key}: {value}" for key, value in run.flat_settings.items()]
         self._writer.add_text("config", _verbatim("\n".join(lines)), run.step)
-        return ""
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
         """See `Tracker`."""
@@ -111,23 +101,14 @@ class TensorboardTracker(Tracker):
 
     def close(self, failed: bool) -> None:
         """See `Tracker`."""
-        if self._writer is not None:
-            self._writer.close()
+        self._writer.close()
 
 
-class WandbTracker(Tracker):
+class WandbTracker:
     """Weights & Biases: a run online, or its files in `<folder>/wandb` for `wandb sync`."""
 
-    name = "wandb"
-
-    def __init__(self) -> None:
-        import wandb
-
-        self._wandb: Any = wandb
-        self._run: Any = None
-
-    def begin(self, run: TrackedRun) -> str:
-        """See `Tracker`."""
+    def __init__(self, run: TrackedRun) -> None:
+        self._wandb: Any = import_module("wandb")
         run.folder.mkdir(parents=True, exist_ok=True)
         self._run = self._wandb.init(
             project=run.config.project,
@@ -144,7 +125,7 @@ class WandbTracker(Tracker):
         # A run that resumes from an older checkpoint repeats steps, which wandb's own step counter cannot.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        return str(self._run.id)
+        self.run_id = str(self._run.id)
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
         """See `Tracker`."""
@@ -156,22 +137,17 @@ class WandbTracker(Tracker):
 
     def close(self, failed: bool) -> None:
         """See `Tracker`."""
-        if self._run is not None:
-            self._run.finish(exit_code=int(failed))
+        self._run.finish(exit_code=int(failed))
 
 
-class MlflowTracker(Tracker):
-    """MLflow: a run on the configured server, or in `<folder>/mlflow.db`; metrics are sent by mlflow's threads."""
+class MlflowTracker:
+    """MLflow: a run on the configured server, or in `<folder>/mlflow.db`; metrics are sent by mlflow's threads.
 
-    name = "mlflow"
+    Settings are parameters of the run, and those that a resumed run changes are tags.
+    """
 
-    def __init__(self) -> None:
-        import mlflow
-
-        self._mlflow: Any = mlflow
-
-    def begin(self, run: TrackedRun) -> str:
-        """See `Tracker`; settings are parameters, and those that a resumed run changes are tags."""
+    def __init__(self, run: TrackedRun) -> None:
+        self._mlflow: Any = import_module("mlflow")
         run.folder.mkdir(parents=True, exist_ok=True)
         if run.is_offline:
             self._mlflow.set_tracking_uri(f"sqlite:///{(run.folder / 'mlflow.db').resolve()}")
@@ -187,7 +163,7 @@ class MlflowTracker(Tracker):
             self._mlflow.log_params(dict(new[first : first + 100]))
         changed = {f"resumed.{n}": value for n, value in settings.items() if before.get(n, value) != value}
         self._mlflow.set_tags(changed)
-        return str(active.info.run_id)
+        self.run_id = str(active.info.run_id)
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
         """See `Tracker`."""
@@ -203,22 +179,15 @@ class MlflowTracker(Tracker):
         self._mlflow.end_run("FAILED" if failed else "FINISHED")
 
 
-class TrackioTracker(Tracker):
+class TrackioTracker:
     """Trackio: a run in its local database, or where TRACKIO_SPACE_ID and TRACKIO_SERVER_URL send it."""
 
-    name = "trackio"
-
-    def __init__(self) -> None:
-        import trackio
-
-        self._trackio: Any = trackio
-        self._run: Any = None
-
-    def begin(self, run: TrackedRun) -> str:
-        """See `Tracker`; the id is the run's name."""
+    def __init__(self, run: TrackedRun) -> None:
+        self._trackio: Any = import_module("trackio")
         for variable in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
             if run.is_offline and os.environ.get(variable):
                 raise ValueError(f"track.mode=offline, but {variable} is set and sends records: unset it")
+        self.run_id = run.name
         self._run = self._trackio.init(
             project=run.config.project,
             name=run.name,
@@ -227,7 +196,6 @@ class TrackioTracker(Tracker):
             resume="allow" if run.resumed else "never",
             embed=False,
         )
-        return run.name
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
         """See `Tracker`."""
@@ -239,8 +207,7 @@ class TrackioTracker(Tracker):
 
     def close(self, failed: bool) -> None:
         """See `Tracker`."""
-        if self._run is not None:
-            self._run.finish()
+        self._run.finish()
 
 
 def _verbatim(text: str) -> str:
@@ -248,7 +215,90 @@ def _verbatim(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
-TRACKERS: dict[str, Callable[[], Tracker]] = {
-    tracker.name: tracker for tracker in (TensorboardTracker, WandbTracker, MlflowTracker, TrackioTracker)
+TRACKERS: dict[str, tuple[str, Callable[[TrackedRun], Tracker]]] = {
+    "tensorboard": ("torch.utils.tensorboard", TensorboardTracker),
+    "wandb": ("wandb", WandbTracker),
+    "mlflow": ("mlflow", MlflowTracker),
+    "trackio": ("trackio", TrackioTracker),
 }
-"""Name in `track.to` → tracker; settings.py has the same names."""
+"""Name in `track.to` → module that it needs, and tracker; settings.py has the same names."""
+
+
+def check_trackers(config: TrackConfig) -> None:
+    """Import the packages of the trackers of a run.
+
+    Raises:
+        ValueError: a package is missing; the extra that installs it is named.
+    """
+    for name in config.to:
+        try:
+            import_module(TRACKERS[name][0])
+        except ImportError as error:
+            raise ValueError(
+                f'track.to={name} needs its package ({error}): pip install "multipack[{name}]", or leave it away'
+            ) from error
+
+
+class Tracking(Callback):
+    """Forwards records and samples to trackers, on rank 0. A failing tracker never ends the run.
+
+    Args:
+        run: the run, as trackers show it.
+        report: prints which tracker failed, and how.
+    """
+
+    name = "trackers"
+    saved = ("run_ids",)
+
+    def __init__(self, run: TrackedRun, report: Callable[[str], None] = print) -> None:
+        self.run_ids: dict[str, str] = {}
+        self._run, self._report = run, report
+        self._begun: dict[str, Tracker] = {}
+        self._failed: set[str] = set()
+
+    def record(self, values: Mapping[str, float]) -> None:
+        """See `Callback`."""
+        step = int(values["step"])
+        numbers = {name: float(value) for name, value in values.items() if name != "step"}
+        self._forward(step, lambda tracker: tracker.record(step, numbers))
+
+    def sample(self, step: int, text: str) -> None:
+        """See `Callback`."""
+        self._forward(step, lambda tracker: tracker.sample(step, text))
+
+    def close(self, failed: bool) -> None:
+        """Close the trackers that began."""
+        for name, tracker in self._begun.items():
+            try:
+                tracker.close(failed)
+            except Exception as error:
+                self._tell(name, error)
+        self._begun.clear()
+
+    def _forward(self, step: int, call: Callable[[Tracker], None]) -> None:
+        for name in self._run.config.to:
+            if name in self._failed:
+                continue
+            try:
+                if name not in self._begun:
+                    self._begun[name] = self._begin(name, step)
+                call(self._begun[name])
+            except Exception as error:
+                self._tell(name, error)
+                self._failed.add(name)
+                if name in self._begun:
+                    with suppress(Exception):
+                        self._begun.pop(name).close(True)
+
+    def _begin(self, name: str, step: int) -> Tracker:
+        saved = self.run_ids.get(name)
+        run_id = self._run.config.run_id or saved or ""
+        tracker = TRACKERS[name][1](replace(self._run, run_id=run_id, step=step, resumed=saved is not None))
+        self.run_ids[name] = tracker.run_id
+        return tracker
+
+    def _tell(self, name: str, error: Exception) -> None:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        self._report(
+            f"tracker {name} failed: {reason}; the run continues without it, and metrics.jsonl has all records"
+        )
