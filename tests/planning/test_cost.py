@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multipack.planning.cost import FINEST, CostModel, weigh
+from multipack.planning.cost import FINEST, CostModel
 from multipack.planning.plan import plan
 from multipack.shapes import SHAPES, ModelShape
 
@@ -43,7 +43,7 @@ def test_full_recomputation_is_eight_and_nine():
     plain, full = CostModel.from_shape(), CostModel.from_shape(recompute="full")
     assert full.linear == round(plain.linear * (8 / 6) / (9 / 6))
     lengths = [100, 5000]
-    pairs = 6 * 32 * 32 * 128 * float(weigh(np.array(lengths), 0, 1).sum())
+    pairs = 6 * 32 * 32 * 128 * float(CostModel(None, 0, 1).cost(np.array(lengths)).sum())
     matrices = plain.flops(lengths) - pairs
     assert full.executed_flops(lengths) == pytest.approx(matrices * 8 / 6 + pairs * 9 / 6, rel=1e-12)
     flash = CostModel.from_shape(recompute="flash")
@@ -70,35 +70,26 @@ def test_flops_count_every_matrix_and_pair():
     forward = 2 * 14 * (3 * per_layer + 8 * 11) + 3 * pairs * 4 * 24  # a matrix element 2, a pair 4 · H · e
     model = CostModel.from_shape(shape)
     assert model.flops([5, 9]) == 3 * forward
-    assert model.flops([5, 9], vocabulary_size=0) == 3 * (forward - 2 * 14 * 8 * 11)
-
-
-def test_flops_are_proportional_to_cost():
-    model = CostModel.from_shape()
-    lengths = np.array([10, 5000])
-    ratio = [model.flops([length]) / float(model.cost([length])[0]) for length in lengths]
-    assert ratio[0] == pytest.approx(ratio[1], rel=1e-5)
+    headless = CostModel.from_shape(shape.with_vocabulary(0))
+    assert headless.flops([5, 9]) == 3 * (forward - 2 * 14 * 8 * 11)
 
 
 def test_overflow_is_refused():
     with pytest.raises(ValueError, match="int64"):
-        weigh(np.full(1000, 1 << 27), 1 << 25, 1)
+        CostModel(None, 1 << 25, 1).cost(np.full(1000, 1 << 27))
     with pytest.raises(ValueError, match="at least 1 token"):
         CostModel.from_shape().cost([0])
     for model in (
         CostModel.from_shape(dataclasses.replace(SHAPES["tiny"], window=1 << 20)),
         CostModel(None, 1, constant=1 << 50),
-        CostModel(None, 1, align=1 << 20),
     ):
         exact = sum(int(cost) for cost in model.cost([1 << 16] * 8))
         assert int(model.cost([1 << 16] * 8).sum()) == exact < 1 << 62
         with pytest.raises(ValueError, match="int64"):
             model.cost(np.full(1 << 15, 1 << 27))
-    with pytest.raises(ValueError, match="int64"):
-        CostModel(None, 1, align=1 << 40).cost([(1 << 63) - 1])
 
 
-# --- sliding windows, latent attention, mixtures, alignment ----------------------------------------------
+# --- sliding windows, latent attention, mixtures ----------------------------------------------
 
 
 def _pairs(length, window):
@@ -128,15 +119,6 @@ def test_windows_by_counting_pairs(window, layers, sliding):
     assert (model.cost([1000]) <= (model.quadratic + model.sliding) * dense.cost([1000])).all()
 
 
-def test_a_window_that_no_document_fills_changes_nothing():
-    shape = ModelShape(vocabulary_size=100, window=64)
-    lengths = np.arange(1, 65)
-    assert (
-        CostModel.from_shape(shape).cost(lengths)
-        == CostModel.from_shape(ModelShape(vocabulary_size=100)).cost(lengths)
-    ).all()
-
-
 def test_latent_attention_costs_by_its_widths():
     shape = SHAPES["deepseek-v3"]
     d, heads = 7168, 128
@@ -154,23 +136,12 @@ def test_latent_attention_costs_by_its_widths():
     )
 
 
-def test_alignment_pads_each_document():
-    plain, aligned = CostModel.from_shape(), CostModel.from_shape(align=16)
-    assert aligned.cost([1, 16, 17]).tolist() == plain.cost([16, 16, 32]).tolist()
-    assert aligned.executed_flops([1, 17]) == plain.flops([16, 32])
-    assert aligned.flops([1, 17]) == plain.flops([1, 17])  # what the model asks for has no padding
-    assert aligned != plain
-    with pytest.raises(ValueError, match=r"cost\.align must be a whole number of at least 1, got 0"):
-        CostModel.from_shape(align=0)
-
-
 models = st.builds(
     CostModel,
     shape=st.none(),
     linear=st.integers(1, 1 << 20),
     quadratic=st.integers(0, 5),
     constant=st.integers(0, 1 << 20),
-    align=st.integers(1, 64),
 ) | st.builds(
     lambda window, slide, recompute: CostModel.from_shape(
         ModelShape(layers=6, window=window, window_layers=slide), recompute=recompute
@@ -207,7 +178,7 @@ def test_equality_is_that_of_costs():
     assert llama != 57_256
     different = [
         llama,
-        CostModel.from_shape(align=2),
+        CostModel(None, 57_257),
         CostModel(None, 57_256, constant=1),
         CostModel(None, 57_256, 2),
     ]
@@ -240,11 +211,6 @@ def test_plans_tell_cost_models_apart():
 def test_impossible_models_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         CostModel(None, **fields)
-
-
-def test_an_unknown_recomputation_is_refused_by_name():
-    with pytest.raises(ValueError, match="recompute='Flash' is unknown"):
-        CostModel.from_shape(recompute="Flash")
 
 
 # --- fits ------------------------------------------------------------------------------------------------
@@ -306,27 +272,15 @@ def test_coefficients_that_are_zero(changes, key):
     assert plan([5, 900, 30, 700, 8], capacity=1024, packs_per_step=2, cost=model).num_documents == 5
 
 
-def test_a_fit_pads_to_the_alignment():
-    padded = [(-(-lengths // 32) * 32, seconds) for lengths, seconds in _timings(**MILD)]
-    exact = [
-        (raw, 3e-3 + 2.5e-6 * int(x.sum()) + 1e-10 * float((x * (x + 1)).sum()) + 2e-5 * len(x))
-        for (raw, _), (x, _) in zip(_timings(**MILD), padded, strict=True)
-    ]
-    model = CostModel.fit(exact, align=32)
-    assert (model.linear, model.constant, model.align) == (25_000, 200_000, 32)
-    assert model.seconds([1]) == model.seconds([32])
-    assert model.formula.endswith("with l a multiple of 32")
-
-
 @pytest.mark.parametrize(
     ("timings", "message"),
     [
-        ([], "needs at least as many timings, got 0"),
+        ([], "at least 4 timings, got 0"),
         (_timings(**MILD)[:3], "got 3; time about 20"),
         ([([100] * n, 0.1 * n) for n in range(1, 9)], "cannot tell a constant, tokens"),  # one length only
         ([([n], 0.1 * n) for n in range(1, 9)], "cannot tell"),  # one document each
         ([([5, 7], 0.1)] * 20, "cannot tell"),
-        ([*_timings(**MILD), ([5], -1.0)], "must be positive seconds, got .-1.0"),
+        ([*_timings(**MILD), ([5], -1.0)], "must be positive seconds"),
         ([*_timings(**MILD), ([5], float("nan"))], "must be positive seconds"),
         ([*_timings(**MILD), ([5], float("inf"))], "must be positive seconds"),
         ([(lengths, 1.0) for lengths, _ in _timings(**MILD)], "do not grow"),
@@ -352,7 +306,7 @@ def test_flops_and_seconds_are_not_made_up():
     "model",
     [
         CostModel.from_shape(),
-        CostModel.from_shape(SHAPES["deepseek-v3"], recompute="full", align=8),
+        CostModel.from_shape(SHAPES["deepseek-v3"], recompute="full"),
         CostModel.from_shape(SHAPES["gpt-oss-20b"]),
         CostModel.fit(_timings(**MILD, noise=0.01), shape=SHAPES["tiny"]),
     ],

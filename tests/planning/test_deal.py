@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multipack.planning import deal as dealing
-from multipack.planning.cost import weigh
+from multipack.planning.cost import CostModel
 from multipack.planning.deal import least_step_cost, step_cost
 from multipack.planning.packing import packs_from
 from multipack.planning.plan import plan
@@ -94,7 +94,7 @@ def test_close_to_the_best_of_all(lengths, shape):
     world, micro_batches = shape
     packs, capacity = world * micro_batches, 25
     lengths = np.array(lengths)
-    costs = weigh(lengths, 50, 1)
+    costs = CostModel(None, 50, 1).cost(lengths)
     optimum = {"micro": None, "step": None}
     for assignment in itertools.product(range(packs), repeat=len(lengths)):
         tokens, totals = np.zeros(packs, dtype=int), np.zeros(packs, dtype=int)
@@ -149,7 +149,7 @@ def test_fewer_documents_than_ranks():
 def test_slots_last_as_long_as_they_must():
     """One long document and 96 short ones on 4 ranks: the other packs of its slot are as dear, the next slots short."""
     lengths = np.array([1000] + [100] * 96)
-    costs = weigh(lengths, 1000, 1)
+    costs = CostModel(None, 1000, 1).cost(lengths)
     own = np.concatenate([[0], 1 + np.arange(96) // 9])
     dealt = dealt_packs(
         lengths, costs, own, ranks=4, micro_batches=3, capacity=2000, max_documents=97, sync="micro"
@@ -192,7 +192,7 @@ def test_nearly_full_packs_stay_within_the_capacity(data):
     for world in range(1, len(pieces) + 1):
         for sync in SYNCS:
             dealt = dealt_packs(
-                lengths, weigh(lengths, 99, 1), own, ranks=world, micro_batches=-(-len(pieces) // world),
+                lengths, CostModel(None, 99, 1).cost(lengths), own, ranks=world, micro_batches=-(-len(pieces) // world),
                 capacity=capacity, max_documents=99, sync=sync, joint=data.draw(st.booleans()),
             )  # fmt: skip
             assert sorted(dealt.order.tolist()) == list(range(len(lengths)))

@@ -58,9 +58,7 @@ def _beyond_causal(shape, recompute="none"):
     """FLOPs of the pairs above the diagonal, which the counter counts: l² − l(l+1)/2 of each document and layer."""
     exact = np.array(LENGTHS)
     causal = CostModel.from_shape(shape, recompute=recompute)
-    per_unit = causal.executed_flops([2], 0) - 2 * causal.executed_flops(
-        [1], 0
-    )  # 6·N·H·e·(6 − 2·2), or 7, or 9
+    per_unit = causal.executed_flops([2]) - 2 * causal.executed_flops([1])  # 6·N·H·e·(6 − 2·2), or 7, or 9
     return per_unit / 2 * float((2 * exact**2 - exact * (exact + 1)).sum())
 
 

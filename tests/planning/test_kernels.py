@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multipack.planning import kernels
-from multipack.planning.cost import weigh
+from multipack.planning.cost import CostModel
 from multipack.planning.kernels import balancing, compiled, placing
 from multipack.planning.options import PlanOptions
 from multipack.planning.plan import plan
@@ -78,7 +78,7 @@ def test_falling_order_is_stable(lengths):
 def test_balancing_keeps_limits_and_never_makes_it_worse(data):
     world, slots = data.draw(st.sampled_from([(2, 1), (3, 1), (2, 2), (4, 3)]))
     lengths = falling(data.draw(st.lists(st.integers(1, 60), min_size=world * slots, max_size=40)))
-    costs = weigh(lengths, 30, 1)
+    costs = CostModel(None, 30, 1).cost(lengths)
     packs = world * slots
     placed = np.arange(len(lengths)) % packs
     capacity = int(totals(placed, lengths, packs).max()) + data.draw(st.integers(0, 30))
@@ -102,7 +102,7 @@ def test_balancing_keeps_limits_and_never_makes_it_worse(data):
 def test_two_packs_are_rearranged_nearly_optimally(data):
     """Meeting in the middle against every subset."""
     lengths = falling(data.draw(st.lists(st.integers(1, 60), min_size=2, max_size=10, unique=True)))
-    costs = weigh(lengths, 30, 1)
+    costs = CostModel(None, 30, 1).cost(lengths)
     placed = np.array(data.draw(st.lists(st.integers(0, 1), min_size=len(lengths), max_size=len(lengths))))
     placed[:2] = 0, 1
     capacity = int(lengths.sum())

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from multipack.planning import report as measure
 from multipack.planning.advice import advise
-from multipack.planning.cost import CostModel, weigh
+from multipack.planning.cost import CostModel
 from multipack.planning.deal import least_step_cost, step_cost
 from multipack.planning.plan import plan
 from multipack.planning.steps import permutation
@@ -230,10 +230,10 @@ def test_multipack_benchmark():
 
 
 MODELS = {
-    "llama": lambda lengths: weigh(lengths, 50, 1),
-    "attention alone": lambda lengths: weigh(lengths, 0, 1),
+    "llama": lambda lengths: CostModel(None, 50, 1).cost(lengths),
+    "attention alone": lambda lengths: CostModel(None, 0, 1).cost(lengths),
     "tokens": np.copy,
-    "a constant for each document": lambda lengths: weigh(lengths, 3, 1) + 700,
+    "a constant for each document": lambda lengths: CostModel(None, 3, 1).cost(lengths) + 700,
     "a sliding window": lambda lengths: 5 * lengths + np.minimum(lengths, 7) ** 2 + 11,
     "steps": lambda lengths: 1 + 900 * (lengths > 6) + 40 * (lengths > 13),
 }
@@ -264,6 +264,6 @@ def test_no_arrangement_is_below_the_bound(data):
 @pytest.mark.parametrize("documents", [1, 2, 50])
 def test_kappa(documents):
     lengths = np.array([100] + [10] * documents)
-    costs = weigh(lengths, 1000, 1)
+    costs = CostModel(None, 1000, 1).cost(lengths)
     mean_square = (lengths**2).sum() / lengths.sum()
     assert measure.kappa(lengths, costs) == pytest.approx((1001 + 100) / (1001 + mean_square))

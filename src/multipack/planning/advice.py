@@ -22,11 +22,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from multipack.planning.cost import CostModel
-from multipack.planning.deal import least_step_cost, rank_loads
+from multipack.planning.deal import least_step_cost
 from multipack.planning.lengths import check_integer, check_lengths
 from multipack.planning.options import PlanOptions, Sync
 from multipack.planning.plan import Plan, plan
-from multipack.planning.report import PlanReport, report, seeded_order
+from multipack.planning.report import PlanReport, report
 from multipack.shapes import ModelShape
 
 Integers = NDArray[np.int64]
@@ -42,7 +42,6 @@ _WORTH = 0.005  # least gain of a proposal that is reported
 _MARGIN = 1.05  # tokens of a rank over κ · Lmax
 _ROOM = 1.1  # capacity over budget, so that packs can differ in tokens
 _GROUPED = 3.0  # spread of the steps' mean lengths above which grouping is reported
-_PART, _DEALT = 200_000, 8  # documents that are planned without grouping, and steps of them that are dealt
 _ROW_SAMPLE = 300  # steps that `explore` deals for a row at most
 _ROW_DOCUMENTS, _ROW_LEAST = 100_000, 8  # documents of these steps at most, and steps at least
 
@@ -54,99 +53,97 @@ def advise(made: Plan, found: PlanReport) -> list[str]:
         made: any plan.
         found: its report, for a number of ranks.
     """
-    said = _Proposals(made, found).sentences() if found.cost_utilization_ceiling < ENOUGH else []
-    return said + _on_grouping(made, found)
-
-
-@dataclass(frozen=True)
-class _Proposals:
-    """Changes of settings tried on a plan with a low ceiling."""
-
-    made: Plan
-    found: PlanReport
-
-    def sentences(self) -> list[str]:
-        """What limits the ceiling, and every change that raises it."""
-        made, world, sync = self.made, self.found.data_parallel_size, self.found.sync
-        slots, ceiling = made.slots[made.order], self.found.cost_utilization_ceiling
-        costs = made.cost_model.cost(slots)
-        each, packs, factor, longest = (
-            made.micro_batches(world),
-            made.packs_per_step,
-            self.found.kappa,
-            int(slots.max()),
-        )
-        tokens, runs = int(slots.sum()), world * each
-        share = int(costs.sum()) / (made.num_steps * (world if sync == "step" else runs))
-        mean = -(-tokens // (made.num_steps * runs))  # tokens of a pack that a rank runs
-        said = [
-            f"no arrangement of these steps exceeds {ceiling:.1%}: the longest document ({longest:,} tokens) costs"
-            f" {int(costs.max()) / share:.2f} times a rank's mean share, and its tokens κ = {factor:.2f} times"
-            " the mean token"
-        ]
-
-        def add(what: str, reached: float | None, price: str = "") -> None:
-            if reached is not None and reached >= ceiling + _WORTH:
-                said.append(f"{what} raises the ceiling to {reached:.1%}{price}")
-
-        if packs % world:
-            what = f"plan.packs_per_step={runs} instead of {packs} (a multiple of the {world} ranks)"
-            add(what, self._reached(-(-tokens // (made.num_steps * packs)), each))
-        budget = round_up(_MARGIN * factor * longest)
-        if budget > mean:
-            capacity = round_up(_ROOM * budget)
-            what = (
-                f"plan.capacity={capacity} plan.budget={budget} (packs of κ times the longest document on average;"
-                f" {budget / mean:.1f} times the tokens of a step)"
-            )
-            filled = tokens / (packs * capacity * -(-tokens // (packs * budget)))
-            now = tokens / (made.num_steps * packs * made.capacity)
-            price = f", at a packing efficiency of {filled:.1%} instead of {now:.1%}"
-            add(what, self._reached(budget, each, capacity=capacity), price)
-        if sync != "step" and each > 1:
-            what = "sync=step (ranks wait once a step: DDP, ZeRO-1/2) instead of a sync point at every micro-batch"
-            add(what, self._reached(mean, each, sync="step"))
-        more = -(-budget // mean)
-        if more > each:
-            what = (
-                f"{'sync=step ' if sync != 'step' else ''}plan.packs_per_step={world * more} instead of {packs}"
-                f" ({more} micro-batches a rank; {more / each:.1f} times the tokens of a step)"
-            )
-            add(what, self._reached(mean, more, sync="step"))
-        limit = int(slots[costs <= share].max(initial=0))
-        if 0 < limit < longest:  # at 0 every document costs more than a mean share: too few, not too long
-            what = (
-                f"context parallelism for the {np.count_nonzero(slots > limit):,} documents longer than {limit:,}"
-                " tokens, each of which costs more than a rank's mean share (the longest over"
-                f" {math.ceil(costs.max() / share)} ranks),"
-            )
-            add(what, self._reached(mean, each, share=share))
+    said = _on_ceiling(made, found) if found.cost_utilization_ceiling < ENOUGH else []
+    spread = found.mean_length_spread
+    if spread is None or spread <= _GROUPED or made.options.order == "given" or not made.options.group:
         return said
+    effect = "at a lower cost utilization (--explore compares both)"
+    if found.data_parallel_size == 1:
+        effect = "and with one rank grouping has no benefit"
+    return [
+        *said,
+        f"documents of similar length share steps: mean lengths spread {spread:.1f} times as far as over random ones;"
+        f" plan.group=false keeps steps random, {effect}",
+    ]
 
-    def _reached(
-        self,
-        budget: int,
-        each: int,
-        capacity: int | None = None,
-        sync: Sync | None = None,
-        share: float | None = None,
-    ) -> float | None:
-        """The ceiling with packs of `budget` tokens, `each` of them a rank; None where no such step is filled.
 
-        Documents that cost more than `share` are divided into equal parts, as context parallelism does.
-        """
-        made, world, cost, least = self.made, self.found.data_parallel_size, 0, 0
-        for documents in _groups(made, budget * world * each):
-            slots = made.slots[documents]
-            costs = made.cost_model.cost(slots)
-            if share is not None:
-                parts = np.maximum(np.ceil(costs / share), 1).astype(np.int64)
-                slots, costs = np.repeat(-(-slots // parts), parts), np.repeat(costs // parts, parts)
-            cost += int(costs.sum())
-            least += least_step_cost(
-                slots, costs, world, each, capacity or made.capacity, sync or self.found.sync
-            )
-        return min(1.0, cost / (world * least)) if least else None
+def _on_ceiling(made: Plan, found: PlanReport) -> list[str]:
+    """What limits the ceiling, and every change that raises it."""
+    world, sync, ceiling = found.data_parallel_size, found.sync, found.cost_utilization_ceiling
+    each, packs, factor = made.micro_batches(world), made.packs_per_step, found.kappa
+    slots = made.slots[made.order]
+    costs = made.cost_model.cost(slots)
+    tokens, longest, runs = int(slots.sum()), int(slots.max()), world * each
+    share = int(costs.sum()) / (made.num_steps * (world if sync == "step" else runs))
+    mean = -(-tokens // (made.num_steps * runs))  # tokens of a pack that a rank runs
+    said = [
+        f"no arrangement of these steps exceeds {ceiling:.1%}: the longest document ({longest:,} tokens) costs"
+        f" {int(costs.max()) / share:.2f} times a rank's mean share, and its tokens κ = {factor:.2f} times"
+        " the mean token"
+    ]
+
+    def add(what: str, reached: float | None) -> None:
+        if reached is not None and reached >= ceiling + _WORTH:
+            said.append(what.format(f"raises the ceiling to {reached:.1%}"))
+
+    if packs % world:
+        what = f"plan.packs_per_step={runs} instead of {packs} (a multiple of the {world} ranks) {{}}"
+        add(what, _ceiling(made, world, -(-tokens // (made.num_steps * packs)), each, sync))
+    budget = round_up(_MARGIN * factor * longest)
+    if budget > mean:
+        capacity = round_up(_ROOM * budget)
+        filled = tokens / (packs * capacity * -(-tokens // (packs * budget)))
+        now = tokens / (made.num_steps * packs * made.capacity)
+        what = (
+            f"plan.capacity={capacity} plan.budget={budget} (packs of κ times the longest document on average;"
+            f" {budget / mean:.1f} times the tokens of a step) {{}}, at a packing efficiency of {filled:.1%} instead of"
+            f" {now:.1%}"
+        )
+        add(what, _ceiling(made, world, budget, each, sync, capacity))
+    if sync != "step" and each > 1:
+        what = "sync=step (ranks wait once a step: DDP, ZeRO-1/2) instead of a sync point at every micro-batch {}"
+        add(what, _ceiling(made, world, mean, each, "step"))
+    more = -(-budget // mean)
+    if more > each:
+        what = (
+            f"{'sync=step ' if sync != 'step' else ''}plan.packs_per_step={world * more} instead of {packs}"
+            f" ({more} micro-batches a rank; {more / each:.1f} times the tokens of a step) {{}}"
+        )
+        add(what, _ceiling(made, world, mean, more, "step"))
+    limit = int(slots[costs <= share].max(initial=0))
+    if 0 < limit < longest:  # at 0 every document costs more than a mean share: too few, not too long
+        what = (
+            f"context parallelism for the {np.count_nonzero(slots > limit):,} documents longer than {limit:,}"
+            " tokens, each of which costs more than a rank's mean share (the longest over"
+            f" {math.ceil(costs.max() / share)} ranks), {{}}"
+        )
+        add(what, _ceiling(made, world, mean, each, sync, share=share))
+    return said
+
+
+def _ceiling(
+    made: Plan,
+    world: int,
+    budget: int,
+    each: int,
+    sync: Sync,
+    capacity: int | None = None,
+    share: float | None = None,
+) -> float | None:
+    """The ceiling with packs of `budget` tokens, `each` of them a rank; None if no such step is filled.
+
+    Documents that cost more than `share` are divided into equal parts, as context parallelism does.
+    """
+    cost = least = 0
+    for documents in _groups(made, budget * world * each):
+        slots = made.slots[documents]
+        costs = made.cost_model.cost(slots)
+        if share is not None:
+            parts = np.maximum(np.ceil(costs / share), 1).astype(np.int64)
+            slots, costs = np.repeat(-(-slots // parts), parts), np.repeat(costs // parts, parts)
+        cost += int(costs.sum())
+        least += least_step_cost(slots, costs, world, each, capacity or made.capacity, sync)
+    return min(1.0, cost / (world * least)) if least else None
 
 
 def _groups(made: Plan, tokens: int) -> Iterator[Integers]:
@@ -162,40 +159,6 @@ def _groups(made: Plan, tokens: int) -> Iterator[Integers]:
         yield made.order[first : max(last, first + 1)]
 
 
-def _on_grouping(made: Plan, found: PlanReport) -> list[str]:
-    """A sentence on what random steps would cost, where documents of similar length share steps; else none."""
-    spread = found.mean_length_spread
-    if spread is None or spread <= _GROUPED or made.options.order == "given" or not made.options.group:
-        return []
-    said = f"documents of similar length share steps: mean lengths spread {spread:.1f} times as far as over random ones"
-    if found.data_parallel_size == 1:
-        return [f"{said}; with one rank this has no benefit: plan.group=false keeps steps random"]
-    reached = _without_grouping(made, found)
-    return [
-        f"{said}; plan.group=false keeps steps random, at a cost utilization of about {reached:.1%} instead of"
-        f" {found.cost_utilization:.1%} (estimated on a part of the epoch)"
-    ]
-
-
-def _without_grouping(made: Plan, found: PlanReport) -> float:
-    """Cost utilization of the plan's first documents, planned without grouping."""
-    width, size = min(made.window, made.num_steps), -(-made.num_documents // made.num_steps)
-    steps = max(min(2 * width, made.num_steps, _PART // size), 1)
-    chosen = seeded_order(made, made.order[: made.pack_offsets[made.step_offsets[steps]]])
-    mean = -(-int(made.slots[chosen].sum()) // (steps * made.packs_per_step))
-    options = replace(
-        made.options, budget=min(mean, made.capacity), window=min(width, steps), order="given", group=False
-    )
-    part = plan(made.lengths[chosen], options=replace(options, tail="keep"), cost=made.cost_model)
-    world, total, most = found.data_parallel_size, 0, 0
-    costs = part.cost_model.cost(part.slots)
-    for step in np.unique(np.linspace(0, part.num_steps - 1, _DEALT).astype(np.int64)).tolist():
-        loads = rank_loads(part.deal(step, world, found.sync).totals(costs), world, found.sync)
-        total += int(loads.sum())
-        most += int(loads.max(axis=1).sum())
-    return total / (world * most)
-
-
 def round_up(tokens: float) -> int:
     """The next number of tokens with five significant binary digits: 35,002 → 36,864."""
     whole = int(np.ceil(tokens))
@@ -205,18 +168,21 @@ def round_up(tokens: float) -> int:
 
 @dataclass(frozen=True)
 class Choice:
-    """One combination of settings, and the report of its plan."""
+    """One combination of settings, and the report of its plan.
+
+    Attributes:
+        window: steps planned together.
+        budget: mean tokens of a pack.
+        group: whether packs with costly long documents share steps of a window.
+        chosen: whether this is the combination of the given settings.
+        report: what it reaches.
+    """
 
     window: int
-    """Steps planned together."""
     budget: int
-    """Mean tokens of a pack."""
     group: bool
-    """Whether packs with costly long documents share steps of a window."""
     chosen: bool
-    """Whether this is the combination of the given settings."""
     report: PlanReport
-    """What it reaches."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

@@ -20,7 +20,6 @@ Variants change one term each:
     sliding window w     l(l+1) becomes 2·Σ_{t ≤ l} min(t, w) in the layers with a window
     recompute=flash      attention 7 instead of 6: the backward pass recomputes the scores, 5 products instead of 4
     recompute=full       the forward pass runs twice: matrices 8 instead of 6, attention 9 (7 of flash attention and 2)
-    align=a              each document is padded to a multiple of a tokens
     constant             per document (measured models: kernel launches)
 
 All costs are integers, so that plans are the same on every platform.
@@ -39,7 +38,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -85,13 +84,9 @@ class Seconds:
 
     def __post_init__(self) -> None:
         """Check values that may come from a file."""
-        for field in fields(self):
-            value = getattr(self, field.name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not (is_number and math.isfinite(value) and value >= 0):
-                raise ValueError(
-                    f"measured seconds must be finite and not negative; {field.name} is {value!r}"
-                )
+        for name, value in asdict(self).items():
+            if type(value) not in (int, float) or not 0 <= value < math.inf:
+                raise ValueError(f"measured seconds must be finite and not negative; {name} is {value!r}")
 
     def of(self, lengths: NDArray[np.int64]) -> float:
         """Predicted seconds of one micro-batch of documents of these lengths."""
@@ -110,14 +105,14 @@ class Seconds:
         return 0, 0, 1
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class CostModel:
     """The cost of documents for one model: integers for plans, FLOPs, and seconds if they were measured.
 
         cost(l) = linear·l + quadratic·l(l+1) + sliding·2·Σ_{t ≤ l} min(t, window) + constant
 
-    where l is padded to a multiple of `align`. Costs have no unit: only their ratios matter, and the four weights are
-    divided by their greatest common divisor. Two models with the same costs are equal and give equal plans.
+    Costs have no unit: only their ratios matter, and the four weights are divided by their greatest common divisor.
+    Two models with the same costs are equal and give equal plans.
 
     Attributes:
         shape: the decoder whose FLOPs are counted; None = unknown (a fitted model).
@@ -126,26 +121,23 @@ class CostModel:
         sliding: weight of the pairs inside the window: the share of layers with a window.
         window: tokens that these layers see; 0 = no layer has a window.
         constant: cost per document.
-        align: each document is padded to a multiple of this number of tokens.
         recompute: what the backward pass recomputes.
         timed: measured seconds of a fitted model.
     """
 
-    shape: ModelShape | None
+    shape: ModelShape | None = field(compare=False)
     linear: int
     quadratic: int = 1
     sliding: int = 0
     window: int = 0
     constant: int = 0
-    align: int = 1
-    recompute: Recompute = "none"
-    timed: Seconds | None = None
+    recompute: Recompute = field(default="none", compare=False)
+    timed: Seconds | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         """Check values that may come from a file, and divide the weights by their greatest common divisor."""
         for name in (*WEIGHTS, "window"):
             object.__setattr__(self, name, check_integer(f"cost.{name}", getattr(self, name), 0))
-        object.__setattr__(self, "align", check_integer("cost.align", self.align))
         if self.recompute not in get_args(Recompute):
             raise ValueError(
                 f"recompute={self.recompute!r} is unknown; choose one of {', '.join(get_args(Recompute))}"
@@ -161,22 +153,19 @@ class CostModel:
             object.__setattr__(self, name, getattr(self, name) // divisor)
 
     @classmethod
-    def from_shape(
-        cls, shape: ModelShape | None = None, *, recompute: Recompute = "none", align: int = 1
-    ) -> CostModel:
+    def from_shape(cls, shape: ModelShape | None = None, *, recompute: Recompute = "none") -> CostModel:
         """The cost model of a decoder, from its FLOPs.
 
         Args:
             shape: the decoder; None = Llama 3 8B.
             recompute: `none` counts model FLOPs, `flash` and `full` executed FLOPs (see the module).
-            align: each document is padded to a multiple of this number of tokens.
         """
         chosen = SHAPES["llama-8b"] if shape is None else shape
         if recompute not in MATRIX_FLOPS:
             raise ValueError(f"recompute={recompute!r} is unknown; choose one of {', '.join(MATRIX_FLOPS)}")
         sliding = chosen.sliding_layers
         repeats = math.gcd(chosen.layers - sliding, sliding)  # of the same mix of layers
-        matrices = MATRIX_FLOPS[recompute] * _matrices(chosen, chosen.vocabulary_size)
+        matrices = MATRIX_FLOPS[recompute] * _matrices(chosen)
         pair = repeats * _pair_flops(chosen, recompute)
         return cls(
             chosen,
@@ -184,18 +173,11 @@ class CostModel:
             quadratic=(chosen.layers - sliding) // repeats,
             sliding=sliding // repeats,
             window=chosen.window,
-            align=align,
             recompute=recompute,
         )
 
     @classmethod
-    def fit(
-        cls,
-        timings: Sequence[tuple[ArrayLike, float]],
-        *,
-        shape: ModelShape | None = None,
-        align: int = 1,
-    ) -> CostModel:
+    def fit(cls, timings: Sequence[tuple[ArrayLike, float]], *, shape: ModelShape | None = None) -> CostModel:
         """The cost model of measured times: linear = α/β, quadratic = 1 and constant = γ/β, rounded.
 
         A fitted model has no sliding window: all pairs cost the same.
@@ -204,14 +186,13 @@ class CostModel:
             timings: (lengths of the documents of one micro-batch, its seconds), at least four that differ in tokens, in
                 squares of lengths and in documents; about twenty are recommended.
             shape: the decoder that was timed, for `flops`.
-            align: each document was padded to a multiple of this number of tokens.
 
         Raises:
             ValueError: timings are too few or degenerate; the message says what to time.
         """
-        measured = _fit_seconds([(_padded(check_lengths(x), align), t) for x, t in timings])
+        measured = _fit_seconds([(check_lengths(lengths), seconds) for lengths, seconds in timings])
         linear, quadratic, constant = measured.weights()
-        return cls(shape, linear, quadratic, constant=constant, align=align, timed=measured)
+        return cls(shape, linear, quadratic, constant=constant, timed=measured)
 
     def cost(self, lengths: ArrayLike) -> NDArray[np.int64]:
         """(documents,) int64 cost of each document, which does not decrease with length.
@@ -219,27 +200,28 @@ class CostModel:
         Raises:
             ValueError: a length is not a positive integer, or the costs sum to 2^62 or more.
         """
-        padded = self._checked(check_lengths(lengths))
-        cost = padded * (self.linear + self.quadratic * (padded + 1))
+        checked = check_lengths(lengths)
+        self.check(checked)
+        cost = checked * (self.linear + self.quadratic * (checked + 1))
         if self.sliding:
-            cost += self.sliding * _windowed(padded, self.window)
+            cost += self.sliding * _windowed(checked, self.window)
         return cost + self.constant if self.constant else cost
 
     def check(self, lengths: NDArray[np.int64]) -> None:
         """Raise the errors of `cost` without allocating the costs."""
-        self._checked(lengths)
-
-    def _checked(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Padded lengths whose costs sum to less than 2^62."""
-        padded = _padded(lengths, self.align)
-        longest = int(padded.max())
+        count, longest = len(lengths), int(lengths.max())
         pairs = self.quadratic * (longest + 1) + self.sliding * min(longest + 1, 2 * self.window)
-        _check_sum(padded, self.linear + pairs, self.constant)
-        return padded
+        # The sum of lengths does not overflow if this product, which is at least as large, is below 2^63.
+        wraps = longest * count >= 1 << 63
+        if wraps or int(lengths.sum()) * (self.linear + pairs) + count * self.constant >= 1 << 62:
+            raise ValueError(
+                f"{count:,} documents of up to {longest:,} tokens cost more than int64 can hold;"
+                " plan them in several parts"
+            )
 
     def key(self) -> int | dict[str, int]:
         """Plain values that determine the costs: `linear` alone if the others have their defaults."""
-        neutral = {"quadratic": 1, "sliding": 0, "window": 0, "constant": 0, "align": 1}
+        neutral = {"quadratic": 1, "sliding": 0, "window": 0, "constant": 0}
         other = {name: getattr(self, name) for name, plain in neutral.items() if getattr(self, name) != plain}
         return {"linear": self.linear, **other} if other else self.linear
 
@@ -253,39 +235,31 @@ class CostModel:
         )
         shown = [name if weight == 1 else f"{weight:,}·{name}" for weight, name in terms if weight]
         shown += [f"{self.constant:,}"] if self.constant else []
-        return " + ".join(shown) + (f" with l a multiple of {self.align}" if self.align > 1 else "")
+        return " + ".join(shown)
 
-    def __eq__(self, other: object) -> bool:
-        return self.key() == other.key() if isinstance(other, CostModel) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(json.dumps(self.key(), sort_keys=True))
-
-    def flops(self, lengths: ArrayLike, vocabulary_size: int | None = None) -> float:
-        """Model FLOPs of one forward and backward pass over these documents, for MFU: no recomputation, no padding.
+    def flops(self, lengths: ArrayLike) -> float:
+        """Model FLOPs of one forward and backward pass over these documents, for MFU: no recomputation.
 
         Args:
             lengths: (documents,) tokens of each document.
-            vocabulary_size: vocabulary of the output layer; None = the shape's own.
 
         Raises:
             ValueError: lengths are invalid, or the model was fitted without a shape.
         """
-        return self._flops(check_lengths(lengths), vocabulary_size, "none")
+        return self._flops(check_lengths(lengths), "none")
 
-    def executed_flops(self, lengths: ArrayLike, vocabulary_size: int | None = None) -> float:
-        """FLOPs that the device executes, with recomputation and padding; arguments and errors as `flops`."""
-        return self._flops(_padded(check_lengths(lengths), self.align), vocabulary_size, self.recompute)
+    def executed_flops(self, lengths: ArrayLike) -> float:
+        """FLOPs that the device executes, with recomputation; arguments and errors as `flops`."""
+        return self._flops(check_lengths(lengths), self.recompute)
 
-    def _flops(self, lengths: NDArray[np.int64], vocabulary_size: int | None, recompute: Recompute) -> float:
+    def _flops(self, lengths: NDArray[np.int64], recompute: Recompute) -> float:
         shape = self.shape
         if shape is None:
             raise ValueError(
                 "this cost model was fitted without a shape, so its FLOPs are not known: use fit(…, shape=…)"
             )
-        vocabulary = shape.vocabulary_size if vocabulary_size is None else vocabulary_size
-        matrices = MATRIX_FLOPS[recompute] * _matrices(shape, vocabulary) * int(lengths.sum())
-        pairs = (shape.layers - shape.sliding_layers) * int(weigh(lengths, 0, 1).sum())
+        matrices = MATRIX_FLOPS[recompute] * _matrices(shape) * int(lengths.sum())
+        pairs = (shape.layers - shape.sliding_layers) * int(CostModel(None, 0).cost(lengths).sum())
         if shape.window:
             pairs += shape.sliding_layers * int(_windowed(lengths, shape.window).sum())
         return float(matrices + _pair_flops(shape, recompute) * pairs)
@@ -298,13 +272,13 @@ class CostModel:
         """
         if self.timed is None:
             raise ValueError("this cost model counts FLOPs and knows no seconds: make one with CostModel.fit")
-        return self.timed.of(_padded(check_lengths(lengths), self.align))
+        return self.timed.of(check_lengths(lengths))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, the argument of `from_dict`."""
-        plain = {name: getattr(self, name) for name in (*WEIGHTS, "window", "align", "recompute")}
-        shape = None if self.shape is None else self.shape.to_dict()
-        return {**plain, "shape": shape, "timed": None if self.timed is None else asdict(self.timed)}
+        plain = {each.name: getattr(self, each.name) for each in fields(self)}
+        shape, timed = self.shape and self.shape.to_dict(), self.timed and asdict(self.timed)
+        return plain | {"shape": shape, "timed": timed}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CostModel:
@@ -313,18 +287,18 @@ class CostModel:
         Raises:
             ValueError: keys are missing or unknown, or a value is invalid.
         """
-        known = {*WEIGHTS, "window", "align", "recompute", "shape", "timed"}
-        wrong = sorted(known ^ set(values))
-        if wrong:
+        values = {name: value for name, value in values.items() if name != "align"}  # of earlier versions
+        known = {each.name for each in fields(cls)}
+        if wrong := sorted(known ^ set(values)):
             raise ValueError(
                 f"a saved cost model has the keys {', '.join(sorted(known))}; check {', '.join(wrong)}"
             )
         try:
-            shape = None if values["shape"] is None else ModelShape(**values["shape"])
-            timed = None if values["timed"] is None else Seconds(**values["timed"])
+            parts: dict[str, Any] = {"shape": ModelShape, "timed": Seconds}
+            made = {name: values[name] and part(**values[name]) for name, part in parts.items()}
         except TypeError as error:
             raise ValueError(f"a saved cost model has a shape or times of another version: {error}") from None
-        return cls(**{**values, "shape": shape, "timed": timed})
+        return cls(**{**values, **made})
 
     def save(self, path: str | Path) -> None:
         """Write the model as JSON, atomically."""
@@ -347,31 +321,9 @@ class CostModel:
             raise ValueError(f"{path} is not a saved cost model: {error}") from None
 
 
-def weigh(lengths: NDArray[np.int64], linear: int, quadratic: int) -> NDArray[np.int64]:
-    """(documents,) linear·l + quadratic·l(l+1).
-
-    Raises:
-        ValueError: the sum over all documents may be 2^62 or more.
-    """
-    _check_sum(lengths, linear + quadratic * (int(lengths.max(initial=0)) + 1), 0)
-    return lengths * (linear + quadratic * (lengths + 1))
-
-
-def _check_sum(lengths: NDArray[np.int64], most_per_token: int, constant: int) -> None:
-    """Check that costs of at most `most_per_token` per token and `constant` per document sum to less than 2^62."""
-    longest = int(lengths.max(initial=0))
-    # The sum of lengths does not overflow if this product, which is at least as large, is below 2^63.
-    wraps = longest * len(lengths) >= 1 << 63
-    if wraps or int(lengths.sum()) * most_per_token + len(lengths) * constant >= 1 << 62:
-        raise ValueError(
-            f"{len(lengths):,} documents of up to {longest:,} tokens cost more than int64 can hold;"
-            " plan them in several parts"
-        )
-
-
-def _matrices(shape: ModelShape, vocabulary: int) -> int:
+def _matrices(shape: ModelShape) -> int:
     """Number of matrix elements that a token is multiplied with, including the output layer."""
-    return shape.token_parameters + shape.d_model * vocabulary
+    return shape.token_parameters + shape.d_model * shape.vocabulary_size
 
 
 def _pair_flops(shape: ModelShape, recompute: Recompute) -> int:
@@ -389,17 +341,6 @@ def _windowed(lengths: NDArray[np.int64], window: int) -> NDArray[np.int64]:
     """2·Σ_{t ≤ l} min(t, window) for each document."""
     inside = np.minimum(lengths, window)
     return inside * (inside + 1) + 2 * window * (lengths - inside)
-
-
-def _padded(lengths: NDArray[np.int64], align: int) -> NDArray[np.int64]:
-    """Lengths rounded up to a multiple of `align`.
-
-    Raises:
-        ValueError: a rounded length exceeds int64.
-    """
-    if align > 1:
-        _check_sum(lengths, align, 0)
-    return lengths if align == 1 else -(-lengths // align) * align
 
 
 def _terms(lengths: NDArray[np.int64]) -> tuple[float, float, float, float]:
@@ -421,14 +362,11 @@ def _fit_seconds(timings: Sequence[tuple[NDArray[np.int64], float]]) -> Seconds:
 
     if len(timings) < 4:
         raise ValueError(
-            f"a fit has 4 coefficients and needs at least as many timings, got {len(timings)};"
-            " time about 20 micro-batches of different documents"
+            f"a fit needs at least 4 timings, got {len(timings)}; time about 20 different micro-batches"
         )
     seconds = np.array([float(time) for _, time in timings])
     if not (np.isfinite(seconds).all() and (seconds > 0).all()):
-        raise ValueError(
-            f"timings must be positive seconds, got {seconds[~(seconds > 0)][:3].tolist() or 'inf'}"
-        )
+        raise ValueError(f"timings must be positive seconds, got {seconds.tolist()}")
     rows = np.array([_terms(lengths) for lengths, _ in timings])
     largest = rows.max(axis=0)
     scaled = rows / largest

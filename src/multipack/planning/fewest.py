@@ -31,34 +31,30 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linprog
-from scipy.sparse import csc_array, hstack
 
 from multipack.planning.histogram import Histogram, Patterns, best_fit, simple_bound
 from multipack.planning.kernels import search as kernels
+
+Integers = NDArray[np.int64]
 
 QUICK = ((50, 10**8), (1_000, 10**8))
 THOROUGH = ((10_000, 10**9), (10_000, 4 * 10**9))
 """Efforts of `fill`: documents tried per pack, and total work. A unit of work takes about a nanosecond."""
 
-MAX_LENGTHS = 2_000
+MAX_LENGTHS = 1_000
 """Maximum number of distinct lengths for which the linear program is solved; it has one row per length."""
 
 MAX_ENTRIES = 1 << 26
-"""Most entries (bytes) of the knapsack's table."""
+"""Most entries of the knapsack's tables, times distinct lengths: the time of a round."""
 
 SCALE = 1 << 40
-"""Dual values (at most 1) are multiplied by this and rounded to integers. A knapsack of 2^26 entries holds fewer than
-2^22 documents, so that sums stay below 2^63."""
+"""Dual values (at most 1) are multiplied by this and rounded to integers. A pack holds fewer than 2^22 documents where
+the program is solved, so that sums stay below 2^63."""
 
-SMOOTHING = 0.7
-"""Weight of the best dual values so far in the values that are priced (Wentges 1997): fewer rounds."""
-
-COLUMNS_PER_LENGTH = 6  # columns that stay in the program, once there are twice as many
 TOLERANCE = 1e-9  # a pattern enters the primal if its price exceeds 1 by this
 ROUND_UP = 0.6  # where no x_p reaches 1, those above this value count as one pack
 
@@ -82,10 +78,11 @@ def fewest(
     search = _Search(histogram, capacity, max_documents, time.process_time() + time_budget)
     if search.fill(QUICK):
         search.fill(THOROUGH)
-    if not search.is_over and len(histogram.values) <= MAX_LENGTHS:
-        knapsack = Knapsack(histogram, capacity, max_documents)
-        if knapsack.entries <= MAX_ENTRIES:
-            _solve(search)
+    distinct, layers = len(histogram.values), 1
+    if max_documents < capacity // int(histogram.values[-1]):
+        layers = max_documents
+    if not search.is_over and distinct <= MAX_LENGTHS and distinct * layers * capacity <= MAX_ENTRIES:
+        _solve(search)
     return search.best, search.bound
 
 
@@ -146,7 +143,8 @@ class _Search:
 
     def complete(self, begun: Patterns) -> None:
         """Offer packs of some documents, with the remaining documents packed by best fit and `fill`."""
-        counts = np.maximum(self.histogram.counts - begun.documents(len(self.histogram.counts)), 0)
+        counts = self.histogram.counts
+        counts = np.maximum(counts - begun.columns(len(counts)) @ begun.packs, 0)
         rest = (Histogram(self.histogram.values, counts), self.capacity, self.max_documents)
         if not counts.any():
             self.offer(begun)
@@ -155,52 +153,34 @@ class _Search:
             self.offer(Patterns.join(begun, packing))
 
 
-class _Solution(NamedTuple):
-    """A solution of the linear program.
-
-    Attributes:
-        columns: (distinct, patterns) int64, documents of each length in a pack of each pattern.
-        packs: (patterns,) float, packs of each pattern.
-        bound: proven lower bound on the number of packs.
-    """
-
-    columns: csc_array
-    packs: NDArray[np.float64]
-    bound: int
-
-
 def _solve(search: _Search) -> None:
     """Solve the linear program and round its solution.
 
     The documents left over after rounding down are a small problem: a basic solution has at most as many fractional
     values as there are lengths. The loop ends when the bound of the rest shows that no better packing follows.
     """
-    problem = (search.histogram, search.capacity, search.max_documents)
-    counts, fixed = search.histogram.counts, Patterns.empty()
-    columns = hstack([_columns(best_fit(*problem), len(counts)), _columns(search.best, len(counts))])
-    solution = _generate(search, counts, distinct_columns(columns), search.best.num_packs)
-    if solution is not None:
-        search.bound = max(search.bound, solution.bound)
-    while solution is not None and not search.is_over:
-        times = np.floor(solution.packs + 1e-6).astype(np.int64)
-        if not times.any():
-            times = ((solution.packs > ROUND_UP) | (solution.packs == solution.packs.max())).astype(np.int64)
-        used = np.flatnonzero(times)
-        chosen = solution.columns[:, used]
-        fixed = Patterns.join(fixed, _patterns(chosen, times[used]))
-        search.complete(fixed)
-        counts = np.maximum(counts - chosen @ times[used], 0)
+    counts = search.histogram.counts
+    columns = search.best.columns(len(counts))
+    fixed = Patterns.of(columns[:, :0], counts[:0])
+    while not search.is_over and counts.any():
         enough = search.best.num_packs - fixed.num_packs
-        if not counts.any():
+        columns, packs, bound = _generate(search, counts, columns, enough)
+        if fixed.num_packs == 0:
+            search.bound = max(search.bound, bound)
+        if bound >= enough or len(packs) == 0:
             return
-        solution = _generate(search, counts, _clipped(solution.columns, counts), enough)
-        if solution is not None and solution.bound >= enough:
-            return
+        times = np.floor(packs + 1e-6).astype(np.int64)
+        if not times.any():
+            times = ((packs > ROUND_UP) | (packs == packs.max())).astype(np.int64)
+        used = np.flatnonzero(times)
+        fixed = Patterns.join(fixed, Patterns.of(columns[:, used], times[used]))
+        search.complete(fixed)
+        counts = np.maximum(counts - columns[:, used] @ times[used], 0)
 
 
 def _generate(
-    search: _Search, counts: NDArray[np.int64], columns: csc_array, enough: int
-) -> _Solution | None:
+    search: _Search, counts: Integers, columns: Integers, enough: int
+) -> tuple[Integers, NDArray[np.float64], int]:
     """Solve the linear program by column generation.
 
     Args:
@@ -210,141 +190,32 @@ def _generate(
         enough: stop when the bound reaches this number of packs.
 
     Returns:
-        The solution; None if the time budget was exhausted before the first program was solved.
+        (distinct, patterns) documents of each length in a pack of each pattern; (patterns,) packs of each pattern,
+        empty if the time budget was exhausted before; a proven lower bound on the number of packs.
     """
-    prices = _Prices(Histogram(search.histogram.values, counts), search.capacity, search.max_documents)
-    solution: _Solution | None = None
+    bound, packs = 0, np.zeros(0)
     while (left := search.seconds_left()) > 0:
         primal = linprog(
             np.ones(columns.shape[1]),
-            A_ub=-columns.astype(np.float64),
-            b_ub=-counts.astype(np.float64),
+            A_ub=-columns,
+            b_ub=-counts,
             method="highs-ds",
             options={"time_limit": left},
         )
         if primal.status != 0:
             break
+        packs = primal.x
         duals = np.maximum(-primal.ineqlin.marginals, 0)
-        added = prices.improving(duals)
-        solution = _Solution(columns, primal.x, prices.bound)
-        if added.shape[1] == 0 or prices.bound >= min(enough, math.ceil(primal.fun - 1e-6)):
-            break
-        columns = hstack([_trimmed(solution, duals), added], format="csc")
-    return solution
-
-
-class _Prices:
-    """The pricing problem: the best dual values so far, and the bound that they prove."""
-
-    def __init__(self, histogram: Histogram, capacity: int, max_documents: int) -> None:
-        self.counts = histogram.counts.tolist()
-        self.knapsack = Knapsack(histogram, capacity, max_documents)
-        self.bound, self.best_value = 0, 0.0
-        self.best = histogram.values / capacity  # proves the token bound
-        self.price(self.best)
-
-    def price(self, duals: NDArray[np.float64]) -> csc_array:
-        """Columns of greatest weight under these dual values; improves the bound where it can."""
         weights = np.floor(duals * SCALE).astype(np.int64)
-        heaviest, packs = self.knapsack.solve(weights)
+        heaviest, found = kernels.knapsack(
+            search.histogram.values, weights, search.capacity, search.max_documents
+        )
         # Python integers do not overflow.
-        total = sum(map(int.__mul__, self.counts, weights.tolist()))
-        self.bound = max(self.bound, -(-total // max(heaviest, 1)))
-        if total > self.best_value * heaviest:
-            self.best_value, self.best = total / heaviest, duals * (SCALE / heaviest)
-        return csc_array(packs.T)
-
-    def improving(self, duals: NDArray[np.float64]) -> csc_array:
-        """Columns with a price above 1 under these dual values; none if the primal is optimal."""
-        for share in (SMOOTHING, 0.0):
-            packs = self.price(share * self.best + (1 - share) * duals)
-            missing = np.flatnonzero(packs.T @ duals > 1 + TOLERANCE)
-            if len(missing):
-                break
-        return distinct_columns(packs[:, missing])
-
-
-class Knapsack:
-    """Which pack has the greatest weight? Dynamic programming over tokens, and documents where their number is limited.
-
-    Attributes:
-        items: (items,) number of a length, and
-        copies: (items,) documents of it that are taken together: 1, 2, 4, … make every number up to the most.
-        shape: of the table; one row if the limit of documents never binds.
-    """
-
-    def __init__(self, histogram: Histogram, capacity: int, max_documents: int) -> None:
-        self.histogram = histogram
-        numbers, copies = [], []
-        most = np.minimum(np.minimum(histogram.counts, capacity // histogram.values), max_documents)
-        for number, left in enumerate(most.tolist()):
-            size = 1
-            while left > 0:
-                numbers.append(number)
-                copies.append(min(size, left))
-                left, size = left - copies[-1], 2 * size
-        self.items, self.copies = np.array(numbers, dtype=np.int64), np.array(copies, dtype=np.int64)
-        binds = max_documents < capacity // int(histogram.values[-1])
-        self.shape = ((max_documents if binds else 0) + 1, capacity + 1)
-
-    @property
-    def entries(self) -> int:
-        """Entries of the table: bytes of memory, and proportional to the time of a solution."""
-        return len(self.items) * math.prod(self.shape)
-
-    def solve(self, weights: NDArray[np.int64]) -> tuple[int, NDArray[np.int64]]:
-        """The greatest weight of a pack.
-
-        Args:
-            weights: (distinct,) weight of a document of each length, at least 0.
-
-        Returns:
-            The exact weight, and (distinct + 1, distinct) documents of each length in packs: for each length a heaviest
-            pack that holds a document of it, then the heaviest of all.
-        """
-        table = np.zeros(self.shape, dtype=np.int64)
-        taken = np.zeros((len(self.items), *self.shape), dtype=np.bool_)
-        kernels.knapsack(self.items, self.copies, self.histogram.values, weights, table, taken)
-        packs = kernels.heaviest_packs(self.items, self.copies, *self.histogram, taken)
-        return int(table[-1, -1]), packs
-
-
-def distinct_columns(columns: csc_array) -> csc_array:
-    """Each column once, in order of first appearance."""
-    columns = csc_array(columns)
-    columns.sum_duplicates()  # also sorts the indices
-    first: dict[bytes, int] = {}
-    for column in range(columns.shape[1]):
-        rows = slice(columns.indptr[column], columns.indptr[column + 1])
-        first.setdefault(columns.indices[rows].tobytes() + columns.data[rows].tobytes(), column)
-    return columns[:, list(first.values())]
-
-
-def _trimmed(solution: _Solution, duals: NDArray[np.float64]) -> csc_array:
-    """The columns of a solution without those of the lowest price, if there are many; columns in use stay."""
-    columns = solution.columns
-    most = COLUMNS_PER_LENGTH * columns.shape[0]
-    if columns.shape[1] <= 2 * most:
-        return columns
-    order = np.lexsort((-(columns.T @ duals), solution.packs <= 0))
-    return columns[:, np.sort(order[:most])]
-
-
-def _clipped(columns: csc_array, counts: NDArray[np.int64]) -> csc_array:
-    """Columns with at most `counts` documents of each length, without empty ones."""
-    copies = np.minimum(columns.data, counts[columns.indices])
-    clipped = csc_array((copies, columns.indices, columns.indptr), columns.shape)
-    clipped.eliminate_zeros()
-    return distinct_columns(clipped[:, np.flatnonzero(np.diff(clipped.indptr))])
-
-
-def _columns(packing: Patterns, distinct: int) -> csc_array:
-    """(distinct, patterns) documents of each length in a pack of each pattern."""
-    return csc_array((packing.copies, packing.numbers, packing.starts), (distinct, len(packing.packs)))
-
-
-def _patterns(columns: csc_array, packs: NDArray[np.int64]) -> Patterns:
-    """Columns as patterns, with the number of packs of each."""
-    columns.sort_indices()
-    starts, numbers = columns.indptr.astype(np.int64), columns.indices.astype(np.int64)
-    return Patterns(starts, numbers, columns.data.astype(np.int64), packs)
+        total = sum(map(int.__mul__, counts.tolist(), weights.tolist()))
+        bound = max(bound, -(-total // max(int(heaviest), 1)))
+        added = found[found @ duals > 1 + TOLERANCE]
+        if len(added) == 0 or bound >= min(enough, math.ceil(primal.fun - 1e-6)):
+            break
+        columns = np.hstack([columns, np.unique(added, axis=0).T])
+        packs = np.append(packs, np.zeros(columns.shape[1] - len(packs)))
+    return columns[:, : len(packs)], packs, bound

@@ -109,18 +109,18 @@ class Patterns(NamedTuple):
         """Number of packs of all patterns."""
         return int(self.packs.sum())
 
-    def documents(self, distinct: int) -> NDArray[np.int64]:
-        """(distinct,) documents of each length in all packs."""
-        times = np.repeat(self.packs, np.diff(self.starts))
-        total = np.zeros(distinct, dtype=np.int64)
-        np.add.at(total, self.numbers, times * self.copies)
-        return total
+    def columns(self, distinct: int) -> NDArray[np.int64]:
+        """(distinct, patterns) documents of each length in a pack of each pattern."""
+        table = np.zeros((distinct, len(self.packs)), dtype=np.int64)
+        table[self.numbers, np.repeat(np.arange(len(self.packs)), np.diff(self.starts))] = self.copies
+        return table
 
     @classmethod
-    def empty(cls) -> Patterns:
-        """No packs."""
-        none = np.zeros(0, dtype=np.int64)
-        return cls(np.zeros(1, dtype=np.int64), none, none, none)
+    def of(cls, columns: NDArray[np.int64], packs: NDArray[np.int64]) -> Patterns:
+        """The patterns of columns, with the number of packs of each."""
+        pattern, number = np.nonzero(columns.T)
+        starts = np.searchsorted(pattern, np.arange(len(packs) + 1))
+        return cls(starts, number, columns[number, pattern], packs)
 
     @classmethod
     def join(cls, first: Patterns, second: Patterns) -> Patterns:
@@ -137,9 +137,7 @@ def best_fit(histogram: Histogram, capacity: int, max_documents: int) -> Pattern
     """
     room = min(capacity, histogram.tokens)
     table = np.zeros(room + 1, dtype=np.int64)
-    fine, coarse, top = (np.zeros((room >> shift) + 1, dtype=np.uint64) for shift in (6, 12, 18))
-    opened, packs, newest, runs = kernels.best_fit(
-        *histogram, room, max_documents, table, (fine, coarse, top)
-    )
+    bits = tuple(np.zeros((room >> 6 * level) + 1, dtype=np.uint64) for level in range(1, kernels.LEVELS + 1))
+    opened, packs, newest, runs = kernels.best_fit(*histogram, room, max_documents, table, bits)
     order = np.argsort(opened)
     return Patterns(*kernels.unroll(order, newest, runs), packs[order])

@@ -79,27 +79,6 @@ def check_integer(name: str, value: Any, least: int = 1) -> int:
     return int(value)
 
 
-def check_seconds(name: str, value: Any) -> float:
-    """`value` as a float.
-
-    Raises:
-        ValueError: not a number, not finite, or not above 0.
-    """
-    number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-    if not number or not 0 < value < float("inf"):
-        raise ValueError(f"{name} must be a finite number of seconds above 0, got {value!r}")
-    return float(value)
-
-
-def check_max_documents(max_documents: int | None, documents: int) -> int:
-    """The limit of documents in a pack as an integer: all of them for None.
-
-    Raises:
-        ValueError: a limit below 1.
-    """
-    return documents if max_documents is None else check_integer("max_documents", max_documents)
-
-
 def check_lengths(lengths: ArrayLike, capacity: int | None = None) -> NDArray[np.int64]:
     """Lengths as a (documents,) int64 array.
 
@@ -120,11 +99,9 @@ def check_lengths(lengths: ArrayLike, capacity: int | None = None) -> NDArray[np
     if array.size == 0:
         raise ValueError("lengths is empty: there are no documents")
     if array.dtype.kind not in "iu":
-        raise ValueError(f"lengths must be integers, got {array.dtype}{_first_fractions(array)}")
-    if array.dtype.kind == "u" and array.max() > np.iinfo(np.int64).max:
-        raise ValueError(f"lengths must be below 2^63, got {array.max()}")
+        raise ValueError(f"lengths must be integers, got {array.dtype}")
     checked = array.astype(np.int64, copy=False)
-    if checked.min() < 1:
+    if checked.min() < 1:  # also unsigned integers of 2^63 and above
         raise ValueError("every document needs at least 1 token: " + name_documents(checked, checked < 1))
     if capacity is not None:
         capacity = check_integer("capacity", capacity)
@@ -143,11 +120,3 @@ def name_documents(values: NDArray[Any], wrong: NDArray[np.bool_]) -> str:
     numbers = np.flatnonzero(wrong)
     named = ", ".join(f"document {number} has {values[number]} tokens" for number in numbers[:_NAMED])
     return named + (f" and {len(numbers) - _NAMED:,} more" if len(numbers) > _NAMED else "")
-
-
-def _first_fractions(array: NDArray[Any]) -> str:
-    """The documents of a float array that are not whole numbers, for a message."""
-    if array.dtype.kind != "f":
-        return ""
-    fractions = ~(np.isfinite(array) & (array == np.floor(array)))
-    return f": {name_documents(array, fractions)}" if fractions.any() else "; convert them with .astype(int)"

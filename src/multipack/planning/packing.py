@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 
 from multipack.planning.histogram import best_fit, count, longest_first, simple_bound
 from multipack.planning.kernels import fit as kernels
-from multipack.planning.lengths import Packs, check_lengths, check_max_documents, check_seconds, packs_from
+from multipack.planning.lengths import Packs, check_integer, check_lengths, packs_from
 
 __all__ = ["Method", "Packs", "minimum_packs", "pack", "packs_from"]
 
@@ -53,7 +53,7 @@ def pack(
     checked = check_lengths(lengths, capacity)
     if method not in get_args(Method):
         raise ValueError(f"method={method!r} is unknown; choose one of {', '.join(get_args(Method))}")
-    limit = check_max_documents(max_documents, len(checked))
+    limit = len(checked) if max_documents is None else check_integer("max_documents", max_documents)
     histogram = count(checked)
     bound = simple_bound(histogram, capacity, limit)
     if method == "next_fit":
@@ -66,7 +66,9 @@ def pack(
     if method == "fewest":
         from multipack.planning.fewest import fewest  # imports SciPy
 
-        patterns, bound = fewest(histogram, capacity, limit, check_seconds("time_budget", time_budget))
+        if isinstance(time_budget, bool) or not 0 < float(time_budget) < float("inf"):
+            raise ValueError(f"time_budget must be a finite number of seconds above 0, got {time_budget!r}")
+        patterns, bound = fewest(histogram, capacity, limit, float(time_budget))
     else:
         patterns = best_fit(histogram, capacity, limit)
         if max_documents is not None and patterns.num_packs > bound:
@@ -91,4 +93,5 @@ def minimum_packs(lengths: ArrayLike, capacity: int, max_documents: int | None =
         ValueError: lengths that are not positive integers or exceed the capacity, a limit below 1.
     """
     checked = check_lengths(lengths, capacity)
-    return simple_bound(count(checked), capacity, check_max_documents(max_documents, len(checked)))
+    limit = len(checked) if max_documents is None else check_integer("max_documents", max_documents)
+    return simple_bound(count(checked), capacity, limit)

@@ -8,15 +8,14 @@ were opened.
     1         4      32    1×15                  the last document of 15 tokens opened pack 4
     2         5–9    9     1×14, 2×12
 
-Groups of equal room form a *queue*. Three levels of bits mark the queues that are not empty, so that the smallest room
+Groups of equal room form a *queue*. Five levels of bits mark the queues that are not empty, so that the smallest room
 of at least l tokens is found in a few instructions:
 
     room      0  1  2  3  4  5  6  7 …
     last      −  7  −  −  2  −  −  9             the queue's last group; after[last] is its first
     after     group 2 → 5 → 0 → 2                the next group of the same queue, circular
-    fine      0  1  0  0  1  0  0  1             one bit a room, 64 to a word
-    coarse    1 …                                one bit a word of `fine`
-    top       1 …                                one bit a word of `coarse`
+    level 0   0  1  0  0  1  0  0  1             one bit a room, 64 to a word
+    level 1   1 …                                one bit a word of level 0; and so on
 """
 
 from __future__ import annotations
@@ -30,8 +29,9 @@ from multipack.planning.kernels import compiled
 
 Integers = NDArray[np.int64]
 Words = NDArray[np.uint64]
-Bits = tuple[Words, Words, Words]
-"""`fine`, `coarse` and `top`."""
+LEVELS = 5
+"""Levels of bits: 64^5 is above the largest capacity."""
+Bits = tuple[Words, Words, Words, Words, Words]
 
 
 @compiled
@@ -51,9 +51,9 @@ def trailing_zeros(word: Any) -> int:
 def _enqueue(room: int, group: int, last: Integers, after: Integers, bits: Bits) -> None:
     """Append a group to the queue of a room. Groups count from 1, so that a table of zeros is empty."""
     if last[room] == 0:
-        bits[0][room >> 6] |= np.uint64(1) << np.uint64(room & 63)
-        bits[1][room >> 12] |= np.uint64(1) << np.uint64((room >> 6) & 63)
-        bits[2][room >> 18] |= np.uint64(1) << np.uint64((room >> 12) & 63)
+        for level in range(LEVELS):
+            bit = room >> (6 * level)
+            bits[level][bit >> 6] |= np.uint64(1) << np.uint64(bit & 63)
         after[group] = group
     else:
         after[group] = after[last[room]]
@@ -69,42 +69,30 @@ def _dequeue(room: int, last: Integers, after: Integers, bits: Bits) -> None:
         after[last[room]] = after[first]
         return
     last[room] = 0
-    bits[0][room >> 6] &= ~(np.uint64(1) << np.uint64(room & 63))
-    if bits[0][room >> 6] == 0:
-        bits[1][room >> 12] &= ~(np.uint64(1) << np.uint64((room >> 6) & 63))
-        if bits[1][room >> 12] == 0:
-            bits[2][room >> 18] &= ~(np.uint64(1) << np.uint64((room >> 12) & 63))
-
-
-@compiled
-def _next_bit(words: Words, start: int) -> int:
-    """The first bit that is set in the word of bit `start`, from `start` on; −1 if there is none."""
-    word = start >> 6
-    if word >= len(words):
-        return -1
-    shift = np.uint64(start & 63)
-    left = words[word] >> shift << shift
-    return -1 if left == 0 else word * 64 + trailing_zeros(left)
+    for level in range(LEVELS):
+        bit = room >> (6 * level)
+        bits[level][bit >> 6] &= ~(np.uint64(1) << np.uint64(bit & 63))
+        if bits[level][bit >> 6] != 0:
+            return
 
 
 @compiled
 def _smallest_room(length: int, bits: Bits) -> int:
     """The smallest room ≥ length whose queue is not empty; −1 if there is none."""
-    fine, coarse, top = bits
-    room = _next_bit(fine, length)
-    if room >= 0:
-        return room
-    word = _next_bit(coarse, (length >> 6) + 1)
-    if word < 0:
-        start = (length >> 12) + 1
-        upper = _next_bit(top, start)
-        while upper < 0:
-            start = ((start >> 6) + 1) << 6
-            if start >> 6 >= len(top):
-                return -1
-            upper = _next_bit(top, start)
-        word = _next_bit(coarse, upper << 6)
-    return _next_bit(fine, word << 6)
+    start = length
+    for level in range(LEVELS):
+        word = start >> 6
+        if word >= len(bits[level]):
+            return -1
+        shift = np.uint64(start & 63)
+        left = bits[level][word] >> shift << shift
+        if left != 0:
+            found = word * 64 + trailing_zeros(left)
+            for lower in range(level - 1, -1, -1):
+                found = found * 64 + trailing_zeros(bits[lower][found])
+            return found
+        start = word + 1
+    return -1
 
 
 @compiled
@@ -181,7 +169,7 @@ def best_fit(
         capacity: tokens of a pack.
         max_documents: most documents of a pack.
         last: (capacity + 1,) zeros.
-        bits: zeros: one bit per room, one per word of these, one per word of those.
+        bits: zeros: one bit per room, and one per word of the level before.
 
     Returns:
         (groups,) first pack of each group; (groups,) its number of packs; (groups,) its latest run; (runs, 3) index of

@@ -203,66 +203,52 @@ def fill(
 
 
 @compiled
-def knapsack(
-    items: Integers,
-    copies: Integers,
-    values: Integers,
-    weights: Integers,
-    heaviest: NDArray[np.int64],
-    taken: NDArray[np.bool_],
-) -> None:
-    """Fill `heaviest[c, r]`: the greatest weight of at most c documents with at most r tokens.
+def knapsack(values: Integers, weights: Integers, capacity: int, max_documents: int) -> tuple[int, Integers]:
+    """The packs of greatest weight, by dynamic programming over tokens.
 
-    An item is `copies` documents of one length, taken together or not. With one row (c = 0) the number of documents is
-    not limited.
+    A length may occur in a pack any number of times. If `max_documents` can bind, there is a table of rooms for each
+    number of documents; otherwise one table suffices.
 
     Args:
-        items: (items,) index of a length.
-        copies: (items,) documents of it.
-        values: (distinct,) lengths.
+        values: (distinct,) lengths, falling.
         weights: (distinct,) weight of a document of each length, at least 0.
-        heaviest: (slots + 1, capacity + 1) zeros.
-        taken: (items, slots + 1, capacity + 1) zeros; set where the best of the items so far includes this item.
-    """
-    slots, capacity = heaviest.shape[0] - 1, heaviest.shape[1] - 1
-    for item in range(len(items)):
-        size = copies[item] * values[items[item]]
-        weight = copies[item] * weights[items[item]]
-        documents = copies[item] if slots > 0 else 0
-        if weight == 0:
-            continue
-        for slot in range(slots, documents - 1, -1):
-            for room in range(capacity, size - 1, -1):
-                total = heaviest[slot - documents, room - size] + weight
-                if total > heaviest[slot, room]:
-                    heaviest[slot, room] = total
-                    taken[item, slot, room] = True
-
-
-@compiled
-def heaviest_packs(
-    items: Integers, copies: Integers, values: Integers, counts: Integers, taken: NDArray[np.bool_]
-) -> Integers:
-    """For each length a heaviest pack that holds a document of it, then the heaviest pack of all.
+        capacity: tokens of a pack.
+        max_documents: most documents of a pack.
 
     Returns:
-        (distinct + 1, distinct) documents of each length in each pack.
+        The greatest weight, and (distinct + 1, distinct) documents of each length in packs: for each length a heaviest
+        pack that holds a document of it, then the heaviest of all.
     """
-    distinct, slots, capacity = len(values), taken.shape[1] - 1, taken.shape[2] - 1
+    distinct, binds = len(values), max_documents < capacity // values[-1]
+    layers = max_documents if binds else 1
+    heaviest = np.zeros((layers + 1, capacity + 1), dtype=np.int64)
+    last = np.full(
+        (layers + 1, capacity + 1), -1, dtype=np.int32
+    )  # a length in the heaviest pack; −1: a free token
+    for layer in range(1, layers + 1):
+        before = layer - 1 if binds else layer
+        for room in range(values[-1], capacity + 1):
+            best, number = heaviest[layer, room - 1], -1
+            for candidate in range(distinct - 1, -1, -1):
+                if values[candidate] > room:
+                    break
+                total = heaviest[before, room - values[candidate]] + weights[candidate]
+                if total > best:
+                    best, number = total, candidate
+            heaviest[layer, room], last[layer, room] = best, number
     packs = np.zeros((distinct + 1, distinct), dtype=np.int64)
     for number in range(distinct + 1):
-        slot, room = slots, capacity
+        layer, room = layers, capacity
         if number < distinct:
             packs[number, number] = 1
             room -= values[number]
-            if slots > 0:
-                slot -= 1
-        for item in range(len(items) - 1, -1, -1):
-            if taken[item, slot, room]:
-                packs[number, items[item]] += copies[item]
-                room -= copies[item] * values[items[item]]
-                if slots > 0:
-                    slot -= copies[item]
-        if number < distinct:
-            packs[number, number] = min(packs[number, number], counts[number])
-    return packs
+            layer -= 1 if binds else 0
+        while room > 0 and layer > 0:
+            taken = last[layer, room]
+            if taken < 0:
+                room -= 1
+                continue
+            packs[number, taken] += 1
+            room -= values[taken]
+            layer -= 1 if binds else 0
+    return heaviest[layers, capacity], packs
