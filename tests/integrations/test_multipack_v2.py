@@ -285,9 +285,8 @@ def test_mistakes_are_named(options, message, monkeypatch):
         MultipackDistributedBatchSampler(4096, [5, 6, 7])
 
 
-def test_interleaved_deals_the_rest():
-    """30 documents, steps of 3 × 3: three full steps and one of three documents; 29 leave two over."""
-    for count, steps, over in ((30, 4, 0), (29, 3, 2)):
+def test_interleaved_lists_what_it_leaves_out():
+    for count, steps, over in ((27, 3, 0), (29, 3, 2)):
         lengths = np.arange(1, count + 1)
         ranks = [InterleavedSampler(lengths, 3, 3, rank) for rank in range(3)]
         held = [document for sampler in ranks for batch in sampler for document in batch.tolist()]

@@ -30,7 +30,7 @@ from multipack.integrations.full_steps import full_steps
 from multipack.integrations.host_sampler import (
     HostSampler,
     Overlong,
-    check_keys,
+    check_state,
     reduced,
     saved_integer,
     world_size,
@@ -43,7 +43,7 @@ from multipack.integrations.packing_functions import (
     pack_parallel,
 )
 from multipack.planning.lengths import check_integer
-from multipack.planning.options import PlanOptions, check_fingerprint
+from multipack.planning.options import PlanOptions
 from multipack.planning.packing import Packs, pack
 
 __all__ = ["MultipackBatchSampler", "allocate_sequentially", "ffd_check", "pack_group", "pack_parallel"]
@@ -220,14 +220,13 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
         Raises:
             ValueError: the state belongs to other documents or options, or its batches cannot be made again.
         """
-        check_keys(state, "epoch", "batch", "length", "ranks", "order", "sampler", "fingerprint")
-        number, batch = saved_integer(state, "epoch"), saved_integer(state, "batch")
-        length, ranks = saved_integer(state, "length", 1), saved_integer(state, "ranks", 1)
-        if batch > length:
-            raise ValueError(f"the saved sampler state is at batch {batch} of {length}")
-        order = self._checked_order(torch.as_tensor(state["order"]).numpy(), "the saved sampler state")
-        own = self._saved(order)
-        check_fingerprint(state, own["fingerprint"], own["options"])
+        order = self._checked_order(
+            torch.as_tensor(state.get("order", [])).numpy(), "the saved sampler state"
+        )
+        check_state(state, "epoch", "batch", "length", "ranks", "sampler", **self._saved(order))
+        number, ranks = saved_integer(state, "epoch"), saved_integer(state, "ranks", 1)
+        length = saved_integer(state, "length", 1)
+        batch = saved_integer(state, "batch", most=length)
         epoch = self._planned(order, None, state["sampler"], ranks, length)
         self._go_to(number, batch)
         self.len_across_ranks, self._epoch = length, epoch

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from multipack.planning.deal import DEALING
 from multipack.planning.lengths import check_integer, check_lengths, name_documents
-from multipack.planning.options import check_choice, fingerprint_of
+from multipack.planning.options import check_choice, check_fingerprint, fingerprint_of
 
 Integers = NDArray[np.int64]
 Batch = TypeVar("Batch")
@@ -69,11 +69,7 @@ class HostSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of this rank after the last batch that was yielded."""
-        return self.state_at(self._position)
-
-    def state_at(self, batch: int) -> dict[str, Any]:
-        """The state before a batch of the epoch, for loaders that prefetch."""
-        raise NotImplementedError
+        return self.state_at(self._position)  # type: ignore[attr-defined]
 
     def _identity(self, lengths: Integers, names: tuple[str, ...]) -> dict[str, Any]:
         """What a saved state must agree with: a fingerprint of lengths and of the named options."""
@@ -94,15 +90,19 @@ class HostSampler:
             yield batch_of(number)
 
 
-def check_keys(state: Mapping[str, Any], *names: str) -> None:
-    """Refuse a saved state that lacks one of these keys."""
-    if missing := [name for name in names if name not in state]:
+def check_state(state: Mapping[str, Any], *names: str, fingerprint: str, options: dict[str, Any]) -> None:
+    """Refuse a saved state that lacks one of these keys, or belongs to other documents or options."""
+    if missing := [name for name in (*names, "fingerprint") if name not in state]:
         raise ValueError(f"the saved sampler state lacks {', '.join(missing)}")
+    check_fingerprint(state, fingerprint, options)
 
 
-def saved_integer(state: Mapping[str, Any], name: str, least: int = 0) -> int:
+def saved_integer(state: Mapping[str, Any], name: str, least: int = 0, most: float = np.inf) -> int:
     """An integer of a saved state."""
-    return check_integer(f"the saved sampler state's {name}", state[name], least)
+    value = check_integer(f"the saved sampler state's {name}", state[name], least)
+    if value > most:
+        raise ValueError(f"the saved sampler state's {name} is {value}, above {most:,}")
+    return value
 
 
 def world_size() -> int:

@@ -25,12 +25,12 @@ from multipack.integrations.full_steps import full_steps
 from multipack.integrations.host_sampler import (
     HostSampler,
     Overlong,
-    check_keys,
+    check_state,
     replicas_and_rank,
     saved_integer,
 )
 from multipack.planning.lengths import check_integer
-from multipack.planning.options import Balance, PlanOptions, check_fingerprint
+from multipack.planning.options import Balance, PlanOptions
 from multipack.planning.plan import Plan
 
 Integers = NDArray[np.int64]
@@ -138,13 +138,8 @@ class MultipackDistributedBatchSampler(HostSampler, Sampler[Integers]):
         Raises:
             ValueError: the state belongs to other documents or options, or another number of ranks.
         """
-        own = self._saved()
-        check_keys(state, *own, "epoch", "batch")
-        check_fingerprint(state, own["fingerprint"], own["options"])
-        epoch, batch = saved_integer(state, "epoch"), saved_integer(state, "batch")
-        if batch > len(self):
-            raise ValueError(f"the saved sampler state is at batch {batch} of {len(self)}")
-        self._go_to(epoch, batch)
+        check_state(state, "epoch", "batch", **self._saved())
+        self._go_to(saved_integer(state, "epoch"), saved_integer(state, "batch", most=len(self)))
 
     def _saved(self) -> dict[str, Any]:
         names = ("batch_max_length", "num_replicas", "seed", "drop_last", "window", "_balance")
@@ -176,7 +171,7 @@ class MultipackDistributedBatchSampler(HostSampler, Sampler[Integers]):
                 balance=self._balance,
             )
             lengths = self.lengths[self._documents]
-            how = {"drop_last": self.drop_last, "steps": self._length}
+            how: dict[str, Any] = {"drop_last": self.drop_last, "steps": self._length}
             plan = full_steps(lengths, options, **how, seed=self.seed, epoch=self.epoch)
             if plan.num_documents < plan.num_steps * self.num_replicas:
                 few = self.drop_last or len(lengths) < self.num_replicas
@@ -202,8 +197,7 @@ class InterleavedSampler(Sampler[Integers]):
     """The baseline of multipack_sampler's benchmark: a fixed number of documents per batch, without packing.
 
     Groups of `batch_size · num_replicas` documents of the shuffled order are sorted by length and assigned to ranks in
-    turn. The original fails if the number of documents is not a multiple of the group. Here the last group is smaller;
-    if it has fewer documents than ranks, they are left out and listed in `dropped`.
+    turn. The last documents, fewer than a group, are left out and listed in `dropped`; the original fails.
 
     Args:
         lengths: (documents,) number of tokens of each document.
@@ -220,15 +214,14 @@ class InterleavedSampler(Sampler[Integers]):
         self.batch_size = check_integer("batch_size", batch_size)
         self.num_replicas, self.rank = replicas_and_rank(num_replicas, rank)
         self.seed, self.epoch = check_integer("seed", seed, 0), 0
-        full, rest = divmod(len(self.lengths), self.batch_size * self.num_replicas)
-        self._batches = full + (rest >= self.num_replicas)
-        self._used = len(self.lengths) - (rest if rest < self.num_replicas else 0)
 
     def __len__(self) -> int:
-        """Batches of every epoch, the same on all ranks."""
-        return self._batches
+        """Number of batches of every epoch, the same on all ranks."""
+        return len(self.lengths) // (self.batch_size * self.num_replicas)
 
-    num_batches = __len__
+    def num_batches(self) -> int:
+        """Number of batches of every epoch, equal to `len`."""
+        return len(self)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the order."""
@@ -236,13 +229,12 @@ class InterleavedSampler(Sampler[Integers]):
 
     @property
     def dropped(self) -> Integers:
-        """(documents,) numbers of the documents left out at the end of the epoch, fewer than ranks."""
-        return self._order()[self._used :]
+        """(documents,) numbers of the documents left out at the end of the epoch."""
+        return self._order()[len(self) * self.batch_size * self.num_replicas :]
 
     def __iter__(self) -> Iterator[Integers]:
-        order, together = self._order()[: self._used], self.batch_size * self.num_replicas
-        for first in range(0, len(order), together):
-            documents = order[first : first + together]
+        together = self.batch_size * self.num_replicas
+        for documents in self._order()[: len(self) * together].reshape(-1, together):
             by_length = documents[np.argsort(self.lengths[documents], kind="stable")]
             yield by_length[self.rank :: self.num_replicas]
 
