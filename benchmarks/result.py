@@ -32,7 +32,7 @@ def records_of(words: list[str]) -> list[dict[str, Any]]:
 
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         train(compose([*words, "train.compare_padding=false", "log.every=0", f"out={folder}/run"]))
-        return list(RunDirectory.at(f"{folder}/run").records())
+        return list(RunDirectory(f"{folder}/run").records())
 
 
 def cpu_model() -> str:

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 PARTIAL = ".partial"
 """Suffix of files and folders that are being written; none of them is ever read."""
-
-_WRITER = "writer.lock"
 
 
 def write_atomically(path: Path, content: bytes, exclusive: bool = False) -> None:
@@ -56,31 +55,22 @@ def partial_path(path: Path) -> Path:
 
 
 @contextmanager
-def atomic_folder(path: Path, replace: bool = False) -> Iterator[Path]:
+def atomic_folder(path: Path) -> Iterator[Path]:
     """A new folder beside `path` that becomes `path` when the block ends without an exception.
 
-    The block syncs the files that it writes; the folder itself is synced here. After an exception or a kill `path` is
-    as it was before.
-
-    Args:
-        path: the folder to make.
-        replace: replace a folder that exists.
+    The block syncs the files that it writes; the folder itself is synced here. What a killed writer of the same path
+    left is removed first, so only one process at a time may write it.
 
     Raises:
-        FileExistsError: `path` exists, is not an empty folder, and `replace` is not set.
+        OSError: `path` exists and is not an empty folder.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     sweep(path)
-    if not (replace or is_free(path)):
-        raise FileExistsError(errno.EEXIST, "already exists", str(path))
     partial = partial_path(path)
     partial.mkdir()
     try:
-        with open(partial / _WRITER, "wb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield partial
-            (partial / _WRITER).unlink()
-            move_into_place(partial, path, replace)
+        yield partial
+        move_into_place(partial, path)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -93,8 +83,8 @@ def is_free(path: Path, leftovers: bool = False) -> bool:
     return all(leftovers and entry.name.endswith(PARTIAL) for entry in path.iterdir())
 
 
-def move_into_place(partial: Path, path: Path, replace: bool) -> None:
-    """Give a complete folder its name, with `replace` also if there is another one of that name; see `sweep`."""
+def move_into_place(partial: Path, path: Path, replace: bool = False) -> None:
+    """Give a complete folder its name, with `replace` also if another folder has it."""
     sync_folder(partial)
     if not replace or is_free(path):
         # Fails if another process has made a folder of this name meanwhile.
@@ -112,25 +102,18 @@ def move_into_place(partial: Path, path: Path, replace: bool) -> None:
 
 
 def sweep(path: Path) -> None:
-    """Remove what killed writers of `path` left beside it, and restore what they were about to replace.
+    """Remove what killed writers of `path` left beside it, and restore a folder that they were about to replace.
 
-    Folders of writers that still run, which hold a lock, stay.
+    No other process may be writing `path`.
     """
-    name = "".join(f"[{character}]" if character in "*?[" else character for character in path.name)
+    name = glob.escape(path.name)
     for old in path.parent.glob(f".{name}.*.old"):
         if path.exists():
             shutil.rmtree(old)
         else:
             os.rename(old, path)
     for partial in path.parent.glob(f".{name}.*{PARTIAL}"):
-        if not partial.is_dir():
-            continue
-        with suppress(FileNotFoundError, BlockingIOError):
-            lock = partial / _WRITER
-            if lock.exists():
-                with open(lock, "r+b") as file:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(partial)
+        shutil.rmtree(partial)
 
 
 def sync_folder(folder: Path) -> None:
@@ -169,22 +152,16 @@ def locked(path: Path, on_wait: Callable[[], None] | None = None) -> Iterator[No
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab") as file:
-        if not _try_lock(file.fileno(), path):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             if on_wait is not None:
                 on_wait()
             fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _try_lock(descriptor: int, path: Path) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
             raise ValueError(
                 f"the file system of {path.parent} has no file locks; set data.cache to a local folder"
             ) from error
-        raise
-    return True
+        yield

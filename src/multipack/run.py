@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,51 +26,34 @@ COMPLETE = ".complete"
 """The file of a checkpoint that is written last: without it no checkpoint is loaded, however it was copied."""
 
 
-@dataclass(frozen=True)
 class RunDirectory:
-    """Paths of a run, and how its directory and pointers are made."""
+    """Paths of a run, and how its directory and pointers are made.
 
-    path: Path
+    Args:
+        path: the directory, which need not exist.
 
-    @property
-    def config(self) -> Path:
-        """The resolved configuration."""
-        return self.path / "config.yaml"
+    Attributes:
+        config: the resolved configuration.
+        metrics: one JSON record per line.
+        samples: generated text.
+        checkpoints: folder of checkpoints.
+        latest: file with the name of the newest complete checkpoint.
+        best: file with the name of the complete checkpoint with the lowest validation loss.
+    """
 
-    @property
-    def metrics(self) -> Path:
-        """One JSON record per line."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def samples(self) -> Path:
-        """Generated text."""
-        return self.path / "samples.txt"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def latest(self) -> Path:
-        """File with the name of the newest complete checkpoint."""
-        return self.checkpoints / "latest"
-
-    @property
-    def best(self) -> Path:
-        """File with the name of the complete checkpoint with the lowest validation loss."""
-        return self.checkpoints / "best"
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.config = self.path / "config.yaml"
+        self.metrics = self.path / "metrics.jsonl"
+        self.samples = self.path / "samples.txt"
+        self.checkpoints = self.path / "checkpoints"
+        self.latest = self.checkpoints / "latest"
+        self.best = self.checkpoints / "best"
 
     @property
     def has_checkpoints(self) -> bool:
         """Whether there is a checkpoint, complete or not, that a run which begins again would lose."""
         return self.latest.is_file() or any(self.checkpoints.glob("step-*"))
-
-    @classmethod
-    def at(cls, path: str | Path) -> RunDirectory:
-        """The run directory at `path`, which need not exist."""
-        return cls(Path(path))
 
     def check_free(self) -> None:
         """Check that a new run may take this directory.

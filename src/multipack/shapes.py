@@ -15,6 +15,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from multipack.shapes_huggingface import SIZES as SIZES
+from multipack.shapes_huggingface import fields_of
+from multipack.shapes_huggingface import read_json as read_json
+
 Activation = Literal["gelu", "swiglu"]
 Norm = Literal["layernorm", "rmsnorm"]
 Positions = Literal["learned", "rope"]
@@ -174,8 +178,6 @@ class ModelShape:
             ValueError: the model is not a decoder of known cost; the message names the missing or unknown fields.
             FileNotFoundError: the file does not exist.
         """
-        from multipack.shapes_huggingface import fields_of
-
         return cls(**fields_of(source))
 
     @property

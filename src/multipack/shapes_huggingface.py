@@ -19,13 +19,18 @@ _GATED = (
 _PLAIN = ("gpt2", "gptj", "gpt_neox", "gpt_bigcode", "starcoder2", "phi")
 """Model types with and without a gate in the feed-forward layer, which their files do not state."""
 
-_NAMES: dict[str, tuple[str, ...]] = {
+SIZES: dict[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
     "heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
     "d_model": ("hidden_size", "n_embd", "d_model"),
     "d_ff": ("intermediate_size", "n_inner"),
-    "vocabulary_size": ("vocab_size",),
+    "vocabulary_size": ("vocab_size", "vocab_size"),
     "context": ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"),
+}
+"""Field that every model has → its names in config.json files: Llama's first, then GPT-2's."""
+
+_NAMES: dict[str, tuple[str, ...]] = {
+    **SIZES,
     "kv_heads": ("num_key_value_heads", "num_kv_heads"),
     "head_dim": ("head_dim",),
     "experts": ("num_local_experts", "n_routed_experts", "num_experts"),
@@ -41,6 +46,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
 }
 """Field → its names in config.json files."""
 
+_EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps")
 _NO_WINDOW: dict[str, Any] = {"use_sliding_window": False}
 _TIED: dict[str, Any] = {"tie_word_embeddings": True}
 _GEMMA: dict[str, Any] = {**_TIED, "head_dim": 256, "sliding_window": 4096}
@@ -63,6 +69,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """Model type → defaults of fields that its files may omit."""
 
+_LARGEST_JSON = 1 << 26
+
 _UNKNOWN_COST = (
     *("is_encoder_decoder", "attention_chunk_size", "attention_types", "index_topk", "altup_num_inputs"),
     *("layers_block_type", "hybrid_override_pattern", "attn_layer_period", "ssm_cfg", "mamba_d_state"),
@@ -81,9 +89,9 @@ def fields_of(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
         ValueError: the model is not a decoder of known cost; the message names the missing or unknown fields.
         FileNotFoundError: the file does not exist.
     """
-    given = source if isinstance(source, Mapping) else _read_config(Path(source))
-    text = given.get("text_config")
-    if isinstance(text, Mapping):  # the language model of a model of images and text
+    given = source if isinstance(source, Mapping) else read_json(Path(source))
+    text = _mapping(given, "text_config")
+    if text:  # the language model of a model of images and text
         given = {"model_type": f"{given.get('model_type')}_text", **text}
     kind = str(given.get("model_type", "?"))
     filled = {**_DEFAULTS.get(kind, {}), **given}
@@ -105,7 +113,7 @@ def fields_of(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
         found["kv_heads"] = 1
     if found["kv_rank"]:  # latent attention has a key for every head
         found["kv_heads"] = found["head_dim"] = 0
-    needed = ["layers", "heads", "d_model", "d_ff", "vocabulary_size", "context"]
+    needed = [*SIZES]
     needed += ["experts_per_token"] if found["experts"] else []
     needed += ["nope_width", "value_width"] if found["kv_rank"] else []
     missing = [" or ".join(_NAMES[field]) for field in needed if not found[field]]
@@ -126,8 +134,11 @@ def fields_of(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
         "activation": "gelu" if kind in _PLAIN else "swiglu",
         "bias": kind in _PLAIN,
         "tied": bool(config.get("tie_word_embeddings", False)),
-        "rope_theta": _theta(config),
-        "norm_eps": _epsilon(config),
+        # The cost does not depend on these two; a model with other frequencies in some layers is not an error.
+        "rope_theta": float(
+            config.get("rope_theta") or _mapping(config, "rope_parameters").get("rope_theta", 1e4)
+        ),
+        "norm_eps": float(next((config[name] for name in _EPSILONS if name in config), 1e-5)),
     }
 
 
@@ -165,17 +176,9 @@ def _layers_that_differ(config: Mapping[str, Any], found: dict[str, int]) -> dic
     return fields
 
 
-def _theta(config: Mapping[str, Any]) -> float:
-    """The base of the rotary frequencies. The cost does not depend on it, so bases per layer are not an error."""
-    nested = config.get("rope_parameters")
-    theta = config.get("rope_theta", nested.get("rope_theta") if isinstance(nested, Mapping) else None)
-    return float(theta) if isinstance(theta, int | float) else 10_000.0
-
-
-def _epsilon(config: Mapping[str, Any]) -> float:
-    names = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps")
-    found = [config[name] for name in names if isinstance(config.get(name), int | float)]
-    return float(found[0]) if found else 1e-5
+def _mapping(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = config.get(name)
+    return value if isinstance(value, Mapping) else {}
 
 
 def _number(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
@@ -194,14 +197,22 @@ def _number(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
     return 0
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; for a folder, in its config.json.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: it is larger than 64 MiB, or does not hold a JSON object.
+    """
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise FileNotFoundError(f"{file} does not exist; give a model's config.json, or its folder")
+    if file.stat().st_size > _LARGEST_JSON:
+        raise ValueError(f"{file} is larger than {_LARGEST_JSON:,} bytes")
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{file} holds {type(config).__name__}, not the object that describes a model")
-    return config
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds {type(content).__name__}, not the object that describes a model")
+    return content

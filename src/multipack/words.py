@@ -188,10 +188,10 @@ def _preset(group: str, kind: Any, name: str) -> dict[str, Any]:
     own = kind.preset(name) if hasattr(kind, "preset") else None
     if own is not None:
         return {group: own}
-    file = resources.files("multipack") / "presets" / group / f"{name}.yaml"
-    if "/" not in name and file.is_file():
-        return _parse_yaml(file.read_text("utf-8"), name)
     names = _preset_names(group, kind)
+    if name in names:
+        file = resources.files("multipack") / "presets" / group / f"{name}.yaml"
+        return _parse_yaml(file.read_text("utf-8"), name)
     if not names:
         raise ConfigError(f"{group}={name}: {group} has no presets; set its fields as {group}.key=value")
     near = difflib.get_close_matches(name, names, 1)

@@ -203,7 +203,7 @@ def test_unsupported_models_are_refused(tmp_path):
         assert decoder_shape(config).layers == 1
         with pytest.raises(ValueError, match=named):
             decoder_shape({**config, **changes})
-    with pytest.raises(ValueError, match=r"config\.json"):
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
         load_weights(tmp_path)
     for text in ("{", "[]"):
         (tmp_path / "config.json").write_text(text)
@@ -221,9 +221,3 @@ def test_shapes_without_a_family_are_refused():
         shape = dataclasses.replace(ModelShape(2, 2, 2, 16, 24, vocabulary_size=20), **changes)
         with pytest.raises(ValueError, match=named):
             config_of(shape)
-
-
-def test_a_decoder_is_not_built_from_other_weights(model):
-    state = {**model.state_dict(), "norm.weight": torch.ones(3)}
-    with pytest.raises(ValueError, match="do not fit"):
-        build_decoder(model.shape, state)

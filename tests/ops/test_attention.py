@@ -16,7 +16,6 @@ from multipack.ops.attention import (
     attention,
     find_backend,
     select,
-    selection,
     table,
 )
 from multipack.ops.attention import loop as loop_module
@@ -51,14 +50,11 @@ def backward(out, inputs, upstream):
 
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
-@pytest.mark.parametrize("backend", ["loop", "padded", "dense"])
-def test_equals_numpy_and_has_the_gradients_of_dense(
-    pack, documents, distance, backend, heads, kv_heads, window
-):
+def test_equals_numpy_and_has_the_gradients_of_dense(pack, documents, distance, heads, kv_heads, window):
     batch = pack(documents, pad_to=40)
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.float64, 1e-14)):
         inputs = tensors(batch, heads, kv_heads, dtype)
-        found, dense = (attention(*inputs, batch, name, window) for name in (backend, "dense"))
+        found, dense = (attention(*inputs, batch, name, window) for name in ("loop", "dense"))
         assert distance(found, dense) < tolerance
         upstream = torch.randn(found.shape, dtype=dtype)
         pairs = zip(backward(found, inputs, upstream), backward(dense, inputs, upstream), strict=True)
@@ -87,12 +83,11 @@ def test_padded_rows_are_documents_of_equal_length(pad, documents, document, pac
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2)])
 @pytest.mark.parametrize("window", [None, 2, 100, 128, 129, 300])
-@pytest.mark.parametrize("backend", ["loop", "padded"])
-def test_long_documents_and_windows_of_several_tiles(document, distance, backend, window, heads, kv_heads):
+def test_long_documents_and_windows_of_several_tiles(document, distance, window, heads, kv_heads):
     batch = PackedCollator(4, 1000)([document(300), document(129), document(300, 1), document(300, 2)])
     inputs = tensors(batch, heads, kv_heads, torch.float64)
     upstream = torch.randn(inputs[0].shape)
-    ours, dense = (attention(*inputs, batch, name, window) for name in (backend, "dense"))
+    ours, dense = (attention(*inputs, batch, name, window) for name in ("loop", "dense"))
     assert distance(ours, dense) < 1e-14
     for got, oracle in zip(backward(ours, inputs, upstream), backward(dense, inputs, upstream), strict=True):
         assert distance(got, oracle) < 1e-13
@@ -232,7 +227,7 @@ def test_backends_by_gpu_generation(monkeypatch, generation):
 def test_backends_of_a_gpu_without_packages(monkeypatch, dtype, width, first):
     monkeypatch.setattr(table, "_generation", lambda device: 8)
     monkeypatch.setattr(table, "_installed", lambda package: False)
-    place = selection.position("auto", torch.device("cuda"), dtype, 8, 2, width, 128, True, False)
+    place = table.position("auto", torch.device("cuda"), dtype, 8, 2, width, 128, True, False)
     assert BACKENDS[place].name == first
 
 
@@ -243,7 +238,7 @@ def test_operators_are_those_that_selective_checkpointing_keeps(pack, documents)
             return function(*args, **(kwargs or {}))
 
     batch = pack(documents)
-    for backend in ("loop", "padded", "dense"):
+    for backend in ("loop", "dense"):
         seen = []
         with Names():
             attention(*tensors(batch, 4, 4), batch, backend)

@@ -36,19 +36,14 @@ def test_without_a_terminal_lines_are_plain_and_whole():
     assert "x" * 300 in printed  # nothing is folded
 
 
-def test_a_terminal_gets_a_frame_and_a_bar_with_time_left():
+def test_a_terminal_gets_a_bar_with_time_left():
     out = Terminal()
     console = Console(stream=out)
-    console.table("legend", ["metric", "meaning"], [["loss", "falls"]])
     with console.progress("training") as advance:
         advance(3, 10, "loss 3.2")
         console.line("step=3")
     printed = out.getvalue()
-    assert "metric" in printed
-    assert "┏" in printed
-    assert "step=3" in printed
-    for told in ("training", "3/10", "left", "loss 3.2"):
-        assert told in printed
+    assert all(text in printed for text in ("step=3", "training", "3/10", "left", "loss 3.2"))
 
 
 def test_sections_align():

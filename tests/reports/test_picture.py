@@ -1,17 +1,17 @@
-"""The picture of a step: letters where the tokens are, padding where it would be, nothing left out unsaid."""
+"""The picture of a step: letters where the tokens are, padding where it would be."""
 
 import numpy as np
 import pytest
 
 from multipack.planning.plan import plan
 from multipack.planning.report import seeded_order
-from multipack.reports.picture import LETTERS, draw_step, round_scale
+from multipack.reports.picture import LETTERS, draw_step
 
 
 def test_a_whole_picture():
     lengths = np.array([11, 6, 7, 4, 8, 4, 3, 4]) * 256
     made = plan(lengths, capacity=64 * 256, packs_per_step=1, order="given")
-    assert draw_step(made, tokens_per_character=256, batch_size=4).splitlines() == [
+    assert draw_step(made, tokens_per_character=256).splitlines() == [
         "step 0 of 1: 8 documents of 12,032 tokens; a character is 256 tokens, X is padding",
         "",
         "in order, in batches of 4",
@@ -107,15 +107,10 @@ def test_letters():
     assert rows[3 + 60].endswith(" A")  # starts over
 
 
-def test_round_scale():
-    assert [round_scale(c, 72) for c in (10, 72, 8192, 32768, 10_000, 7201)] == [1, 1, 128, 512, 200, 200]
-
-
 def test_bad_sizes():
     made = plan([10], capacity=100_000, packs_per_step=1)
-    for options in ({"columns": 0}, {"batch_size": 0}, {"max_documents": 0}, {"tokens_per_character": 0}):
-        with pytest.raises(ValueError, match="whole number"):
-            draw_step(made, **options)
+    with pytest.raises(ValueError, match="whole number"):
+        draw_step(made, tokens_per_character=0)
     with pytest.raises(ValueError, match="100,000 characters wide"):
         draw_step(made, tokens_per_character=1)
     with pytest.raises(IndexError):

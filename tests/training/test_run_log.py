@@ -67,7 +67,7 @@ def test_a_mark_is_of_the_whole_file(tmp_path):
 def test_two_processes_cannot_write_one_run(run):
     code = (
         "import sys; from multipack.run import RunDirectory; from multipack.training.run_log import RunLog;"
-        "log = RunLog(RunDirectory.at(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+        "log = RunLog(RunDirectory(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
     )
     other = subprocess.Popen(
         [sys.executable, "-c", code, str(run.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -56,7 +56,7 @@ def plan(
     from multipack.planning.plan import plan as make_plan
     from multipack.planning.report import compile_planner, padded_share, report
     from multipack.reports.console import Console
-    from multipack.reports.summary import fills_packs, report_rows
+    from multipack.reports.summary import report_rows
     from multipack.words import merge
 
     wanted = merge(PlanCommand, words or [])
@@ -78,8 +78,7 @@ def plan(
         more = {"advice": advice, "padded_share": share, "fingerprint": made.fingerprint}
         typer.echo(json.dumps(found.to_dict() | more, indent=1, ensure_ascii=False))
         return
-    full = fills_packs(wanted.plan)
-    rows = report_rows(found, share, wanted.padded_batch_size, wanted.world_size, full, advice)
+    rows = report_rows(found, share, wanted.padded_batch_size, wanted.world_size, wanted.plan, advice)
     fit_rows = [("too long", fit.describe())] if fit is not None and fit.describe() else []
     console.section(f"plan of {source}", [*rows, *fit_rows])
     head, _, pictures = drawn.partition("\n")

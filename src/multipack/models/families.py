@@ -21,13 +21,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from multipack.models.decoder import Decoder
-from multipack.shapes import ModelShape
+from multipack.shapes import SIZES, ModelShape, read_json
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Family:
         inner: Hugging Face's module → the decoder's modules, in a layer; several are joined along their rows.
         transposed: Hugging Face's modules whose matrices are (in, out).
         ignored: pattern of the names of buffers in old files.
+        supported: setting in config.json → the values for which the decoder computes the same.
     """
 
     model_types: tuple[str, ...]
@@ -51,6 +53,7 @@ class Family:
     inner: dict[str, tuple[str, ...]]
     transposed: frozenset[str]
     ignored: re.Pattern[str]
+    supported: dict[str, tuple[Any, ...]]
 
     def modules(self, layers: int) -> Iterator[tuple[str, tuple[str, ...], bool]]:
         """Pairs of modules of a model with `layers` layers.
@@ -90,6 +93,7 @@ LLAMA = Family(
     },
     transposed=frozenset(),
     ignored=re.compile(r".*\.rotary_emb\.inv_freq"),
+    supported={"hidden_act": ("silu", "swish")},
 )
 GPT2 = Family(
     model_types=("gpt2",),
@@ -106,6 +110,12 @@ GPT2 = Family(
     },
     transposed=frozenset({"attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"}),
     ignored=re.compile(r".*\.attn\.(masked_)?bias"),
+    supported={
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+    },
 )
 
 
@@ -170,31 +180,17 @@ def to_huggingface(shape: ModelShape, state: Mapping[str, Tensor]) -> dict[str, 
     return converted
 
 
-@dataclass(frozen=True)
-class Origin:
-    """Location of a decoder's parameter in Hugging Face's tensors.
-
-    Attributes:
-        name: name of Hugging Face's tensor.
-        first, stop: range of its rows (columns, if transposed).
-        transposed: whether its matrix is the transpose of the decoder's.
-    """
+class Origin(NamedTuple):
+    """Location of a decoder's parameter: rows (or columns, if transposed) of one of Hugging Face's tensors."""
 
     name: str
-    first: int
-    stop: int
+    rows: slice
     transposed: bool
 
     def of(self, tensor: Any) -> Tensor:
-        """The parameter's value, cut from Hugging Face's tensor.
-
-        Args:
-            tensor: the tensor, or a lazy slice of a safetensors file, of which only these rows are read.
-        """
-        rows: Tensor = (
-            tensor[:, self.first : self.stop].t() if self.transposed else tensor[self.first : self.stop]
-        )
-        return rows.contiguous()
+        """The parameter's value, from the tensor or from a lazy slice of a safetensors file."""
+        part: Tensor = tensor[:, self.rows].t() if self.transposed else tensor[self.rows]
+        return part.contiguous()
 
 
 def origins(shape: ModelShape) -> dict[str, Origin]:
@@ -209,7 +205,8 @@ def origins(shape: ModelShape) -> dict[str, Origin]:
             first = 0
             for name in (f"{name}.{kind}" for name in ours if f"{name}.{kind}" in sizes):
                 stop = first + sizes[name][0]
-                found[name] = Origin(f"{theirs}.{kind}", first, stop, transposed and kind == "weight")
+                rows = slice(first, stop)
+                found[name] = Origin(f"{theirs}.{kind}", rows, transposed and kind == "weight")
                 first = stop
     return {name: found[name] for name in sizes}
 
@@ -233,13 +230,10 @@ def build_decoder(shape: ModelShape, state: Mapping[str, Tensor], attention: str
         attention: name of an attention backend, or `"auto"`.
 
     Raises:
-        ValueError: names or shapes of the parameters do not match `shape`.
+        RuntimeError: names or shapes of the parameters do not match `shape`.
     """
     with torch.device("meta"):
         model = Decoder(shape, attention=attention)
-    sizes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    if sizes != {name: tensor.shape for name, tensor in state.items()}:
-        raise ValueError("the weights do not fit the decoder's shape")
     model.load_state_dict(dict(state), assign=True)
     return model.eval()
 
@@ -250,100 +244,82 @@ def config_of(shape: ModelShape) -> dict[str, Any]:
     Raises:
         ValueError: see `family_of`.
     """
-    common = {"vocab_size": shape.vocabulary_size, "tie_word_embeddings": shape.tied, "use_cache": True}
-    if family_of(shape) is GPT2:
+    is_gpt2 = family_of(shape) is GPT2
+    common = {
+        **{names[int(is_gpt2)]: getattr(shape, field) for field, names in SIZES.items()},
+        "tie_word_embeddings": shape.tied,
+        "use_cache": True,
+    }
+    if is_gpt2:
         return {
             "architectures": ["GPT2LMHeadModel"],
             "model_type": "gpt2",
             **common,
-            "n_embd": shape.d_model,
-            "n_layer": shape.layers,
-            "n_head": shape.heads,
-            "n_inner": shape.d_ff,
-            "n_positions": shape.context,
             "activation_function": "gelu_new",
             "layer_norm_epsilon": shape.norm_eps,
             "embd_pdrop": shape.dropout,
             "resid_pdrop": shape.dropout,
             "attn_pdrop": 0.0,
         }
-    variant = (
-        {"sliding_window": shape.window}
-        if shape.window
-        else {"attention_bias": shape.bias, "mlp_bias": shape.bias}
-    )
+    biases = {"attention_bias": shape.bias, "mlp_bias": shape.bias}
     return {
         "architectures": ["MistralForCausalLM" if shape.window else "LlamaForCausalLM"],
         "model_type": "mistral" if shape.window else "llama",
         **common,
-        "hidden_size": shape.d_model,
-        "intermediate_size": shape.d_ff,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_width,
-        "max_position_embeddings": shape.context,
         "hidden_act": "silu",
         "rms_norm_eps": shape.norm_eps,
         # Both spellings: transformers 4 reads the first, 5 the second.
         "rope_theta": shape.rope_theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
         "attention_dropout": 0.0,
-        **variant,
+        **({"sliding_window": shape.window} if shape.window else biases),
     }
 
 
-def decoder_shape(config: Mapping[str, Any], where: str = "config.json") -> ModelShape:
+def decoder_shape(source: Mapping[str, Any] | Path) -> ModelShape:
     """The shape of the decoder that is equivalent to the model of a config.json.
 
     Args:
-        config: the file's content.
-        where: the file's name in error messages.
+        source: the file's content, or its path.
 
     Raises:
         ValueError: the family or a setting is not supported; the message names it.
+        FileNotFoundError: the file does not exist.
     """
+    where = source if isinstance(source, Path) else "config.json"
+    config = read_json(source) if isinstance(source, Path) else source
     kind = config.get("model_type")
-    if kind not in (*LLAMA.model_types, *GPT2.model_types):
-        known = ", ".join((*LLAMA.model_types, *GPT2.model_types))
+    known = {name: family for family in (LLAMA, GPT2) for name in family.model_types}
+    if kind not in known:
         why = " (it has biases in query, key and value only)" if kind == "qwen2" else ""
-        raise ValueError(f"{where}: model_type={kind!r}{why} is not supported; choose one of {known}")
-    differing = [f"{name}={config[name]!r}" for name in _unsupported(config, kind) if name in config]
+        raise ValueError(
+            f"{where}: model_type={kind!r}{why} is not supported; choose one of {', '.join(known)}"
+        )
+    family = known[kind]
+    differing = [name for name, values in family.supported.items() if config.get(name) not in (None, *values)]
+    differing += [
+        name for name in ("rope_scaling", "rope_parameters") if not _plain_rotation(config.get(name))
+    ]
+    if config.get("quantization_config"):
+        differing.append("quantization_config")
+    if bool(config.get("attention_bias")) != bool(config.get("mlp_bias")):
+        differing += [name for name in ("attention_bias", "mlp_bias") if name in config]
     if differing:
-        raise ValueError(f"{where}: {', '.join(differing)} is not supported by this decoder")
+        found = ", ".join(f"{name}={config[name]!r}" for name in differing)
+        raise ValueError(f"{where}: {found} is not supported by this decoder")
     try:
         shape = ModelShape.from_huggingface(config)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    biased = kind in GPT2.model_types or bool(config.get("attention_bias"))
     # In these families a sliding window applies to all layers or to none.
-    return replace(shape, bias=biased, window_layers=0)
-
-
-def _unsupported(config: Mapping[str, Any], kind: Any) -> Iterator[str]:
-    """Names of settings whose values this decoder does not support."""
-    if config.get("quantization_config"):
-        yield "quantization_config"
-    if kind in GPT2.model_types:
-        if config.get("activation_function", "gelu_new") not in ("gelu_new", "gelu_pytorch_tanh"):
-            yield "activation_function"
-        if not config.get("scale_attn_weights", True):
-            yield "scale_attn_weights"
-        for name in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
-            if config.get(name):
-                yield name
-        return
-    if config.get("hidden_act", "silu") not in ("silu", "swish"):
-        yield "hidden_act"
-    for name in ("rope_scaling", "rope_parameters"):
-        scaling = config.get(name)
-        if scaling is not None and not _plain_rotation(scaling):
-            yield name
-    if bool(config.get("attention_bias")) != bool(config.get("mlp_bias")):
-        yield from ("attention_bias", "mlp_bias")
+    return replace(shape, bias=family is GPT2 or bool(config.get("attention_bias")), window_layers=0)
 
 
 def _plain_rotation(scaling: Any) -> bool:
+    if scaling is None:
+        return True
     if not isinstance(scaling, Mapping):
         return False
     kind = scaling.get("rope_type", scaling.get("type", "default"))

@@ -5,7 +5,6 @@ Names, shapes and dtypes are checked against config.json before any tensor is re
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -24,21 +23,11 @@ from multipack.models.families import (
     parameter_shapes,
     to_huggingface,
 )
-from multipack.shapes import ModelShape
+from multipack.shapes import ModelShape, read_json
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 """File names in a Hugging Face folder."""
-_LARGEST_JSON = 1 << 26
 _FLOATS = ("F64", "F32", "F16", "BF16")
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """The content of a folder's config.json.
-
-    Raises:
-        ValueError: it is missing, too large or not a JSON object.
-    """
-    return _json_object(folder / CONFIG)
 
 
 def open_weights(
@@ -56,8 +45,9 @@ def open_weights(
     Raises:
         ValueError: an unsupported model; weights that are pickled, missing, of other shapes or not floating point; a
             damaged file. The message names the file and the tensors.
+        FileNotFoundError: there is no config.json.
     """
-    shape = decoder_shape(read_config(folder), str(folder / CONFIG))
+    shape = decoder_shape(folder / CONFIG)
     family = family_of(shape)
     with ExitStack() as stack:
         try:
@@ -68,9 +58,8 @@ def open_weights(
                 for name in opened.keys()  # noqa: SIM118 - no mapping
                 if not family.ignored.fullmatch(name)
             }
-            _check_tensors(
-                shape, folder, {name: files[file].get_slice(own) for name, (file, own) in held.items()}
-            )
+            slices = {name: files[file].get_slice(own) for name, (file, own) in held.items()}
+            _check_tensors(shape, folder, slices)
             embedding = f"{family.prefix}{next(iter(family.outer))}.weight"
             if shape.tied and "lm_head.weight" in held:
                 (one, head), (other, table) = held["lm_head.weight"], held[embedding]
@@ -110,7 +99,7 @@ def _weight_files(folder: Path) -> list[Path]:
             else f"there is no {WEIGHTS} and no {INDEX}"
         )
         raise ValueError(f"{folder} holds no readable weights: {why}")
-    names = _json_object(folder / INDEX).get("weight_map")
+    names = read_json(folder / INDEX).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise ValueError(f"{folder / INDEX} has no weight_map from tensors to files")
     files = sorted(set(names.values()))
@@ -145,19 +134,3 @@ def _check_tensors(shape: ModelShape, folder: Path, held: Mapping[str, Any]) -> 
     for problem, names in problems.items():
         if names:
             raise ValueError(f"{folder}: the weights {problem} {', '.join(names[:3])} ({len(names)} in all)")
-
-
-def _json_object(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        raise ValueError(
-            f"{file} does not exist; use a folder written by save_pretrained or `multipack export`"
-        )
-    if file.stat().st_size > _LARGEST_JSON:
-        raise ValueError(f"{file} is larger than {_LARGEST_JSON:,} bytes")
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} holds {type(content).__name__}, not an object")
-    return content

@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,10 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 LOSS_ATTRIBUTES = ("loss_function", "training_loss", "log_probabilities")
 """Attributes of models that hold a function of this module, or one with the same keyword arguments. Tiling and tensor
 parallelism replace it by one that also passes `vocabulary_tiles` or `group`."""
+
+Tile = tuple[Tensor, Tensor]
+"""Of R rows and n words of this rank: (R, n) log-softmax within the tile, and (R, 2 or 3) numbers to merge:
+log-sum-exp, logit of the target (0 where it is in another tile) and, for label smoothing, the sum of the logits."""
 
 
 @dataclass(frozen=True)
@@ -202,24 +206,6 @@ class _LinearLogProbabilities(torch.autograd.Function):
         return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), None, None, None
 
 
-class _Tile(NamedTuple):
-    """Logits of R rows in one slice of n words of this rank; (R, 1) unless noted.
-
-    Attributes:
-        logs: (R, n) log-softmax within the tile.
-        lse: log-sum-exp of the tile's logits.
-        inside: whether the tile has the row's target.
-        column: column of the target; any column where it is not inside.
-        logit: logit of the target; 0 where it is not inside.
-    """
-
-    logs: Tensor
-    lse: Tensor
-    inside: Tensor
-    column: Tensor
-    logit: Tensor
-
-
 class _Head:
     """The output projection of one rank, (V / ranks, d), in the dtype of matrix products, with its loss."""
 
@@ -253,49 +239,45 @@ class _Head:
 
         Returns:
             (T,) losses, (T,) log-sum-exp, and the gradients of `hidden` and `weight`, or None if not wanted. Losses
-            and log-sum-exp are 0 for other rows, and for all rows if `lse` is given. All but the gradient of
-            `hidden` are float32 or wider.
+            are 0 for other rows, and for all rows if `lse` is given. All but the gradient of `hidden` are float32 or
+            wider.
         """
-        losses, computed_lse = torch.zeros(2, len(hidden), dtype=self.exact, device=hidden.device)
+        losses = torch.zeros(len(hidden), dtype=self.exact, device=hidden.device)
+        is_known, sums = lse is not None, torch.zeros_like(losses) if lse is None else lse
         hidden_grad = torch.zeros_like(hidden, dtype=self.weight.dtype) if wanted[0] else None
         weight_grad = torch.zeros_like(self.weight, dtype=self.exact) if wanted[1] else None
         with torch.autocast(hidden.device.type, enabled=False):
-            for start in range(0, len(rows), self.options.chunk_tokens):
-                part = rows[start : start + self.options.chunk_tokens]
+            for part in rows.split(self.options.chunk_tokens) if len(rows) else ():
                 chunk, target = hidden[part].to(self.weight.dtype), targets[part, None]
                 tile = None
-                if lse is None:
-                    losses[part], computed_lse[part], tile = self._losses(chunk, target)
+                if not is_known:
+                    losses[part], sums[part], tile = self._losses(chunk, target)
                 if hidden_grad is None and weight_grad is None:
                     continue
-                shift = (computed_lse if lse is None else lse)[part, None]
                 factor = None if scale is None else scale[part, None].to(self.exact)
-                product = self._gradients(chunk, target, shift, tile, factor, weight_grad)
+                product = self._gradients(chunk, target, sums[part, None], tile, factor, weight_grad)
                 if hidden_grad is not None:
                     hidden_grad[part] = product.to(hidden_grad.dtype)
-        return losses, computed_lse, hidden_grad, weight_grad
+        return losses, sums, hidden_grad, weight_grad
 
-    def _losses(self, chunk: Tensor, target: Tensor) -> tuple[Tensor, Tensor, _Tile | None]:
+    def _losses(self, chunk: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tile | None]:
         """(R,) losses and (R,) log-sum-exp over the whole vocabulary; and the tile if it is the only one, else None."""
         smoothing, z_loss, group = self.options.label_smoothing, self.options.z_loss, self.options.group
         numbers, tile = [], None
         for columns in self.slices:
             tile = None  # frees the last tile before the next one is made
             tile = self._tile(chunk, target, columns)
-            terms = [tile.lse, tile.logit]
-            if smoothing:
-                terms.append(tile.logs.sum(1, keepdim=True) + tile.logs.shape[1] * tile.lse)
-            numbers.append(torch.cat(terms, dim=1))
+            numbers.append(tile[1])
         merged = _merge(torch.stack(numbers))
         if group is not None:
             ranks = dist.get_world_size(group)
             gathered = merged.new_empty(ranks * len(merged), merged.shape[1])
             _all_gather(gathered, merged, group=group)
             merged = _merge(gathered.view(ranks, *merged.shape))
-        lse, logit, *sums = merged.unbind(1)
+        lse, logit, *total = merged.unbind(1)
         losses = (lse - logit) * (1.0 - smoothing)
         if smoothing:
-            losses += smoothing * (lse - sums[0] / self.vocabulary)
+            losses += smoothing * (lse - total[0] / self.vocabulary)
         if z_loss:
             losses += z_loss * lse.square()
         return losses, lse, tile if len(self.slices) == 1 else None
@@ -305,7 +287,7 @@ class _Head:
         chunk: Tensor,
         target: Tensor,
         lse: Tensor,
-        tile: _Tile | None,
+        tile: Tile | None,
         scale: Tensor | None,
         weight_grad: Tensor | None,
     ) -> Tensor:
@@ -313,35 +295,40 @@ class _Head:
 
         `tile`, the only one if given, is overwritten; None = compute logits again.
         """
+        smoothing, z_loss = self.options.label_smoothing, self.options.z_loss
         product = torch.zeros_like(chunk, dtype=self.exact)
         scaled = chunk if scale is None else (chunk * scale).to(chunk.dtype)
         for columns in self.slices:
-            gradient = self._logit_gradient(tile or self._tile(chunk, target, columns), lse)
+            logs, numbers = tile or self._tile(chunk, target, columns)
+            gradient = logs.exp_()  # of the logits, in their memory
+            if z_loss or gradient.shape[1] != self.vocabulary:
+                gradient *= (numbers[:, :1] - lse).exp_() * (1.0 + 2.0 * z_loss * lse)
+            if smoothing:
+                gradient -= smoothing / self.vocabulary
+            column, is_inside = self._column(target, columns)
+            gradient.scatter_add_(1, column, (smoothing - 1.0) * is_inside.to(self.exact))
+            gradient = gradient.to(self.weight.dtype)
             _add_product(product, gradient, self.weight[columns])
             if weight_grad is not None:
                 _add_product(weight_grad[columns], gradient.t(), scaled)
-            del gradient  # frees it before the next tile is made
+            del logs, gradient  # frees them before the next tile is made
         return product if scale is None else product * scale
 
-    def _logit_gradient(self, tile: _Tile, lse: Tensor) -> Tensor:
-        """(R, n) gradient of the loss with respect to the tile's logits, in the memory of `tile.logs`."""
-        smoothing, z_loss = self.options.label_smoothing, self.options.z_loss
-        gradient = tile.logs.exp_()
-        if z_loss or gradient.shape[1] != self.vocabulary:
-            gradient *= (tile.lse - lse).exp_() * (1.0 + 2.0 * z_loss * lse)
-        if smoothing:
-            gradient -= smoothing / self.vocabulary
-        gradient.scatter_add_(1, tile.column, (smoothing - 1.0) * tile.inside.to(self.exact))
-        return gradient.to(self.weight.dtype)
-
-    def _tile(self, chunk: Tensor, target: Tensor, columns: slice) -> _Tile:
+    def _tile(self, chunk: Tensor, target: Tensor, columns: slice) -> Tile:
         logits = F.linear(chunk, self.weight[columns])
         logs = F.log_softmax(logits, dim=1, dtype=self.exact)
-        place, width = target - self.first - columns.start, logits.shape[1]
-        inside, column = (place >= 0) & (place < width), place.clamp(0, width - 1)
+        column, is_inside = self._column(target, columns)
         logit = logits.gather(1, column).to(self.exact)
         lse = logit - logs.gather(1, column)  # saves a second pass over the logits
-        return _Tile(logs, lse, inside, column, logit.masked_fill_(~inside, 0.0))
+        numbers = [lse, logit.masked_fill(~is_inside, 0.0)]
+        if self.options.label_smoothing:
+            numbers.append(logs.sum(1, keepdim=True) + logs.shape[1] * lse)
+        return logs, torch.cat(numbers, dim=1)
+
+    def _column(self, target: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+        """(R, 1) column of each target in a tile, and whether it is inside; if not, the column is any."""
+        place, width = target - self.first - columns.start, columns.stop - columns.start
+        return place.clamp(0, width - 1), (place >= 0) & (place < width)
 
 
 def _merge(numbers: Tensor) -> Tensor:

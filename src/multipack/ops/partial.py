@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from multipack.ops.attention.runs import Run, repeat_heads, runs
+from multipack.ops.attention.runs import Run, repeat_heads, runs, wide
 
 SCORES = 2**26
 """Scores that `PLAIN` holds at a time: 256 MiB in float32."""
@@ -50,19 +50,19 @@ class Bounds:
 
 
 @dataclass(frozen=True)
-class Looped:
-    """A dense kernel, called once per run of equally long documents, or once for all keys, in float32 or wider.
+class Kernel:
+    """One way to compute attention to part of the keys.
 
     Attributes:
-        attend: (q, k, v, causal) → out, lse; tensors are (documents, H, tokens, D), lse (documents, H, tokens).
-        gradients: (upstream, q, k, v, out, lse, causal) → gradients of q, k and v; `upstream` is that of `out`.
+        attend: `forward` where H = K.
+        gradients: `backward` where H = K.
     """
 
-    attend: Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
-    gradients: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool], Gradients]
+    attend: Callable[[Tensor, Tensor, Tensor, Bounds | None], tuple[Tensor, Tensor]]
+    gradients: Callable[..., Gradients]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Bounds | None) -> tuple[Tensor, Tensor]:
-        """Compute attention of the queries to these keys.
+        """Attention of the queries to these keys.
 
         Args:
             q: (Q, H, D) queries.
@@ -73,14 +73,7 @@ class Looped:
         Returns:
             out (Q, H, D) and lse (Q, H), float32 (float64 for float64 inputs).
         """
-        dtype, k, v = _wide(q.dtype), repeat_heads(k, q), repeat_heads(v, q)
-        out, lse = q.new_empty(q.shape, dtype=dtype), q.new_empty(q.shape[:2], dtype=dtype)
-        for rows, columns in _pairs(documents, q, k):
-            key, value = (columns.heads_first(x, dtype) for x in (k, v))
-            part, sums = self.attend(rows.heads_first(q, dtype), key, value, documents is not None)
-            rows.cut(out).copy_(part.transpose(1, 2))
-            rows.cut(lse).copy_(sums.transpose(1, 2))
-        return out, lse
+        return self.attend(q, repeat_heads(k, q), repeat_heads(v, q), documents)
 
     def backward(
         self,
@@ -92,7 +85,7 @@ class Looped:
         lse: Tensor,
         documents: Bounds | None,
     ) -> Gradients:
-        """Gradients of q, k and v from attention to these keys.
+        """Gradients of q, k and v, float32 (float64 for float64 inputs), from attention to these keys.
 
         Args:
             upstream: (Q, H, D) gradient of `out`.
@@ -102,58 +95,10 @@ class Looped:
             out: (Q, H, D) the merged result over all keys that the queries see.
             lse: (Q, H) its log-sum-exp.
             documents: as in `forward`.
-
-        Returns:
-            Gradients in the shapes of q, k and v, float32 (float64 for float64 inputs).
         """
-        dtype, keys, values = _wide(q.dtype), repeat_heads(k, q), repeat_heads(v, q)
-        grads = [x.new_empty(x.shape, dtype=dtype) for x in (q, keys, values)]
-        for rows, columns in _pairs(documents, q, keys):
-            out_grad, query, output = (rows.heads_first(x, dtype) for x in (upstream, q, out))
-            key, value = (columns.heads_first(x, dtype) for x in (keys, values))
-            sums = rows.cut(lse).transpose(1, 2)
-            parts = self.gradients(out_grad, query, key, value, output, sums, documents is not None)
-            for grad, part, run in zip(grads, parts, (rows, columns, columns), strict=True):
-                run.cut(grad).copy_(part.transpose(1, 2))
-        return grads[0], _sum_repeated(grads[1], k), _sum_repeated(grads[2], v)
-
-
-class Flash:
-    """FlashAttention-2 (Dao 2023, arXiv:2307.08691) as built into torch: all documents in one call."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Bounds | None) -> tuple[Tensor, Tensor]:
-        """As in `Looped`."""
-        k, v = repeat_heads(k, q), repeat_heads(v, q)
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, *_flash_bounds(documents, q, k), 0.0, documents is not None, False
-        )
-        # The kernel returns lse as (H, Q). Copied, because `merge` writes to it while activation checkpointing may keep
-        # the kernel's tensor.
-        return out.float(), lse.transpose(0, 1).clone(memory_format=torch.contiguous_format)
-
-    def backward(
-        self,
-        upstream: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        documents: Bounds | None,
-    ) -> Gradients:
-        """As in `Looped`."""
         keys, values = repeat_heads(k, q), repeat_heads(v, q)
-        state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is off
-        out_grad, output = (x.to(q.dtype).contiguous() for x in (upstream, out))
-        bounds, sums = _flash_bounds(documents, q, keys), lse.transpose(0, 1).contiguous()
-        causal = documents is not None
-        grads = torch.ops.aten._flash_attention_backward(
-            out_grad, q, keys, values, output, sums, *bounds, 0.0, causal, state, state.new_empty(0)
-        )
-        return grads[0].float(), _sum_repeated(grads[1].float(), k), _sum_repeated(grads[2].float(), v)
-
-
-Kernel = Looped | Flash
+        dq, dk, dv = self.gradients(upstream, q, keys, values, out, lse, documents)
+        return dq, _sum_repeated(dk, k), _sum_repeated(dv, v)
 
 
 def choose_kernel(q: Tensor) -> Kernel:
@@ -174,16 +119,10 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     lse.copy_(total)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _pairs(documents: Bounds | None, q: Tensor, k: Tensor) -> Iterator[tuple[Run, Run]]:
-    """Runs of queries and of the keys that they see."""
-    if documents is None:
-        yield Run(0, 1, len(q)), Run(0, 1, len(k))
-    else:
-        yield from ((run, run) for run in runs(documents.lengths))
+def _sum_repeated(grad: Tensor, x: Tensor) -> Tensor:
+    """(S, H, D) → (S, K, D): sum over the query heads that read a key head."""
+    groups = grad.shape[1] // x.shape[1]
+    return grad if groups == 1 else grad.view(len(x), -1, groups, grad.shape[2]).sum(2)
 
 
 def _flash_bounds(documents: Bounds | None, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, int, int]:
@@ -196,10 +135,72 @@ def _flash_bounds(documents: Bounds | None, q: Tensor, k: Tensor) -> tuple[Tenso
     return starts[0], starts[1], len(q), len(k)
 
 
-def _sum_repeated(grad: Tensor, x: Tensor) -> Tensor:
-    """(S, H, D) → (S, K, D): sum over the query heads that read a key head."""
-    groups = grad.shape[1] // x.shape[1]
-    return grad if groups == 1 else grad.view(len(x), -1, groups, grad.shape[2]).sum(2)
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, documents: Bounds | None) -> tuple[Tensor, Tensor]:
+    """FlashAttention-2 (Dao 2023, arXiv:2307.08691) as built into torch: all documents in one call."""
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, *_flash_bounds(documents, q, k), 0.0, documents is not None, False
+    )
+    # The kernel returns lse as (H, Q). Copied, because `merge` writes to it while activation checkpointing may keep the
+    # kernel's tensor.
+    return out.float(), lse.transpose(0, 1).clone(memory_format=torch.contiguous_format)
+
+
+def _flash_backward(
+    upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Bounds | None
+) -> Gradients:
+    state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is off
+    out_grad, output = (x.to(q.dtype).contiguous() for x in (upstream, out))
+    bounds, sums = _flash_bounds(documents, q, k), lse.transpose(0, 1).contiguous()
+    causal = documents is not None
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        out_grad, q, k, v, output, sums, *bounds, 0.0, causal, state, state.new_empty(0)
+    )
+    return dq.float(), dk.float(), dv.float()
+
+
+def _looped(attend: Callable[..., tuple[Tensor, Tensor]], gradients: Callable[..., Gradients]) -> Kernel:
+    """A dense kernel, called once per run of equally long documents, or once for all keys, in float32 or wider.
+
+    Args:
+        attend: (q, k, v, causal) → out, lse; tensors are (documents, H, tokens, D), lse (documents, H, tokens).
+        gradients: (upstream, q, k, v, out, lse, causal) → gradients of q, k and v; `upstream` is that of `out`.
+    """
+
+    def pairs(documents: Bounds | None, q: Tensor, k: Tensor) -> Iterator[tuple[Run, Run]]:
+        """Runs of queries and of the keys that they see."""
+        if documents is None:
+            return iter([(Run(0, 1, len(q)), Run(0, 1, len(k)))])
+        return ((run, run) for run in runs(documents.lengths))
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, documents: Bounds | None) -> tuple[Tensor, Tensor]:
+        dtype = wide(q.dtype)
+        out, lse = q.new_empty(q.shape, dtype=dtype), q.new_empty(q.shape[:2], dtype=dtype)
+        for rows, columns in pairs(documents, q, k):
+            key, value = (columns.heads_first(x, dtype) for x in (k, v))
+            part, sums = attend(rows.heads_first(q, dtype), key, value, documents is not None)
+            rows.cut(out).copy_(part.transpose(1, 2))
+            rows.cut(lse).copy_(sums.transpose(1, 2))
+        return out, lse
+
+    def backward(
+        upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Bounds | None
+    ) -> Gradients:
+        dtype = wide(q.dtype)
+        grads = (
+            q.new_empty(q.shape, dtype=dtype),
+            k.new_empty(k.shape, dtype=dtype),
+            v.new_empty(v.shape, dtype=dtype),
+        )
+        for rows, columns in pairs(documents, q, k):
+            out_grad, query, output = (rows.heads_first(x, dtype) for x in (upstream, q, out))
+            key, value = (columns.heads_first(x, dtype) for x in (k, v))
+            sums = rows.cut(lse).transpose(1, 2)
+            parts = gradients(out_grad, query, key, value, output, sums, documents is not None)
+            for grad, part, run in zip(grads, parts, (rows, columns, columns), strict=True):
+                run.cut(grad).copy_(part.transpose(1, 2))
+        return grads
+
+    return Kernel(forward, backward)
 
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -261,6 +262,6 @@ def _scores(q: Tensor, k: Tensor, rows: slice, columns: slice, causal: bool) -> 
     return scores
 
 
-CPU = Looped(_cpu_forward, _cpu_backward)
-PLAIN = Looped(_plain_forward, _plain_backward)
-FLASH = Flash()
+CPU = _looped(_cpu_forward, _cpu_backward)
+PLAIN = _looped(_plain_forward, _plain_backward)
+FLASH = Kernel(_flash_forward, _flash_backward)

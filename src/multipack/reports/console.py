@@ -1,4 +1,4 @@
-"""`Console`: tables and progress bars on a terminal, plain lines elsewhere, by default on rank 0 only."""
+"""`Console`: aligned lines, and progress bars on a terminal, by default on rank 0 only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
 from rich.text import Text
 
 HARMLESS = {code: "�" for code in [*range(32), *range(127, 160)] if code not in (9, 10)}
@@ -93,25 +92,15 @@ class Console:
             self.line(f"  {name:<{width}}  {shown}")
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Print a framed table on a terminal, aligned plain lines elsewhere."""
-        if not self.enabled:
-            return
-        if self._terminal and not self.all_ranks:
-            table = Table(*columns, title=title, title_justify="left", title_style="bold")
-            for row in rows:
-                table.add_row(*[Text(cell) for cell in row])
-            self.line()
-            self._rich.print(table)
-            return
-        widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
-        if not self.all_ranks:  # wrap the last column
-            indent = 2 + sum(width + 2 for width in widths[:-1])
-            rows = [[*row[:-1], wrapped(row[-1], self.columns, indent)] for row in rows]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
-        ]
-        head = "  ".join(cell.ljust(width) for cell, width in zip(columns, widths, strict=True))
-        self.line(f"\n{title}\n  {head.rstrip()}\n" + "\n".join(f"  {text.rstrip()}" for text in lines))
+        """Print a heading and aligned lines; the last column is wrapped."""
+        widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns) - 1)]
+        indent = 2 + sum(width + 2 for width in widths)
+        self.line()
+        self.line(title, style="bold")
+        for row in [columns, *rows]:
+            last = row[-1] if self.all_ranks else wrapped(row[-1], self.columns, indent)
+            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+            self.line("  " + "  ".join([*cells, last]).rstrip())
 
     @contextmanager
     def progress(self, title: str) -> Iterator[Advance]:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 LETTERS = (string.ascii_letters.swapcase() + string.digits).replace("X", "").replace("x", "")
 """A … Z a … z 0 … 9 without X, used cyclically for documents."""
+BATCH_SIZE = 4
+"""Documents of a padded batch."""
 
 _LINES = 4
 """Minimum number of lines for the packs of a step."""
@@ -32,7 +34,6 @@ def draw_step(
     *,
     tokens_per_character: int | None = None,
     columns: int = 72,
-    batch_size: int = 4,
     max_documents: int = 24,
     max_packs: int = 8,
 ) -> str:
@@ -41,10 +42,9 @@ def draw_step(
     Args:
         plan: the plan.
         step: index of the step; negative indices count from the last step.
-        tokens_per_character: None = the smallest round number at which the longest document fits into `columns`, and
+        tokens_per_character: None = the smallest power of two at which the longest document fits into `columns`, and
             a full pack into one row (four rows for one pack, two for two).
         columns: maximum characters of a row.
-        batch_size: documents of a padded batch.
         max_documents: maximum number of rows of the first two pictures; a line counts the other documents.
         max_packs: maximum number of packs drawn; a line counts the others.
 
@@ -52,19 +52,11 @@ def draw_step(
         Lines of text. A document shorter than half a character may have no letter in its pack.
 
     Raises:
-        ValueError: a size is below 1, or `tokens_per_character` so small that a pack exceeds 10,000 characters.
+        ValueError: `tokens_per_character` is below 1, or so small that a pack exceeds 10,000 characters.
     """
-    sizes = {
-        "columns": columns,
-        "batch_size": batch_size,
-        "max_documents": max_documents,
-        "max_packs": max_packs,
-    }
-    for name, value in sizes.items():
-        check_integer(name, value)
     packs = plan.packs(step)
     row = max(-(-plan.capacity // max(1, _LINES // len(packs))), int(plan.lengths[packs.order].max()))
-    fitting = round_scale(row, columns)
+    fitting = 1 << (-(-row // columns) - 1).bit_length()
     scale = fitting if tokens_per_character is None else tokens_per_character
     check_integer("tokens_per_character", scale)
     if plan.capacity > 10_000 * scale:
@@ -74,110 +66,70 @@ def draw_step(
         )
     documents = seeded_order(plan, packs.order)
     letters = {int(document): LETTERS[i % len(LETTERS)] for i, document in enumerate(documents)}
-    tokens = int(plan.lengths[documents].sum())
-    number = step % plan.num_steps
+    lengths = plan.lengths[documents]
+    tokens = int(lengths.sum())
+    longest = np.maximum.reduceat(lengths, np.arange(0, len(lengths), BATCH_SIZE))
+    widths = np.repeat(longest, BATCH_SIZE)[: len(lengths)]
     lines = [
-        f"step {number} of {plan.num_steps:,}: {_count(len(documents), 'document')} of {tokens:,} tokens;"
-        f" a character is {_count(scale, 'token')}, X is padding",
+        f"step {step % plan.num_steps} of {plan.num_steps:,}: {_count(len(documents), 'document')} of {tokens:,}"
+        f" tokens; a character is {_count(scale, 'token')}, X is padding",
         "",
-        f"in order, in batches of {batch_size}",
-        *_batches(plan.lengths[documents], scale, batch_size, max_documents, padded=False),
+        f"in order, in batches of {BATCH_SIZE}",
+        *_batches(lengths, lengths, scale, max_documents),
         "",
-        "padded to the longest of each batch: "
-        + _padding(tokens, _padded(plan.lengths[documents], batch_size)),
-        *_batches(plan.lengths[documents], scale, batch_size, max_documents, padded=True),
+        f"padded to the longest of each batch: {_slots(int(widths.sum()), tokens)} padding",
+        *_batches(lengths, widths, scale, max_documents),
         "",
-        f"packed, {_count(len(packs), 'pack')} of at most {plan.capacity:,} tokens: "
-        + _padding(tokens, len(packs) * plan.capacity, "free"),
+        f"packed, {_count(len(packs), 'pack')} of at most {plan.capacity:,} tokens:"
+        f" {_slots(len(packs) * plan.capacity, tokens)} free",
     ]
-    shown = min(len(packs), max_packs)
-    for pack in range(shown):
+    for pack in range(min(len(packs), max_packs)):
         named = [letters[int(document)] for document in packs[pack]]
         lines += _packed(plan.lengths[packs[pack]], named, plan.capacity, scale, columns)
-    if shown < len(packs):
-        lines.append(f"  … and {_count(len(packs) - shown, 'more pack')}")
+    if max_packs < len(packs):
+        lines.append(f"  … and {_count(len(packs) - max_packs, 'more pack')}")
     return "\n".join(lines)
 
 
-def round_scale(tokens: int, columns: int) -> int:
-    """Return the tokens per character: the smallest round number that fits a row of `tokens` into `columns`.
-
-    Round numbers are powers of two that divide the row, otherwise 1, 2 or 5 times a power of ten.
-    """
-    least = -(-tokens // columns)
-    power = 1
-    while power < least:
-        power *= 2
-    if tokens % power == 0:
-        return power
-    decimal = 1
-    while 10 * decimal < least:
-        decimal *= 10
-    return next(factor * decimal for factor in (1, 2, 5, 10) if factor * decimal >= least)
-
-
 def _batches(
-    lengths: NDArray[np.int64], scale: int, batch_size: int, max_documents: int, *, padded: bool
+    lengths: NDArray[np.int64], widths: NDArray[np.int64], scale: int, max_documents: int
 ) -> list[str]:
-    """Return one row per document with brackets around batches, and a line that counts the documents not drawn."""
+    """One row per document, padded to its width, with brackets around batches; documents not drawn are counted."""
     lines = []
-    shown = min(len(lengths), max_documents)
-    for row in range(shown):
-        first = row - row % batch_size
-        last = min(first + batch_size, len(lengths)) - 1
-        width = _characters(int(lengths[row]), scale)
-        text = LETTERS[row % len(LETTERS)] * width
-        if padded:
-            text += "X" * (_characters(int(lengths[first : last + 1].max()), scale) - width)
-        lines.append(f"  {_bracket(row - first, last - first)} {text}")
-    if shown < len(lengths):
-        lines.append(f"  … and {_count(len(lengths) - shown, 'more document')}")
+    for row, (length, width) in enumerate(zip(lengths[:max_documents], widths, strict=False)):
+        place, last = row % BATCH_SIZE, min(BATCH_SIZE, len(lengths) - row + row % BATCH_SIZE) - 1
+        bracket = "[" if last == 0 else "┌" if place == 0 else "└" if place == last else "│"
+        letters, characters = (max(1, (int(tokens) + scale // 2) // scale) for tokens in (length, width))
+        lines.append(f"  {bracket} {LETTERS[row % len(LETTERS)] * letters}{'X' * (characters - letters)}")
+    if max_documents < len(lengths):
+        lines.append(f"  … and {_count(len(lengths) - max_documents, 'more document')}")
     return lines
-
-
-def _bracket(row: int, last: int) -> str:
-    if last == 0:
-        return "["
-    return "┌" if row == 0 else "└" if row == last else "│"
 
 
 def _packed(
     lengths: NDArray[np.int64], letters: list[str], capacity: int, scale: int, columns: int
 ) -> list[str]:
-    """Return the rows of a pack: its documents, free slots as padding, and cu_seqlens below."""
+    """The rows of a pack: its documents, free slots as padding, and cu_seqlens below."""
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
     edges = (cu_seqlens + scale // 2) // scale
     text = "".join(letter * int(count) for letter, count in zip(letters, np.diff(edges), strict=True))
-    width = max(-(-capacity // scale), len(text))
-    text += "X" * (width - len(text))
-    row = -(-width // -(-width // columns))  # as few rows as possible, of equal width
-    rows = [f"    {text[start : start + row]}" for start in range(0, width, row)]
+    text = text.ljust(-(-capacity // scale), "X")
+    row = -(-len(text) // -(-len(text) // columns))  # as few rows as possible, of equal width
+    rows = [f"    {text[start : start + row]}" for start in range(0, len(text), row)]
     rows[0] = "  [" + rows[0][3:]
     rows[-1] += " ]"
-    starts = " ".join(str(start) for start in cu_seqlens)
-    label, limit = "cu_seqlens ", max(row, 40)
+    label = "cu_seqlens "
+    starts = label + " ".join(str(start) for start in cu_seqlens)
     lines = textwrap.wrap(
-        label + starts, limit, subsequent_indent=" " * len(label), max_lines=2, placeholder=" …"
+        starts, max(row, 40), subsequent_indent=" " * len(label), max_lines=2, placeholder=" …"
     )
     if lines[-1].endswith("…"):
         lines[-1] += f" {cu_seqlens[-1]}"
     return [*rows, *(f"    {line}" for line in lines)]
 
 
-def _characters(tokens: int, scale: int) -> int:
-    """Return the number of characters of a document, at least 1."""
-    return max(1, (tokens + scale // 2) // scale)
-
-
-def _padded(lengths: NDArray[np.int64], batch_size: int) -> int:
-    """Return the number of slots of the padded batches."""
-    starts = np.arange(0, len(lengths), batch_size)
-    rows = np.diff(np.append(starts, len(lengths)))
-    return int((np.maximum.reduceat(lengths, starts) * rows).sum())
-
-
-def _padding(tokens: int, slots: int, what: str = "padding") -> str:
-    return f"{slots:,} slots, {100 * (slots - tokens) / slots:.1f} % {what}"
+def _slots(slots: int, tokens: int) -> str:
+    return f"{slots:,} slots, {100 * (slots - tokens) / slots:.1f} %"
 
 
 def _count(number: int, noun: str) -> str:

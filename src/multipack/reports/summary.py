@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 Rows = list[tuple[str, str]]
 
+_MEASURED = "per step in forward and backward passes, from measured times"
+
 
 def settings_text(
     rows: Sequence[tuple[str, str, str, str]], presets: Mapping[str, Sequence[str]], columns: int
@@ -27,19 +30,17 @@ def settings_text(
         presets: group → names of its presets.
         columns: maximum width.
     """
-    width, last = max(len(key) for key, *_ in rows), None
+    width = max(len(key) for key, *_ in rows)
     lines: list[str] = []
-    for key, kind, default, meaning in rows:
-        group = key.split(".")[0] if "." in key else ""
-        if group != last:
-            names = "|".join(presets.get(group, ()))
-            lines += (
-                ["", _wrapped_choices(f"{group}={names}", columns, 2) if names else group] if group else [""]
+    for group, several in groupby(rows, lambda row: row[0].rpartition(".")[0].partition(".")[0]):
+        names = "|".join(presets.get(group, ()))
+        heading = f"{group}={names}" if names else group
+        lines += ["", _wrapped_choices(heading, columns, 2)] if group else [""]
+        for key, kind, default, meaning in several:
+            shown = f" [{default}]".replace("\n", "\\n") if default not in ("", "[]") else ""
+            lines.append(
+                f"  {key:<{width}}  {_wrapped_choices(f'{meaning} ({kind}){shown}', columns, width + 4)}"
             )
-        last = group
-        shown = f" [{default}]".replace("\n", "\\n") if default not in ("", "[]") else ""
-        text = _wrapped_choices(f"{meaning} ({kind}){shown}", columns, width + 4)
-        lines.append(f"  {key:<{width}}  {text}")
     return "\n".join(lines).strip("\n")
 
 
@@ -56,8 +57,8 @@ def report_rows(
     share: float,
     batch_size: int,
     ranks: int,
-    full: bool = True,
-    advice: Sequence[str] = (),
+    options: PlanOptions,
+    advice: Sequence[str],
 ) -> Rows:
     """Return the rows of a plan's report.
 
@@ -66,9 +67,10 @@ def report_rows(
         share: share of real tokens in padded random batches of `batch_size` documents.
         batch_size: documents of a padded batch.
         ranks: number of data-parallel ranks.
-        full: whether packs have no budget below the capacity; otherwise lower bounds hold for full packs only.
+        options: options of the plan; with a budget below the capacity, lower bounds hold for full packs only.
         advice: sentences that recommend other settings.
     """
+    full = options.budget in (0, options.capacity)
     least = "lower bound" if full else "lower bound for full packs"
     return [
         ("documents", f"{report.documents:,}"),
@@ -90,8 +92,11 @@ def report_rows(
             "padding instead",
             f"{share:.1%} real tokens in random batches of {batch_size} padded to the longest document",
         ),
-        *([] if report.step_seconds is None else [("predicted", _step_time(report))]),
-        ("planned in", _time(report.seconds)),
+        *([] if report.step_seconds is None else [("predicted", f"{report.step_seconds:.4g} s {_MEASURED}")]),
+        (
+            "planned in",
+            f"{report.seconds:.2f} s" if report.seconds >= 0.1 else f"{1000 * report.seconds:.1f} ms",
+        ),
         *[("advice" if index == 0 else "", sentence) for index, sentence in enumerate(advice)],
     ]
 
@@ -129,42 +134,20 @@ def _balance_rows(report: PlanReport, ranks: int) -> Rows:
 
 
 def _order_rows(report: PlanReport) -> Rows:
-    late = (
-        f"; {report.late_share:.2%} moved further than the window, longest wait {report.longest_wait} steps"
+    moved = (
+        f"steps between a document's place in the order and its step: median {report.displacement_median:.1f},"
+        f" 99 % {report.displacement_p99:.1f}, maximum {report.displacement_max:.1f};"
+        f" {report.late_share:.2%} moved further than the window, longest wait {report.longest_wait} steps"
     )
-    rows = [
-        (
-            "displacement",
-            f"steps between a document's place in the order and its step: median {report.displacement_median:.1f},"
-            f" 99 % {report.displacement_p99:.1f}, maximum {report.displacement_max:.1f}{late}",
-        )
-    ]
-    if report.mean_length_spread is not None:
-        rows.append(
-            (
-                "mean length",
-                f"standard deviation over steps: {report.mean_length_spread:.2f} × that of random steps",
-            )
-        )
-    return rows
-
-
-def _step_time(report: PlanReport) -> str:
-    return f"{report.step_seconds:.4g} s per step in forward and backward passes, from measured times"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.1f} ms"
+    if report.mean_length_spread is None:
+        return [("displacement", moved)]
+    spread = f"standard deviation over steps: {report.mean_length_spread:.2f} × that of random steps"
+    return [("displacement", moved), ("mean length", spread)]
 
 
 def _some(name: str, count: int, what: str) -> Rows:
     """Return one row, or none for a count of 0."""
     return [(name, f"{count:,} {what}")] if count else []
-
-
-def fills_packs(config: PlanOptions) -> bool:
-    """Return whether no budget below the capacity limits packs."""
-    return config.budget in (0, config.capacity)
 
 
 def explore_table(rows: Sequence[Choice]) -> tuple[list[str], list[list[str]]]:
@@ -204,16 +187,14 @@ def explore_notes(rows: Sequence[Choice]) -> list[str]:
 
 def store_rows(path: Path, report: CorpusReport) -> Rows:
     """Return the rows about a token store, complete or not."""
+    documents = f"{report.documents:,}{' preference pairs' if report.pairs else ''}"
     shards = f"{report.shards:,} shards{'' if report.is_complete else ' so far'}"
     left_out = [row for reason, count in report.skipped.items() for row in _some("left out", count, reason)]
     return [
         ("folder", str(path)),
         *([("stores", shards)] if report.shards > 1 or not report.is_complete else []),
         ("corpus", report.description),
-        (
-            "documents",
-            "one stream, which training cuts into blocks" if report.is_stream else _documents(report),
-        ),
+        ("documents", "one stream, which training cuts into blocks" if report.is_stream else documents),
         ("tokens", f"{report.tokens:,}"),
         ("vocabulary", f"{report.vocabulary_size:,}"),
         ("targets", f"{report.targets:,} ({report.target_share:.1%} of the tokens)"),
@@ -221,10 +202,6 @@ def store_rows(path: Path, report: CorpusReport) -> Rows:
         *left_out,
         ("size", f"{report.bytes / 2**20:,.1f} MiB"),
     ]
-
-
-def _documents(report: CorpusReport) -> str:
-    return f"{report.documents:,}{' preference pairs' if report.pairs else ''}"
 
 
 def _length_rows(report: CorpusReport) -> Rows:

@@ -236,7 +236,7 @@ def compose_run(words: Iterable[str]) -> Config:
     if resume.lower() == "auto":
         if not out:
             raise ConfigError("train.resume=auto needs out=RUN_DIR: a restarted run must find its directory")
-        exists = RunDirectory.at(out).config.is_file()
+        exists = RunDirectory(out).config.is_file()
         removed = ("train.resume", *(FIXED_AT_START if exists else ()))
         settings = {key: value for key, value in settings.items() if key not in removed}
         given = [word for word in given if translate(*split(word))[0] not in removed]

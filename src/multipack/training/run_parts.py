@@ -69,7 +69,7 @@ def check_model(config: Config, processes: int, console: Console) -> None:
 def open_run(config: Config, world: World) -> tuple[RunDirectory, Checkpoint | None]:
     """The run directory, and the checkpoint that the run resumes from; None = the run starts with step 1."""
     if config.train.resume == "false":
-        return RunDirectory.at(config.out), None
+        return RunDirectory(config.out), None
     run, path = find_run(config.out if config.train.resume == "true" else config.train.resume)
     if path is None and not run.has_checkpoints:
         return run, None  # stopped before its first checkpoint

@@ -15,7 +15,7 @@ from multipack.ops.attention import select
 from multipack.parallel.world import hosts
 from multipack.planning.advice import advise
 from multipack.planning.report import padded_share, report
-from multipack.reports.summary import Rows, fills_packs, report_rows
+from multipack.reports.summary import Rows, report_rows
 from multipack.training.compare import Comparison
 from multipack.training.metrics import LEGEND, PREDICTED, SKIPPED
 from multipack.training.optimizer import described, optimizer_text
@@ -122,7 +122,7 @@ def plan_rows(run: Trainer) -> Rows:
     )
     held = run.corpus.validation
     return [
-        *report_rows(found, share, batch_size, mesh.data_size, fills_packs(config.plan), advise(plan, found)),
+        *report_rows(found, share, batch_size, mesh.data_size, config.plan, advise(plan, found)),
         ("step", step),
         ("validation", f"{len(held):,} documents, {held.num_tokens:,} tokens"),
         *corpus_notes(run.corpus),

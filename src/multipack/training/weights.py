@@ -23,7 +23,7 @@ from torch import Tensor
 
 from multipack.data.tokenizer import Tokenizer
 from multipack.models.families import decoder_shape, parameter_shapes
-from multipack.models.pretrained import CONFIG, open_weights, read_config
+from multipack.models.pretrained import CONFIG, open_weights
 from multipack.run import find_run, is_export, weights_folder
 from multipack.shapes import ModelShape
 from multipack.training.checkpoint import Checkpoint, load_checkpoint
@@ -82,7 +82,7 @@ def initial_shape(path: Path) -> ModelShape:
         FileNotFoundError, ValueError: see `initial_weights`.
     """
     if is_export(path):
-        return decoder_shape(read_config(path), str(path / CONFIG))
+        return decoder_shape(path / CONFIG)
     return _saved_model(weights_folder(path))[0]
 
 

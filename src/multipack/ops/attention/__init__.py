@@ -2,8 +2,8 @@
 
     documents    A A A B B          query 0  ■ · ·  · ·      Every token sees its own document up to itself,
     cu_seqlens   0     3   5              1  ■ ■ ·  · ·      and no other document. Pairs outside the
-                                          2  ■ ■ ■  · ·      triangles are not computed, except by `padded`
-                                          3  · · ·  ■ ·      and `dense`, which serve as references.
+                                          2  ■ ■ ■  · ·      triangles are not computed, except by `dense`,
+                                          3  · · ·  ■ ·      the reference of the tests.
                                           4  · · ·  ■ ■
 
 To add a backend, add a `Backend` to `BACKENDS` (table.py), placed by preference, and its function
@@ -31,7 +31,6 @@ from multipack.data.batch import PackedBatch
 from multipack.ops.attention import table
 from multipack.ops.attention.loop import FLOAT32_TOKENS
 from multipack.ops.attention.masks import check_window, document_mask, first_visible, mask_4d
-from multipack.ops.attention.selection import position
 from multipack.ops.attention.table import BACKENDS, Backend, find_backend
 from multipack.ops.autocast import in_autocast_dtype
 
@@ -96,7 +95,7 @@ def select(backend: str, q: Tensor, k: Tensor, v: Tensor, window: int | None = N
         from multipack.ops.attention import compiling
 
         return table.BACKENDS[compiling.position(backend, *properties)]
-    return table.BACKENDS[position(backend, *properties)]
+    return table.BACKENDS[table.position(backend, *properties)]
 
 
 def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:

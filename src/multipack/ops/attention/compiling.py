@@ -9,6 +9,6 @@ from collections.abc import Callable
 
 import torch
 
-from multipack.ops.attention.selection import position as uncompiled
+from multipack.ops.attention.table import position as uncompiled
 
 position: Callable[..., int] = torch.compiler.assume_constant_result(uncompiled)  # type: ignore[no-untyped-call]

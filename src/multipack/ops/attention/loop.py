@@ -24,12 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from multipack.data.batch import PackedBatch
-from multipack.ops.attention.runs import repeat_heads, runs
+from multipack.ops.attention.runs import repeat_heads, runs, wide
 
 FLOAT32_TOKENS = 512
-"""On a CPU, bfloat16 documents of up to this number of tokens are computed in float32, where torch is faster (2.1 × at
-64 tokens, 1.3 × at 200, equal at 500) and more exact; above it the bfloat16 kernel is faster
-(benchmarks/precision.py)."""
+"""On a CPU, half-precision documents of up to this number of tokens are computed in float32, where torch is faster for
+bfloat16 (2.1 × at 64 tokens, 1.3 × at 200, equal at 500) and more exact (benchmarks/precision.py)."""
 
 GROUPED_KERNELS = torch.__version__ >= "2.13"
 """Whether torch's CPU kernels support fewer key heads than query heads, backward too: earlier versions may read beyond
@@ -81,13 +80,8 @@ def _lengths(cu_seqlens: Tensor, slots: int) -> list[int]:
     return [stop - start for start, stop in pairwise(starts)]
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the operator's result: for bfloat16 the unrounded one, which the backward pass reads."""
-    return torch.float32 if dtype == torch.bfloat16 else dtype
-
-
 def _kernel_dtype(keys: slice, dtype: torch.dtype) -> torch.dtype:
-    return _wide(dtype) if keys.stop - keys.start <= FLOAT32_TOKENS else dtype
+    return wide(dtype) if keys.stop - keys.start <= FLOAT32_TOKENS else dtype
 
 
 @torch.library.custom_op("multipack::document_attention", mutates_args=(), device_types="cpu")
@@ -104,10 +98,11 @@ def document_attention(
         window: tokens that each position sees, itself included; None = the whole document before it.
 
     Returns:
-        (T, H, D) in q's dtype, but float32 for bfloat16; and (T, H) in float32, or float64 for float64.
+        (T, H, D) and (T, H) in float32, or float64 for float64: in half precision the backward pass reads the
+        unrounded result.
     """
-    out = q.new_empty(q.shape, dtype=_wide(q.dtype))
-    logsumexp = q.new_empty(q.shape[:2], dtype=_statistics_dtype(q.dtype))
+    out = q.new_empty(q.shape, dtype=wide(q.dtype))
+    logsumexp = q.new_empty(q.shape[:2], dtype=out.dtype)
     for run in runs(_lengths(cu_seqlens, len(q))):
         for queries, keys in _tiles(run.length, window):
             dtype = _kernel_dtype(keys, q.dtype)
@@ -124,12 +119,7 @@ def document_attention(
 
 @document_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
-    out = q.new_empty(q.shape, dtype=_wide(q.dtype))
-    return out, q.new_empty(q.shape[:2], dtype=_statistics_dtype(q.dtype))
-
-
-def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    return q.new_empty(q.shape, dtype=wide(q.dtype)), q.new_empty(q.shape[:2], dtype=wide(q.dtype))
 
 
 @torch.library.custom_op("multipack::document_attention_backward", mutates_args=(), device_types="cpu")

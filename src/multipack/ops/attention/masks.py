@@ -1,4 +1,4 @@
-"""Masks. All follow from the first position that each position sees.
+"""Masks, and the reference backend that uses one. All follow from the first position that each position sees.
 
     documents        A A A B B          cu_seqlens 0 3 5
     first visible    0 0 0 3 3          position i sees first[i] … i
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -110,3 +111,12 @@ def once_a_batch(batch: PackedBatch, key: tuple[Any, ...], make: Callable[[], Ma
         made[key] = make()
     result: Made = made[key]
     return result
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None) -> Tensor:
+    """The backend `dense`: all pairs of tokens of the pack, most of them masked."""
+    grouped = k.shape[1] != q.shape[1]
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    mask = document_mask(batch, window)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+    return out.squeeze(0).transpose(0, 1)

@@ -49,3 +49,8 @@ def repeat_heads(x: Tensor, q: Tensor) -> Tensor:
     """(T, K, D) → (T, H, D): each key head once for every query head that reads it."""
     groups = q.shape[1] // x.shape[1]
     return x if groups == 1 else x.repeat_interleave(groups, dim=1)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from multipack.data.batch import PackedBatch
 from multipack.ops.attention.flex import flex
 from multipack.ops.attention.loop import loop
-from multipack.ops.attention.reference import dense, padded
+from multipack.ops.attention.masks import dense
 from multipack.ops.attention.varlen import flash, flash3, varlen, xformers
 
 AttentionFunction = Callable[[Tensor, Tensor, Tensor, PackedBatch, int | None], Tensor]
@@ -102,11 +103,14 @@ class Backend:
         if request.kv_heads != request.heads and not self.gqa:
             return f"{request.kv_heads} key heads for {request.heads} query heads"
         if self.head_widths is not None and request.head_width not in self.head_widths:
-            return f"heads {request.head_width} wide (it takes {_widths(self.head_widths)})"
+            widths, step = f"{self.head_widths[0]} … {self.head_widths[-1]}", self.head_widths.step
+            multiples = f" in multiples of {step}" if step > 1 else ""
+            return f"heads {request.head_width} wide (it takes {widths}{multiples})"
         if self.generations is not None:
-            major = _generation(request.device)
-            if major is not None and not self.generations[0] <= major <= self.generations[1]:
-                return f"a GPU of compute capability {major} (it runs on {_span(self.generations)})"
+            major, (first, last) = _generation(request.device), self.generations
+            if major is not None and not first <= major <= last:
+                runs_on = f"{first}.x" if first == last else f"{first}.0 and newer"
+                return f"a GPU of compute capability {major} (it runs on {runs_on})"
         if request.compiled and self.compiles is not None and request.device.type not in self.compiles:
             return f"torch.compile on {request.device.type} (it would compile again for every pack)"
         return self.missing
@@ -134,19 +138,36 @@ def find_backend(name: str) -> Backend:
     )
 
 
-def _span(generations: tuple[int, int]) -> str:
-    first, last = generations
-    return f"{first}.x" if first == last else f"{first}.0 and newer"
-
-
-def _widths(widths: range) -> str:
-    multiples = "" if widths.step == 1 else f" in multiples of {widths.step}"
-    return f"{widths[0]} … {widths[-1]}{multiples}"
-
-
 def names() -> str:
     """Names of all backends, separated by commas."""
     return ", ".join(row.name for row in BACKENDS)
+
+
+def position(backend: str, *properties: Any) -> int:
+    """Index in `BACKENDS` of the backend for a call.
+
+    Args:
+        backend: a name, or `"auto"`: the first that supports the call.
+        properties: the values of its `Request`, in order, which torch.compile can treat as constants (compiling.py).
+
+    Raises:
+        ValueError: an unknown backend, or one that does not support the call; the message suggests one that does.
+    """
+    request = Request(*properties)
+    able = [row for row in BACKENDS if row.automatic and not row.obstacle(request)]
+    if backend == "auto":
+        if not able:
+            traced = " under torch.compile" if request.compiled else ""
+            raise ValueError(
+                f"no attention backend supports {request.dtype} on {request.device.type}{traced}; there are {names()}"
+            )
+        return BACKENDS.index(able[0])
+    row = find_backend(backend)
+    obstacle = row.obstacle(request)
+    if obstacle:
+        hint = f"; the nearest that does is {able[0].name!r}" if able else ""
+        raise ValueError(f"attention={backend} does not support {obstacle}{hint}")
+    return BACKENDS.index(row)
 
 
 @cache
@@ -162,7 +183,7 @@ def _generation(device: torch.device) -> int | None:
     return torch.cuda.get_device_capability(device)[0]
 
 
-NEWEST = 1000
+NEWEST = 99
 """As the last of `generations`: no upper limit."""
 
 SDPA = (
@@ -239,14 +260,6 @@ BACKENDS: tuple[Backend, ...] = (
         compiles=("cpu",),
         operators=("multipack::document_attention", *SDPA),
         note="torch's attention, one call per run of equally long documents; on a CPU one operator for all",
-    ),
-    Backend(
-        name="padded",
-        function=padded,
-        compiles=(),
-        automatic=False,
-        operators=SDPA,
-        note="documents padded to the longest of the pack: for comparison with padding",
     ),
     Backend(
         name="dense",
