@@ -1,12 +1,15 @@
 """What the tests of data/ share: small stores and configurations whose cache is the test's own."""
 
+from pathlib import Path
+
 import pytest
 
 from multipack.data.data_config import DataConfig
 from multipack.data.documents import Documents
+from multipack.data.shards import StoreHeader
 from multipack.data.store import TokenStore
 from multipack.data.tokenizer import byte_tokenizer
-from multipack.data.writer import StoreWriter
+from multipack.data.writer import ShardBuilder, StoreWriter
 
 
 @pytest.fixture
@@ -36,6 +39,21 @@ def write_store(tmp_path):
         return TokenStore(path)
 
     return write
+
+
+@pytest.fixture(scope="session")
+def memory_store():
+    """Makes a store in memory of documents that are lists of (bytes, is_target) parts."""
+
+    def make(documents):
+        tokenizer, builder = byte_tokenizer(), ShardBuilder(257)
+        for number, parts in enumerate(documents):
+            builder.add(f"doc{number}", parts)
+        return TokenStore.of_documents(
+            Path("memory"), builder.build(), StoreHeader(257, "byte", tokenizer.hash)
+        )
+
+    return make
 
 
 @pytest.fixture

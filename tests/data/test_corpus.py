@@ -11,7 +11,6 @@ from multipack.data.corpus import load_corpus
 from multipack.data.corpus_report import LengthsConfig, read_lengths
 from multipack.data.data_config import DataConfig
 from multipack.data.documents import Documents
-from multipack.data.overlong import Fit
 from multipack.data.prepare import prepare
 from multipack.data.shards import HEADER
 from multipack.data.store import TokenStore
@@ -169,7 +168,7 @@ def test_lengths_of_a_store_are_those_of_training(write_store):
     with pytest.raises(ValueError, match=r"more than the limit of 8 .*data\.overlong=truncate"):
         read_lengths(store.path, 8)
     found = read_lengths(store.path, 8, data=LengthsConfig("split", overlap=1, repeat_prompt=True))
-    documents, report = Documents.whole(store).fit(8, Fit("split", 1, True))
+    documents, report = Documents.whole(store).fit(8, "split", 1, True)
     assert found.lengths.tolist() == documents.lengths.tolist() == [8, 8, 4]
     assert (found.targets.tolist(), found.fit) == (documents.target_counts.tolist(), report)
 
@@ -201,6 +200,6 @@ def test_the_standard_library(monkeypatch):
     assert corpus.train_fit.split_documents > 10  # auto: functions longer than the limit are split
     assert len(corpus.prompts) == 3
     assert all(prompt.lstrip().startswith(("def ", "async def ")) for prompt in corpus.prompts)
-    monkeypatch.setitem(module.prepare.__globals__, "write_part", None)
+    monkeypatch.setitem(module.prepare.__globals__, "_write_part", None)
     again = load_corpus(DataConfig(), AUTO, limit=1024)  # from the cache
     assert again.train.fingerprint == corpus.train.fingerprint

@@ -2,14 +2,11 @@ import pickle
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multipack.data.batch import IGNORE
 from multipack.data.documents import Documents
-from multipack.data.store import TokenStore
-from multipack.data.tokenizer import byte_tokenizer
-from multipack.data.writer import StoreWriter
 
 
 def counted(documents):
@@ -53,16 +50,16 @@ def test_cut_gives_blocks(small):
         small.cut(0)
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=60)
 @given(st.data())
-def test_any_view_counts_its_targets_right(tmp_path_factory, data):
+def test_any_view_counts_its_targets_right(memory_store, data):
     part = st.tuples(st.integers(0, 6), st.booleans())
     shapes = data.draw(st.lists(st.lists(part, min_size=1, max_size=4), min_size=1, max_size=6))
-    path = tmp_path_factory.mktemp("view") / "s"
-    with StoreWriter(path, byte_tokenizer()) as writer:
-        for number, parts in enumerate(shapes):
-            writer.add(str(number), [([7], False), *(([number] * length, on) for length, on in parts)])
-    documents = Documents.whole(TokenStore(path), data.draw(st.booleans()))
+    encoded = [
+        [([7], False), *(([number] * length, on) for length, on in parts)]
+        for number, parts in enumerate(shapes)
+    ]
+    documents = Documents.whole(memory_store(encoded), data.draw(st.booleans()))
     for view in (documents, documents.cut(data.draw(st.integers(1, 9)))):
         assert view.target_counts.tolist() == counted(view)
         assert view.num_tokens == sum(len(document.tokens) for document in view) == documents.num_tokens

@@ -18,17 +18,19 @@ from multipack.data.tokenizer import TokenizerConfig, byte_tokenizer
 from multipack.data.writer import StoreWriter
 
 
-def joint_of(folder, sources):
-    """A joint store of these lists of lengths, and a view of each of its stores."""
-    stores = []
-    for number, lengths in enumerate(sources):
-        with StoreWriter(folder / f"s{number}", byte_tokenizer()) as writer:
-            for document, length in enumerate(lengths):
-                writer.add(f"{number}.{document}", [([number] * length, True)])
-        stores.append(TokenStore(folder / f"s{number}"))
-    joint = TokenStore.joined(folder, stores, [f"s{number}" for number in range(len(stores))])
-    first = np.cumsum([0, *map(len, sources)])
-    return [Documents.whole(store).within(joint, int(at)) for store, at in zip(stores, first, strict=False)]
+@pytest.fixture(scope="session")
+def joint_of(memory_store):
+    """Makes a joint store of lists of lengths, and returns a view of each of its stores."""
+
+    def make(*sources):
+        stores = [memory_store([[([7] * length, True)] for length in lengths]) for lengths in sources]
+        joint = TokenStore.joined(stores[0].path, stores, [f"s{number}" for number in range(len(stores))])
+        return [
+            Documents.whole(store).within(joint, int(at))
+            for store, at in zip(stores, joint.first, strict=False)
+        ]
+
+    return make
 
 
 def counts_of(view, sources):
@@ -38,8 +40,8 @@ def counts_of(view, sources):
     return [[seen[int(first[i]) + n] for n in range(len(source))] for i, source in enumerate(sources)]
 
 
-def test_documents_in_exact_shares(tmp_path):
-    sources = joint_of(tmp_path, [[3] * 10, [5] * 4])
+def test_documents_in_exact_shares(joint_of):
+    sources = joint_of([3] * 10, [5] * 4)
     view, (a, b) = mix(sources, ["a", "b"], [0.3, 0.1], "documents", "all")
     assert (a.documents, b.documents) == (12, 4)  # three to one, all of a and of b
     assert (a.got, a.asked, a.times, a.left_out) == (0.75, 0.75, 1.2, 0)
@@ -55,8 +57,8 @@ def test_documents_in_exact_shares(tmp_path):
     assert b.describe().endswith("; 1 documents left out")
 
 
-def test_without_weights_every_document_is_seen_once(tmp_path):
-    sources = joint_of(tmp_path, [[7, 2, 9, 4], [50, 30]])
+def test_without_weights_every_document_is_seen_once(joint_of):
+    sources = joint_of([7, 2, 9, 4], [50, 30])
     for unit in ("documents", "tokens"):
         for ends in ("all", "first"):
             view, shares = mix(sources, ["a", "b"], [], unit, ends)
@@ -64,8 +66,8 @@ def test_without_weights_every_document_is_seen_once(tmp_path):
             assert [share.times for share in shares] == [1, 1]
 
 
-def test_impossible_mixtures_are_refused(tmp_path):
-    sources = joint_of(tmp_path, [[1] * 1000, [1]])
+def test_impossible_mixtures_are_refused(joint_of):
+    sources = joint_of([1] * 1000, [1])
     with pytest.raises(ValueError, match=r"s1 is seen 9,999,000,000 times.*mixture_ends=first"):
         mix(sources, ["s0", "s1"], [1e-7, 1 - 1e-4], "tokens", "all")
     with pytest.raises(ValueError, match="s1 has no documents"):
@@ -76,9 +78,9 @@ def test_impossible_mixtures_are_refused(tmp_path):
 
 @settings(deadline=None, max_examples=60)
 @given(st.data())
-def test_any_mixture_is_exact(tmp_path_factory, data):
+def test_any_mixture_is_exact(joint_of, data):
     lengths = st.lists(st.integers(1, 12), min_size=1, max_size=9)
-    sources = joint_of(tmp_path_factory.mktemp("mix"), data.draw(st.lists(lengths, min_size=2, max_size=4)))
+    sources = joint_of(*data.draw(st.lists(lengths, min_size=2, max_size=4)))
     weights = data.draw(
         st.lists(st.sampled_from([0.1, 0.25, 0.3, 1, 2.5, 7]), min_size=len(sources), max_size=len(sources))
     )

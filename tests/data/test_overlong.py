@@ -4,10 +4,6 @@ from hypothesis import strategies as st
 
 from multipack.data.batch import IGNORE
 from multipack.data.documents import Documents
-from multipack.data.overlong import Fit
-from multipack.data.store import TokenStore
-from multipack.data.tokenizer import byte_tokenizer
-from multipack.data.writer import StoreWriter
 
 
 @pytest.fixture
@@ -40,7 +36,7 @@ def test_what_fits_is_left_alone(documents):
 )
 def test_impossible_requests_are_refused(documents, limit, fit, complaint):
     with pytest.raises(ValueError, match=complaint):
-        documents.fit(limit, Fit("split", **fit) if isinstance(fit, dict) else fit)
+        documents.fit(limit, **({"policy": "split"} | fit if isinstance(fit, dict) else {"policy": fit}))
 
 
 def test_truncate_left_keeps_the_end(documents):
@@ -78,7 +74,7 @@ def test_an_empty_view_fits(documents):
 
 def test_pieces_begin_with_the_prompt(write_store):
     documents = Documents.whole(write_store([[(3, False), (9, True)], [(4, True)]]))
-    fitted, report = documents.fit(6, Fit("split", overlap=1, repeat_prompt=True))
+    fitted, report = documents.fit(6, "split", overlap=1, repeat_prompt=True)
     assert [document.tokens.tolist() for document in fitted] == [
         [0, 1, 2, 3, 4, 5],
         [0, 1, 2, 5, 6, 7],
@@ -113,33 +109,32 @@ def pieces_of(document, limit, overlap, prompt):
 
 @settings(deadline=None, max_examples=80)
 @given(st.data())
-def test_any_split_trains_every_target_once(tmp_path_factory, data):
+def test_any_split_trains_every_target_once(memory_store, data):
     part = st.tuples(st.integers(0, 7), st.booleans())
     shapes = data.draw(st.lists(st.lists(part, min_size=1, max_size=4), min_size=1, max_size=5))
-    path, documents = tmp_path_factory.mktemp("split") / "s", []
-    with StoreWriter(path, byte_tokenizer()) as writer:
-        for number, parts in enumerate(shapes):
-            made, document = [], []
-            for length, on in [(1, False), *parts]:
-                tokens = [(17 * number + len(document) + i) % 256 for i in range(length)]
-                made.append((tokens, on))
-                document += [(token, on) for token in tokens]
-            writer.add(f"doc{number}", made)
-            documents.append(document)
+    encoded, documents = [], []
+    for number, parts in enumerate(shapes):
+        made, document = [], []
+        for length, on in [(1, False), *parts]:
+            tokens = [(17 * number + len(document) + i) % 256 for i in range(length)]
+            made.append((tokens, on))
+            document += [(token, on) for token in tokens]
+        encoded.append(made)
+        documents.append(document)
     limit = data.draw(st.integers(2, 12))
     overlap, repeat_prompt = data.draw(st.integers(0, limit - 1)), data.draw(st.booleans())
     on_prompt = data.draw(st.booleans())
     prompts = [next((i for i, (_, on) in enumerate(document) if on), 0) for document in documents]
-    view = Documents.whole(TokenStore(path), train_on_prompt=on_prompt)
-    fit = Fit("split", overlap, repeat_prompt)
+    view = Documents.whole(memory_store(encoded), train_on_prompt=on_prompt)
+    fit = ("split", overlap, repeat_prompt)
     long = [len(document) > limit for document in documents]
     if repeat_prompt and any(
         is_long and prompt + overlap >= limit for is_long, prompt in zip(long, prompts, strict=True)
     ):
         with pytest.raises(ValueError, match="leaves no room for new tokens"):
-            view.fit(limit, fit)
+            view.fit(limit, *fit)
         return
-    fitted, report = view.fit(limit, fit)
+    fitted, report = view.fit(limit, *fit)
     if on_prompt:
         documents = [[(token, True) for token, _ in document] for document in documents]
     expected = []

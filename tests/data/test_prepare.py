@@ -158,8 +158,8 @@ def test_a_prepared_store_is_opened_without_reading_or_hashing(config, pairs, op
 
 
 def test_a_store_is_made_once(config, pairs, monkeypatch):
-    made, write = [], module.write_part
-    monkeypatch.setattr(module, "write_part", lambda *given: made.append(given[0]) or write(*given))
+    made, write = [], module._write_part
+    monkeypatch.setattr(module, "_write_part", lambda *given: made.append(given[0]) or write(*given))
     data = config(source="jsonl", path=pairs)
     path = prepare(data, BYTE)
     assert prepare(config(source="jsonl", path=pairs, validation=0.5, train_on_prompt=True), BYTE) == path
@@ -417,22 +417,22 @@ def test_shards_of_other_documents_are_not_used_and_damaged_ones_made_again(
 
 
 def _prepare(path, cache, marks):
-    write = module.write_part
+    write = module._write_part
 
     def slow(*given):
         (Path(marks) / str(os.getpid())).touch()
         time.sleep(0.5)
         write(*given)
 
-    module.write_part = slow
+    module._write_part = slow
     assert len(load_corpus(DataConfig(source="jsonl", path=path, cache=cache), BPE, limit=64).train) == 18
 
 
 def test_one_process_prepares_while_others_wait(pairs, tmp_path):
     (tmp_path / "marks").mkdir()
-    spawn = multiprocessing.get_context("spawn")
+    fork = multiprocessing.get_context("fork")
     given = (pairs, str(tmp_path / "cache"), str(tmp_path / "marks"))
-    processes = [spawn.Process(target=_prepare, args=given) for _ in range(2)]
+    processes = [fork.Process(target=_prepare, args=given) for _ in range(2)]
     for process in processes:
         process.start()
     for process in processes:

@@ -59,7 +59,7 @@ def test_every_document_once_and_equal_counts(data):
 
 
 @pytest.mark.parametrize("tail", ["keep", "drop", "carry"])
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3])
 def test_resume_is_exact_at_every_position(tail, world):
     rank = world - 1
     whole = epochs(sampler(rank, world, tail=tail), range(3))
@@ -220,9 +220,9 @@ def test_torch_data_loader(workers):
     assert list(loader) == list(made)[2 * made.micro_batches :]
 
 
-@pytest.mark.parametrize("align", [1, 8])
-@pytest.mark.parametrize("loss_weighting", ["token", "document"])
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("world", "loss_weighting", "align"), [(1, "document", 8), (3, "token", 8), (3, "document", 1)]
+)
 def test_denominators_of_all_ranks_add_up_to_the_plans(world, loss_weighting, align):
     """Collated packs of all ranks and micro-batches: their denominators are what the plan said without looking."""
     documents = [
@@ -250,14 +250,14 @@ def test_every_epoch_is_as_close_to_its_order_as_a_plan(name):
     """A fixed number of steps must not be bought with a wider window than was asked for."""
     random = np.random.default_rng(3)
     lengths = {
-        "uniform": random.integers(1, 8193, 3000),
-        "lognormal": random.lognormal(5.7, 1.0, 8000).clip(1, 8192).astype(int),
-        "small packs": np.minimum(random.integers(24, 6000, 3000), 2048) * 4,
+        "uniform": random.integers(1, 8193, 1500),
+        "lognormal": random.lognormal(5.7, 1.0, 4000).clip(1, 8192).astype(int),
+        "small packs": np.minimum(random.integers(24, 6000, 1500), 2048) * 4,
     }[name]
     options = {"capacity": 8192, "packs_per_step": 4, "window": 4}
     sampler = PackedBatchSampler(lengths, **options)
     assert abs(sampler.steps_per_epoch - plan(lengths, **options).num_steps) <= 3
-    for epoch in range(4):
+    for epoch in range(3):
         sampler.set_epoch(epoch)
         assert sampler.plan.num_steps == sampler.steps_per_epoch
         assert sampler.plan.window <= 8

@@ -181,18 +181,13 @@ def test_stores_of_different_kinds_are_not_joined(path, write_pairs, tmp_path):
 
 @settings(deadline=None, max_examples=40)
 @given(st.data())
-def test_any_documents_of_any_stores_have_their_ranges(tmp_path_factory, data):
-    folder = tmp_path_factory.mktemp("joined")
+def test_any_documents_of_any_stores_have_their_ranges(memory_store, data):
     sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     part, stores = st.tuples(st.integers(1, 4), st.booleans()), []
     for number, size in enumerate(sizes):
-        shard_tokens = data.draw(st.integers(1, 20))
-        with StoreWriter(folder / str(number), byte_tokenizer(), shard_tokens=shard_tokens) as writer:
-            for document in range(size):
-                parts = data.draw(st.lists(part, min_size=1, max_size=4))
-                writer.add(str(document), [([number] * length, on) for length, on in parts])
-        stores.append(TokenStore(folder / str(number)))
-    joined = TokenStore.joined(folder, stores, ["x"] * len(stores))
+        shapes = [data.draw(st.lists(part, min_size=1, max_size=4)) for _ in range(size)]
+        stores.append(memory_store([[([number] * length, on) for length, on in parts] for parts in shapes]))
+    joined = TokenStore.joined(stores[0].path, stores, ["x"] * len(stores))
     numbers = np.array(data.draw(st.lists(st.integers(0, sum(sizes) - 1), max_size=8)), dtype=np.int64)
     counts, spans = joined.spans_of_each(numbers)
     expected = [joined.spans_of(number) for number in numbers.tolist()]

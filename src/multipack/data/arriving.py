@@ -30,7 +30,7 @@ import numpy as np
 
 from multipack.data.data_config import DataConfig
 from multipack.data.documents import Document, Documents
-from multipack.data.overlong import Fit, FitReport
+from multipack.data.overlong import FitReport
 from multipack.data.records import RecordReader, without_nulls
 from multipack.data.shards import HEADER, RECIPE, StoreHeader, find_shards
 from multipack.data.store import TokenStore
@@ -81,7 +81,7 @@ class Arriving(ABC):
         validation_fit: like `report`, for the validation documents.
 
     Raises:
-        ValueError: the first chunk has too few documents to hold some back; see `Fit`.
+        ValueError: the first chunk has too few documents to hold some back; see `Documents.fit`.
     """
 
     name: str
@@ -107,7 +107,7 @@ class Arriving(ABC):
         validation = head.split(data.validation, data.split_seed)[1]
         self._held = validation.pieces["document"]
         self._first_checksum, self.has_pairs = first.checksum, first.has_pairs
-        self.validation, self.validation_fit = validation.fit(limit, self._fit(first))
+        self.validation, self.validation_fit = validation.fit(limit, *self._fit(first))
         self._documents, self._chunk_report = self._training(first, 0)
 
     @abstractmethod
@@ -167,17 +167,18 @@ class Arriving(ABC):
         whole = Documents.whole(store, self._data.train_on_prompt)
         if chunk == 0 and len(self._held):
             whole = whole.take(np.flatnonzero(~np.isin(whole.pieces["document"], self._held)))
-        fit = self._fit(store)
+        policy, overlap, repeat_prompt = self._fit(store)
         # `Documents.fit` raises if it would drop all documents; later chunks may have shorter ones.
-        if fit.policy == "drop" and len(whole) and whole.lengths.min() > self._limit:
+        if policy == "drop" and len(whole) and whole.lengths.min() > self._limit:
             dropped = {"dropped_documents": len(whole), "dropped_tokens": whole.num_tokens}
             return whole.take([]), FitReport(self._limit, "drop", **dropped)
-        return whole.fit(self._limit, fit)
+        return whole.fit(self._limit, policy, overlap, repeat_prompt)
 
-    def _fit(self, store: TokenStore) -> Fit:
+    def _fit(self, store: TokenStore) -> tuple[str, int, bool]:
+        """Policy for long documents, overlap, and whether prompts are repeated; see `Documents.fit`."""
         data = self._data
         policy = store.overlong if data.overlong == "auto" else data.overlong
-        return Fit(policy, data.overlap, data.repeat_prompt)
+        return policy, data.overlap, data.repeat_prompt
 
     def state_dict(self) -> dict[str, Any]:
         """The current position, as plain data."""

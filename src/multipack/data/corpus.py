@@ -19,7 +19,7 @@ from multipack.data.arriving import Arriving, GrowingFolder, StreamedRecords
 from multipack.data.data_config import DataConfig
 from multipack.data.documents import Documents
 from multipack.data.mixture import Share, mix
-from multipack.data.overlong import Fit, FitReport
+from multipack.data.overlong import FitReport
 from multipack.data.prepare import prepare
 from multipack.data.sources import open_dataset, open_source
 from multipack.data.staging import stage, verify_once
@@ -162,8 +162,10 @@ def _divided(
 ) -> tuple[Documents, Documents, FitReport, FitReport]:
     """Training and validation documents of one store, none of them too long, and what was done to those that were."""
     train, validation = _split(store, data, limit)
-    fit = Fit(store.overlong if data.overlong == "auto" else data.overlong, data.overlap, data.repeat_prompt)
-    (train, train_fit), (validation, validation_fit) = train.fit(limit, fit), validation.fit(limit, fit)
+    policy = store.overlong if data.overlong == "auto" else data.overlong
+    (train, train_fit), (validation, validation_fit) = (
+        view.fit(limit, policy, data.overlap, data.repeat_prompt) for view in (train, validation)
+    )
     return train, validation, train_fit, validation_fit
 
 

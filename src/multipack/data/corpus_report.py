@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from multipack.data.data_config import Overlong
 from multipack.data.documents import Documents
-from multipack.data.overlong import Fit, FitReport
+from multipack.data.overlong import FitReport
 from multipack.data.store import TokenStore
 from multipack.planning.lengths import check_lengths
 
@@ -46,20 +46,13 @@ class CorpusReport:
     """A corpus in figures.
 
     Attributes:
-        description: one line for people.
-        documents: number of documents (or preference pairs).
-        tokens: their tokens.
-        targets: tokens that are targets; the first of a document is never one.
-        target_share: share of targets among the tokens.
-        mean, median, p99, longest: lengths in tokens.
-        longest_name: name of the first document of that length.
-        duplicates: documents that were left out as duplicates.
+        documents: number of documents, or preference pairs (`pairs`).
+        targets: tokens that are targets, and their share; the first token of a document is never one.
+        mean, median, p99, longest: lengths in tokens; `longest_name` is the first document of that length.
         skipped: reason → number of entries left out, duplicates included.
         histogram: documents by length; each bar is twice as wide as the previous one.
         excess: longer documents, for common capacities below the longest one.
-        pairs: whether documents are preference pairs.
-        is_stream: whether the store is one document, which training cuts into blocks.
-        shards: number of shards.
+        is_stream: whether the store is one stream of text, which training cuts into blocks.
         is_complete: False: the store still grows.
         bytes: size of all files.
         vocabulary_size: every token is less than this.
@@ -201,7 +194,7 @@ def read_lengths(
         if store.header.split_by == "position":
             documents = documents.cut(capacity)
         policy = store.overlong if data.overlong == "auto" else data.overlong
-        documents, fit = documents.fit(capacity, Fit(policy, data.overlap, data.repeat_prompt))
+        documents, fit = documents.fit(capacity, policy, data.overlap, data.repeat_prompt)
         return Lengths(documents.lengths, documents.target_counts, fit)
     if data is not None and data != LengthsConfig():
         raise ValueError(

@@ -18,10 +18,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from multipack.data.batch import IGNORE
-from multipack.data.overlong import POLICIES, Fit, FitReport, Integers, Pieces, pieces_of, report_fit, split
+from multipack.data.overlong import POLICIES, FitReport, Integers, Pieces, pieces_of, report_fit, split
 from multipack.data.store import TokenStore
 
 _VALIDATION = 1 << 20  # random stream of the choice of validation documents
+_ROOM = "plan.capacity (and model.context, where positions are learned)"
 
 
 def seeded_order(count: int, seed: int, stream: int) -> Integers:
@@ -280,63 +281,72 @@ class Documents:
         pieces["start"] += mine["start"]
         return self._view(pieces)
 
-    def fit(self, limit: int, fit: Fit | str = "error") -> tuple[Documents, FitReport]:
+    def fit(
+        self, limit: int, policy: str = "error", overlap: int = 0, repeat_prompt: bool = False
+    ) -> tuple[Documents, FitReport]:
         """A view in which no document is longer than `limit` tokens, and a report of what was done.
 
+        Args:
+            limit: most tokens of a document.
+            policy: for longer documents: `error`, or a name in `POLICIES`.
+            overlap: tokens that a piece of a split document repeats from the piece before.
+            repeat_prompt: whether each piece of a split document begins with the document's prompt.
+
         Raises:
-            ValueError: a limit below 1; a document too long with policy `error`; a pair that would be shortened; `drop`
-                leaves no document; `split` leaves no room for new tokens; see also `Fit`.
+            ValueError: an unknown policy; a limit below 1; a document too long with policy `error`; a pair that would
+                be shortened; `drop` leaves no document; `split` leaves no room for new tokens.
         """
-        fit = Fit(fit) if isinstance(fit, str) else fit
         long = np.flatnonzero(self.lengths > limit)
-        self._check_fit(limit, fit, long)
+        self._check_fit(limit, policy, overlap, long)
         if not len(long):
-            return self, FitReport(limit, fit.policy, without_targets=self._without_targets())
+            return self, FitReport(limit, policy, without_targets=self._without_targets())
         prompt = np.zeros_like(self.lengths)
-        if fit.policy == "split" and fit.repeat_prompt:
+        if policy == "split" and repeat_prompt:
             prompt[long] = self.prompts(long)
-        full = np.flatnonzero(prompt + fit.overlap >= limit)
-        if len(full):
-            first = int(full[0])
-            raise ValueError(
-                f"{self.names(first)} has a prompt of {int(prompt[first]):,} tokens, which leaves no room for new"
-                f" tokens in pieces of {limit:,} with data.overlap={fit.overlap:,} ({len(full):,} such documents): set"
-                " data.repeat_prompt=false, or raise plan.capacity (and model.context, where positions are learned)"
-            )
-        cuts = POLICIES[fit.policy](self.lengths, limit, fit.overlap, prompt)
+            if len(full := np.flatnonzero(prompt + overlap >= limit)):
+                first = int(full[0])
+                raise ValueError(
+                    f"{self.names(first)} has a prompt of {int(prompt[first]):,} tokens, which leaves no room for new"
+                    f" tokens in pieces of {limit:,} with data.overlap={overlap:,} ({len(full):,} such documents): set"
+                    f" data.repeat_prompt=false, or raise {_ROOM}"
+                )
+        cuts = POLICIES[policy](self.lengths, limit, overlap, prompt)
         if not len(cuts):
             others = "" if self.store.has_pairs else "set data.overlong=truncate or split, or "
             raise ValueError(
-                f"data.overlong={fit.policy} leaves nothing: all {len(long):,} documents exceed {limit:,} tokens;"
+                f"data.overlong={policy} leaves nothing: all {len(long):,} documents exceed {limit:,} tokens;"
                 f" {others}raise plan.capacity"
             )
         fitted = self._cut(cuts)
-        return fitted, report_fit(self.lengths, cuts, limit, fit.policy, fitted._without_targets())
+        return fitted, report_fit(self.lengths, cuts, limit, policy, fitted._without_targets())
 
     def _without_targets(self) -> int:
         return int((self.target_counts == 0).sum())
 
-    def _check_fit(self, limit: int, fit: Fit, long: Integers) -> None:
+    def _check_fit(self, limit: int, policy: str, overlap: int, long: Integers) -> None:
         if limit < 1:
             raise ValueError(f"a document cannot fit into {limit} tokens")
-        room = "plan.capacity (and model.context, where positions are learned)"
-        if fit.policy == "split" and fit.overlap >= limit:
+        if policy not in ("error", *POLICIES):
+            raise ValueError(f"data.overlong={policy!r}: one of {', '.join(('error', *POLICIES))}")
+        if overlap < 0:
+            raise ValueError(f"data.overlap={overlap}: tokens to repeat, 0 or more")
+        if policy == "split" and overlap >= limit:
             raise ValueError(
-                f"data.overlap={fit.overlap:,} leaves no room for new tokens in pieces of {limit:,}: lower it, or raise"
-                f" {room}"
+                f"data.overlap={overlap:,} leaves no room for new tokens in pieces of {limit:,}: lower it, or raise"
+                f" {_ROOM}"
             )
         are_pairs = self.store.has_pairs
-        if not len(long) or (fit.policy != "error" and not are_pairs) or fit.policy == "drop":
+        if not len(long) or policy == "drop" or (policy != "error" and not are_pairs):
             return
         remedy = "set data.overlong=truncate, split or drop, or raise"
         if are_pairs:
-            given = "" if fit.policy == "error" else f"data.overlong={fit.policy}, but "
+            given = "" if policy == "error" else f"data.overlong={policy}, but "
             remedy = f"{given}a preference pair cannot be shortened: set data.overlong=drop, or raise"
         first = int(long[0])
         raise ValueError(
             f"document {first:,} ({self.names(first)}) has {int(self.lengths[first]):,} tokens, more than the limit of"
             f" {limit:,} tokens for a document ({len(long):,} of {len(self):,} documents are too long, the longest has"
-            f" {int(self.lengths.max()):,}): {remedy} {room}"
+            f" {int(self.lengths.max()):,}): {remedy} {_ROOM}"
         )
 
     def __repr__(self) -> str:

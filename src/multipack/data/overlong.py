@@ -97,30 +97,6 @@ POLICIES: dict[str, Callable[[Integers, int, int, Integers], Pieces]] = {
 
 
 @dataclass(frozen=True)
-class Fit:
-    """Policy for documents that are too long.
-
-    Attributes:
-        policy: `error`, or a name in `POLICIES`.
-        overlap: tokens that a piece of a split document repeats from the piece before.
-        repeat_prompt: whether each piece of a split document begins with the document's prompt.
-
-    Raises:
-        ValueError: an unknown policy, or a negative overlap.
-    """
-
-    policy: str = "error"
-    overlap: int = 0
-    repeat_prompt: bool = False
-
-    def __post_init__(self) -> None:
-        if self.policy not in ("error", *POLICIES):
-            raise ValueError(f"data.overlong={self.policy!r}: one of {', '.join(('error', *POLICIES))}")
-        if self.overlap < 0:
-            raise ValueError(f"data.overlap={self.overlap}: tokens to repeat, 0 or more")
-
-
-@dataclass(frozen=True)
 class FitReport:
     """What a policy did.
 

@@ -81,7 +81,7 @@ def prepare(
     if out is not None:
         _refuse_foreign(out, overwrite)  # before the work
     made = build_tokenizer(tokenizer, source, cache, progress)
-    key = job_key(data, source, made)
+    key = _job_key(data, source, made)
     path = out if out is not None else cache / "stores" / key
     place = hashlib.sha256(f"{path.absolute()} {part}".encode()).hexdigest()[:32]
     with locked(cache / "stores" / f"{place}.lock"):
@@ -100,7 +100,7 @@ def prepare(
                         f"{path}: not all parts are there; every machine of the cluster must see this folder"
                     )
             else:
-                write_part(target, source, made, key, number - 1, parts, shards, progress, tell)
+                _write_part(target, source, made, key, number - 1, parts, shards, progress, tell)
         if is_beside and (target / HEADER).is_file():
             sweep(path)
             move_into_place(target, path, replace=True)
@@ -158,7 +158,7 @@ def _refuse_foreign(path: Path, overwrite: bool) -> None:
         raise ValueError(f"{path} holds {min(others).name} beside the token store; choose another folder")
 
 
-def job_key(data: DataConfig, source: Source, tokenizer: Tokenizer) -> str:
+def _job_key(data: DataConfig, source: Source, tokenizer: Tokenizer) -> str:
     """Hash of source (names, sizes and modification times of its files), settings and tokenizer."""
     versions = f"{VERSION} tokenizers {tokenizers.__version__}"
     recipe = f"{versions} {source.identity} dedup {data.dedup} {tokenizer.hash}"
@@ -179,7 +179,7 @@ def _is_begun(path: Path, key: str, parts: int) -> bool:
     return recipe is not None and (recipe.key, recipe.parts) == (key, parts) and not (path / HEADER).exists()
 
 
-def write_part(
+def _write_part(
     path: Path,
     source: Source,
     tokenizer: Tokenizer,
@@ -190,22 +190,7 @@ def write_part(
     progress: Progress | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> None:
-    """Write one part of a store, continuing after its finished shards; the last part completes the store.
-
-    Args:
-        path: folder of the store.
-        source: the whole source.
-        tokenizer: makes the tokens.
-        key: see `job_key`.
-        part: number of the part, from 0.
-        parts: number of parts.
-        shards: see `prepare`.
-        progress: see `prepare`.
-        tell: see `prepare`.
-
-    Raises:
-        ValueError: the source is malformed or empty, or `path` holds a store of other documents.
-    """
+    """Write part `part` (from 0) of a store, continuing after its finished shards; the last one completes the store."""
     source = source.part(part, parts)
     writer = StoreWriter(
         path,
@@ -227,9 +212,8 @@ def write_part(
         return
     with writer:
         if writer.read:
-            tell(
-                f"{writer.read:,} documents ({writer.tokens:,} tokens) are there from an interrupted prepare"
-            )
+            tokens = sum(shard.tokens for shard in writer.shards)
+            tell(f"{writer.read:,} documents ({tokens:,} tokens) are there from an interrupted prepare")
         read = _fill(writer, source, shards, progress or _silent)
         writer.skipped = source.skipped
         kept = sum(shard.documents for shard in writer.shards) // (2 if source.pairs else 1)
@@ -269,12 +253,12 @@ def _part_writer(
         try:
             os.chdir(folder)  # relative paths are those of the caller
             source, there = open_source(data, config), Tokenizer(*definition)
-            if job_key(data, source, there) != key:
+            if _job_key(data, source, there) != key:
                 return (
                     f"{data.path}: this machine sees other files, other times of change, or another version of the"
                     " package tokenizers than the caller"
                 )
-            write_part(path, source, there, key, part, parts)
+            _write_part(path, source, there, key, part, parts)
         except (ValueError, OSError) as error:
             return str(error)
         return ""

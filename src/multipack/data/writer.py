@@ -208,11 +208,6 @@ class StoreWriter:
         )
         self._begin_shard()
 
-    @property
-    def tokens(self) -> int:
-        """Number of tokens in the shards."""
-        return sum(shard.tokens for shard in self.shards)
-
     def __enter__(self) -> StoreWriter:
         # Another part of the same store may write its recipe between the first look and the second.
         if not (self._continues() or is_free(self.path, leftovers=True) or self._continues()):
