@@ -5,7 +5,7 @@
     python benchmarks/attention.py --window 256
 
 Everything alternates in one run, and the ratios are medians over repetitions: to the row that `auto` chooses. On a
-CPU the clock is this process's CPU time, which a busy machine slows for all alike; on a GPU it is the device's own.
+CPU the clock is this process's CPU time; on a GPU it is the device's own.
 Documents are lognormal, scaled to fill the pack, and drawn until padding to the longest would take about
 `--pad-factor` times their tokens. `padded` is what a padded model does: its rows are padded from the first layer on,
 so that spreading the tokens over them is not timed. Results go to results/attention.json beside this script, those
@@ -30,7 +30,6 @@ from multipack.ops.attention import BACKENDS, attention, select
 from multipack.ops.attention.table import Request
 from result import RESULTS, parser_of, write_result
 
-SETTINGS = ("heads", "head_width", "window", "dtype", "threads", "repeats", "seed")
 OPTIONS: dict[str, tuple[int, str]] = {
     "tokens": (8192, "T, tokens in the pack"),
     "documents": (22, "documents in the pack"),
@@ -65,7 +64,7 @@ def draw_lengths(tokens: int, documents: int, pad_factor: float, seed: int) -> l
     raise ValueError(f"no draw of {documents} documents has a pad factor of {pad_factor}: ask for another")
 
 
-def padded_slots(lengths: tuple[int, ...]) -> Tensor:
+def padded_slots(lengths: list[int]) -> Tensor:
     """(T,) the slot of each token when every document is a row as wide as the longest."""
     return torch.cat([row * max(lengths) + torch.arange(length) for row, length in enumerate(lengths)])
 
@@ -86,7 +85,7 @@ def make_ways(inputs: list[Tensor], lengths: list[int], window: int | None, with
         Way(name, inputs, partial(attention, batch=packed, backend=name, window=window))
         for name in sorted(names, key=lambda name: name != first)
     ]
-    slots = padded_slots(tuple(lengths)).to(q.device)
+    slots = padded_slots(lengths).to(q.device)
     size = padded.num_slots
     rows = [x.new_zeros(size, *x.shape[1:]).index_copy(0, slots, x.detach()).requires_grad_() for x in inputs]
     return [*ways, Way("padded", rows, partial(attention, batch=padded, backend="loop", window=window))]
@@ -143,7 +142,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default, help=meaning)
     parser.add_argument("--pad-factor", type=float, default=3.0, help="longest over mean length")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
-    parser.add_argument("--without", nargs="*", default=[], help="rows to leave out (dense, at many tokens)")
+    parser.add_argument("--without", nargs="*", default=[], help="ways to leave out (dense, at many tokens)")
     parser.set_defaults(out=None)
     options = parser.parse_args()
 
@@ -158,24 +157,21 @@ def main() -> None:
         for count in counts
     ]
     ways = make_ways(inputs, lengths, options.window or None, options.without)
+    on_gpu = device.type == "cuda"
     result = {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "tokens": options.tokens,
-        "documents": len(lengths),
+        "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        **{name: value for name, value in vars(options).items() if name not in ("device", "without", "out")},
         "longest": max(lengths),
         "mean": options.tokens / len(lengths),
         "pad_factor": max(lengths) * len(lengths) / options.tokens,
-        "sum_of_squares_over_square": sum(length**2 for length in lengths) / options.tokens**2,
-        **{name: value for name, value in vars(options).items() if name in SETTINGS},
         "kv_heads": counts[1],
-        "largest_difference": largest_difference(ways, padded_slots(tuple(lengths))),
-        "clock": "CUDA events" if device.type == "cuda" else "CPU seconds of the process",
+        "largest_difference": largest_difference(ways, padded_slots(lengths)),
+        "clock": "CUDA events" if on_gpu else "CPU seconds of the process",
         "forward": measure(ways, options.repeats, False),
         "forward_backward": measure(ways, options.repeats, True),
     }
     print_table(result)
-    name = "attention.json" if device.type == "cpu" else f"attention_{device.type}.json"
-    write_result(options.out or RESULTS / name, result)
+    write_result(options.out or RESULTS / f"attention{'_cuda' if on_gpu else ''}.json", result)
 
 
 def print_table(result: dict) -> None:

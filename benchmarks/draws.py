@@ -95,14 +95,14 @@ def measure(documents: int, ranks: list[int], epochs: int) -> list[dict[str, Any
     """A row for each number of ranks and each way."""
     lengths, rows = lengths_of(documents), []
     for world_size in ranks:
-        seen = planned(lengths, world_size)
-        missed, repeated = coverage(seen, documents)
-        row = {"ranks": world_size, "way": "plan", "draws": len(seen), "missed": missed, "repeated": repeated}
-        rows.append({**row, "expected_missed": 0.0, "expected_repeated": 0.0, "unseen": missed})
+        seen = {"plan": [planned(lengths, world_size)]}
         for way, replacement in WAYS.items():
-            each = [drawn(lengths, world_size, replacement, epoch) for epoch in range(epochs)]
+            seen[way] = [drawn(lengths, world_size, replacement, epoch) for epoch in range(epochs)]
+        for way, each in seen.items():
             missed, repeated = coverage(each[0], documents)
-            expected = expected_coverage(len(each[0]), documents, world_size, replacement)
+            expected = (0.0, 0.0)
+            if way in WAYS:
+                expected = expected_coverage(len(each[0]), documents, world_size, WAYS[way])
             row = {
                 "ranks": world_size,
                 "way": way,

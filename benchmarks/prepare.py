@@ -17,7 +17,6 @@ import gzip
 import json
 import os
 import resource
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -35,6 +34,7 @@ from result import parser_of, write_result
 
 CONVERSATIONS = Path(__file__).parents[2] / "shared" / "data" / "text" / "instructlab_sdg_6000.jsonl.gz"
 BATCH = 4096
+RATES = ("tokens_per_second", "tokens_per_cpu_second")
 
 
 def pairs() -> list[tuple[str, str]]:
@@ -49,7 +49,7 @@ def pairs() -> list[tuple[str, str]]:
 
 
 def write_corpus(path: Path, given: list[tuple[str, str]], size: int) -> list[str]:
-    """Write the pairs as JSONL, again and again, until there are so many bytes; returns all texts."""
+    """Write the pairs as JSONL, repeated until the file has `size` bytes; returns all texts."""
     texts: list[str] = []
     with path.open("w", encoding="utf-8") as file:
         while file.tell() < size:
@@ -66,8 +66,8 @@ def timed(function: Callable[[], int]) -> dict[str, float]:
     began, cpu = time.perf_counter(), _cpu_seconds()
     tokens = function()
     seconds, cpu = time.perf_counter() - began, _cpu_seconds() - cpu
-    rates = {"tokens_per_second": tokens / seconds, "tokens_per_cpu_second": tokens / cpu}
-    return {"tokens": tokens, "seconds": seconds, **rates}
+    rates = zip(RATES, (tokens / seconds, tokens / cpu), strict=True)
+    return {"tokens": tokens, "seconds": seconds, **dict(rates)}
 
 
 def _cpu_seconds() -> float:
@@ -101,19 +101,17 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     for number in range(options.rounds + 1):
         found = {"library": timed(alone), "prepare": timed(whole)}
         if number:
-            rounds.append(found)
-            print(
-                f"round {number}: library {found['library']['tokens_per_second'] / 1e6:.2f} M tokens/s, "
-                f"prepare {found['prepare']['tokens_per_second'] / 1e6:.2f} M tokens/s, "
-                f"ratio {ratio(found, 'tokens_per_second'):.2f} ({ratio(found, 'tokens_per_cpu_second'):.2f} of CPU)",
-                flush=True,
+            rounds.append(
+                found | {f"{rate}_ratio": found["prepare"][rate] / found["library"][rate] for rate in RATES}
             )
+            print(f"round {number}: {describe(rounds[-1])}", flush=True)
     return {"bytes": (folder / "corpus.jsonl").stat().st_size, "documents": len(texts) // 2, "rounds": rounds}
 
 
-def ratio(found: dict[str, dict[str, float]], unit: str) -> float:
-    """What `prepare` does of what the library does."""
-    return found["prepare"][unit] / found["library"][unit]
+def describe(found: dict[str, Any]) -> str:
+    """A round as text."""
+    speed, ratio, of_cpu = found["prepare"][RATES[0]], *(found[f"{rate}_ratio"] for rate in RATES)
+    return f"{speed / 1e6:.2f} M tokens/s, {ratio:.2f} × the library ({of_cpu:.2f} × per CPU second)"
 
 
 def main() -> None:
@@ -124,16 +122,13 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = measure(Path(folder), options)
-    median, rounds = statistics.median, found["rounds"]
+    middle = sorted(found["rounds"], key=lambda each: each[f"{RATES[0]}_ratio"])[options.rounds // 2]
+    print(f"median: {describe(middle)}")
     summary = {
-        "tokens_per_second": median(r["prepare"]["tokens_per_second"] for r in rounds),
-        "ratio": median(ratio(r, "tokens_per_second") for r in rounds),
-        "cpu_ratio": median(ratio(r, "tokens_per_cpu_second") for r in rounds),
+        "tokens_per_second": middle["prepare"][RATES[0]],
+        "ratio": middle[f"{RATES[0]}_ratio"],
+        "cpu_ratio": middle[f"{RATES[1]}_ratio"],
     }
-    print(
-        f"median: {summary['tokens_per_second'] / 1e6:.2f} M tokens/s,"
-        f" {summary['ratio']:.2f} × the library ({summary['cpu_ratio']:.2f} × per CPU second)"
-    )
     settings = {"vocabulary_size": options.vocabulary_size}
     # A load average above the number of cores: other work was under way.
     load = {"cores": os.cpu_count(), "load_average": os.getloadavg()}

@@ -14,8 +14,7 @@ factor is what equal cost per slot would give: the limit of packing.
     transformers, grouped     the same with group_by_length
     trl bfd                   SFTTrainer with packing="bfd" (padding-free, sdpa)
 
-A second table is about this trainer alone: MFU against the measured matmul peak, and time outside forward, backward and
-optimizer. Lengths come from ../shared/data/lengths where that folder is there; the embedded corpus always is.
+Lengths come from ../shared/data/lengths where that folder is there; the embedded corpus always is.
 """
 
 from __future__ import annotations
@@ -34,13 +33,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from multipack.data.documents import Document
+from multipack.data.collate import PaddedCollator
+from multipack.data.documents import Documents
+from multipack.data.stdlib import library_files, parse_pairs
 from multipack.data.store import TokenStore
 from multipack.data.tokenizer import byte_tokenizer
 from multipack.data.writer import StoreWriter
+from multipack.models.decoder import Decoder
+from multipack.parallel.engine import ModelEngine
+from multipack.parallel.mesh import Mesh
+from multipack.parallel.world import World
 from multipack.planning.options import PlanOptions
 from multipack.planning.report import compile_planner
 from multipack.shapes import ModelShape
+from multipack.training.optimizer import build_optimizer
+from multipack.training.settings import OptimizerConfig
 from result import parser_of, records_of, write_result
 
 LENGTHS = Path(__file__).parents[2] / "shared" / "data" / "lengths"
@@ -97,8 +104,6 @@ def sets(count: int, vocabulary: int) -> dict[str, list[list[int]]]:
             found[name] = documents_of(np.load(path), count, vocabulary)
         else:
             print(f"{name}: left out, {path} is not there")
-    from multipack.data.stdlib import library_files, parse_pairs
-
     folder, files = library_files()
     sizes = [
         len(f"{pair.prompt}{pair.completion}".encode()) // 4  # about the tokens of a byte-pair vocabulary
@@ -132,15 +137,6 @@ def ours(documents: list[list[int]], shape: ModelShape, batch: int, folder: Path
 
 def ours_padded(store: Path, shape: ModelShape, batch: int) -> Speed:
     """The same decoder and engine on padded batches."""
-    from multipack.data.collate import PaddedCollator
-    from multipack.data.documents import Documents
-    from multipack.models.decoder import Decoder
-    from multipack.parallel.engine import ModelEngine
-    from multipack.parallel.mesh import Mesh
-    from multipack.parallel.world import World
-    from multipack.training.optimizer import build_optimizer
-    from multipack.training.settings import OptimizerConfig
-
     documents = Documents.whole(TokenStore(store))
     torch.manual_seed(0)
     model = Decoder(shape)
@@ -148,8 +144,7 @@ def ours_padded(store: Path, shape: ModelShape, batch: int) -> Speed:
     order = np.random.default_rng(0).permutation(len(documents))
     collate, watch = PaddedCollator(), Stopwatch()
     for start in range(0, len(order), batch):
-        chosen: list[Document] = [documents[int(number)] for number in order[start : start + batch]]
-        padded = collate(chosen)
+        padded = collate([documents[int(number)] for number in order[start : start + batch]])
         watch.batches.append((padded.num_tokens, padded.num_slots))
         engine.forward_backward([padded], padded.denominator)
         engine.clip(1.0)
@@ -170,45 +165,31 @@ def hugging_face(documents: list[list[int]], shape: ModelShape, batch: int, fold
             watch.ends.append(time.perf_counter())
 
     torch.manual_seed(0)
+    sizes = {"hidden_size": shape.d_model, "intermediate_size": shape.d_ff, "num_hidden_layers": shape.layers}
+    heads = {"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads}
+    tokens = {"vocab_size": shape.vocabulary_size, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
     config = LlamaConfig(
-        vocab_size=shape.vocabulary_size,
-        hidden_size=shape.d_model,
-        intermediate_size=shape.d_ff,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
+        **sizes,
+        **heads,
+        **tokens,
         max_position_embeddings=8192,
         tie_word_embeddings=shape.tied,
         use_cache=False,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=1,
     )
     model = LlamaForCausalLM(config)
-    common: dict[str, Any] = {
-        "output_dir": tempfile.mkdtemp(dir=folder),
-        "num_train_epochs": 1,
-        "learning_rate": 1e-3,
-        "max_grad_norm": 1.0,
-        "report_to": [],
-        "save_strategy": "no",
-        "logging_strategy": "no",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "bf16": False,
-    }
+    quiet = {"report_to": [], "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True}
+    common: dict[str, Any] = {"output_dir": tempfile.mkdtemp(dir=folder), "num_train_epochs": 1, **quiet}
+    common |= {"learning_rate": 1e-3, "max_grad_norm": 1.0, "use_cpu": True, "bf16": False}
     rows = Dataset.from_list([{"input_ids": tokens} for tokens in documents])
     if kind == "trl":
         return _trl(rows, capacity_of(documents, batch), model, common, watch, Ends())
 
     def collate(features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         width = max(len(feature["input_ids"]) for feature in features)
-        ids = torch.zeros(len(features), width, dtype=torch.int64)
-        mask = torch.zeros_like(ids)
-        for row, feature in enumerate(features):
-            size = len(feature["input_ids"])
-            ids[row, :size] = torch.tensor(feature["input_ids"])
-            mask[row, :size] = 1
+        padded = [feature["input_ids"] + [-1] * (width - len(feature["input_ids"])) for feature in features]
+        ids = torch.tensor(padded)
+        mask = (ids >= 0).long()
+        ids = ids.clamp(min=0)
         watch.batches.append((int(mask.sum()), ids.numel()))
         return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
@@ -229,14 +210,13 @@ def _trl(rows: Any, capacity: int, model: Any, common: dict[str, Any], watch: St
     words = {f"t{token}": token for token in range(model.config.vocab_size)}
     library = tokenizers.Tokenizer(tokenizers.models.WordLevel(words))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=library, eos_token="t1", pad_token="t0")
-    arguments = SFTConfig(
-        **common,
-        per_device_train_batch_size=1,
-        packing=True,
-        packing_strategy="bfd",
-        max_length=capacity,
-        gradient_checkpointing=False,
-    )
+    packing = {
+        "packing": True,
+        "packing_strategy": "bfd",
+        "max_length": capacity,
+        "gradient_checkpointing": False,
+    }
+    arguments = SFTConfig(**common, **packing, per_device_train_batch_size=1)
     trainer = SFTTrainer(
         model, args=arguments, train_dataset=rows, processing_class=tokenizer, callbacks=[ends]
     )
@@ -302,54 +282,19 @@ def compare(
     return {"documents": name, **figures, "rows": rows}
 
 
-def alone(options: argparse.Namespace) -> list[dict[str, float]]:
-    """MFU and the time outside forward, backward and optimizer, of the project's own trainer."""
-    rows = []
-    for words in (
-        ["model.d_model=384", "model.heads=6", "model.d_ff=1024", "model.layers=6", "plan.capacity=4096"],
-        ["model.d_model=512", "model.heads=8", "model.d_ff=1376", "model.layers=6", "plan.capacity=4096"],
-    ):
-        common = ["train.eval_every=1", "train.eval_packs=1", "train.dtype=fp32", "plan.packs_per_step=1"]
-        records = records_of([*common, *words, f"train.steps={options.steps}"])
-        records = [record for record in records if "dt" in record][2:]
-        parts = ("dtf", "dtb", "dto", "data_time")
-        outside = 1 - sum(r["dtf"] + r["dtb"] + r["dto"] for r in records) / sum(r["dt"] for r in records)
-        found = {
-            "mfu": float(np.median([r["mfu"] for r in records])),
-            "best_mfu": float(max(r["mfu"] for r in records)),
-            "seconds": float(np.median([r["dt"] for r in records])),
-            "outside": outside,
-            **{part: float(np.median([r[part] for r in records])) for part in parts},
-        }
-        print(
-            f"  {' '.join(words)}: MFU {found['mfu']:.1f} % (best step {found['best_mfu']:.1f} %),"
-            f" {found['seconds']:.2f} s a step, {outside:.2%} of it outside forward, backward and optimizer",
-            flush=True,
-        )
-        rows.append({"words": words, **found})
-    return rows
-
-
 def main() -> None:
     parser = parser_of(__doc__, "training")
     parser.add_argument("--documents", type=int, default=192, help="documents of each set")
     parser.add_argument("--batch-size", type=int, default=8, help="documents in a padded batch")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each contender, in alternation")
-    parser.add_argument("--steps", type=int, default=8, help="steps of the runs that MFU is read from")
-    parser.add_argument("--only", choices=("peers", "alone"), help="one of the two tables")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     shape = ModelShape(layers=4, heads=4, d_model=256, d_ff=704, vocabulary_size=257 * 8)
     # Compiled before anything is timed: a plan's loops, as a run of two packs a step needs them.
     compile_planner(PlanOptions(capacity=LONGEST, packs_per_step=2), 1, "step", print)
-    result: dict[str, Any] = {}
-    if options.only != "alone":
-        named = sets(options.documents, 257)
-        result["peers"] = [compare(name, documents, shape, options) for name, documents in named.items()]
-    if options.only != "peers":
-        print("\nthis trainer alone, fp32:")
-        result["alone"] = alone(options)
-    write_result(options.out, {**result, "shape": shape.to_dict()})
+    named = sets(options.documents, 257)
+    peers = [compare(name, documents, shape, options) for name, documents in named.items()]
+    write_result(options.out, {"peers": peers, "shape": shape.to_dict()})
 
 
 if __name__ == "__main__":

@@ -120,12 +120,8 @@ def synchronize(device: torch.device) -> None:
 
 def shape_of(options: argparse.Namespace) -> dict[str, Any]:
     """Settings of the decoder; the vocabulary comes from the text."""
-    size = {
-        "layers": options.layers,
-        "heads": options.heads,
-        "d_model": options.width,
-        "d_ff": 4 * options.width,
-    }
+    width = options.width
+    size = {"layers": options.layers, "heads": options.heads, "d_model": width, "d_ff": 4 * width}
     kind = {"positions": "learned", "norm": "layernorm", "activation": "gelu", "bias": True}
     return {**size, **kind, "context": options.block}
 
@@ -175,28 +171,23 @@ def main() -> None:
         found["plain"].append(plain(text, options, device, dtype))
         found["ours"].append(ours(options.path, options))
     tokens = options.batch * options.block
-    median = {
-        name: min(statistics.median(run["seconds"][3:]) for run in runs) for name, runs in found.items()
-    }
     shape = ModelShape(**shape_of(options), vocabulary_size=65)
     flops = CostModel.from_shape(shape).flops([options.block] * options.batch)
-    speed = {name: tokens / seconds for name, seconds in median.items()}
     peak = matmul_peak(device, dtype)
-    mfu = {name: flops / seconds / peak for name, seconds in median.items()}
-    curve, last = found["ours"][-1]["curve"], found["plain"][-1]["val_loss"]
-    for name, seconds in median.items():
-        print(f"{name:6} {seconds:.4f} s a step, {speed[name]:,.0f} tokens/s, MFU {mfu[name]:.1%}")
-    print(f"ours over plain: {speed['ours'] / speed['plain']:.2f} x tokens/s")
-    print(f"validation loss, ours: {', '.join(f'{step}: {loss:.3f}' for step, loss in curve.items())}")
-    print(f"validation loss, plain, after {options.steps} steps: {last:.3f}")
+    figures: dict[str, Any] = {"seconds_per_step": {}, "tokens_per_second": {}, "mfu": {}}
+    for name, runs in found.items():
+        seconds = min(statistics.median(run["seconds"][3:]) for run in runs)
+        values = (seconds, tokens / seconds, flops / seconds / peak)
+        for figure, value in zip(figures.values(), values, strict=True):
+            figure[name] = value
+        print(f"{name:6} {values[0]:.4f} s a step, {values[1]:,.0f} tokens/s, MFU {values[2]:.1%}")
+    speed = figures["tokens_per_second"]
+    figures["ours_over_plain"] = speed["ours"] / speed["plain"]
+    figures["validation"] = {"ours": found["ours"][-1]["curve"], "plain": found["plain"][-1]["val_loss"]}
+    print(
+        f"ours over plain: {figures['ours_over_plain']:.2f} x tokens/s; validation loss {figures['validation']}"
+    )
     settings = {name: str(value) for name, value in vars(options).items() if name not in ("out", "path")}
-    figures = {
-        "seconds_per_step": median,
-        "tokens_per_second": speed,
-        "mfu": mfu,
-        "ours_over_plain": speed["ours"] / speed["plain"],
-        "validation": {"ours": curve, "plain": last},
-    }
     name = torch.cuda.get_device_name() if cuda else "cpu"
     write_result(options.out, {"device": name, "settings": settings, **figures})
 

@@ -1,4 +1,4 @@
-"""Whole epochs of real, heavy-tailed and adversarial lengths: steps, balance, and how far documents move."""
+"""Whole epochs of real and heavy-tailed lengths: steps, balance, and how far documents move."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from multipack.planning.packing import pack
 from multipack.planning.plan import Plan, plan
 from multipack.planning.report import even, report
-from planning_tables.lengths import ABSENT, Integers, bimodal, heavy_sets, real_sets, uniform
-from planning_tables.packing import checked
+from planning_tables.lengths import ABSENT, Integers, heavy_sets, real_sets
 from planning_tables.table import Table, cpu_seconds
 
 CELLS = ((8, 8192), (8, 32_768), (64, 8192), (64, 32_768))
@@ -122,45 +120,4 @@ def heavy(quick: bool) -> Table:
         "Python files: a quarter of each file's bytes in the standard library of this Python; the others are lognormal"
         " (mean and σ of the logarithm), clipped; a fifth of prose-like documents is as long as a pack of 8,192"
     )
-    return made
-
-
-def adversarial(quick: bool) -> Table:
-    """Sets that packers fail on, eight packs of 8,192 a step."""
-    documents, capacity, packs = 20_000, 8192, 8
-    columns = {
-        "": "", "documents": ",", "packs, best fit": ",", "token bound": ",", "steps": ",", "minimum": ",",
-        "displacement p99": ".1f", "longest wait": "", "CPU s": ".3f",
-    }  # fmt: skip
-    title = "Adversarial sets: 20,000 documents, capacity 8,192, eight packs a step, window 4"
-    made = Table("adversarial", title, columns)
-    spread, short_long = uniform(documents, capacity), bimodal(documents, capacity)
-    sets: dict[str, tuple[Integers, int, float]] = {
-        "half a pack and one": (np.full(documents, capacity // 2 + 1), packs, documents),
-        "ones": (np.ones(documents, dtype=np.int64), packs, 3),
-        "whole packs": (np.full(2000, capacity), packs, 2000),
-        "uniform 1 … capacity": (spread, packs, 10_106 / 10_011 * spread.sum() / capacity),
-        "bimodal": (short_long, packs, 2_220 / 2_215 * short_long.sum() / capacity),
-        "uniform, one rank": (spread, 1, 10_106 / 10_011 * spread.sum() / capacity),
-        "one document": (np.array([capacity]), packs, 1),
-    }
-    _epoch(np.arange(1, 500), capacity, packs, 4, 0)
-    total, longest, excess = 0.0, (0, ""), (0.0, "")
-    for name, (lengths, per_step, asked) in sets.items():
-        packing, packed = cpu_seconds(partial(pack, lengths, capacity), 1)
-        planning, epoch = cpu_seconds(
-            partial(plan, lengths, capacity=capacity, packs_per_step=per_step, window=4), 1
-        )
-        checked(packed, lengths, capacity)
-        total += packing + planning
-        found = report(epoch, per_step, sample=20)
-        made.row(
-            name, len(lengths), len(packed), -(-int(lengths.sum()) // capacity), epoch.num_steps,
-            found.minimum_steps, found.displacement_p99, found.longest_wait, packing + planning,
-        )  # fmt: skip
-        excess = max(excess, (len(packed) / (asked + 1), name))
-        longest = max(longest, (found.longest_wait, name))
-    made.at_most("adversarial: packs over those asked", excess[0], 1, ".4f", excess[1])
-    made.at_most("adversarial, all sets: CPU s of packing and planning", total, 2.0, ".2f")
-    made.at_most("adversarial: steps of waiting", longest[0], 8, note=longest[1])
     return made

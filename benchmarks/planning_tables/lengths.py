@@ -49,18 +49,6 @@ def sft_mix(documents: int, seed: int = 0) -> Integers:
     return np.where(rng.random(documents) < 0.0011, long, short).clip(1, 131_072).astype(np.int64)
 
 
-def bimodal(documents: int, capacity: int, seed: int = 0) -> Integers:
-    """90 % of 36 … 163 tokens, 10 % within 64 tokens of the capacity."""
-    rng = np.random.default_rng(seed)
-    short, long = rng.integers(36, 164, documents), rng.integers(capacity - 64, capacity + 1, documents)
-    return np.where(rng.random(documents) < 0.9, short, long)
-
-
-def uniform(documents: int, most: int, seed: int = 0) -> Integers:
-    """1 … most, all alike."""
-    return np.random.default_rng(seed).integers(1, most + 1, documents)
-
-
 def python_files() -> Integers:
     """A quarter of the bytes of each file of this Python's standard library: about its tokens, heavy-tailed."""
     root = Path(sysconfig.get_path("stdlib"))

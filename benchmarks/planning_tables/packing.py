@@ -27,39 +27,31 @@ def checked(packs: Packs, lengths: Integers, capacity: int) -> Packs:
     return packs
 
 
+COLUMNS = {
+    "": "", "source": "", "documents": ",", "packs": ",", "bound": ",", "gap": ",", "filled": "%", "CPU s": ".2f",
+}  # fmt: skip
+PUBLISHED_ROWS = {
+    "wikipedia512_histogram": (
+        ("SPFHP", 8_166_708, 0.996040),
+        ("LPFHP, depth 12", 8_149_619, 0.998129),
+        ("LPFHP (best fit)", 8_138_483, 0.999494),
+        ("NNLSHP, depth 3", None, 0.9975),
+    ),
+    "squad384_histogram": (("SPFHP", 40_711, 0.975466), ("LPFHP (best fit)", 40_631, 0.977386)),
+}
+ASKED = {
+    "wikipedia512_histogram": ("Wikipedia", 512, 8_135_728, 8_135_727, 0.99949),
+    "squad384_histogram": ("SQuAD", 384, 40_196, 40_195, 0.97739),
+}
+
+
 def krell(quick: bool) -> Table:
     """The two histograms of Krell et al. 2021 (arXiv:2107.02027)."""
-    made = Table(
-        "krell",
-        "Histograms of Krell et al. 2021: packs, proven bound, share filled",
-        {
-            "": "",
-            "source": "",
-            "documents": ",",
-            "packs": ",",
-            "bound": ",",
-            "gap": ",",
-            "filled": "%",
-            "CPU s": ".2f",
-        },
-    )
-    published = {
-        "wikipedia512_histogram": (
-            ("SPFHP", 8_166_708, 0.996040),
-            ("LPFHP, depth 12", 8_149_619, 0.998129),
-            ("LPFHP (best fit)", 8_138_483, 0.999494),
-            ("NNLSHP, depth 3", None, 0.9975),
-        ),
-        "squad384_histogram": (("SPFHP", 40_711, 0.975466), ("LPFHP (best fit)", 40_631, 0.977386)),
-    }
-    asked = {
-        "wikipedia512_histogram": ("Wikipedia", 512, 8_135_728, 8_135_727, 0.99949),
-        "squad384_histogram": ("SQuAD", 384, 40_196, 40_195, 0.97739),
-    }
+    made = Table("krell", "Histograms of Krell et al. 2021: packs, proven bound, share filled", COLUMNS)
     pack([1, 2, 3], 4, "best_fit")
     pack([1, 2, 3], 4, "fewest")  # compiles, and loads SciPy
-    for name, (title, capacity, packs, bound, best) in asked.items():
-        for other, number, filled in published[name]:
+    for name, (title, capacity, packs, bound, best) in ASKED.items():
+        for other, number, filled in PUBLISHED_ROWS[name]:
             made.row(f"{title}: {other}", PUBLISHED, None, number, None, None, filled, None)
         lengths = from_histogram(name)
         if lengths is None:
@@ -71,16 +63,8 @@ def krell(quick: bool) -> Table:
             seconds, found = cpu_seconds(partial(pack, lengths, capacity, method), 1)
             checked(found, lengths, capacity)
             filled = tokens / (len(found) * capacity)
-            made.row(
-                f"{title}: multipack {method}",
-                MEASURED,
-                len(lengths),
-                len(found),
-                found.lower_bound,
-                found.gap,
-                filled,
-                seconds,
-            )
+            values = (len(lengths), len(found), found.lower_bound, found.gap, filled, seconds)
+            made.row(f"{title}: multipack {method}", MEASURED, *values)
         made.at_most(f"{title}: packs of fewest", len(found), packs)
         made.at_least(f"{title}: proven bound", found.lower_bound, bound)
         made.at_least(f"{title}: filled, published best {best:.3%}", filled, best, "%")
@@ -93,27 +77,25 @@ def krell(quick: bool) -> Table:
 
 def speed(quick: bool) -> Table:
     """Best fit of many documents to flat arrays, beside the peers' best fits in the same process."""
-    made = Table(
-        "speed",
-        f"Best fit of lognormal (5.7, 1.0) lengths clipped to {CAPACITY:,}, in turns in one process",
-        {
-            "": "",
-            "documents": ",",
-            "packs": ",",
-            "gap": ",",
-            "CPU s": ".4f",
-            "documents a second": ",.0f",
-            "ratio": ".1f",
-        },
-    )
+    columns = {
+        "": "", "documents": ",", "packs": ",", "gap": ",", "CPU s": ".4f", "documents a second": ",.0f",
+        "ratio": ".1f",
+    }  # fmt: skip
+    title = f"Best fit of lognormal (5.7, 1.0) lengths clipped to {CAPACITY:,}, in turns in one process"
+    made = Table("speed", title, columns)
     pack([1, 2, 3], 4)
     peers = {"LightBinPack obfd": missing("lightbinpack"), "TRL bfd": missing("trl", "datasets", "pyarrow")}
     made.notes += [f"{name}: {absent}" for name, absent in peers.items() if absent]
     asked = {1_000_000: 0.04, 10_000_000: 0.4}
     for documents in (100_000, 1_000_000) if quick else (100_000, 1_000_000, 10_000_000):
         lengths = lognormal(documents, 5.7, 1.0, CAPACITY)
+        ways: dict[str, Callable[[], Any]] = {"multipack best_fit": partial(pack, lengths, CAPACITY)}
+        if not peers["LightBinPack obfd"] and documents <= 1_000_000:
+            ways["LightBinPack obfd"] = _lightbinpack(lengths)
+        if not peers["TRL bfd"] and documents <= 100_000:  # its Python takes minutes for more
+            ways["TRL bfd"] = _trl(lengths)
         best, bound = None, 0
-        for name, way in _ways(lengths, peers).items():
+        for name, way in ways.items():
             spent, packs = cpu_seconds(way, 2)
             if best is None:
                 best, bound = spent, checked(packs, lengths, CAPACITY).lower_bound
@@ -129,19 +111,11 @@ def speed(quick: bool) -> Table:
     return made
 
 
-def _ways(lengths: Integers, peers: dict[str, str | None]) -> dict[str, Callable[[], Any]]:
-    """Best fits that are there; TRL's where its Python takes seconds, not minutes."""
-    ways: dict[str, Callable[[], Any]] = {
-        "multipack best_fit": partial(pack, lengths, CAPACITY),
-    }
-    if not peers["LightBinPack obfd"] and len(lengths) <= 1_000_000:
-        import lightbinpack
+def _lightbinpack(lengths: Integers) -> Callable[[], Any]:
+    """LightBinPack's best fit on a list."""
+    import lightbinpack
 
-        values = lengths.tolist()
-        ways["LightBinPack obfd"] = partial(lightbinpack.obfd, values, CAPACITY)
-    if not peers["TRL bfd"] and len(lengths) <= 100_000:
-        ways["TRL bfd"] = _trl(lengths)
-    return ways
+    return partial(lightbinpack.obfd, lengths.tolist(), CAPACITY)
 
 
 def _trl(lengths: Integers) -> Callable[[], int]:

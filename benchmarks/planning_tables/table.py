@@ -26,7 +26,7 @@ class Asked:
     """The bound."""
     at_most: bool
     """Whether the bound is an upper one."""
-    format: str
+    format: str = ","
     """How values are shown, see `shown`."""
     note: str = ""
     """Where the worst value was found."""
@@ -50,6 +50,8 @@ class Table:
     rows: list[list[Any]] = field(default_factory=list)
     asked: list[Asked] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    how: str = ""
+    """Time that it took, and the machine's load."""
 
     def row(self, *values: Any) -> None:
         """Add a row: a value a column."""
@@ -57,17 +59,13 @@ class Table:
             raise ValueError(f"{len(values)} values for the {len(self.columns)} columns of {self.name}")
         self.rows.append(list(values))
 
-    def at_most(
-        self, figure: str, reached: float | None, asked: float, format: str = ",", note: str = ""
-    ) -> None:
-        """Ask that a figure does not exceed a bound."""
-        self.asked.append(Asked(figure, reached, asked, True, format, note))
+    def at_most(self, figure: str, reached: float | None, asked: float, *how: str) -> None:
+        """Ask that a figure does not exceed a bound; `how`: its format and a note, see `Asked`."""
+        self.asked.append(Asked(figure, reached, asked, True, *how))
 
-    def at_least(
-        self, figure: str, reached: float | None, asked: float, format: str = ",", note: str = ""
-    ) -> None:
-        """Ask that a figure does not fall below a bound."""
-        self.asked.append(Asked(figure, reached, asked, False, format, note))
+    def at_least(self, figure: str, reached: float | None, asked: float, *how: str) -> None:
+        """Ask that a figure does not fall below a bound; `how` as in `at_most`."""
+        self.asked.append(Asked(figure, reached, asked, False, *how))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

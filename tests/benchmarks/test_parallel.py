@@ -127,24 +127,26 @@ def test_random_dealing_has_every_document_and_whole_micro_batches():
 
 
 def test_every_table_is_written_and_shown_again(script, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(script.TABLES, "traffic", lambda quick: _small(script, quick))
+    monkeypatch.setitem(script.SUITE.tables, "traffic", _small)
     out = tmp_path / "found.json"
     monkeypatch.setattr(sys, "argv", ["parallel.py", "--table", "traffic", "--quick", "--out", str(out)])
-    script.main()
+    script.SUITE.main("")
     first = capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["parallel.py", "--show", "--out", str(out)])
-    script.main()
+    script.SUITE.main("")
     assert capsys.readouterr().out.strip() in first
     saved = json.loads(out.read_text())
     assert saved["quick"] is True
     assert [values["name"] for values in saved["tables"]] == ["traffic"]
-    assert len(saved["tables"][0]["load_before_and_after"]) == 2
-    assert "| data=ddp | 2 |" in script.page(saved)
+    assert "load" in saved["tables"][0]["how"]
+    assert "| data=ddp | 2 |" in script.SUITE.page(saved)
 
 
-def _small(script, quick):
+def _small(quick):
     assert quick
-    made = script.Table("traffic", "bytes of a step", {"settings": "", "ranks": ""})
+    made = importlib.import_module("planning_tables.table").Table(
+        "traffic", "bytes of a step", {"settings": "", "ranks": ""}
+    )
     made.row("data=ddp", 2)
     made.notes.append("few")
     return made
@@ -153,8 +155,8 @@ def _small(script, quick):
 def test_the_page_shows_the_figures_of_the_last_full_run(script):
     saved = json.loads((ROOT / "benchmarks" / "results" / "parallel.json").read_text(encoding="utf-8"))
     assert saved["quick"] is False
-    assert [values["name"] for values in saved["tables"]] == list(script.TABLES)
-    assert script.page(saved) in PAGE
+    assert [values["name"] for values in saved["tables"]] == list(script.SUITE.tables)
+    assert script.SUITE.page(saved) in PAGE
 
 
 def test_the_commands_of_the_page_can_run(tmp_path, monkeypatch):
@@ -184,9 +186,9 @@ def test_the_page_names_tests_and_files_that_are_there():
 def test_all_tables_of_this_machine_run(script, tmp_path, monkeypatch):
     out = tmp_path / "found.json"
     monkeypatch.setattr(sys, "argv", ["parallel.py", "--quick", "--out", str(out)])
-    script.main()
+    script.SUITE.main("")
     tables = {values["name"]: values for values in json.loads(out.read_text())["tables"]}
-    assert tables.keys() >= set(script.TABLES)
+    assert tables.keys() >= set(script.SUITE.tables)
     assert {row[0] for row in tables["overhead"]["rows"]} == set(script.overhead.STRATEGIES)
     assert {row[0] for row in tables["scaling"]["rows"]} == set(script.scaling.WAYS)
     assert all(each["reached"] <= each["asked"] for each in tables["traffic"]["asked"])

@@ -1,0 +1,121 @@
+"""The command line of a benchmark that makes tables: measures them, shows the last figures, writes a page."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from planning_tables.table import Asked, Table, aligned, grid, markdown, verdicts
+from result import RESULTS, write_result
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
+LONG = 50  # rows; longer tables are folded in the page
+
+
+@dataclass(frozen=True)
+class Suite:
+    """The tables of results/NAME.json and of docs/NAME.md.
+
+    Attributes:
+        name: of the files.
+        tables: by name; each is called with whether it is to use less data.
+        measured_on: first sentences of the page, from the description of the machine.
+    """
+
+    name: str
+    tables: dict[str, Callable[[bool], Table]]
+    measured_on: Callable[[dict[str, Any]], str]
+
+    def main(self, doc: str | None) -> None:
+        """Run the command line; `doc` is its help."""
+        parser = argparse.ArgumentParser(
+            description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        parser.add_argument(
+            "--table", action="append", choices=list(self.tables), help="only this; may be repeated"
+        )
+        parser.add_argument(
+            "--quick", action="store_true", help="less work: for a look, not for figures to quote"
+        )
+        parser.add_argument("--show", action="store_true", help="print the last figures, without measuring")
+        parser.add_argument(
+            "--page", action="store_true", help=f"write the last figures to docs/{self.name}.md"
+        )
+        parser.add_argument("--out", type=Path, help=f"JSON file; results/{self.name}.json after a full run")
+        options = parser.parse_args()
+        names, stored = options.table or list(self.tables), RESULTS / f"{self.name}.json"
+        if not (options.show or options.page):
+            tables = [self.measure(name, options.quick) for name in names]
+            print(f"\nasked and reached\n\n{aligned(verdicts(asked_of(tables)))}\n\n{summary(tables)}")
+            if options.out or not (options.table or options.quick):
+                figures = {"quick": options.quick, "tables": [table.to_dict() for table in tables]}
+                write_result(options.out or stored, figures)
+            return
+        saved = json.loads((options.out or stored).read_text(encoding="utf-8"))
+        if options.page:
+            self.write_page(self.page(saved))
+        for table in map(Table.from_dict, saved["tables"]) if options.show else []:
+            if table.name in names:
+                show(table)
+
+    def measure(self, name: str, quick: bool) -> Table:
+        """Make and print a table, with its time and the machine's load before and after."""
+        before, began = os.getloadavg()[0], time.perf_counter()
+        table = self.tables[name](quick)
+        seconds = time.perf_counter() - began
+        table.how = f"{seconds:.0f} s, load {before:.3g} before and {os.getloadavg()[0]:.3g} after"
+        show(table)
+        return table
+
+    def page(self, saved: dict[str, Any]) -> str:
+        """Stored figures in Markdown."""
+        tables = [Table.from_dict(values) for values in saved["tables"]]
+        less = " With --quick: less data." if saved["quick"] else ""
+        parts = [self.measured_on(saved["machine"]) + less]
+        parts += [f"Figures {summary(tables)}:", markdown(verdicts(asked_of(tables)))]
+        for table in tables:
+            rows = markdown(grid(table))
+            if len(table.rows) > LONG:
+                rows = f"<details><summary>{len(table.rows)} rows</summary>\n\n{rows}\n\n</details>"
+            title = table.title[0].upper() + table.title[1:]
+            parts += [f"### {table.name}\n\n{title}{table.how and f' ({table.how})'}.", rows]
+            parts += ["\n".join(f"- {note}." for note in table.notes)] if table.notes else []
+        return "\n\n".join(parts)
+
+    def write_page(self, text: str) -> None:
+        """Put text between the marks of the page."""
+        path = DOCS / f"{self.name}.md"
+        page = path.read_text(encoding="utf-8")
+        if BEGIN not in page or END not in page:
+            raise SystemExit(f"{path} lacks the marks {BEGIN} and {END}, between which the tables go")
+        before, after = page.split(BEGIN)[0], page.split(END)[1]
+        path.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
+        print(f"wrote {path}")
+
+
+def show(table: Table) -> None:
+    """Print a table, what was asked of it, and its notes."""
+    print(f"\n{table.name}: {table.title}{table.how and f' ({table.how})'}\n")
+    print(aligned(grid(table)))
+    if table.asked:
+        print("\n" + aligned(verdicts(table.asked)))
+    for note in table.notes:
+        print(f"  {note}")
+
+
+def asked_of(tables: list[Table]) -> list[Asked]:
+    """The asked figures of all tables."""
+    return [each for table in tables for each in table.asked]
+
+
+def summary(tables: list[Table]) -> str:
+    """The number of asked figures that were reached."""
+    every = asked_of(tables)
+    return f"asked: {sum(each.met is True for each in every)} of {len(every)} reached"
