@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -350,6 +351,14 @@ class StoreHeader:
             and not (self.pairs and any(shard.documents % 2 for shard in self.shards))
             and isinstance(self.skipped, dict)
         )
+
+
+def add_skipped(headers: Sequence[StoreHeader]) -> dict[str, int]:
+    """Reason → number of entries that the sources of these stores, or parts of a store, skipped together."""
+    total = Counter[str]()
+    for header in headers:
+        total.update(header.skipped)
+    return dict(total)
 
 
 def find_shards(folder: Path, known: Sequence[ShardEntry] = ()) -> tuple[StoreHeader, bool]:

@@ -16,7 +16,6 @@ and shards. No code from a store is executed or unpickled; sizes are checked bef
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -34,6 +33,7 @@ from multipack.data.shards import (
     Shard,
     ShardEntry,
     StoreHeader,
+    add_skipped,
     damaged,
     find_shards,
     open_shard,
@@ -295,14 +295,6 @@ class TokenStore:
 
     def __repr__(self) -> str:
         return f"TokenStore({str(self.path)!r}, {self.num_documents:,} documents, {self.num_tokens:,} tokens)"
-
-
-def add_skipped(headers: Sequence[StoreHeader]) -> dict[str, int]:
-    """Reason → number of entries that the sources of these stores, or parts of a store, skipped together."""
-    total = Counter[str]()
-    for header in headers:
-        total.update(header.skipped)
-    return dict(total)
 
 
 def _frozen(parts: list[Integers]) -> Integers:

@@ -27,13 +27,13 @@ from multipack.data.shards import (
     Shard,
     ShardEntry,
     StoreHeader,
+    add_skipped,
     open_shard,
     part_name,
     shard_name,
     token_dtype,
     write_shard,
 )
-from multipack.data.store import add_skipped
 from multipack.data.texts import SourceDocument
 from multipack.data.tokenizer import Tokenizer
 
