@@ -90,7 +90,7 @@ def prepare(
         is_beside = overwrite and out is not None and not is_free(path, leftovers=True)
         target = path.with_name(f".{path.name}.new") if is_beside else path
         if not _is_complete(target, key):
-            parts = count_parts(source) if engine == "ray" else parts
+            parts = parts if engine == "local" else count_parts(source.total, len(source.files))
             if (is_beside or out is None) and not _is_begun(target, key, parts):
                 remove_store(target)  # damaged, or of another recipe
             if engine == "ray":

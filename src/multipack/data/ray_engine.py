@@ -11,18 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from multipack.data.sources import Source
 from multipack.data.tokenizer import Progress
 
 PART_BYTES, MOST_PARTS = 256 << 20, 9999
 """Bytes of files of one part, about; they are more if there would be more parts than these."""
 
 
-def count_parts(source: Source) -> int:
-    """Number of parts of a source of files; independent of the cluster, so that any cluster can continue."""
-    if source.unit != "bytes":
-        return 1
-    return max(1, min(len(source.files), -(-source.total // PART_BYTES), MOST_PARTS))
+def count_parts(size: int, files: int) -> int:
+    """Number of parts of a source of `size` bytes; independent of the cluster, so that any cluster can continue."""
+    return max(1, min(files, -(-size // PART_BYTES), MOST_PARTS))
 
 
 def run_parts(write: Callable[[int], str], parts: int, progress: Progress) -> None:
