@@ -29,7 +29,7 @@ def test_library_examples_run(page, block, tmp_path):
 def test_settings_in_commands_are_legal():
     """Every `group.key=value` of every command composes (paths need not exist for that)."""
     from multipack.cli.plan_settings import PackCommand, PlanCommand
-    from multipack.launch.advise_request import AdviseRequest
+    from multipack.launch.advise import AdviseRequest
     from multipack.training.run_config import compose
     from multipack.words import merge
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,14 +25,10 @@ SLOTS, MICRO_BATCHES = 128, 4
 CLOSE = 0.05
 
 
-@dataclass(frozen=True)
-class Case:
-    """A method of parallel training.
+class Case(NamedTuple):
+    """Processes, fields of `ParallelConfig`, and whether one document fills a pack.
 
-    Attributes:
-        ranks: processes.
-        words: fields of `ParallelConfig`.
-        long: one document fills a pack, for which a ring's formula holds; otherwise it is an upper bound.
+    For such documents a ring's formula holds; for others it is an upper bound.
     """
 
     ranks: int
@@ -44,12 +39,6 @@ class Case:
     def is_ring(self) -> bool:
         """Whether documents decide how much is sent."""
         return self.words.get("context_method") == "ring"
-
-    @property
-    def title(self) -> str:
-        """The settings."""
-        words = " ".join(f"{name}={value}" for name, value in self.words.items())
-        return words + self.is_ring * f", {'a document a pack' if self.long else 'short documents'}"
 
 
 CASES = [
@@ -155,7 +144,9 @@ def compared(case: Case, calls: Counter[str], sent: Counter[str]) -> list[Any]:
     named = ", ".join(f"{calls[kind]} {kind.replace('_', '-')}" for kind in formula)
     worst = max(ratios, key=lambda ratio: abs(ratio - 1))
     total = sent.total()
-    return [case.title, case.ranks, named, total, formula.total(), total / formula.total(), worst]
+    title = " ".join(f"{name}={value}" for name, value in case.words.items())
+    title += case.is_ring * f", {'a document a pack' if case.long else 'short documents'}"
+    return [title, case.ranks, named, total, formula.total(), total / formula.total(), worst]
 
 
 def count(world: World, kept: Mapping[str, Any], case: Case) -> tuple[Counter[str], Counter[str]]:

@@ -191,7 +191,6 @@ def refused(world):
     attempt(lambda: pipeline.forward_backward([*packs(2), *short], 1))
     attempt(lambda: pipeline.forward_backward(packs(3), 1))
     attempt(lambda: pipeline.forward_backward(packs(3, slots=30), 1))
-    attempt(lambda: pipeline_of(world, make, "1f1b", 1))
     attempt(lambda: pipeline.evaluate([*packs(1), *short]))
     if world.rank == 0:  # the output of a stage is checked before it is sent
         run = pipeline._training
@@ -209,7 +208,6 @@ def test_what_would_hang_is_refused_on_every_rank(pools):
         "train.fixed_shape=true",
         "",
         "micro-batch 0 has 30 slots",
-        "at least 2 micro-batches",
         "micro-batch 1 has 30 slots",
     ]
     for message, part in zip(first, expected, strict=True):

@@ -146,15 +146,3 @@ def _evaluated(world, stage):
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])
 def test_an_evaluation_leaves_nothing_whole(pools, stage):
     pools(2).run(_evaluated, stage)
-
-
-def _refuses(world):
-    mesh = _mesh(1, world.size, 1)
-    with pytest.raises(ValueError, match="has 3 dimensions"):
-        shard(tiny.on_meta("gpt"), mesh, reshard=True)
-    with pytest.raises(ValueError, match=r"cannot be sharded in float16: use train\.dtype=bf16"):
-        shard(tiny.on_meta("gpt"), mesh["dp_shard"], reshard=True, dtype=torch.float16)
-
-
-def test_float16_and_meshes_of_three_dimensions_are_refused(pools):
-    pools(2).run(_refuses)

@@ -9,8 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from multipack.cli import app
-from multipack.launch.advise import CLOSE, Candidate, advise, candidates
-from multipack.launch.advise_request import AdviseRequest, model_words
+from multipack.launch.advise import CLOSE, AdviseRequest, Candidate, advise, candidates, model_words
 from multipack.parallel.parallel_config import ParallelConfig
 from multipack.shapes import SHAPES
 from multipack.training.run_config import compose

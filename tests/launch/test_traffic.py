@@ -5,6 +5,7 @@ import pytest
 from multipack.launch.memory_model import Workload, block_parameters, model_parameters, outside_parameters
 from multipack.launch.traffic import Traffic, communication
 from multipack.parallel.parallel_config import ParallelConfig
+from multipack.parallel.stages import RankPart
 from multipack.shapes import SHAPES
 
 SHAPE = SHAPES["llama-8b"]
@@ -39,7 +40,7 @@ def test_data_parallelism_reduces_once_a_step():
 def test_shards_are_gathered_and_reduced(dtype, size):
     zero2, zero3 = (sent("data", data=data, dtype=dtype) for data in ("zero2", "zero3"))
     assert zero2["all_gather"] == pytest.approx(7 / 8 * size * ELEMENTS)
-    twice = 2 * 32 * block_parameters(SHAPE) + outside_parameters(SHAPE)
+    twice = 2 * 32 * block_parameters(SHAPE) + outside_parameters(SHAPE, RankPart(SHAPE.layers))
     assert zero3["all_gather"] == pytest.approx(7 / 8 * size * 3 * twice)
     for found in (zero2, zero3):
         assert found["reduce_scatter"] == pytest.approx(7 / 8 * 4 * 3 * ELEMENTS)

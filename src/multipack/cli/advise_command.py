@@ -23,7 +23,7 @@ def advise(
         list[str] | None, setting("model=PRESET, devices=NUMBER, memory=80GiB, link=slow, capacity=TOKENS, …")
     ] = None,
     as_json: Json = False,
-    settings: Annotated[bool, shows("AdviseRequest", module="multipack.launch.advise_request")] = False,
+    settings: Annotated[bool, shows("AdviseRequest", module="multipack.launch.advise")] = False,
 ) -> None:
     """Recommend a parallelism for a model and its devices, with reasons and the training command.
 
@@ -37,8 +37,8 @@ def advise(
     widths. Assumed speeds (teraflops, host_bandwidth, network_bandwidth) only
     rank candidates. `multipack advise --settings` lists all settings.
     """
+    from multipack.launch.advise import AdviseRequest
     from multipack.launch.advise import advise as find_advice
-    from multipack.launch.advise_request import AdviseRequest
     from multipack.reports.console import Console
     from multipack.words import merge
 
@@ -50,7 +50,7 @@ def advise(
 
 
 def _show(console: Console, advice: Advice) -> None:
-    from multipack.launch.advise_request import model_words
+    from multipack.launch.advise import model_words
     from multipack.launch.memory_model import model_parameters
     from multipack.reports.console import wrapped
 

@@ -7,18 +7,27 @@ fastest. These times only rank candidates; they do not predict the time of a ste
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
-from multipack.launch.advise_request import AdviseRequest, model_words
-from multipack.launch.memory_model import Memory, Recompute, Workload, memory_of_stages, model_parameters
+from multipack.launch.memory_model import (
+    Dtype,
+    Memory,
+    OptimizerName,
+    Recompute,
+    Workload,
+    memory_of_stages,
+    model_parameters,
+)
 from multipack.launch.traffic import Traffic, communication
 from multipack.parallel.parallel_config import DATA_STRATEGIES, ContextMethod, Data, ParallelConfig, Schedule
 from multipack.parallel.stages import bubble, fit_micro_batches, stage_imbalance
 from multipack.planning.cost import CostModel
+from multipack.shapes import SHAPES, ModelShape
 from multipack.words import changed_words
 
 GIB = 2**30
@@ -37,6 +46,107 @@ QUESTIONS = {
     "together": "Does it take several of these together?",
 }
 """Family of parallelism → question that it answers; the smallest change to a model first."""
+LINKS = {"fast": (300.0, 40.0), "slow": (20.0, 1.25)}
+"""Assumed GB/s that a device sends within its host (NVLink; PCIe) and to other hosts (400 Gbit/s InfiniBand per device;
+100 Gbit/s Ethernet for eight), as achieved by collectives."""
+TERAFLOPS = {"bf16": 400.0, "fp16": 400.0, "fp32": 200.0}
+"""Assumed TFLOP/s of matrix products on a device: 40 % of an H100's peak (fp32: as TF32)."""
+_POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
+
+
+@dataclass
+class AdviseRequest:
+    """What to train, and on which devices."""
+
+    devices: int = 8
+    """Number of devices (processes)."""
+    devices_per_host: int = 8
+    """Devices of a host, which share the faster link."""
+    memory: str = "80GiB"
+    """Memory of a device: a number and GiB, GB, MiB, MB or TiB."""
+    link: Literal["fast", "slow"] = "fast"
+    """fast = NVLink and InfiniBand, slow = PCIe and shared Ethernet; the assumed bandwidths are printed."""
+    capacity: int = 8192
+    """Slots of a pack, at least the longest document: plan.capacity."""
+    micro_batches: int = 4
+    """Packs per device and step; a step has devices × micro_batches packs under every parallelism."""
+    dtype: Dtype = "bf16"
+    """Precision of forward passes: train.dtype."""
+    optimizer: OptimizerName = "adamw"
+    """Optimizer, which determines the bytes of its state: optimizer.name."""
+    document_tokens: int = 1024
+    """Tokens of a typical document, which determine the cost of attention."""
+    reserve: float = 0.1
+    """Share of the memory reserved for the allocator, CUDA and NCCL."""
+    teraflops: float = 0.0
+    """TFLOP/s of matrix products on a device; 0 = 400 in bf16 and fp16, 200 in fp32."""
+    host_bandwidth: float = 0.0
+    """GB/s that a device sends within its host; 0 = given by link."""
+    network_bandwidth: float = 0.0
+    """GB/s that a device sends to other hosts; 0 = given by link."""
+    model: ModelShape = field(default_factory=lambda: SHAPES["llama-8b"])
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        least = dict.fromkeys(("devices", "devices_per_host", "micro_batches", "document_tokens"), 1)
+        least |= {"capacity": 2, "teraflops": 0, "host_bandwidth": 0, "network_bandwidth": 0}
+        for name, minimum in least.items():
+            if getattr(self, name) < minimum:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {minimum}")
+        if not 0 <= self.reserve < 1:
+            raise ValueError(f"reserve={self.reserve} must be in [0, 1)")
+        self.devices_per_host = min(self.devices_per_host, self.devices)
+        if self.devices % self.devices_per_host:
+            near = max(1, round(self.devices / self.devices_per_host)) * self.devices_per_host
+            raise ValueError(
+                f"devices={self.devices} is not a multiple of devices_per_host={self.devices_per_host}: use"
+                f" devices={near}, or another devices_per_host"
+            )
+        if not self.usable:
+            raise ValueError(f"memory={self.memory}: write a number and a unit, such as memory=80GiB")
+
+    @property
+    def usable(self) -> float:
+        """Bytes of a device that a run may use."""
+        found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT])(i?)B", self.memory.strip())
+        if found is None:
+            return 0.0
+        unit: int = (1024 if found[3] else 1000) ** _POWERS[found[2]]
+        return (1 - self.reserve) * float(found[1]) * unit
+
+    @property
+    def speeds(self) -> tuple[float, float, float]:
+        """Assumed FLOP/s of a device, and bytes/s that it sends within its host and to other hosts."""
+        inside, outside = LINKS[self.link]
+        flops = 1e12 * (self.teraflops or TERAFLOPS[self.dtype])
+        return flops, 1e9 * (self.host_bandwidth or inside), 1e9 * (self.network_bandwidth or outside)
+
+    def check_model(self) -> None:
+        """Check that the model can be trained.
+
+        Raises:
+            ValueError: a model for planning only, or an unknown vocabulary.
+        """
+        shape = self.model
+        for name in ("experts", "kv_rank"):
+            if getattr(shape, name):
+                raise ValueError(
+                    f"model.{name}={getattr(shape, name)}: this model serves planning only and cannot be trained; use"
+                    " one without experts and latent attention"
+                )
+        if not shape.vocabulary_size:
+            raise ValueError(
+                "model.vocabulary_size=0 is the tokenizer's size, but embedding and logits need memory: set it, for"
+                " example model.vocabulary_size=50257"
+            )
+
+
+def model_words(shape: ModelShape) -> list[str]:
+    """Return the nearest preset and the fields that differ from it; the vocabulary is left to the tokenizer."""
+    known = replace(shape, vocabulary_size=0)
+    presets = {name: replace(preset, vocabulary_size=0) for name, preset in SHAPES.items()}
+    nearest = min(presets, key=lambda name: len(changed_words("model", known, presets[name])))
+    return [f"model={nearest}", *changed_words("model", known, presets[nearest])]
 
 
 @dataclass(frozen=True)
@@ -203,10 +313,7 @@ def advise(request: AdviseRequest) -> Advice:
 
 
 def candidates(request: AdviseRequest) -> Iterator[Candidate]:
-    """Yield every legal parallelism with the least activation checkpointing that fits, or `full`.
-
-    Tensor parallelism stays within a host, and a rank's share of a pack has at least 512 slots.
-    """
+    """Yield every legal parallelism with the least activation checkpointing that fits, or `full`."""
     devices, host = request.devices, request.devices_per_host
     sizes = [size for size in range(1, devices + 1) if devices % size == 0]
     for tensor, context, pipeline in product([size for size in sizes if host % size == 0], sizes, sizes):

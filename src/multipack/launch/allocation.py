@@ -98,9 +98,6 @@ def parse_hostfile(text: str, source: str) -> dict[str, int]:
 
     Returns:
         Host → processes, in the order of the file. Lines of the same host add up; a line without a number counts 1.
-
-    Raises:
-        ValueError: an invalid line, or no host; the message names file and line.
     """
     slots: dict[str, int] = {}
     # max_slots is Open MPI's upper limit, which slots never exceeds.

@@ -86,9 +86,6 @@ def measure(
         dtype: dtype of its elements, a key of `DTYPES`.
         repeats: number of timed calls.
         clock: returns seconds; replaced in tests.
-
-    Returns:
-        The measurement, equal on every rank.
     """
     element = DTYPES[dtype].itemsize
     piece = -(-num_bytes // (element * world.size))
@@ -121,13 +118,11 @@ def run_collective(operation: Operation, own: Tensor, world: World) -> Tensor | 
     rank, size = world.rank, world.size
     if size == 1:
         return own.clone()
-    elements = {
-        "all_gather": own.numel() * size,
-        "gather": own.numel() * size,
-        "scatter": own.numel() // size,
-        "reduce_scatter": own.numel() // size,
-    }
-    result = own.new_empty(elements[operation]) if operation in elements else own.clone()
+    result = own.clone()
+    if operation in ("all_gather", "gather"):
+        result = own.new_empty(own.numel() * size)
+    elif operation in ("scatter", "reduce_scatter"):
+        result = own.new_empty(own.numel() // size)
     match operation:
         case "all_reduce":
             dist.all_reduce(result)

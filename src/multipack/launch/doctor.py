@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -84,31 +85,28 @@ def _packages(environment: Mapping[str, str]) -> Iterator[Finding]:
     """Check the versions of Python and of the packages that multipack's metadata requires."""
     yield Finding("python", "ok", f"{platform.python_version()} at {sys.executable}")
     pattern = r"([\w.-]+)(?:\[[\w,-]+\])?\s*>=\s*([\d.]+)(?:\s*;\s*extra == ['\"](\w+)['\"])?"
+    required: list[str] = []
     try:
-        required = importlib.metadata.requires("multipack") or []
+        required += importlib.metadata.requires("multipack") or []
     except importlib.metadata.PackageNotFoundError:
-        required = []
         yield Finding("multipack", "warn", "not installed", "pip install multipack")
-    for requirement in required:
-        match = re.fullmatch(pattern, requirement)
-        name, least, extra = match.groups("") if match else ("", "", "dev")
+    for match in filter(None, (re.fullmatch(pattern, requirement) for requirement in required)):
+        name, least, extra = match.groups("")
         if extra in ("dev", "bench"):
             continue
-        shown = f"{name} ({extra})" if extra else name
         install = f'pip install "multipack[{extra}]"' if extra else f"pip install '{name}>={least}'"
-        bad: Status = "warn" if extra else "fail"
-        try:
+        version = "not installed"
+        with suppress(importlib.metadata.PackageNotFoundError):
             version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            if extra:
-                yield Finding(shown, "ok", f"optional, not installed: {install}")
-            else:
-                yield Finding(shown, bad, "not installed", install)
-            continue
-        if _numbers(version) >= _numbers(least):
-            yield Finding(shown, "ok", version)
-        else:
-            yield Finding(shown, bad, f"{version} is older than {least}", install)
+        status: Status = "warn" if extra else "fail"
+        detail = f"{version} is older than {least}"
+        if version == "not installed":
+            status = "ok" if extra else "fail"
+            detail = f"optional, not installed: {install}" if extra else version
+        elif _numbers(version) >= _numbers(least):
+            status, detail = "ok", version
+        shown = f"{name} ({extra})" if extra else name
+        yield Finding(shown, status, detail, "" if status == "ok" else install)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -121,8 +119,7 @@ def _devices(environment: Mapping[str, str]) -> Iterator[Finding]:
     import torch.distributed as dist
 
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    cores = f"{usable} of {os.cpu_count()} cores, {torch.get_num_threads()} threads"
-    yield Finding("cpu", "ok", cores)
+    yield Finding("cpu", "ok", f"{usable} of {os.cpu_count()} cores, {torch.get_num_threads()} threads")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for index in range(count):
         free, total = torch.cuda.mem_get_info(index)
@@ -132,21 +129,16 @@ def _devices(environment: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding(f"cuda:{index}", "warn" if used else "ok", detail, remedy if used else "")
     hidden = environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if not count and not hidden and (Path("/dev/nvidia0").exists() or Path("/dev/kfd").exists()):
-        remedy = (
-            "compare the driver (nvidia-smi) with torch.version.cuda, or install torch with GPU support"
-            " (pytorch.org/get-started)"
-        )
+        remedy = "compare the driver (nvidia-smi) with torch.version.cuda, or install torch with GPU support"
         yield Finding("gpu", "warn", f"torch {torch.__version__} cannot use the GPU", remedy)
     elif not count:
         yield Finding("gpu", "ok", "none" + (" (hidden by CUDA_VISIBLE_DEVICES)" if hidden else ""))
-    available = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
-    for name, is_available in available.items():
-        if is_available or (name == "nccl" and not count):
-            yield Finding(
-                name, "ok", "available" if is_available else "not in this torch; only needed for GPUs"
-            )
-        else:
-            yield Finding(name, "fail", "not in this torch", f"install torch with {name}")
+    for name, available in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())):
+        status: Status = "ok" if available or (name == "nccl" and not count) else "fail"
+        remedy = f"install torch with {name}" if status == "fail" else ""
+        yield Finding(
+            name, status, "available" if available else "not in this torch; nccl is for GPUs", remedy
+        )
 
 
 def _attention(environment: Mapping[str, str]) -> Iterator[Finding]:

@@ -70,22 +70,20 @@ class LaunchRequest:
 def check_restarts(words: Sequence[str], max_restarts: int) -> None:
     """Check that a command continues its run when it is restarted with the same words.
 
-    Args:
-        words: the command and its words.
-        max_restarts: maximum number of restarts; 0 = check only that settings are complete enough to continue.
-
     Raises:
-        ValueError: the command is not train, or its run would begin again.
+        ValueError: there are restarts, and the command is not train, or its run would begin again.
     """
+    if not max_restarts:
+        return
+    if words[0] != "train":
+        raise ValueError(f"--max-restarts {max_restarts}: only train resumes, not {words[0]}: leave it out")
     settings = dict(word.partition("=")[::2] for word in words[1:])
     resume, add = settings.get("train.resume", "false").lower(), []
     if resume in ("false", "") or Path(resume).parent.name == "checkpoints":
         add.append("train.resume=auto")
     if "out" not in settings and (add or resume in ("auto", "true")):
         add.append("out=RUN_DIR")
-    if max_restarts and words[0] != "train":
-        raise ValueError(f"--max-restarts {max_restarts}: only train resumes, not {words[0]}: leave it out")
-    if max_restarts and add:
+    if add:
         raise ValueError(
             f"--max-restarts {max_restarts}: restarted with the same words, this run would begin again; add"
             f" {' '.join(add)} (train.resume=auto begins a run in out= or resumes it)"
@@ -104,8 +102,7 @@ def launch_command(request: LaunchRequest, allocation: Allocation) -> list[str]:
     """Return the command that starts the processes.
 
     Raises:
-        ValueError: numbers are inconsistent or missing, there are too few hosts, or the launcher is missing or
-            unsuitable.
+        ValueError: numbers are inconsistent, there are too few hosts, or the launcher is missing or unsuitable.
     """
     layout = lay_out(request, allocation)
     launcher = choose_launcher(request, allocation, layout)
@@ -132,11 +129,7 @@ def launch_command(request: LaunchRequest, allocation: Allocation) -> list[str]:
 
 
 def lay_out(request: LaunchRequest, allocation: Allocation) -> Layout:
-    """Distribute processes evenly over hosts.
-
-    Raises:
-        ValueError: numbers contradict each other or are missing, or there are fewer hosts than requested.
-    """
+    """Distribute processes evenly over hosts; see `launch_command`."""
     total, nodes, per_node = request.processes, request.nodes, request.processes_per_node
     hosts = list(allocation.hosts)
     slots = set(allocation.hosts.values())
@@ -163,11 +156,7 @@ def lay_out(request: LaunchRequest, allocation: Allocation) -> Layout:
 
 
 def choose_launcher(request: LaunchRequest, allocation: Allocation, layout: Layout) -> str:
-    """The requested program or the default here; for torchrun on other hosts, what starts one on each.
-
-    Raises:
-        ValueError: the launcher is missing or cannot restart processes, or no launcher reaches all hosts.
-    """
+    """The requested program or the default here; for torchrun on other hosts, what starts one on each."""
     wanted, available = request.launcher, allocation.launchers
     if wanted not in ("auto", "torchrun"):
         if request.max_restarts:

@@ -32,8 +32,7 @@ class Memory:
     """Bytes on one rank.
 
     Attributes:
-        parameters: float32 parameters, or this rank's shards.
-        gradients: float32 gradients, or this rank's shards.
+        parameters, gradients: in float32, or this rank's shards.
         optimizer: state of the optimizer, without step counters.
         gathered: whole parameters gathered from shards.
         copies: parameters that autocast casts to the dtype of products.
@@ -64,12 +63,9 @@ class Workload:
     """A training step: a model, its parallelism, and the micro-batches of a rank.
 
     Attributes:
-        shape: the decoder with its vocabulary.
-        config: parallelism.
-        world_size: number of ranks.
+        shape, config, world_size: the decoder with its vocabulary, its parallelism, and the number of ranks.
         tokens: slots of a pack.
-        dtype: dtype of matrix products.
-        recompute: activation checkpointing.
+        dtype, recompute: dtype of matrix products, and activation checkpointing.
         micro_batches: packs per rank and step; a pipeline holds several at a time.
         device: kind of device; on a CPU, norms and attention save additional float32 copies.
         optimizer: AdamW has two moments per parameter, and Muon one for the matrices of blocks.
@@ -140,9 +136,8 @@ class Workload:
             return residual
         heads = (shape.heads + 2 * shape.kv_heads) // tensor * shape.head_width
         attended = shape.heads // tensor * shape.head_width
-        products = shape.d_model * (2 if shape.dropout else 1) + shape.d_ff // tensor * (
-            2 if shape.gated else 1
-        )
+        wide = shape.d_ff // tensor * (2 if shape.gated else 1)
+        products = shape.d_model * (2 if shape.dropout else 1) + wide
         attention = attended * (FLOAT32 if self.device == "cpu" else self.product)
         return residual + saved["log-sum-exp"] + self.slots * ((heads + products) * self.product + attention)
 
@@ -161,11 +156,7 @@ class Workload:
 
 
 def memory_of_stages(work: Workload) -> list[Memory]:
-    """Return the memory of a rank at each position in the pipeline; one entry without a pipeline.
-
-    Raises:
-        ValueError: the parallelism does not fit the number of ranks.
-    """
+    """Return the memory of a rank at each position in the pipeline; one entry without a pipeline."""
     parts = parts_of_ranks(work.shape, work.config, work.micro_batches)
     return [_memory_of_part(work, part) for part in parts]
 
@@ -186,7 +177,6 @@ def _memory_of_part(work: Workload, part: RankPart) -> Memory:
     host, state = (sum(state), (0, 0, 0)) if config.offload == "cpu" else (0, state)
     if config.pipeline > 1:
         state = (state[0], FLOAT32 * held, state[2])
-
     gathered = copies = loss = 0
     if config.uses_fsdp:
         keeps = config.strategy.keeps_gathered or config.pipeline > 1
@@ -228,35 +218,25 @@ def _temporaries(work: Workload, block: int, outside: int) -> tuple[int, int]:
 
 
 def block_parameters(shape: ModelShape, tensor: int = 1) -> int:
-    """Return the number of parameters of one block on a rank.
-
-    Matrices and their biases are divided over `tensor`, but biases of the two matrices that are divided by columns
-    are whole: they are added once, after the sum over ranks.
-    """
+    """Return the number of parameters of one block on a rank; `tensor` ranks divide matrices and some biases."""
+    # Biases of the two matrices that sum over ranks are whole: they are added once, after the sum.
     rows = (shape.heads + 2 * shape.kv_heads) * shape.head_width + (2 if shape.gated else 1) * shape.d_ff
     divided, whole = shape.layer_parameters + rows * shape.bias, 2 * shape.d_model * shape.bias
     return divided // tensor + 2 * _norm_parameters(shape) + whole
 
 
-def outside_parameters(shape: ModelShape, part: RankPart | None = None, tensor: int = 1) -> int:
-    """Return the number of parameters outside of blocks on a rank: embedding, positions, last norm, head.
-
-    Args:
-        shape: the decoder.
-        part: position of the rank in the pipeline; None = the whole model.
-        tensor: number of tensor-parallel ranks.
-    """
-    is_first, is_last = (True, True) if part is None else (part.is_first, part.is_last)
+def outside_parameters(shape: ModelShape, part: RankPart, tensor: int = 1) -> int:
+    """Return the number of parameters outside of blocks on a rank: embedding, positions, last norm, head."""
     vocabulary = shape.vocabulary_size // tensor * shape.d_model
-    elements = vocabulary if is_first or (is_last and shape.tied) else 0
-    elements += shape.context * shape.d_model if is_first and shape.positions == "learned" else 0
-    elements += _norm_parameters(shape) if is_last else 0
-    return elements + (vocabulary if is_last and not shape.tied else 0)
+    elements = vocabulary if part.is_first or (part.is_last and shape.tied) else 0
+    elements += shape.context * shape.d_model if part.is_first and shape.positions == "learned" else 0
+    elements += _norm_parameters(shape) if part.is_last else 0
+    return elements + (vocabulary if part.is_last and not shape.tied else 0)
 
 
 def model_parameters(shape: ModelShape) -> int:
     """Return the number of parameters of the whole decoder, including biases and norms."""
-    return shape.layers * block_parameters(shape) + outside_parameters(shape)
+    return shape.layers * block_parameters(shape) + outside_parameters(shape, RankPart(shape.layers))
 
 
 def _largest_tensor(shape: ModelShape, tensor: int) -> int:

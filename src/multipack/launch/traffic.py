@@ -27,8 +27,7 @@ class Traffic:
     """What a rank sends in a step for one purpose.
 
     Attributes:
-        method: `data`, `tensor`, `context` or `pipeline`.
-        kind: the collective, or `send`.
+        method, kind: `data`, `tensor`, `context` or `pipeline`; and the collective, or `send`.
         ranks: number of ranks that take part.
         reach: consecutive ranks that contain them; a host's links are used if it holds all of these.
         payload: bytes of all calls: whole tensors, before scattering or after gathering.
@@ -49,11 +48,7 @@ class Traffic:
 
 
 def communication(work: Workload) -> list[Traffic]:
-    """Return the traffic of the rank that sends most; empty for one rank.
-
-    Raises:
-        ValueError: the ranks cannot be arranged this way.
-    """
+    """Return the traffic of the rank that sends most; empty for one rank."""
     found = []
     for part in parts_of_ranks(work.shape, work.config, work.micro_batches):
         rows = [*_data(work, part), *_tensor(work, part), *_context(work, part), *_pipeline(work, part)]
@@ -69,8 +64,9 @@ def _data(work: Workload, part: RankPart) -> Iterator[Traffic]:
     held = FLOAT32 * (blocks + outside)
     if not config.shards_parameters:
         ranks = divided["copies"]
-        for kind in ("all_reduce", "broadcast") if config.strategy.divides_optimizer else ("all_reduce",):
-            yield Traffic("data", kind, ranks, ranks * config.tensor, held)
+        yield Traffic("data", "all_reduce", ranks, ranks * config.tensor, held)
+        if config.strategy.divides_optimizer:
+            yield Traffic("data", "broadcast", ranks, ranks * config.tensor, held)
         return
     # Gathered for the forward and the backward pass; zero2 and pipelines keep what they gathered.
     reduces, of_blocks, of_outside = micro_batches, 2 * micro_batches, micro_batches

@@ -91,7 +91,8 @@ def build_engine(
     if mesh.sizes["pp"] > 1:
         return _pipeline_engine(blueprint, optimizer, mesh, config, dtype, micro_batches, clock)
     model, share = _divided(blueprint, None, mesh, config, dtype)
-    materialize([model], blueprint.initial, blueprint.shapes, mesh.world, _home(mesh, config))
+    host = torch.device("cpu") if config.offload == "cpu" else None
+    materialize([model], blueprint.initial, blueprint.shapes, mesh.world, host)
     call = model if config.uses_fsdp else replicate(model, mesh.axis("dp_replicate"))
     return ModelEngine(
         [model],
@@ -144,7 +145,8 @@ def _pipeline_engine(
     blocks = [(ranges[number].start, ranges[number].stop) for number in numbers]
     made = [_divided(blueprint, each, mesh, config, dtype) for each in blocks]
     stages, share = [stage for stage, _ in made], made[0][1]
-    materialize(stages, blueprint.initial, blueprint.shapes, mesh.world, _home(mesh, config))
+    host = torch.device("cpu") if config.offload == "cpu" else None
+    materialize(stages, blueprint.initial, blueprint.shapes, mesh.world, host)
     parameters = {name: each for stage in stages for name, each in stage.named_parameters()}
     return PipelineEngine(
         stages,
@@ -188,11 +190,6 @@ def _divided(
             offload=config.offload == "cpu",
         )
     return model, share
-
-
-def _home(mesh: Mesh, config: ParallelConfig) -> torch.device:
-    """Where parameters are between steps."""
-    return torch.device("cpu") if config.offload == "cpu" else mesh.world.device
 
 
 def _optimizer(

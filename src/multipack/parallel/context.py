@@ -104,11 +104,7 @@ def divide_context(
 
 
 def _share(rank: int, ranks: int, method: ContextMethod, batch: PackedBatch) -> ContextBatch:
-    """A rank's share of a pack.
-
-    Raises:
-        ValueError: ranks cannot divide the slots evenly.
-    """
+    """A rank's share of a pack, whose slots ranks must divide evenly."""
     slots, multiple = batch.num_slots, ranks * (2 if method == "ring" else 1)
     if not slots or slots % multiple:
         near = max(multiple, slots // multiple * multiple)

@@ -59,12 +59,7 @@ class StepResult:
 
 
 class DeviceClock:
-    """Measures time on a device without synchronizing it: by CUDA events on a GPU, by the host's clock elsewhere.
-
-    Args:
-        device: device of the work.
-        clock: returns seconds on the host; not used on GPUs.
-    """
+    """Measures time on a device without synchronizing it: by CUDA events on a GPU, by a clock of the host elsewhere."""
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
         self._is_cuda = device.type == "cuda"
@@ -144,11 +139,7 @@ class ModelEngine:
 
     @property
     def model(self) -> nn.Module:
-        """This rank's only module.
-
-        Raises:
-            ValueError: this rank holds several stages.
-        """
+        """This rank's only module."""
         (module,) = self.modules
         return module
 
@@ -350,18 +341,17 @@ class ModelEngine:
         """Context with the whole model on rank 0 in evaluation mode, without gradients; collective.
 
         For work that is not divided among ranks, such as sampling text. The model is on rank 0's device if it takes at
-        most half of the free memory, otherwise on the host.
-
-        Yields:
-            The model, which runs in the run's precision; None on other ranks.
+        most half of the free memory, otherwise on the host; other ranks get None.
         """
         if self._whole is None:
             with self.evaluating() as model:
                 yield model if self.world.is_main else None
             return
-        device = self._device_for_whole() if self.world.is_main else None
-        values = {name: value.to(device) for name, value in self.whole_parameters() if device is not None}
-        if device is None:
+        device, size = self.world.device, 4 * sum(math.prod(shape) for shape in self.shapes.values())
+        if device.type == "cuda" and size > torch.cuda.mem_get_info(device)[0] / 2:
+            device = torch.device("cpu")
+        values = {name: value.to(device) for name, value in self.whole_parameters() if self.world.is_main}
+        if not self.world.is_main:
             yield None
             return
         with torch.device("meta"):  # draws no random numbers
@@ -375,20 +365,9 @@ class ModelEngine:
         ):
             yield model
 
-    def _device_for_whole(self) -> torch.device:
-        """This rank's device if the whole model takes at most half of its free memory, else the host."""
-        size, device = sum(math.prod(shape) for shape in self.shapes.values()) * 4, self.world.device
-        if device.type == "cuda" and size > torch.cuda.mem_get_info(device)[0] / 2:
-            return torch.device("cpu")
-        return device
-
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
-        """Context with this rank's modules in evaluation mode, without gradients, in the run's precision.
-
-        Yields:
-            This rank's first module.
-        """
+        """Context of this rank's first module; all are in evaluation mode, without gradients, in the run's dtype."""
         before = [(each, each.training) for module in self.modules for each in module.modules()]
         for module in self.modules:
             module.eval()

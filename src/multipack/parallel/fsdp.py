@@ -51,22 +51,10 @@ def shard(
         mesh: of one dimension (shards), or of two (groups that hold the same shards, shards).
         reshard: free a block's parameters after its forward pass and gather them again for its backward pass.
         dtype: of gathered parameters, and so of the computation: bfloat16 gathers half the bytes. Shards, reduction,
-            optimizer and inputs such as rotary tables stay float32.
+            optimizer and inputs such as rotary tables stay float32. Not float16: its scaled gradients would overflow
+            unnoticed in the reduction.
         offload: keep shards of parameters and gradients, and with them the optimizer state, in host memory.
-
-    Raises:
-        ValueError: another precision (float16's scaled gradients would overflow unnoticed in the reduction), or a mesh
-            of more dimensions.
     """
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(
-            f"parameters cannot be sharded in {str(dtype).removeprefix('torch.')}: use train.dtype=bf16 or fp32, or"
-            " parallel.data=ddp or zero1 without tensor and pipeline parallelism, which scale fp16's gradients"
-        )
-    if mesh.ndim > 2:
-        raise ValueError(
-            f"a mesh of shards is (shards) or (groups, shards), and this has {mesh.ndim} dimensions"
-        )
     # Inputs are not cast: the embedding has the parameters' dtype; rotary tables and loss weights stay float32.
     precision = MixedPrecisionPolicy(cast_forward_inputs=False)
     if dtype != torch.float32:

@@ -146,11 +146,7 @@ class ParallelConfig:
         return self.context * pieces * self.tensor
 
     def data_size(self, world_size: int) -> int:
-        """Number of data-parallel ranks among `world_size` ranks.
-
-        Raises:
-            ValueError: the world size is not a multiple of the ranks of one model replica.
-        """
+        """Number of data-parallel ranks among `world_size` ranks, a multiple of the ranks of one model replica."""
         if world_size % self.model_ranks:
             named = {name: n for name in ("pipeline", "context", "tensor") if (n := getattr(self, name)) > 1}
             count = max(1, round(world_size / self.model_ranks)) * self.model_ranks

@@ -37,9 +37,9 @@ from torch import nn
 
 from multipack.parallel.engine import ModelEngine, StepResult
 from multipack.parallel.mesh import Mesh
-from multipack.parallel.parallel_config import ParallelConfig, Schedule
+from multipack.parallel.parallel_config import Schedule
 from multipack.parallel.schedules import ScheduledRun
-from multipack.parallel.stages import check_micro_batches, stages_of_rank
+from multipack.parallel.stages import stages_of_rank
 from multipack.parallel.state import local
 
 
@@ -52,15 +52,12 @@ class PipelineEngine(ModelEngine):
             Parameters have the names of the whole model; a stage sharded by FSDP2 is its root module itself.
         optimizer, mesh, dtype, **more: see `ModelEngine`.
         schedule: order of passes.
-        micro_batches: M, the number of micro-batches of a training step.
+        micro_batches: M, the number of micro-batches of a training step; see `fit_micro_batches`.
         width: d, the width of the hidden states between stages. Where ranks divide their tokens (sequence parallelism),
             stages exchange tensors of shape (T / ranks, d).
         hidden_dtype: dtype of these hidden states: float32 under autocast, the parameters' own in FSDP2's mixed
             precision.
         clock: returns seconds; not used on GPUs.
-
-    Raises:
-        ValueError: the schedule cannot run this number of micro-batches.
     """
 
     def __init__(
@@ -78,7 +75,6 @@ class PipelineEngine(ModelEngine):
         **more: Any,
     ) -> None:
         self._rank, ranks = mesh.coordinate("pp"), mesh.sizes["pp"]
-        check_micro_batches(ParallelConfig(pipeline=ranks, schedule=schedule), micro_batches)
         self._stages = dict(zip(stages_of_rank(self._rank, ranks, schedule), stages, strict=True))
         self._group = mesh.axis("pp").get_group()
         self._schedule: Schedule = schedule
@@ -123,11 +119,7 @@ class PipelineEngine(ModelEngine):
         return self._counted_once(losses)
 
     def _shares(self, micro_batches: Sequence[Any], slots: int) -> list[Any]:
-        """This rank's shares of packs, on its device.
-
-        Raises:
-            ValueError: a pack has another number of slots, which would hang the ranks.
-        """
+        """This rank's shares of packs, on its device; packs with other slots would hang the ranks."""
         for number, batch in enumerate(micro_batches):
             if batch.num_slots != slots:
                 raise ValueError(

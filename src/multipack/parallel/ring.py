@@ -236,8 +236,8 @@ class _Work:
             if step == 0:  # while the first messages are under way
                 out, lse = self.kernel.forward(q, k, v, self.documents)
             if seen is not None:
-                rows = seen.queries
-                merge(out[rows], lse[rows], *self.kernel.forward(q[rows], *pair, None))
+                rows, (key, value) = seen.queries, pair
+                merge(out[rows], lse[rows], *self.kernel.forward(q[rows], key, value, None))
         return out, lse
 
     def backward(
@@ -250,9 +250,9 @@ class _Work:
                 dq, dk, dv = self.kernel.backward(upstream, q, k, v, out, lse, self.documents)
             parts: list[Tensor] = []
             if seen is not None:
-                rows = seen.queries
+                rows, (key, value) = seen.queries, pair
                 more, *parts = self.kernel.backward(
-                    upstream[rows], q[rows], *pair, out[rows], lse[rows], None
+                    upstream[rows], q[rows], key, value, out[rows], lse[rows], None
                 )
                 dq[rows] += more
             add_gradients()
@@ -276,11 +276,7 @@ class _Work:
             pair = arriving
 
     def send_home(self, step: int, parts: list[Tensor], dk: Tensor, dv: Tensor, dtype: torch.dtype) -> Wait:
-        """Start sending a step's gradients of keys and values to their owner.
-
-        Returns:
-            A function that waits for the gradients of this rank's keys and values and adds them to dk and dv.
-        """
+        """Start sending a step's gradients to their owner; the result waits for this rank's and adds them."""
         shown = self.ring.shown[step]
         sent = torch.stack(parts).to(dtype) if parts else None
         wait, arriving = _nothing, sent

@@ -125,19 +125,3 @@ def fit_micro_batches(config: ParallelConfig, micro_batches: int) -> int:
     if config.schedule == "interleaved":
         wanted = -(-wanted // config.pipeline) * config.pipeline
     return wanted
-
-
-def check_micro_batches(config: ParallelConfig, micro_batches: int) -> None:
-    """Check that the pipeline can run this number of micro-batches in a step.
-
-    Raises:
-        ValueError: there are fewer than ranks or, interleaved, not a multiple of them.
-    """
-    wanted = fit_micro_batches(config, micro_batches)
-    if wanted != micro_batches:
-        rule = "a multiple of" if micro_batches > config.pipeline else "at least"
-        raise ValueError(
-            f"parallel.pipeline={config.pipeline} with parallel.schedule={config.schedule} needs {rule}"
-            f" {config.pipeline} micro-batches a step, and every rank has {micro_batches}: raise plan.packs_per_step,"
-            f" so that there are {wanted}, or use another parallel.pipeline"
-        )

@@ -222,11 +222,7 @@ def _all_tokens(x: Tensor, group: Group) -> Tensor:
 
 
 def _over_vocabulary(attribute: str, loss: Callable[..., Tensor], group: Group) -> Callable[..., Tensor]:
-    """Wrap a loss function for hidden states of T / ranks tokens and a vocabulary that the group divides.
-
-    Raises:
-        ValueError: `loss` takes no `group`.
-    """
+    """Wrap a loss function for hidden states of T / ranks tokens and a vocabulary that the group divides."""
     if "group" not in signature(loss).parameters:
         raise ValueError(
             f"the model's {attribute} is {getattr(loss, '__name__', loss)}, which takes no group= and so needs the"
@@ -241,11 +237,7 @@ def _over_vocabulary(attribute: str, loss: Callable[..., Tensor], group: Group) 
 
 
 def _check_tokens(tokens: int, ranks: int) -> None:
-    """Check that the ranks can divide the tokens of a pack evenly.
-
-    Raises:
-        ValueError: they cannot, on all ranks equally.
-    """
+    """Check that the ranks can divide the tokens of a pack evenly; all ranks raise equally."""
     if tokens % ranks:
         raise ValueError(
             f"parallel.tensor={ranks} divides the slots of every pack, and this one has {tokens}, which is no multiple:"

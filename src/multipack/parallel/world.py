@@ -63,8 +63,7 @@ class World:
     def divided(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
         """This rank's process group when the ranks are divided into parts; collective the first time.
 
-        Every group has threads and connections of its own, so that groups are kept and reused. They have the world's
-        timeout; torch's default is half an hour.
+        Groups are kept and reused, because each has threads and connections of its own. They have the world's timeout.
 
         Args:
             parts: each rank is in exactly one; the same on all ranks.
@@ -140,11 +139,7 @@ class World:
 
 
 def choose_device(requested: Device, local_rank: int) -> torch.device:
-    """The device of this process.
-
-    Raises:
-        ValueError: CUDA is requested but not available, or there are fewer GPUs than local ranks.
-    """
+    """The device of this process; raises a ValueError if it has none of the requested kind."""
     if requested == "cpu" or (requested == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
