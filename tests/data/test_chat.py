@@ -129,7 +129,7 @@ CONVERSATION = st.lists(
 
 
 @pytest.mark.parametrize("template", [CHATML, LLAMA3, UNMARKED], ids=["chatml", "llama3", "unmarked"])
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(messages=CONVERSATION)
 def test_no_message_can_spell_a_special_token(template, messages):
     parts = template.parts(messages)
@@ -174,27 +174,25 @@ def test_a_template_that_rewrites_earlier_messages_needs_marks():
         "{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     template = ChatTemplate(source, [], name="mine.jinja")
-    with pytest.raises(
-        ValueError, match=r"a\.jsonl, line 3: mine\.jinja writes message 2 .*\{% generation %\}"
-    ):
-        template.parts(CHAT, where="a.jsonl, line 3")
+    with pytest.raises(ValueError, match=r"mine\.jinja writes message 2 .*\{% generation %\}"):
+        template.parts(CHAT)
     assert text(template.prompt_parts(CHAT[:2])) == "[system]BE BRIEF.[user]Hi[assistant]"
     marked = source.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
     assert targets(ChatTemplate(marked, []).parts(CHAT)) == "4"
     with pytest.raises(ValueError, match="1 generation blocks for 2 answers"):
-        ChatTemplate("{% generation %}a{% endgeneration %}", []).parts(CHAT, first_target=1)
+        ChatTemplate("{% generation %}a{% endgeneration %}", []).parts(CHAT, first_target=3)
     with pytest.raises(ValueError, match="unpaired surrogate"):
-        CHATML.parts([{"role": "user", "content": "\ud800"}], where="x")
+        CHATML.parts([{"role": "user", "content": "\ud800"}])
 
 
 @pytest.mark.parametrize(
     ("source", "complaint"),
     [
-        ("{{ raise_exception('no system role') }}", "here: mine refuses the conversation: no system role"),
-        ("{{ messages.append(1) }}", "here: mine refuses the conversation"),
-        ("{{ ''.__class__.__mro__ }}", "here: mine refuses the conversation: .*unsafe"),
-        ("{{ messages[9].content }}", "here: mine refuses the conversation"),
-        ("{{ 1 // 0 }}", "here: mine refuses the conversation"),
+        ("{{ raise_exception('no system role') }}", "mine refuses the conversation: no system role"),
+        ("{{ messages.append(1) }}", "mine refuses the conversation"),
+        ("{{ ''.__class__.__mro__ }}", "mine refuses the conversation: .*unsafe"),
+        ("{{ messages[9].content }}", "mine refuses the conversation"),
+        ("{{ 1 // 0 }}", "mine refuses the conversation"),
         ("\n{% if x %}", "mine, line 2: .*endif"),
         ("\U0010fffc", "private-use"),
         ("{% generation %}{% generation %}a{% endgeneration %}{% endgeneration %}", "nests"),
@@ -202,7 +200,7 @@ def test_a_template_that_rewrites_earlier_messages_needs_marks():
 )
 def test_a_template_that_fails_is_named(source, complaint):
     with pytest.raises(ValueError, match=complaint):
-        ChatTemplate(source, [], name="mine").parts(CHAT, where="here")
+        ChatTemplate(source, [], name="mine").parts(CHAT)
 
 
 def test_loop_controls_and_the_day_are_there():
@@ -221,7 +219,7 @@ def test_json_keeps_a_template():
         again = ChatTemplate.from_json(template.to_json())
         assert again.to_json() == template.to_json()
         assert again.parts(CHAT) == template.parts(CHAT)
-    for broken in ("", "[]", "{}", CHATML.to_json().replace("template 1", "template 9"), '{"format": 1}'):
+    for broken in ("", "[]", "{}", CHATML.to_json().replace("template 2", "template 9"), '{"format": 1}'):
         with pytest.raises(ValueError, match="not a chat template of multipack"):
             ChatTemplate.from_json(broken)
 

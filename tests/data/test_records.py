@@ -179,7 +179,7 @@ def test_malformed_conversations_are_named_by_file_and_line(read):
 def test_content_may_be_a_list_of_texts_and_calls_need_none():
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}], "name": None}
     texts = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
-    assert read_messages([texts, call], "x") == [
+    assert read_messages([texts, call]) == [
         {"role": "user", "content": "ab"},
         {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]},
     ]

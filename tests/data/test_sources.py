@@ -254,7 +254,7 @@ def test_only_used_columns_are_read_row_group_by_row_group(write_parquet, config
         assert 0 <= source.done <= source.total
     assert 0 < most < 1024 * 9000 * 2
     assert document.name == "a.parquet:2000"
-    assert source.columns(["text", "vector"]) == ["text"]
+    assert source.records.columns(["text", "vector"]) == ["text"]
     assert source.describe(2000) == "a.parquet, 2,000 documents (text)"
 
 
@@ -384,7 +384,8 @@ def test_a_function_becomes_signature_with_docstring_and_body():
 
 def test_the_library_of_this_python_has_hundreds_of_pairs():
     source = open_source(DataConfig())
-    assert source.total == len(source.files) > 300
+    assert source.total > 1e6
+    assert len(source.files) > 300
     assert not [file for file in source.files if file.name.startswith(("test/", "site-packages/"))]
     assert source.identity == open_source(DataConfig()).identity
     source.files = [file for file in source.files if file.name[0] in "cfh"]

@@ -30,7 +30,7 @@ ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=80)
 
 
 @pytest.mark.parametrize("tokenizer", [BYTE, BPE], ids=["byte", "bpe"])
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(text=ANY_TEXT)
 @example(text="a<|endoftext|>b")
 @example(text="<|endoftext|>")
@@ -139,20 +139,17 @@ def test_no_space_is_added_inside_a_document(scheme):
 
 
 def test_a_saved_tokenizer_is_the_same(tmp_path):
-    for tokenizer in (BYTE, BPE, character_tokenizer(iter(["abc"]))):
+    for tokenizer in (BYTE, BPE, letters()):
         tokenizer.save(tmp_path / "tokenizer.json")
         for path in (tmp_path, tmp_path / "tokenizer.json"):
             loaded = Tokenizer.load(path, tokenizer.name)
-            assert (loaded.hash, loaded.end_id, loaded.name) == (
-                tokenizer.hash,
-                tokenizer.end_id,
-                tokenizer.name,
-            )
+            assert loaded.hash == tokenizer.hash
+            assert (loaded.end_id, loaded.name) == (tokenizer.end_id, tokenizer.name)
         library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
         assert library.encode("abcabc").ids == tokenizer.encode("abcabc")
 
 
-def test_the_hash_does_not_depend_on_the_order_of_keys_nor_on_truncation(tmp_path):
+def test_the_hash_does_not_depend_on_the_order_of_keys_nor_on_truncation():
     fields = json.loads(BPE.to_json())
     fields["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
     shuffled = Tokenizer(json.dumps(dict(reversed(fields.items())), indent=2))
@@ -160,10 +157,10 @@ def test_the_hash_does_not_depend_on_the_order_of_keys_nor_on_truncation(tmp_pat
     assert shuffled.encode("return x + 1") == BPE.encode("return x + 1")
 
 
-@pytest.mark.parametrize("end", ["</s>", "<|end_of_text|>", "[EOS]"])
-def test_the_end_token_of_a_foreign_tokenizer_is_found(end):
-    library = tokenizers.Tokenizer.from_str(train_bpe(iter(CORPUS), 260).to_json().replace(room.END, end))
-    assert Tokenizer(library.to_str()).end_id == library.token_to_id(end)
+def test_the_end_token_of_a_foreign_tokenizer_is_found():
+    for end in ("</s>", "<|end_of_text|>", "[EOS]"):
+        library = tokenizers.Tokenizer.from_str(train_bpe(iter(CORPUS), 260).to_json().replace(room.END, end))
+        assert Tokenizer(library.to_str()).end_id == library.token_to_id(end)
 
 
 def not_special():
@@ -184,9 +181,9 @@ def letters(names=()):
         (lambda: BYTE.decode([65, 257]), "token 257 is outside the vocabulary of 257"),
         (lambda: BYTE.decode([65, -1]), "token -1 is outside the vocabulary of 257"),
         (lambda: Tokenizer.load(Path("/nowhere")), r"there is no tokenizer\.json"),
-        (lambda: letters().encode("aXbé"), r"'X' \(U\+0058\), 'é' \(U\+00E9\): its 3 .*kind=byte"),
+        (lambda: Tokenizer.load(Path(__file__)), r"test_tokenizer\.py: not a tokenizer\.json"),
+        (lambda: letters().encode("aXbé"), r"'X' \(U\+0058\), 'é' \(U\+00E9\).*kind=byte"),
         (lambda: letters().encode_parts([[TextPart("a", True), TextPart("X", True)]]), r"U\+0058"),
-        (lambda: letters(NAMES).encode_parts([PARTS]), r"does not know ' ' .*: its 3 characters"),
         (lambda: character_tokenizer(iter([])), "no text"),
         (lambda: BYTE.encode_parts([PARTS]), r"no token '<\|im_start\|>', .*data\.chat_template=plain"),
         (lambda: not_special().encode_parts([PARTS]), "as a token that any text can spell"),
@@ -200,12 +197,6 @@ def letters(names=()):
 def test_impossible_requests_are_refused_by_name(call, complaint):
     with pytest.raises(ValueError, match=complaint):
         call()
-
-
-def test_a_malformed_file_is_named(tmp_path):
-    (tmp_path / "no.json").write_text('{"a": 1}')
-    with pytest.raises(ValueError, match=r"no\.json: not a tokenizer\.json"):
-        Tokenizer.load(tmp_path / "no.json")
 
 
 @pytest.fixture
@@ -232,13 +223,11 @@ def test_trained_tokenizers_are_kept_by_corpus_and_settings(source, tmp_path, mo
 
 
 def test_each_kind_is_built(source, tmp_path):
-    told = []
+    seen = []
     assert build_tokenizer(TokenizerConfig("byte"), source(), tmp_path).hash == BYTE.hash
-    character = build_tokenizer(
-        TokenizerConfig("char"), source(), tmp_path, lambda *told_: told.append(told_)
-    )
+    character = build_tokenizer(TokenizerConfig("char"), source(), tmp_path, lambda *done: seen.append(done))
     assert character.vocabulary_size == len(set("one two three"))
-    assert told[-1] == (700, 700, "bytes read for the tokenizer")
+    assert seen[-1] == (700, 700, "bytes read for the tokenizer")
     BPE.save(tmp_path / "mine.json")
     mine = build_tokenizer(TokenizerConfig("file", str(tmp_path / "mine.json")), source(), tmp_path)
     assert (mine.hash, mine.name) == (BPE.hash, "file mine.json")

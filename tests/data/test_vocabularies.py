@@ -9,7 +9,7 @@ import pytest
 
 from multipack.data.chat import ChatTemplate, resolve_template
 from multipack.data.data_config import DataConfig
-from multipack.data.tokenizer import END, TokenizerConfig, byte_tokenizer, load_tokenizer, tokenizer_facts
+from multipack.data.tokenizer import END, TokenizerConfig, byte_tokenizer, load_tokenizer, read_vocabulary
 
 AWKWARD = [
     "",
@@ -64,7 +64,7 @@ def test_mistral_equals_the_package(texts):
         assert ids == theirs.encode(text, False, False)
         assert tokenizer.decode(ids) == text
         assert min(ids, default=1000) >= 1000  # text is never a special token
-    facts = tokenizer_facts(TokenizerConfig("mistral", str(file)))
+    facts = read_vocabulary(TokenizerConfig("mistral", str(file)))
     assert (facts.bos_token, facts.eos_token, len(facts.special_tokens)) == ("<s>", "</s>", 1000)
 
 
@@ -134,11 +134,11 @@ def test_a_kind_that_must_be_trained_is_refused():
 
 def test_facts_of_a_file(tmp_path):
     byte_tokenizer(["<x>"]).save(tmp_path / "tokenizer.json")
-    facts = tokenizer_facts(TokenizerConfig("file", str(tmp_path / "tokenizer.json")))
+    facts = read_vocabulary(TokenizerConfig("file", str(tmp_path / "tokenizer.json")))
     assert (facts.special_tokens, facts.bos_token, facts.eos_token) == ((END, "<x>"), "", END)
     assert facts.chat_template == ""
     fields = {"chat_template": {"default": "D"}, "eos_token": None}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
-    assert tokenizer_facts(TokenizerConfig("file", str(tmp_path))).chat_template == "D"
+    assert read_vocabulary(TokenizerConfig("file", str(tmp_path))).chat_template == "D"
     with pytest.raises(ValueError, match=r"there is no tokenizer\.json"):
-        tokenizer_facts(TokenizerConfig("file", str(tmp_path / "nowhere")))
+        read_vocabulary(TokenizerConfig("file", str(tmp_path / "nowhere")))

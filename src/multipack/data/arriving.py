@@ -5,9 +5,8 @@
        × held back for validation, from the first chunk only
     ─▶ split, fit ─▶ items A0 A1 C0 C1 D0 E0 …         planned by a `PackStream`, whose state holds those in flight
 
-An item is plain data (JSON types) from which its document is made when its pack is collated. The position is the number
-of the chunk and the number of the next item in it. A run resumes from the position and the items in flight: only the
-chunk in which reading stopped is read again.
+An item is plain data (JSON types) from which its document is made when its pack is collated. A run resumes from the
+number of the chunk, the number of the next item in it and the items in flight: only that chunk is read again.
 
 Every rank reads the same documents and takes its share of each step, so the steps do not depend on the number of ranks.
 """
@@ -19,9 +18,10 @@ import hashlib
 import json
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from multipack.data.documents import Document, Documents
 from multipack.data.overlong import FitReport
 from multipack.data.records import RecordReader, without_nulls
 from multipack.data.shards import HEADER, RECIPE, StoreHeader, find_shards
+from multipack.data.sources import open_template
 from multipack.data.store import TokenStore
 from multipack.data.texts import SourceDocument
 from multipack.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
@@ -63,11 +64,7 @@ class Arriving(ABC):
     """Base class of the streams: iterates over items, continuing at the current position.
 
     Of the first `HEAD` documents (or those of the first chunk, if it has fewer) the share `data.validation`, chosen by
-    `data.split_seed`, is held back for validation. All other documents are trained on.
-
-    Args:
-        data: gives the validation share and the policy for long documents.
-        limit: maximum length of a document, in tokens.
+    `data.split_seed`, is held back for validation. All other documents are trained on, none longer than `limit` tokens.
 
     Attributes:
         name: name of the stream, for messages.
@@ -81,25 +78,24 @@ class Arriving(ABC):
         validation_fit: like `report`, for the validation documents.
 
     Raises:
-        ValueError: the first chunk has too few documents to hold some back; see `Documents.fit`.
+        ValueError: the first chunk has too few documents to hold some back; see also `Documents.fit`.
     """
 
     name: str
     tokenizer: Tokenizer
     chat_template: str = ""
-    _documents: Documents | None
 
     def __init__(self, data: DataConfig, limit: int) -> None:
         self._data, self._limit = data, limit
         self.interrupted = False
         self._held = np.empty(0, dtype=np.int64)
         self.restart()
-        first = self._read_chunk()
+        first = self._read_chunk(0)
         if first is None:
             raise ValueError(f"{self.name} has ended without a document")
         whole = Documents.whole(first, data.train_on_prompt)
         head = whole.take(np.arange(min(len(whole), HEAD)))
-        if data.validation and len(np.unique(head.pieces["document"])) < 2:
+        if data.validation and len(head) < 2:
             raise ValueError(
                 f"data.validation={data.validation} holds back some of the first documents, but {self.name} begins with"
                 f" {len(head)}: set data.validation=0 (and train.eval_every=0)"
@@ -108,15 +104,15 @@ class Arriving(ABC):
         self._held = validation.pieces["document"]
         self._first_checksum, self.has_pairs = first.checksum, first.has_pairs
         self.validation, self.validation_fit = validation.fit(limit, *self._fit(first))
-        self._documents, self._chunk_report = self._training(first, 0)
+        self._documents = self._training(first, 0)
 
     @abstractmethod
-    def _read_chunk(self) -> TokenStore | None:
-        """Return the current chunk, waiting for it if necessary; None after the last chunk."""
+    def _read_chunk(self, number: int) -> TokenStore | None:
+        """Return a chunk (the current one, except of a folder), waiting for it; None after the last chunk."""
 
     @abstractmethod
     def _item(self, documents: Documents, number: int) -> dict[str, Any]:
-        """The item of document `number` of the current chunk, without `length` and `targets`; it has a `name`."""
+        """What `document` needs to make document `number` of the current chunk again, as plain data."""
 
     @abstractmethod
     def document(self, item: dict[str, Any]) -> Document:
@@ -136,37 +132,37 @@ class Arriving(ABC):
     def restart(self) -> None:
         """Go to the beginning."""
         self._chunk = self._number = 0
-        self._documents = None
+        self._documents: tuple[Documents, FitReport] | None = None
         self.report = FitReport(self._limit, "error")
         self.skipped: dict[str, int] = {}
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Items from the current position, each with its `length` and `targets` in tokens."""
-        while (documents := self._current()) is not None:
+        """Items from the current position, each with its `name`, and its `length` and `targets` in tokens."""
+        while (found := self._documents or self._open(self._chunk)) is not None:
+            documents, report = self._documents = found
             lengths, targets = documents.lengths, documents.target_counts
             while self._number < len(documents):
                 number = self._number
                 self._number += 1
                 sizes = {"length": int(lengths[number]), "targets": int(targets[number])}
-                yield self._item(documents, number) | sizes
-            self.report += self._chunk_report
+                yield {"name": documents.names(number)} | self._item(documents, number) | sizes
+            self.report += report
             self._advance()
-
-    def _current(self) -> Documents | None:
-        """The training documents of the current chunk; None after the last one."""
-        if self._documents is None and (store := self._read_chunk()) is not None:
-            self._documents, self._chunk_report = self._training(store, self._chunk)
-        return self._documents
 
     def _advance(self) -> None:
         """Go to the next chunk."""
         self._chunk, self._number, self._documents = self._chunk + 1, 0, None
 
+    def _open(self, chunk: int) -> tuple[Documents, FitReport] | None:
+        """The training documents of a chunk; None after the last one."""
+        store = self._read_chunk(chunk)
+        return None if store is None else self._training(store, chunk)
+
     def _training(self, store: TokenStore, chunk: int) -> tuple[Documents, FitReport]:
-        """The training documents of a chunk: not held back, none longer than the limit."""
+        """The documents of a chunk that are not held back, none longer than the limit."""
         whole = Documents.whole(store, self._data.train_on_prompt)
-        if chunk == 0 and len(self._held):
-            whole = whole.take(np.flatnonzero(~np.isin(whole.pieces["document"], self._held)))
+        if chunk == 0:
+            whole = whole.take(np.setdiff1d(whole.pieces["document"], self._held))
         policy, overlap, repeat_prompt = self._fit(store)
         # `Documents.fit` raises if it would drop all documents; later chunks may have shorter ones.
         if policy == "drop" and len(whole) and whole.lengths.min() > self._limit:
@@ -191,11 +187,7 @@ class Arriving(ABC):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a position.
-
-        Raises:
-            ValueError: `state` is damaged or belongs to another stream.
-        """
+        """Continue at a position; `ValueError` if it is damaged or belongs to another stream."""
         missing = [key for key in ("fingerprint", "chunk", "number", "report", "skipped") if key not in state]
         if missing:
             raise ValueError(f"the saved position in {self.name} lacks {', '.join(missing)}")
@@ -215,35 +207,24 @@ class GrowingFolder(Arriving):
     """The documents of a token store that still grows (`data.source=store data.stream=true`); a chunk is a shard.
 
     An item holds the number of its shard and of its document among the shard's training documents, because any shard
-    can be opened again.
-
-    Raises:
-        DocumentsLate: no shard appeared within `data.patience_seconds`.
-        ValueError: the store holds one stream of text; see also `Arriving`.
+    can be opened again. Iterating raises `DocumentsLate` if no shard appears within `data.patience_seconds`.
     """
 
     def __init__(self, data: DataConfig, limit: int) -> None:
         self._folder = Path(data.path).expanduser()
         self.name = str(self._folder)
         self._store: TokenStore | None = None  # with the shards that are known
-        self._view = lru_cache(OPEN_SHARDS)(self._open_view)
         super().__init__(data, limit)
+        self._open = lru_cache(OPEN_SHARDS)(self._open)  # type: ignore[method-assign]
 
-    def _read_chunk(self) -> TokenStore | None:
-        shard = self._wait_for(self._chunk)
-        if shard is not None and self._data.verify == "full":
-            shard.verify()
-        return shard
-
-    def _wait_for(self, number: int) -> TokenStore | None:
-        """Wait for shard `number`; None if the store is complete and has no such shard."""
+    def _read_chunk(self, number: int) -> TokenStore | None:
         began = time.monotonic()
-        while True:
-            count = self._refresh(number)
-            if self._store is not None and number < count:
-                return self._store.shard(number)
+        while self._store is None or number >= len(self._store.header.shards):
             if self._store is not None and self._store.is_complete:
                 return None
+            if self._refresh():
+                continue
+            count = 0 if self._store is None else len(self._store.header.shards)
             patience = self._data.patience_seconds
             if time.monotonic() - began > patience:
                 raise DocumentsLate(
@@ -254,17 +235,19 @@ class GrowingFolder(Arriving):
             if self.interrupted:
                 raise StreamInterrupted(f"while shard {number} of {self.name} was awaited")
             time.sleep(min(POLL_SECONDS, patience / 8))
+        shard = self._store.shard(number)
+        if self._data.verify == "full":
+            shard.verify()
+        return shard
 
-    def _refresh(self, number: int) -> int:
-        """Read the folder if shard `number` may have been added; return the number of known shards."""
-        known = self._store.header.shards if self._store is not None else ()
-        if number < len(known) or (self._store is not None and self._store.is_complete):
-            return len(known)
+    def _refresh(self) -> bool:
+        """Read the folder; return whether it has more shards, or the header that completes it."""
         if not any((self._folder / name).is_file() for name in (HEADER, RECIPE)):
-            return 0
+            return False
+        known = () if self._store is None else self._store.header.shards
         header, is_complete = find_shards(self._folder, known)
         if len(header.shards) == len(known) and not is_complete:
-            return len(known)
+            return False
         if header.split_by == "position":
             raise ValueError(
                 f"{self.name} holds one stream of text, which cannot be trained on while it arrives: divide the text"
@@ -273,18 +256,9 @@ class GrowingFolder(Arriving):
         self._store = TokenStore(self._folder, header=header)
         self._store.is_complete = is_complete
         self.tokenizer, self.chat_template = self._store.tokenizer, self._store.chat_template
-        return len(header.shards)
-
-    def _open_view(self, number: int) -> Documents:
-        if number == self._chunk and self._documents is not None:
-            return self._documents
-        shard = self._wait_for(number)
-        if shard is None:
-            raise ValueError(f"shard {number} of {self.name} has disappeared, and its documents are needed")
-        return self._training(shard, number)[0]
+        return True
 
     def _item(self, documents: Documents, number: int) -> dict[str, Any]:
-        self._view(self._chunk)  # keeps it open for `document`
         return {
             "name": f"shard {self._chunk}: {documents.names(number)}",
             "shard": self._chunk,
@@ -293,7 +267,12 @@ class GrowingFolder(Arriving):
 
     def document(self, item: dict[str, Any]) -> Document:
         """See `Arriving`."""
-        return self._view(item["shard"])[item["number"]]
+        found = self._open(item["shard"])
+        if found is None:
+            raise ValueError(
+                f"shard {item['shard']} of {self.name} has disappeared, and its documents are needed"
+            )
+        return found[0][item["number"]]
 
 
 class StreamedRecords(Arriving):
@@ -307,10 +286,6 @@ class StreamedRecords(Arriving):
         data, limit: see `Arriving`; `data` also gives the form of the records.
         tokenizer: a tokenizer of a kind that is not trained on the corpus.
         records: returns an iterable over the records from the first one.
-
-    Raises:
-        ImportError: a package that the tokenizer needs is not installed.
-        ValueError: the tokenizer would be trained on the records, or a record is malformed; see also `Arriving`.
     """
 
     def __init__(
@@ -322,15 +297,9 @@ class StreamedRecords(Arriving):
     ) -> None:
         if tokenizer.is_trained:
             load_tokenizer(tokenizer)  # raises the error that names the alternatives
-
-        def open_template() -> Any:
-            from multipack.data.chat import resolve_template  # Jinja is loaded for chats only
-
-            return resolve_template(data, tokenizer)
-
         self.name = data.path or "the records"
         self._open_records, self._tokenizer_config = records, tokenizer
-        self._reader = RecordReader(data, open_template)
+        self._reader = RecordReader(data, partial(open_template, data, tokenizer))
         self._source: Any = None  # opened when a chunk is read
         super().__init__(data, limit)
 
@@ -338,24 +307,27 @@ class StreamedRecords(Arriving):
         """See `Arriving`."""
         super().restart()
         self._rows: Iterator[dict[str, Any]] | None = None
-        self._begin, self._end = 0, 0  # number of records before the current chunk, and before the next one
-        self._source_state: Any = None  # state of the source before the current chunk
-        self._skipped_here: dict[str, int] = {}  # in the current chunk
+        # Before the current chunk, and after it: number of records that were read, and state of the source.
+        self._begin: tuple[int, Any] = (0, None)
+        self._end = self._begin
+        self._skipped_here = Counter[str]()  # in the current chunk
 
     def state_dict(self) -> dict[str, Any]:
         """See `Arriving`."""
-        return super().state_dict() | {"records": self._begin, "source": self._source_state}
+        records, source = self._begin
+        return super().state_dict() | {"records": records, "source": source}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Arriving`."""
         super().load_state_dict(state)
-        self._begin, self._source_state = int(state["records"]), state["source"]
+        self._begin = int(state["records"]), state["source"]
 
-    def _open(self) -> Iterator[dict[str, Any]]:
+    def _open_rows(self) -> Iterator[dict[str, Any]]:
         """The records from the current chunk on."""
-        self._source, skips = self._open_records(), self._begin
-        if self._source_state is not None and hasattr(self._source, "load_state_dict"):
-            self._source.load_state_dict(self._source_state)
+        self._source = self._open_records()
+        skips, state = self._begin
+        if state is not None and hasattr(self._source, "load_state_dict"):
+            self._source.load_state_dict(state)
             skips = 0
         rows = (without_nulls(dict(record)) for record in self._source)
         passed = sum(1 for _ in islice(rows, skips))
@@ -366,52 +338,51 @@ class StreamedRecords(Arriving):
             )
         return rows
 
-    def _read_chunk(self) -> TokenStore | None:
+    def _read_chunk(self, number: int) -> TokenStore | None:
         while True:
             if self.interrupted:
                 raise StreamInterrupted(f"while records of {self.name} were awaited")
-            rows, self._rows = self._rows or self._open(), None  # an error abandons the rows
-            size = HEAD if self._begin == 0 else RECORDS
+            rows, self._rows = self._rows or self._open_rows(), None  # an error abandons the rows
+            size = HEAD if self._begin[0] == 0 else RECORDS
             records = list(islice(rows, size))
-            self._end = self._begin + len(records)
-            self._skipped_here = {}
-            shard = self._encode(records)
+            chunk = self._encode(records)
+            state = self._source.state_dict() if hasattr(self._source, "state_dict") else None
+            self._end = self._begin[0] + len(records), state
             self._rows = rows
-            if shard is not None:
-                return shard
+            if chunk is not None:
+                return chunk
             self._pass_records()  # no document remains of these records
             if len(records) < size:
                 return None
 
     def _encode(self, records: list[dict[str, Any]]) -> TokenStore | None:
         """Tokenize records into a store in memory; None if they give no document."""
+        self._skipped_here = Counter()
         entries = list[list[SourceDocument]]()
-        for number, record in enumerate(records, self._begin + 1):
+        for number, record in enumerate(records, self._begin[0] + 1):
             name, where = f"{Path(self.name).name}:{number}", f"{self.name}, row {number}"
             found = self._reader.documents(record, name, where)
-            if isinstance(found, str):
-                self._skip(found)
+            documents = [document for document in found if isinstance(document, SourceDocument)]
+            if documents:
+                entries.append(documents)
             else:
-                entries.append(found)
-        template, shape = self._reader.template, self._reader.shape
+                self._skipped_here[str(found[0])] += 1
         if not hasattr(self, "tokenizer"):  # the template of the first chunk decides its special tokens
+            template = self._reader.template
             special = template.special_tokens if template is not None else ()
             self.tokenizer = load_tokenizer(self._tokenizer_config, special)
             self.chat_template = template.to_json() if template is not None else ""
-        tokenizer, pairs = self.tokenizer, shape is not None and shape.form == "preference"
+        tokenizer, pairs = self.tokenizer, self._reader.pairs
         builder = ShardBuilder(tokenizer.vocabulary_size)
         for item in encode(entries, tokenizer):
             for name, parts in item:
                 builder.add(name, parts)
-        self._skip("documents without tokens", len(entries) - len(builder) // (2 if pairs else 1))
+        if without := len(entries) - len(builder) // (2 if pairs else 1):
+            self._skipped_here["documents without tokens"] = without
         if not len(builder):
             return None
         header = StoreHeader(tokenizer.vocabulary_size, tokenizer.name, tokenizer.hash, pairs=pairs)
         return TokenStore.of_documents(Path(self.name), builder.build(), header)
-
-    def _skip(self, reason: str, count: int = 1) -> None:
-        if count:
-            self._skipped_here[reason] = self._skipped_here.get(reason, 0) + count
 
     def _advance(self) -> None:
         super()._advance()
@@ -420,15 +391,12 @@ class StreamedRecords(Arriving):
     def _pass_records(self) -> None:
         """Move the position past the records of the current chunk and count those that were skipped."""
         self._begin = self._end
-        self._source_state = self._source.state_dict() if hasattr(self._source, "state_dict") else None
-        for reason, count in self._skipped_here.items():
-            self.skipped[reason] = self.skipped.get(reason, 0) + count
+        self.skipped = {**Counter(self.skipped) + self._skipped_here}
 
     def _item(self, documents: Documents, number: int) -> dict[str, Any]:
         document = documents[number]
         dtype = f"<u{document.tokens.dtype.itemsize}"
         return {
-            "name": documents.names(number),
             "dtype": dtype,
             "tokens": base64.b64encode(document.tokens.astype(dtype, copy=False).tobytes()).decode(),
             "spans": document.spans.tolist(),

@@ -9,9 +9,8 @@ without marks the conversation is rendered again up to each turn, once with the 
 answer; both must be prefixes of the whole.
 
 **No message can spell a special token.** Names of special tokens in messages are replaced by private-use characters
-before a template sees them, and restored afterwards as plain text; so are characters at the edge of a message with
-which text of the template could complete such a name. (A template that cuts pieces out of the middle of messages could
-still assemble a name.)
+before a template sees them, and restored afterwards as plain text. (A template whose own text completes the beginning
+of such a name, or that cuts pieces out of messages, could still assemble one.)
 
 Templates are untrusted programs: they run in Jinja's immutable sandbox, with the same names as in transformers:
 `messages`, `tools`, `add_generation_prompt`, `bos_token`, `eos_token`, `raise_exception`, `strftime_now`, `tojson`.
@@ -22,7 +21,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from importlib import resources
 from itertools import pairwise
@@ -38,9 +37,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from multipack.data.data_config import BUILT_IN_TEMPLATES, DataConfig
 from multipack.data.records import Message, read_messages
+from multipack.data.shards import CHAT_TEMPLATE
 from multipack.data.texts import TextPart
-from multipack.data.tokenizer import TokenizerConfig, load_tokenizer, tokenizer_facts
-from multipack.data.vocabularies import CHAT_TEMPLATE
+from multipack.data.tokenizer import TokenizerConfig, load_tokenizer, read_vocabulary
 
 FIRST_CODE = 0x100000
 """First code point of the replacements for protected text: the last private-use plane of Unicode."""
@@ -48,16 +47,9 @@ OPEN, CLOSE = "\U0010fffc", "\U0010fffd"
 """Characters that mark the begin and end of the output of a `{% generation %}` block."""
 _CODES = re.compile("[\U00100000-\U0010ffff]")
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
-_FORMAT = "multipack chat template 1"
-_BUILT_IN = {
-    "chatml": (("<|im_start|>", "<|im_end|>"), "", "<|im_end|>"),
-    "llama3": (
-        ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-        "<|begin_of_text|>",
-        "<|eot_id|>",
-    ),
-}
-"""Special tokens, bos_token and eos_token of built-in templates; `plain` uses only the tokenizer's end token."""
+_FORMAT = "multipack chat template 2"
+_BUILT_IN = {"chatml": ("", "<|im_end|>"), "llama3": ("<|begin_of_text|>", "<|eot_id|>")}
+"""bos_token and eos_token of built-in templates; `plain` uses only the tokenizer's end token."""
 _LOOKS_SPECIAL = re.compile(r"<\|\w+\|>")
 
 
@@ -90,14 +82,11 @@ class ChatTemplate:
         self.source, self.name = source, name
         self.bos_token, self.eos_token = bos_token, eos_token
         self.special_tokens = tuple(filter(None, dict.fromkeys((*special_tokens, bos_token, eos_token))))
-        self._marks = _GENERATION.search(source) is not None
-        self._names = re.compile(_any_of(self.special_tokens))
-        begins = _any_of(token[:size] for token in self.special_tokens for size in range(1, len(token)))
-        ends = _any_of(token[size:] for token in self.special_tokens for size in range(1, len(token)))
-        # Templates may trim messages: white space at an edge stays outside the protected text.
-        self.protected = re.compile(
-            rf"{self._names.pattern}|{_CODES.pattern}|(?:{begins})(?=\s*\Z)|(?P<space>\A\s*)(?:{ends})"
-        )
+        self._has_marks = _GENERATION.search(source) is not None
+        longest_first = sorted(self.special_tokens, key=len, reverse=True)
+        # Without names the pattern matches nothing.
+        self._names = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self.protected = re.compile(f"{self._names.pattern}|{_CODES.pattern}")
         if _CODES.search(source):
             raise ValueError(
                 f"{name} contains characters of Unicode's last private-use plane, which multipack reserves"
@@ -105,14 +94,15 @@ class ChatTemplate:
         self._day = datetime.datetime.combine(datetime.date.today(), datetime.time())
         try:
             self.program = _environment(self._day).from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise ValueError(f"{name}, line {error.lineno}: {error.message}") from error
+        except (jinja2.TemplateSyntaxError, RecursionError) as error:
+            raise ValueError(
+                f"{name}, line {getattr(error, 'lineno', 1)}: {getattr(error, 'message', error)}"
+            ) from error
 
     def parts(
         self,
         messages: Sequence[Message],
         tools: Sequence[Any] | None = None,
-        where: str = "",
         first_target: int = 0,
     ) -> tuple[TextPart, ...]:
         """Render a conversation and divide it at special tokens and at the ends of answers.
@@ -120,7 +110,6 @@ class ChatTemplate:
         Args:
             messages: see `read_messages`.
             tools: descriptions of the tools that may be called.
-            where: file and line of the conversation, for error messages; empty = the template's name.
             first_target: index of the first message whose answer is a target; earlier answers are context.
 
         Returns:
@@ -129,8 +118,7 @@ class ChatTemplate:
         Raises:
             ValueError: messages are malformed, the template rejects them, or answers cannot be located in its output.
         """
-        where = where or self.name
-        chat = _Chat(self, read_messages(list(messages), where), tools, where)
+        chat = _Chat(self, read_messages(list(messages)), tools)
         return self._cut(chat.write(), chat, first_target)
 
     def prompt_parts(
@@ -139,11 +127,8 @@ class ChatTemplate:
         """Render a conversation and the generation prompt.
 
         The text is divided as by `parts`, so that it is tokenized as in training. No part is a target.
-
-        Raises:
-            ValueError: see `parts`.
         """
-        chat = _Chat(self, read_messages(list(messages), self.name), tools, self.name)
+        chat = _Chat(self, read_messages(list(messages)), tools)
         return self._cut(chat.write(None, True), chat, len(chat.messages))
 
     @cached_property
@@ -162,78 +147,61 @@ class ChatTemplate:
 
     def to_json(self) -> str:
         """The template as JSON; `from_json` reads it."""
-        fields = {
-            "format": _FORMAT,
-            "name": self.name,
-            "special_tokens": self.special_tokens,
-            "bos_token": self.bos_token,
-            "eos_token": self.eos_token,
-            "template": self.source,
-        }
+        names = ("name", "special_tokens", "bos_token", "eos_token", "source")
+        fields = {"format": _FORMAT, **{name: getattr(self, name) for name in names}}
         return json.dumps(fields, ensure_ascii=False, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> ChatTemplate:
-        """The template that `to_json` wrote.
-
-        Raises:
-            ValueError: `text` is not the JSON of a chat template.
-        """
+        """The template that `to_json` wrote; `ValueError` if `text` is something else."""
         try:
             fields = json.loads(text)
-            if fields["format"] != _FORMAT:
-                raise ValueError(f"format {fields['format']!r} instead of {_FORMAT!r}")
-            strings = [fields[name] for name in ("template", "bos_token", "eos_token", "name")]
-            tokens = fields["special_tokens"]
-            if not all(isinstance(entry, str) for entry in (*strings, *tokens)):
-                raise ValueError("a field is not text")
-        except (ValueError, KeyError, TypeError) as error:
+            if (found := fields.pop("format")) != _FORMAT:
+                raise ValueError(f"format {found!r} instead of {_FORMAT!r}")
+            return cls(**fields)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a chat template of multipack: {error}") from error
-        return cls(strings[0], tokens, *strings[1:])
 
     def _cut(self, written: str, chat: _Chat, first_target: int) -> tuple[TextPart, ...]:
         """Cut the output at special tokens and at the edges of answers."""
-        text = _without_marks(written)
-        if self._marks:
-            answers = self._marked(written, chat, first_target)
-        else:
-            answers = self._between_prefixes(text, chat, first_target)
+        text = written.replace(OPEN, "").replace(CLOSE, "")
+        find = self._marked if self._has_marks else self._between_prefixes
+        answers = find(written, chat, first_target)
         special = dict(match.span() for match in self._names.finditer(text))
         inside = {position for start, end in special.items() for position in range(start + 1, end)}
-        edges = {edge for answer in answers for edge in answer[:2]} - inside
+        edges = {edge for answer in answers for edge in (answer.start, answer.end)} - inside
         cuts = sorted({0, len(text), *special, *special.values(), *edges})
-        parts, number = list[TextPart](), 0
-        for start, stop in pairwise(cuts):
-            while number < len(answers) and answers[number].end <= start:
-                number += 1
-            is_answer = number < len(answers) and answers[number].start <= start and answers[number].is_target
-            parts.append(TextPart(chat.restore(text[start:stop]), is_answer, start in special))
-        return tuple(parts)
+        targets = [answer for answer in answers if answer.is_target]
+        return tuple(
+            TextPart(
+                chat.restore(text[start:stop]),
+                is_target=any(answer.start <= start < answer.end for answer in targets),
+                is_special=start in special,
+            )
+            for start, stop in pairwise(cuts)
+        )
 
     def _marked(self, written: str, chat: _Chat, first_target: int) -> list[_Answer]:
         """The ranges of `{% generation %}` blocks in the text without their marks."""
-        ranges, start, position = list[tuple[int, int]](), -1, 0
-        for piece in re.split(f"([{OPEN}{CLOSE}])", written):
-            if piece == (CLOSE if start < 0 else OPEN):
-                raise ValueError(f"{chat.where}: {self.name} nests its generation blocks")
-            if piece == OPEN:
-                start = position
-            elif piece == CLOSE:
-                ranges.append((start, position))
-                start = -1
-            else:
-                position += len(piece)
+        marks = list(re.finditer(f"[{OPEN}{CLOSE}]", written))
+        if "".join(mark.group() for mark in marks) != (OPEN + CLOSE) * (len(marks) // 2):
+            raise ValueError(f"{self.name} nests its generation blocks")
+        places = [mark.start() - number for number, mark in enumerate(marks)]  # in the text without marks
+        ranges = list(zip(places[::2], places[1::2], strict=True))
         turns = [number for number, message in enumerate(chat.messages) if message["role"] == "assistant"]
-        if 0 < first_target < len(chat.messages) and len(turns) != len(ranges):
+        context = sum(turn < first_target for turn in turns)
+        if 0 < context < len(turns) != len(ranges):
             raise ValueError(
-                f"{chat.where}: {self.name} writes {len(ranges)} generation blocks for {len(turns)} answers, so that"
+                f"{self.name} writes {len(ranges)} generation blocks for {len(turns)} answers, so that"
                 " the block of the last answer cannot be found"
             )
-        context = sum(turn < first_target for turn in turns)
         return [_Answer(*span, number >= context) for number, span in enumerate(ranges)]
 
     def _between_prefixes(self, text: str, chat: _Chat, first_target: int) -> list[_Answer]:
-        """The ranges of answers in the output of a template without marks."""
+        """The ranges of answers in the output of a template without marks.
+
+        White space after the special token that ends an answer is no target.
+        """
         answers = []
         for number, message in enumerate(chat.messages):
             if message["role"] != "assistant":
@@ -246,19 +214,18 @@ class ChatTemplate:
                     raise
                 continue
             if text.startswith(upto) and upto.startswith(before):
-                answers.append(_Answer(len(before), self._answer_end(upto, len(before)), is_target))
+                end = max(
+                    (match.end() for match in self._names.finditer(upto, len(before))), default=len(upto)
+                )
+                end = len(upto) if upto[end:].strip() else end
+                answers.append(_Answer(len(before), end, is_target))
             elif is_target:
                 raise ValueError(
-                    f"{chat.where}: {self.name} writes message {number} of a conversation differently when more"
+                    f"{self.name} writes message {number} of a conversation differently when more"
                     " messages follow, so that the assistant's tokens cannot be located: mark them in the template by"
                     " {% generation %} … {% endgeneration %}, or choose another data.chat_template"
                 )
         return answers
-
-    def _answer_end(self, upto: str, start: int) -> int:
-        """End of an answer: after its last special token if only white space follows (which is no target)."""
-        names = list(self._names.finditer(upto, start))
-        return names[-1].end() if names and not upto[names[-1].end() :].strip() else len(upto)
 
 
 class _Answer(NamedTuple):
@@ -272,14 +239,12 @@ class _Answer(NamedTuple):
 class _Chat:
     """One conversation whose text is protected against being read as special tokens."""
 
-    def __init__(
-        self, template: ChatTemplate, messages: list[Message], tools: Sequence[Any] | None, where: str
-    ) -> None:
-        self.template, self.where = template, where
+    def __init__(self, template: ChatTemplate, messages: list[Message], tools: Sequence[Any] | None) -> None:
+        self.template = template
         self._codes: dict[str, str] = {}  # protected text → private-use character
-        self._texts: dict[str, str] = {}  # the inverse
         self.messages = [{**self._protect(message), "role": message["role"]} for message in messages]
         self._tools = self._protect(list(tools)) if tools else None
+        self._texts = {code: text for text, code in self._codes.items()}
 
     def write(self, count: int | None = None, add_generation_prompt: bool = False) -> str:
         """The template's output for the first `count` messages (None: all), with protected text and marks."""
@@ -294,15 +259,15 @@ class _Chat:
             )
             text.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"{self.where}: a message contains an unpaired surrogate: {error}") from error
+            raise ValueError(f"a message contains an unpaired surrogate: {error}") from error
         except Exception as error:  # a template is a program: it can fail in any way
             rendered = "the conversation" if count is None else f"its first {len(messages)} messages"
-            raise ValueError(f"{self.where}: {self.template.name} refuses {rendered}: {error}") from error
+            raise ValueError(f"{self.template.name} refuses {rendered}: {error}") from error
         return text
 
     def restore(self, text: str) -> str:
         """`text` with all protected text restored."""
-        return _CODES.sub(lambda code: self._texts[code.group()], text) if self._texts else text
+        return _CODES.sub(lambda code: self._texts.get(code.group(), code.group()), text)
 
     def _protect(self, value: Any) -> Any:
         if isinstance(value, str):
@@ -312,26 +277,13 @@ class _Chat:
         return [self._protect(entry) for entry in value] if isinstance(value, list | tuple) else value
 
     def _code(self, match: re.Match[str]) -> str:
-        space = match["space"] or ""
-        text = match.group().removeprefix(space)
+        text = match.group()
         if text not in self._codes:
             code = chr(FIRST_CODE + len(self._codes))
             if code >= OPEN:
-                raise ValueError(
-                    f"{self.where}: more than {len(self._codes):,} different private-use characters"
-                )
-            self._codes[text], self._texts[code] = code, text
-        return space + self._codes[text]
-
-
-def _any_of(texts: Iterable[str]) -> str:
-    """A pattern of any of `texts`, the longest first; without texts it matches nothing."""
-    longest_first = sorted({*texts}, key=lambda text: (-len(text), text))
-    return "|".join(map(re.escape, longest_first)) or r"(?!)"
-
-
-def _without_marks(text: str) -> str:
-    return text.replace(OPEN, "").replace(CLOSE, "")
+                raise ValueError(f"more than {len(self._codes):,} different private-use characters")
+            self._codes[text] = code
+        return self._codes[text]
 
 
 # --- Jinja as chat templates expect it ----------------------------------------------------------------
@@ -392,70 +344,59 @@ def resolve_template(data: DataConfig, tokenizer: TokenizerConfig) -> ChatTempla
     checkpoint) takes precedence over the tokenizer's own template.
 
     Raises:
-        ImportError: a package that the tokenizer needs is not installed.
         ValueError: the template or file does not exist, or a file writes special tokens that
             `data.special_tokens` does not name.
     """
     name = data.chat_template
     if name in _BUILT_IN:
         return built_in_template(name)
-    if name and name not in BUILT_IN_TEMPLATES:
-        return _of_file(Path(name).expanduser(), data.special_tokens, tokenizer)
     if tokenizer.kind == "file" and not name:
         path = Path(tokenizer.path).expanduser()
-        of_run = (path if path.is_dir() else path.parent) / CHAT_TEMPLATE
-        if of_run.is_file():
-            return ChatTemplate.from_json(of_run.read_text("utf-8"))
-    facts = tokenizer_facts(tokenizer)
-    if facts.chat_template and not name:
-        label = f"the template of {tokenizer.name}"
-        return ChatTemplate(
-            facts.chat_template, facts.special_tokens, facts.bos_token, facts.eos_token, label
-        )
-    return built_in_template(name or "chatml", facts.eos_token)
+        saved = (path if path.is_dir() else path.parent) / CHAT_TEMPLATE
+        if saved.is_file():
+            return ChatTemplate.from_json(saved.read_text("utf-8"))
+    own = read_vocabulary(tokenizer)
+    if name == "plain" or not (name or own.chat_template):
+        return built_in_template(name or "chatml", own.eos_token)
+    source, label = own.chat_template, f"the template of {tokenizer.name}"
+    if name:
+        source, label = _read_template(name), Path(name).name
+    special = tuple(data.special_tokens) or own.special_tokens
+    template = ChatTemplate(source, special, own.bos_token, own.eos_token, label)
+    if name:
+        _check_names(template, name, tokenizer)
+    return template
 
 
 def built_in_template(name: str, end_token: str = "") -> ChatTemplate:
-    """A chat template that ships with multipack.
-
-    Args:
-        name: `chatml`, `llama3` or `plain`.
-        end_token: the special token that ends an answer in `plain`.
-
-    Raises:
-        ValueError: no such template, or `plain` without an end token.
-    """
-    if name not in BUILT_IN_TEMPLATES:
-        raise ValueError(
-            f"there is no built-in chat template {name!r}: one of {', '.join(BUILT_IN_TEMPLATES)}"
-        )
-    special, bos, eos = _BUILT_IN.get(name, ((), "", end_token))
+    """The template `chatml`, `llama3` or `plain`, which ship with multipack; answers in `plain` end in `end_token`."""
+    bos, eos = _BUILT_IN.get(name, ("", end_token))
     if not eos:
         raise ValueError(
             "data.chat_template=plain ends each answer with the tokenizer's end token, but the tokenizer has none"
         )
     source = (resources.files("multipack") / "presets" / "chat" / f"{name}.jinja").read_text("utf-8")
-    return ChatTemplate(source, special, bos, eos, name)
+    return ChatTemplate(source, _LOOKS_SPECIAL.findall(source), bos, eos, name)
 
 
-def _of_file(file: Path, special_tokens: list[str], tokenizer: TokenizerConfig) -> ChatTemplate:
+def _read_template(path: str) -> str:
     try:
-        source = file.read_text("utf-8")
+        return Path(path).expanduser().read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"data.chat_template={file}: one of {', '.join(BUILT_IN_TEMPLATES)}, or a readable Jinja file: {error}"
+            f"data.chat_template={path}: one of {', '.join(BUILT_IN_TEMPLATES)}, or a readable Jinja file: {error}"
         ) from error
-    facts = tokenizer_facts(tokenizer)
-    special = tuple(special_tokens) or facts.special_tokens
-    template = ChatTemplate(source, special, facts.bos_token, facts.eos_token, file.name)
-    unnamed = sorted(set(_LOOKS_SPECIAL.findall(source)) - set(template.special_tokens))
+
+
+def _check_names(template: ChatTemplate, path: str, tokenizer: TokenizerConfig) -> None:
+    """Refuse a file whose text looks like a special token that `data.special_tokens` does not name."""
+    unnamed = sorted(set(_LOOKS_SPECIAL.findall(template.source)) - set(template.special_tokens))
     if unnamed and tokenizer.kind in ("file", "transformers"):
         # A tokenizer may have ordinary tokens of such names: text, on purpose.
         vocabulary = load_tokenizer(tokenizer)
         unnamed = [name for name in unnamed if len(vocabulary.encode(name)) != 1]
     if unnamed:
         raise ValueError(
-            f"data.chat_template={file} writes {', '.join(unnamed)} as plain text: name the special tokens of the"
+            f"data.chat_template={path} writes {', '.join(unnamed)} as plain text: name the special tokens of the"
             " template in data.special_tokens=[NAME,NAME,…]"
         )
-    return template

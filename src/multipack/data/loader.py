@@ -11,46 +11,48 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
 
 from torch.utils.data import IterableDataset, get_worker_info
 
 from multipack.data.batch import PackedBatch
+from multipack.data.sampler import PackedBatchSampler
 from multipack.planning.lengths import check_integer
 from multipack.planning.options import Sync
 from multipack.planning.stream import PackStream, StreamStep
 
-
-class Sampler(Protocol):
-    """Yields the document numbers of one pack after another, and has a state; see `PackedBatchSampler`."""
-
-    def __iter__(self) -> Iterator[list[int]]: ...
-
-    def __len__(self) -> int: ...
-
-    def set_epoch(self, epoch: int) -> None:
-        """Plan this epoch."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position after the last pack that was yielded."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after that pack."""
-
-
-class Indexed(Protocol):
-    """Documents (or pairs) by number."""
-
-    def __getitem__(self, index: int, /) -> Any:
-        """Document `index`."""
-
-
+THREAD = "multipack-loader"
+"""Name of the background thread."""
 Item = tuple[PackedBatch, dict[str, Any]]
 """A batch, and the sampler's state after it."""
 Made = TypeVar("Made")
+
+
+def prefetched(items: Iterator[Made], size: int) -> Generator[Made]:
+    """The same items, of which a background thread makes `size` ahead; 0 = no thread.
+
+    The number of items that were begun depends only on the number requested, not on the speed of the thread: ranks that
+    requested equally many have begun equally many. An exception in the thread is raised here. Closing the generator
+    finishes the items that were begun, and ends the thread.
+    """
+    if not size:
+        yield from items
+        return
+    executor = ThreadPoolExecutor(1, thread_name_prefix=THREAD)
+    try:
+        begun = deque(executor.submit(next, items, None) for _ in range(size))
+        while True:
+            begun.append(executor.submit(next, items, None))
+            item = begun.popleft().result()
+            if item is None:
+                return
+            yield item
+    finally:
+        # Garbage collection may close the generator in the thread itself, which cannot wait for itself.
+        executor.shutdown(wait=not threading.current_thread().name.startswith(THREAD))
 
 
 class PackedLoader:
@@ -60,7 +62,7 @@ class PackedLoader:
 
     Args:
         documents: indexed by the sampler's numbers.
-        sampler: yields the document numbers of each pack.
+        sampler: yields the document numbers of each pack, and has a state.
         collator: makes a batch of documents.
         prefetch: batches collated ahead; 0 = none, and no thread.
 
@@ -70,8 +72,8 @@ class PackedLoader:
 
     def __init__(
         self,
-        documents: Indexed,
-        sampler: Sampler,
+        documents: Any,
+        sampler: PackedBatchSampler,
         collator: Callable[[Sequence[Any]], PackedBatch],
         prefetch: int = 2,
     ) -> None:
@@ -79,35 +81,29 @@ class PackedLoader:
             raise ValueError(f"prefetch={prefetch}: batches to collate ahead, 0 or more")
         self.documents = documents
         self.sampler = self.batch_sampler = sampler
-        self._collator = collator
-        self._prefetch = prefetch
+        self._collator, self._prefetch = collator, prefetch
         self._state: dict[str, Any] | None = None
-        self._thread: PrefetchThread[Item] | None = None
-        self._iteration = 0
+        self._current: Generator[Item] | None = None  # the current iteration
 
     def __len__(self) -> int:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[PackedBatch]:
         self.close()
-        return self._hand_out(self._iteration)
+        return self._hand_out()
 
-    def _hand_out(self, iteration: int) -> Iterator[PackedBatch]:
+    def _hand_out(self) -> Iterator[PackedBatch]:
         # Runs when the first batch is requested: an iterator that is never used does not move the sampler.
-        self._check_current(iteration)
-        items = self._items()
-        thread = None
-        if self._prefetch:
-            thread = self._thread = PrefetchThread(items, self._prefetch)
-            items = thread.items()
+        self.close()
+        items = self._current = prefetched(self._items(), self._prefetch)
         try:
             for batch, state in items:
                 self._state = state
                 yield batch
-                self._check_current(iteration)
+                if self._current is not items:
+                    raise RuntimeError("this iteration was ended by another one, or by close()")
         finally:
-            if thread is not None:
-                thread.stop()
+            items.close()
 
     def _items(self) -> Iterator[Item]:
         """The batches of an iteration, each with the sampler's state after it."""
@@ -119,10 +115,6 @@ class PackedLoader:
                 error.add_note(f"while making a batch of the documents {', '.join(map(str, numbers[:32]))}")
                 raise
             yield batch, state
-
-    def _check_current(self, iteration: int) -> None:
-        if iteration != self._iteration:
-            raise RuntimeError("this iteration was ended by another one, or by close()")
 
     def set_epoch(self, epoch: int) -> None:
         """Plan this epoch; ends the current iteration."""
@@ -142,47 +134,15 @@ class PackedLoader:
 
     def close(self) -> None:
         """End the current iteration and its thread. The loader can be iterated again."""
-        self._iteration += 1
-        if self._thread is not None:
-            self._thread.stop()
-            self._thread = None
+        if self._current is not None:
+            self._current.close()
+            self._current = None
 
     def __enter__(self) -> PackedLoader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class PrefetchThread(Generic[Made]):
-    """Makes items in a thread: as many as were requested, and `size` more.
-
-    The number of items that were begun does not depend on the speed of the thread, so that it is equal on all ranks
-    that requested equally many.
-    """
-
-    NAME = "multipack-loader"
-
-    def __init__(self, items: Iterator[Made], size: int) -> None:
-        self._items, self._size = items, size
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix=self.NAME)
-
-    def items(self) -> Iterator[Made]:
-        """The items in order; an exception in the thread is raised here."""
-        begun = deque(self._executor.submit(next, self._items, None) for _ in range(self._size))
-        while True:
-            begun.append(self._executor.submit(next, self._items, None))
-            item = begun.popleft().result()
-            if item is None:
-                return
-            yield item
-
-    def stop(self) -> None:
-        """Finish the items that were begun, and end the thread."""
-        # Garbage collection may call this in the thread itself, which cannot wait for itself.
-        self._executor.shutdown(wait=not threading.current_thread().name.startswith(self.NAME))
 
 
 # --- streams ------------------------------------------------------------------------------------------
@@ -209,10 +169,8 @@ class MicroBatch(NamedTuple):
 def rank_items(step: StreamStep, rank: int, world_size: int, sync: Sync) -> list[list[Any]]:
     """The items of each pack of one rank, in the order of its micro-batches."""
     dealt = step.deal(world_size, sync)
-    items = step.items
-    return [
-        [items[place] for place in dealt[number].tolist()] for number in range(rank, len(dealt), world_size)
-    ]
+    mine = (dealt[number].tolist() for number in range(rank, len(dealt), world_size))
+    return [[step.items[place] for place in pack] for pack in mine]
 
 
 class PackedStreamDataset(IterableDataset[MicroBatch]):
@@ -261,8 +219,8 @@ class PackedStreamDataset(IterableDataset[MicroBatch]):
                 f"num_workers={worker.num_workers}: each worker would read all documents of the stream; use"
                 " num_workers=1, or 0"
             )
-        skip = self._micro_batch
-        for step in self._steps():
+        begun, skip = self._begun, self._micro_batch
+        for step in chain([] if begun is None else [begun], self.stream):
             packs = rank_items(step, self.rank, self.world_size, self.sync)
             self._begun = step
             for number in range(skip, len(packs)):
@@ -272,12 +230,6 @@ class PackedStreamDataset(IterableDataset[MicroBatch]):
                     self._begun, self._micro_batch = None, 0
                 yield MicroBatch(batch, step.number, number, len(packs), step.denominator)
             skip = 0
-
-    def _steps(self) -> Iterator[StreamStep]:
-        """The steps of the stream, after the step that was begun."""
-        if self._begun is not None:
-            yield self._begun
-        yield from self.stream
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch; the current epoch continues where it stands."""

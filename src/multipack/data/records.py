@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain, takewhile
 from typing import Any, Literal
 
 from multipack.data.data_config import DataConfig
@@ -25,17 +26,23 @@ from multipack.data.texts import SourceDocument, TextPart
 Form = Literal["text", "completion", "chat", "preference"]
 Message = dict[str, Any]
 """`role`, `content` (text), and other entries that a template may read: `tool_calls`, `tool_call_id`, `name`, …"""
-CONVERSATIONS = ("messages", "conversations")
-KNOWN_FIELDS = ("text", "prompt", "completion", *CONVERSATIONS, "chosen", "rejected")
-"""Fields that are read without `data.fields`."""
-REQUIRED_FIELDS = (
-    {"text"},
-    {"prompt", "completion"},
-    {"messages"},
-    {"conversations"},
-    {"chosen", "rejected"},
+FORMS: tuple[tuple[Form, tuple[str, ...]], ...] = (
+    ("preference", ("chosen", "rejected")),
+    ("chat", ("messages",)),
+    ("chat", ("conversations",)),
+    ("text", ("text",)),
+    ("completion", ("prompt", "completion")),
 )
-"""A record has all fields of one of these sets."""
+"""Form of a record that has all of these fields; the first match counts. A preference may have a context too."""
+CONTEXTS = ("prompt", "messages", "conversations")
+"""Fields that may hold the context of a preference."""
+WITHOUT_ANSWER = {
+    "text": "empty documents",
+    "completion": "empty completions",
+    "chat": "conversations without an answer",
+    "preference": "pairs with an empty answer",
+}
+"""Form → why a record whose answer is empty is skipped."""
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 SHAREGPT_ROLES = {
     "human": "user",
@@ -66,10 +73,18 @@ class Shape:
     is_chat: bool
     tools: str = "tools"
 
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """The fields that are targets; those before them are context."""
+        return self.fields[-2:] if self.form == "preference" else self.fields[-1:]
+
+    @property
+    def context(self) -> tuple[str, ...]:
+        """The field before the answers, if there is one."""
+        return self.fields[: -len(self.answers)]
+
     def __str__(self) -> str:
-        if self.form == "preference":
-            return " → ".join([*self.fields[:-2], " | ".join(self.fields[-2:])])
-        return " → ".join(self.fields)
+        return " → ".join([*self.context, " | ".join(self.answers)])
 
 
 class RecordReader:
@@ -89,195 +104,157 @@ class RecordReader:
         self.shape: Shape | None = None
         self.template: Any = None
 
+    @property
+    def pairs(self) -> bool:
+        """Whether the documents are preference pairs."""
+        return self.shape is not None and self.shape.form == "preference"
+
     def columns(self, names: Iterable[str]) -> list[str]:
         """The columns of a table that are read; all of them if a field is missing, so that the error can list them."""
         names = list(names)
         fields = self.shape.fields if self.shape is not None else tuple(self._config.fields)
-        if not any(required <= {*names} for required in ([{*fields}] if fields else REQUIRED_FIELDS)):
+        required = [fields] if fields else [known for _, known in FORMS]
+        if not any({*some} <= {*names} for some in required):
             return names
-        wanted = {*(self._config.fields or KNOWN_FIELDS), "tools", "system"}
+        wanted = {"tools", "system", *CONTEXTS, *(self._config.fields or chain(*required))}
         return [name for name in names if name in wanted]
 
-    def documents(self, record: dict[str, Any], name: str, where: str) -> list[SourceDocument] | str:
-        """The documents of a record, or the reason why it has none.
+    def documents(self, record: dict[str, Any], name: str, where: str) -> list[SourceDocument] | list[str]:
+        """The documents of a record (of a preference pair two), or the reason why it has none.
 
         Args:
             record: field → value.
             name: name of the document.
             where: file and line, for errors.
-
-        Raises:
-            ValueError: a field is missing or has another type; the first record has no known fields.
         """
-        shape = self.shape or self._begin(record, where)
-        if shape.form == "preference":
-            return self._pair(record, name, where, shape)
-        if shape.form == "chat":
-            messages = self._messages(record, shape.fields[0], where)
-            if not any(map(_is_answer, messages)):
-                return "conversations without an answer"
-            parts = self._render(messages, record, where)
-            return [SourceDocument(name, parts, closed=True)]
-        if shape.is_chat:
-            context = self._messages(record, shape.fields[0], where, "user")
-            answer = read_messages(
-                _field(record, shape.fields[1], where), where, shape.fields[1], "assistant"
-            )
-            if not any(map(_is_answer, answer)):
-                return "empty completions"
-            parts = self._render(context + answer, record, where, len(context))
-            return [SourceDocument(name, parts, closed=True)]
-        *prompt, text = (_text(record, field, where) for field in shape.fields)
-        if not text.strip():
-            return "empty completions" if prompt else "empty documents"
-        return [SourceDocument(name, (*self._prompt(prompt), TextPart(text, True)))]
+        try:
+            return self._documents(record, name)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
 
-    def _begin(self, record: dict[str, Any], where: str) -> Shape:
-        shape = _shape(self._config, record, where)
+    def _documents(self, record: dict[str, Any], name: str) -> list[SourceDocument] | list[str]:
+        shape = self.shape or self._begin(record)
+        context, answers = (_messages if shape.is_chat else _texts)(record, shape)
+        if len(answers) == 2 and answers[0] == answers[1]:
+            return ["pairs of equal answers"]
+        if not all(map(_has_answer, answers)):
+            return [WITHOUT_ANSWER[shape.form]]
+        found: list[tuple[TextPart, ...]]
+        if shape.is_chat:
+            tools = read_tools(record.get(shape.tools), shape.tools)
+            found = [self.template.parts(context + answer, tools, len(context)) for answer in answers]
+        else:
+            prompt = [TextPart(text + self._config.between, False) for text in context]
+            found = [(*prompt, TextPart(answer, True)) for answer in answers]
+        return [SourceDocument(name, parts, closed=shape.is_chat) for parts in found]
+
+    def _begin(self, record: dict[str, Any]) -> Shape:
+        shape = _shape(self._config, record)
         if shape.is_chat:
             self.template = self._open_template()
         elif self._config.chat_template:
             raise ValueError(
-                f"{where}: data.chat_template={self._config.chat_template} is for messages, but this is {shape.form} "
-                f"({shape}); leave it out, or name the field of the messages in data.fields, with data.format=chat"
+                f"data.chat_template={self._config.chat_template} is for messages, but this is {shape.form} ({shape});"
+                " leave it out, or name the field of the messages in data.fields, with data.format=chat"
             )
         self.shape = shape
         return shape
 
-    def _pair(
-        self, record: dict[str, Any], name: str, where: str, shape: Shape
-    ) -> list[SourceDocument] | str:
-        *context, chosen, rejected = shape.fields
-        if shape.is_chat:
-            prompt = self._messages(record, context[0], where, "user") if context else []
-            answers = [
-                read_messages(_field(record, field, where), where, field, "assistant")
-                for field in (chosen, rejected)
-            ]
-            prompt, answers = _without_common(prompt, answers, where, shape)
-            if answers[0] == answers[1]:
-                return "pairs of equal answers"
-            if not all(any(map(_is_answer, answer)) for answer in answers):
-                return "pairs with an empty answer"
-            halves = [self._render(prompt + answer, record, where, len(prompt)) for answer in answers]
-        else:
-            begin = self._prompt([_text(record, field, where) for field in context])
-            texts = [_text(record, field, where) for field in (chosen, rejected)]
-            if not all(text.strip() for text in texts):
-                return "pairs with an empty answer"
-            if texts[0] == texts[1]:
-                return "pairs of equal answers"
-            halves = [(*begin, TextPart(text, True)) for text in texts]
-        return [SourceDocument(name, answer, closed=shape.is_chat) for answer in halves]
 
-    def _prompt(self, texts: list[str]) -> tuple[TextPart, ...]:
-        return tuple(TextPart(text + self._config.between, False) for text in texts)
-
-    def _messages(self, record: dict[str, Any], field: str, where: str, role: str = "") -> list[Message]:
-        """The messages of a field, after the record's field `system` unless they begin with a system message."""
-        messages = read_messages(_field(record, field, where), where, field, role)
-        if not record.get("system") or (messages and messages[0]["role"] == "system"):
-            return messages
-        return [{"role": "system", "content": _text(record, "system", where)}, *messages]
-
-    def _render(
-        self, messages: list[Message], record: dict[str, Any], where: str, first_target: int = 0
-    ) -> tuple[TextPart, ...]:
-        assert self.shape is not None
-        tools = read_tools(record.get(self.shape.tools), where, self.shape.tools)
-        parts: tuple[TextPart, ...] = self.template.parts(messages, tools, where, first_target=first_target)
-        return parts
-
-
-def _shape(config: DataConfig, record: dict[str, Any], where: str) -> Shape:
-    form = config.format if config.format != "auto" else _form(config.fields, record, where)
-    fields = tuple(config.fields) or _default_fields(form, record)
+def _shape(config: DataConfig, record: dict[str, Any]) -> Shape:
+    """The form and fields of a record: those of the configuration, or else of the first of `FORMS` that it has."""
+    form: Any = config.format
+    fields = tuple(config.fields)
+    if fields and form == "auto":
+        is_list = len(fields) == 1 and isinstance(record.get(fields[0]), list)
+        form = "chat" if is_list else ("text", "completion", "preference")[len(fields) - 1]
+    elif not fields:
+        known = [entry for entry in FORMS if form in ("auto", entry[0])]
+        found = [entry for entry in known if {*entry[1]} <= record.keys()]
+        if not found and form == "auto":
+            raise ValueError(
+                "neither `text` nor `prompt` and `completion` nor `messages` nor `chosen` and `rejected` among the"
+                f" fields ({', '.join(record) or 'none'}); name the fields to read in data.fields"
+            )
+        form, fields = (found or known)[0]
+        if form == "preference":
+            fields = (*[name for name in CONTEXTS if name in record][:1], *fields)
     if form == "chat":
         return Shape(form, fields[:1], True, *fields[1:])
     is_chat = form != "text" and any(isinstance(record.get(name), list | dict) for name in fields)
     return Shape(form, fields, is_chat)
 
 
-def _form(fields: list[str], record: dict[str, Any], where: str) -> Form:
-    """The form of a record: by the number of names in `data.fields`, or else by the fields that it has."""
-    if len(fields) == 1:
-        return "chat" if isinstance(record.get(fields[0]), list) else "text"
-    if fields:
-        return "completion" if len(fields) == 2 else "preference"
-    if "chosen" in record and "rejected" in record:
-        return "preference"
-    if any(name in record for name in CONVERSATIONS):
-        return "chat"
-    if "text" in record:
-        return "text"
-    if "prompt" in record and "completion" in record:
-        return "completion"
-    raise ValueError(
-        f"{where}: neither `text` nor `prompt` and `completion` nor `messages` nor `chosen` and `rejected` among the "
-        f"fields ({', '.join(record) or 'none'}); name the fields to read in data.fields"
-    )
+def _texts(record: dict[str, Any], shape: Shape) -> tuple[list[str], list[str]]:
+    """Context and answers of a record of texts."""
+    return [_text(record, field) for field in shape.context], [
+        _text(record, field) for field in shape.answers
+    ]
 
 
-def _default_fields(form: Form, record: dict[str, Any]) -> tuple[str, ...]:
-    if form == "text":
-        return ("text",)
-    if form == "completion":
-        return ("prompt", "completion")
-    conversation = [name for name in CONVERSATIONS if name in record][:1]
-    if form == "chat":
-        return tuple(conversation or ["messages"])
-    return (*(["prompt"] if "prompt" in record else conversation), "chosen", "rejected")
+def _messages(record: dict[str, Any], shape: Shape) -> tuple[list[Message], list[list[Message]]]:
+    """Context and answers of a record of messages; the field `system` of a record begins its context."""
+    role = "" if shape.form == "chat" else "assistant"
+    context = [
+        message for field in shape.context for message in read_messages(_field(record, field), field, "user")
+    ]
+    answers = [read_messages(_field(record, field), field, role) for field in shape.answers]
+    if shape.form == "preference":
+        context, answers = _without_common(context, answers, shape)
+    if record.get("system") and [entry["role"] for entry in (context or answers[0])[:1]] != ["system"]:
+        context = [{"role": "system", "content": _text(record, "system")}, *context]
+    return context, answers
 
 
 def _without_common(
-    context: list[Message], answers: list[list[Message]], where: str, shape: Shape
+    context: list[Message], answers: list[list[Message]], shape: Shape
 ) -> tuple[list[Message], list[list[Message]]]:
     """Context and answers; where the answers are whole conversations, their common beginning is the context."""
-    if answers[0] == answers[1] or all(answer and answer[0]["role"] == "assistant" for answer in answers):
-        return context, answers
     first, second = answers
-    common = 0
-    while common < min(len(first), len(second)) and first[common] == second[common]:
-        common += 1
+    if first == second or all(answer and answer[0]["role"] == "assistant" for answer in answers):
+        return context, answers
     if context and first[: len(context)] != context:
         raise ValueError(
-            f"{where}: {shape.fields[-2]} is a whole conversation that does not begin with {shape.fields[0]}; "
-            f"give data.fields=[{shape.fields[-2]},{shape.fields[-1]}] alone"
+            f"{shape.fields[-2]} is a whole conversation that does not begin with {shape.fields[0]}; give"
+            f" data.fields=[{shape.fields[-2]},{shape.fields[-1]}] alone"
         )
+    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
     return first[:common], [answer[common:] for answer in answers]
 
 
-def _field(record: dict[str, Any], field: str, where: str) -> Any:
+def _field(record: dict[str, Any], field: str) -> Any:
     if field not in record:  # rows of tables lack fields that are null
-        raise ValueError(f"{where}: no field {field!r}, or null in it (it has {', '.join(record) or 'none'})")
+        raise ValueError(f"no field {field!r}, or null in it (it has {', '.join(record) or 'none'})")
     return record[field]
 
 
-def _text(record: dict[str, Any], field: str, where: str) -> str:
-    value = _field(record, field, where)
+def _text(record: dict[str, Any], field: str) -> str:
+    value = _field(record, field)
     if not isinstance(value, str):
-        raise ValueError(f"{where}: field {field!r} is a {type(value).__name__}, not text")
+        raise ValueError(f"field {field!r} is a {type(value).__name__}, not text")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{where}: field {field!r} contains an unpaired surrogate: {error}") from error
+        raise ValueError(f"field {field!r} contains an unpaired surrogate: {error}") from error
     return value
 
 
-def _is_answer(message: Message) -> bool:
-    """Whether an assistant's message has text or a tool call."""
-    return message["role"] == "assistant" and bool(message["content"].strip() or message.get("tool_calls"))
+def _has_answer(answer: str | list[Message]) -> bool:
+    """Whether an answer has text or, in a message of the assistant, a tool call."""
+    if isinstance(answer, str):
+        return bool(answer.strip())
+    said = [message for message in answer if message["role"] == "assistant"]
+    return any(message["content"].strip() or message.get("tool_calls") for message in said)
 
 
 # --- messages -----------------------------------------------------------------------------------------
 
 
-def read_messages(value: Any, where: str, field: str = "messages", role: str = "") -> list[Message]:
+def read_messages(value: Any, field: str = "messages", role: str = "") -> list[Message]:
     """The messages of one conversation in one notation: `role` and `content`.
 
     Args:
         value: a list of messages, one message, or text.
-        where: file and line, for errors.
         field: the record's field, for errors.
         role: role of a `value` that is text; empty: text is an error.
 
@@ -288,61 +265,51 @@ def read_messages(value: Any, where: str, field: str = "messages", role: str = "
         return [{"role": role, "content": value}]
     messages = [value] if isinstance(value, dict) else value
     if not isinstance(messages, list):
-        raise ValueError(f"{where}: field {field!r} is a {type(value).__name__}, not a list of messages")
-    return [_message(message, where, f"{field}[{number}]") for number, message in enumerate(messages)]
+        raise ValueError(f"field {field!r} is a {type(value).__name__}, not a list of messages")
+    return [_message(message, f"{field}[{number}]") for number, message in enumerate(messages)]
 
 
-def _message(value: Any, where: str, field: str) -> Message:
+def _message(value: Any, field: str) -> Message:
     if not isinstance(value, dict):
-        raise ValueError(f"{where}: {field} is a {type(value).__name__}, not a message with role and content")
+        raise ValueError(f"{field} is a {type(value).__name__}, not a message with role and content")
     message = {key: entry for key, entry in value.items() if entry is not None}
     if "role" not in message and "from" in message:
         message["role"], message["content"] = message.pop("from"), message.pop("value", None)
     if "role" not in message:
-        raise ValueError(
-            f"{where}: {field} has neither `role` nor `from` ({', '.join(value) or 'it is empty'})"
-        )
+        raise ValueError(f"{field} has neither `role` nor `from` ({', '.join(value) or 'it is empty'})")
     role = message["role"]
     role = SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
     if role not in ROLES:
-        raise ValueError(f"{where}: {field} has the role {role!r}; known are {', '.join(ROLES)}")
-    return {**message, "role": role, "content": _content(message, where, field)}
+        raise ValueError(f"{field} has the role {role!r}; known are {', '.join(ROLES)}")
+    return {**message, "role": role, "content": _content(message, field)}
 
 
-def _content(message: Message, where: str, field: str) -> str:
+def _content(message: Message, field: str) -> str:
     """The text of a message; the entries of a list are joined."""
     content = message.get("content")
     if content is None and message.get("tool_calls"):
         return ""
     entries = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(entries, list):
-        raise ValueError(f"{where}: the content of {field} is a {type(content).__name__}, not text")
+        raise ValueError(f"the content of {field} is a {type(content).__name__}, not text")
     for entry in entries:
-        if (
-            not isinstance(entry, dict)
-            or entry.get("type") != "text"
-            or not isinstance(entry.get("text"), str)
-        ):
-            kind = entry.get("type") if isinstance(entry, dict) else type(entry).__name__
-            raise ValueError(f"{where}: the content of {field} holds {kind!r}; only 'text' can be trained on")
+        kind = entry.get("type") if isinstance(entry, dict) else type(entry).__name__
+        if kind != "text" or not isinstance(entry.get("text"), str):
+            raise ValueError(f"the content of {field} holds {kind!r}; only 'text' can be trained on")
     return "".join(entry["text"] for entry in entries)
 
 
-def read_tools(value: Any, where: str, field: str = "tools") -> list[Any] | None:
-    """The tools of a conversation: a list of descriptions, or one in JSON; None if there are none.
-
-    Raises:
-        ValueError: the value is neither.
-    """
+def read_tools(value: Any, field: str) -> list[Any] | None:
+    """The tools of a conversation: a list of descriptions, or one in JSON; None if there are none."""
     if isinstance(value, str):
         try:
             value = json.loads(value) if value.strip() else None
         except ValueError as error:
-            raise ValueError(f"{where}: field {field!r} is text, but not a list in JSON: {error}") from error
+            raise ValueError(f"field {field!r} is text, but not a list in JSON: {error}") from error
     if not value:
         return None
     if not isinstance(value, list):
-        raise ValueError(f"{where}: field {field!r} is a {type(value).__name__}, not a list of tools")
+        raise ValueError(f"field {field!r} is a {type(value).__name__}, not a list of tools")
     return value
 
 

@@ -1,4 +1,4 @@
-"""Sources of documents: each is one reader function and its row in `READERS`.
+"""Sources of documents: each kind of file is one reader function and its row in `READERS`.
 
     data.source=stdlib                              (signature + docstring → source) pairs of the running Python
     data.source=text         data.path=PATH         documents by file, blank line or separator, or one stream
@@ -6,9 +6,8 @@
     data.source=parquet      data.path=PATH         rows of Parquet files                (extra `parquet`)
     data.source=huggingface  data.path=NAME|FOLDER  rows of a Hugging Face data set      (extra `huggingface`)
 
-PATH is a file, a folder, or a pattern such as `data/**/*.jsonl.gz`. Files may be gzipped (`.gz`). A reader takes a
-`Source` and yields its documents; it opens files by `source.open_files()` and turns records into documents by
-`source.documents_of(record, …)`.
+PATH is a file, a folder, or a pattern such as `data/**/*.jsonl.gz`. Files may be gzipped (`.gz`). A reader yields the
+documents of one open file and, in place of an entry that is skipped, the reason as text.
 """
 
 from __future__ import annotations
@@ -20,17 +19,21 @@ import io
 import json
 import platform
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 from multipack.data import stdlib
-from multipack.data.data_config import DataConfig
+from multipack.data.data_config import RECORDS, DataConfig
 from multipack.data.records import RecordReader, without_nulls
 from multipack.data.texts import SourceDocument, TextPart, divided, find_files, json_records
 from multipack.data.tokenizer import TokenizerConfig
+
+Found = SourceDocument | str
+"""A document, or the reason why an entry is skipped."""
 
 
 class SourceFile(NamedTuple):
@@ -58,13 +61,14 @@ class Source:
 
     Attributes:
         config: as given.
-        files: files to read, sorted by name; empty for sources that are not files.
+        files: files to read, sorted by name; empty for a Hugging Face data set.
+        dataset: the open data set of `data.source=huggingface`.
+        records: makes documents of records.
         name: name of the source, for messages.
-        unit: unit of `done` and `total`: bytes, files or rows.
+        unit: unit of `done` and `total`: bytes of files, or rows.
         total: size of the source, in `unit`.
         overlong: policy for documents longer than a pack if `data.overlong` is auto.
         skipped: reason → number of entries that the last iteration skipped.
-        dataset: the open data set of `data.source=huggingface`.
 
     Raises:
         ValueError: there is no file at `config.path`, or the documents are already tokenized.
@@ -72,65 +76,53 @@ class Source:
 
     def __init__(self, config: DataConfig, tokenizer: TokenizerConfig | None = None) -> None:
         self.config = config
+        self.records = RecordReader(config, partial(open_template, config, tokenizer or TokenizerConfig()))
         self.files: list[SourceFile] = []
-        self.name, self.unit, self.total = config.path, "bytes", 0
-        self.overlong: Literal["error", "split"] = "error"
-        self.skipped: dict[str, int] = {}
         self.dataset: Any = None
+        self.name, self.unit, self.total = config.path, "bytes", 0
+        self.overlong: Literal["error", "split"] = "split" if config.source == "stdlib" else "error"
+        self.skipped = Counter[str]()
         self._ignored = 0
         self._done, self._open_file = 0, cast("BinaryIO | None", None)
-        self._records = RecordReader(config, lambda: _open_template(config, tokenizer or TokenizerConfig()))
-        if config.source not in READERS:
-            place = config.path or ", ".join(config.paths)
-            raise ValueError(
-                f"data.source={config.source}: {place} is already tokenized; there is no text to read"
-            )
-        self._reader = READERS[config.source]
-        if self._reader.suffixes:
-            self._find_files()
-        elif config.source == "stdlib":
-            self._find_stdlib()
-        else:
+        if config.source == "huggingface":
             self.dataset = open_dataset(config)
             self.unit, self.total = "rows", len(self.dataset)
             if Path(config.path).expanduser().exists():
                 self.name = Path(config.path).name
+        elif config.source in READERS:
+            self._find_files()
+        else:
+            place = config.path or ", ".join(config.paths)
+            raise ValueError(
+                f"data.source={config.source}: {place} is already tokenized; there is no text to read"
+            )
 
     def _find_files(self) -> None:
-        root, names, self._ignored = find_files(self.config.path, self._reader.suffixes)
-        self.name = root.name or str(root)
+        if self.config.source == "stdlib":
+            root, names = stdlib.library_files()
+            self.name = f"Python {platform.python_version()} standard library"
+        else:
+            suffixes = READERS[self.config.source].suffixes
+            root, names, self._ignored = find_files(self.config.path, suffixes)
+            self.name = root.name or str(root)
         for name in names:
             path = root / name if name else root
             state = path.stat()
             self.files.append(SourceFile(name or root.name, path, state.st_size, state.st_mtime_ns))
         self.total = sum(file.size for file in self.files)
 
-    def _find_stdlib(self) -> None:
-        folder, names = stdlib.library_files()
-        self.name, self.unit, self.total = (
-            f"Python {platform.python_version()} standard library",
-            "files",
-            len(names),
-        )
-        # Modification times are left out: they differ between equal installations, and these files are not edited.
-        self.files = [SourceFile(name, folder / name, (folder / name).stat().st_size, 0) for name in names]
-        self.overlong = "split"
-
     def part(self, number: int, parts: int) -> Source:
         """Part `number` of `parts`: contiguous files, or rows of a data set, of about equal size."""
-        if parts == 1:
-            return self
         part = copy.copy(self)
-        part.skipped, part._ignored = {}, self._ignored if number == 0 else 0
         if self.dataset is not None:
             part.dataset = self.dataset.shard(parts, number, contiguous=True)
             part.total = len(part.dataset)
             return part
-        *begins, end = accumulate((file.size for file in self.files), initial=0)
-        part.files = [
-            file for file, at in zip(self.files, begins, strict=True) if at * parts // max(end, 1) == number
-        ]
-        part.total = len(part.files) if self.unit == "files" else sum(file.size for file in part.files)
+        begins = accumulate((file.size for file in self.files), initial=0)
+        places = [begin * parts // max(self.total, 1) for begin in begins]
+        part.files = [file for file, place in zip(self.files, places, strict=False) if place == number]
+        part.total = sum(file.size for file in part.files)
+        part._ignored = self._ignored if number == 0 else 0
         return part
 
     @property
@@ -143,26 +135,19 @@ class Source:
         """Amount that the current iteration has read, in `unit`."""
         return self._done + (self._open_file.tell() if self._open_file is not None else 0)
 
-    def advance(self, amount: int = 1) -> None:
-        """Count `amount` more units as read; files count their bytes themselves."""
-        self._done += amount
-
-    def skip(self, reason: str, count: int = 1) -> None:
-        """Count `count` entries as skipped for `reason`."""
-        self.skipped[reason] = self.skipped.get(reason, 0) + count
-
     def __iter__(self) -> Iterator[SourceDocument]:
-        self.skipped, self._done, self._open_file = {}, 0, None
+        self.skipped, self._done, self._open_file = Counter(), 0, None
         if self._ignored:
-            self.skip("files of other kinds", self._ignored)
-        yield from self._reader.read(self)
+            self.skipped["files of other kinds"] = self._ignored
+        for found in self._read_files() if self.dataset is None else self._read_rows():
+            if isinstance(found, str):
+                self.skipped[found] += 1
+            else:
+                yield found
 
-    def open_files(self) -> Iterator[tuple[SourceFile, BinaryIO]]:
-        """Each file, open and decompressed; it is closed before the next one is opened.
-
-        Raises:
-            ValueError: a file has changed since this source was opened.
-        """
+    def _read_files(self) -> Iterator[Found]:
+        """The documents of each file; it is closed before the next one is opened."""
+        read = READERS[self.config.source].read
         for file in self.files:
             state = file.path.stat()
             if (state.st_size, state.st_mtime_ns) != (file.size, file.modified):
@@ -173,34 +158,35 @@ class Source:
                 self._open_file = raw
                 is_packed = file.path.name.lower().endswith(".gz")
                 try:
-                    yield file, cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if is_packed else raw
+                    yield from read(
+                        self, file, cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if is_packed else raw
+                    )
+                except UnicodeDecodeError as error:
+                    raise ValueError(f"{file.path} is not UTF-8 text: {error}") from error
+                except (EOFError, OSError, zlib.error) as error:
+                    raise ValueError(f"{file.path}: broken gzip file or unreadable: {error}") from error
                 finally:
                     self._open_file = None
             self._done += file.size
 
-    def documents_of(self, record: dict[str, Any], name: str, where: str) -> Sequence[SourceDocument]:
-        """The documents of a record; see `RecordReader.documents`. A record without documents is counted as skipped."""
-        found = self._records.documents(record, name, where)
-        if isinstance(found, str):
-            self.skip(found)
-            return ()
-        return found
-
-    def columns(self, names: Sequence[str]) -> list[str]:
-        """The columns to read, of a table with the columns `names`."""
-        return self._records.columns(names)
+    def _read_rows(self) -> Iterator[Found]:
+        """Rows of a Hugging Face data set; only the required columns are read."""
+        rows = self.dataset.select_columns(self.records.columns(self.dataset.column_names))
+        for number, record in enumerate(rows, 1):
+            self._done += 1
+            name, where = f"{self.name}:{number}", f"{self.config.path}, row {number}"
+            yield from self.records.documents(without_nulls(dict(record)), name, where)
 
     def _begun(self) -> RecordReader:
         """The record reader; reads the first record if the form of the records is not yet known."""
-        if self._records.shape is None and self.config.source in ("jsonl", "parquet", "huggingface"):
+        if self.records.shape is None and self.config.source in RECORDS:
             next(iter(self), None)
-        return self._records
+        return self.records
 
     @property
     def pairs(self) -> bool:
         """Whether the documents are preference pairs."""
-        shape = self._begun().shape
-        return shape is not None and shape.form == "preference"
+        return self._begun().pairs
 
     @property
     def chat_template(self) -> str:
@@ -217,22 +203,17 @@ class Source:
     @cached_property
     def identity(self) -> str:
         """Sha256 of the settings that determine the documents, and of each file's name, size and modification time."""
-        records = self._begun()
-        parts: list[object] = [self.config.source, self.config.division, self.config.separator]
+        config, records = self.config, self._begun()
+        parts: list[object] = [config.source, config.division, config.separator]
         if records.shape is not None:
-            template = records.template.identity if records.template is not None else ""
-            parts += [
-                records.shape.form,
-                records.shape.fields,
-                records.shape.tools,
-                self.config.between,
-                template,
-            ]
-        if self.config.source == "stdlib":
+            shape, template = records.shape, records.template
+            parts += [shape.form, shape.fields, shape.tools, config.between]
+            parts.append(template.identity if template is not None else "")
+        if config.source == "stdlib":
             parts.append(self.name)
         if self.dataset is not None:
             # The library's fingerprint changes with the rows and all operations on them.
-            parts += [self.dataset._fingerprint, self.total, self.config.part]
+            parts += [self.dataset._fingerprint, self.total, config.part]
         parts += [(file.name, file.size, file.modified) for file in self.files]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
@@ -245,19 +226,14 @@ class Source:
             return f"{self.name}, {documents:,} functions with docstring"
         if self.config.source == "text":
             return f"{self.name}, {documents:,} documents by {self.config.division.replace('_', ' ')}"
-        form = str(self._records.shape or "nothing")
-        if self._records.template is not None:
-            form += f", {self._records.template.name}"
+        form = str(self.records.shape or "nothing")
+        if self.records.template is not None:
+            form += f", {self.records.template.name}"
         return f"{self.name}, {documents:,} documents ({form})"
 
 
 def open_source(config: DataConfig, tokenizer: TokenizerConfig | None = None) -> Source:
-    """Check a configuration and open its source; files are listed but not read. See `Source`.
-
-    Raises:
-        ImportError: a package that reads the source is not installed.
-        ValueError: a setting is invalid, or its path does not exist.
-    """
+    """Check a configuration and open its source; files are listed but not read. See `Source`."""
     config.check()
     if config.stream:
         raise ValueError(
@@ -266,7 +242,8 @@ def open_source(config: DataConfig, tokenizer: TokenizerConfig | None = None) ->
     return Source(config, tokenizer)
 
 
-def _open_template(config: DataConfig, tokenizer: TokenizerConfig) -> Any:
+def open_template(config: DataConfig, tokenizer: TokenizerConfig) -> Any:
+    """The `ChatTemplate` of a configuration."""
     from multipack.data.chat import resolve_template  # Jinja is loaded for chats only
 
     return resolve_template(config, tokenizer)
@@ -275,98 +252,63 @@ def _open_template(config: DataConfig, tokenizer: TokenizerConfig) -> Any:
 # --- readers ------------------------------------------------------------------------------------------
 
 
-def read_stdlib(source: Source) -> Iterator[SourceDocument]:
+def read_stdlib(source: Source, file: SourceFile, content: BinaryIO) -> Iterator[Found]:
     """Documented functions of the standard library; files that this Python cannot parse are skipped."""
-    for file in source.files:
-        pairs = stdlib.parse_file(file.path)
-        if pairs is None:
-            source.skip("files that do not parse")
-        for pair in pairs or ():
-            yield SourceDocument(
-                f"{file.name}:{pair.name}", (TextPart(pair.prompt, False), TextPart(pair.completion, True))
-            )
-        source.advance()
+    pairs = stdlib.parse_file(file.path)
+    if pairs is None:
+        yield "files that do not parse"
+    for pair in pairs or ():
+        parts = (TextPart(pair.prompt, False), TextPart(pair.completion, True))
+        yield SourceDocument(f"{file.name}:{pair.name}", parts)
 
 
-def read_text(source: Source) -> Iterator[SourceDocument]:
+def read_text(source: Source, file: SourceFile, content: BinaryIO) -> Iterator[Found]:
     """Plain text in UTF-8, divided by `data.documents`; line ends stay as they are, empty documents are skipped."""
-    for file, content in source.open_files():
-        text = io.TextIOWrapper(content, encoding="utf-8-sig", newline="")
-        ended = False
-        try:
-            for name, piece, ended in divided(
-                text, file.name, source.config.division, source.config.separator
-            ):
-                if piece.strip() or source.is_stream:
-                    yield SourceDocument(name, (TextPart(piece, True),), ended)
-                else:
-                    source.skip("empty documents")
-        except (UnicodeDecodeError, EOFError, OSError, zlib.error) as error:
-            raise _unreadable(file, error) from error
-        if not ended:
-            source.skip("empty files")
+    text = io.TextIOWrapper(content, encoding="utf-8-sig", newline="")
+    ended = False
+    for name, piece, ended in divided(text, file.name, source.config.division, source.config.separator):
+        if piece.strip() or source.is_stream:
+            yield SourceDocument(name, (TextPart(piece, True),), ended)
+        else:
+            yield "empty documents"
+    if not ended:
+        yield "empty files"
 
 
-def read_jsonl(source: Source) -> Iterator[SourceDocument]:
+def read_jsonl(source: Source, file: SourceFile, content: BinaryIO) -> Iterator[Found]:
     """One JSON object per line; a `.json` file may hold a list of objects instead."""
-    for file, content in source.open_files():
-        try:
-            for number, place, record in json_records(content, file.path):
-                if record is None:
-                    source.skip("blank lines")
-                else:
-                    where = f"{file.path}, {place} {number}"
-                    yield from source.documents_of(record, f"{file.name}:{number}", where)
-        except (EOFError, OSError, zlib.error) as error:
-            raise _unreadable(file, error) from error
+    for number, place, record in json_records(content, file.path):
+        if record is None:
+            yield "blank lines"
+        else:
+            where = f"{file.path}, {place} {number}"
+            yield from source.records.documents(record, f"{file.name}:{number}", where)
 
 
-def _unreadable(file: SourceFile, error: Exception) -> ValueError:
-    if isinstance(error, UnicodeDecodeError):
-        return ValueError(f"{file.path} is not UTF-8 text: {error}")
-    return ValueError(f"{file.path}: broken gzip file or unreadable: {error}")
-
-
-def read_parquet(source: Source) -> Iterator[SourceDocument]:
-    """Rows of Parquet files; only the required columns are read, and at most one row group is in memory."""
+def read_parquet(source: Source, file: SourceFile, content: BinaryIO) -> Iterator[Found]:
+    """Rows of a Parquet file; only the required columns are read, and at most one row group is in memory."""
     try:
         import pyarrow
         from pyarrow import parquet
     except ImportError as error:
         raise ImportError(_install("parquet", "pyarrow")) from error
-    for file, content in source.open_files():
-        number = 0
-        try:
-            table = parquet.ParquetFile(content)
-            columns = source.columns(table.schema_arrow.names)
-            for batch in table.iter_batches(batch_size=1024, columns=columns, use_threads=False):
-                for record in batch.to_pylist():
-                    number += 1
-                    name, where = f"{file.name}:{number}", f"{file.path}, row {number}"
-                    yield from source.documents_of(without_nulls(record), name, where)
-        except (pyarrow.ArrowException, OSError) as error:
-            raise ValueError(
-                f"{file.path}, after row {number}: not a complete Parquet file: {error}"
-            ) from error
-
-
-def read_huggingface(source: Source) -> Iterator[SourceDocument]:
-    """Rows of a Hugging Face data set; only the required columns are read."""
-    rows = source.dataset.select_columns(source.columns(source.dataset.column_names))
-    for number, record in enumerate(rows, 1):
-        name, where = f"{source.name}:{number}", f"{source.config.path}, row {number}"
-        source.advance()
-        yield from source.documents_of(without_nulls(dict(record)), name, where)
+    number = 0
+    try:
+        table = parquet.ParquetFile(content)
+        columns = source.records.columns(table.schema_arrow.names)
+        for batch in table.iter_batches(batch_size=1024, columns=columns, use_threads=False):
+            for record in batch.to_pylist():
+                number += 1
+                name, where = f"{file.name}:{number}", f"{file.path}, row {number}"
+                yield from source.records.documents(without_nulls(record), name, where)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{file.path}, after row {number}: not a complete Parquet file: {error}") from error
 
 
 def open_dataset(config: DataConfig) -> Any:
     """Open the Hugging Face data set of `config`: a `datasets.Dataset`, or with `data.stream` an `IterableDataset`.
 
     `data.path` is a folder written by `save_to_disk`, or an argument of `load_dataset(path, subset, split=part)`.
-
-    Raises:
-        ImportError: the package datasets is not installed.
-        ValueError: the data set, subset or part does not exist.
     """
     try:
         import datasets
@@ -399,22 +341,16 @@ def _install(source: str, package: str) -> str:
 
 
 class SourceReader(NamedTuple):
-    """A row of `READERS`.
+    """A row of `READERS`: yields the documents of a file; suffixes of the files that are read in a folder."""
 
-    Attributes:
-        read: yields the documents of a source.
-        suffixes: file name suffixes that it reads in a folder; empty = it reads no files.
-    """
-
-    read: Callable[[Source], Iterator[SourceDocument]]
-    suffixes: tuple[str, ...] = ()
+    read: Callable[[Source, SourceFile, BinaryIO], Iterator[Found]]
+    suffixes: tuple[str, ...]
 
 
 READERS = {
-    "stdlib": SourceReader(read_stdlib),
+    "stdlib": SourceReader(read_stdlib, (".py",)),
     "text": SourceReader(read_text, (".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".py")),
     "jsonl": SourceReader(read_jsonl, (".jsonl", ".ndjson")),
     "parquet": SourceReader(read_parquet, (".parquet", ".pq")),
-    "huggingface": SourceReader(read_huggingface),
 }
 """`data.source` → its reader. The name of a new source must also be added to `SourceName` in data_config.py."""

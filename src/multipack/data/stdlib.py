@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import ast
 import functools
-import os
 import sysconfig
 import tokenize
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
+from typing import NamedTuple
+
+from multipack.data.texts import files_below
 
 SKIPPED_FOLDERS = (
     "site-packages",
@@ -34,8 +35,7 @@ SKIPPED_FOLDERS = (
 """Folders of tests, generated files or other packages; folders named `test…` or `config-…` are skipped too."""
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """One documented function.
 
     Attributes:
@@ -50,28 +50,19 @@ class Pair:
 
 
 def library_files() -> tuple[Path, list[str]]:
-    """The standard library's folder and the `.py` files in it, relative and sorted.
-
-    Raises:
-        ValueError: the interpreter has no sources (byte code only, or a zipped library).
-    """
+    """The standard library's folder and the `.py` files in it, relative and sorted."""
     folder = Path(sysconfig.get_paths()["stdlib"])
-    files = []
-    for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not _is_skipped(name)]
-        files += [
-            (Path(parent) / name).relative_to(folder).as_posix() for name in names if name.endswith(".py")
-        ]
+    files = [name for name in files_below(folder, _is_skipped) if name.endswith(".py")]
     if not files:
         raise ValueError(
             f"data.source=stdlib: this Python has no standard library sources in {folder} (byte code "
             "only, or zipped); use a Python that has them, or other text: data.source=text data.path=…"
         )
-    return folder, sorted(files)
+    return folder, files
 
 
-def _is_skipped(name: str) -> bool:
-    return name in SKIPPED_FOLDERS or name.startswith(("test", "config-"))
+def _is_skipped(folder: str) -> bool:
+    return folder in SKIPPED_FOLDERS or folder.startswith(("test", "config-"))
 
 
 @functools.cache
@@ -86,9 +77,7 @@ def parse_file(path: Path) -> list[Pair] | None:
 def parse_pairs(source: bytes) -> list[Pair]:
     """The documented functions and methods of one Python file, in the order in which they begin.
 
-    Raises:
-        SyntaxError: the file is not Python of this version.
-        UnicodeDecodeError: the bytes do not fit the declared encoding.
+    Raises `SyntaxError` or `UnicodeDecodeError` if it is not Python of this version.
     """
     encoding, _ = tokenize.detect_encoding(BytesIO(source).readline)
     text = source.decode(encoding)

@@ -6,13 +6,17 @@ import codecs
 import glob
 import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 CHUNK = 1 << 20
 """Characters of a text that are read at once."""
+WORD_END = re.compile(r"(?s).*[^\W_](?=\s)")
+"""Matches up to the last letter or digit that white space follows."""
 
 
 class TextPart(NamedTuple):
@@ -60,71 +64,61 @@ def find_files(path: str, suffixes: tuple[str, ...]) -> tuple[Path, list[str], i
 
     Returns:
         The root, the sorted paths relative to it ("" for a root that is a file), and the number of ignored files.
-
-    Raises:
-        ValueError: no file is found.
     """
     root = Path(path).expanduser()
     if root.is_file():
         return root, [""], 0
     if root.is_dir():
-        return root, *_files_of_folder(root, suffixes)
+        found = [name for name in files_below(root, _is_hidden) if not _is_hidden(Path(name).name)]
+        names = [name for name in found if name.lower().removesuffix(".gz").endswith(suffixes)]
+        if not names:
+            raise ValueError(
+                f"data.path={root}: no {', '.join(suffixes)} file (or .gz of one) in this folder ({len(found):,} files"
+                f" of other kinds); for files with other suffixes give a file or a pattern: data.path={root}/*"
+            )
+        return root, names, len(found) - len(names)
     if not glob.has_magic(path):
         raise ValueError(f"data.path={path}: there is no such file or folder")
     fixed = next(number for number, part in enumerate(root.parts) if glob.has_magic(part))
     folder = Path(*root.parts[:fixed])
-    names = glob.glob(str(Path(*root.parts[fixed:])), root_dir=folder, recursive=True)
-    files = sorted({Path(name).as_posix() for name in names if (folder / name).is_file()})
-    if not files:
-        raise ValueError(f"data.path={path}: no file matches this pattern (`**` matches any folders)")
-    return folder, files, 0
-
-
-def _files_of_folder(root: Path, suffixes: tuple[str, ...]) -> tuple[list[str], int]:
-    names, ignored = [], 0
-    for parent, folders, files in os.walk(root):
-        folders[:] = [folder for folder in folders if not folder.startswith(".")]
-        for file in files:
-            if file.lower().removesuffix(".gz").endswith(suffixes) and not file.startswith("."):
-                names.append((Path(parent) / file).relative_to(root).as_posix())
-            else:
-                ignored += not file.startswith(".")
+    matches = glob.glob(str(Path(*root.parts[fixed:])), root_dir=folder, recursive=True)
+    names = sorted({Path(name).as_posix() for name in matches if (folder / name).is_file()})
     if not names:
-        raise ValueError(
-            f"data.path={root}: no {', '.join(suffixes)} file (or .gz of one) in this folder "
-            f"({ignored:,} files of other kinds); for files with other suffixes give a file or a pattern:"
-            f" data.path={root}/*"
-        )
-    return sorted(names), ignored
+        raise ValueError(f"data.path={path}: no file matches this pattern (`**` matches any folders)")
+    return folder, names, 0
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".")
+
+
+def files_below(root: Path, is_skipped: Callable[[str], bool]) -> list[str]:
+    """The sorted paths, relative to a folder, of the files in it and in all subfolders whose names are not skipped."""
+    names = []
+    for parent, folders, files in os.walk(root):
+        folders[:] = [folder for folder in folders if not is_skipped(folder)]
+        names += [(Path(parent) / file).relative_to(root).as_posix() for file in files]
+    return sorted(names)
 
 
 def divided(text: TextIO, name: str, division: str, separator: str) -> Iterator[tuple[str, str, bool]]:
     """Documents of one file: name, text, and whether the document ends there; see `data.documents`."""
     if division == "blank_line":
-        for line, content in paragraphs(text):
-            yield f"{name}:{line}", content, True
+        yield from ((f"{name}:{line}", content, True) for line, content in paragraphs(text))
     elif division == "separator":
-        for number, content in enumerate(separated(text, separator), 1):
-            yield f"{name}#{number}", content, True
+        yield from ((f"{name}#{n}", content, True) for n, content in enumerate(separated(text, separator), 1))
     elif division == "stream":
-        for content, ended in stretches(text):
-            yield name, content, ended
+        yield from ((name, content, ended) for content, ended in stretches(text))
     else:
         yield name, text.read(), True
 
 
 def paragraphs(text: TextIO) -> Iterator[tuple[int, str]]:
     """Runs of lines that are not blank: the number of the first line, and the text without its last line end."""
-    start, lines = 0, list[str]()
-    for number, line in enumerate(text, 1):
-        if line.strip():
-            start = start if lines else number
-            lines.append(line)
-        elif lines:
-            yield start, "".join(lines).rstrip("\r\n")
-            lines = []
-    if lines:
-        yield start, "".join(lines).rstrip("\r\n")
+    for is_text, run in groupby(enumerate(text, 1), key=lambda line: bool(line[1].strip())):
+        if is_text:
+            numbers, lines = zip(*run, strict=True)
+            yield numbers[0], "".join(lines).rstrip("\r\n")
 
 
 def separated(text: TextIO, separator: str) -> Iterator[str]:
@@ -146,9 +140,11 @@ def stretches(text: TextIO) -> Iterator[tuple[str, bool]]:
     rest = ""
     while chunk := text.read(CHUNK):
         rest += chunk
-        cut = _word_end(rest)
-        if cut == 0 and len(rest) >= 16 * CHUNK:
-            cut = len(rest) - 1
+        word_end = WORD_END.match(rest, max(len(rest) - 65_536, 0))
+        if word_end:
+            cut = word_end.end()
+        else:
+            cut = len(rest) - 1 if len(rest) >= 16 * CHUNK else 0
         if cut:
             yield rest[:cut], False
             rest = rest[cut:]
@@ -156,19 +152,8 @@ def stretches(text: TextIO) -> Iterator[tuple[str, bool]]:
         yield rest, True
 
 
-def _word_end(text: str) -> int:
-    for position in range(len(text) - 1, max(len(text) - 65_536, 0), -1):
-        if text[position].isspace() and text[position - 1].isalnum():
-            return position
-    return 0
-
-
 def json_records(content: Any, path: Path) -> Iterator[tuple[int, str, dict[str, Any] | None]]:
-    """Records of a file: number, `line` or `record` (what is numbered), and the object (None = a blank line).
-
-    Raises:
-        ValueError: something is not a JSON object.
-    """
+    """Records of a file: number, `line` or `record` (what is numbered), and the object (None = a blank line)."""
     begin = content.peek(16).removeprefix(codecs.BOM_UTF8).lstrip()
     if path.name.lower().removesuffix(".gz").endswith(".json") and begin.startswith(b"["):
         for number, record in enumerate(_parse(content.read(), str(path)), 1):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -27,14 +27,10 @@ from multipack.data.texts import TextPart
 from multipack.data.vocabularies import (
     END,
     END_NAMES,
-    TokenizerFacts,
+    READERS,
+    Vocabulary,
     byte_alphabet,
-    facts_of_file,
-    gpt2_definition,
-    load_transformers,
-    mistral_definition,
-    mistral_special_tokens,
-    tekken_path,
+    tokenizer_file,
     without_prefix,
 )
 
@@ -64,11 +60,7 @@ class TokenizerConfig:
         return {"kind": "file", "path": name} if is_path and not named.is_file() else None
 
     def check(self) -> None:
-        """Check every setting and their combination.
-
-        Raises:
-            ValueError: names the setting, its value, and what to do instead.
-        """
+        """Check every setting and their combination; raises `ValueError`."""
         check_choice("tokenizer.kind", self.kind, get_args(TokenizerKind))
         if self.kind in ("file", "transformers") and not self.path:
             raise ValueError(f"tokenizer.kind={self.kind} needs tokenizer.path=FILE_OR_FOLDER")
@@ -133,17 +125,11 @@ class Tokenizer:
             for token in fields.get("added_tokens", ())
             if token.get("special", False)
         }
-        self._characters = _characters_of(fields, vocabulary.keys() - self._special.keys())
         self._continued, self._prefix_after_special = without_prefix(fields)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`; no special token is added.
-
-        Raises:
-            ValueError: the text has a character that a character tokenizer does not know.
-        """
-        self._check_characters((text,))
-        return self._library.encode(text, add_special_tokens=False).ids
+        """Token ids of `text`; no special token is added. See `encode_parts`."""
+        return self._encode_batch(self._library, [text])[0]
 
     def encode_parts(self, documents: Sequence[Sequence[TextPart]]) -> list[list[tuple[list[int], bool]]]:
         """Encode each part of each document, in parallel threads.
@@ -155,34 +141,40 @@ class Tokenizer:
             For each document, for each part: its token ids, and whether they are targets.
 
         Raises:
-            ValueError: this tokenizer lacks a special token; see also `encode`.
+            ValueError: this tokenizer lacks a special token or, if it is one of characters, a character of the text.
         """
-        texts: tuple[list[str], list[str]] = ([], [])  # parts that begin a text; parts that continue one
+        begun, continued = list[str](), list[str]()
         for parts in documents:
             for number, part in enumerate(parts):
                 if not part.is_special:
-                    texts[self._is_continued(parts, number)].append(part.text)
-        encoded = [
-            iter(self._encode_batch(library, batch))
-            for library, batch in zip((self._library, self._continued or self._library), texts, strict=True)
-        ]
-        result = []
-        for parts in documents:
-            document = list[tuple[list[int], bool]]()
-            for number, part in enumerate(parts):
-                is_text = not part.is_special
-                ids = (
-                    next(encoded[self._is_continued(parts, number)])
-                    if is_text
-                    else [self.special_id(part.text)]
+                    (continued if self._is_continued(parts, number) else begun).append(part.text)
+        encoded = {
+            False: iter(self._encode_batch(self._library, begun)),
+            True: iter(self._encode_batch(self._continued or self._library, continued)),
+        }
+        return [
+            [
+                (
+                    [self.special_id(part.text)]
+                    if part.is_special
+                    else next(encoded[self._is_continued(parts, number)]),
+                    part.is_target,
                 )
-                document.append((ids, part.is_target))
-            result.append(document)
-        return result
+                for number, part in enumerate(parts)
+            ]
+            for parts in documents
+        ]
 
     def _encode_batch(self, library: tokenizers.Tokenizer, texts: list[str]) -> list[list[int]]:
-        self._check_characters(texts)
-        return [encoding.ids for encoding in library.encode_batch_fast(texts, add_special_tokens=False)]
+        try:
+            return [encoding.ids for encoding in library.encode_batch_fast(texts, add_special_tokens=False)]
+        except Exception as error:  # of a character tokenizer; the library raises bare Exceptions
+            unknown = sorted(set().union(*texts) - library.get_vocab().keys())
+            shown = ", ".join(f"{character!r} (U+{ord(character):04X})" for character in unknown[:5])
+            raise ValueError(
+                f"the tokenizer ({self.name}) does not know {shown} ({error}): a character tokenizer has the characters"
+                " of the corpus it was made from; tokenizer.kind=byte encodes every text"
+            ) from error
 
     def _is_continued(self, parts: Sequence[TextPart], number: int) -> bool:
         """Whether part `number` continues a text, for a tokenizer that encodes such parts differently."""
@@ -191,11 +183,7 @@ class Tokenizer:
         return not (parts[number - 1].is_special and self._prefix_after_special)
 
     def special_id(self, name: str) -> int:
-        """The id of the special token `name`.
-
-        Raises:
-            ValueError: there is no such special token.
-        """
+        """The id of the special token `name`; `ValueError` if there is none."""
         if name not in self._special:
             is_text = self._library.token_to_id(name) is not None
             found = f"{name!r} as a token that any text can spell" if is_text else f"no token {name!r}"
@@ -215,11 +203,7 @@ class Tokenizer:
         return Tokenizer(library.to_str(), self.name)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, without special tokens.
-
-        Raises:
-            ValueError: an id is outside the vocabulary.
-        """
+        """The text of `ids`, without special tokens; `ValueError` if an id is outside the vocabulary."""
         outside = [token for token in ids if not 0 <= token < self.vocabulary_size]
         if outside:
             raise ValueError(
@@ -237,48 +221,19 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path, name: str = "") -> Tokenizer:
-        """Read a `tokenizer.json`; `path` may also be a folder that holds one.
-
-        Raises:
-            ValueError: the file is missing or malformed.
-        """
-        file = path / "tokenizer.json" if path.is_dir() else path
-        if not file.is_file():
-            raise ValueError(f"{path}: there is no tokenizer.json")
+        """Read a `tokenizer.json`, or that of a folder; `ValueError` if it is missing or malformed."""
+        file = tokenizer_file(path)
         try:
             return cls(file.read_text(encoding="utf-8"), name or f"file {path.name}")
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from error
 
-    def _check_characters(self, texts: Sequence[str]) -> None:
-        if self._characters is None:
-            return
-        unknown = sorted(set().union(*texts) - self._characters)
-        if unknown:
-            shown = ", ".join(f"{character!r} (U+{ord(character):04X})" for character in unknown[:5])
-            raise ValueError(
-                f"the character tokenizer does not know {shown}: its {len(self._characters)} characters are "
-                "those of the corpus it was made from; tokenizer.kind=byte encodes every text"
-            )
-
     def __repr__(self) -> str:
         return f"Tokenizer({self.name!r}, vocabulary_size={self.vocabulary_size}, hash={self.hash[:12]})"
 
 
-def _characters_of(fields: dict[str, Any], ordinary: Set[str]) -> frozenset[str] | None:
-    """The characters of a character tokenizer; None for other kinds, which handle unknown text themselves."""
-    model = fields.get("model", {})
-    if model.get("type") != "WordLevel" or model.get("unk_token") in ordinary:
-        return None
-    return frozenset(ordinary) if all(len(token) == 1 for token in ordinary) else None
-
-
 def character_tokenizer(texts: Iterator[str], special_tokens: Sequence[str] = ()) -> Tokenizer:
-    """A tokenizer with one token per distinct character of `texts`, in Unicode order, then the special tokens.
-
-    Raises:
-        ValueError: `texts` has no character.
-    """
+    """A tokenizer with one token per distinct character of `texts`, in Unicode order, then the special tokens."""
     characters: set[str] = set()
     for text in texts:
         characters.update(text)
@@ -307,9 +262,6 @@ def train_bpe(texts: Iterator[str], vocabulary_size: int, special_tokens: Sequen
 
     The end token and the other special tokens come first. A small corpus may give fewer tokens than
     `vocabulary_size`.
-
-    Raises:
-        ValueError: `vocabulary_size` is too small for the bytes and the special tokens.
     """
     special = _special_tokens((END, *special_tokens))
     if vocabulary_size < 256 + len(special):
@@ -344,10 +296,7 @@ def build_tokenizer(
     """The tokenizer of `config`, trained on the `Source` if its kind needs a corpus.
 
     A trained tokenizer is kept in `cache/tokenizers`, under a hash of corpus and settings. One process trains it while
-    others that need the same one wait.
-
-    Raises:
-        ValueError: the configuration is invalid, the corpus has no text, or there is no tokenizer at `path`.
+    others that need the same one wait. Raises as `load_tokenizer`, and if the corpus has no text.
     """
     config.check()
     if not config.is_trained:
@@ -397,27 +346,14 @@ def load_tokenizer(config: TokenizerConfig, special_tokens: Sequence[str] = ()) 
         )
     if config.kind == "byte":
         return byte_tokenizer(special_tokens)
-    if config.kind == "gpt2":
-        return Tokenizer(gpt2_definition(), config.name)
-    if config.kind == "mistral":
-        return Tokenizer(mistral_definition(tekken_path(config.path)), config.name)
-    if config.kind == "transformers":
-        return Tokenizer(load_transformers(config.path)[0], config.name)
-    return Tokenizer.load(Path(config.path).expanduser(), config.name).grown(special_tokens)
-
-
-def tokenizer_facts(config: TokenizerConfig) -> TokenizerFacts:
-    """Special tokens and chat template of a tokenizer; one trained on the corpus has only an end token.
-
-    Raises:
-        ImportError: see `load_tokenizer`.
-        ValueError: see `load_tokenizer`.
-    """
-    config.check()
-    if config.kind == "transformers":
-        return load_transformers(config.path)[1]
     if config.kind == "file":
-        return facts_of_file(Path(config.path).expanduser())
-    if config.kind == "mistral":
-        return TokenizerFacts(mistral_special_tokens(tekken_path(config.path)), "<s>", "</s>")
-    return TokenizerFacts((END,), "", END)
+        return Tokenizer.load(Path(config.path).expanduser(), config.name).grown(special_tokens)
+    return Tokenizer(read_vocabulary(config).definition, config.name)
+
+
+def read_vocabulary(config: TokenizerConfig) -> Vocabulary:
+    """Definition, special tokens and chat template of a tokenizer; one that multipack makes has only an end token."""
+    config.check()
+    if config.kind in READERS:
+        return READERS[config.kind](config.path)
+    return Vocabulary(special_tokens=(END,), eos_token=END)

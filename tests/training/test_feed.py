@@ -1,11 +1,12 @@
-"""Training on documents that arrive: steps, ranks, going on, growing folders, ends."""
+"""Training on documents that arrive: steps, ranks, resuming, growing folders, ends."""
 
-import functools
 import itertools
 import json
 import threading
 import time
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
@@ -20,8 +21,8 @@ from multipack.parallel.mesh import Mesh
 from multipack.parallel.world import World
 from multipack.planning.cost import CostModel
 from multipack.shapes import SHAPES
+from multipack.training.feed import StreamFeed
 from multipack.training.run_config import compose
-from multipack.training.stream_feed import open_feed
 from multipack.training.train import train
 
 LENGTHS = np.random.default_rng(8).lognormal(2.5, 0.8, 90).clip(2, 60).astype(int)
@@ -31,16 +32,24 @@ LENGTHS = np.random.default_rng(8).lognormal(2.5, 0.8, 90).clip(2, 60).astype(in
 class Linked(World):
     """One of several ranks that are threads of this process."""
 
-    meeting: threading.Barrier = field(default_factory=lambda: threading.Barrier(1))
-    brought: dict = field(default_factory=dict)
+    barrier: threading.Barrier = None
+    brought: dict = None
 
     def sum(self, values):
         """Element-wise sum over the threads."""
         self.brought[self.rank] = values
-        self.meeting.wait(10)
+        self.barrier.wait(10)
         total = [sum(each) for each in zip(*(self.brought[rank] for rank in range(self.size)), strict=True)]
-        self.meeting.wait(10)
+        self.barrier.wait(10)
         return total
+
+
+def on_two_ranks(run):
+    """The results of `run(rank, world)` on two ranks."""
+    barrier, brought = threading.Barrier(2), {}
+    with ThreadPoolExecutor(2) as ranks:
+        worlds = [Linked(rank, 2, barrier=barrier, brought=brought) for rank in range(2)]
+        return list(ranks.map(run, range(2), worlds))
 
 
 def write_shard(path, number, shift=0):
@@ -75,13 +84,13 @@ def config_of(path, *words):
 def feed_of(path, *words, world=None):
     config = config_of(path, *words)
     arriving = load_corpus(config.data, config.tokenizer, limit=64).arriving
-    return open_feed(
+    return StreamFeed(
         config, Mesh.plain(world or World()), arriving, CostModel.from_shape(), time.perf_counter
     )
 
 
-def told(data):
-    """What a step is, whoever runs it."""
+def summary(data):
+    """What does not depend on the rank."""
     return data.index, sorted(data.documents.tolist()), data.target_tokens, data.denominator
 
 
@@ -106,7 +115,7 @@ def tiny():
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_every_document_is_trained_on_once_and_then_it_ends(folder, prefetch):
+def test_every_document_is_trained_on_once(folder, prefetch):
     feed = feed_of(folder, f"train.prefetch={prefetch}")
     steps = list(feed)
     feed.close()
@@ -126,22 +135,18 @@ def test_every_document_is_trained_on_once_and_then_it_ends(folder, prefetch):
     assert feed.names(0) == f"document 0 of {folder}"
 
 
-def test_two_ranks_take_the_steps_of_one(folder):
-    single = [told(data) for data in feed_of(folder)]
-    meeting, brought, found = threading.Barrier(2), {}, {}
+def test_two_ranks_share_the_steps_of_one(folder):
+    single = [summary(data) for data in feed_of(folder)]
 
-    def run(rank):
-        feed = feed_of(folder, world=Linked(rank, 2, meeting=meeting, brought=brought))
-        found[rank] = list(feed)
+    def run(rank, world):
+        feed = feed_of(folder, world=world)
+        steps = list(feed)
         feed.close()
+        return steps
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert [told(data) for data in found[0]] == [told(data) for data in found[1]] == single
-    for one, other in zip(found[0], found[1], strict=True):
+    found = on_two_ranks(run)
+    assert [summary(data) for data in found[0]] == [summary(data) for data in found[1]] == single
+    for one, other in zip(*found, strict=True):
         assert len(one.micro_batches) == len(other.micro_batches) == 2
         own = [batch.num_target_tokens for data in (one, other) for batch in data.micro_batches]
         assert sum(own) == one.target_tokens
@@ -152,27 +157,18 @@ def test_ranks_that_read_different_documents_stop(folder, tmp_path):
     other = tmp_path / "other"
     write_shard(other, 1)  # the second shard's documents come first
     complete(other)
-    meeting, brought, errors = threading.Barrier(2), {}, []
 
-    def run(rank):
-        feed = feed_of((folder, other)[rank], world=Linked(rank, 2, meeting=meeting, brought=brought))
-        try:
+    def run(rank, world):
+        feed = feed_of((folder, other)[rank], world=world)
+        with pytest.raises(ValueError, match="ranks read different documents"):
             list(feed)
-        except ValueError as error:
-            errors.append(str(error))
         feed.close()
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert len(errors) == 2
-    assert all("ranks read different documents" in error for error in errors)
+    on_two_ranks(run)
 
 
-@pytest.mark.parametrize("stop", [0, 1, 3, 6])
-def test_a_run_that_goes_on_is_the_run_that_did_not_stop(folder, stop):
+@pytest.mark.parametrize("stop", [0, 3, 6])
+def test_a_resumed_run_equals_an_uninterrupted_one(folder, stop):
     model = tiny()
     whole = trained(feed_of(folder), model)
     assert len(whole) == 7
@@ -193,28 +189,22 @@ def test_a_run_trains_until_its_stream_ends(folder, tmp_path, capsys):
     assert "sqrt in 192 targets a step over 1,024" in printed  # four packs of 48 tokens in the mean
 
 
-def test_more_ranks_go_on_where_one_stopped(folder):
-    whole = [told(data) for data in feed_of(folder)]
+def test_two_ranks_resume_where_one_stopped(folder):
+    whole = [summary(data) for data in feed_of(folder)]
     first = feed_of(folder)
-    head = [told(data) for data in itertools.islice(first, 3)]
+    head = [summary(data) for data in itertools.islice(first, 3)]
     state = first.state_dict()
-    meeting, brought, found = threading.Barrier(2), {}, {}
 
-    def run(rank):
-        feed = feed_of(folder, world=Linked(rank, 2, meeting=meeting, brought=brought))
+    def run(rank, world):
+        feed = feed_of(folder, world=world)
         feed.load_state_dict(state)
-        found[rank] = [told(data) for data in feed]
-        assert feed.state_dict() is not state
+        return [summary(data) for data in feed]
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert head + found[0] == head + found[1] == whole
+    for found in on_two_ranks(run):
+        assert head + found == whole
 
 
-def test_records_are_trained_on_as_they_arrive_and_a_run_goes_on():
+def test_streamed_records_resume_exactly():
     def records():
         return (
             {"prompt": f"{number}:", "completion": "y" * int(length)} for number, length in enumerate(LENGTHS)
@@ -223,7 +213,7 @@ def test_records_are_trained_on_as_they_arrive_and_a_run_goes_on():
     def feed():
         config = config_of("some/set", "data.source=huggingface", "data.overlong=split", "data.overlap=4")
         arriving = StreamedRecords(config.data, 24, TokenizerConfig(kind="byte"), records)
-        return open_feed(config, Mesh.plain(World()), arriving, CostModel.from_shape(), time.perf_counter)
+        return StreamFeed(config, Mesh.plain(World()), arriving, CostModel.from_shape(), time.perf_counter)
 
     whole, model = trained(feed(), tiny()), tiny()
     first = feed()
@@ -235,68 +225,41 @@ def test_records_are_trained_on_as_they_arrive_and_a_run_goes_on():
     assert sum(data.target_tokens for data in feed()) == int((LENGTHS + 1).sum())
 
 
-def test_a_growing_folder_trains_as_a_complete_one(folder, tmp_path):
-    growing = tmp_path / "growing"
+def test_all_ranks_end_when_documents_come_too_late_for_one(folder):
+    def late(steps):
+        yield from itertools.islice(steps, 2)
+        raise DocumentsLate("waited too long")
 
-    def grow():
-        for number in range(3):
-            time.sleep(0.05)
-            write_shard(growing, number)
-        time.sleep(0.05)
-        complete(growing)
-
-    thread = threading.Thread(target=grow)
-    thread.start()
-    losses = trained(feed_of(growing), tiny())
-    thread.join()
-    assert losses == trained(feed_of(folder), tiny())
-
-
-def test_ranks_end_alike_where_documents_come_too_late_for_one_of_them(folder):
-    meeting, brought, found = threading.Barrier(2), {}, {}
-
-    def run(rank):
-        feed = feed_of(folder, world=Linked(rank, 2, meeting=meeting, brought=brought))
+    def run(rank, world):
+        feed = feed_of(folder, world=world)
         if rank:
-            feed._steps = functools.partial(late_after, feed._steps(), 2)
-        found[rank] = [told(data) for data in feed], feed.late, feed.ended
-        feed.close()
+            feed._collated = partial(late, feed._collated())
+        return [summary(data) for data in feed], feed.late, feed.ended
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    (steps, here, ended), (others, there, _) = found[0], found[1]
+    (steps, here, ended), (others, there, _) = on_two_ranks(run)
     assert steps == others
     assert len(steps) == 2
     assert not ended
     assert here == "documents came too late on 1 of 2 ranks, and here in time"
-    assert there == "waited in vain"
+    assert there == "waited too long"
 
 
-def late_after(steps, count):
-    """`count` steps, and then documents that come too late."""
-    yield from itertools.islice(steps, count)
-    raise DocumentsLate("waited in vain")
-
-
-def test_a_stop_while_documents_are_awaited_ends_the_steps_and_loses_nothing(folder):
+def test_a_stop_while_waiting_loses_nothing(folder):
     (folder / "header.json").unlink()
     feed = feed_of(folder, "data.patience_seconds=100")
     threading.Timer(0.3, feed.interrupt).start()
-    head = [told(data) for data in feed]
+    head = [summary(data) for data in feed]
     assert not feed.ended  # there may be more
     state = json.loads(json.dumps(feed.state_dict()))
     feed.close()
     complete(folder)
     second = feed_of(folder)
     second.load_state_dict(state)
-    assert head + [told(data) for data in second] == [told(data) for data in feed_of(folder)]
+    assert head + [summary(data) for data in second] == [summary(data) for data in feed_of(folder)]
     assert second.ended
 
 
-def test_documents_that_never_come_end_a_run_that_is_saved_and_can_go_on(tmp_path, capsys):
+def test_a_run_whose_documents_are_late_is_saved_and_resumes(tmp_path, capsys):
     path = tmp_path / "shards"
     for _ in range(2):
         writer = StoreWriter(path, byte_tokenizer()).__enter__()
@@ -320,7 +283,7 @@ def test_documents_that_never_come_end_a_run_that_is_saved_and_can_go_on(tmp_pat
     assert result.step > steps
 
 
-def test_settings_that_no_stream_can_have_are_refused(folder):
+def test_impossible_settings_and_states_are_refused(folder):
     for words, message in (
         (["train.steps=0"], r"set train\.steps"),
         (["plan.tail=carry"], r"plan\.tail=carry"),
@@ -335,12 +298,12 @@ def test_settings_that_no_stream_can_have_are_refused(folder):
         feed_of(folder).load_state_dict(state)
 
 
-def test_prompts_and_validation_come_from_what_is_held_back(folder):
+def test_prompts_and_validation_come_from_held_back_documents(folder):
     config = config_of(folder, "data.validation=0.2")
     corpus = load_corpus(config.data, config.tokenizer, limit=64)
     assert len(corpus.validation) == 6
     assert (len(corpus.train), corpus.store_path) == (0, folder)
     assert corpus.prompts
-    feed = open_feed(config, Mesh.plain(World()), corpus.arriving, CostModel.from_shape(), time.perf_counter)
+    feed = StreamFeed(config, Mesh.plain(World()), corpus.arriving, CostModel.from_shape(), time.perf_counter)
     assert sum(len(data.documents) for data in feed) == 84
     feed.close()
