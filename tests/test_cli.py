@@ -58,33 +58,32 @@ def test_help_and_settings_fit_80_columns(run, monkeypatch):
 TORCH_FREE = """
 import sys
 from multipack.cli import main
-sys.argv = ["multipack", *sys.argv[1:]]
-try:
-    main()
-except SystemExit as end:
-    assert not end.code, end.code
-loaded = {"torch", "transformers", "datasets"} & set(sys.modules)
-assert not loaded, loaded
+for words in sys.argv[2:]:
+    sys.argv = ["multipack", *words.replace("LENGTHS", sys.argv[1]).split()]
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code, end.code
+    sys.argv = ["", words]
+    loaded = {"torch", "transformers", "datasets"} & set(sys.modules)
+    assert not loaded, (words, loaded)
 """
+COMMANDS = [
+    "train --help",
+    "train --settings",
+    "config model=tiny",
+    "launch -n 2 --dry-run -- train model=gpt2",
+    "submit --scheduler slurm -- train model=gpt2 parallel.data=zero3",
+    "advise model=gpt2 devices=2",
+    "plan LENGTHS plan.capacity=1000",
+    "plan LENGTHS --explore",
+    "pack LENGTHS capacity=1000",
+]
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "train --help",
-        "train --settings",
-        "config model=tiny",
-        "launch -n 2 --dry-run -- train model=gpt2",
-        "submit --scheduler slurm -- train model=gpt2 parallel.data=zero3",
-        "advise model=gpt2 devices=2",
-        "plan LENGTHS plan.capacity=1000",
-        "plan LENGTHS --explore",
-        "pack LENGTHS capacity=1000",
-    ],
-)
-def test_commands_without_tensors_do_not_import_torch(words, lengths_file):
-    given = [word.replace("LENGTHS", str(lengths_file)) for word in words.split()]
-    subprocess.run([sys.executable, "-c", TORCH_FREE, *given], check=True, capture_output=True)
+def test_commands_without_tensors_do_not_import_torch(lengths_file):
+    code = TORCH_FREE.replace("sys.argv[1]", repr(str(lengths_file))).replace("sys.argv[2:]", repr(COMMANDS))
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
 def test_config_prints_what_starts_the_same_run(run, tmp_path):
@@ -101,15 +100,13 @@ def test_plan_reports_and_draws(run, lengths_file, monkeypatch):
     balance = ("utilization", "imbalance", "L² lag", "κ", "of the ceiling")
     for row in ("packing efficiency", "padding instead", "cost utilization", *balance):
         assert f"  {row}" in shown
-    assert "padded to the longest" in shown
     assert max(map(len, shown.splitlines()[:-1])) <= 80
     last = "torchrun --nproc-per-node 2 -m multipack train data=… plan.capacity=2048"
     assert shown.splitlines()[-1].startswith(f"  {last}")
-    alone, more = run(*words).output, run(*words, "--picture").output
+    alone, more = run(*words).output, run(*words, "--picture", "plan.budget=1800").output
     assert not any(f"  {row}" in alone for row in balance)
     assert (alone.count("cu_seqlens"), more.count("cu_seqlens")) == (4, 8)
-    assert "lower bound for full packs" in run(*words, "plan.budget=1800").output
-    assert "lower bound for full packs" not in alone
+    assert ["lower bound for full packs" in text for text in (alone, more)] == [False, True]
 
 
 def test_the_printed_command_trains_with_the_same_settings(run, lengths_file):
@@ -128,37 +125,15 @@ def test_compilation_is_announced(run, lengths_file, monkeypatch):
         assert quiet.stderr.startswith("compiling the planner")
 
 
-def test_plan_as_json(run, lengths_file):
-    words = ["plan", str(lengths_file), "plan.capacity=2048", "plan.packs_per_step=4", "world_size=2"]
-    report = json.loads(run(*words, "--json").stdout)
-    assert report["documents"] == 500
-    assert report["steps"] >= report["minimum_steps"]
-    assert 0 < report["padded_share"] < 1
-    assert json.loads(run(*words, "--json").stdout)["fingerprint"] == report["fingerprint"]
-    assert "20 evenly spaced steps" in run(*words, "plan.packs_per_step=2", "sample=20").output
-
-
-def test_advice_on_a_low_ceiling(run, tmp_path):
-    lengths = np.concatenate([np.random.default_rng(0).integers(10, 900, 3000), [16000, 15000, 14000]])
-    np.save(tmp_path / "heavy.npy", lengths)
-    words = ["plan", str(tmp_path / "heavy.npy"), "plan.capacity=16384", "plan.packs_per_step=16"]
-    words += ["world_size=16"]
-    report = json.loads(run(*words, "model=tiny", "--json").stdout)
-    assert report["cost_utilization"] <= report["cost_utilization_ceiling"] < 0.99
-    shown = run(*words, "model=tiny").output
-    assert report["advice"][0] in " ".join(shown.split())
-    larger = json.loads(
-        run(*words, "model=llama-70b", "--json").output
-    )  # attention is cheaper in a wide model
-    assert larger["cost_utilization_ceiling"] > report["cost_utilization_ceiling"] + 0.1
-
-
 def test_the_cost_of_a_plan_is_a_presets_or_a_files(run, lengths_file, tmp_path):
     words = ["plan", str(lengths_file), "plan.capacity=2048", "plan.packs_per_step=4", "world_size=4"]
 
     def fingerprint(*more):
         return json.loads(run(*words, "--json", *more).stdout)["fingerprint"]
 
+    report = json.loads(run(*words, "--json", "sample=20").stdout)
+    assert (report["documents"], report["steps"] >= report["minimum_steps"]) == (500, True)
+    assert 0 < report["padded_share"] < 1
     assert fingerprint() == fingerprint("model=llama-8b") != fingerprint("model=llama-70b")
     assert fingerprint("model.layers=80") != fingerprint()
     CostModel.from_shape(SHAPES["llama-70b"]).save(tmp_path / "fitted.json")
@@ -174,15 +149,13 @@ def test_the_cost_of_a_plan_is_a_presets_or_a_files(run, lengths_file, tmp_path)
 
 def test_explore_prints_a_table(run, lengths_file):
     words = ["plan", str(lengths_file), "plan.capacity=2048", "plan.packs_per_step=4", "world_size=2"]
-    words += ["--explore"]
-    shown = run(*words, "plan.window=8").output
+    shown = run(*words, "--explore", "plan.window=8").output
     for column in ("window", "filled", "ceiling", "spread", "sync=micro", "lower bound", "Randomness"):
         assert column in shown
     (chosen,) = [line.split() for line in shown.splitlines() if line.strip().startswith("→ ")]
     assert chosen[1:4] == ["8", "2048", "yes"]
-    rows = json.loads(run(*words, "plan.group=false", "--json").stdout)
+    rows = json.loads(run(*words, "--explore", "plan.group=false", "--json").stdout)
     assert [(row["window"], row["group"]) for row in rows if row["chosen"]] == [(4, False)]
-    assert all(row["cost_utilization"] <= row["cost_utilization_ceiling"] for row in rows)
 
 
 def test_pack_prints_and_saves_packs_with_their_bound(run, tmp_path):
@@ -308,15 +281,6 @@ def test_other_ranks_print_their_rank_after_rank_0(monkeypatch, capsys):
     assert waited
 
 
-class Usage(Exception):
-    """The attributes of click's exceptions, whichever click it is."""
-
-    exit_code = 2
-
-    def format_message(self):
-        return "No such thing."
-
-
 def test_how_commands_end(monkeypatch, capsys):
     def ending(error):
         def complain(**_):
@@ -325,7 +289,6 @@ def test_how_commands_end(monkeypatch, capsys):
         monkeypatch.setattr("multipack.cli.app", complain)
         return fails(monkeypatch, capsys)
 
-    assert ending(Usage()) == (2, "error: No such thing (see `multipack --help`)\n")
     code, error = ending(KeyboardInterrupt())
     assert code == 130
     assert "interrupted" in error

@@ -52,9 +52,7 @@ def test_wordplays_names_map_to_one_field():
 
 def test_one_word_changes_what_follows_from_it():
     assert compose(["model=gpt2", "model.n_head=6"]).model.kv_heads == 6
-    assert compose(["model.n_head=2"]).model.kv_heads == 2
     assert compose(["model=tiny", "model.d_model=128"]).model.kv_heads == 1
-    assert compose(["optimizer.learning_rate=1e-5"]).optimizer.lr == 1e-5
 
 
 REFUSED = {
@@ -112,12 +110,9 @@ def test_composing_needs_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_two_ways_to_set_the_packs_of_a_step_contradict():
+def test_what_contradicts_or_cannot_be_read_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"plan\.packs_per_step or plan\.micro_batches"):
         compose(["plan.packs_per_step=8", "optimizer.gas=2"])
-
-
-def test_a_broken_yaml_file_is_named(tmp_path):
     path = tmp_path / "bad.yaml"
     path.write_text("train: [1, 2\n")
     with pytest.raises(ConfigError, match=re.escape(str(path))):
@@ -131,15 +126,16 @@ def test_a_model_preset_leaves_the_vocabulary_to_the_tokenizer():
     assert merge(PlanCommand, ["model=gpt2"]).model.vocabulary_size == SHAPES["gpt2"].vocabulary_size
 
 
-def test_a_tokenizer_can_be_a_path(tmp_path):
+def test_words_may_be_paths_and_lists(tmp_path):
     config = compose([f"tokenizer={tmp_path / 'my.json'}"])
     assert (config.tokenizer.kind, config.tokenizer.path) == ("file", str(tmp_path / "my.json"))
-
-
-def test_field_lists_take_commas():
     for written in ("question,answer", "[question, answer]"):
         config = compose(["data=jsonl", "data.path=a.jsonl", f"data.fields={written}"])
         assert config.data.fields == ["question", "answer"]
+    for quote in ('"', "'", ""):
+        rules = f"[{quote}embedding lr=0.5{quote}, {quote}*.bias weight_decay=0{quote}]"
+        composed = compose([f"optimizer.rules={rules}"])
+        assert composed.optimizer.rules == ["embedding lr=0.5", "*.bias weight_decay=0"]
 
 
 def test_every_setting_has_a_meaning():
@@ -215,16 +211,6 @@ def test_yaml_booleans_and_packs_from_files_mean_what_they_look_like(tmp_path):
     path.write_text("out: ${oc.env:HOME}\n")
     with pytest.raises(ConfigError, match="cannot hold"):
         compose([f"config={path}"])
-
-
-def test_lists_may_keep_their_quotes():
-    for rules in (
-        '["embedding lr=0.5", "*.bias weight_decay=0"]',
-        "['embedding lr=0.5','*.bias weight_decay=0']",
-        "embedding lr=0.5,*.bias weight_decay=0",
-    ):
-        composed = compose([f"optimizer.rules={rules}"])
-        assert composed.optimizer.rules == ["embedding lr=0.5", "*.bias weight_decay=0"]
 
 
 def test_steps_need_a_pack_for_each_rank():

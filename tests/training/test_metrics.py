@@ -97,7 +97,7 @@ def test_determinism_is_switched_on_and_back(monkeypatch):
 
 
 def test_two_deterministic_runs_are_equal_bit_for_bit(words, tmp_path, files, changed):
-    more = ["train.deterministic=true", "train.dtype=fp16", "train.steps=2", "train.eval_every=2"]
+    more = ["train.deterministic=true", "train.dtype=fp16", "train.steps=2", "train.eval_every=0"]
     for name in ("a", "b"):
         train(compose(changed(words, *more, f"out={tmp_path / name}")))
     assert files(tmp_path / "a").untimed == files(tmp_path / "b").untimed

@@ -4,14 +4,13 @@ import shutil
 
 import pytest
 
-from multipack.data.corpus import find_tokenizer, load_corpus
 from multipack.data.data_config import DataConfig
 from multipack.data.prepare import prepare
 from multipack.data.tokenizer import TokenizerConfig
-from multipack.parallel.world import World, connected
+from multipack.parallel.world import World
 from multipack.reports.console import Console
 from multipack.training import train as module
-from multipack.training.run_config import compose, compose_run
+from multipack.training.run_config import compose
 from multipack.training.trainer import Trainer
 
 BYTES = TokenizerConfig("byte")
@@ -44,7 +43,6 @@ def sources(corpus_path, tmp_path_factory):
     stream = ["data=store", f"data.path={shards}", "data.stream=true", "data.patience_seconds=5"]
     return {
         "byte": [*text, "tokenizer=byte", *SMALL],
-        "char": [*text, "tokenizer=char", *SMALL],
         "bpe": [*text, "tokenizer=bpe", "tokenizer.vocabulary_size=301", *SMALL],
         "store": ["data=store", f"data.path={store}", *SMALL],
         "mixture": ["data=mixture", f"data.paths=[{store},{other}]", *SMALL],
@@ -52,31 +50,11 @@ def sources(corpus_path, tmp_path_factory):
     }
 
 
-def test_the_tokenizer_is_found_before_documents_are_tokenized(sources):
-    for kind, words in sources.items():
-        config = compose(words)
-        found = find_tokenizer(config.data, config.tokenizer, limit=256)
-        corpus = load_corpus(config.data, config.tokenizer, limit=256)
-        assert found.hash == corpus.tokenizer.hash, kind
-
-
 def test_a_vocabulary_that_ranks_do_not_divide(one_of_two, sources):
     for kind, size in (("byte", 257), ("bpe", 301), ("store", 257), ("mixture", 257), ("stream", 257)):
         message = rf"model\.vocabulary_size={size}: use model\.vocabulary_size={size + 1}"
         with pytest.raises(ValueError, match=message):
             module.train(compose([*sources[kind], "parallel.tensor=2"]))
-
-
-def test_the_vocabulary_of_initial_weights(one_of_two, sources, tmp_path, monkeypatch):
-    before = [*sources["byte"], "train.steps=1", "model.vocabulary_size=259", f"out={tmp_path / 'before'}"]
-    with monkeypatch.context() as one:
-        for name in ("RANK", "WORLD_SIZE"):
-            one.delenv(name)
-        one.setattr(module, "connected", connected)
-        module.train(compose([*before, "train.eval_every=0", "train.compare_padding=false"]))
-    config = compose_run([*sources["byte"], f"train.init_from={tmp_path / 'before'}", "parallel.tensor=2"])
-    with pytest.raises(ValueError, match=r"model\.vocabulary_size=259"):
-        module.train(config)
 
 
 def test_a_frozen_first_stage(one_of_two, sources):

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from multipack.run import RunDirectory
-from multipack.training.run_log import AppendedFile, RunLog
+from multipack.training.run_log import RunLog
 
 
 @pytest.fixture
@@ -47,21 +47,11 @@ def test_a_file_with_another_beginning_is_refused_and_kept(run, content):
     log.close()
     run.samples.write_text(content)
     log = RunLog(run)
-    for wrong in (marks, {}, {"metrics": {"bytes": "x"}}):
-        with pytest.raises(ValueError, match=r"does not begin with what this checkpoint saw|mark of"):
-            log.cut(wrong)
+    with pytest.raises(ValueError, match="does not begin with what this checkpoint saw"):
+        log.cut(marks)
     log.close()
     assert run.samples.read_text() == content
     assert run.metrics.read_text() == '{"step": 1}\n'
-
-
-def test_a_mark_is_of_the_whole_file(tmp_path):
-    (tmp_path / "file").write_text("before\n")
-    file = AppendedFile(tmp_path / "file")
-    file.write("after\n")
-    mark = file.mark()
-    assert mark["bytes"] == len("before\nafter\n")
-    file.check(mark)
 
 
 def test_two_processes_cannot_write_one_run(run):

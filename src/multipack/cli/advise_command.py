@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from multipack.cli.command_options import Json, setting, shows
+from multipack.cli.command_options import Json, argument, print_json, shows
 
 if TYPE_CHECKING:
     from multipack.launch.advise import Advice, Candidate
@@ -20,7 +17,8 @@ COLUMNS = ["", " param", "grads", "state", "copies", "saved", " peak", " sent", 
 
 def advise(
     words: Annotated[
-        list[str] | None, setting("model=PRESET, devices=NUMBER, memory=80GiB, link=slow, capacity=TOKENS, …")
+        list[str] | None,
+        argument("SETTING", "model=PRESET, devices=NUMBER, memory=80GiB, link=slow, capacity=TOKENS, …"),
     ] = None,
     as_json: Json = False,
     settings: Annotated[bool, shows("AdviseRequest", module="multipack.launch.advise")] = False,
@@ -44,7 +42,7 @@ def advise(
 
     advice = find_advice(merge(AdviseRequest, words or []))
     if as_json:
-        typer.echo(json.dumps(advice.to_dict(), indent=1))
+        print_json(advice.to_dict())
     else:
         _show(Console(stream=sys.stdout), advice)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, cast
 
 import typer
 
-from multipack.cli.command_options import Json, fail, nearest, option
+from multipack.cli.command_options import Json, fail, nearest, option, print_json
 
 if TYPE_CHECKING:
     from multipack.launch.bandwidth import Bandwidth, Operation
@@ -73,7 +72,7 @@ def collectives(
             for size in wanted
         ]
     if world.is_main and as_json:
-        print(json.dumps([asdict(row) for row in found], indent=1))
+        print_json([asdict(row) for row in found])
     elif world.is_main:
         processes_text = f"{world.size} process{'es' * (world.size > 1)}"
         title = f"collectives of {processes_text}, {world.backend} on {world.device.type}, {dtype}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import sys
 import time
@@ -13,12 +14,14 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 
-def setting(text: str) -> Any:
-    """Return the argument for key=value words."""
-    return typer.Argument(metavar="SETTING", help=text, show_default=False)
+def argument(name: str, text: str) -> Any:
+    """Return an argument whose default is not shown in the help text."""
+    return typer.Argument(metavar=name, help=text, show_default=False)
 
 
-Words = Annotated[list[str] | None, setting("GROUP=PRESET, GROUP.KEY=VALUE, config=FILE or out=DIR.")]
+Words = Annotated[
+    list[str] | None, argument("SETTING", "GROUP=PRESET, GROUP.KEY=VALUE, config=FILE or out=DIR.")
+]
 
 
 def fail(message: str, code: int) -> NoReturn:
@@ -69,10 +72,9 @@ def shows(schema: str, *groups: str, module: str = "multipack.training.run_confi
 
 Settings = Annotated[bool, shows("Config")]
 Json = Annotated[bool, typer.Option("--json", help="Print only the report, as JSON.")]
+Source = Annotated[str, argument("LENGTHS", "A .npy file of integers, or the folder of a token store.")]
 
-Source = Annotated[
-    str,
-    typer.Argument(
-        metavar="LENGTHS", help="A .npy file of integers, or the folder of a token store.", show_default=False
-    ),
-]
+
+def print_json(values: Any) -> None:
+    """Print values as JSON on standard output."""
+    typer.echo(json.dumps(values, indent=1, ensure_ascii=False))

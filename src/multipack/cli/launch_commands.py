@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
@@ -12,14 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from multipack.cli.command_options import Json, nearest, option
+from multipack.cli.command_options import Json, argument, nearest, option, print_json
 
-Command = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="-- COMMAND …", help="A multipack command: train model=gpt2 …", show_default=False
-    ),
-]
+Command = Annotated[list[str] | None, argument("-- COMMAND …", "A multipack command: train model=gpt2 …")]
 Restarts = Annotated[
     int, option("Restarts after a process died; needs train.resume=auto out=RUN_DIR.", "--max-restarts")
 ]
@@ -173,7 +167,7 @@ def doctor(
         found = examine(os.environ, quick, lambda area: advance(0, note=area))
     counts = Counter(finding.status for finding in found)
     if as_json:
-        typer.echo(json.dumps({"findings": [asdict(one) for one in found], "counts": counts}, indent=1))
+        print_json({"findings": [asdict(one) for one in found], "counts": counts})
     else:
         for area, findings in groupby(found, lambda one: one.area):
             rows = [

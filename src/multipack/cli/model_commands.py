@@ -7,22 +7,17 @@ from typing import Annotated
 
 import typer
 
+from multipack.cli.command_options import argument
+
 
 def generate(
-    run: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RUN", help="A run, one of its checkpoints, or an export.", show_default=False
-        ),
-    ],
+    run: Annotated[Path, argument("RUN", "A run, one of its checkpoints, or an export.")],
     prompt: Annotated[list[str] | None, typer.Option(help="Beginning of a text; repeatable.")] = None,
     prompts: Annotated[str, typer.Option(help="File of prompts, one per line; - = standard input.")] = "",
     max_tokens: Annotated[int, typer.Option(min=0, help="Maximum number of new tokens.")] = 200,
     temperature: Annotated[float, typer.Option(min=0, help="0 = always the most likely token.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Sample from the k most likely tokens; 0 = all.")] = 50,
-    top_p: Annotated[
-        float, typer.Option(help="Sample from the most likely tokens with this total probability.")
-    ] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Sample from tokens with this total probability.")] = 1.0,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends generation; repeatable.")] = None,
     seed: Annotated[int, typer.Option(help="Random seed; every prompt has its own generator.")] = 0,
     chat: Annotated[bool, typer.Option("--chat", help="Chat on standard input and output.")] = False,
@@ -57,14 +52,8 @@ def generate(
 
 
 def export(
-    run: Annotated[
-        Path,
-        typer.Argument(metavar="RUN", help="A run directory or one of its checkpoints.", show_default=False),
-    ],
-    folder: Annotated[
-        str,
-        typer.Argument(metavar="FOLDER", help="Folder to write; also out=FOLDER.", show_default=False),
-    ],
+    run: Annotated[Path, argument("RUN", "A run directory or one of its checkpoints.")],
+    folder: Annotated[str, argument("FOLDER", "Folder to write; also out=FOLDER.")],
     weights: Annotated[
         str, typer.Option(help="latest, best (lowest validation loss) or ema (moving average).")
     ] = "latest",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import sys
 import time
 from dataclasses import asdict
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from multipack.cli.command_options import Json, Source, setting, shows
+from multipack.cli.command_options import Json, Source, argument, print_json, shows
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,7 +26,8 @@ SETTINGS = "multipack.cli.plan_settings"
 def plan(
     source: Source,
     words: Annotated[
-        list[str] | None, setting("plan.KEY=VALUE, model=PRESET, world_size=RANKS, sync=step, seed=NUMBER, …")
+        list[str] | None,
+        argument("SETTING", "plan.KEY=VALUE, model=PRESET, world_size=RANKS, sync=step, seed=NUMBER, …"),
     ] = None,
     explore: Annotated[
         bool, typer.Option("--explore", help="Print a table of windows, budgets and grouping.")
@@ -76,7 +76,7 @@ def plan(
     advice, share = advise(made, found), padded_share(lengths, wanted.padded_batch_size, wanted.seed)
     if as_json:
         more = {"advice": advice, "padded_share": share, "fingerprint": made.fingerprint}
-        typer.echo(json.dumps(found.to_dict() | more, indent=1, ensure_ascii=False))
+        print_json(found.to_dict() | more)
         return
     rows = report_rows(found, share, wanted.padded_batch_size, wanted.world_size, wanted.plan, advice)
     fit_rows = [("too long", fit.describe())] if fit is not None and fit.describe() else []
@@ -120,7 +120,7 @@ def _explore(source: str, lengths: NDArray[np.int64], wanted: PlanCommand, as_js
             options=wanted.plan.for_ranks(wanted.world_size),
         )
     if as_json:
-        typer.echo(json.dumps([row.to_dict() for row in rows], indent=1))
+        print_json([row.to_dict() for row in rows])
         return
     ranks = f", {wanted.world_size} ranks, sync={wanted.sync}" if wanted.world_size > 1 else ""
     console.table(f"plans of {source}{ranks}", *explore_table(rows))
@@ -131,7 +131,9 @@ def _explore(source: str, lengths: NDArray[np.int64], wanted: PlanCommand, as_js
 
 def pack(
     source: Source,
-    words: Annotated[list[str] | None, setting("capacity=TOKENS, method=NAME, out=FILE.npz, …")] = None,
+    words: Annotated[
+        list[str] | None, argument("SETTING", "capacity=TOKENS, method=NAME, out=FILE.npz, …")
+    ] = None,
     as_json: Json = False,
     settings: Annotated[bool, shows("PackCommand", module=SETTINGS)] = False,
 ) -> None:
@@ -184,4 +186,4 @@ def pack(
         "filled": tokens / (len(packs) * wanted.capacity),
         "seconds": seconds,
     }
-    typer.echo(json.dumps(shown, indent=1))
+    print_json(shown)

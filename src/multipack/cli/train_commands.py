@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
 
-from multipack.cli.command_options import Json, Settings, Words, fail, shows
+from multipack.cli.command_options import Json, Settings, Words, fail, print_json, shows
 
 
 def train(words: Words = None, settings: Settings = False) -> None:
@@ -52,9 +51,7 @@ def prepare(
     store: Annotated[Path | None, typer.Option(help="Folder of the store; default: in the cache.")] = None,
     shards: Annotated[int, typer.Option(help="Approximate number of shards; 0 = by tokens.")] = 0,
     part: Annotated[str, typer.Option(help="i/n: tokenize part i of n of one store.")] = "1/1",
-    engine: Annotated[
-        str, typer.Option(help="Engine: local, or ray (all parts as tasks of a cluster).")
-    ] = "local",
+    engine: Annotated[str, typer.Option(help="local, or ray: all parts as tasks of a cluster.")] = "local",
     report: Annotated[Path | None, typer.Option(help="Report on this store; prepare nothing.")] = None,
     as_json: Json = False,
     settings: Annotated[bool, shows("Config", "data", "tokenizer")] = False,
@@ -99,7 +96,7 @@ def prepare(
         raise ValueError(f"--report {report} only reports: leave out settings and all options but --json")
     found = report_corpus(path)
     if as_json:
-        typer.echo(json.dumps({"folder": str(path), **found.to_dict()}, indent=1, ensure_ascii=False))
+        print_json({"folder": str(path), **found.to_dict()})
     else:
         tell_store(console, path, found)
 
@@ -137,7 +134,7 @@ def calibrate(
         found = calibrate_documents(wanted, world, console)
     found.model.save(save)
     if as_json:
-        typer.echo(json.dumps({"saved": str(save), **found.to_dict()}, indent=1))
+        print_json({"saved": str(save), **found.to_dict()})
         return
     console.table("packs outside of the fit", *found.table())
     console.section("calibration", found.rows(save))

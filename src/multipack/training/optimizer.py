@@ -179,25 +179,14 @@ class CombinedOptimizer(torch.optim.Optimizer):
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         self.parts = list(parts)
         super().__init__([group for part in parts for group in part.param_groups], {})
-        self._share()
+        for part in parts:
+            part.state = self.state
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Step all optimizers."""
         for part in self.parts:
             part.step()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        super().load_state_dict(state_dict)
-        self._share()
-
-    def _share(self) -> None:
-        """Let the parts use this optimizer's groups and state."""
-        groups = iter(self.param_groups)
-        for part in self.parts:
-            part.param_groups = [next(groups) for _ in part.param_groups]
-            part.state = self.state
 
 
 def optimizer_text(parameters: Mapping[str, Tensor], config: OptimizerConfig) -> str:

@@ -24,7 +24,6 @@ class RunFiles:
 
     Attributes:
         log: records and samples; on rank 0 only, after `open`.
-        origin: what decides whether another process can continue the run exactly, as plain values for checkpoints.
     """
 
     def __init__(
@@ -40,7 +39,7 @@ class RunFiles:
             **({CHAT_TEMPLATE: chat_template} if chat_template else {}),
         }
         documents = corpus.arriving or corpus.train
-        self.origin = {
+        self._origin: dict[str, Any] = {
             "corpus": {"documents": documents.fingerprint, "tokens": corpus.tokenizer.hash},
             "world_size": world.size,
             "threads": torch.get_num_threads(),
@@ -52,6 +51,27 @@ class RunFiles:
             config.train.checkpoint_async,
             config.parallel.timeout_seconds,
         )
+
+    def check_origin(self, progress: Mapping[str, Any]) -> list[str]:
+        """Check that a checkpoint was written with the same documents and tokenizer; returns notes for the header.
+
+        Raises:
+            ValueError: it was written with others.
+        """
+        for what, digest in self._origin["corpus"].items():
+            saved = progress["corpus"][what]
+            if saved != digest:
+                raise ValueError(
+                    f"the run was trained on other {what} (hash {saved[:12]}, now {digest[:12]});"
+                    " go on with the same ones, or start a new run with another out="
+                )
+        processes, threads = progress["world_size"], progress["threads"]
+        if (processes, threads) == (self._origin["world_size"], self._origin["threads"]):
+            return []
+        return [
+            f"the checkpoint was written by {processes} processes with {threads} threads: the same documents follow,"
+            " but sums round differently"
+        ]
 
     def open(self, files: Mapping[str, bytes], resumed: Checkpoint | None, best_step: int) -> None:
         """Create the run directory, or truncate its files to what the checkpoint saw; on rank 0.
@@ -99,7 +119,7 @@ class RunFiles:
         Raises:
             ValueError: this checkpoint, or the previous one in the background, could not be written.
         """
-        progress = dict(self.origin)
+        progress = dict(self._origin)
 
         def complete() -> None:
             assert self.log is not None

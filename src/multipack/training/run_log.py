@@ -45,10 +45,7 @@ class AppendedFile:
         Raises:
             ValueError: the file has changed since, or belongs to another course of the run.
         """
-        try:
-            size, expected = int(mark["bytes"]), mark["sha256"]
-        except (LookupError, TypeError, ValueError) as error:
-            raise ValueError(f"the checkpoint's mark of {self.path.name} is damaged: {error!r}") from error
+        size, expected = mark["bytes"], mark["sha256"]
         if hashlib.sha256(self.path.read_bytes()[:size]).hexdigest() != expected:
             raise ValueError(
                 f"{self.path} does not begin with what this checkpoint saw: it was edited, or the run was resumed"
@@ -92,7 +89,7 @@ class RunLog:
         """Truncate both files to marks of a checkpoint, or to nothing; both are checked before either is changed."""
         marks = dict.fromkeys(self._files, NOTHING) if marks is None else marks
         for name, file in self._files.items():
-            file.check(marks.get(name, {}))
+            file.check(marks[name])
         for name, file in self._files.items():
             file.cut(marks[name])
 

@@ -227,9 +227,6 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint; collective.
 
-        `checkpoints/best` names it if the evaluation at this step was the best so far. With `train.checkpoint_async` it
-        is written in the background, except the last one.
-
         Raises:
             NonFiniteLoss: the weights are not finite; nothing was written.
             ValueError: this checkpoint, or the previous one in the background, could not be written.
@@ -385,18 +382,7 @@ class Trainer:
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Load the checkpoint of a run of the same documents."""
         progress, weighting = checkpoint.progress, self.config.train.loss_weighting
-        for what, digest in self.files.origin["corpus"].items():
-            saved = progress["corpus"][what]
-            if saved != digest:
-                raise ValueError(
-                    f"the run was trained on other {what} (hash {saved[:12]}, now {digest[:12]});"
-                    " go on with the same ones, or start a new run with another out="
-                )
-        if any(progress[name] != self.files.origin[name] for name in ("world_size", "threads")):
-            self.notes.append(
-                f"the checkpoint was written by {progress['world_size']} processes with {progress['threads']} threads:"
-                " the same documents follow, but sums round differently"
-            )
+        self.notes += self.files.check_origin(progress)
         self.engine.load_state(checkpoint.source)
         self.feed.load_state_dict(progress["data"])
         self.step = self.saved = checkpoint.step
