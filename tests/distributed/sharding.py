@@ -1,7 +1,11 @@
-"""What tests of shards share: tiny decoders, packs with unequal targets, training by one process, and counts."""
+"""What distributed tests share: tiny decoders, packs with unequal targets, runs of the trainer, and counts."""
 
 import hashlib
+import io
+import logging
+import os
 from collections import Counter
+from contextlib import nullcontext, redirect_stdout
 
 import numpy as np
 import torch
@@ -13,6 +17,8 @@ from multipack.models.decoder import PARALLEL_PLAN, Decoder, DecoderPart, initia
 from multipack.parallel.build import Blueprint
 from multipack.parallel.state import local
 from multipack.shapes import ModelShape
+from multipack.training import train
+from multipack.training.run_config import compose_run
 
 GPT = ModelShape(
     layers=3,
@@ -108,6 +114,22 @@ def together(world, model, call, updates, steps, synchronizing, micro_batches=1)
     return losses
 
 
+def train_here(world, words, cache):
+    """`multipack train` on the pool's ranks; what it printed, and what torch warned of."""
+    os.environ["XDG_CACHE_HOME"] = str(cache)
+    before, printed = train.connected, io.StringIO()
+    train.connected = lambda *_: nullcontext(world)
+    warned = logging.StreamHandler(printed)
+    logging.getLogger("torch.distributed.tensor").addHandler(warned)
+    try:
+        with redirect_stdout(printed):
+            train.train(compose_run(words))
+    finally:
+        train.connected = before
+        logging.getLogger("torch.distributed.tensor").removeHandler(warned)
+    return printed.getvalue()
+
+
 def _whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
@@ -131,6 +153,7 @@ def state_hash(state):
     return digest.hexdigest()
 
 
+@torch.no_grad()
 def count_bytes(modules, optimizer):
     """Bytes of storages of parameters, gradients and optimizer state on this rank; each storage counts once.
 
@@ -146,7 +169,7 @@ def count_bytes(modules, optimizer):
     }
     found = {}
     for kind, tensors in kinds.items():
-        storages = [local(tensor.detach()).untyped_storage() for tensor in tensors]
+        storages = [local(tensor).untyped_storage() for tensor in tensors]
         found[kind] = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
     return found
 

@@ -1,8 +1,8 @@
 """Runs that continue from sharded checkpoints: exports, and the trainer on other meshes."""
 
-import io
-import os
-from contextlib import nullcontext, redirect_stdout
+import importlib
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,11 +16,15 @@ from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh
 from multipack.run import RunDirectory, config_yaml
 from multipack.shapes import ModelShape
-from multipack.training import checkpoint_tensors, trainer
+from multipack.training import checkpoint_tensors
 from multipack.training.checkpoint import CheckpointWriter, load_checkpoint
 from multipack.training.export import export
 from multipack.training.run_config import compose, compose_run
+from multipack.training.train import train
 from multipack.training.weights import begin_from, initial_weights
+
+sys.path.append(str(Path(__file__).parent))
+tiny = importlib.import_module("sharding")
 
 SHAPE = ModelShape(2, 2, 2, 16, 24, vocabulary_size=257, context=64)
 
@@ -58,18 +62,6 @@ def test_a_sharded_checkpoint_is_exported_to_one_file_and_starts_a_run(pools, tm
     assert read == ["norm.weight"]
 
 
-def _train(world, words, cache):
-    """Train on the pool's ranks."""
-    os.environ["XDG_CACHE_HOME"] = str(cache)
-    before = trainer.connected
-    trainer.connected = lambda *_: nullcontext(world)
-    try:
-        with redirect_stdout(io.StringIO()):
-            trainer.train(compose_run(words))
-    finally:
-        trainer.connected = before
-
-
 def test_a_run_continues_with_the_same_losses_on_other_meshes(pools, words, tmp_path):
     """ZeRO-3 on 4 ranks; ZeRO-3 on 2 × 2 tensor ranks, saved in the background; 1 process; compared with 1 process."""
     steady = [word for word in words if not word.startswith("train.steps")]
@@ -80,13 +72,13 @@ def test_a_run_continues_with_the_same_losses_on_other_meshes(pools, words, tmp_
         "optimizer.decay_steps=6",
     ]
     whole, parts, cache = tmp_path / "whole", tmp_path / "parts", tmp_path / "cache"
-    trainer.train(compose([*steady, "train.steps=6", f"out={whole}"]))
-    pools(4).run(_train, [*steady, "train.steps=2", "parallel.data=zero3", f"out={parts}"], cache)
+    train(compose([*steady, "train.steps=6", f"out={whole}"]))
+    pools(4).run(tiny.train_here, [*steady, "train.steps=2", "parallel.data=zero3", f"out={parts}"], cache)
     again = [f"out={parts}", "train.resume=true"]
     two = ["train.steps=4", "parallel.tensor=2", "train.checkpoint_async=true", "train.checkpoint_every=1"]
-    pools(4).run(_train, [*again, *two], cache)
+    pools(4).run(tiny.train_here, [*again, *two], cache)
     one = ["train.steps=6", "parallel.tensor=1", "parallel.data=ddp", "train.checkpoint_async=false"]
-    trainer.train(compose_run([*again, *one]))
+    train(compose_run([*again, *one]))
     expected, found = (
         {
             key: {r["step"]: r[key] for r in RunDirectory(out).records() if key in r}

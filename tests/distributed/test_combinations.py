@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from multipack.training import trainer
 from multipack.training.run_config import compose_run
+from multipack.training.train import train
 
 sys.path.append(str(Path(__file__).parent))
 strategies = importlib.import_module("test_strategies")
+tiny = importlib.import_module("sharding")
 
 SEEDS = 16
 STEPS, MORE_STEPS = 5, 8
@@ -97,11 +98,11 @@ def test_runs_of_random_settings_are_those_of_one_process(pools, words, tmp_path
             }
 
     size, more = _legal(draw, run)
-    trainer.train(compose_run([*run, alone]))
-    pools(size).run(strategies.train_here, [*run, *more, found], tmp_path / "cache", seconds=240)
+    train(compose_run([*run, alone]))
+    pools(size).run(tiny.train_here, [*run, *more, found], tmp_path / "cache", seconds=240)
     compare(STEPS)
     on = ["train.resume=true", f"train.steps={MORE_STEPS}"]
     size, more = _legal(draw, [*on, found])
-    trainer.train(compose_run([*on, alone]))
-    pools(size).run(strategies.train_here, [*on, *more, found], tmp_path / "cache", seconds=240)
+    train(compose_run([*on, alone]))
+    pools(size).run(tiny.train_here, [*on, *more, found], tmp_path / "cache", seconds=240)
     compare(MORE_STEPS)

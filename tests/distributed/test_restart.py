@@ -96,7 +96,7 @@ def wait_for(condition, process):
     while not (found := condition()):
         assert process.poll() is None, process.stdout.read()
         assert time.monotonic() < deadline
-        time.sleep(0.01)
+        time.sleep(0.1)
     return found
 
 

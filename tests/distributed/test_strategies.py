@@ -1,37 +1,23 @@
 """The trainer itself, under every strategy: what a run records, evaluates, samples and saves is that of one process."""
 
-import io
+import importlib
 import json
-import logging
-import os
-from contextlib import nullcontext, redirect_stdout
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from multipack.run import RunDirectory
-from multipack.training import trainer
 from multipack.training.checkpoint import load_checkpoint
-from multipack.training.run_config import compose, compose_run
+from multipack.training.run_config import compose
+from multipack.training.train import train
+
+sys.path.append(str(Path(__file__).parent))
+tiny = importlib.import_module("sharding")
 
 STEPS = 2
-
-
-def train_here(world, words, cache):
-    """The trainer on the pool's ranks; what it printed, and what torch warned of."""
-    os.environ["XDG_CACHE_HOME"] = str(cache)
-    before, printed = trainer.connected, io.StringIO()
-    trainer.connected = lambda *_: nullcontext(world)
-    warned = logging.StreamHandler(printed)
-    logging.getLogger("torch.distributed.tensor").addHandler(warned)
-    try:
-        with redirect_stdout(printed):
-            trainer.train(compose_run(words))
-    finally:
-        trainer.connected = before
-        logging.getLogger("torch.distributed.tensor").removeHandler(warned)
-    return printed.getvalue()
 
 
 @pytest.fixture
@@ -57,8 +43,8 @@ def _compared(key):
 
 def check(pool, steady, tmp_path, *more):
     cache = tmp_path / "cache"
-    trainer.train(compose([*steady, f"out={tmp_path / 'alone'}"]))
-    printed = pool.run(train_here, [*steady, *more, f"out={tmp_path / 'found'}"], cache, seconds=120)
+    train(compose([*steady, f"out={tmp_path / 'alone'}"]))
+    printed = pool.run(tiny.train_here, [*steady, *more, f"out={tmp_path / 'found'}"], cache, seconds=120)
     expected, found = records_of(tmp_path / "alone"), records_of(tmp_path / "found")
     assert len(found) == len(expected) == STEPS + STEPS // 2 + 1
     for ours, theirs in zip(found, expected, strict=True):
@@ -136,13 +122,19 @@ def test_a_mean_over_documents_is_that_of_one_process(pools, steady, tmp_path):
 
 def test_a_stage_that_is_frozen_is_averaged_and_saved_with_the_others(pools, steady, tmp_path):
     frozen = "[blocks.2 freeze,blocks.3 freeze,norm freeze,head freeze]"
-    steady = [*steady, "model.layers=4", "model.tied=false", f"optimizer.rules={frozen}", "train.fixed_shape=true"]
+    steady = [
+        *steady,
+        "model.layers=4",
+        "model.tied=false",
+        f"optimizer.rules={frozen}",
+        "train.fixed_shape=true",
+    ]
     check(pools(2), steady, tmp_path, "parallel.pipeline=2")
 
 
 def test_a_pipeline_raises_packs_per_step_and_says_so(pools, steady, tmp_path):
     words = [*steady, "model.layers=4", "plan.packs_per_step=2", f"out={tmp_path / 'run'}"]
-    printed = pools(4).run(train_here, [*words, "parallel.pipeline=2"], tmp_path / "cache")[0]
+    printed = pools(4).run(tiny.train_here, [*words, "parallel.pipeline=2"], tmp_path / "cache")[0]
     assert "plan.packs_per_step is 4" in printed
     assert "pipelines need one shape" in printed
     assert "pipeline 2 (1f1b, 2 stages) x ddp 2" in printed

@@ -1,5 +1,6 @@
 """`multipack train` under torchrun with gloo: the same run as one process, and orderly ends."""
 
+import importlib
 import io
 import json
 import os
@@ -15,9 +16,12 @@ import pytest
 
 from multipack.data.prepare import prepare
 from multipack.run import RunDirectory
-from multipack.training import trainer
 from multipack.training.checkpoint import load_checkpoint
 from multipack.training.run_config import compose, compose_run
+from multipack.training.train import train
+
+sys.path.append(str(Path(__file__).parent))
+tiny = importlib.import_module("sharding")
 
 
 def _free_port():
@@ -44,7 +48,7 @@ def _train(processes, words, out, *more):
     if processes == 1:  # here: a process of its own imports for seconds
         printed = io.StringIO()
         with redirect_stdout(printed):
-            trainer.train(compose_run([*words, f"out={out}", *more]))
+            train(compose_run([*words, f"out={out}", *more]))
         return printed.getvalue()
     done = _run(processes, ["-m", "multipack", "train", *words, f"out={out}", *more])
     assert done.returncode == 0, done.stdout + done.stderr
@@ -88,14 +92,17 @@ def test_losses_are_those_of_one_process(words, tmp_path):
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_sigterm_saves_and_stops_and_the_run_goes_on_bit_for_bit(processes, words, tmp_path):
+def test_sigterm_saves_and_stops_and_the_run_goes_on_bit_for_bit(pools, processes, words, tmp_path):
+    def train_on_pool(*words):
+        pools(processes).run(tiny.train_here, words, tmp_path / "cache")
+
     long = [word for word in words if not word.startswith("train.steps")] + [
         "train.steps=40",
         "parallel.timeout_seconds=30",
         "log.every=1",
         "optimizer.decay_steps=40",
     ]
-    _train(processes, long, tmp_path / "whole")
+    train_on_pool(*long, f"out={tmp_path / 'whole'}")
     out = tmp_path / "stopped"
     program = ["-m", "multipack", "train", *long, f"out={out}"]
     process = subprocess.Popen(
@@ -116,10 +123,11 @@ def test_sigterm_saves_and_stops_and_the_run_goes_on_bit_for_bit(processes, word
     assert "SIGTERM: saved after step" in rest
     done = len(_losses(out))
     assert 5 <= done < 40
-    _train(processes, ["train.resume=true"], out)
+    train_on_pool("train.resume=true", f"out={out}")
     assert _losses(out) == _losses(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_the_run_within_the_timeout(words, tmp_path):
     """SIGKILL one of two ranks: the launcher ends the other, nothing hangs, the last checkpoint is whole."""
     out = tmp_path / "run"
