@@ -17,7 +17,6 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from multipack.data.batch import IGNORE
 from multipack.data.overlong import POLICIES, FitReport, Integers, Pieces, pieces_of, report_fit, split
 from multipack.data.store import TokenStore
 
@@ -49,6 +48,8 @@ class Document:
 
     def shifted_targets(self) -> Integers:
         """(l,) int64: at each position the next token if it is a target, else −100."""
+        from multipack.data.batch import IGNORE  # imports torch, which planning does without
+
         targets = np.full(len(self.tokens), IGNORE, dtype=np.int64)
         for start, stop in self.spans:
             first = max(int(start), 1)
