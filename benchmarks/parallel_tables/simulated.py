@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from multipack.parallel.world import World
 from multipack.planning.cost import CostModel
 from multipack.planning.deal import least_step_cost
 from multipack.planning.options import Sync
@@ -15,7 +16,7 @@ from multipack.planning.packing import Packs
 from multipack.planning.plan import Plan, plan
 from multipack.planning.report import even, predicted_seconds
 from multipack.shapes import SHAPES
-from multipack.training.calibrate import DecoderTimer, calibrate
+from multipack.training.calibrate import calibrate, decoder_timer
 from planning_tables.lengths import Integers, load, lognormal
 from planning_tables.table import Table
 
@@ -79,7 +80,7 @@ def fitted(quick: bool) -> CostModel:
     """A cost model of the preset `small` on this machine's CPU, one thread, fp32."""
     torch.set_num_threads(1)
     shape = SHAPES["small"].with_vocabulary(2048)
-    timer = DecoderTimer(shape, "auto", torch.device("cpu"), torch.float32)
+    timer = decoder_timer(shape, "auto", World(), torch.float32)
     capacity = 512 if quick else 4096
     return calibrate(timer, shape, capacity, capacity, budget_seconds=3.0 if quick else 20.0)
 

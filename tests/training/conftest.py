@@ -5,10 +5,13 @@ import shutil
 
 import pytest
 
+from multipack.data.tokenizer import Tokenizer, byte_tokenizer
 from multipack.parallel.world import World
 from multipack.reports.console import Console
+from multipack.run import RunDirectory, config_yaml
 from multipack.training import trainer as trainer_module
 from multipack.training.callbacks.callback import Callback
+from multipack.training.checkpoint import CheckpointWriter
 from multipack.training.run_config import compose
 from multipack.training.train import train
 from multipack.training.trainer import Trainer
@@ -72,6 +75,34 @@ class Recorder(Callback):
 RESULTS = {"gradient": {}, "accept": True, "stop_reason": ""}
 for each in ("before_step", "micro_batch", "after_step", "record", "sample", "close", *RESULTS):
     setattr(Recorder, each, _hook(each, RESULTS.get(each)))
+
+
+@pytest.fixture(scope="session")
+def save_decoder():
+    """(path, model, tokenizer, further files) → a run at `path` with a checkpoint of the model's weights."""
+
+    def save(path, model, tokenizer, **files):
+        run = RunDirectory(path)
+        words = [f"model.{name}={value}" for name, value in model.shape.to_dict().items()]
+        files = {"config.yaml": config_yaml(compose(words)), "tokenizer.json": tokenizer.to_json(), **files}
+        run.create(files["config.yaml"])
+        CheckpointWriter(run, World(), 0).save(1, {"model": dict(model.named_parameters())}, {}, files)
+        return path
+
+    return save
+
+
+@pytest.fixture(scope="session")
+def chat_tokenizer():
+    """Names → bytes, the end token (256), and these special tokens (257 and on)."""
+
+    def make(*names):
+        fields = json.loads(byte_tokenizer().to_json())
+        for number, name in enumerate(names, start=257):
+            fields["added_tokens"].append({**fields["added_tokens"][0], "id": number, "content": name})
+        return Tokenizer(json.dumps(fields))
+
+    return make
 
 
 @pytest.fixture(autouse=True)

@@ -8,11 +8,12 @@ import torch
 from typer.testing import CliRunner
 
 from multipack.cli import app
+from multipack.parallel.world import World
 from multipack.planning.cost import CostModel
 from multipack.run import RunDirectory
 from multipack.shapes import ModelShape
 from multipack.training import calibrate as calibrate_module
-from multipack.training.calibrate import DecoderTimer, calibrate, mixes
+from multipack.training.calibrate import calibrate, decoder_timer, mixes
 from multipack.training.run_config import compose, compose_run
 from multipack.training.run_cost import COST_FILE, cost_rows
 from multipack.training.train import train
@@ -55,27 +56,15 @@ def test_the_budget_limits_the_size_of_mixes():
 
     def timer(lengths):
         timed.append(sum(lengths))
-        return _seconds(lengths, base=0.0, token=1e-3)
+        # Another program runs for a moment; the smaller of two times counts.
+        disturbed = 5.0 if len(timed) % 37 == 20 else 0.0
+        return _seconds(lengths, base=0.0, token=1e-3) + disturbed
 
     model = calibrate(timer, SHAPE, capacity=1 << 20, longest=1 << 20, budget_seconds=30.0)
     # Two rounds of 21 mixes of 12 times their size in tokens take 24.6 s; the next size would take twice as long.
     assert max(timed) == 1024
     assert sum(timed) * 1e-3 < 1.5 * 30.0
     assert model.linear == pytest.approx(1e-3 / 2e-9, rel=1e-3)
-
-
-def test_the_smaller_of_two_times_counts():
-    calls = []
-
-    def timer(lengths):
-        calls.append(lengths)
-        # Another program runs for a moment.
-        disturbed = 5.0 if len(calls) % 37 == 20 else 0.0
-        return _seconds(lengths) + disturbed
-
-    model = calibrate(timer, SHAPE, capacity=512, longest=512, budget_seconds=1e9)
-    assert len(calls) > 37
-    assert (model.linear, model.constant) == (1500, 20_000)
 
 
 def test_times_without_information_are_refused():
@@ -85,22 +74,15 @@ def test_times_without_information_are_refused():
         calibrate(_seconds, SHAPE, capacity=2, longest=2)
 
 
-def test_the_timer_times_forward_and_backward_passes():
-    readings = iter(range(100))
-    timer = DecoderTimer(
-        SHAPE, "auto", torch.device("cpu"), torch.float32, clock=lambda: float(next(readings))
-    )
-    assert timer([5, 3]) == 1.0
-    gradients = [parameter.grad for parameter in timer.model.parameters()]
-    assert all(gradient is not None and gradient.isfinite().all() for gradient in gradients)
-    half = DecoderTimer(SHAPE, "auto", torch.device("cpu"), torch.bfloat16)
-    assert half([64]) > 0
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_timer_times_a_pass(dtype):
+    assert decoder_timer(SHAPE, "auto", World(), dtype)([5, 3]) > 0
 
 
 @pytest.fixture
 def exact(monkeypatch):
     """Times follow the formula exactly, whatever the model."""
-    monkeypatch.setattr(calibrate_module, "DecoderTimer", lambda *_: _seconds)
+    monkeypatch.setattr(calibrate_module, "decoder_timer", lambda *_: _seconds)
 
 
 def test_too_few_packs_are_refused(words, exact, tmp_path):
@@ -112,8 +94,7 @@ def test_too_few_packs_are_refused(words, exact, tmp_path):
 
 
 def test_the_command_saves_a_cost_that_plans_and_trains(words, exact, tmp_path):
-    saved, out = tmp_path / "cost.json", tmp_path / "run"
-    run = CliRunner()
+    saved, out, store, run = tmp_path / "cost.json", tmp_path / "run", tmp_path / "store", CliRunner()
     result = run.invoke(app, ["calibrate", *words, "--save", str(saved), "--json"])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
@@ -123,25 +104,19 @@ def test_the_command_saves_a_cost_that_plans_and_trains(words, exact, tmp_path):
         assert 1 <= documents <= tokens <= 256
         assert longest <= tokens
         assert measured == pytest.approx(predicted, rel=1e-6)
-    assert CostModel.load(saved).timed.token == pytest.approx(3e-6, rel=1e-3)
+    model = CostModel.load(saved)
+    assert model.timed.token == pytest.approx(3e-6, rel=1e-3)
     again = run.invoke(app, ["calibrate", *words, "--save", str(saved)])
     assert "exists" in str(again.exception)
-    train(compose([*words, "train.steps=3", "train.eval_every=0", f"plan.cost={saved}", f"out={out}"]))
-    assert all(record["dt_predicted"] > 0 for record in RunDirectory(out).records())
-    store = tmp_path / "store"
     assert run.invoke(app, ["prepare", *words[:3], "--store", str(store)]).exit_code == 0
     shown = run.invoke(app, ["plan", str(store), f"cost={saved}", "plan.capacity=256", "--json"])
     assert shown.exit_code == 0, shown.output
     assert json.loads(shown.stdout)["step_seconds"] > 0
-
-
-def test_a_run_keeps_its_cost_and_resumes_with_it(words, tmp_path):
-    saved, out = tmp_path / "cost.json", tmp_path / "run"
-    model = calibrate(_seconds, ModelShape(vocabulary_size=257), capacity=8192, longest=8192)
-    model.save(saved)
     train(compose([*words, "train.steps=3", "train.eval_every=0", f"plan.cost={saved}", f"out={out}"]))
-    assert CostModel.load(out / COST_FILE).to_dict() == model.to_dict()
+    assert all(record["dt_predicted"] > 0 for record in RunDirectory(out).records())
+    # The run keeps its cost.
     saved.unlink()
+    assert CostModel.load(out / COST_FILE).to_dict() == model.to_dict()
     resume = [f"out={out}", "train.resume=true", "train.steps=4"]
     assert train(compose_run(resume)).step == 4
     (out / COST_FILE).unlink()

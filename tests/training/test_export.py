@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -21,13 +18,10 @@ from multipack.data.documents import Document
 from multipack.data.shards import CHAT_TEMPLATE
 from multipack.data.tokenizer import Tokenizer, byte_tokenizer, character_tokenizer
 from multipack.models.decoder import Decoder
-from multipack.parallel.world import World
-from multipack.run import RunDirectory, config_yaml
 from multipack.shapes import ModelShape
-from multipack.training.checkpoint import CheckpointWriter
+from multipack.training import export as export_module
 from multipack.training.export import export, loading_code
 from multipack.training.inference import find_template, load_run
-from multipack.training.run_config import compose
 from multipack.training.weights import initial_weights
 
 LLAMA = ModelShape(2, 2, 1, 16, 24, vocabulary_size=264, tied=False, context=64)
@@ -46,39 +40,17 @@ def single_document(ids):
     return PackedCollator(1, len(ids))([Document(np.asarray(ids, dtype=np.uint32), none)])
 
 
-def chat_tokenizer():
-    """Bytes, the end token, and two more special tokens."""
-    fields = json.loads(byte_tokenizer().to_json())
-    like = fields["added_tokens"][0]
-    names = ["<|im_start|>", "<|im_end|>"]
-    more = [{**like, "id": 257 + number, "content": name} for number, name in enumerate(names)]
-    return Tokenizer(json.dumps({**fields, "added_tokens": [*fields["added_tokens"], *more]}))
-
-
 @pytest.fixture
-def run(tmp_path):
-    """(shape, tokenizer, template) → a run with one checkpoint."""
+def run(tmp_path, save_decoder):
+    """(shape, tokenizer, further files) → a run with one checkpoint, and its model."""
 
-    def make(shape=LLAMA, tokenizer=None, template="", change=None):
+    def make(shape=LLAMA, tokenizer=None, **files):
         torch.manual_seed(5)
         model = Decoder(shape)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
-            if change is not None:
-                change(model)
-        run = RunDirectory(tmp_path / "run")
-        values = config_yaml(compose([f"model.{name}={value}" for name, value in shape.to_dict().items()]))
-        run.create(values)
-        files = {"config.yaml": values, "tokenizer.json": (tokenizer or byte_tokenizer()).to_json()}
-        if template:
-            made = ChatTemplate(
-                template, ["<|im_start|>", "<|im_end|>"], eos_token="<|im_end|>", name="chatml"
-            )
-            files[CHAT_TEMPLATE] = made.to_json()
-        state = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        CheckpointWriter(run, World(), 0).save(7, {"model": state}, {}, files)
-        return run.path, model.eval()
+        return save_decoder(tmp_path / "run", model, tokenizer or byte_tokenizer(), **files), model.eval()
 
     return make
 
@@ -93,22 +65,15 @@ def transformers():
 @pytest.mark.parametrize("shape", [LLAMA, GPT2], ids=["llama", "gpt2"])
 def test_an_export_is_complete_and_loads_here(run, shape, tmp_path):
     path, model = run(shape)
-    made = export(path, tmp_path / "out")
-    names = {
-        "model.safetensors",
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    }
-    assert {file.name for file in (tmp_path / "out").iterdir()} == names
-    assert dict(made)["weights of"] == str(path / "checkpoints" / "step-00000007")
+    rows = dict(export(path, tmp_path / "out"))
+    written = {file.name for file in (tmp_path / "out").iterdir()}
+    weights, configs = "model.safetensors", ("config", "generation_config", "tokenizer", "tokenizer_config")
+    assert written == {weights, *(f"{name}.json" for name in configs)} <= rows.keys()
+    assert rows["weights of"] == str(path / "checkpoints" / "step-00000001")
     decoder, tokenizer = load_run(tmp_path / "out")
     assert tokenizer.hash == byte_tokenizer().hash
     batch = single_document(tokenizer.encode("some text"))
     assert torch.equal(decoder.logits(batch), model.logits(batch))
-    again, _ = load_run(tmp_path / "out")
-    assert torch.equal(again.logits(batch), model.logits(batch))
 
 
 @pytest.mark.parametrize("shape", [LLAMA, GPT2], ids=["llama", "gpt2"])
@@ -126,9 +91,8 @@ def test_transformers_loads_it_and_agrees(run, shape, tmp_path, transformers):
     assert theirs.config.bos_token_id is None
     with torch.no_grad():
         expected = theirs(ids, use_cache=False).logits[0]
-        torch.testing.assert_close(
-            model.logits(single_document(ids[0].tolist())), expected, rtol=1e-5, atol=1e-5
-        )
+        found = model.logits(single_document(ids[0].tolist()))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_character_tokenizer_survives(run, tmp_path, transformers):
@@ -141,18 +105,18 @@ def test_a_character_tokenizer_survives(run, tmp_path, transformers):
     assert theirs.eos_token is None
 
 
-def test_a_chat_template_goes_with_it(run, tmp_path, transformers):
-    path, _ = run(LLAMA, chat_tokenizer(), TEMPLATE)
-    made = export(path, tmp_path / "out")
-    assert ("chat template", "chatml") in made
+def test_a_chat_template_goes_with_it(run, chat_tokenizer, tmp_path, transformers):
+    names = ["<|im_start|>", "<|im_end|>"]
+    template = ChatTemplate(TEMPLATE, names, eos_token="<|im_end|>", name="chatml").to_json()
+    path, _ = run(LLAMA, chat_tokenizer(*names), **{CHAT_TEMPLATE: template})
+    assert ("chat template", "chatml") in export(path, tmp_path / "out")
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     ours = find_template(tmp_path / "out")
     assert ours.parts(messages) == find_template(path).parts(messages)
     assert (ours.eos_token, ours.end_of_turn) == ("<|im_end|>", "<|im_end|>")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert theirs.apply_chat_template(messages, tokenize=False) == "".join(
-        part.text for part in ours.parts(messages)
-    )
+    text = "".join(part.text for part in ours.parts(messages))
+    assert theirs.apply_chat_template(messages, tokenize=False) == text
     ids = theirs.apply_chat_template(messages, tokenize=True, return_dict=False)
     assert ids[0] == 257
     assert theirs.eos_token_id == 258
@@ -166,21 +130,10 @@ def test_weights_in_half_precision(run, tmp_path, dtype, expected):
     export(path, tmp_path / "out", dtype=dtype)
     kept = load_file(tmp_path / "out" / "model.safetensors")
     assert {tensor.dtype for tensor in kept.values()} == {expected}
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == str(expected).removeprefix(
-        "torch."
-    )
-    assert torch.equal(
-        initial_weights(tmp_path / "out").state["norm.weight"], model.norm.weight.to(expected).float()
-    )
-
-
-def test_numbers_too_large_for_fp16_are_refused(run, tmp_path):
-    path, _ = run(change=lambda model: model.norm.weight.mul_(1e6))
-    with pytest.raises(
-        ValueError, match=r"model\.norm\.weight \(1 tensors in all\) are not finite as torch\.float16"
-    ):
-        export(path, tmp_path / "out", dtype="fp16")
-    assert not (tmp_path / "out").exists()
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert f"torch.{config['dtype']}" == str(expected)
+    found = initial_weights(tmp_path / "out").read("norm.weight")
+    assert torch.equal(found, model.norm.weight.to(expected).float())
 
 
 def test_notes_name_what_transformers_does_differently(run, tmp_path):
@@ -196,56 +149,43 @@ def test_notes_name_what_transformers_does_differently(run, tmp_path):
     }
     rows = export(run(GPT2, Tokenizer(json.dumps(fields)))[0], tmp_path / "out")
     notes = "\n".join(value for name, value in rows if name == "note")
-    for part in ("they are zeros", "transformers puts <|endoftext|> around text"):
-        assert part in notes
+    assert "they are zeros" in notes
+    assert "transformers puts <|endoftext|> around text" in notes
     assert "chat_template" not in json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
 
 
-def test_an_existing_folder_is_not_overwritten(run, tmp_path):
-    path, _ = run()
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match="out exists and is not empty: choose another folder"):
-        export(path, tmp_path / "out")
-    assert [file.name for file in (tmp_path / "out").iterdir()] == ["mine.txt"]
-
-
-def test_unknown_choices_and_shapes_are_refused(run, tmp_path):
-    path, _ = run(ModelShape(1, 2, 2, 16, 24, vocabulary_size=257, norm="layernorm", bias=True))
-    for options, said in (
-        ({"weights": "first"}, "--weights first: one of latest, best, ema"),
-        ({"dtype": "int8"}, "--dtype int8"),
+def test_what_cannot_be_exported_is_refused_and_leaves_nothing(run, save_decoder, tmp_path, monkeypatch):
+    path, model = run()
+    with torch.no_grad():
+        model.norm.weight.mul_(1e6)
+    large = save_decoder(tmp_path / "large", model, byte_tokenizer())
+    foreign = ModelShape(1, 2, 2, 16, 24, vocabulary_size=257, norm="layernorm", bias=True)
+    other = save_decoder(tmp_path / "other", Decoder(foreign), byte_tokenizer())
+    for run_path, options, message in (
+        (path, {"weights": "first"}, "--weights first: one of latest, best, ema"),
+        (path, {"dtype": "int8"}, "--dtype int8"),
+        (large, {"dtype": "fp16"}, r"model\.norm\.weight \(1 tensors in all\) are not finite"),
+        (other, {}, "transformers has no model for this decoder"),
     ):
-        with pytest.raises(ValueError, match=said):
-            export(path, tmp_path / "out", **options)
-    with pytest.raises(ValueError, match="transformers has no model for this decoder"):
-        export(path, tmp_path / "out")
+        with pytest.raises(ValueError, match=message):
+            export(run_path, tmp_path / "out", **options)
     with pytest.raises(FileNotFoundError, match="checkpoints/best names"):
         export(path, tmp_path / "out", "best")
-    assert not (tmp_path / "out").exists()
+
+    def full(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(export_module, "write_atomically", full)
+    with pytest.raises(OSError, match="no space left"):
+        export(path, tmp_path / "out")
+    assert {entry.name for entry in tmp_path.iterdir()} == {"run", "large", "other"}
+    with pytest.raises(FileExistsError, match="run exists and is not empty: choose another folder"):
+        export(path, path)
 
 
-def test_a_killed_export_leaves_nothing_that_loads(run, tmp_path):
+def test_the_command_prints_what_it_wrote_and_how_to_load_it(run, tmp_path):
     path, _ = run()
-    script = f"""
-import os, signal
-from pathlib import Path
-from multipack.training import export as module
-module.write_atomically = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-module.export(Path({str(path)!r}), Path({str(tmp_path / "out" / "model")!r}))
-"""
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
-    assert all(entry.name.endswith(".partial") for entry in (tmp_path / "out").iterdir())
-    # The next export removes what is left.
-    export(path, tmp_path / "out" / "model")
-    assert [entry.name for entry in (tmp_path / "out").iterdir()] == ["model"]
-
-
-@pytest.mark.parametrize("prefix", ["", "out="])
-def test_the_command_says_what_it_wrote_and_how_to_load_it(run, tmp_path, prefix):
-    path, _ = run()
-    result = CliRunner().invoke(app, ["export", str(path), f"{prefix}{tmp_path / 'out'}", "--dtype", "bf16"])
+    result = CliRunner().invoke(app, ["export", str(path), f"out={tmp_path / 'out'}", "--dtype", "bf16"])
     assert result.exit_code == 0, result.output
     assert (tmp_path / "out" / "model.safetensors").is_file()
     assert "LlamaForCausalLM" in result.output

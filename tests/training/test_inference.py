@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,15 +13,15 @@ from typer.testing import CliRunner
 from multipack.cli import app, main
 from multipack.data.chat import ChatTemplate
 from multipack.data.texts import TextPart
-from multipack.data.tokenizer import Tokenizer, byte_tokenizer
+from multipack.data.tokenizer import byte_tokenizer
 from multipack.models.decoder import Decoder
-from multipack.models.generate import generate
+from multipack.models.generate import Completion, generate
 from multipack.models.sampling import Sampling
 from multipack.shapes import ModelShape
 from multipack.training import inference
 from multipack.training.export import export
 from multipack.training.inference import (
-    Conversation,
+    answer,
     complete_batch,
     find_template,
     load_run,
@@ -35,12 +34,9 @@ TURNS = """{%- for message in messages -%}<|turn|>{{ message.role }}:{{ message.
 TEMPLATE = ChatTemplate(TURNS, ["<|turn|>", "<|over|>"])
 
 
-def chat_tokenizer() -> Tokenizer:
-    """Bytes, the end token, and two more special tokens."""
-    fields = json.loads(byte_tokenizer().to_json())
-    for number, name in enumerate(("<|turn|>", "<|over|>"), start=257):
-        fields["added_tokens"].append({**fields["added_tokens"][0], "id": number, "content": name})
-    return Tokenizer(json.dumps(fields))
+@pytest.fixture(scope="module")
+def tokenizer(chat_tokenizer):
+    return chat_tokenizer("<|turn|>", "<|over|>")
 
 
 @pytest.fixture(scope="module")
@@ -54,25 +50,11 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A run's directory with one checkpoint: initial weights, written as the trainer writes them."""
-    from multipack.parallel.world import World
-    from multipack.run import RunDirectory, config_yaml
-    from multipack.training.checkpoint import CheckpointWriter
-    from multipack.training.run_config import compose_run
-
-    run = RunDirectory(tmp_path_factory.mktemp("runs") / "a")
-    wanted = compose_run(["model=tiny", "model.vocabulary_size=259", "model.context=64"])
-    text = config_yaml(wanted)
-    run.create(text)
+def trained(tmp_path_factory, save_decoder, tokenizer):
+    """A run's directory with one checkpoint of initial weights."""
     torch.manual_seed(1)
-    weights = Decoder(
-        ModelShape(layers=2, heads=2, kv_heads=1, d_model=64, d_ff=128, vocabulary_size=259, context=64)
-    )
-    files = {"config.yaml": text, "tokenizer.json": chat_tokenizer().to_json()}
-    state = {"model": dict(weights.named_parameters()), "optimizer": {"none": torch.zeros(1)}}
-    CheckpointWriter(run, World(), 0).save(1, state, {}, files)
-    return run.path
+    shape = ModelShape(layers=2, heads=2, kv_heads=1, d_model=64, d_ff=128, vocabulary_size=259, context=64)
+    return save_decoder(tmp_path_factory.mktemp("runs") / "a", Decoder(shape), tokenizer)
 
 
 def fails(monkeypatch, capsys, *words):
@@ -83,7 +65,7 @@ def fails(monkeypatch, capsys, *words):
     return capsys.readouterr().err
 
 
-def test_a_completion_is_that_of_generate_and_draws_from_its_own_generator(model):
+def test_a_completion_equals_generate_and_has_its_own_generator(model):
     tokenizer, before = byte_tokenizer(), torch.get_rng_state()
     text = complete_batch(model, tokenizer, ["ab"], Sampling(20, 0.9, 50, seed=3))[0].text
     generator = torch.Generator().manual_seed(3)
@@ -95,53 +77,36 @@ def test_a_completion_is_that_of_generate_and_draws_from_its_own_generator(model
     assert found[1].text == text
 
 
-def test_a_conversation_is_encoded_as_its_template_writes_it(model, monkeypatch):
+def test_a_conversation_is_encoded_as_its_template_writes_it(model, tokenizer, monkeypatch):
     asked = []
-    monkeypatch.setattr(
-        "multipack.training.inference.generate_batch",
-        lambda model, ids, sampling, **others: (
-            asked.append((ids, sampling, others)) or _answers(next(answers))
-        ),
-    )
-    answers = iter(["yes", "no"])
-    tokenizer = chat_tokenizer()
-    conversation = Conversation(model, tokenizer, TEMPLATE, Sampling(seed=5), system="be brief")
-    assert conversation.say("is <|over|> special?").text == "yes"
-    assert conversation.say("sure?").text == "no"
-    (first,), sampling, others = asked[0]
-    spelled = tokenizer.encode("user:is <|over|> special?")
-    assert 258 not in spelled
-    assert first == [
-        257,
-        *tokenizer.encode("system:be brief"),
-        258,
-        257,
-        *spelled,
-        258,
-        257,
-        *tokenizer.encode("assistant:"),
+
+    def record(model, ids, sampling, **others):
+        asked.append((*ids, sampling.seed, set(others["end_ids"])))
+        return [Completion([0], "end", "yes")]
+
+    monkeypatch.setattr(inference, "generate_batch", record)
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "is <|over|> special?"},
     ]
-    assert set(others["end_ids"]) == {256, 258}
-    assert sampling.seed == 5
-    (second,), sampling, _ = asked[1]
-    assert second[: len(first)] == first
-    assert second[len(first) :] == [
-        *tokenizer.encode("yes"), 258, 257, *tokenizer.encode("user:sure?"), 258, 257, *tokenizer.encode("assistant:")
-    ]  # fmt: skip
-    assert sampling.seed == 6
-    assert conversation.num_read == len(second)
-    assert [message["role"] for message in conversation.messages] == ["system", *["user", "assistant"] * 2]
+    assert answer(model, tokenizer, TEMPLATE, messages, Sampling(seed=5))[0].text == "yes"
+    messages += [{"role": "assistant", "content": "yes"}, {"role": "user", "content": "sure?"}]
+    answer(model, tokenizer, TEMPLATE, messages, Sampling(seed=5))
+    (first, seed, ends), (second, next_seed, _) = asked
+    assert (seed, next_seed, ends) == (5, 6, {256, 258})
+
+    def turn(text):
+        return [257, *tokenizer.encode(text)]
+
+    # What a user spells is text, not a special token.
+    before = [*turn("system:be brief"), 258, *turn("user:is <|over|> special?"), 258, *turn("assistant:")]
+    assert before.count(258) == 2
+    assert first == before
+    assert second == [*before, *tokenizer.encode("yes"), 258, *turn("user:sure?"), 258, *turn("assistant:")]
 
 
-def _answers(text):
-    from multipack.models.generate import Completion
-
-    return [Completion([0], "end", text)]
-
-
-def test_an_answer_ends_where_its_turn_does(model):
+def test_an_answer_ends_with_its_turn(model, tokenizer):
     """A model that says `<|over|>` after its first token."""
-    tokenizer = chat_tokenizer()
     torch.manual_seed(2)
     with torch.no_grad():
         taught = Decoder(model.shape)
@@ -151,74 +116,43 @@ def test_an_answer_ends_where_its_turn_does(model):
                 parameter.zero_()
         hidden = torch.eye(16)
         weight = taught.embedding.weight
-        weight.zero_()
         weight[:] = hidden[0]
         weight[ord("!")] = hidden[1] + 2 * hidden[0]
         weight[258] = 9 * hidden[1]
-    pieces = []
-    answer = Conversation(taught, tokenizer, TEMPLATE, Sampling(8, 0)).say("hi", pieces.append)
-    assert (answer.text, answer.reason, answer.tokens) == ("!", "end", [ord("!")])
+    pieces, messages = [], [{"role": "user", "content": "hi"}]
+    found, _ = answer(taught, tokenizer, TEMPLATE, messages, Sampling(8, 0), pieces.append)
+    assert (found.text, found.reason, found.tokens) == ("!", "end", [ord("!")])
     assert pieces == ["!"]
+    with pytest.raises(ValueError, match=r"<\|turn\|>"):
+        answer(taught, byte_tokenizer(), TEMPLATE, messages, Sampling())
 
 
-def test_a_refused_message_is_not_remembered(model):
-    conversation = Conversation(model, chat_tokenizer(), TEMPLATE, Sampling(2))
-    conversation.say("a")
-    before = list(conversation.messages)
-    with pytest.raises(ValueError, match="surrogate"):
-        conversation.say("half \ud800 pair")
-    assert conversation.messages == before
-    with pytest.raises(ValueError, match=r"<\|over\|>"):
-        Conversation(model, byte_tokenizer(), TEMPLATE, Sampling())
-
-
-def test_a_run_and_its_checkpoint_are_the_same_model(trained):
-    model, tokenizer = load_run(trained)
-    other, _ = load_run(trained / "checkpoints" / "step-00000001")
-    assert not model.training
-    assert tokenizer.vocabulary_size == 259
-    assert all(torch.equal(*pair) for pair in zip(model.parameters(), other.parameters(), strict=True))
+def test_a_run_its_checkpoint_and_its_export_are_the_same_model(trained, tmp_path):
+    export(trained, tmp_path / "export")
+    folders = (trained, trained / "checkpoints" / "step-00000001", tmp_path / "export")
+    first, *others = (complete_batch(*load_run(path), ["abc"], Sampling(20, 0.9)) for path in folders)
+    assert others == [first, first]
     with pytest.raises(FileNotFoundError, match="neither a run directory"):
         load_run(trained / "checkpoints")
-
-
-def test_an_export_writes_what_its_run_does(trained, tmp_path):
-    export(trained, tmp_path / "export")
-    found = [
-        complete_batch(*load_run(path), ["abc"], Sampling(20, 0.9)) for path in (trained, tmp_path / "export")
-    ]
-    assert found[0] == found[1]
     (tmp_path / "export" / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match=r"has no tokenizer\.json"):
         load_run(tmp_path / "export")
 
 
-def test_a_template_is_found_beside_the_weights_in_the_run_or_in_the_store(trained, tmp_path):
+def test_a_template_is_found_beside_the_weights_or_in_the_tokenizers_configuration(
+    trained, tokenizer, tmp_path
+):
     assert find_template(trained) is None
-    run = tmp_path / "run"
-    shutil.copytree(trained, run)
-    checkpoint, store = run / "checkpoints" / "step-00000001", tmp_path / "chats.store"
-    store.mkdir()
-    config = (checkpoint / "config.yaml").read_text()
-    pointing = config.replace("source: stdlib", "source: store").replace("  path: ''", f"  path: {store}", 1)
-    assert pointing.count(str(store)) == 1
-    (checkpoint / "config.yaml").write_text(pointing)
-    # The nearest to the weights counts.
-    for folder in (store, run, checkpoint):
-        template = ChatTemplate(TURNS + folder.name, TEMPLATE.special_tokens)
-        (folder / "chat_template.json").write_text(template.to_json())
-        assert find_template(run).source == find_template(checkpoint).source == template.source
-
-
-def test_an_exports_template_is_its_tokenizers(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    chat_tokenizer().save(tmp_path / "tokenizer.json")
+    tokenizer.save(tmp_path / "tokenizer.json")
     assert find_template(tmp_path) is None
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TURNS}))
     template = find_template(tmp_path)
     assert template.source == TURNS
     assert template.end_of_turn == "<|over|>"
     assert template.prompt_parts([{"role": "user", "content": "a"}])[0] == TextPart("<|turn|>", False, True)
+    (tmp_path / "chat_template.json").write_text(TEMPLATE.to_json())
+    assert find_template(tmp_path).special_tokens == TEMPLATE.special_tokens
 
 
 @pytest.fixture
@@ -273,19 +207,24 @@ def test_one_prompt_is_streamed_to_a_terminal_without_control_characters(trained
 def test_chat_answers_lines_until_the_input_ends(trained, tmp_path):
     copy = tmp_path / "run"
     shutil.copytree(trained, copy)
-    (copy / "chat_template.json").write_text(TEMPLATE.to_json())
+    checkpoint = copy / "checkpoints" / "step-00000001"
+    (checkpoint / "chat_template.json").write_text(TEMPLATE.to_json())
     words = ["generate", str(copy), "--chat", "--max-tokens", "4", "--temperature", "0", "--system", "short"]
     shown = CliRunner().invoke(app, words, input="hello\n\n  \nagain\n", catch_exceptions=False)
     model, tokenizer = load_run(copy)
-    conversation = Conversation(model, tokenizer, TEMPLATE, Sampling(4, 0, 50), "short")
-    answers = [conversation.say(line) for line in ("hello", "again")]
-    assert shown.stdout == "".join(f"{answer.text}\n" for answer in answers)
+    messages, expected = [{"role": "system", "content": "short"}], ""
+    for line in ("hello", "again"):
+        messages.append({"role": "user", "content": line})
+        found, read = answer(model, tokenizer, TEMPLATE, messages, Sampling(4, 0, 50))
+        messages.append({"role": "assistant", "content": found.text})
+        expected += f"{found.text}\n"
+    assert shown.stdout == expected
     assert shown.stderr.count("cut after 4 tokens: --max-tokens allows more") == 2
-    assert f"the conversation has {conversation.num_read} tokens" in shown.stderr
+    assert f"the conversation has {read} tokens" in shown.stderr
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ([], '--prompt "TEXT"'),
         (["--prompt", ""], "the prompt '' has no tokens"),
@@ -304,18 +243,17 @@ def test_chat_answers_lines_until_the_input_ends(trained, tmp_path):
         (["--chat"], "has no chat template (chat_template.json)"),
     ],
 )
-def test_mistakes_are_one_line(trained, monkeypatch, capsys, tmp_path, words, told):
+def test_mistakes_are_one_line(trained, monkeypatch, capsys, tmp_path, words, message):
     for name, content in (("EMPTY", b""), ("GAP", b"a\n\nb\n"), ("BINARY", b"\xff\xfe")):
         (tmp_path / name).write_bytes(content)
     known = {name: str(tmp_path / name) for name in ("EMPTY", "GAP", "BINARY")}
     error = fails(monkeypatch, capsys, "generate", trained, *(known.get(word, word) for word in words))
     assert error.startswith("error: ")
-    assert told in error
+    assert message in error
     assert error.count("\n") == 1
 
 
-def test_prompts_are_lines_of_files_after_those_of_the_command(tmp_path):
+def test_prompts_of_a_file_follow_those_of_the_command(tmp_path):
     file = tmp_path / "a.txt"
     file.write_text("b \u2028 c\nd", encoding="utf-8")
     assert read_prompts(["a\n"], str(file)) == ["a\n", "b \u2028 c", "d"]
-    assert read_prompts([], str(Path(file))) == ["b \u2028 c", "d"]

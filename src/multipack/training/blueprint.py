@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -19,13 +19,14 @@ from multipack.shapes import ModelShape
 from multipack.training.objective import Objective
 from multipack.training.optimizer import build_optimizer, described, freeze
 from multipack.training.run_config import Config
+from multipack.training.weights import Reader
 
 
 def open_engine(
     config: Config,
     objective: Objective,
     shape: ModelShape,
-    weights: Mapping[str, Tensor] | None,
+    weights: Reader | None,
     mesh: Mesh,
     dtype: torch.dtype,
     clock: Callable[[], float],
@@ -40,12 +41,12 @@ def open_engine(
         part = None if blocks is None else DecoderPart(*blocks, shape.layers)
         model = objective.decoder(shape, part)
         if weights is not None and not next(model.parameters()).is_meta:
-            model.load_state_dict({name: weights[name] for name, _ in model.named_parameters()})
+            model.load_state_dict({name: weights(name) for name, _ in model.named_parameters()})
         return model
 
     def initial() -> Iterator[tuple[str, Tensor]]:
         if weights is not None:
-            return ((name, weights[name]) for name in shapes)
+            return ((name, weights(name)) for name in shapes)
         torch.manual_seed(config.train.seed)
         return initial_parameters(shape)
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,11 +30,9 @@ from multipack.planning.plan import plan as make_plan
 from multipack.reports.console import Console
 from multipack.shapes import ModelShape
 from multipack.training.precision import resolve_dtype
+from multipack.training.run_config import Config
 from multipack.training.run_cost import cost_rows, doubt
 from multipack.training.run_parts import shape_of
-
-if TYPE_CHECKING:
-    from multipack.training.run_config import Config
 
 PACKS = 24
 """Packs of the plan that are timed, half of them to fit and half of them to check."""
@@ -83,8 +81,7 @@ class Calibration:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        checked = [list(row) for row in self.checked]
-        return {"cost": self.model.to_dict(), "error": self.error, "checked": checked}
+        return {"cost": self.model.to_dict(), "error": self.error, "checked": self.checked}
 
 
 def calibrate_documents(config: Config, world: World, console: Console) -> Calibration:
@@ -105,26 +102,21 @@ def calibrate_documents(config: Config, world: World, console: Console) -> Calib
             f"{len(chosen)} packs are too few to fit a cost and to check it: give more documents, or lower"
             f" plan.capacity={config.plan.capacity}"
         )
-    timer = DecoderTimer(
-        shape, config.model.attention, world.device, resolve_dtype(config.train.dtype, world.device)
-    )
-    timed = 0
+    dtype = resolve_dtype(config.train.dtype, world.device)
+    timer, calls = decoder_timer(shape, config.model.attention, world, dtype), count(1)
     with console.progress("timing packs") as advance:
 
         def counted(lengths: list[int]) -> float:
-            nonlocal timed
-            timed += 1
-            advance(timed, None, "micro-batches timed")
+            advance(next(calls), None, "micro-batches timed")
             return timer(lengths)
 
         model = calibrate(counted, shape, config.plan.capacity, made.longest, packs=chosen[::2])
         held_out = chosen[1::2]
         seconds = least_seconds(counted, held_out)
-    rows = [
-        (len(pack), sum(pack), max(pack), measured, model.seconds(pack))
-        for pack, measured in zip(held_out, seconds, strict=True)
-    ]
-    return Calibration(model, rows)
+    pairs = zip(held_out, seconds, strict=True)
+    return Calibration(
+        model, [(len(pack), sum(pack), max(pack), measured, model.seconds(pack)) for pack, measured in pairs]
+    )
 
 
 def _spaced(count: int) -> list[int]:
@@ -205,47 +197,32 @@ def _affordable(timer: Timer, capacity: int, longest: int, budget_seconds: float
     return tokens
 
 
-class DecoderTimer:
-    """Times the forward and backward pass of a decoder; a `Timer`.
+def decoder_timer(shape: ModelShape, attention: str, world: World, dtype: torch.dtype) -> Timer:
+    """A function that times the forward and backward pass of a decoder with drawn weights.
 
     Args:
-        shape: of the decoder, whose weights are drawn.
+        shape: of the decoder.
         attention: its backend.
-        device: where it runs.
+        world: where it runs.
         dtype: bf16 and fp16 run forward passes under autocast.
-        clock: returns seconds.
     """
+    with world.device:
+        model = Decoder(shape, attention=attention)
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        attention: str,
-        device: torch.device,
-        dtype: torch.dtype,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self.device, self.dtype, self.clock = device, dtype, clock
-        with device:
-            self.model = Decoder(shape, attention=attention)
-
-    def __call__(self, lengths: list[int]) -> float:
-        """Time one micro-batch; gradients accumulate, as in a step of several."""
+    def seconds(lengths: list[int]) -> float:
         draw = np.random.default_rng(len(lengths))
-        vocabulary = self.model.shape.vocabulary_size
         documents = [
-            Document(draw.integers(0, vocabulary, length, dtype=np.uint32), np.array([[0, length]]))
+            Document(draw.integers(0, shape.vocabulary_size, length, np.uint32), np.array([[0, length]]))
             for length in lengths
         ]
-        batch = PackedCollator(len(documents), max(lengths))(documents).to(self.device)
-        exact = self.dtype == torch.float32
-        self._synchronize()
-        start = self.clock()
-        with nullcontext() if exact else torch.autocast(self.device.type, self.dtype):
-            loss = self.model(batch)
+        batch = PackedCollator(len(documents), max(lengths))(documents).to(world.device)
+        world.synchronize()
+        start = time.perf_counter()
+        with torch.autocast(world.device.type, dtype, enabled=dtype != torch.float32):
+            loss = model(batch)
+        # Gradients accumulate, as in a step of several micro-batches.
         (loss / sum(lengths)).backward()
-        self._synchronize()
-        return self.clock() - start
+        world.synchronize()
+        return time.perf_counter() - start
 
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    return seconds

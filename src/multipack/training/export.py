@@ -59,7 +59,7 @@ def export(path: Path, folder: Path, weights: str = "latest", dtype: str = "fp32
         raise ValueError(f"{path} has no tokenizer.json, which an export needs")
     # Raises if transformers has no such model, before anything is written.
     config = {**config_of(shape), "dtype": str(DTYPES[dtype]).removeprefix("torch.")}
-    tensors = _converted(to_huggingface(shape, initial.state), DTYPES[dtype], initial.folder)
+    tensors = _converted(to_huggingface(shape, initial.state()), DTYPES[dtype], initial.folder)
     template = find_template(initial.folder)
     texts = _texts(shape, tokenizer, template, config)
     with atomic_folder(folder) as partial:

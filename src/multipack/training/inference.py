@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 
 from multipack.data.chat import ChatTemplate
 from multipack.data.shards import CHAT_TEMPLATE
@@ -22,27 +21,37 @@ from multipack.models.families import build_decoder
 from multipack.models.generate import Completion, Listener, generate_batch
 from multipack.models.sampling import Sampling
 from multipack.reports.console import HARMLESS
-from multipack.run import find_run, is_export, weights_folder
+from multipack.run import weights_folder
 from multipack.training.weights import initial_weights
 
 
-def load_run(path: Path) -> tuple[Decoder, Tokenizer]:
+def load_run(path: Path, device: str = "cpu") -> tuple[Decoder, Tokenizer]:
     """Load the model and tokenizer of a run's latest checkpoint, of a checkpoint, or of an export.
+
+    Args:
+        path: the run, checkpoint or export.
+        device: `auto` (a GPU if there is one), `cpu`, `cuda` or another name of a torch device.
 
     Raises:
         FileNotFoundError: there is no run, complete checkpoint or export at `path`.
-        ValueError: the files do not match each other, or there is no tokenizer.
+        ValueError: the files do not match each other, there is no tokenizer, or the device is not available.
     """
+    automatic = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        # Fails here, before anything is loaded, if the device is not available.
+        where = torch.empty(1, device=automatic if device == "auto" else device).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(f"--device {device} cannot be used here ({reason}); --device cpu can") from error
     initial = initial_weights(path)
     if initial.tokenizer is None:
         raise ValueError(f"{path} has no tokenizer.json: without it no text can be read or written")
-    return build_decoder(initial.shape, dict(initial.state), initial.attention), initial.tokenizer
+    model = build_decoder(initial.shape, initial.state(), initial.attention)
+    return model.to(where), initial.tokenizer
 
 
 def find_template(path: Path) -> ChatTemplate | None:
     """Find the chat template of a run, a checkpoint or an export; None if there is none.
-
-    The folder of the weights is searched first, then the run directory, then the token store in the run's settings.
 
     Raises:
         FileNotFoundError: there is no run, complete checkpoint or export at `path`.
@@ -52,15 +61,8 @@ def find_template(path: Path) -> ChatTemplate | None:
     from multipack.data.vocabularies import read_file
 
     folder = weights_folder(path)
-    folders = [folder]
-    if not is_export(path):
-        folders.append(find_run(path)[0].path)
-        data = OmegaConf.load(folder / "config.yaml").data
-        if data.source == "store" and data.path:
-            folders.append(Path(data.path).expanduser())
-    for candidate in folders:
-        if (candidate / CHAT_TEMPLATE).is_file():
-            return ChatTemplate.from_json((candidate / CHAT_TEMPLATE).read_text(encoding="utf-8"))
+    if (folder / CHAT_TEMPLATE).is_file():
+        return ChatTemplate.from_json((folder / CHAT_TEMPLATE).read_text(encoding="utf-8"))
     facts = read_file(str(folder))
     if facts.chat_template:
         return ChatTemplate(facts.chat_template, facts.special_tokens, facts.bos_token, facts.eos_token)
@@ -92,67 +94,50 @@ def complete_batch(
     return generate_batch(model, ids, sampling, end_ids=ends, tokenizer=tokenizer, listener=listener)
 
 
-class Conversation:
-    """A chat with a model. For each answer the model reads the whole conversation again, as one document.
+def answer(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    messages: Sequence[Mapping[str, Any]],
+    sampling: Sampling,
+    listener: Callable[[str], None] | None = None,
+) -> tuple[Completion, int]:
+    """Generate the answer to a conversation, which the model reads as one document.
 
     Args:
         model: a decoder that was trained on conversations.
         tokenizer: the model's tokenizer.
         template: the chat template of the model's training data.
-        sampling: options of sampling; turn i uses a generator with seed + i.
-        system: system message; empty = none.
+        messages: dicts with `role` and `content`; the last one is of the user.
+        sampling: options of sampling; the answer after i others uses a generator with seed + i.
+        listener: called with each new piece of the answer's text.
 
-    Attributes:
-        messages: the conversation so far, as dicts with `role` and `content`.
-        num_read: number of tokens of the last prompt; the model sees at most the last `context` of them.
+    Returns:
+        The answer, and the number of tokens read, of which the model sees at most the last `context`.
 
     Raises:
-        ValueError: the tokenizer lacks a special token of the template.
+        ValueError: the template or the tokenizer rejects the text, or the tokenizer lacks a special token of the
+            template.
     """
 
-    def __init__(
-        self,
-        model: Decoder,
-        tokenizer: Tokenizer,
-        template: ChatTemplate,
-        sampling: Sampling,
-        system: str = "",
-    ) -> None:
-        self._model, self._tokenizer, self._template, self._sampling = model, tokenizer, template, sampling
-        self.messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-        self.num_read = 0
-        self._ends = set() if tokenizer.end_id is None else {tokenizer.end_id}
-        if template.end_of_turn:
-            self._ends.update(self._encode((TextPart(template.end_of_turn, False, is_special=True),)))
-
-    def say(self, text: str, listener: Callable[[str], None] | None = None) -> Completion:
-        """Generate the answer to `text`, and add both to the conversation.
-
-        Args:
-            text: message of the user.
-            listener: called with each new piece of the answer's text.
-
-        Raises:
-            ValueError: the template or the tokenizer rejects the text; the conversation is unchanged.
-        """
-        messages = [*self.messages, {"role": "user", "content": text}]
-        ids = self._encode(self._template.prompt_parts(messages))
-        turn = sum(message["role"] == "user" for message in self.messages)
-        (answer,) = generate_batch(
-            self._model,
-            [ids],
-            replace(self._sampling, seed=self._sampling.seed + turn),
-            end_ids=self._ends,
-            tokenizer=self._tokenizer,
-            listener=None if listener is None else lambda _, piece: listener(piece),
-        )
-        self.messages = [*messages, {"role": "assistant", "content": answer.text}]
-        self.num_read = len(ids)
-        return answer
-
-    def _encode(self, parts: Sequence[TextPart]) -> list[int]:
-        (encoded,) = self._tokenizer.encode_parts([parts])
+    def encode(parts: Sequence[TextPart]) -> list[int]:
+        (encoded,) = tokenizer.encode_parts([parts])
         return [token for tokens, _ in encoded for token in tokens]
+
+    ids = encode(template.prompt_parts(messages))
+    ends = [] if tokenizer.end_id is None else [tokenizer.end_id]
+    if template.end_of_turn:
+        ends += encode((TextPart(template.end_of_turn, False, is_special=True),))
+    before = sum(message["role"] == "assistant" for message in messages)
+    (completion,) = generate_batch(
+        model,
+        [ids],
+        replace(sampling, seed=sampling.seed + before),
+        end_ids=ends,
+        tokenizer=tokenizer,
+        listener=None if listener is None else lambda _, piece: listener(piece),
+    )
+    return completion, len(ids)
 
 
 def read_prompts(given: Sequence[str], file: str) -> list[str]:
@@ -188,21 +173,12 @@ def print_completions(
     as_json: bool = False,
     timing: bool = False,
 ) -> None:
-    """Complete prompts and print them; a single completion is streamed if standard output is a terminal.
-
-    Args:
-        path: path of a run, a checkpoint or an export.
-        prompts: the prompts, at least one.
-        sampling: options of sampling.
-        device: `auto` (a GPU if there is one), `cpu`, `cuda` or another name of a torch device.
-        as_json: print only one JSON object.
-        timing: print the number of generated tokens per second.
+    """Complete prompts and print them, as `multipack generate`; a single completion is streamed to a terminal.
 
     Raises:
-        ValueError: see `load_run` and `complete_batch`; the device is not available.
-        FileNotFoundError: see `load_run`.
+        FileNotFoundError, ValueError: see `load_run` and `complete_batch`.
     """
-    model, tokenizer = _load(path, device)
+    model, tokenizer = load_run(path, device)
     streaming = len(prompts) == 1 and not as_json and sys.stdout.isatty()
     if streaming:
         _print(prompts[0])
@@ -239,11 +215,10 @@ def print_completions(
 
 
 def converse(path: Path, system: str, sampling: Sampling, device: str = "auto", timing: bool = False) -> None:
-    """Answer each line of standard input, as one conversation, until its end; see `print_completions`.
+    """Answer each line of standard input, as one conversation, until its end.
 
     Raises:
-        ValueError: there is no chat template; see also `load_run` and `Conversation`.
-        FileNotFoundError: see `load_run`.
+        FileNotFoundError, ValueError: there is no chat template; see also `load_run` and `answer`.
     """
     template = find_template(path)
     if template is None:
@@ -251,8 +226,8 @@ def converse(path: Path, system: str, sampling: Sampling, device: str = "auto", 
             f"{path} has no chat template ({CHAT_TEMPLATE}): it was not trained on conversations. Train on records with"
             " `messages` (data.format=chat; data.chat_template says how they are written), or omit --chat"
         )
-    model, tokenizer = _load(path, device)
-    conversation = Conversation(model, tokenizer, template, sampling, system)
+    model, tokenizer = load_run(path, device)
+    messages = [{"role": "system", "content": system}] if system else []
     is_terminal = sys.stdin.isatty()
     while True:
         try:
@@ -262,29 +237,18 @@ def converse(path: Path, system: str, sampling: Sampling, device: str = "auto", 
         if not line.strip():
             continue
         start = time.perf_counter()
-        answer = conversation.say(line, _print)
+        messages.append({"role": "user", "content": line})
+        completion, read = answer(model, tokenizer, template, messages, sampling, _print)
+        messages.append({"role": "assistant", "content": completion.text})
         seconds = time.perf_counter() - start
         _print("", end="\n")
-        _note_context("the conversation", conversation.num_read, model)
-        if answer.reason == "length":
+        _note_context("the conversation", read, model)
+        if completion.reason == "length":
             _note(f"cut after {sampling.max_tokens:,} tokens: --max-tokens allows more")
         if timing:
-            _note_speed(conversation.num_read, [answer], seconds)
+            _note_speed(read, [completion], seconds)
     if is_terminal:
         _print("", end="\n")
-
-
-def _load(path: Path, name: str) -> tuple[Decoder, Tokenizer]:
-    automatic = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(automatic if name == "auto" else name)
-        # Fails here, before anything is loaded, if the device is not available.
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ValueError(f"--device {name} cannot be used here ({reason}); --device cpu can") from error
-    model, tokenizer = load_run(path)
-    return model.to(device), tokenizer
 
 
 def _note_context(what: str, tokens: int, model: Decoder) -> None:

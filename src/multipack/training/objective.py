@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -33,13 +33,10 @@ from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh
 from multipack.shapes import ModelShape
 from multipack.training.callbacks.callback import Callback
+from multipack.training.run_config import Config
 from multipack.training.settings import PreferenceConfig
 from multipack.training.weights import begin_from, initial_weights
 
-if TYPE_CHECKING:
-    from multipack.training.run_config import Config
-
-Collator = PackedCollator | PreferenceCollator
 Values = NDArray[np.float64]
 
 REFERENCE = "reference.safetensors"
@@ -87,9 +84,6 @@ class Objective:
     def views(
         self,
         engine: ModelEngine,
-        dtype: torch.dtype,
-        capacity: int,
-        pad_to: int | None,
         progress: Callable[..., None],
         resumed: Path | None = None,
     ) -> tuple[list[Any], list[str]]:
@@ -97,9 +91,6 @@ class Objective:
 
         Args:
             engine: engine of the model, which still has its initial weights.
-            dtype: precision of forward passes.
-            capacity: maximum number of tokens of a pack.
-            pad_to: slots of every pack; None = no padding.
             progress: called with (done, total, unit).
             resumed: the run directory, if the run continues from a checkpoint.
 
@@ -108,10 +99,10 @@ class Objective:
         """
         return [self.corpus.train, self.corpus.validation], []
 
-    def collator(self, sampler: PackedBatchSampler, pad_to: int | None) -> Collator:
-        """Build the collator for a sampler's packs; `pad_to` as in `views`."""
+    def collator(self, sampler: PackedBatchSampler) -> PackedCollator | PreferenceCollator:
+        """Build the collator for a sampler's packs."""
         pad_id, multiple = self.corpus.tokenizer.end_id or 0, self.config.parallel.token_multiple
-        return self.collator_type.of(sampler, pad_to, pad_id, multiple)
+        return self.collator_type.of(sampler, self.config.pack_slots, pad_id, multiple)
 
     def evaluated(self, engine: ModelEngine) -> dict[str, float]:
         """Metrics of the last evaluation's packs over all ranks, by name; collective."""
@@ -176,9 +167,6 @@ class Preferences(Objective):
     def views(
         self,
         engine: ModelEngine,
-        dtype: torch.dtype,
-        capacity: int,
-        pad_to: int | None,
         progress: Callable[..., None],
         resumed: Path | None = None,
     ) -> tuple[list[Any], list[str]]:
@@ -194,10 +182,11 @@ class Preferences(Objective):
         if resumed is not None:
             values = read_reference(resumed / REFERENCE, documents)
         else:
-            multiple = self.config.parallel.token_multiple
-            with self._reference_model(engine, dtype) as (model, mesh):
+            config = self.config
+            limit, slots, multiple = config.document_limit, config.pack_slots, config.parallel.token_multiple
+            with self._reference_model(engine) as (model, mesh):
                 values = {
-                    name: reference_values(model, view, mesh, capacity, pad_to, multiple, progress)
+                    name: reference_values(model, view, mesh, limit, slots, multiple, progress)
                     for name, view in documents.items()
                 }
             count = sum(map(len, values.values()))
@@ -206,7 +195,7 @@ class Preferences(Objective):
         return [PreferencePairs(view, values[name]) for name, view in documents.items()], notes
 
     @contextmanager
-    def _reference_model(self, engine: ModelEngine, dtype: torch.dtype) -> Iterator[tuple[nn.Module, Mesh]]:
+    def _reference_model(self, engine: ModelEngine) -> Iterator[tuple[nn.Module, Mesh]]:
         """The reference model in evaluation mode and the precision of forward passes, and the ranks that hold it."""
         setting, tokenizer = self.config.preference.reference, self.corpus.tokenizer
         if not setting:
@@ -216,11 +205,11 @@ class Preferences(Objective):
         # Every rank holds this model whole; its shape may differ from that of the model to train.
         initial = initial_weights(Path(setting).expanduser())
         size = max(initial.shape.vocabulary_size, tokenizer.vocabulary_size)
-        shape, device = initial.shape.with_vocabulary(size), engine.world.device
-        state, _ = begin_from(initial, shape, tokenizer, "preference.reference")
+        shape, device, dtype = initial.shape.with_vocabulary(size), engine.world.device, engine.dtype
+        read, _ = begin_from(initial, shape, tokenizer, "preference.reference")
         with torch.device("meta"):
             model = PreferenceDecoder(shape)
-        model.load_state_dict(state, assign=True)
+        model.load_state_dict({name: read(name) for name, _ in model.named_parameters()}, assign=True)
         with torch.no_grad(), torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             yield model.eval().to(device), Mesh.plain(engine.world)
 

@@ -166,13 +166,12 @@ class Feeds:
         self._engine, self._mesh = engine, engine.mesh
         corpus, train = objective.corpus, config.train
         with console.progress("computing reference values") as advance:
-            limit, slots = config.document_limit, config.pack_slots
-            views, notes = objective.views(engine, engine.dtype, limit, slots, advance, resumed)
+            views, notes = objective.views(engine, advance, resumed)
         self.notes = [*([corpus.staged] if corpus.staged else []), *notes]
         self.training: EpochFeed | StreamFeed
         self.steps = train.steps
         if corpus.arriving is not None:  # documents are planned as they arrive; there is no plan of an epoch
-            pad = slots is not None
+            pad = config.pack_slots is not None
             self.training = StreamFeed(config, engine.mesh, corpus.arriving, cost_model, clock, pad)
         else:
             sampler = self._sampler(corpus.train, "training")
@@ -217,7 +216,7 @@ class Feeds:
         return open_loader(
             view,
             sampler,
-            self._objective.collator(sampler, config.pack_slots),
+            self._objective.collator(sampler),
             self._mesh,
             readers=config.data.readers,
             prefetch=config.train.prefetch,

@@ -10,9 +10,8 @@ that no rank of a sharded model holds the whole model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,28 +29,10 @@ from multipack.training.checkpoint import Checkpoint, load_checkpoint
 
 Weights = Literal["latest", "best", "ema"]
 """Which weights of a run: the newest, those with the lowest validation loss, or the newest moving average."""
+Reader = Callable[[str], Tensor]
+"""Name of a parameter of the decoder → its value, which is read at each call."""
 AVERAGE = "average."
 """Prefix of averaged weights in a checkpoint's group "observers"."""
-
-
-class LazyTensors(Mapping[str, Tensor]):
-    """Name → tensor, from name → function that reads it; a tensor is read each time it is accessed."""
-
-    def __init__(self, readers: Mapping[str, Callable[[], Tensor]]) -> None:
-        self._readers = dict(readers)
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._readers[name]()
-
-    def __contains__(self, name: object) -> bool:
-        # The inherited method would read the tensor.
-        return name in self._readers
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._readers)
-
-    def __len__(self) -> int:
-        return len(self._readers)
 
 
 @dataclass(frozen=True)
@@ -61,7 +42,7 @@ class Initial:
     Attributes:
         folder: the checkpoint or Hugging Face folder of the weights.
         shape: shape of the decoder.
-        state: name of a parameter of the decoder → its value, read when it is accessed.
+        read: name of a parameter of the decoder → its value, read at each call.
         tokenizer: the tokenizer; None = the folder has no tokenizer.json.
         attention: attention backend in the run's configuration.
         step: number of training steps in its run; None = unknown.
@@ -69,10 +50,14 @@ class Initial:
 
     folder: Path
     shape: ModelShape
-    state: Mapping[str, Tensor]
+    read: Reader
     tokenizer: Tokenizer | None
     attention: str = "auto"
     step: int | None = None
+
+    def state(self) -> dict[str, Tensor]:
+        """All weights by name, in the order of the decoder's parameters."""
+        return {name: self.read(name) for name in parameter_shapes(self.shape)}
 
 
 def initial_shape(path: Path) -> ModelShape:
@@ -104,7 +89,7 @@ def initial_weights(path: Path, weights: Weights = "latest") -> Initial:
             )
         tokenizer = Tokenizer.load(path) if (path / "tokenizer.json").is_file() else None
         shape, readers = open_weights(path)
-        return Initial(path, shape, LazyTensors(readers), tokenizer)
+        return Initial(path, shape, lambda name: readers[name](), tokenizer)
     folder = weights_folder(path)
     if weights == "best":
         run, named = find_run(path)
@@ -113,23 +98,24 @@ def initial_weights(path: Path, weights: Weights = "latest") -> Initial:
         folder = run.best_checkpoint()
     shape, attention = _saved_model(folder)
     checkpoint = load_checkpoint(folder)
-    state = _saved_weights(checkpoint, shape, averaged=weights == "ema")
-    return Initial(folder, shape, state, Tokenizer.load(folder), attention, checkpoint.step)
+    read = _reader(checkpoint, averaged=weights == "ema")
+    return Initial(folder, shape, read, Tokenizer.load(folder), attention, checkpoint.step)
 
 
-def _saved_weights(checkpoint: Checkpoint, shape: ModelShape, averaged: bool) -> LazyTensors:
-    """The weights of a checkpoint in the order of the decoder's parameters; frozen weights have no average."""
-    source, expected = checkpoint.source, parameter_shapes(shape)
-    if source.shapes("model") != expected:
-        raise ValueError(f"{checkpoint.path} does not hold the weights of its own config.yaml")
-    averages = [name for name in expected if averaged and AVERAGE + name in source.shapes("observers")]
-    if averaged and not averages:
+def _reader(checkpoint: Checkpoint, averaged: bool) -> Reader:
+    """Reads the weights of a checkpoint, or their averages; frozen weights have no average."""
+    averages = checkpoint.source.shapes("observers") if averaged else {}
+    if averaged and not any(name.startswith(AVERAGE) for name in averages):
         raise ValueError(
             f"{checkpoint.path} has no moving average of the weights: set train.ema_decay, or take the latest"
         )
-    readers = {name: partial(source.tensor, "model", name) for name in expected}
-    readers |= {name: partial(source.tensor, "observers", AVERAGE + name) for name in averages}
-    return LazyTensors(readers)
+
+    def read(name: str) -> Tensor:
+        if AVERAGE + name in averages:
+            return checkpoint.source.tensor("observers", AVERAGE + name)
+        return checkpoint.source.tensor("model", name)
+
+    return read
 
 
 def _saved_model(checkpoint: Path) -> tuple[ModelShape, str]:
@@ -145,7 +131,7 @@ def _saved_model(checkpoint: Path) -> tuple[ModelShape, str]:
 
 def begin_from(
     initial: Initial, shape: ModelShape, tokenizer: Tokenizer, setting: str = "train.init_from"
-) -> tuple[LazyTensors, str]:
+) -> tuple[Reader, str]:
     """The weights with which a run of this shape and tokenizer starts.
 
     New rows of the vocabulary get the mean of the known rows, so that the logit of a new token is neither the largest
@@ -158,7 +144,7 @@ def begin_from(
         setting: the setting that names these weights, for messages.
 
     Returns:
-        The parameters, read one at a time as they are used, and one line that says what was done.
+        A function that reads a parameter, and one line that says what was done.
 
     Raises:
         ValueError: the shape or the tokenizer differs; the message names the settings.
@@ -170,26 +156,26 @@ def begin_from(
             f" {tokenizer.vocabulary_size:,}; use 0 to take what is needed"
         )
     known = _known_rows(initial, tokenizer, setting)
-    state, old = initial.state, initial.shape.vocabulary_size
+    old = initial.shape.vocabulary_size
     new = torch.arange(shape.vocabulary_size) >= old
     new[[token for token in vocabulary_of(tokenizer).values() if token not in known]] = True
+    added = int(new.sum())
 
-    def with_new_rows(name: str) -> Tensor:
-        before = state[name]
+    def read(name: str) -> Tensor:
+        before = initial.read(name)
+        if not added or name not in ("embedding.weight", "head.weight"):
+            return before
         rows = before.new_empty(shape.vocabulary_size, before.shape[1])
         rows[:old] = before
         rows[new] = before[sorted(known)].mean(dim=0)
         return rows
 
-    readers = {name: partial(state.__getitem__, name) for name in state}
     note = f"starts with the weights of {initial.folder}"
     if initial.step is not None:
         note += f" (step {initial.step:,})"
-    if added := int(new.sum()):
-        rows_of = [name for name in ("embedding.weight", "head.weight") if name in state]
-        readers |= {name: partial(with_new_rows, name) for name in rows_of}
+    if added:
         note += f"; {added:,} rows of the vocabulary are new and start as the mean of the others"
-    return LazyTensors(readers), note
+    return read, note
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> dict[str, int]:
