@@ -165,7 +165,7 @@ def _bytes_to_copy(world):
     line = init_device_mesh("cpu", (2,))
     model = {f"replicated.{number}": torch.ones(10) for number in range(4)}
     model["sharded"] = distribute_tensor(torch.ones(10, 2), line, [Shard(0)])
-    return {name: piece.values.nbytes for name, piece in divide({"model": model}, world).items()}
+    return {name: values.nbytes for name, (values, _) in divide({"model": model}, world).items()}
 
 
 def test_before_the_copy_each_piece_belongs_to_one_rank(pools):

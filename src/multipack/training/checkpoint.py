@@ -19,7 +19,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from multipack.atomic import PARTIAL, move_into_place, partial_path, sync_folder
 from multipack.parallel.state import State
 from multipack.parallel.world import World
 from multipack.run import COMPLETE, RunDirectory
-from multipack.training.checkpoint_tensors import Piece, TensorFiles, checksum, divide, write_pieces
+from multipack.training.checkpoint_tensors import Pieces, TensorFiles, checksum, divide, write_pieces
 
 FORMAT = 4
 """Version of the layout; 1 to 3 are of earlier versions of multipack."""
@@ -122,15 +122,13 @@ class CheckpointWriter:
         self.wait()
         world, final = self._world, self._run.checkpoints / name_of(step)
         # Stopped again before the first step after a resume: the same state is there already.
-        if world.on_main(lambda: "there" if self._is_latest(final, best) else ""):
+        chosen = world.on_main(lambda: "" if self._is_latest(final, best) else str(partial_path(final)))
+        if not chosen:
             return final
-        partial = Path(world.from_main(str(partial_path(final))))
+        partial = Path(chosen)
         pieces = divide({**tensors, "rng": rng_state(world)}, world)
         if self._background:
-            pieces = {
-                name: replace(piece, values=piece.values.to("cpu", copy=True))
-                for name, piece in pieces.items()
-            }
+            pieces = {name: (values.to("cpu", copy=True), at) for name, (values, at) in pieces.items()}
         state = {"format": FORMAT, "step": step, "progress": deepcopy(progress)}
 
         def complete(written: Files) -> None:
@@ -173,7 +171,7 @@ class CheckpointWriter:
             self._run.point_to(final, self._run.best)
         return found
 
-    def _write(self, partial: Path, pieces: Mapping[str, Piece], complete: Callable[[Files], None]) -> None:
+    def _write(self, partial: Path, pieces: Pieces, complete: Callable[[Files], None]) -> None:
         """Write this rank's tensors; rank 0 completes the checkpoint after all ranks have written."""
         world, problem, written = self._world, "", Files()
         name = f"{TENSORS}/shard-{world.rank + 1:05d}.safetensors"

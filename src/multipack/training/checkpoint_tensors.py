@@ -18,11 +18,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -44,23 +42,12 @@ _OFFSETS = "DCP_SHARDING_INFO"
 """Entry of a file's header with the offsets of its pieces, as `HuggingFaceStorageReader` reads it."""
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A part of a tensor.
-
-    Attributes:
-        values: of the part.
-        offsets: index of its first element in the whole tensor.
-        shape: of the whole tensor.
-    """
-
-    values: Tensor
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
+Pieces = dict[str, tuple[Tensor, list[int]]]
+"""Name of a tensor → the values of a part of it, and the index of the part's first element in the whole tensor."""
 
 
-def divide(tensors: State, world: World) -> dict[str, Piece]:
-    """Name → piece of the tensors that this rank writes; collective.
+def divide(tensors: State, world: World) -> Pieces:
+    """The pieces of tensors that this rank writes; collective.
 
     A piece that several ranks hold goes to the one with the fewest bytes so far.
 
@@ -71,59 +58,48 @@ def divide(tensors: State, world: World) -> dict[str, Piece]:
     Raises:
         ValueError: on all ranks, if the pieces of a tensor overlap or leave a gap.
     """
-    held = {
-        f"{group}.{name}": _piece(tensor.detach())
-        for group, named in tensors.items()
-        for name, tensor in named.items()
-    }
-    # Where there are fewer rows than ranks, some hold nothing.
-    held = {name: piece for name, piece in held.items() if piece.values.numel() or not math.prod(piece.shape)}
-    entries = [
-        (name, piece.offsets, piece.values.numel(), piece.values.nbytes, math.prod(piece.shape))
-        for name, piece in held.items()
-    ]
+    held, entries = Pieces(), []
+    for group, named in tensors.items():
+        for name, tensor in named.items():
+            values, offsets = local(tensor.detach()), [0] * tensor.dim()
+            if isinstance(tensor, DTensor):
+                place = tensor.shape, tensor.device_mesh, tensor.placements
+                offsets = list(compute_local_shape_and_global_offset(*place)[1])
+            # Where there are fewer rows than ranks, some hold nothing.
+            if values.numel() or not tensor.numel():
+                held[f"{group}.{name}"] = (values, offsets)
+                entries.append((f"{group}.{name}", offsets, values.numel(), values.nbytes, tensor.numel()))
     missing: dict[str, int] = {}
-    sizes: dict[tuple[str, ...], int] = {}
-    holders: dict[tuple[str, ...], list[int]] = {}
+    holders: dict[tuple[str, str, int], list[int]] = {}
     for rank, text in enumerate(world.gather(json.dumps(entries))):
         for name, offsets, elements, size, total in json.loads(text):
-            key = (name, *offsets)
-            if key not in holders:
+            ranks = holders.setdefault((name, str(offsets), size), [])
+            if not ranks:
                 missing[name] = missing.get(name, total) - elements
-            sizes[key] = size
-            holders.setdefault(key, []).append(rank)
+            ranks.append(rank)
     if wrong := [name for name, elements in missing.items() if elements]:
         raise ValueError(
             f"the ranks' pieces of {wrong[0]} overlap or leave a gap ({len(wrong)} tensors in all)"
         )
-    bytes_of, own = [0] * world.size, {}
-    for key, ranks in holders.items():
+    bytes_of, own = [0] * world.size, Pieces()
+    for (name, _, size), ranks in holders.items():
         writer = min(ranks, key=bytes_of.__getitem__)
-        bytes_of[writer] += sizes[key]
+        bytes_of[writer] += size
         if writer == world.rank:
-            own[key[0]] = held[key[0]]
+            own[name] = held[name]
     return own
 
 
-def _piece(tensor: Tensor) -> Piece:
-    offsets = (0,) * tensor.dim()
-    if isinstance(tensor, DTensor):
-        _, offsets = compute_local_shape_and_global_offset(
-            tensor.shape, tensor.device_mesh, tensor.placements
-        )
-    return Piece(local(tensor), tuple(offsets), tuple(tensor.shape))
-
-
-def write_pieces(file: Path, pieces: Mapping[str, Piece]) -> None:
+def write_pieces(file: Path, pieces: Pieces) -> None:
     """Write the pieces of one rank as a file; its folder is created.
 
     Raises:
         OSError: it could not be written.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    offsets = {name: {"saved_offsets": piece.offsets} for name, piece in pieces.items()}
-    values = {name: piece.values for name, piece in pieces.items()}
-    save_safetensors(file, values, {"format": "pt", _OFFSETS: json.dumps(offsets)})
+    header = {name: {"saved_offsets": offsets} for name, (_, offsets) in pieces.items()}
+    tensors = {name: values for name, (values, _) in pieces.items()}
+    save_safetensors(file, tensors, {"format": "pt", _OFFSETS: json.dumps(header)})
 
 
 def save_safetensors(file: Path, tensors: Mapping[str, Tensor], header: dict[str, str]) -> None:

@@ -203,7 +203,7 @@ class Preferences(Objective):
                 yield trained, engine.mesh
             return
         # Every rank holds this model whole; its shape may differ from that of the model to train.
-        initial = initial_weights(Path(setting).expanduser())
+        initial = initial_weights(Path(setting).expanduser(), world=engine.world)
         size = max(initial.shape.vocabulary_size, tokenizer.vocabulary_size)
         shape, device, dtype = initial.shape.with_vocabulary(size), engine.world.device, engine.dtype
         read, _ = begin_from(initial, shape, tokenizer, "preference.reference")

@@ -100,7 +100,7 @@ class Trainer:
         self.corpus = read_documents(config, self.mesh, console)
         self.objective = objective_of(config, self.corpus)
         starts_from = config.train.init_from if self.resumed is None else ""
-        initial = initial_weights(Path(starts_from).expanduser()) if starts_from else None
+        initial = initial_weights(Path(starts_from).expanduser(), world=world) if starts_from else None
         self.shape = shape_of(config, self.corpus.tokenizer, initial)
         self.dtype = resolve_dtype(config.train.dtype, world.device)
         dtype: Any = next(name for name, dtype in DTYPES.items() if dtype == self.dtype)

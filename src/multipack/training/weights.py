@@ -23,6 +23,7 @@ from torch import Tensor
 from multipack.data.tokenizer import Tokenizer
 from multipack.models.families import decoder_shape, parameter_shapes
 from multipack.models.pretrained import CONFIG, open_weights
+from multipack.parallel.world import World
 from multipack.run import find_run, is_export, weights_folder
 from multipack.shapes import ModelShape
 from multipack.training.checkpoint import Checkpoint, load_checkpoint
@@ -71,12 +72,13 @@ def initial_shape(path: Path) -> ModelShape:
     return _saved_model(weights_folder(path))[0]
 
 
-def initial_weights(path: Path, weights: Weights = "latest") -> Initial:
+def initial_weights(path: Path, weights: Weights = "latest", world: World | None = None) -> Initial:
     """Weights from a run, a checkpoint or a Hugging Face folder.
 
     Args:
         path: the folder.
         weights: which weights of a run.
+        world: ranks that all read them and divide the check of a checkpoint's files; collective.
 
     Raises:
         FileNotFoundError: there is no run, complete checkpoint or Hugging Face folder at `path`.
@@ -97,7 +99,7 @@ def initial_weights(path: Path, weights: Weights = "latest") -> Initial:
             raise ValueError(f"{path} is one checkpoint; for the best one of its run name {run.path}")
         folder = run.best_checkpoint()
     shape, attention = _saved_model(folder)
-    checkpoint = load_checkpoint(folder)
+    checkpoint = load_checkpoint(folder, world)
     read = _reader(checkpoint, averaged=weights == "ema")
     return Initial(folder, shape, read, Tokenizer.load(folder), attention, checkpoint.step)
 
