@@ -50,20 +50,22 @@ def test_a_checkpoint_is_read_back(run):
         os.umask(before)
     found = load_checkpoint(path)
     assert (found.path, found.step, found.progress) == (path, 5, {"data": [5]})
-    assert torch.equal(found.source.whole("model")["weight"], torch.full((2, 3), 5.0))
-    assert found.source.shapes("optimizer") == {"weight.exp_avg": (2, 3)}
-    assert found.source.shapes("observers") == found.source.whole("observers") == {}
+    source = found.source
+    assert torch.equal(source.whole("model")["weight"], torch.full((2, 3), 5.0))
+    assert source.shapes("optimizer") == {"weight.exp_avg": (2, 3)}
+    assert source.shapes("observers") == source.whole("observers") == {}
     assert (path / "config.yaml").read_text() == "a: 1\n"
     # Files are readable for whom the umask allows it.
     assert {file.stat().st_mode & 0o777 for file in path.rglob("*") if file.is_file()} == {0o640}
-    assert find_run(run.path) == (run, None)
-    assert find_run(path) == (run, path)
+    for given, named in ((run.path, None), (path, path)):
+        found, checkpoint = find_run(given)
+        assert (found.path, checkpoint) == (run.path, named)
     with pytest.raises(FileNotFoundError, match="neither a run directory"):
         find_run(run.path.parent)
     with pytest.raises(ValueError, match=r"model\.bias"):
-        found.source.fill("model", {"bias": torch.zeros(2)})
+        source.fill("model", {"bias": torch.zeros(2)})
     with pytest.raises(ValueError, match=r"model\.weight"):
-        found.source.fill("model", {"weight": torch.zeros(3, 2)})
+        source.fill("model", {"weight": torch.zeros(3, 2)})
 
 
 def test_the_newest_and_the_best_are_kept(run):

@@ -117,7 +117,7 @@ def test_preferences_are_learned(decoder, pairs):
     views = PreferencePairs(pairs, _reference(decoder, pairs))
     packs = list(PackedLoader(views, sampler, PreferenceCollator.of(sampler), prefetch=0))
     engine, metrics, losses = _engine(decoder), PreferenceMetrics(), []
-    for step in range(30):
+    for step in range(20):
         losses.append(sum(engine.forward_backward(packs, len(pairs)).losses) / len(pairs))
         last = metrics.gradient(step, engine)
         assert last.keys() == metrics.legend.keys()
