@@ -75,7 +75,8 @@ def main() -> None:
         model = Decoder(shape).to(options.device).eval()
         with torch.autocast(options.device, torch.bfloat16) if options.dtype == "bf16" else nullcontext():
             found = measure(model, options)
-        rows[name] = {"parameters": model.parameter_count(), "one_prompt": found}
+        parameters = sum(each.numel() for each in model.parameters())
+        rows[name] = {"parameters": parameters, "one_prompt": found}
         rate = options.new_tokens / found["cached"]
         print(
             f"{name:>10}: {rate:>8,.0f} tokens/s with the cache, {found['ratio']:.1f} × those without",

@@ -87,7 +87,7 @@ def test_a_pack_without_pairs_is_zero_and_reaches_every_parameter(decoder):
     assert all(parameter.grad is not None for parameter in decoder.parameters())
 
 
-def test_without_reference_values_it_returns_log_probabilities(decoder, pairs):
+def test_without_reference_values_it_returns_log_probabilities(decoder, pairs, pack, documents):
     unknown = [PreferencePair(pair.chosen, pair.rejected) for pair in pairs]
     batch = PreferenceCollator.of(PLAN)(unknown)
     with torch.no_grad():
@@ -96,6 +96,8 @@ def test_without_reference_values_it_returns_log_probabilities(decoder, pairs):
     assert found.dtype == torch.float64
     with pytest.raises(ValueError, match="no reference values"):
         decoder.train()(batch)
+    with pytest.raises(ValueError, match="PreferenceCollator"):
+        decoder(pack(documents))
 
 
 def test_metrics_are_means_over_pairs_by_mode(decoder, pairs):
@@ -116,17 +118,3 @@ def test_metrics_are_means_over_pairs_by_mode(decoder, pairs):
     assert decoder.take_tally(training=False)[0] == 1
     assert preference_metrics([0.0] * 5) == {}
     assert set(preference_metrics([1.0] * 5, "val_")) == {f"val_{name}" for name in expected}
-
-
-def test_bfloat16_is_close(decoder, pairs):
-    batch = PreferenceCollator.of(PLAN)(pairs)
-    exact = decoder(batch)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = decoder(batch)
-    assert loss.dtype == torch.float32
-    assert abs(loss - exact) < 5e-2 * exact
-
-
-def test_batches_without_pairs_are_refused(decoder, pack, documents):
-    with pytest.raises(ValueError, match="PreferenceCollator"):
-        decoder(pack(documents))

@@ -33,13 +33,6 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return torch.randint(0, 50, (length,), generator=generator).tolist()
 
 
-def test_greedy_with_the_cache_equals_the_whole_forward_pass_over_220_tokens(model):
-    model = longer(model, LONG)
-    cached = generate(model, prompt_of(9), 220, temperature=0)
-    assert cached == generate(model, prompt_of(9), 220, temperature=0, use_cache=False)
-    assert len(set(cached)) > 5  # no single token repeated, which anything would get right
-
-
 @torch.no_grad()
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-13)])
 def test_logits_equal_those_of_the_whole_text(model, single, dtype, tolerance):
@@ -59,10 +52,12 @@ def test_logits_equal_those_of_the_whole_text(model, single, dtype, tolerance):
     assert (found - expected).abs().max() <= tolerance * expected.abs().max()
 
 
-def test_text_that_outgrows_the_context_equals_the_uncached_path(model):
-    for length in (3, 15, 16, 40):  # the context has 16 tokens
-        cached = generate(model, prompt_of(length), 20, temperature=0)
-        assert cached == generate(model, prompt_of(length), 20, temperature=0, use_cache=False)
+def test_greedy_with_the_cache_equals_the_whole_forward_pass(model):
+    for context, length, count in ((16, 3, 20), (16, 15, 20), (16, 16, 20), (16, 40, 20), (LONG, 9, 100)):
+        grown = longer(model, context)
+        cached = generate(grown, prompt_of(length), count, temperature=0)
+        assert cached == generate(grown, prompt_of(length), count, temperature=0, use_cache=False)
+    assert len(set(cached)) > 5  # no single token repeated, which anything would get right
 
 
 @pytest.mark.parametrize("together", [2, 64])
@@ -114,27 +109,24 @@ def test_layers_with_a_window(model, window):
     assert found != generate_batch(longer(model, 64), prompts, GREEDY)
 
 
-def test_each_token_costs_one_token(model, monkeypatch):
-    model, passes = longer(model, LONG), []
-    whole = model.hidden
-    monkeypatch.setattr(
-        model, "hidden", lambda batch, cache=None: passes.append(batch.num_slots) or whole(batch, cache)
-    )
-    generate_batch(model, [prompt_of(30), prompt_of(7)], Sampling(max_tokens=5, temperature=0))
-    assert passes == [37, 2, 2, 2, 2]
-
-
 @pytest.mark.parametrize("shape", ["llama-gqa"], indirect=True)
-def test_prompts_are_read_in_packs_of_bounded_size(model, monkeypatch):
+def test_prompts_are_read_in_packs_and_each_token_costs_one_token(model, monkeypatch):
     monkeypatch.setattr("multipack.models.generate.PACK_TOKENS", 100)
     model, passes = longer(model, LONG), []
     whole = model.hidden
     monkeypatch.setattr(
         model, "hidden", lambda batch, cache=None: passes.append(batch.lengths) or whole(batch, cache)
     )
-    generate_batch(model, [prompt_of(n) for n in (50, 50, 1, 200, 5)], Sampling(max_tokens=1))
+    generate_batch(model, [prompt_of(n) for n in (50, 50, 1, 200, 5)], Sampling(max_tokens=3, temperature=0))
+    assert [list(filter(None, lengths)) for lengths in passes] == [
+        [50, 50],
+        [1],
+        [200],
+        [5],
+        [1] * 5,
+        [1] * 5,
+    ]
     assert PACK_TOKENS > 100
-    assert [[n for n in lengths if n] for lengths in passes] == [[50, 50], [1], [200], [5]]
 
 
 @pytest.mark.parametrize("how", ["autocast", "weights"])

@@ -94,26 +94,20 @@ def test_long_documents_and_windows_of_several_tiles(document, distance, window,
 
 
 def test_older_kernels_get_repeated_key_heads(pack, documents, distance, monkeypatch):
-    batch = pack(documents)
-    inputs = tensors(batch, 6, 2)
-    upstream = torch.randn(inputs[0].shape)
-    grouped = attention(*inputs, batch, "loop", 4)
-    monkeypatch.setattr(loop_module, "GROUPED_KERNELS", False)
-    monkeypatch.setattr(loop_module, "document_attention", taking_no_groups(loop_module.document_attention))
-    repeated = attention(*inputs, batch, "loop", 4)
-    assert distance(repeated, grouped) < 1e-6
-    for ours, theirs in zip(
-        backward(repeated, inputs, upstream), backward(grouped, inputs, upstream), strict=True
-    ):
-        assert distance(ours, theirs) < 1e-6
-
-
-def taking_no_groups(operator):
-    def checked(q, k, v, *rest):
+    def taking_no_groups(q, k, v, *rest):
         assert q.shape == k.shape == v.shape
         return operator(q, k, v, *rest)
 
-    return checked
+    batch, operator = pack(documents), loop_module.document_attention
+    inputs = tensors(batch, 6, 2)
+    grouped = attention(*inputs, batch, "loop", 4)
+    monkeypatch.setattr(loop_module, "GROUPED_KERNELS", False)
+    monkeypatch.setattr(loop_module, "document_attention", taking_no_groups)
+    repeated = attention(*inputs, batch, "loop", 4)
+    assert distance(repeated, grouped) < 1e-6
+    upstream = torch.randn(inputs[0].shape)
+    for ours, theirs in zip(*(backward(out, inputs, upstream) for out in (repeated, grouped)), strict=True):
+        assert distance(ours, theirs) < 1e-6
 
 
 def test_bfloat16_is_close_and_autocast_casts_all_three(pack, documents):
@@ -152,11 +146,7 @@ def test_a_backend_that_does_not_support_a_call_is_skipped_or_refused(pack, docu
         assert select("auto", q, k, v, window).name == "loop"
         with pytest.raises(ValueError, match=rf"attention=picky .*{named}.*'loop'"):
             attention(q, k, v, batch, "picky", window)
-
-
-def test_one_entry_adds_a_backend(pack, documents, monkeypatch, row):
     monkeypatch.setattr(table, "BACKENDS", (row, *BACKENDS))
-    batch = pack(documents)
     q, k, v = tensors(batch, 4, 4, torch.bfloat16)
     with torch.no_grad():
         assert select("auto", q, k, v) is row
@@ -167,7 +157,7 @@ def test_one_entry_adds_a_backend(pack, documents, monkeypatch, row):
 def test_wrong_arguments_are_refused(pack, documents):
     batch = pack(documents)
     q, k, v = tensors(batch, 4, 4)
-    table = [
+    cases = [
         ((q, k, v, batch, "lop"), r"attention=lop .*'loop'"),
         ((q, k[:, :3], v[:, :3], batch), "divide"),
         ((q[1:], k[1:], v[1:], batch), "32 slots"),
@@ -176,10 +166,10 @@ def test_wrong_arguments_are_refused(pack, documents):
         ((q, k.bfloat16(), v, batch), "share a dtype.*float32.*bfloat16"),
         ((q, k, v, batch, "auto", 0), "window"),
     ]
-    table += [
+    cases += [
         ((q, k, v, batch, row.name), f"attention={row.name} .*cpu.*'loop'") for row in BACKENDS if row.devices
     ]
-    for arguments, expected in table:
+    for arguments, expected in cases:
         with pytest.raises(ValueError, match=expected):
             attention(*arguments)
 
@@ -199,36 +189,32 @@ def test_short_bfloat16_documents_are_computed_in_float32_on_a_cpu():
     assert not torch.equal(half[short:], full[short:])
 
 
-@pytest.mark.parametrize("generation", [7, 8, 9, 10])
-def test_backends_by_gpu_generation(monkeypatch, generation):
-    monkeypatch.setattr(table, "_generation", lambda device: generation)
+def test_backends_by_gpu_generation(monkeypatch):
     monkeypatch.setattr(table, "_installed", lambda package: True)
-    request = table.Request(torch.device("cuda"), torch.bfloat16, 8, 2, 64, None, True)
-    able = [row.name for row in BACKENDS if row.automatic and not row.obstacle(request)]
-    expected = ["flash3", "flash", "varlen", "flex", "xformers", "loop"]
-    if generation != 9:
-        expected.remove("flash3")
-    if generation < 8:
-        expected = ["flex", "loop"]
-    assert able == expected
+    for generation, expected in (
+        (7, ["flex", "loop"]),
+        (8, ["flash", "varlen", "flex", "xformers", "loop"]),
+        (9, ["flash3", "flash", "varlen", "flex", "xformers", "loop"]),
+        (10, ["flash", "varlen", "flex", "xformers", "loop"]),
+    ):
+        monkeypatch.setattr(table, "_generation", lambda device, generation=generation: generation)
+        request = table.Request(torch.device("cuda"), torch.bfloat16, 8, 2, 64, None, True)
+        assert [row.name for row in BACKENDS if row.automatic and not row.obstacle(request)] == expected
 
 
-@pytest.mark.parametrize(
-    ("dtype", "width", "first"),
-    [
+def test_backends_of_a_gpu_without_packages(monkeypatch):
+    monkeypatch.setattr(table, "_generation", lambda device: 8)
+    monkeypatch.setattr(table, "_installed", lambda package: False)
+    for dtype, width, first in (
         (torch.float16, 256, "varlen"),
         (torch.float16, 264, "loop"),
         (torch.bfloat16, 20, "flex"),
         (torch.float32, 64, "flex"),
         (torch.float32, 8, "loop"),
         (torch.float64, 64, "loop"),
-    ],
-)
-def test_backends_of_a_gpu_without_packages(monkeypatch, dtype, width, first):
-    monkeypatch.setattr(table, "_generation", lambda device: 8)
-    monkeypatch.setattr(table, "_installed", lambda package: False)
-    place = table.position("auto", torch.device("cuda"), dtype, 8, 2, width, 128, True, False)
-    assert BACKENDS[place].name == first
+    ):
+        index = table.position("auto", torch.device("cuda"), dtype, 8, 2, width, 128, True, False)
+        assert BACKENDS[index].name == first
 
 
 def test_operators_are_those_that_selective_checkpointing_keeps(pack, documents):

@@ -12,8 +12,7 @@ import torch.nn.attention.varlen
 from torch.nn.attention.flex_attention import flex_attention
 
 from multipack.data.collate import PackedCollator
-from multipack.ops.attention import BACKENDS, attention, document_mask, find_backend, flex, table
-from multipack.ops.attention.varlen import xformers_mask
+from multipack.ops.attention import BACKENDS, attention, find_backend, flex, table
 
 HEADS = [(4, 4), (6, 2)]
 WINDOWS = [None, 4, 100]
@@ -27,8 +26,8 @@ def plain(q, k, v, seen):
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -math.inf).softmax(-1), v)
 
 
-def told_by(bounds, slots, left, right):
-    """(T, T) who sees whom, as flash-attn's documentation has it, one document and one query at a time."""
+def visible(bounds, slots, left, right):
+    """(T, T) visible pairs, as flash-attn's documentation has it, one document and one query at a time."""
     seen = torch.zeros(slots, slots, dtype=torch.bool)
     for start, stop in zip(bounds.tolist(), bounds.tolist()[1:], strict=False):
         for i in range(start, stop):
@@ -44,7 +43,7 @@ def kernel(q, k, v, bounds, key_bounds, longest, longest_key, left, right):
     assert torch.equal(bounds, key_bounds)
     assert longest == longest_key >= int(bounds.diff().max())
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
-    return plain(q, k, v, told_by(bounds, len(q), left, right))
+    return plain(q, k, v, visible(bounds, len(q), left, right))
 
 
 def flash_attn_varlen_func(
@@ -75,20 +74,15 @@ def varlen_attn_2_11(q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_si
 def row(request, monkeypatch):
     """The row's function, its package replaced by one that computes the same here."""
     name = request.param.split()[0]
-    if name == "flash3":
-        module = ModuleType("flash_attn_interface")
-        if request.param == name:
-            module.flash_attn_varlen_func = flash_attn_varlen_func
-        else:
-            module.flash_attn_varlen_func = lambda *args, **named: (
-                flash_attn_varlen_func(*args, **named),
+    if name in ("flash", "flash3"):
+        module = ModuleType("flash_attn" if name == "flash" else "flash_attn_interface")
+        module.flash_attn_varlen_func = flash_attn_varlen_func
+        if request.param == "flash3 with sums":
+            module.flash_attn_varlen_func = lambda *args, **more: (
+                flash_attn_varlen_func(*args, **more),
                 None,
             )
-        monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
-    elif name == "flash":
-        module = ModuleType("flash_attn")
-        module.flash_attn_varlen_func = flash_attn_varlen_func
-        monkeypatch.setitem(sys.modules, "flash_attn", module)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     elif name == "varlen":
         stand_in = varlen_attn if request.param == name else varlen_attn_2_11
         monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", stand_in)
@@ -113,7 +107,7 @@ def install_xformers(monkeypatch):
 
     def memory_efficient_attention(q, k, v, attn_bias):
         assert q.shape == k.shape == v.shape
-        seen = told_by(attn_bias.bounds, q.shape[1], attn_bias.left, 0)
+        seen = visible(attn_bias.bounds, q.shape[1], attn_bias.left, 0)
         return plain(q[0], k[0], v[0], seen)[None]
 
     for name in ("xformers", "xformers.ops", "xformers.ops.fmha", "xformers.ops.fmha.attn_bias"):
@@ -195,14 +189,6 @@ def test_flex_is_compiled_once_for_all_layouts(monkeypatch, document):
                 asked = find_backend("flex").function(*inputs, batch, window)
             torch.testing.assert_close(asked, attention(*inputs, batch, "loop", window), rtol=0, atol=1e-6)
         assert len(graphs) == next(expected)
-
-
-@pytest.mark.parametrize("window", [None, 1, 4])
-def test_xformers_mask(pack, documents, window):
-    pytest.importorskip("xformers", reason="xformers is not installed")
-    batch = pack(documents, pad_to=40)
-    mask = xformers_mask(batch, window, torch.device("cpu")).materialize((40, 40))
-    assert torch.equal(mask == 0, document_mask(batch, window))
 
 
 GPU_ROWS = [row.name for row in BACKENDS if not row.devices or "cuda" in row.devices]

@@ -237,11 +237,6 @@ class Decoder(nn.Module):
         """(V, d) output embedding; the input embedding if they are tied."""
         return self.embedding.weight if self.shape.tied else self.head.weight
 
-    def parameter_count(self, positions: bool = True) -> int:
-        """Number of parameters, shared ones counted once; `positions=False` excludes the table of positions."""
-        excluded = 0 if positions or self.shape.positions != "learned" else self.positions.weight.numel()
-        return sum(parameter.numel() for parameter in self.parameters()) - excluded
-
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialize all weights by GPT-2's scheme: normal with standard deviation 0.02, biases 0, norms 1.

@@ -1,19 +1,7 @@
 """Conversion of a decoder's names, weights and configuration to and from Hugging Face's Llama, Mistral and GPT-2.
 
-    multipack                              Llama, Mistral                      GPT-2
-    embedding                              model.embed_tokens                  transformer.wte
-    positions                                                                  transformer.wpe
-    blocks.N.attention_norm                model.layers.N.input_layernorm      transformer.h.N.ln_1
-    blocks.N.attention.query, key, value   ….self_attn.q_proj, k_proj, v_proj  ….attn.c_attn, joined
-    blocks.N.attention.output              ….self_attn.o_proj                  ….attn.c_proj
-    blocks.N.feed_forward_norm             ….post_attention_layernorm          ….ln_2
-    blocks.N.feed_forward.gate, up         ….mlp.gate_proj, up_proj            ….mlp.c_fc
-    blocks.N.feed_forward.down             ….mlp.down_proj                     ….mlp.c_proj
-    norm                                   model.norm                          transformer.ln_f
-    head                                   lm_head                             lm_head
-
-GPT-2 stores matrices as (in, out), the transpose of the others. Both sides rotate the two halves of a head, so rows
-keep their order. pretrained.py reads folders.
+The tables `LLAMA` and `GPT2` pair the modules. GPT-2 stores matrices as (in, out), the transpose of the others. Both
+sides rotate the two halves of a head, so rows keep their order. pretrained.py reads folders.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@ from __future__ import annotations
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from rich.console import Console as RichConsole
 from rich.progress import (
@@ -42,12 +42,8 @@ def wrapped(text: str, columns: int, indent: int = 0) -> str:
     return f"\n{' ' * indent}".join(lines)
 
 
-class Advance(Protocol):
-    """Moves a progress bar."""
-
-    def __call__(self, done: float, total: float | None = None, note: str = "") -> None:
-        """Set the bar to `done` of `total`, if known, and show `note` after it."""
-        ...
+Advance = Callable[..., None]
+"""(done, total=None, note="") → set a progress bar to `done` of `total`, if known, and show `note` after it."""
 
 
 class Console:
