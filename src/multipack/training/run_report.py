@@ -30,7 +30,7 @@ def print_header(run: Trainer, seconds: float) -> None:
     console, config = run.console, run.config
     console.section("run", header_rows(run))
     if console.enabled:
-        console.section("plan", stream_rows(run) if run.feed.plan is None else plan_rows(run))
+        console.section("plan", plan_rows(run))
     legend = LEGEND | run.callbacks.legend
     if run.cost_model.timed is not None and config.parallel.model_ranks == 1:
         legend["dt_predicted"] = PREDICTED
@@ -110,39 +110,29 @@ def header_rows(run: Trainer) -> Rows:
 
 def plan_rows(run: Trainer) -> Rows:
     """The report of the plan, packs of a step, and documents that were cut or skipped."""
-    plan, config, mesh = run.feed.plan, run.config, run.mesh
-    assert plan is not None
-    found = report(plan, mesh.data_size, config.parallel.sync)
-    batch_size = config.train.padded_batch_size
-    share = padded_share(run.corpus.train.lengths, batch_size, config.train.seed)
-    rank = "rank" if mesh.data_size == run.world.size else "data-parallel rank"
+    feed, config, corpus, ranks = run.feed, run.config, run.corpus, run.mesh.data_size
+    if feed.plan is None:
+        rows = [
+            (
+                "documents",
+                f"those of {corpus.description}; the run ends with them, or after {run.steps:,} steps",
+            ),
+            (
+                "planned ahead",
+                f"{config.plan.window} steps, as soon as the documents that fill them are there",
+            ),
+        ]
+    else:
+        found, batch_size = report(feed.plan, ranks, config.parallel.sync), config.train.padded_batch_size
+        share = padded_share(corpus.train.lengths, batch_size, config.train.seed)
+        rows = report_rows(found, share, batch_size, ranks, config.plan, advise(feed.plan, found))
+    rank = "rank" if ranks == run.world.size else "data-parallel rank"
     step = (
-        f"{config.plan.packs_per_step} packs of at most {config.plan.capacity:,} tokens,"
-        f" {run.feed.micro_batches} per {rank}, one micro-batch each"
+        f"{config.plan.packs_per_step} packs of at most {config.plan.capacity:,} tokens, {feed.micro_batches} per"
+        f" {rank}, one micro-batch each"
     )
-    held = run.corpus.validation
-    return [
-        *report_rows(found, share, batch_size, mesh.data_size, config.plan, advise(plan, found)),
-        ("step", step),
-        ("validation", f"{len(held):,} documents, {held.num_tokens:,} tokens"),
-        *corpus_notes(run.corpus),
-    ]
-
-
-def stream_rows(run: Trainer) -> Rows:
-    """What is known about the plan of documents that arrive."""
-    corpus, plan = run.corpus, run.config.plan
-    held = corpus.validation
-    return [
-        (
-            "documents",
-            f"those of {corpus.description}; the run ends with them, or after {run.steps:,} steps",
-        ),
-        ("planned ahead", f"{plan.window} steps, as soon as the documents that fill them are there"),
-        ("step", f"{plan.packs_per_step} packs of at most {plan.capacity:,} tokens"),
-        ("validation", f"{len(held):,} of the first documents, {held.num_tokens:,} tokens, never trained on"),
-        *corpus_notes(corpus),
-    ]
+    held = f"{len(corpus.validation):,} documents, {corpus.validation.num_tokens:,} tokens"
+    return [*rows, ("step", step), ("validation", held), *corpus_notes(corpus)]
 
 
 def corpus_notes(corpus: Corpus) -> Rows:

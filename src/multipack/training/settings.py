@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -91,19 +92,11 @@ class TrainConfig:
         """Check ranges."""
         # YAML's booleans and an empty word mean what they look like.
         self.resume = {"True": "true", "False": "false", "": "false"}.get(self.resume, self.resume)
-        counts = (
-            "steps",
-            "eval_every",
-            "eval_packs",
-            "checkpoint_every",
-            "keep_checkpoints",
-            "prefetch",
-            "seed",
-        )
-        samples = ("sample_tokens", "sample_temperature", "sample_top_k")
-        _check(self, "train", 0, *counts, *samples, "z_loss", "patience", "min_improvement")
-        _check(self, "train", 1, "padded_batch_size", "tiles")
-        _check_shares(self, "train", "ema_decay", "label_smoothing")
+        _check(self, "train", "steps", "eval_every", "eval_packs", "checkpoint_every", "keep_checkpoints")
+        _check(self, "train", "prefetch", "seed", "sample_tokens", "sample_temperature", "sample_top_k")
+        _check(self, "train", "z_loss", "patience", "min_improvement")
+        _check(self, "train", "padded_batch_size", "tiles", least=1)
+        _check(self, "train", "ema_decay", "label_smoothing", below=1)
         if self.steps == 0 and self.epochs <= 0:
             raise ValueError("set train.steps, or train.epochs above 0")
         if self.patience and not self.eval_every:
@@ -129,7 +122,7 @@ class LogConfig:
 
     def __post_init__(self) -> None:
         """Check ranges."""
-        _check(self, "log", 0, "every")
+        _check(self, "log", "every")
 
 
 @dataclass
@@ -179,8 +172,8 @@ class OptimizerConfig:
             raise ValueError(f"optimizer.lr={self.lr} must be positive")
         if self.min_lr > self.lr:
             raise ValueError(f"optimizer.min_lr={self.min_lr} must not exceed optimizer.lr={self.lr}")
-        _check(self, "optimizer", 0, "clip", "weight_decay", "warmup_steps", "decay_steps")
-        _check_shares(self, "optimizer", "beta1", "beta2", "momentum")
+        _check(self, "optimizer", "clip", "weight_decay", "warmup_steps", "decay_steps")
+        _check(self, "optimizer", "beta1", "beta2", "momentum", below=1)
         if not 0 < self.decay_share <= 1:
             raise ValueError(f"optimizer.decay_share must be in (0, 1], got {self.decay_share}")
         if self.lr_scaling != "none" and self.reference_tokens < 1:
@@ -246,17 +239,12 @@ class PreferenceConfig:
         """Check ranges."""
         if self.beta <= 0:
             raise ValueError(f"preference.beta must be positive, got {self.beta}")
-        if not 0 <= self.label_smoothing < 0.5:
-            raise ValueError(f"preference.label_smoothing must be in [0, 0.5), got {self.label_smoothing}")
+        _check(self, "preference", "label_smoothing", below=0.5)
 
 
-def _check(group: object, prefix: str, least: float, *names: str) -> None:
+def _check(group: object, prefix: str, *names: str, least: float = 0, below: float = math.inf) -> None:
     for name in names:
-        if getattr(group, name) < least:
-            raise ValueError(f"{prefix}.{name} must be at least {least}, got {getattr(group, name)}")
-
-
-def _check_shares(group: object, prefix: str, *names: str) -> None:
-    for name in names:
-        if not 0 <= getattr(group, name) < 1:
-            raise ValueError(f"{prefix}.{name} must be in [0, 1), got {getattr(group, name)}")
+        value = getattr(group, name)
+        if not least <= value < below:
+            upper = "" if below == math.inf else f" and below {below:g}"
+            raise ValueError(f"{prefix}.{name}={value} must be at least {least:g}{upper}")
