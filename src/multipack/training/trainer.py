@@ -12,7 +12,7 @@ import json
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -33,7 +33,7 @@ from multipack.training.callbacks.callback import Callbacks, NonFiniteLoss
 from multipack.training.checkpoint import Checkpoint, restore_rng
 from multipack.training.feed import StepData
 from multipack.training.inference import complete_batch, find_template
-from multipack.training.metrics import RunningLoss, format_line, step_metrics
+from multipack.training.metrics import LEGEND, RunningLoss, format_line, step_metrics
 from multipack.training.objective import objective_of
 from multipack.training.precision import DTYPES, mean_peak, resolve_dtype
 from multipack.training.run_config import Config
@@ -333,24 +333,24 @@ class Trainer:
         slots: float,
         rate: float,
         norm: float,
-        metrics: Mapping[str, float],
+        metrics: dict[str, float],
     ) -> None:
         """Write the record of the step that has just ended; its backward passes ended at `middle`, in seconds."""
         self.world.synchronize()
         now = self.clock()
         seconds, self._mark = now - self._mark, now
         flops, peak = self.cost_model.flops(data.lengths), self.peak_flops * self.world.size
-        record = {
+        values = {
             "step": self.step,
             "loss": self.loss,
             "lr": rate,
             "grad_norm": norm,
             "dt": seconds,
             "dto": now - middle,
-            **step_metrics(data, result, slots, seconds, self.world.size),
             "mfu": 100.0 * flops / max(seconds, 1e-12) / peak if peak else 0.0,
-            **metrics,
+            **step_metrics(data, result, slots, seconds, self.world.size),
         }
+        record = {name: values[name] for name in LEGEND if name in values} | metrics
         if data.predicted_seconds is not None and self.config.parallel.model_ranks == 1:
             record["dt_predicted"] = data.predicted_seconds
         self._publish(record)
