@@ -1,24 +1,20 @@
 """`pools(4)` is the pool of four processes that all distributed tests share; each starts when first asked for."""
 
-import importlib
 import sys
 from pathlib import Path
 
 import pytest
 
-
-def _pool_module():
-    """pool.py as a module that the forked processes find too: they import it by name to begin."""
-    folder = str(Path(__file__).parent)
-    if folder not in sys.path:
-        sys.path.append(folder)
-    return importlib.import_module("pool")
+# Tests, and the processes that they start, import pool.py and sharding.py by name.
+sys.path.append(str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")
 def pool_type():
     """The class, for tests that need a pool of their own: those that break it."""
-    return _pool_module().Pool
+    from pool import Pool
+
+    return Pool
 
 
 @pytest.fixture(scope="session")

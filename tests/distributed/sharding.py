@@ -37,16 +37,21 @@ SHAPES = {"gpt": GPT, "llama": LLAMA}
 SEED = 5
 
 
+def packed(lengths, seed, vocabulary=96, pad_to=None, **options):
+    """A pack of random tokens in documents of these lengths, which begin with prompts of random lengths."""
+    draw, documents = np.random.default_rng(seed), []
+    for length in lengths:
+        tokens = draw.integers(0, vocabulary, length).astype(np.uint16)
+        documents.append(Document(tokens, np.array([[draw.integers(0, length), length]])))
+    return PackedCollator(40, pad_to or sum(lengths), pad_to=pad_to, **options)(documents)
+
+
 def pack(seed, capacity=64):
-    """A pack whose documents, and whose number of targets, depend on the seed: some documents begin with a prompt."""
-    random = np.random.default_rng(seed)
-    documents, left = [], capacity
-    while left > 2 and len(documents) < 6:
-        length = min(left, int(random.integers(3, 30)))
-        tokens = random.integers(0, 96, length).astype(np.uint16)
-        documents.append(Document(tokens, np.array([[int(random.integers(0, length - 1)), length]])))
-        left -= length
-    return PackedCollator(max_documents=6, max_seqlen=capacity)(documents)
+    """A pack of at most six documents; their lengths, and the number of targets, depend on the seed."""
+    draw, lengths = np.random.default_rng(seed), []
+    while capacity - sum(lengths) > 2 and len(lengths) < 6:
+        lengths.append(int(min(capacity - sum(lengths), draw.integers(3, 30))))
+    return packed(lengths, seed)
 
 
 def packs_of_step(step, ranks, micro_batches=1):

@@ -1,10 +1,7 @@
 """Runs that continue from sharded checkpoints: exports, and the trainer on other meshes."""
 
-import importlib
-import sys
-from pathlib import Path
-
 import pytest
+import sharding as tiny
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,9 +19,6 @@ from multipack.training.export import export
 from multipack.training.run_config import compose, compose_run
 from multipack.training.train import train
 from multipack.training.weights import begin_from, initial_weights
-
-sys.path.append(str(Path(__file__).parent))
-tiny = importlib.import_module("sharding")
 
 SHAPE = ModelShape(2, 2, 2, 16, 24, vocabulary_size=257, context=64)
 

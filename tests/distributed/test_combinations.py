@@ -4,19 +4,14 @@ Other tests take what somebody thought of. Here methods of parallel training, mo
 run meet by chance, from seeds; what cannot be is drawn anew.
 """
 
-import importlib
 import random
-import sys
-from pathlib import Path
 
 import pytest
+import sharding as tiny
+import test_strategies as strategies
 
 from multipack.training.run_config import compose_run
 from multipack.training.train import train
-
-sys.path.append(str(Path(__file__).parent))
-strategies = importlib.import_module("test_strategies")
-tiny = importlib.import_module("sharding")
 
 SEEDS = 16
 STEPS, MORE_STEPS = 5, 8

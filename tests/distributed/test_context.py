@@ -5,13 +5,11 @@ import dataclasses
 import re
 from datetime import timedelta
 
-import numpy as np
 import pytest
+import sharding as tiny
 import torch
 import torch.distributed as dist
 
-from multipack.data.collate import PackedCollator
-from multipack.data.documents import Document
 from multipack.models.compile import compile_blocks
 from multipack.models.decoder import Decoder
 from multipack.models.recompute import recompute_blocks
@@ -22,7 +20,7 @@ from multipack.shapes import ModelShape
 
 SLOTS = 64
 LENGTHS = (3, 30, 1, 11, 9)
-"""With a prompt here and there, and padding behind: no two ranks have equally many targets."""
+"""Documents have prompts, and padding follows: no two ranks have equally many targets."""
 LLAMA = ModelShape(layers=2, heads=4, kv_heads=4, d_model=32, d_ff=48, vocabulary_size=50, context=SLOTS)
 GPT = dataclasses.replace(LLAMA, positions="learned", norm="layernorm", activation="gelu", bias=True)
 SHAPES = {
@@ -41,12 +39,7 @@ def summed_over(tensor, group):
 
 
 def pack(lengths=LENGTHS, weighting="token", pad_to=SLOTS):
-    def document(number, length):
-        tokens = np.random.default_rng([number, length]).integers(0, 50, length).astype(np.uint16)
-        return Document(tokens, np.array([[min(number, length), length]]))
-
-    collate = PackedCollator(len(lengths), pad_to or sum(lengths), pad_to=pad_to, loss_weighting=weighting)
-    return collate([document(number, length) for number, length in enumerate(lengths)])
+    return tiny.packed(lengths, 3, 50, pad_to, loss_weighting=weighting)
 
 
 def pair(world, shape, method, mesh=None):

@@ -1,14 +1,12 @@
 """Models filled from rank 0 tensor by tensor: one process's values, in the memory of a tensor beside the pieces."""
 
 import gc
-import importlib
 import math
-import sys
 import time
 from functools import cache
-from pathlib import Path
 
 import pytest
+import sharding as tiny
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,9 +17,6 @@ from multipack.parallel.fsdp import shard
 from multipack.parallel.materialize import check_equal, materialize
 from multipack.parallel.state import local, piece_of
 from multipack.parallel.world import World
-
-sys.path.append(str(Path(__file__).parent))
-tiny = importlib.import_module("sharding")
 
 MATRICES = {
     "attention.query": ColwiseParallel(),

@@ -1,20 +1,15 @@
 """Bytes that ranks hold, counted at named instants, against the formulas of docs/parallel-memory.md."""
 
-import importlib
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
+import sharding as tiny
 import torch
 
 from multipack.parallel.build import build_engine, replicate
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import build_mesh
 from multipack.parallel.parallel_config import ParallelConfig
-
-sys.path.append(str(Path(__file__).parent))
-tiny = importlib.import_module("sharding")
 
 INSTANTS = ("rest", "forward", "backward", "step")
 

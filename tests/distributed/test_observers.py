@@ -1,10 +1,7 @@
 """Callbacks on two ranks: every rank sees the same values, and the noise is that of the known covariance."""
 
-import importlib
-import sys
-from pathlib import Path
-
 import pytest
+import sharding as tiny
 import torch
 from torch import nn
 
@@ -16,9 +13,6 @@ from multipack.training.callbacks.averaging import MovingAverage
 from multipack.training.callbacks.gradients import GradientNoise, LayerNorms
 from multipack.training.optimizer import build_optimizer
 from multipack.training.settings import OptimizerConfig
-
-sys.path.append(str(Path(__file__).parent))
-tiny = importlib.import_module("sharding")
 
 
 class Distance(nn.Module):

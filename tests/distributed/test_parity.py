@@ -4,26 +4,19 @@ Eight packs of unequal target counts make a global step, on however many data-pa
 """
 
 import functools
-import importlib
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
+import sharding as tiny
 import torch
 
-from multipack.data.collate import PackedCollator
-from multipack.data.documents import Document
 from multipack.parallel.build import build_engine
 from multipack.parallel.mesh import Mesh, build_mesh
 from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.world import World
 from multipack.training.optimizer import build_optimizer, described
 from multipack.training.settings import OptimizerConfig
-
-sys.path.append(str(Path(__file__).parent))
-tiny = importlib.import_module("sharding")
 
 PACKS, SLOTS = 8, 64
 SHAPES = {
@@ -38,21 +31,15 @@ def shape_of(name, words):
 
 
 def packs_of(step):
-    """Eight packs: documents that fill 40 … 64 slots, whose prompts are no targets."""
-    draw = np.random.default_rng(step)
-    made = []
-    for _ in range(PACKS):
+    """Eight packs: documents that fill 40 … 64 slots."""
+    draw, packs = np.random.default_rng(step), []
+    for number in range(PACKS):
         lengths, left = [], int(draw.integers(40, SLOTS + 1))
         while left > 2:
             lengths.append(int(min(left, draw.integers(2, 40))))
             left -= lengths[-1]
-        documents = []
-        for length in lengths:
-            first = int(draw.integers(0, length - 1))
-            tokens = draw.integers(0, 64, length).astype(np.uint16)
-            documents.append(Document(tokens, np.array([[first, length]])))
-        made.append(PackedCollator(max_documents=40, max_seqlen=SLOTS, pad_to=SLOTS)(documents))
-    return made
+        packs.append(tiny.packed(lengths, [step, number], 64, SLOTS))
+    return packs
 
 
 def optimizer_of(kind, blueprint, parameters):

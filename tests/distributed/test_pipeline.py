@@ -4,19 +4,15 @@ That they train as one process does is in test_parity.py.
 """
 
 import gc
-import importlib
-import sys
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
+import sharding as tiny
 import torch
 from torch import nn
 
-from multipack.data.collate import PackedCollator
-from multipack.data.documents import Document
 from multipack.models.decoder import Decoder, DecoderPart
 from multipack.parallel.build import build_engine
 from multipack.parallel.mesh import Mesh, build_mesh
@@ -26,26 +22,17 @@ from multipack.parallel.schedules import Stage
 from multipack.parallel.stages import bubble, split_layers, stages_of_rank
 from multipack.parallel.world import World
 
-sys.path.append(str(Path(__file__).parent))
-tiny = importlib.import_module("sharding")
-
 SLOTS, VOCABULARY, SEED = 48, 96, 5
 SHAPES = {name: replace(shape, layers=4, context=SLOTS) for name, shape in tiny.SHAPES.items()}
 
 
 def packs(count, step=0, slots=SLOTS):
     """Packs that all differ in their boundaries and in how many targets they have."""
-    draw = np.random.default_rng(step)
-    collate = PackedCollator(max_documents=4, max_seqlen=slots, pad_to=slots)
-    batches = []
+    draw, batches = np.random.default_rng(step), []
     for number in range(count):
-        lengths = draw.integers(3, slots // 3, 3)
-        lengths[0] = 4 + number  # no two packs have the same first border
-        documents = [
-            Document(draw.integers(0, VOCABULARY, n).astype(np.uint16), np.array([[number % 3, n]]))
-            for n in lengths
-        ]
-        batches.append(collate(documents))
+        # The first borders of all packs differ.
+        lengths = [4 + number, *draw.integers(3, slots // 3, 2)]
+        batches.append(tiny.packed(lengths, [step, number], VOCABULARY, slots))
     return batches
 
 

@@ -1,25 +1,17 @@
 """Bytes that `multipack advise` predicts, against those that the ranks of real engines hold in a step."""
 
-import importlib
-import sys
 from dataclasses import replace
-from pathlib import Path
 
-import numpy as np
 import pytest
+import sharding as tiny
 import torch
 
-from multipack.data.collate import PackedCollator
-from multipack.data.documents import Document
 from multipack.launch.memory_model import Workload, memory_of_stages
 from multipack.parallel.build import build_engine
 from multipack.parallel.mesh import build_mesh
 from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.stages import head_layers
 from multipack.parallel.state import local
-
-sys.path.append(str(Path(__file__).parent))
-tiny = importlib.import_module("sharding")
 
 RANKS, SLOTS, VOCABULARY = 4, 256, 320
 SIZES = {"layers": 4, "d_model": 64, "vocabulary_size": VOCABULARY}
@@ -28,15 +20,6 @@ SHAPES = {
     "gpt": replace(tiny.GPT, d_ff=256, context=SLOTS, **SIZES),
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-def pack(seed):
-    draw = np.random.default_rng(seed)
-    documents = [
-        Document(draw.integers(0, VOCABULARY, length).astype(np.uint16), np.array([[0, length]]))
-        for length in (100, 50, 42, 30, 34)
-    ]
-    return PackedCollator(max_documents=8, max_seqlen=SLOTS, pad_to=SLOTS)(documents)
 
 
 class Held:
@@ -104,7 +87,7 @@ def measured(world, words, name, dtype, micro_batches):
         DTYPES[dtype],
         micro_batches=micro_batches,
     )
-    packs = [pack(number) for number in range(micro_batches)]
+    packs = [tiny.packed((100, 50, 42, 30, 34), number, VOCABULARY, SLOTS) for number in range(micro_batches)]
     engine.forward_backward(packs, 1.0)
     engine.step(1e-3)
     held = Held(engine)

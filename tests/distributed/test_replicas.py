@@ -1,20 +1,15 @@
 """Replicas: equal from the start and after loading, by hashes; gradients are synchronized once a step."""
 
 import gc
-import importlib
-import sys
-from pathlib import Path
 
 import pytest
+import sharding as tiny
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from multipack.parallel.build import build_engine
 from multipack.parallel.mesh import build_mesh
 from multipack.parallel.parallel_config import ParallelConfig
-
-sys.path.append(str(Path(__file__).parent))
-tiny = importlib.import_module("sharding")
 
 STEPS, MICRO_BATCHES = 3, 3
 

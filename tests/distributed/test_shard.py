@@ -4,20 +4,15 @@ That they train as one process does is in test_parity.py.
 """
 
 import functools
-import importlib
-import sys
-from pathlib import Path
 
 import pytest
+import sharding as tiny
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from multipack.parallel.fsdp import shard, synchronizing
 from multipack.parallel.materialize import materialize
-
-sys.path.append(str(Path(__file__).parent))
-tiny = importlib.import_module("sharding")
 
 
 @functools.cache  # creating gloo's groups takes time

@@ -1,21 +1,16 @@
 """The trainer itself, under every strategy: what a run records, evaluates, samples and saves is that of one process."""
 
-import importlib
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+import sharding as tiny
 import torch
 
 from multipack.run import RunDirectory
 from multipack.training.checkpoint import load_checkpoint
 from multipack.training.run_config import compose
 from multipack.training.train import train
-
-sys.path.append(str(Path(__file__).parent))
-tiny = importlib.import_module("sharding")
 
 STEPS = 2
 

@@ -6,13 +6,13 @@ from functools import partial
 
 import numpy as np
 import pytest
+import sharding as tiny
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
-from multipack.data.collate import PackedCollator, PreferenceBatch
-from multipack.data.documents import Document
+from multipack.data.collate import PreferenceBatch
 from multipack.models.compile import compile_blocks
 from multipack.models.decoder import PARALLEL_PLAN, Decoder
 from multipack.models.dpo import PreferenceDecoder
@@ -40,14 +40,9 @@ SLOTS = 64
 
 
 def _batch(number=0, slots=SLOTS, weighting="token"):
-    """Documents of unequal lengths, some with prompts, different in every batch; padded to `slots`."""
-    draw = np.random.default_rng(number)
-    documents = []
-    for length in draw.permutation([19, 1, 12, 3, 7 + number]):
-        tokens = draw.integers(0, LLAMA.vocabulary_size, length).astype(np.uint16)
-        documents.append(Document(tokens, np.array([[draw.integers(0, length), length]])))
-    collator = PackedCollator(max_documents=8, max_seqlen=64, pad_to=slots, loss_weighting=weighting)
-    return collator(documents)
+    """Documents of unequal lengths, different in every batch; padded to `slots`."""
+    lengths = np.random.default_rng(number).permutation([19, 1, 12, 3, 7 + number])
+    return tiny.packed(lengths.tolist(), number, LLAMA.vocabulary_size, slots, loss_weighting=weighting)
 
 
 def _whole(name, **changes):

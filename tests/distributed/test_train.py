@@ -1,6 +1,5 @@
 """`multipack train` under torchrun with gloo: the same run as one process, and orderly ends."""
 
-import importlib
 import io
 import json
 import os
@@ -13,15 +12,13 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+import sharding as tiny
 
 from multipack.data.prepare import prepare
 from multipack.run import RunDirectory
 from multipack.training.checkpoint import load_checkpoint
 from multipack.training.run_config import compose, compose_run
 from multipack.training.train import train
-
-sys.path.append(str(Path(__file__).parent))
-tiny = importlib.import_module("sharding")
 
 
 def _free_port():

@@ -1,13 +1,11 @@
 """An optimizer that ranks divide: the bits of the whole one, and each state held once."""
 
-import importlib
-import sys
 from collections import Counter
 from functools import cache
-from pathlib import Path
 from unittest import mock
 
 import pytest
+import sharding as tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,9 +16,6 @@ from multipack.parallel import zero1
 from multipack.parallel.fsdp import synchronizing
 from multipack.parallel.materialize import check_equal
 from multipack.parallel.zero1 import ShardedOptimizer, assign_owners
-
-sys.path.append(str(Path(__file__).parent))
-tiny = importlib.import_module("sharding")
 
 
 @cache  # a process serves many cases, and gloo's groups take their time
