@@ -15,6 +15,13 @@ from hypothesis import settings
 settings.register_profile("same", derandomize=True)  # every run draws the same cases: a red test stays red
 settings.load_profile("same")
 
+
+def pytest_configure(config):
+    """Only `pytest -m cuda` may see GPUs: all other tests compare with results of the CPU."""
+    if config.option.markexpr != "cuda":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 SHARED = Path(__file__).resolve().parents[1].parent / "shared" / "data"
 
 
