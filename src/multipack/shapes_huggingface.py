@@ -96,16 +96,7 @@ def fields_of(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     kind = str(given.get("model_type", "?"))
     filled = {**_DEFAULTS.get(kind, {}), **given}
     config = {name: value for name, value in filled.items() if value is not None}
-    other = [name for name in _UNKNOWN_COST if config.get(name)]
-    if other:
-        raise ValueError(
-            f"model_type={kind!r} with {', '.join(other)} is a model whose cost is not known here"
-        )
-    if kind not in _GATED + _PLAIN and config.get("hidden_act") not in ("silu", "swish"):
-        raise ValueError(
-            f"model_type={kind!r} is unknown and hidden_act={config.get('hidden_act')!r} does not determine whether its"
-            " feed-forward layer is gated; give a ModelShape instead"
-        )
+    _check_known(kind, config)
     found = {field: _number(config, names) for field, names in _NAMES.items()}
     if found["d_ff"] == 0 and kind in ("gpt2", "gptj", "gpt_bigcode"):
         found["d_ff"] = 4 * found["d_model"]
@@ -116,7 +107,7 @@ def fields_of(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     needed = [*SIZES]
     needed += ["experts_per_token"] if found["experts"] else []
     needed += ["nope_width", "value_width"] if found["kv_rank"] else []
-    missing = [" or ".join(_NAMES[field]) for field in needed if not found[field]]
+    missing = [" or ".join(dict.fromkeys(_NAMES[field])) for field in needed if not found[field]]
     if missing:
         raise ValueError(f"the configuration of model_type={kind!r} lacks {'; '.join(missing)}")
     # Files of dense models may name settings that they do not use.
@@ -136,10 +127,24 @@ def fields_of(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
         "tied": bool(config.get("tie_word_embeddings", False)),
         # The cost does not depend on these two; a model with other frequencies in some layers is not an error.
         "rope_theta": float(
-            config.get("rope_theta") or _mapping(config, "rope_parameters").get("rope_theta", 1e4)
+            config.get("rope_theta") or _mapping(config, "rope_parameters").get("rope_theta") or 10_000.0
         ),
         "norm_eps": float(next((config[name] for name in _EPSILONS if name in config), 1e-5)),
     }
+
+
+def _check_known(kind: str, config: Mapping[str, Any]) -> None:
+    """Check that the model is a decoder of known cost."""
+    other = [name for name in _UNKNOWN_COST if config.get(name)]
+    if other:
+        raise ValueError(
+            f"model_type={kind!r} with {', '.join(other)} is a model whose cost is not known here"
+        )
+    if kind not in _GATED + _PLAIN and config.get("hidden_act") not in ("silu", "swish"):
+        raise ValueError(
+            f"model_type={kind!r} is unknown and hidden_act={config.get('hidden_act')!r} does not determine whether its"
+            " feed-forward layer is gated; give a ModelShape instead"
+        )
 
 
 def _layers_that_differ(config: Mapping[str, Any], found: dict[str, int]) -> dict[str, int]:

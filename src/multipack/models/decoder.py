@@ -23,7 +23,7 @@ position_ids, so `.to(bfloat16)`, meta-device initialization and sharding cannot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from multipack.data.batch import PackedBatch
 from multipack.models.kv_cache import KeyValueCache
-from multipack.models.layers import Block, Rotation, make_norm, rotary_tables
+from multipack.models.layers import Attend, Block, Rotation, make_norm, rotary_tables
 from multipack.ops.attention import find_backend
 from multipack.ops.loss import linear_cross_entropy
 from multipack.shapes import ModelShape
@@ -206,7 +206,7 @@ class Decoder(nn.Module):
         """
         x = self.embed(batch) if x is None else x
         rotation = self.rotation(batch, x.dtype)
-        layers = [None] * len(self.blocks) if cache is None else cache.layers
+        layers: Sequence[Attend | None] = [None] * len(self.blocks) if cache is None else cache.layers
         for block, layer in zip(self.blocks, layers, strict=True):
             x = block(x, batch, rotation, layer)
         out: Tensor = self.norm(x) if self.part.is_last else x

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -256,10 +256,12 @@ def _write(
 def _evaluating(model: Decoder) -> Iterator[None]:
     """Context in eval mode; compiled blocks run uncompiled, because torch.compile would recompile for each length."""
     was_training = model.training
-    compiled = any(module._compiled_call_impl is not None for module in model.modules())
+    eager: AbstractContextManager[object] = nullcontext()
+    if any(module._compiled_call_impl is not None for module in model.modules()):
+        eager = torch.compiler.set_stance("force_eager")
     model.eval()
     try:
-        with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+        with eager:
             yield
     finally:
         model.train(was_training)

@@ -17,6 +17,7 @@ from multipack.planning.lengths import check_integer
 from multipack.planning.report import seeded_order
 
 if TYPE_CHECKING:
+    from multipack.planning.lengths import Packs
     from multipack.planning.plan import Plan
 
 LETTERS = (string.ascii_letters.swapcase() + string.digits).replace("X", "").replace("x", "")
@@ -55,15 +56,7 @@ def draw_step(
         ValueError: `tokens_per_character` is below 1, or so small that a pack exceeds 10,000 characters.
     """
     packs = plan.packs(step)
-    row = max(-(-plan.capacity // max(1, _LINES // len(packs))), int(plan.lengths[packs.order].max()))
-    fitting = 1 << (-(-row // columns) - 1).bit_length()
-    scale = fitting if tokens_per_character is None else tokens_per_character
-    check_integer("tokens_per_character", scale)
-    if plan.capacity > 10_000 * scale:
-        raise ValueError(
-            f"tokens_per_character={scale} draws a pack of {plan.capacity:,} tokens"
-            f" {plan.capacity // scale:,} characters wide; {fitting} fits the terminal"
-        )
+    scale = _scale(plan, packs, columns, tokens_per_character)
     documents = seeded_order(plan, packs.order)
     letters = {int(document): LETTERS[i % len(LETTERS)] for i, document in enumerate(documents)}
     lengths = plan.lengths[documents]
@@ -89,6 +82,20 @@ def draw_step(
     if max_packs < len(packs):
         lines.append(f"  … and {_count(len(packs) - max_packs, 'more pack')}")
     return "\n".join(lines)
+
+
+def _scale(plan: Plan, packs: Packs, columns: int, given: int | None) -> int:
+    """The tokens per character; see `draw_step`."""
+    row = max(-(-plan.capacity // max(1, _LINES // len(packs))), int(plan.lengths[packs.order].max()))
+    fitting = 1 << (-(-row // columns) - 1).bit_length()
+    scale = fitting if given is None else given
+    check_integer("tokens_per_character", scale)
+    if plan.capacity > 10_000 * scale:
+        raise ValueError(
+            f"tokens_per_character={scale} draws a pack of {plan.capacity:,} tokens"
+            f" {plan.capacity // scale:,} characters wide; {fitting} fits the terminal"
+        )
+    return scale
 
 
 def _batches(
