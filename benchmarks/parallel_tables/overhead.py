@@ -1,4 +1,4 @@
-"""What a strategy costs by itself: applied to one process, against plain training."""
+"""The cost of each strategy applied to one process, relative to plain training."""
 
 from __future__ import annotations
 

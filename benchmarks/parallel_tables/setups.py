@@ -49,7 +49,7 @@ def adamw(
 def engine_of(
     world: World, shape: ModelShape, config: ParallelConfig | None = None, micro_batches: int = 1
 ) -> ModelEngine:
-    """The engine that a run with these strategies has; without any, that of a process by itself.
+    """The engine of a run with these strategies; without any, of a single process.
 
     Args:
         world: all ranks.
@@ -64,7 +64,7 @@ def engine_of(
 
 
 def pack_of(lengths: list[int], slots: int, vocabulary: int, seed: int = 0) -> PackedBatch:
-    """Documents of these lengths and of random tokens, padded to so many slots."""
+    """Documents of these lengths and of random tokens, padded to a number of slots."""
     draw = np.random.default_rng(seed)
     documents = [
         Document(draw.integers(0, vocabulary, length).astype(np.uint32), np.array([[0, length]]))
@@ -74,7 +74,7 @@ def pack_of(lengths: list[int], slots: int, vocabulary: int, seed: int = 0) -> P
 
 
 def filling(slots: int, mean: float, seed: int = 0) -> list[int]:
-    """Lognormal lengths that fill so many slots to the last."""
+    """Lognormal lengths that fill exactly a number of slots."""
     draw, lengths = np.random.default_rng(seed), []
     while (left := slots - sum(lengths)) > 0:
         lengths.append(int(np.clip(draw.lognormal(np.log(mean) - 0.32, 0.8), 2, max(slots // 2, 2))))

@@ -17,8 +17,7 @@ from multipack.models.decoder import Decoder, DecoderPart
 from multipack.parallel.build import build_engine
 from multipack.parallel.mesh import Mesh, build_mesh
 from multipack.parallel.parallel_config import ParallelConfig
-from multipack.parallel.pipeline import PipelineEngine
-from multipack.parallel.schedules import Stage
+from multipack.parallel.pipeline import PipelineEngine, Stage
 from multipack.parallel.stages import bubble, split_layers, stages_of_rank
 from multipack.parallel.world import World
 

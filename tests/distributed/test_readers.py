@@ -268,8 +268,6 @@ def test_more_readers_than_ranks_are_refused():
     check_readers(4, 4)
     with pytest.raises(ValueError, match=r"data\.readers=5 of 4 .*data\.readers=4"):
         check_readers(5, 4)
-    with pytest.raises(ValueError, match=r"at most data\.readers=1"):
-        opens_tokens(Mesh.plain(World()), 2)
 
 
 def test_a_single_process_reads_for_itself(corpus):

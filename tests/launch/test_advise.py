@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,11 @@ def request(*words):
     return merge(AdviseRequest, words)
 
 
+@cache
+def advised(*words):
+    return advise(request(*words))
+
+
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
@@ -36,7 +42,7 @@ def request(*words):
     ],
 )
 def test_the_decision_path(words, wanted):
-    advice = advise(request(*words))
+    advice = advised(*words)
     assert advice.chosen.family == wanted
     assert advice.chosen.fits
     answers = [answer for _, answer in advice.path]
@@ -59,7 +65,7 @@ def test_the_simplest_of_the_fast_candidates_is_chosen():
 
 
 def test_offload_is_for_what_fits_in_no_other_way():
-    advice = advise(request("devices=2", "memory=48GiB", "capacity=2048"))
+    advice = advised("devices=2", "memory=48GiB", "capacity=2048")
     assert advice.chosen.config.offload == "cpu"
     assert "120 GiB in the memory of each host" in advice.path[-1][1]
     assert all(answer.startswith("no: ") for _, answer in advice.path[:-1])
@@ -116,7 +122,7 @@ def test_muon_has_less_state_and_no_offload():
     ],
 )
 def test_train_accepts_the_recommended_words(words):
-    advice = advise(request(*words))
+    advice = advised(*words)
     config = compose(advice.chosen.words)
     assert config.parallel == advice.chosen.config
     assert config.train.recompute == advice.chosen.recompute
@@ -168,7 +174,7 @@ def run(monkeypatch):
 
 def test_the_command_prints_path_table_and_command(run):
     shown = run("devices=16").stdout
-    advice = advise(request("devices=16"))
+    advice = advised("devices=16")
     assert max(len(line) for line in shown.splitlines()) <= 100
     assert re.search(rf"→ .* {advice.chosen.recompute} +{re.escape(advice.chosen.name)}", shown)
     assert re.search("× .* ddp 16", shown)
@@ -183,12 +189,12 @@ def test_json_and_models_of_hugging_face(run, tmp_path):
     sizes = {"num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 512}
     more = {"intermediate_size": 2048, "vocab_size": 32_000, "max_position_embeddings": 4096}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes, **more}))
-    told = json.loads(run(f"model={tmp_path}", "devices=2", "--json").stdout)
-    assert told["request"]["model"]["d_model"] == 512
-    assert told["recommended"]["memory"]["parameters"] == 4 * told["parameters"]
-    assert told["rows"][0]["traffic"][0]["kind"] == "all_reduce"
-    assert told["command"].startswith("multipack launch -n 2 --ppn 2 -- train data=… model=")
-    assert compose(told["command"].split("data=… ")[1].split()).model.layers == 8
+    report = json.loads(run(f"model={tmp_path}", "devices=2", "--json").stdout)
+    assert report["request"]["model"]["d_model"] == 512
+    assert report["recommended"]["memory"]["parameters"] == 4 * report["parameters"]
+    assert report["rows"][0]["traffic"][0]["kind"] == "all_reduce"
+    assert report["command"].startswith("multipack launch -n 2 --ppn 2 -- train data=… model=")
+    assert compose(report["command"].split("data=… ")[1].split()).model.layers == 8
 
 
 def test_commands_of_the_page_run(run):

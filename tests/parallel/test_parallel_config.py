@@ -81,9 +81,9 @@ REFUSED_WITH_A_MODEL = [
 
 
 def test_refusals_name_the_setting_and_the_nearest_choice():
-    cases = [(words, None, SHAPE, 2048, *told) for words, *told in REFUSED_ALONE]
-    cases += [(words, world, SHAPE, 2048, *told) for words, world, *told in REFUSED_WITH_A_WORLD]
-    cases += [(words, 2, shape, capacity, *told) for words, shape, capacity, *told in REFUSED_WITH_A_MODEL]
+    cases = [(words, None, SHAPE, 2048, *named) for words, *named in REFUSED_ALONE]
+    cases += [(words, world, SHAPE, 2048, *named) for words, world, *named in REFUSED_WITH_A_WORLD]
+    cases += [(words, 2, shape, capacity, *named) for words, shape, capacity, *named in REFUSED_WITH_A_MODEL]
     for words, world, shape, capacity, setting, choice in cases:
         with pytest.raises(ValueError, match=r"parallel\.") as refusal:
             ParallelConfig(**words).check(shape, world or 1, capacity)

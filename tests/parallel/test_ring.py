@@ -45,7 +45,7 @@ class Threads:
 
 
 def run(lengths, ranks, tensors, upstream, kernel=None):
-    """Output and gradients of the whole pack, computed by so many ranks; and the elements each sent."""
+    """Output and gradients of the whole pack, computed by a number of ranks, and the elements that each sends."""
     slots, threads = sum(lengths), Threads(ranks)
 
     def one(rank):
@@ -96,7 +96,7 @@ def reference(lengths, tensors, upstream, backend="dense"):
     return [out.detach(), *(x.grad for x in own)]
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=30)
 @given(
     cuts=st.lists(st.integers(1, 95), max_size=12, unique=True),
     ranks=st.sampled_from([1, 2, 3, 4, 6, 8]),
@@ -115,33 +115,6 @@ def test_is_exact_for_any_documents(cuts, ranks, kv_heads, plain):
     found, *_ = run(lengths, ranks, tensors, upstream, PLAIN if plain else None)
     for ours, theirs in zip(found, reference(lengths, tensors, upstream), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
-
-
-@settings(deadline=None, max_examples=60)
-@given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=12), ranks=st.integers(1, 6))
-def test_every_pair_of_tokens_is_computed_once(lengths, ranks):
-    slots = -(-max(1, sum(lengths)) // (2 * ranks)) * 2 * ranks
-    lengths = [*lengths, slots - sum(lengths)]
-    seen = np.zeros((slots, slots), dtype=int)
-    slots_of = [
-        np.concatenate([np.arange(slots)[p] for p in head_tail(slots, rank, ranks)]) for rank in range(ranks)
-    ]
-    for rank in range(ranks):
-        ring, first = Ring.of(lengths, rank, ranks), 0
-        for length in ring.lengths:
-            assert length > 0
-            own = slots_of[rank][first : first + length]
-            seen[np.ix_(own, own)] += np.tri(length, dtype=int)
-            first += length
-        for step, piece in enumerate(ring.seen):
-            owner = (rank - step) % ranks
-            assert piece == Ring.of(lengths, owner, ranks).shown[step]
-            if piece:
-                seen[np.ix_(slots_of[rank][piece.queries], slots_of[owner][piece.keys])] += 1
-        assert scores(ring) == seen[slots_of[rank]].sum()
-    document = np.repeat(np.arange(len(lengths)), lengths)
-    expected = (document[:, None] == document) & np.tri(slots, dtype=bool)
-    np.testing.assert_array_equal(seen, expected)
 
 
 @pytest.mark.parametrize("kernel", [CPU, PLAIN], ids=["cpu", "plain"])

@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 
+from multipack.parallel import world as world_module
 from multipack.parallel.world import choose_device, connected, hosts
 
 
@@ -44,6 +45,21 @@ def test_a_process_that_sees_one_gpu_of_its_own_takes_it(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     with pytest.raises(ValueError, match="local rank 2"):
         choose_device("auto", 2)
+
+
+@pytest.mark.parametrize(("kind", "destroyed"), [("cpu", 1), ("cuda", 0)])
+def test_an_error_leaves_nccl_without_waiting_for_other_ranks(monkeypatch, kind, destroyed):
+    """destroy_process_group of nccl waits for ranks that are in a collective, and the error would not be printed."""
+    calls = []
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(world_module, "choose_device", lambda *_: torch.device(kind, 0))
+    monkeypatch.setattr(world_module, "_join", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: calls.append(1))
+    with pytest.raises(KeyError), connected():
+        raise KeyError
+    assert len(calls) == destroyed
 
 
 SUM = """

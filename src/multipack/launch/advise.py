@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import product
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from multipack.launch.memory_model import (
     Dtype,
@@ -33,8 +33,6 @@ from multipack.words import changed_words
 GIB = 2**30
 CLOSE = 0.9
 """A simpler candidate is preferred if it reaches this share of the fastest one's estimated speed."""
-RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
-"""Kinds of activation checkpointing, fastest first, and with the least memory last."""
 SHORTEST_SHARE = 512
 """Minimum number of slots per rank when context parallelism divides a pack."""
 QUESTIONS = {
@@ -51,7 +49,6 @@ LINKS = {"fast": (300.0, 40.0), "slow": (20.0, 1.25)}
 100 Gbit/s Ethernet for eight), as achieved by collectives."""
 TERAFLOPS = {"bf16": 400.0, "fp16": 400.0, "fp32": 200.0}
 """Assumed TFLOP/s of matrix products on a device: 40 % of an H100's peak (fp32: as TF32)."""
-_POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
 
 
 @dataclass
@@ -111,7 +108,7 @@ class AdviseRequest:
         found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT])(i?)B", self.memory.strip())
         if found is None:
             return 0.0
-        unit: int = (1024 if found[3] else 1000) ** _POWERS[found[2]]
+        unit = (1024.0 if found[3] else 1000.0) ** (1 + "KMGT".index(found[2]))
         return (1 - self.reserve) * float(found[1]) * unit
 
     @property
@@ -295,20 +292,17 @@ def advise(request: AdviseRequest) -> Advice:
     path: list[tuple[str, str]] = []
     rows: list[Candidate] = []
 
-    def ask(question: str, members: list[Candidate], shown: list[Candidate]) -> None:
-        """Add the answer for a family, until there is a recommendation, and its rows."""
+    families = {family: [each for each in resident if each.family == family] for family in QUESTIONS}
+    for family, members in (families | {"offload": everything}).items():
+        if not members or (family == "offload" and (chosen in rows or resident == everything)):
+            continue
         best = chosen if chosen in members else _simplest(members)
         best = best or min(members, key=lambda each: each.memory.peak)
         if chosen not in rows:
+            question = QUESTIONS.get(family, "Does it fit with the memory of hosts (offload)?")
             path.append((question, _answer(best, chosen)))
-        rows.extend(row for row in shown or [best] if row not in rows)
-
-    for family, question in QUESTIONS.items():
-        members = [each for each in resident if each.family == family]
-        if members:
-            ask(question, members, members if family in ("ddp", "zero") else [])
-    if chosen not in rows and len(resident) < len(everything):
-        ask("Does it fit with the memory of hosts (offload)?", everything, [])
+        shown = members if family in ("ddp", "zero") else [best]
+        rows += [row for row in shown if row not in rows]
     return Advice(request, path, chosen, rows)
 
 
@@ -337,7 +331,7 @@ def candidates(request: AdviseRequest) -> Iterator[Candidate]:
                     variant.check(request.model, devices, request.capacity, request.dtype)
                 except ValueError:
                     continue
-                tried = [Candidate(request, variant, kind) for kind in RECOMPUTE]
+                tried = [Candidate(request, variant, kind) for kind in get_args(Recompute)]
                 yield next((each for each in tried if each.fits), tried[-1])
 
 

@@ -55,6 +55,11 @@ class Finding:
     area: str = ""
 
 
+def _judge(name: str, detail: str, remedy: str = "", status: Status = "fail") -> Finding:
+    """A finding that is `ok` unless there is a remedy."""
+    return Finding(name, status if remedy else "ok", detail, remedy)
+
+
 def examine(
     environment: Mapping[str, str], quick: bool = False, progress: Callable[[str], None] = lambda area: None
 ) -> list[Finding]:
@@ -74,9 +79,7 @@ def examine(
             for finding in check(environment):
                 found.append(replace(finding, area=area))
         except Exception as error:
-            remedy = (
-                "see the message; if this machine is not the cause, please report it as a bug of multipack"
-            )
+            remedy = "if this machine is not the cause, please report it as a bug of multipack"
             found.append(Finding("check", "fail", f"{type(error).__name__}: {error}", remedy, area))
     return found
 
@@ -98,15 +101,12 @@ def _packages(environment: Mapping[str, str]) -> Iterator[Finding]:
         version = "not installed"
         with suppress(importlib.metadata.PackageNotFoundError):
             version = importlib.metadata.version(name)
-        status: Status = "warn" if extra else "fail"
-        detail = f"{version} is older than {least}"
+        detail, remedy = f"{version} is older than {least}", install
         if version == "not installed":
-            status = "ok" if extra else "fail"
-            detail = f"optional, not installed: {install}" if extra else version
+            detail, remedy = (f"optional, not installed: {install}", "") if extra else (version, install)
         elif _numbers(version) >= _numbers(least):
-            status, detail = "ok", version
-        shown = f"{name} ({extra})" if extra else name
-        yield Finding(shown, status, detail, "" if status == "ok" else install)
+            detail, remedy = version, ""
+        yield _judge(f"{name} ({extra})" if extra else name, detail, remedy, "warn" if extra else "fail")
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -125,8 +125,7 @@ def _devices(environment: Mapping[str, str]) -> Iterator[Finding]:
         free, total = torch.cuda.mem_get_info(index)
         detail = f"{torch.cuda.get_device_name(index)}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
         remedy = "end the process that uses its memory (see nvidia-smi), or choose another GPU"
-        used = free < total / 2
-        yield Finding(f"cuda:{index}", "warn" if used else "ok", detail, remedy if used else "")
+        yield _judge(f"cuda:{index}", detail, remedy if free < total / 2 else "", "warn")
     hidden = environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if not count and not hidden and (Path("/dev/nvidia0").exists() or Path("/dev/kfd").exists()):
         remedy = "compare the driver (nvidia-smi) with torch.version.cuda, or install torch with GPU support"
@@ -134,11 +133,9 @@ def _devices(environment: Mapping[str, str]) -> Iterator[Finding]:
     elif not count:
         yield Finding("gpu", "ok", "none" + (" (hidden by CUDA_VISIBLE_DEVICES)" if hidden else ""))
     for name, available in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())):
-        status: Status = "ok" if available or (name == "nccl" and not count) else "fail"
-        remedy = f"install torch with {name}" if status == "fail" else ""
-        yield Finding(
-            name, status, "available" if available else "not in this torch; nccl is for GPUs", remedy
-        )
+        needed = name == "gloo" or count > 0
+        detail = "available" if available else "not in this torch; nccl is for GPUs"
+        yield _judge(name, detail, f"install torch with {name}" if needed and not available else "")
 
 
 def _attention(environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -186,16 +183,14 @@ def _address(environment: Mapping[str, str], several: bool) -> Finding:
     missing = [part for part in chosen.split(",") if part and part not in present]
     if chosen:
         detail = f"no network interface {missing[0]}" if missing else f"{name}, over {chosen}"
-        return Finding("address", "fail" if missing else "ok", detail, remedy if missing else "")
+        return _judge("address", detail, remedy if missing else "")
     try:
         addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
     except OSError as error:
         detail = f"the host name {name} cannot be resolved ({error})"
         return Finding("address", "warn", detail, f"add {name} to /etc/hosts, or {remedy}")
-    detail = f"{name}: {', '.join(addresses)}"
-    if several and all(address.startswith("127.") or address == "::1" for address in addresses):
-        return Finding("address", "warn", f"{detail}, which other hosts cannot reach", remedy)
-    return Finding("address", "ok", detail)
+    local = all(address.startswith("127.") or address == "::1" for address in addresses)
+    return _judge("address", f"{name}: {', '.join(addresses)}", remedy if several and local else "", "warn")
 
 
 def _folders(environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -219,15 +214,14 @@ def _folders(environment: Mapping[str, str]) -> Iterator[Finding]:
         except (OSError, ValueError) as error:
             yield Finding(name, "fail", f"{folder}: {error}", remedy)
             continue
-        low = free < LEAST_FREE_BYTES
-        detail, remedy = f"{folder}, {free / 2**30:.1f} GiB free", f"free space, or {remedy}" if low else ""
-        yield Finding(name, "warn" if low else "ok", detail, remedy)
+        room = "" if free >= LEAST_FREE_BYTES else f"free space, or {remedy}"
+        yield _judge(name, f"{folder}, {free / 2**30:.1f} GiB free", room, "warn")
+    detail, remedy = "kept between runs", ""
     try:
         numba.njit(cache=True)(_numbers)  # only looks for a cache folder; compiles nothing
-        yield Finding("compiled code", "ok", "kept between runs")
     except RuntimeError:
         detail, remedy = "every process compiles the planner", "set NUMBA_CACHE_DIR to a writable folder"
-        yield Finding("compiled code", "warn", detail, remedy)
+    yield _judge("compiled code", detail, remedy, "warn")
 
 
 def _processes(environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -242,11 +236,9 @@ def _processes(environment: Mapping[str, str]) -> Iterator[Finding]:
         )
         rows, error = run_collectives(environment, device, PROCESS_SECONDS)
         for row in rows:
-            name, wrong = f"{row['operation']} ({backend})", row["wrong_ranks"]
-            if wrong:
-                yield Finding(name, "fail", f"wrong result on rank {', '.join(map(str, wrong))}", remedy)
-            else:
-                yield Finding(name, "ok", f"correct, {1000 * row['seconds']:.1f} ms")
+            wrong = ", ".join(map(str, row["wrong_ranks"]))
+            detail = f"wrong result on rank {wrong}" if wrong else f"correct, {1000 * row['seconds']:.1f} ms"
+            yield _judge(f"{row['operation']} ({backend})", detail, remedy if wrong else "")
         if error:
             yield Finding(f"collectives ({backend})", "fail", error, remedy)
 

@@ -18,6 +18,7 @@ from multipack.shapes import ModelShape
 Dtype = Literal["bf16", "fp16", "fp32"]
 OptimizerName = Literal["adamw", "muon"]
 Recompute = Literal["none", "selective", "full"]
+"""Activation checkpointing, fastest first, and with the least memory last."""
 
 FLOAT32 = 4
 """Bytes of an element of parameters, gradients, moments and exact sums."""

@@ -24,16 +24,10 @@ from multipack.data.batch import PackedBatch
 from multipack.data.loader import Item, PackedLoader
 from multipack.data.sampler import PackedBatchSampler
 from multipack.parallel.mesh import Mesh
-from multipack.parallel.parallel_config import check_readers
 
 
 def opens_tokens(mesh: Mesh, readers: int) -> bool:
-    """Whether this rank reads the tokens of training documents from storage.
-
-    Raises:
-        ValueError: there are more readers than data-parallel ranks.
-    """
-    check_readers(readers, mesh.data_size)
+    """Whether this rank reads the tokens of training documents from storage; see `check_readers`."""
     return not readers or (mesh.is_replica_leader and _reader_of(mesh, readers) == mesh.data_rank)
 
 
@@ -63,11 +57,7 @@ def open_loader(
         readers: data-parallel ranks that read; 0 = every rank reads its own packs.
         prefetch: batches made ahead.
         timeout_seconds: how long a round waits for a missing rank.
-
-    Raises:
-        ValueError: there are more readers than data-parallel ranks.
     """
-    check_readers(readers, mesh.data_size)
     if not readers or mesh.world.size == 1:
         return PackedLoader(documents, sampler, collator, prefetch)
     return ScatteredLoader(documents, sampler, collator, prefetch, mesh, readers, timeout_seconds)

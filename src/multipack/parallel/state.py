@@ -58,19 +58,12 @@ def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, T
 
     A slot may have another shape than its parameter. Parameters without state (frozen ones, and under ZeRO-1 those
     that another rank updates) have no entries.
-
-    Raises:
-        TypeError: a slot is no tensor, so that no checkpoint could restore it in place.
     """
-    found = {
+    return {
         f"{name}.{slot}": value
         for name, parameter in parameters.items()
         for slot, value in optimizer.state.get(parameter, {}).items()
     }
-    for name, value in found.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(f"optimizer state {name} is a {type(value).__name__}, not a tensor")
-    return found
 
 
 def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
