@@ -239,25 +239,22 @@ def test_records_resume_exactly(stream, source, stop):
     whole = list(stream(**options))
     first, second = stream(source, **options), stream(source, **options)
     head = list(itertools.islice(first, stop))
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    state = json.loads(json.dumps(first.state_dict()))
+    second.load_state_dict(state)
     next(iter(second), None)
     if source is Seekable and stop > 30:  # the current chunk, possibly the next one, and no record before
         assert second.opened[-1].read <= 16
-    second.load_state_dict(first.state_dict())
+    second.load_state_dict(state)
     assert head + list(second) == whole
     list(first)
     assert (first.report, first.skipped) == (second.report, second.skipped)
     second.restart()
     assert list(second) == whole
-
-
-def test_some_of_the_first_records_are_held_back(stream):
-    arriving = stream(validation=0.25)
-    held, trained = validation_names(arriving), [item["name"] for item in arriving]
-    assert len(held) == round(0.25 * 18)  # of 20 records, two of which are empty
-    assert sorted(held + trained) == sorted(item["name"] for item in stream())
-    assert all(int(name[4:]) <= 20 for name in held)
-    assert validation_names(stream(validation=0.25)) == held
+    if stop == 60:
+        shorter = stream(lambda: records(30), **options)
+        shorter.load_state_dict(json.loads(json.dumps(state)))
+        with pytest.raises(ValueError, match=r"ends after 30 records, but \d+ had been read"):
+            list(shorter)
 
 
 def test_long_records_are_fitted_and_counted(stream):
@@ -314,15 +311,6 @@ def test_an_error_in_a_record_names_it_and_loses_nothing(stream):
     broken[23] = {"text": "b"}
     seen.extend(arriving)
     assert [item["length"] for item in seen] == [2] * 28
-
-
-def test_a_source_that_became_shorter_is_noticed(stream):
-    first = stream()
-    list(itertools.islice(first, 60))
-    second = stream(lambda: records(30))
-    second.load_state_dict(first.state_dict())
-    with pytest.raises(ValueError, match=r"ends after 30 records, but \d+ had been read"):
-        list(second)
 
 
 def test_a_streamed_hugging_face_data_set_resumes(config, tmp_path, small_chunks):

@@ -7,8 +7,6 @@
 
 An item is plain data (JSON types) from which its document is made when its pack is collated. A run resumes from the
 number of the chunk, the number of the next item in it and the items in flight: only that chunk is read again.
-
-Every rank reads the same documents and takes its share of each step, so the steps do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -70,7 +68,6 @@ class Arriving(ABC):
         name: name of the stream, for messages.
         tokenizer: the tokenizer of the documents.
         chat_template: the template of chats, as JSON; empty without chats.
-        interrupted: whether `interrupt` was called.
         report: counts of shortened, divided and dropped documents, over all finished chunks.
         skipped: reason → number of records without a document, in all finished chunks.
         has_pairs: whether the documents are preference pairs.

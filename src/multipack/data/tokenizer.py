@@ -30,6 +30,7 @@ from multipack.data.vocabularies import (
     READERS,
     Vocabulary,
     byte_alphabet,
+    byte_level,
     tokenizer_file,
     without_prefix,
 )
@@ -251,8 +252,7 @@ def character_tokenizer(texts: Iterator[str], special_tokens: Sequence[str] = ()
 def byte_tokenizer(special_tokens: Sequence[str] = ()) -> Tokenizer:
     """A tokenizer of UTF-8 bytes: token b is byte b, token 256 ends a document, then the other special tokens."""
     vocabulary = {character: byte for byte, character in enumerate(byte_alphabet())}
-    library = tokenizers.Tokenizer(models.BPE(vocabulary, []))
-    _make_byte_level(library)
+    library = byte_level(models.BPE(vocabulary, []))
     library.add_special_tokens(_special_tokens((END, *special_tokens)))
     return Tokenizer(library.to_str(), "byte")
 
@@ -269,8 +269,7 @@ def train_bpe(texts: Iterator[str], vocabulary_size: int, special_tokens: Sequen
             f"tokenizer.vocabulary_size={vocabulary_size}: at least {256 + len(special)} (256 bytes, and the special "
             f"tokens {', '.join(token.content for token in special)})"
         )
-    library = tokenizers.Tokenizer(models.BPE())
-    _make_byte_level(library)
+    library = byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary_size,
         special_tokens=special,
@@ -279,11 +278,6 @@ def train_bpe(texts: Iterator[str], vocabulary_size: int, special_tokens: Sequen
     )
     library.train_from_iterator(texts, trainer)
     return Tokenizer(library.to_str(), f"bpe {vocabulary_size}")
-
-
-def _make_byte_level(library: tokenizers.Tokenizer) -> None:
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
 
 
 def _special_tokens(names: Sequence[str]) -> list[AddedToken]:

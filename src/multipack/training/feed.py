@@ -68,18 +68,12 @@ class StepData:
 class EpochFeed:
     """Iterates global steps epoch after epoch, without end; its state is the sampler's.
 
-    Args:
-        loader: batches of this rank, in the sampler's order.
-        sampler: this rank's part of the current epoch's plan.
-        documents: for names and targets.
-        clock: seconds.
-
     Attributes:
         micro_batches: packs per rank and step.
         targets_per_step: mean target tokens of a global step.
         names: number of a document → its name, for messages.
-        ended: there is no further step; never true here.
-        late: the documents that did not arrive in time and ended the steps; never any here.
+        ended: whether the documents have ended; never true here.
+        late: which documents did not arrive in time, on any rank, and ended the steps; always empty here.
     """
 
     ended = False
@@ -138,22 +132,9 @@ class EpochFeed:
 
 
 class StreamFeed:
-    """Iterates the global steps of a stream of documents until it ends; see `EpochFeed`.
+    """Iterates the global steps of a stream of documents until it ends; attributes as those of `EpochFeed`.
 
-    Args:
-        config: the run.
-        mesh: the ranks that share each step.
-        arriving: the documents.
-        cost_model: cost of a document.
-        clock: seconds.
-        pad: give all packs one shape.
-
-    Attributes:
-        stream: plans the documents.
-        micro_batches: packs of a rank in a step.
-        targets_per_step: target tokens of a step whose packs are full: the documents to come are unknown.
-        ended: whether the stream has ended, and no step follows.
-        late: which documents did not arrive in time, here or on another rank, and ended the steps; else empty.
+    `targets_per_step` is that of full packs: the documents to come are unknown. `pad` gives all packs one shape.
 
     Raises:
         ValueError: settings that need all documents at once, or more ranks than packs of a step; while iterating, ranks
@@ -211,21 +192,15 @@ class StreamFeed:
             step, micro_batches = None, list[PackedBatch]()
             try:
                 step, micro_batches = next(self._steps, (None, []))
-            except StreamInterrupted:
-                interrupted = True
-            except DocumentsLate as error:  # no rank continues, and the run is saved
-                interrupted, self.late = True, str(error)
+            except (StreamInterrupted, DocumentsLate) as error:  # no rank continues, and the run is saved
+                interrupted, self.late = True, str(error) if isinstance(error, DocumentsLate) else ""
             if self._all_stop(step, interrupted) or step is None:
                 return
             self._last = step
             yield self._data(step, micro_batches, began)
 
     def _all_stop(self, step: StreamStep | None, interrupted: bool) -> bool:
-        """Whether no rank has this step, or one of them stops; collective.
-
-        Raises:
-            ValueError: ranks have different documents.
-        """
+        """Whether no rank has this step, or one of them stops; collective. Ranks must have the same documents."""
         digest, world = 0, self.mesh.world
         if step is not None:
             digest = 1 + int(np.bitwise_xor.reduce(step.positions * 40503 + step.lengths)) % (1 << 20)
@@ -272,11 +247,7 @@ class StreamFeed:
         return self._state if self._last is None else self._last.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at `state`, with any number of ranks.
-
-        Raises:
-            ValueError: the state is damaged, or of another stream.
-        """
+        """Continue at `state`, with any number of ranks; `ValueError` if it is of another stream."""
         self.stream.load_state_dict(state)
         self.arriving.restart()  # a state from before the first step holds no position of the documents
         self._state, self._last = state, None
