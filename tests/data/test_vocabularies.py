@@ -132,11 +132,10 @@ def test_a_kind_that_must_be_trained_is_refused():
     assert load_tokenizer(TokenizerConfig("byte"), ["<x>"]).special_id("<x>") == 257
 
 
-def test_facts_of_a_file(tmp_path):
+def test_a_file_and_the_files_beside_it(tmp_path):
     byte_tokenizer(["<x>"]).save(tmp_path / "tokenizer.json")
-    facts = read_vocabulary(TokenizerConfig("file", str(tmp_path / "tokenizer.json")))
-    assert (facts.special_tokens, facts.bos_token, facts.eos_token) == ((END, "<x>"), "", END)
-    assert facts.chat_template == ""
+    found = read_vocabulary(TokenizerConfig("file", str(tmp_path / "tokenizer.json")))
+    assert (found.special_tokens, found.bos_token, found.eos_token) == ((END, "<x>"), "", END)
     fields = {"chat_template": {"default": "D"}, "eos_token": None}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
     assert read_vocabulary(TokenizerConfig("file", str(tmp_path))).chat_template == "D"

@@ -135,17 +135,22 @@ def test_every_document_is_trained_on_once(folder, prefetch):
     assert feed.names(0) == f"document 0 of {folder}"
 
 
-def test_two_ranks_share_the_steps_of_one(folder):
+@pytest.mark.parametrize("stop", [0, 3])
+def test_two_ranks_share_the_steps_of_one(folder, stop):
     single = [summary(data) for data in feed_of(folder)]
+    first = feed_of(folder)
+    assert [summary(data) for data in itertools.islice(first, stop)] == single[:stop]
+    state = first.state_dict()
 
     def run(rank, world):
         feed = feed_of(folder, world=world)
+        feed.load_state_dict(state)
         steps = list(feed)
         feed.close()
         return steps
 
     found = on_two_ranks(run)
-    assert [summary(data) for data in found[0]] == [summary(data) for data in found[1]] == single
+    assert [summary(data) for data in found[0]] == [summary(data) for data in found[1]] == single[stop:]
     for one, other in zip(*found, strict=True):
         assert len(one.micro_batches) == len(other.micro_batches) == 2
         own = [batch.num_target_tokens for data in (one, other) for batch in data.micro_batches]
@@ -167,17 +172,30 @@ def test_ranks_that_read_different_documents_stop(folder, tmp_path):
     on_two_ranks(run)
 
 
-@pytest.mark.parametrize("stop", [0, 3, 6])
-def test_a_resumed_run_equals_an_uninterrupted_one(folder, stop):
+def records():
+    return (
+        {"prompt": f"{number}:", "completion": "y" * int(length)} for number, length in enumerate(LENGTHS)
+    )
+
+
+@pytest.mark.parametrize(("source", "stop"), [("folder", 0), ("folder", 6), ("records", 4)])
+def test_a_resumed_run_equals_an_uninterrupted_one(folder, source, stop):
+    def made():
+        if source == "folder":
+            return feed_of(folder)
+        config = config_of("some/set", "data.source=huggingface", "data.overlong=split", "data.overlap=4")
+        arriving = StreamedRecords(config.data, 24, TokenizerConfig(kind="byte"), records)
+        return StreamFeed(config, Mesh.plain(World()), arriving, CostModel.from_shape(), time.perf_counter)
+
     model = tiny()
-    whole = trained(feed_of(folder), model)
-    assert len(whole) == 7
-    first, half = feed_of(folder), tiny()
+    whole = trained(made(), model)
+    first, half = made(), tiny()
     losses = trained(first, half, stop) if stop else []
     state = json.loads(json.dumps(first.state_dict()))
-    second = feed_of(folder)
+    second = made()
     second.load_state_dict(state)
     assert losses + trained(second, half) == whole
+    assert second.ended
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), half.parameters(), strict=True))
 
 
@@ -187,42 +205,6 @@ def test_a_run_trains_until_its_stream_ends(folder, tmp_path, capsys):
     printed = " ".join(capsys.readouterr().out.split())
     assert f"ended after step {result.step} of 1000: the stream of documents has ended" in printed
     assert "sqrt in 192 targets a step over 1,024" in printed  # four packs of 48 tokens in the mean
-
-
-def test_two_ranks_resume_where_one_stopped(folder):
-    whole = [summary(data) for data in feed_of(folder)]
-    first = feed_of(folder)
-    head = [summary(data) for data in itertools.islice(first, 3)]
-    state = first.state_dict()
-
-    def run(rank, world):
-        feed = feed_of(folder, world=world)
-        feed.load_state_dict(state)
-        return [summary(data) for data in feed]
-
-    for found in on_two_ranks(run):
-        assert head + found == whole
-
-
-def test_streamed_records_resume_exactly():
-    def records():
-        return (
-            {"prompt": f"{number}:", "completion": "y" * int(length)} for number, length in enumerate(LENGTHS)
-        )
-
-    def feed():
-        config = config_of("some/set", "data.source=huggingface", "data.overlong=split", "data.overlap=4")
-        arriving = StreamedRecords(config.data, 24, TokenizerConfig(kind="byte"), records)
-        return StreamFeed(config, Mesh.plain(World()), arriving, CostModel.from_shape(), time.perf_counter)
-
-    whole, model = trained(feed(), tiny()), tiny()
-    first = feed()
-    losses = trained(first, model, 4)
-    second = feed()
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert losses + trained(second, model) == whole
-    assert second.ended
-    assert sum(data.target_tokens for data in feed()) == int((LENGTHS + 1).sum())
 
 
 def test_all_ranks_end_when_documents_come_too_late_for_one(folder):

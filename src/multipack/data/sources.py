@@ -113,13 +113,15 @@ class Source:
 
     def part(self, number: int, parts: int) -> Source:
         """Part `number` of `parts`: contiguous files, or rows of a data set, of about equal size."""
+        if parts == 1:
+            return self
         part = copy.copy(self)
         if self.dataset is not None:
             part.dataset = self.dataset.shard(parts, number, contiguous=True)
             part.total = len(part.dataset)
             return part
         begins = accumulate((file.size for file in self.files), initial=0)
-        places = [begin * parts // max(self.total, 1) for begin in begins]
+        places = [min(begin * parts // max(self.total, 1), parts - 1) for begin in begins]
         part.files = [file for file, place in zip(self.files, places, strict=False) if place == number]
         part.total = sum(file.size for file in part.files)
         part._ignored = self._ignored if number == 0 else 0
