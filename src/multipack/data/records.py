@@ -134,7 +134,8 @@ class RecordReader:
 
     def _documents(self, record: dict[str, Any], name: str) -> list[SourceDocument] | list[str]:
         shape = self.shape or self._begin(record)
-        context, answers = (_messages if shape.is_chat else _texts)(record, shape)
+        read: Callable[..., tuple[Any, Any]] = _messages if shape.is_chat else _texts
+        context, answers = read(record, shape)
         if len(answers) == 2 and answers[0] == answers[1]:
             return ["pairs of equal answers"]
         if not all(map(_has_answer, answers)):

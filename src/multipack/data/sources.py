@@ -31,6 +31,7 @@ from multipack.data.data_config import RECORDS, DataConfig
 from multipack.data.records import RecordReader, without_nulls
 from multipack.data.texts import SourceDocument, TextPart, divided, find_files, json_records
 from multipack.data.tokenizer import TokenizerConfig
+from multipack.data.vocabularies import install_hint
 
 Found = SourceDocument | str
 """A document, or the reason why an entry is skipped."""
@@ -293,7 +294,7 @@ def read_parquet(source: Source, file: SourceFile, content: BinaryIO) -> Iterato
         import pyarrow
         from pyarrow import parquet
     except ImportError as error:
-        raise ImportError(_install("parquet", "pyarrow")) from error
+        raise ImportError(install_hint("data.source=parquet", "pyarrow", "parquet")) from error
     number = 0
     try:
         table = parquet.ParquetFile(content)
@@ -315,7 +316,7 @@ def open_dataset(config: DataConfig) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise ImportError(_install("huggingface", "datasets")) from error
+        raise ImportError(install_hint("data.source=huggingface", "datasets", "huggingface")) from error
     folder = Path(config.path).expanduser()
     is_saved = any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
     try:
@@ -336,10 +337,6 @@ def open_dataset(config: DataConfig) -> Any:
         )
     dataset = parts[config.part]
     return dataset.to_iterable_dataset() if config.stream else dataset
-
-
-def _install(source: str, package: str) -> str:
-    return f'data.source={source} needs the package {package}: pip install "multipack[{source}]"'
 
 
 class SourceReader(NamedTuple):

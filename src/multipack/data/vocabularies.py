@@ -104,7 +104,9 @@ def read_transformers(path: str) -> Vocabulary:
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        raise ImportError(_install("tokenizer.kind=transformers", "transformers", "transformers")) from error
+        raise ImportError(
+            install_hint("tokenizer.kind=transformers", "transformers", "transformers")
+        ) from error
     folder = Path(path).expanduser()
     try:
         loaded = AutoTokenizer.from_pretrained(str(folder) if folder.exists() else path)
@@ -192,11 +194,12 @@ def _package_folder(package: str, setting: str, distribution: str, extra: str) -
     """The folder of a package, found without importing it."""
     found = importlib.util.find_spec(package)
     if found is None or not found.submodule_search_locations:
-        raise ImportError(_install(setting, distribution, extra))
+        raise ImportError(install_hint(setting, distribution, extra))
     return Path(next(iter(found.submodule_search_locations)))
 
 
-def _install(setting: str, distribution: str, extra: str) -> str:
+def install_hint(setting: str, distribution: str, extra: str) -> str:
+    """The message of an `ImportError`: which package a setting needs, and the extra that installs it."""
     return f'{setting} needs the package {distribution}: pip install "multipack[{extra}]"'
 
 
