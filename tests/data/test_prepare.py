@@ -6,8 +6,6 @@ import multiprocessing
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -27,6 +25,7 @@ from multipack.data.texts import SourceDocument, TextPart
 from multipack.data.tokenizer import TokenizerConfig, byte_tokenizer
 from multipack.data.writer import ShardBuilder, encode
 
+FORK = multiprocessing.get_context("fork")
 BYTE, CHAR, BPE = TokenizerConfig("byte"), TokenizerConfig("char"), TokenizerConfig("bpe", "", 300)
 
 
@@ -314,25 +313,6 @@ def test_impossible_requests_are_refused(config, corpus, tmp_path, text_file):
 
 # --- interruptions ---------------------------------------------------------------------------------------
 
-PREPARE = """
-import json, sys, time
-from pathlib import Path
-from multipack.data import prepare, writer
-from multipack.data.data_config import DataConfig
-from multipack.data.tokenizer import TokenizerConfig
-
-given = json.loads(sys.argv[1])
-prepare.BATCH_DOCUMENTS, writer.SHARD_TOKENS = 10, 1500
-
-def progress(done, total, unit):
-    if "tokenized" in unit:
-        print(done, flush=True)
-        time.sleep(given["pause"])
-
-options = {"shards": given["shards"], "part": given["part"]}
-prepare.prepare(DataConfig(**given["data"]), TokenizerConfig("byte"), Path(given["out"]), progress, **options)
-"""
-
 
 @pytest.fixture
 def small_shards(monkeypatch):
@@ -340,29 +320,21 @@ def small_shards(monkeypatch):
     monkeypatch.setattr(writer_module, "SHARD_TOKENS", 1500)
 
 
-@pytest.fixture
-def start():
-    """Starts `prepare` in another process, which is killed after the test if it still runs."""
-    started = []
+def _prepare_and_die(data, out, batches, options):
+    def progress(done, total, unit):
+        nonlocal batches
+        batches -= "tokenized" in unit
+        if batches == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    def start(data, out, shards=0, part="1/1", pause=0.02):
-        given = {"data": vars(data), "out": str(out), "shards": shards, "part": part, "pause": pause}
-        words = [sys.executable, "-c", PREPARE, json.dumps(given)]
-        started.append(subprocess.Popen(words, stdout=subprocess.PIPE, text=True))
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+    prepare(data, BYTE, out, progress, **options)
 
 
-def kill_after(process, batches_done, how=signal.SIGKILL):
-    for _ in range(batches_done):
-        process.stdout.readline()
-    process.send_signal(how)
-    process.wait()
+def start(data, out, batches=0, **options):
+    """Prepare in another process, which is killed after this number of batches."""
+    process = FORK.Process(target=_prepare_and_die, args=(data, out, batches, options))
+    process.start()
+    return process
 
 
 @pytest.mark.parametrize(
@@ -370,9 +342,9 @@ def kill_after(process, batches_done, how=signal.SIGKILL):
     [({"dedup": True}, {}), ({}, {"shards": 4}), ({}, {"part": "1/2"})],
     ids=["dedup", "shards", "part"],
 )
-def test_a_killed_prepare_is_continued(config, corpus, start, tmp_path, small_shards, fields, options):
+def test_a_killed_prepare_is_continued(config, corpus, tmp_path, small_shards, fields, options):
     data, out, calls, told = config(source="jsonl", path=corpus, **fields), tmp_path / "out", [], []
-    kill_after(start(data, out, **options), 45)
+    start(data, out, 45, **options).join(60)
     assert not (out / HEADER).exists()
     there = TokenStore(out, growing=True)
     assert there.num_documents >= 60
@@ -386,24 +358,24 @@ def test_a_killed_prepare_is_continued(config, corpus, start, tmp_path, small_sh
         assert len(calls) == -(-(TokenStore(whole).num_documents - there.num_documents) // 10)
 
 
-def test_killed_again_and_again_at_any_moment(config, corpus, start, tmp_path, small_shards):
+def test_killed_again_and_again_at_any_moment(config, corpus, tmp_path, small_shards):
     data = config(source="jsonl", path=corpus, dedup=True)
     out, draw = tmp_path / "out", random.Random(5)
-    for number in range(4):
-        process = start(data, out, pause=0.001)
-        kill_after(
-            process, draw.randrange(1, 12), (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)[number % 3]
-        )
+    for _ in range(6):
+        process = start(data, out)
+        time.sleep(draw.uniform(0.02, 0.3))
+        process.kill()
+        process.join(60)
     prepare(data, BYTE, out)
     TokenStore(out).verify()
     assert content(out) == content(prepare(data, BYTE, tmp_path / "whole"))
 
 
 def test_shards_of_other_documents_are_not_used_and_damaged_ones_made_again(
-    config, corpus, start, text_file, tmp_path, small_shards
+    config, corpus, text_file, tmp_path, small_shards
 ):
     data, out = config(source="jsonl", path=corpus), tmp_path / "out"
-    kill_after(start(data, out), 45)
+    start(data, out, 45).join(60)
     second = sorted(out.glob("shard*"))[1]
     second.write_bytes(second.read_bytes()[:-1])
     (out / "precious.txt").write_text("precious")
@@ -430,9 +402,8 @@ def _prepare(path, cache, marks):
 
 def test_one_process_prepares_while_others_wait(pairs, tmp_path):
     (tmp_path / "marks").mkdir()
-    fork = multiprocessing.get_context("fork")
     given = (pairs, str(tmp_path / "cache"), str(tmp_path / "marks"))
-    processes = [fork.Process(target=_prepare, args=given) for _ in range(2)]
+    processes = [FORK.Process(target=_prepare, args=given) for _ in range(2)]
     for process in processes:
         process.start()
     for process in processes:
