@@ -50,7 +50,7 @@ def test_cut_gives_blocks(small):
         small.cut(0)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(st.data())
 def test_any_view_counts_its_targets_right(memory_store, data):
     part = st.tuples(st.integers(0, 6), st.booleans())

@@ -57,15 +57,6 @@ def test_documents_in_exact_shares(joint_of):
     assert b.describe().endswith("; 1 documents left out")
 
 
-def test_without_weights_every_document_is_seen_once(joint_of):
-    sources = joint_of([7, 2, 9, 4], [50, 30])
-    for unit in ("documents", "tokens"):
-        for ends in ("all", "first"):
-            view, shares = mix(sources, ["a", "b"], [], unit, ends)
-            assert counts_of(view, sources) == [[1] * 4, [1] * 2]
-            assert [share.times for share in shares] == [1, 1]
-
-
 def test_impossible_mixtures_are_refused(joint_of):
     sources = joint_of([1] * 1000, [1])
     with pytest.raises(ValueError, match=r"s1 is seen 9,999,000,000 times.*mixture_ends=first"):
@@ -76,7 +67,7 @@ def test_impossible_mixtures_are_refused(joint_of):
         mix(sources, ["s0", "s1"], [1, float("nan")])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(st.data())
 def test_any_mixture_is_exact(joint_of, data):
     lengths = st.lists(st.integers(1, 12), min_size=1, max_size=9)

@@ -39,32 +39,25 @@ def test_impossible_requests_are_refused(documents, limit, fit, complaint):
         documents.fit(limit, **({"policy": "split"} | fit if isinstance(fit, dict) else {"policy": fit}))
 
 
-def test_truncate_left_keeps_the_end(documents):
-    fitted, report = documents.fit(8, "truncate_left")
-    assert [document.tokens.tolist() for document in fitted] == [
-        list(range(4, 12)),
-        list(range(12, 16)),
-        list(range(17, 25)),
-    ]
-    assert fitted.target_counts.tolist() == [3, 3, 7]
-    assert fitted.names(0) == "doc0 [tokens 4 to 12 of 12]"
-    assert report.describe() == "2 documents longer than 8 tokens truncated at their beginning (5 tokens)"
-
-
-def test_truncate_counts_what_is_lost(documents):
-    fitted, report = documents.fit(8, "truncate")
-    assert fitted.lengths.tolist() == [8, 4, 8]
-    assert (report.truncated_documents, report.truncated_tokens, report.without_targets) == (2, 5, 1)
-    assert report.describe() == (
-        "2 documents longer than 8 tokens truncated (5 tokens); 1 documents or pieces without a target"
+def test_policies_shorten_and_report(documents):
+    counts = (
+        "truncated_documents",
+        "truncated_tokens",
+        "dropped_documents",
+        "dropped_tokens",
+        "without_targets",
     )
-
-
-def test_drop_counts_documents_and_tokens(documents):
-    fitted, report = documents.fit(8, "drop")
-    assert fitted.lengths.tolist() == [4]
-    assert (report.dropped_documents, report.dropped_tokens) == (2, 21)
-    assert "2 documents longer than 8 tokens dropped (21 tokens)" in report.describe()
+    longer = "2 documents longer than 8 tokens"
+    for policy, first, lengths, expected, line in (
+        ("truncate", 0, [8, 4, 8], [2, 5, 0, 0, 1], f"{longer} truncated (5 tokens); 1 documents or pieces"),
+        ("truncate_left", 4, [8, 4, 8], [2, 5, 0, 0, 0], f"{longer} truncated at their beginning (5 tokens)"),
+        ("drop", 12, [4], [0, 0, 2, 21, 0], f"{longer} dropped (21 tokens)"),
+    ):
+        fitted, report = documents.fit(8, policy)
+        assert (fitted[0].tokens[0], fitted.lengths.tolist()) == (first, lengths)
+        assert [getattr(report, name) for name in counts] == expected
+        assert report.describe().startswith(line)
+    assert documents.fit(8, "truncate_left")[0].names(0) == "doc0 [tokens 4 to 12 of 12]"
 
 
 def test_an_empty_view_fits(documents):
@@ -107,7 +100,7 @@ def pieces_of(document, limit, overlap, prompt):
     return made
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 @given(st.data())
 def test_any_split_trains_every_target_once(memory_store, data):
     part = st.tuples(st.integers(0, 7), st.booleans())

@@ -30,7 +30,7 @@ def epochs(made, numbers):
     return out
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(st.data())
 def test_every_document_once_and_equal_counts(data):
     capacity = data.draw(st.integers(1, 120))

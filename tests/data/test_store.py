@@ -179,7 +179,7 @@ def test_stores_of_different_kinds_are_not_joined(path, write_pairs, tmp_path):
         TokenStore.joined(tmp_path, [one, write_pairs([(1, 2, 3)])], ["", ""])
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(st.data())
 def test_any_documents_of_any_stores_have_their_ranges(memory_store, data):
     sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))

@@ -24,8 +24,6 @@ from torch import Tensor
 
 IGNORE = -100
 """Target that no loss counts."""
-TENSORS = ("input_ids", "targets", "position_ids", "cu_seqlens", "weights")
-"""Fields of a `PackedBatch` that are on a device; `weights` may be None."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +70,8 @@ class PackedBatch:
         return self._each(Tensor.pin_memory)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> PackedBatch:
-        held = {name: getattr(self, name) for name in TENSORS}
-        changed: dict[str, Any] = {name: change(value) for name, value in held.items() if value is not None}
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        changed: dict[str, Any] = {name: change(value) for name, value in tensors.items()}
         return replace(self, **changed)
 
     @property

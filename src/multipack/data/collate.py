@@ -9,9 +9,8 @@ The planner's item is the pair, so that both answers are in one pack and the los
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, cast
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -220,10 +219,6 @@ class PreferenceBatch(PackedBatch):
 
     reference: Tensor | None = None
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> PackedBatch:
-        changed = cast(PreferenceBatch, super()._each(change))
-        return changed if self.reference is None else replace(changed, reference=change(self.reference))
-
     @property
     def num_pairs(self) -> int:
         """Pairs in this pack."""
@@ -301,7 +296,6 @@ class PreferenceCollator:
         if known and len(known) < len(pairs):
             raise ValueError(f"only {len(known)} of {len(pairs)} pairs have reference values")
         batch = self.packed([answer for pair in pairs for answer in (pair.chosen, pair.rejected)])
-        held: dict[str, Any] = {field.name: getattr(batch, field.name) for field in fields(PackedBatch)}
         # A pack without pairs counts as one whose values are known.
         values = torch.from_numpy(np.array(known, dtype=np.float64).reshape(-1, 2))
-        return PreferenceBatch(**held, reference=values if len(known) == len(pairs) else None)
+        return PreferenceBatch(**vars(batch), reference=values if len(known) == len(pairs) else None)

@@ -111,12 +111,12 @@ def load_corpus(
         names = _names([store.path for store in stores])
         joined = TokenStore.joined(stores[0].path.parent, stores, names)
         first = np.cumsum([0, *(store.num_documents for store in stores[:-1])]).tolist()
-        trains, validations = (
-            [view.within(joined, start) for view, start in zip(views, first, strict=True)]
-            for views in (trains, validations)
-        )
-        train, shares = mix(trains, names, data.weights, data.weigh_by, data.mixture_ends, data.split_seed)
-        validation = Documents.joined(validations)  # each store has those that it has alone
+        views = [
+            [view.within(joined, start) for view, start in zip(each, first, strict=True)]
+            for each in (trains, validations)
+        ]
+        train, shares = mix(views[0], names, data.weights, data.weigh_by, data.mixture_ends, data.split_seed)
+        validation = Documents.joined(views[1])  # each store has those that it has alone
         shown = ", ".join(f"{share.name} {share.got:.1%}" for share in shares)
         description = f"mixture by {data.weigh_by}: {shown}"
     store = train.store

@@ -83,13 +83,7 @@ class Documents:
 
     @classmethod
     def joined(cls, views: Sequence[Documents]) -> Documents:
-        """All documents of these views of one store, in order.
-
-        Raises:
-            ValueError: they are views of different stores.
-        """
-        if any(view.store is not views[0].store for view in views):
-            raise ValueError("views of different stores: join the stores first (TokenStore.joined)")
+        """All documents of these views of one store, in order."""
         return views[0]._view(np.concatenate([view.pieces for view in views]))
 
     def within(self, joined: TokenStore, first: int) -> Documents:
@@ -107,7 +101,8 @@ class Documents:
     def _piece(self, index: int) -> tuple[int, int, int, int, int]:
         if not -len(self) <= index < len(self):
             raise IndexError(f"document {index} of {len(self):,}")
-        return self.pieces[int(index)].item()  # type: ignore[no-any-return]
+        piece: tuple[int, int, int, int, int] = self.pieces[int(index)].item()
+        return piece
 
     def __getitem__(self, index: int) -> Document:
         """Document `index` (negative: from the end).

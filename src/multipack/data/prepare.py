@@ -87,6 +87,8 @@ def prepare(
     with locked(cache / "stores" / f"{place}.lock"):
         if _is_complete(path, key):  # another process may have been faster
             return path
+        if overwrite:
+            sweep(path)  # a kill may have interrupted the replacement
         is_beside = overwrite and out is not None and not is_free(path, leftovers=True)
         target = path.with_name(f".{path.name}.new") if is_beside else path
         if not _is_complete(target, key):
@@ -102,7 +104,6 @@ def prepare(
             else:
                 _write_part(target, source, made, key, number - 1, parts, shards, progress, tell)
         if is_beside and (target / HEADER).is_file():
-            sweep(path)
             move_into_place(target, path, replace=True)
     return path
 

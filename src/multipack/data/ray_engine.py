@@ -10,6 +10,7 @@ same paths. A task that dies is run again, and continues after the shards that a
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from multipack.data.tokenizer import Progress
 
@@ -46,7 +47,7 @@ def run_parts(write: Callable[[int], str], parts: int, progress: Progress) -> No
     is_ours = not ray.is_initialized()
     if is_ours:
         ray.init(include_dashboard=False, log_to_driver=False, logging_level="error")
-    waiting, done = [], 0
+    waiting, done = list[Any](), 0
     try:
         task, shared = ray.remote(num_cpus=1, max_retries=3)(_run), ray.put(write)
         waiting = [task.remote(shared, part) for part in range(parts)]

@@ -215,8 +215,10 @@ class PackedBatchSampler(Sampler[list[int]]):
 
     def _read_carried(self, carried: Any, epoch: int) -> NDArray[np.int64]:
         """The documents that a saved state carries into its epoch."""
-        numbers = np.asarray(carried, dtype=np.int64 if len(carried) == 0 else None)
-        if numbers.size and (not self._carries or epoch == 0):
+        numbers = np.asarray(carried)
+        if numbers.size == 0:
+            return np.empty(0, dtype=np.int64)
+        if not self._carries or epoch == 0:
             raise ValueError(
                 f"the saved sampler state carries {numbers.size} documents, but nothing is carried here"
             )

@@ -111,8 +111,8 @@ class Shard:
     def _digest(self, document: int) -> int:
         tokens, spans = self.tokens_of(document), self.spans_of(document)
         digest = hashlib.blake2b(f"{len(tokens)} {len(spans)} {self.name(document)}".encode(), digest_size=15)
-        digest.update(tokens)
-        digest.update(spans)
+        digest.update(tokens.data)
+        digest.update(spans.data)
         return int.from_bytes(digest.digest(), "big")
 
     def check(self) -> None:
