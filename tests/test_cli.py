@@ -39,7 +39,7 @@ def test_help_and_settings_fit_80_columns(run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     names = [command.callback.__name__ for command in app.registered_commands]
     assert all(command in run("--help").output for command in [*names, "bench"])
-    for command in ("train", "prepare", "plan", "pack", "config"):
+    for command in ("train", "prepare", "plan", "pack"):
         settings = run(command, "--settings").output
         assert max(map(len, settings.splitlines())) <= 80
         assert "\n\n\n" not in settings

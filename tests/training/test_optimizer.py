@@ -6,7 +6,7 @@ import torch
 from multipack.models.decoder import Decoder
 from multipack.shapes import ModelShape
 from multipack.training.optimizer import build_optimizer, optimizer_text, treatments
-from multipack.training.rules import Rule, read_rule
+from multipack.training.rules import read_rule
 from multipack.training.run_config import compose
 from multipack.training.settings import OptimizerConfig
 
@@ -132,17 +132,6 @@ def test_illegal_settings_are_refused_by_name():
     words = ["optimizer.name=muon", "parallel.data=zero3", "parallel.offload=cpu"]
     with pytest.raises(ValueError, match=r"optimizer\.name=muon .*parallel\.offload=none"):
         compose(words).check(2)
-
-
-def test_rules_come_from_words_and_yaml(tmp_path):
-    config = compose(["optimizer.rules=[embedding lr=0.5 weight_decay=0, *.bias lr=2]"]).optimizer
-    assert [read_rule(text) for text in config.rules] == [
-        Rule("embedding lr=0.5 weight_decay=0", "embedding", 0.5, 0.0),
-        Rule("*.bias lr=2", "*.bias", 2.0),
-    ]
-    (tmp_path / "c.yaml").write_text("optimizer:\n  rules:\n  - norm freeze\n  fused: 'true'\n")
-    config = compose([f"config={tmp_path / 'c.yaml'}"]).optimizer
-    assert (config.rules, config.fused) == (["norm freeze"], "true")
 
 
 def test_the_header_counts_parameters_by_treatment(model):
