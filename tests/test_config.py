@@ -191,7 +191,7 @@ def test_auto_begins_a_run_and_continues_it_by_the_same_words(tmp_path):
     run.path.mkdir()
     (run.path / ".config.yaml.12ab.partial").write_text("tra")  # of a process that was killed as it began
     assert compose_run(words).train.resume == "false"
-    # On two ranks this run settled on four packs a step; whoever continues it on one has four as well.
+    # On two ranks this run had four packs a step; it has four on one rank as well.
     run.create(config_yaml(compose([*words[2:3], "plan.packs_per_step=4", "optimizer.lr=1e-5"])))
     continued = compose_run(words)
     assert (continued.train.resume, continued.out, continued.train.steps) == ("true", str(run.path), 9)
@@ -225,17 +225,17 @@ def test_steps_need_a_pack_for_each_rank():
         compose(["data.readers=4"]).check(2)
 
 
-def test_a_pipeline_takes_the_packs_that_it_needs_unless_a_run_has_settled_them(tmp_path):
+def test_a_pipeline_takes_the_packs_that_it_needs_unless_a_saved_run_has_fewer(tmp_path):
     words = ["model=tiny", "model.layers=8", "plan.packs_per_step=3"]
     compose([*words, "parallel.pipeline=4"]).check(4)
     run = RunDirectory(tmp_path / "run")
     run.create(config_yaml(compose(words)))
-    goes_on = ["train.resume=true", f"out={run.path}"]
+    resumed = ["train.resume=true", f"out={run.path}"]
     with pytest.raises(ValueError, match=r"needs 4 packs .* has 3: use parallel\.pipeline=2$"):
-        compose_run([*goes_on, "parallel.pipeline=4"]).check(4)
-    compose_run([*goes_on, "parallel.pipeline=2"]).check(4)
+        compose_run([*resumed, "parallel.pipeline=4"]).check(4)
+    compose_run([*resumed, "parallel.pipeline=2"]).check(4)
     with pytest.raises(ValueError, match=r"\(interleaved\) needs 4 .* has 3: use parallel\.pipeline=1$"):
-        compose_run([*goes_on, "parallel.pipeline=2", "parallel.schedule=interleaved"]).check(2)
+        compose_run([*resumed, "parallel.pipeline=2", "parallel.schedule=interleaved"]).check(2)
 
 
 def test_aligned_packs_of_one_shape_that_ranks_cannot_divide_are_refused():

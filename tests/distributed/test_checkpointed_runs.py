@@ -84,7 +84,7 @@ def test_a_run_continues_with_the_same_losses_on_other_meshes(pools, words, tmp_
         assert found["loss"][step] == pytest.approx(loss, abs=1e-5), step
     assert found["val_loss_ema"][6] == pytest.approx(expected["val_loss_ema"][6], abs=1e-5)
     last = [load_checkpoint(RunDirectory(out).latest_checkpoint()) for out in (whole, parts)]
-    for group in ("model", "observers"):
+    for group in ("model", "callbacks"):
         one, other = (checkpoint.source.whole(group) for checkpoint in last)
         for name, tensor in one.items():
             torch.testing.assert_close(other[name], tensor, rtol=0, atol=2e-5)

@@ -40,7 +40,7 @@ def _tensors(out):
     source = load_checkpoint(RunDirectory(out).latest_checkpoint()).source
     return {
         f"{group}.{name}": t
-        for group in ("model", "optimizer", "observers")
+        for group in ("model", "optimizer", "callbacks")
         for name, t in source.whole(group).items()
     }
 
@@ -120,7 +120,7 @@ def test_resuming_is_bit_for_bit(words, tmp_path, files, changed, more):
         assert last["val_loss_ema"] != last["val_loss"]
         squares = sum(value**2 for name, value in first.items() if name.startswith("grad_norm/"))
         assert squares**0.5 == pytest.approx(first["grad_norm"], rel=1e-4)
-        assert not any(name.startswith("observers.average.blocks.0.attention.") for name in _tensors(whole))
+        assert not any(name.startswith("callbacks.average.blocks.0.attention.") for name in _tensors(whole))
 
 
 def test_resuming_continues_across_epochs(words, tmp_path, files, changed):

@@ -37,7 +37,7 @@ def run(tmp_path, model):
     for step, factor in ((4, 1.0), (8, 2.0)):
         state = {name: tensor.detach() * factor for name, tensor in model.named_parameters()}
         averages = {f"average.{name}": tensor / 4 for name, tensor in state.items() if "norm" not in name}
-        tensors = {"model": state, "observers": averages if step == 8 else {}}
+        tensors = {"model": state, "callbacks": averages if step == 8 else {}}
         CheckpointWriter(run, World(), 0).save(step, tensors, {}, files, best=step == 4)
     return run
 

@@ -72,7 +72,7 @@ def open_engine(
 
 
 def check_first_stage(config: Config, shape: ModelShape) -> None:
-    """Refuse rules that freeze the whole first stage of a pipeline; needs no process group.
+    """Check that rules do not freeze the whole first stage of a pipeline; needs no process group.
 
     Raises:
         ValueError: see above; or a rule that matches no parameter.

@@ -255,7 +255,7 @@ def compose_run(words: Iterable[str]) -> Config:
     if out and Path(out).resolve() != run.path.resolve():
         raise ConfigError(
             f"out={out} is not the run of train.resume={resume}; a run continues in its own"
-            f" directory: leave out= away, or copy {run.path} first"
+            f" directory: remove out=, or copy {run.path} first"
         )
     # The settings saved in the checkpoint, because later words may have changed those in the run directory.
     before = read_yaml(checkpoint / "config.yaml" if checkpoint else run.config)
@@ -314,5 +314,5 @@ def _check_unchanged(before: dict[str, Any], settings: dict[str, str]) -> None:
         if fixed and key in old and value not in (str(old[key]), str(old[key]).lower(), "0"):
             raise ConfigError(
                 f"{key} was {old[key]} in that run and cannot become {value}: the saved weights and documents depend"
-                " on it; leave it away, or start a new run with another out="
+                " on it; leave it out, or start a new run with another out="
             )

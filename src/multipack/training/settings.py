@@ -213,7 +213,7 @@ class TrackConfig:
                 near = difflib.get_close_matches(name, TRACKER_NAMES, 1)
                 hint = f"; did you mean {near[0]}?" if near else ""
                 hint = "; metrics.jsonl is always written" if name == "jsonl" else hint
-                raise ValueError(f"track.to={name} is none of {', '.join(TRACKER_NAMES)}{hint}")
+                raise ValueError(f"track.to={name} is not one of {', '.join(TRACKER_NAMES)}{hint}")
             if self.to.count(name) > 1:
                 raise ValueError(f"track.to names {name} more than once")
         if self.run_id and {"wandb", "mlflow"} <= set(self.to):

@@ -232,7 +232,7 @@ class Trainer:
             ValueError: this checkpoint, or the previous one in the background, could not be written.
         """
         state = self.engine.state()
-        state["observers"] = self.callbacks.all_tensors()
+        state["callbacks"] = self.callbacks.all_tensors()
         broken = [name for name, each in state["model"].items() if not bool(local(each).isfinite().all())]
         ranks = self.world.gather(json.dumps(broken))
         everywhere = sorted({name for text in ranks for name in json.loads(text)})
@@ -396,7 +396,7 @@ class Trainer:
                 f"train.loss_weighting changes from {before} to {weighting}: logged losses before and after are means"
                 " over different units"
             )
-        self.callbacks.load_states(progress["observers"])
+        self.callbacks.load_states(progress["callbacks"])
         self.callbacks.load_all_tensors(checkpoint.source, self.engine)
         if not restore_rng(self.world, checkpoint.source):
             self.notes.append(
@@ -411,5 +411,5 @@ class Trainer:
             "evaluated": self.evaluated,
             "best": self.best,
             "best_step": self.best_step,
-            "observers": self.callbacks.states(),
+            "callbacks": self.callbacks.states(),
         }

@@ -33,7 +33,7 @@ Weights = Literal["latest", "best", "ema"]
 Reader = Callable[[str], Tensor]
 """Name of a parameter of the decoder → its value, which is read at each call."""
 AVERAGE = "average."
-"""Prefix of averaged weights in a checkpoint's group "observers"."""
+"""Prefix of averaged weights in a checkpoint's group "callbacks"."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def initial_weights(path: Path, weights: Weights = "latest", world: World | None
 
 def _reader(checkpoint: Checkpoint, averaged: bool) -> Reader:
     """Reads the weights of a checkpoint, or their averages; frozen weights have no average."""
-    averages = checkpoint.source.shapes("observers") if averaged else {}
+    averages = checkpoint.source.shapes("callbacks") if averaged else {}
     if averaged and not any(name.startswith(AVERAGE) for name in averages):
         raise ValueError(
             f"{checkpoint.path} has no moving average of the weights: set train.ema_decay, or take the latest"
@@ -114,7 +114,7 @@ def _reader(checkpoint: Checkpoint, averaged: bool) -> Reader:
 
     def read(name: str) -> Tensor:
         if AVERAGE + name in averages:
-            return checkpoint.source.tensor("observers", AVERAGE + name)
+            return checkpoint.source.tensor("callbacks", AVERAGE + name)
         return checkpoint.source.tensor("model", name)
 
     return read

@@ -167,7 +167,7 @@ class Callbacks:
 
     def load_all_tensors(self, source: StateSource, engine: ModelEngine) -> None:
         """Restore tensors from a checkpoint, on any mesh; a callback that is not in it starts anew."""
-        saved = source.shapes("observers")
+        saved = source.shapes("callbacks")
         for callback in self._all:
             prefix = f"{callback.name}."
             shapes = {
@@ -175,7 +175,7 @@ class Callbacks:
             }
 
             def fill(tensors: Mapping[str, Tensor], prefix: str = prefix) -> None:
-                source.fill("observers", {f"{prefix}{name}": tensor for name, tensor in tensors.items()})
+                source.fill("callbacks", {f"{prefix}{name}": tensor for name, tensor in tensors.items()})
 
             if shapes:
                 callback.load_tensors(shapes, fill, engine)

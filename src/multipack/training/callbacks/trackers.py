@@ -235,7 +235,7 @@ def check_trackers(config: TrackConfig) -> None:
             import_module(TRACKERS[name][0])
         except ImportError as error:
             raise ValueError(
-                f'track.to={name} needs its package ({error}): pip install "multipack[{name}]", or leave it away'
+                f'track.to={name} needs its package ({error}): pip install "multipack[{name}]", or leave it out'
             ) from error
 
 
