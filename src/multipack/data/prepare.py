@@ -216,7 +216,7 @@ def _write_part(
             tokens = sum(shard.tokens for shard in writer.shards)
             tell(f"{writer.read:,} documents ({tokens:,} tokens) are there from an interrupted prepare")
         read = _fill(writer, source, shards, progress or _silent)
-        writer.skipped = source.skipped
+        writer.skipped = dict(source.skipped)
         kept = sum(shard.documents for shard in writer.shards) // (2 if source.pairs else 1)
         if read > kept and not source.is_stream:
             writer.skipped = writer.skipped | {"documents without tokens": read - kept}
@@ -279,7 +279,7 @@ def items_of(source: Source) -> Iterator[Item]:
         if source.config.dedup:
             digest = _digest(item)
             if digest in seen:
-                source.skip("duplicates")
+                source.skipped["duplicates"] += 1
                 continue
             seen.add(digest)
         yield item
