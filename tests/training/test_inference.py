@@ -174,11 +174,10 @@ def test_several_prompts_are_completed_as_each_alone(run, tmp_path):
     assert list(found) == ["one", "two words", "thrée"]
     assert found["thrée"]["prompt_tokens"] == 6
     assert {(entry["reason"], entry["new_tokens"]) for entry in found.values()} == {("length", 9)}
-    for prompt, entry in found.items():
-        assert run("--prompt", prompt, *rest).stdout == prompt + entry["text"] + "\n"
+    texts = {prompt: prompt + entry["text"] for prompt, entry in found.items()}
+    assert run("--prompt", "thrée", *rest).stdout == texts["thrée"] + "\n"
     printed = run("--prompts", "-", *rest, stdin="one\ntwo words\n").stdout
-    expected = [found[name]["prompt"] + found[name]["text"] for name in ("one", "two words")]
-    assert printed == f"=== 1 of 2\n{expected[0]}\n=== 2 of 2\n{expected[1]}\n"
+    assert printed == f"=== 1 of 2\n{texts['one']}\n=== 2 of 2\n{texts['two words']}\n"
 
 
 def test_notes_go_to_standard_error(run):

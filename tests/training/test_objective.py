@@ -109,7 +109,7 @@ def test_preferences_are_learned(decoder, pairs):
     """The initial loss is log 2; accuracy on the training pairs rises from a half to nearly one."""
     sampler = PackedBatchSampler(
         pairs.lengths,
-        capacity=CAPACITY,
+        capacity=1024,
         packs_per_step=1,
         targets=pairs.target_counts,
         loss_weighting="document",

@@ -46,8 +46,7 @@ def load_run(path: Path, device: str = "cpu") -> tuple[Decoder, Tokenizer]:
     initial = initial_weights(path)
     if initial.tokenizer is None:
         raise ValueError(f"{path} has no tokenizer.json: without it no text can be read or written")
-    model = build_decoder(initial.shape, initial.state(), initial.attention)
-    return model.to(where), initial.tokenizer
+    return build_decoder(initial.shape, initial.state()).to(where), initial.tokenizer
 
 
 def find_template(path: Path) -> ChatTemplate | None:

@@ -45,7 +45,6 @@ class Initial:
         shape: shape of the decoder.
         read: name of a parameter of the decoder → its value, read at each call.
         tokenizer: the tokenizer; None = the folder has no tokenizer.json.
-        attention: attention backend in the run's configuration.
         step: number of training steps in its run; None = unknown.
     """
 
@@ -53,7 +52,6 @@ class Initial:
     shape: ModelShape
     read: Reader
     tokenizer: Tokenizer | None
-    attention: str = "auto"
     step: int | None = None
 
     def state(self) -> dict[str, Tensor]:
@@ -69,7 +67,13 @@ def initial_shape(path: Path) -> ModelShape:
     """
     if is_export(path):
         return decoder_shape(path / CONFIG)
-    return _saved_model(weights_folder(path))[0]
+    file = weights_folder(path) / "config.yaml"
+    try:
+        values: dict[str, Any] = {str(name): value for name, value in OmegaConf.load(file).model.items()}
+        values.pop("attention", None)
+        return ModelShape(**values)
+    except (OSError, AttributeError, TypeError) as error:
+        raise ValueError(f"{file} does not describe a model: {error}") from error
 
 
 def initial_weights(path: Path, weights: Weights = "latest", world: World | None = None) -> Initial:
@@ -98,10 +102,9 @@ def initial_weights(path: Path, weights: Weights = "latest", world: World | None
         if named is not None:
             raise ValueError(f"{path} is one checkpoint; for the best one of its run name {run.path}")
         folder = run.best_checkpoint()
-    shape, attention = _saved_model(folder)
     checkpoint = load_checkpoint(folder, world)
     read = _reader(checkpoint, averaged=weights == "ema")
-    return Initial(folder, shape, read, Tokenizer.load(folder), attention, checkpoint.step)
+    return Initial(folder, initial_shape(folder), read, Tokenizer.load(folder), checkpoint.step)
 
 
 def _reader(checkpoint: Checkpoint, averaged: bool) -> Reader:
@@ -120,17 +123,6 @@ def _reader(checkpoint: Checkpoint, averaged: bool) -> Reader:
     return read
 
 
-def _saved_model(checkpoint: Path) -> tuple[ModelShape, str]:
-    """The shape and the attention backend in a checkpoint's config.yaml."""
-    file = checkpoint / "config.yaml"
-    try:
-        values: dict[str, Any] = {str(name): value for name, value in OmegaConf.load(file).model.items()}
-        attention = str(values.pop("attention", "auto"))
-        return ModelShape(**values), attention
-    except (OSError, AttributeError, TypeError) as error:
-        raise ValueError(f"{file} does not describe a model: {error}") from error
-
-
 def begin_from(
     initial: Initial, shape: ModelShape, tokenizer: Tokenizer, setting: str = "train.init_from"
 ) -> tuple[Reader, str]:
@@ -141,7 +133,7 @@ def begin_from(
 
     Args:
         initial: see `initial_weights`.
-        shape: of the run's decoder, with its vocabulary.
+        shape: of the run's decoder, with rows for the whole tokenizer.
         tokenizer: of the run's documents. Every token of the initial tokenizer must have the same number in it.
         setting: the setting that names these weights, for messages.
 
@@ -152,11 +144,6 @@ def begin_from(
         ValueError: the shape or the tokenizer differs; the message names the settings.
     """
     _check_same_shape(initial, shape, setting)
-    if tokenizer.vocabulary_size > shape.vocabulary_size:
-        raise ValueError(
-            f"model.vocabulary_size={shape.vocabulary_size} is smaller than the tokenizer's"
-            f" {tokenizer.vocabulary_size:,}; use 0 to take what is needed"
-        )
     known = _known_rows(initial, tokenizer, setting)
     old = initial.shape.vocabulary_size
     new = torch.arange(shape.vocabulary_size) >= old
