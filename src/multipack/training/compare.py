@@ -45,12 +45,11 @@ def padded_batches(
     numbers: NDArray[np.int64],
     batch_size: int,
     seed: int,
-    pad_id: int = 0,
     loss_weighting: LossWeighting = "token",
 ) -> list[PackedBatch]:
     """The given documents in random batches of `batch_size`, each padded to its longest document."""
     shuffled = np.random.default_rng(seed).permutation(numbers)
-    collate = PaddedCollator(pad_id, loss_weighting)
+    collate = PaddedCollator(0, loss_weighting)
     groups = [shuffled[start : start + batch_size] for start in range(0, len(shuffled), batch_size)]
     return [collate([documents[int(number)] for number in group]) for group in groups]
 

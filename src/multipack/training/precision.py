@@ -44,11 +44,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.4, size: int = 0) -> float:
     """FLOP/s of one device: published for known GPUs, else the fastest of repeated square matmuls.
 
-    Args:
-        device: where to measure.
-        dtype: of both factors.
-        seconds: duration of the measurement, at most.
-        size: rows and columns; 0 = 768 on a CPU, 8192 on a GPU.
+    Takes at most `seconds`, with `size` rows and columns; 0 = 768 on a CPU, 8192 on a GPU.
     """
     if device.type == "cuda" and dtype == torch.bfloat16:
         name = torch.cuda.get_device_name(device)

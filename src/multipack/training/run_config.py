@@ -50,12 +50,7 @@ HINTS: dict[str, str] = {
 }
 """wordplay's settings without an equivalent → what to set instead."""
 
-FIXED_AT_START = (
-    "train.init_from",
-    "preference.reference",
-    "plan.packs_per_step",
-    "plan.micro_batches",
-)
+FIXED_AT_START = ("train.init_from", "preference.reference", "plan.packs_per_step", "plan.micro_batches")
 """Words that `train.resume=auto` ignores when it resumes: initial checkpoints, and packs for a number of ranks."""
 
 FREE_ON_RESUME = {"plan.packs_per_step", "plan.micro_batches", "model.attention", "model.dropout"}
@@ -181,15 +176,13 @@ class Config:
 
 def _shorter_pipeline(parallel: ParallelConfig, processes: int, packs: int) -> int:
     """The largest smaller number of pipeline ranks for which a step has enough packs."""
-
-    def enough(pipeline: int) -> bool:
-        other = replace(parallel, pipeline=pipeline)
-        if processes % other.model_ranks:
-            return False
-        per_rank = -(-packs // other.data_size(processes))
-        return fit_micro_batches(other, per_rank) == per_rank
-
-    return max(ranks for ranks in range(1, parallel.pipeline) if enough(ranks))
+    for ranks in range(parallel.pipeline - 1, 1, -1):
+        other = replace(parallel, pipeline=ranks)
+        if processes % other.model_ranks == 0:
+            per_rank = -(-packs // other.data_size(processes))
+            if fit_micro_batches(other, per_rank) == per_rank:
+                return ranks
+    return 1
 
 
 def translate(key: str, value: str) -> tuple[str, str]:

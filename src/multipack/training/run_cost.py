@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from multipack.planning.cost import CostModel
 from multipack.run import RunDirectory
 from multipack.shapes import ModelShape
-
-if TYPE_CHECKING:
-    from multipack.training.run_config import Config
+from multipack.training.run_config import Config
 
 COST_FILE = "cost.json"
 """File of a run directory with the measured cost that the run plans with."""

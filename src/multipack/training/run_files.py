@@ -74,12 +74,7 @@ class RunFiles:
         ]
 
     def open(self, files: Mapping[str, bytes], resumed: Checkpoint | None, best_step: int) -> None:
-        """Create the run directory, or truncate its files to what the checkpoint saw; on rank 0.
-
-        Args:
-            files: name → content of further files.
-            resumed: the checkpoint that the run resumes from; None = it starts with step 1.
-            best_step: step of the best checkpoint; -1 = none.
+        """Create the run directory with `files`, or truncate its log to what the checkpoint saw; on rank 0.
 
         Raises:
             FileExistsError: a new run's directory is not empty.
@@ -109,12 +104,7 @@ class RunFiles:
     ) -> None:
         """Write a checkpoint; collective. With `train.checkpoint_async` in the background, except the last one.
 
-        Args:
-            step: number of steps taken.
-            tensors: this rank's tensors by group and name.
-            describe: returns the progress of the trainer, as plain values; called on rank 0.
-            best: whether its validation loss is the lowest so far.
-            last: wait until it is written.
+        `describe` returns the progress of the trainer as plain values; it is called on rank 0.
 
         Raises:
             ValueError: this checkpoint, or the previous one in the background, could not be written.

@@ -9,23 +9,16 @@ The warm-up rises linearly to the peak; the decay ends at `optimizer.min_lr` in 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from multipack.training.settings import OptimizerConfig
+from multipack.training.settings import OptimizerConfig
 
 
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
-    """Learning rate of a step.
+    """Learning rate of a step, from 1, of a run of `steps` steps.
 
     `wsd` (warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395) stays at its peak and decays over the last
     `decay_share` of the steps, linearly or as 1 − √progress (Hägele et al. 2024, arXiv:2405.18392): a run can be
     extended from any checkpoint before the decay.
-
-    Args:
-        step: the step to take, from 1.
-        steps: the last step of the run.
-        config: peak, floor, warm-up and schedule.
     """
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
@@ -41,14 +34,10 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
 
 
 def rate_factor(config: OptimizerConfig, targets_per_step: float) -> float:
-    """Factor of all learning rates of a run for the size of its steps: 1 at the reference.
+    """Factor of all learning rates of a run for the mean target tokens of its steps: 1 at the reference.
 
     With κ times the reference's targets in a step the factor is κ (`linear`: Goyal et al. 2017, arXiv:1706.02677,
     for SGD) or √κ (`sqrt`: Malladi et al. 2022, arXiv:2205.10287, for Adam). Adam's betas and epsilon are not scaled.
-
-    Args:
-        config: `lr_scaling` and `reference_tokens`.
-        targets_per_step: target tokens of a global step, the mean of the plan.
     """
     if config.lr_scaling == "none":
         return 1.0

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import astuple, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -153,7 +154,7 @@ class Trainer:
             if self.step and self._is_best():
                 self.save()
         for step, data in self._steps():
-            result = engine.forward_backward(data.micro_batches, data.denominator, self._watch(data))
+            result = engine.forward_backward(data.micro_batches, data.denominator, partial(self._watch, data))
             loss_sum, slots = self._agree(data, result)
             middle = self.clock()
             metrics = callbacks.gradient(step, engine)
@@ -161,15 +162,16 @@ class Trainer:
             loss = loss_sum / max(data.denominator, 1)
             applied = self._is_valid(data, norm) and callbacks.accept(step, loss, norm)
             rate = self.lr_factor * learning_rate(step, self.steps, config.optimizer)
+            metrics |= {"loss": loss, "lr": rate, "grad_norm": norm}
             if applied:
                 engine.step(rate)
             else:
                 engine.discard()
-                metrics |= {"skipped": 1.0}
+                metrics["skipped"] = 1.0
             self.step, self.loss = step, loss
             callbacks.after_step(step, engine, applied)
             self.running.add(loss_sum, data.denominator)
-            self._record(data, result, middle, slots, rate, norm, metrics)
+            self._record(data, result, middle, slots, metrics)
             if self._evaluation_due():
                 self.evaluate()
             if self._checkpoint_due():
@@ -280,12 +282,10 @@ class Trainer:
                 else:  # a rank received a signal, or gave up, while it waited for documents
                     self._interrupt()
 
-    def _watch(self, data: StepData) -> Callable[[int], None]:
-        """The function that calls `Callback.micro_batch` after each micro-batch."""
-        own = np.cumsum([batch.denominator for batch in data.micro_batches]).tolist()
-        return lambda index: self.callbacks.micro_batch(
-            index, self.engine, float(own[index]), float(data.denominator)
-        )
+    def _watch(self, data: StepData, index: int) -> None:
+        """Call the callbacks after a micro-batch."""
+        own = sum(batch.denominator for batch in data.micro_batches[: index + 1])
+        self.callbacks.micro_batch(index, self.engine, float(own), float(data.denominator))
 
     def _agree(self, data: StepData, result: StepResult) -> tuple[float, float]:
         """Sum loss and slots of a step over all ranks, and share stop signals, in one all-reduce.
@@ -326,14 +326,7 @@ class Trainer:
         return not overflowed
 
     def _record(
-        self,
-        data: StepData,
-        result: StepResult,
-        middle: float,
-        slots: float,
-        rate: float,
-        norm: float,
-        metrics: dict[str, float],
+        self, data: StepData, result: StepResult, middle: float, slots: float, metrics: dict[str, float]
     ) -> None:
         """Write the record of the step that has just ended; its backward passes ended at `middle`, in seconds."""
         self.world.synchronize()
@@ -342,13 +335,11 @@ class Trainer:
         flops, peak = self.cost_model.flops(data.lengths), self.peak_flops * self.world.size
         values = {
             "step": self.step,
-            "loss": self.loss,
-            "lr": rate,
-            "grad_norm": norm,
             "dt": seconds,
             "dto": now - middle,
             "mfu": 100.0 * flops / max(seconds, 1e-12) / peak if peak else 0.0,
             **step_metrics(data, result, slots, seconds, self.world.size),
+            **metrics,
         }
         record = {name: values[name] for name in LEGEND if name in values} | metrics
         if data.predicted_seconds is not None and self.config.parallel.model_ranks == 1:

@@ -8,10 +8,8 @@ from multipack.training.callbacks.callback import Callback
 class EarlyStopping(Callback):
     """Stops the run after `patience` evaluations without an improvement.
 
-    Args:
-        patience: evaluations without an improvement after which the run stops.
-        min_improvement: an improvement lowers the loss of the last improvement by more than this, so that small steps
-            count once they add up.
+    An improvement lowers the loss of the last improvement by more than `min_improvement`, so that small steps count
+    once they add up.
     """
 
     name = "stopping"

@@ -20,10 +20,7 @@ TRACED_STEPS = 3
 class Trace(Callback):
     """Profiles a few steps of this process and writes one trace. A resumed run keeps the trace that it has.
 
-    Args:
-        path: the file to write; None = this rank writes none.
-        device: a CUDA device's kernels are traced beside the host's operators.
-        report: prints where the trace is.
+    Writes to `path`; None = this rank writes no trace. On a CUDA `device` its kernels are traced too.
     """
 
     name = "trace"

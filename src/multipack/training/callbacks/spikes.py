@@ -45,11 +45,6 @@ class SpikeGuard(Callback):
 
     A step is a spike if either is more than `factor` standard deviations above its recent mean. Skipped steps do not
     enter the statistics, so that a long spike does not become normal.
-
-    Args:
-        action: skip such steps, or stop the run.
-        factor: standard deviations.
-        report: prints which step was skipped, and why.
     """
 
     name = "spikes"
@@ -113,4 +108,4 @@ class SpikeGuard(Callback):
     def load_state(self, state: Mapping[str, Any]) -> None:
         """See `Callback`."""
         self._moments = {name: RunningMoments(**values) for name, values in state["moments"].items()}
-        self.skipped, self._in_a_row = int(state["skipped"]), int(state["in_a_row"])
+        self.skipped, self._in_a_row = state["skipped"], state["in_a_row"]

@@ -46,11 +46,6 @@ class TrackedRun:
         return self.config.name or self.path.resolve().name
 
     @property
-    def is_offline(self) -> bool:
-        """Whether trackers write files only."""
-        return self.config.mode == "offline"
-
-    @property
     def folder(self) -> Path:
         """Folder of trackers' files."""
         return Path(self.config.folder or self.path)
@@ -117,7 +112,7 @@ class WandbTracker:
             name=run.name,
             id=run.run_id or None,
             resume="allow" if run.run_id else None,
-            mode="offline" if run.is_offline else "online",
+            mode=run.config.mode,
             dir=run.folder,
             config=dict(run.settings),
             allow_val_change=bool(run.run_id),  # a resumed run may have other settings
@@ -149,7 +144,7 @@ class MlflowTracker:
     def __init__(self, run: TrackedRun) -> None:
         self._mlflow: Any = import_module("mlflow")
         run.folder.mkdir(parents=True, exist_ok=True)
-        if run.is_offline:
+        if run.config.mode == "offline":
             self._mlflow.set_tracking_uri(f"sqlite:///{(run.folder / 'mlflow.db').resolve()}")
             if self._mlflow.get_experiment_by_name(run.config.project) is None:
                 artifacts = str((run.folder / "mlflow-artifacts").resolve())
@@ -185,7 +180,7 @@ class TrackioTracker:
     def __init__(self, run: TrackedRun) -> None:
         self._trackio: Any = import_module("trackio")
         for variable in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
-            if run.is_offline and os.environ.get(variable):
+            if run.config.mode == "offline" and os.environ.get(variable):
                 raise ValueError(f"track.mode=offline, but {variable} is set and sends records: unset it")
         self.run_id = run.name
         self._run = self._trackio.init(
