@@ -365,10 +365,8 @@ class StreamedRecords(Arriving):
             else:
                 self._skipped_here[str(found[0])] += 1
         if not hasattr(self, "tokenizer"):  # the template of the first chunk decides its special tokens
-            template = self._reader.template
-            special = template.special_tokens if template is not None else ()
-            self.tokenizer = load_tokenizer(self._tokenizer_config, special)
-            self.chat_template = template.to_json() if template is not None else ""
+            self.tokenizer = load_tokenizer(self._tokenizer_config, self._reader.special_tokens)
+            self.chat_template = self._reader.chat_template
         tokenizer, pairs = self.tokenizer, self._reader.pairs
         builder = ShardBuilder(tokenizer.vocabulary_size)
         for item in encode(entries, tokenizer):

@@ -245,6 +245,8 @@ class _Chat:
         self.messages = [{**self._protect(message), "role": message["role"]} for message in messages]
         self._tools = self._protect(list(tools)) if tools else None
         self._texts = {code: text for text, code in self._codes.items()}
+        if OPEN in self._texts:
+            raise ValueError("messages contain too many different private-use characters")
 
     def write(self, count: int | None = None, add_generation_prompt: bool = False) -> str:
         """The template's output for the first `count` messages (None: all), with protected text and marks."""
@@ -277,13 +279,7 @@ class _Chat:
         return [self._protect(entry) for entry in value] if isinstance(value, list | tuple) else value
 
     def _code(self, match: re.Match[str]) -> str:
-        text = match.group()
-        if text not in self._codes:
-            code = chr(FIRST_CODE + len(self._codes))
-            if code >= OPEN:
-                raise ValueError(f"more than {len(self._codes):,} different private-use characters")
-            self._codes[text] = code
-        return self._codes[text]
+        return self._codes.setdefault(match.group(), chr(FIRST_CODE + len(self._codes)))
 
 
 # --- Jinja as chat templates expect it ----------------------------------------------------------------

@@ -97,12 +97,16 @@ class RecordReader:
     Attributes:
         shape: form of the records; None before the first record.
         template: the `ChatTemplate`; None before the first record, and without messages.
+        chat_template: the template as JSON; empty without one.
+        special_tokens: names of its special tokens.
     """
 
     def __init__(self, config: DataConfig, open_template: Callable[[], Any]) -> None:
         self._config, self._open_template = config, open_template
         self.shape: Shape | None = None
         self.template: Any = None
+        self.chat_template = ""
+        self.special_tokens: tuple[str, ...] = ()
 
     @property
     def pairs(self) -> bool:
@@ -152,7 +156,8 @@ class RecordReader:
     def _begin(self, record: dict[str, Any]) -> Shape:
         shape = _shape(self._config, record)
         if shape.is_chat:
-            self.template = self._open_template()
+            self.template = template = self._open_template()
+            self.chat_template, self.special_tokens = template.to_json(), template.special_tokens
         elif self._config.chat_template:
             raise ValueError(
                 f"data.chat_template={self._config.chat_template} is for messages, but this is {shape.form} ({shape});"

@@ -38,14 +38,7 @@ Found = SourceDocument | str
 
 
 class SourceFile(NamedTuple):
-    """A file of a source.
-
-    Attributes:
-        name: path relative to the source's folder.
-        path: path of the file.
-        size: size on disk in bytes, compressed if the file is.
-        modified: modification time in nanoseconds.
-    """
+    """A file of a source: its path relative to the source's folder, size on disk, and modification time in ns."""
 
     name: str
     path: Path
@@ -194,14 +187,12 @@ class Source:
     @property
     def chat_template(self) -> str:
         """The template of chats (`ChatTemplate.to_json`); empty without chats."""
-        template = self._begun().template
-        return template.to_json() if template is not None else ""
+        return self._begun().chat_template
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
         """Names of the special tokens in the documents."""
-        template = self._begun().template
-        return template.special_tokens if template is not None else ()
+        return self._begun().special_tokens
 
     @cached_property
     def identity(self) -> str:
@@ -210,8 +201,8 @@ class Source:
         parts: list[object] = [config.source, config.division, config.separator]
         if records.shape is not None:
             shape, template = records.shape, records.template
-            parts += [shape.form, shape.fields, shape.tools, config.between]
-            parts.append(template.identity if template is not None else "")
+            identity = template.identity if template is not None else ""
+            parts += [shape.form, shape.fields, shape.tools, config.between, identity]
         if config.source == "stdlib":
             parts.append(self.name)
         if self.dataset is not None:
