@@ -129,7 +129,7 @@ def test_content_is_verified_on_request(config, pairs, tmp_path):
     assert len(load_corpus(config(source="store", path=str(out)), AUTO, limit=64).train) == 18
     full = config(source="store", path=str(out), verify="full")
     assert len(load_corpus(full, AUTO, limit=64, reads=False).train) == 18
-    with pytest.raises(ValueError, match="sha256 differs"):
+    with pytest.raises(ValueError, match="hash differs"):
         load_corpus(full, AUTO, limit=64)
     with pytest.raises(ValueError, match=r"data\.verify='sizes'.*nearest: size"):
         config(verify="sizes").check()

@@ -149,7 +149,7 @@ def test_a_source_is_read_once_and_once_more_for_a_tokenizer(config, pairs, open
 def test_a_prepared_store_is_opened_without_reading_or_hashing(config, pairs, opened, monkeypatch):
     data = config(source="jsonl", path=pairs)
     path = prepare(data, BYTE)
-    monkeypatch.setattr(Shard, "sha256", None)
+    monkeypatch.setattr(Shard, "content", None)
     opened.clear()
     assert prepare(data, BYTE) == path
     assert not [file for file in opened if "shard" in file]

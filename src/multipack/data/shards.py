@@ -8,8 +8,7 @@ A shard is a safetensors file of flat, little-endian arrays; a document is a sli
     span_offsets   0     1     2          4   int64, documents + 1
     names, name_offsets                       UTF-8, and int64, documents + 1
 
-Its metadata holds the sha256 of the arrays, and a hash of the documents that does not depend on their division into
-shards.
+Its metadata holds a hash of the documents that does not depend on their division into shards.
 """
 
 from __future__ import annotations
@@ -97,15 +96,8 @@ class Shard:
         targets = self.spans[:, 1] - self.spans[:, 0] - (self.spans[:, 0] == 0)
         return np.diff(np.concatenate(([0], np.cumsum(targets)))[self.span_offsets])
 
-    def sha256(self) -> str:
-        """Sha256 of the bytes of all arrays, in hexadecimal."""
-        digest = hashlib.sha256()
-        for entry in fields(self):
-            digest.update(np.ascontiguousarray(getattr(self, entry.name)).data)
-        return digest.hexdigest()
-
     def content(self) -> int:
-        """Hash of the documents; see `chain`."""
+        """Hash of tokens, targets and names of the documents; see `chain`."""
         return chain((self._digest(document), 1) for document in range(len(self)))
 
     def _digest(self, document: int) -> int:
@@ -157,7 +149,6 @@ class ShardEntry:
     Attributes:
         name: file name.
         bytes: size of the file in bytes.
-        sha256: `Shard.sha256`.
         content: `Shard.content` in hexadecimal.
         documents: number of documents; a preference pair counts as two.
         tokens: number of tokens.
@@ -166,7 +157,6 @@ class ShardEntry:
 
     name: str
     bytes: int
-    sha256: str
     content: str
     documents: int
     tokens: int
@@ -179,8 +169,7 @@ def write_shard(path: Path, shard: Shard, read: int) -> ShardEntry:
     Raises:
         OSError: the file cannot be written; `filename` is its path.
     """
-    hashes = {"sha256": shard.sha256(), "content": f"{shard.content():032x}"}
-    about = {"version": VERSION, "read": read, **hashes}
+    about = {"version": VERSION, "read": read, "content": f"{shard.content():032x}"}
     # One key: the library writes several in a random order, and equal shards have equal bytes.
     metadata = {FORMAT: json.dumps(about)}
     content = save({entry.name: getattr(shard, entry.name) for entry in fields(shard)}, metadata)
@@ -240,7 +229,7 @@ def _array(data: NDArray[np.uint8], name: str, place: dict[str, Any]) -> NDArray
 
 def _entry(path: Path, size: int, shard: Shard, about: dict[str, Any]) -> ShardEntry:
     counts = len(shard), len(shard.tokens), int(about["read"])
-    return ShardEntry(path.name, size, str(about["sha256"]), str(about["content"]), *counts)
+    return ShardEntry(path.name, size, str(about["content"]), *counts)
 
 
 @dataclass(frozen=True)
@@ -316,26 +305,21 @@ class StoreHeader:
             raise ValueError(
                 f"{file.parent} is not a complete token store (it has no {file.name}); `multipack prepare` makes one"
             )
-        if file.stat().st_size > _LARGEST_JSON:
-            raise ValueError(f"{file} is too large for the header of a token store")
         try:
-            content = json.loads(file.read_bytes())
-        except (ValueError, RecursionError) as error:
-            raise damaged(file, f"not JSON ({error})") from error
-        if not isinstance(content, dict) or not str(content.get("format")).startswith("multipack-token"):
-            raise ValueError(f"{file.parent} is not a token store ({file.name} is of another format)")
-        if (content.pop("format"), version := content.pop("version", None)) != (FORMAT, VERSION):
+            content = json.loads(file.read_bytes()) if file.stat().st_size <= _LARGEST_JSON else {}
+            version = content.pop("format"), content.pop("version")
+            if version == (FORMAT, VERSION):
+                checksum = content.pop("checksum")
+                shards = tuple(ShardEntry(**shard) for shard in content.pop("shards"))
+                header = cls(**content, shards=shards)
+                is_valid = header._checksum() == checksum and header._is_consistent()
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise damaged(file, f"not the header of a token store ({error})") from error
+        if version != (FORMAT, VERSION):
             raise ValueError(
-                f"{file.parent} has version {version} of the token store's format, and this multipack reads version"
+                f"{file.parent} has version {version[1]} of the token store's format, and this multipack reads version"
                 f" {VERSION}: prepare the store again (or update multipack)"
             )
-        try:
-            checksum = content.pop("checksum")
-            shards = tuple(ShardEntry(**shard) for shard in content.pop("shards"))
-            header = cls(**content, shards=shards)
-            is_valid = header._checksum() == checksum and header._is_consistent()
-        except (KeyError, TypeError) as error:
-            raise damaged(file, f"fields are missing or of other types ({error})") from error
         if not is_valid:
             raise damaged(file, "it was edited (its checksum differs)")
         return header
