@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,11 +26,7 @@ from multipack.parallel.mesh import Mesh
 from multipack.parallel.world import World
 from multipack.run import RunDirectory
 from multipack.shapes import ModelShape
-from multipack.training.objective import (
-    PreferenceMetrics,
-    read_reference,
-    reference_values,
-)
+from multipack.training.objective import Preferences, read_reference
 from multipack.training.run_config import compose, compose_run
 from multipack.training.train import train
 
@@ -62,29 +59,42 @@ def _engine(decoder):
     return ModelEngine([decoder], optimizer, Mesh(World()), torch.float32)
 
 
-def _reference(decoder, documents, capacity=CAPACITY, pad_to=None):
+@pytest.fixture
+def objective(pairs):
+    """More words → the objective of a run on pairs."""
+
+    def make(*words):
+        corpus = SimpleNamespace(tokenizer=byte_tokenizer(), train=pairs)
+        return Preferences(compose([f"plan.capacity={CAPACITY}", *words]), corpus)
+
+    return make
+
+
+def _reference(objective, decoder, documents):
     with _engine(decoder).evaluating() as model:
-        return reference_values(model, documents, Mesh(World()), capacity, pad_to)
+        return objective.reference_values(model, documents, Mesh(World()), lambda *_: None)
 
 
-def test_the_reference_of_a_pair_does_not_depend_on_its_pack(decoder, pairs):
-    found = _reference(decoder, pairs)
+def test_the_reference_of_a_pair_does_not_depend_on_its_pack(decoder, pairs, objective):
+    found = _reference(objective(), decoder, pairs)
     assert found.shape == (20, 2)
-    np.testing.assert_allclose(_reference(decoder, pairs, pad_to=CAPACITY), found, rtol=1e-6)
+    np.testing.assert_allclose(
+        _reference(objective("train.fixed_shape=true"), decoder, pairs), found, rtol=1e-6
+    )
     plan = PackedBatchSampler(pairs.lengths, capacity=CAPACITY, packs_per_step=1)
     collate, each = PreferenceCollator.of(plan), PreferencePairs(pairs)
     for number in range(20):
         with torch.no_grad():
             alone = decoder.eval()(collate([each[number]]))
         np.testing.assert_allclose(found[number], alone[0].numpy(), rtol=1e-6)
-    assert _reference(decoder, pairs.take([])).shape == (0, 2)
+    assert _reference(objective(), decoder, pairs.take([])).shape == (0, 2)
 
 
-def test_weights_that_are_not_finite_are_no_reference(decoder, pairs):
+def test_weights_that_are_not_finite_are_no_reference(decoder, pairs, objective):
     with torch.no_grad():
         decoder.norm.weight[0] = math.nan
     with pytest.raises(ValueError, match=r"the reference model gives pair 0 .*preference\.reference"):
-        _reference(decoder, pairs)
+        _reference(objective(), decoder, pairs)
 
 
 @pytest.mark.parametrize("damage", ["none", "missing", "truncated", "name", "shape", "infinite"])
@@ -105,7 +115,7 @@ def test_saved_values_are_read_back_or_refused(pairs, tmp_path, damage):
         read_reference(file, {"train": pairs})
 
 
-def test_preferences_are_learned(decoder, pairs):
+def test_preferences_are_learned(decoder, pairs, objective):
     """The initial loss is log 2; accuracy on the training pairs rises from a half to nearly one."""
     sampler = PackedBatchSampler(
         pairs.lengths,
@@ -114,13 +124,13 @@ def test_preferences_are_learned(decoder, pairs):
         targets=pairs.target_counts,
         loss_weighting="document",
     )
-    views = PreferencePairs(pairs, _reference(decoder, pairs))
+    views = PreferencePairs(pairs, _reference(objective(), decoder, pairs))
     packs = list(PackedLoader(views, sampler, PreferenceCollator.of(sampler), prefetch=0))
-    engine, metrics, losses = _engine(decoder), PreferenceMetrics(), []
+    engine, losses = _engine(decoder), []
     for step in range(20):
         losses.append(sum(engine.forward_backward(packs, len(pairs)).losses) / len(pairs))
-        last = metrics.gradient(step, engine)
-        assert last.keys() == metrics.legend.keys()
+        last = objective().metrics(engine)
+        assert last.keys() == Preferences.legend.keys()
         if not step:
             assert abs(last["reward_margin"]) < 1e-5
         engine.clip(1.0)

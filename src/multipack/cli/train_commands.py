@@ -136,5 +136,4 @@ def calibrate(
     if as_json:
         print_json({"saved": str(save), **found.to_dict()})
         return
-    console.table("packs outside of the fit", *found.table())
     console.section("calibration", found.rows(save))

@@ -71,14 +71,6 @@ class Calibration:
         where = f"{saved} (plan.cost={saved} in training, cost={saved} in `multipack plan`)"
         return [*cost_rows(self.model), ("predictions", error), ("saved", where)]
 
-    def table(self) -> tuple[list[str], list[list[str]]]:
-        """Column names and rows for the console."""
-        rows = [
-            [f"{count:,}", f"{tokens:,}", f"{longest:,}", f"{1e3 * measured:.1f}", f"{1e3 * predicted:.1f}"]
-            for count, tokens, longest, measured, predicted in self.checked
-        ]
-        return ["documents", "tokens", "longest", "measured ms", "predicted ms"], rows
-
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return {"cost": self.model.to_dict(), "error": self.error, "checked": self.checked}

@@ -32,7 +32,6 @@ from multipack.ops.loss import training_loss
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh
 from multipack.shapes import ModelShape
-from multipack.training.callbacks.callback import Callback
 from multipack.training.run_config import Config
 from multipack.training.settings import PreferenceConfig
 from multipack.training.weights import begin_from, initial_weights
@@ -52,7 +51,7 @@ class Objective:
 
     Attributes:
         train_settings: fields of `TrainConfig` that the objective sets.
-        callbacks: they add to the record of a step.
+        legend: metric → meaning, of the metrics that the objective adds.
         run_files: name → content of additional files for a new run directory, known after `views`.
 
     Raises:
@@ -61,7 +60,7 @@ class Objective:
 
     collator_type: type[PackedCollator] | type[PreferenceCollator] = PackedCollator
     train_settings: Mapping[str, Any] = MappingProxyType({})
-    callbacks: tuple[Callback, ...] = ()
+    legend: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, config: Config, corpus: Corpus) -> None:
         self.config, self.corpus = config, corpus
@@ -104,33 +103,9 @@ class Objective:
         pad_id, multiple = self.corpus.tokenizer.end_id or 0, self.config.parallel.token_multiple
         return self.collator_type.of(sampler, self.config.pack_slots, pad_id, multiple)
 
-    def evaluated(self, engine: ModelEngine) -> dict[str, float]:
-        """Metrics of the last evaluation's packs over all ranks, by name; collective."""
+    def metrics(self, engine: ModelEngine, training: bool = True) -> dict[str, float]:
+        """Metrics of the last step's packs, or of the last evaluation's, over all ranks; collective."""
         return {}
-
-
-class PreferenceMetrics(Callback):
-    """Adds the rewards of a step's pairs to its record, without another forward pass."""
-
-    name = "preference"
-    legend: Mapping[str, str] = MappingProxyType(
-        {
-            "reward_accuracy": "share of pairs whose chosen answer has the higher reward",
-            "reward_margin": "mean difference of both rewards; a reward is beta × (log-probability − the reference's)",
-            "reward_chosen": "mean reward of chosen answers",
-            "reward_rejected": "mean reward of rejected answers",
-        }
-    )
-
-    def gradient(self, step: int, engine: ModelEngine) -> Mapping[str, float]:
-        """Means over the pairs of this step, on all ranks."""
-        return preference_metrics(engine.world.sum(_decoder(engine).take_tally()))
-
-
-def _decoder(engine: ModelEngine) -> PreferenceDecoder:
-    """The decoder of an engine. All ranks of a model replica count its pairs, which does not change means."""
-    (decoder,) = engine.modules
-    return cast(PreferenceDecoder, decoder)
 
 
 class Preferences(Objective):
@@ -139,7 +114,14 @@ class Preferences(Objective):
     collator_type = PreferenceCollator
     # Padding would make two rows of a pair.
     train_settings = MappingProxyType({"loss_weighting": "document", "compare_padding": False})
-    callbacks = (PreferenceMetrics(),)
+    legend = MappingProxyType(
+        {
+            "reward_accuracy": "share of pairs whose chosen answer has the higher reward",
+            "reward_margin": "mean difference of both rewards; a reward is beta × (log-probability − the reference's)",
+            "reward_chosen": "mean reward of chosen answers",
+            "reward_rejected": "mean reward of rejected answers",
+        }
+    )
 
     def check(self) -> None:
         """See `Objective`."""
@@ -182,17 +164,64 @@ class Preferences(Objective):
         if resumed is not None:
             values = read_reference(resumed / REFERENCE, documents)
         else:
-            config = self.config
-            limit, slots, multiple = config.document_limit, config.pack_slots, config.parallel.token_multiple
             with self._reference_model(engine) as (model, mesh):
                 values = {
-                    name: reference_values(model, view, mesh, limit, slots, multiple, progress)
+                    name: self.reference_values(model, view, mesh, progress)
                     for name, view in documents.items()
                 }
             count = sum(map(len, values.values()))
             notes.append(f"reference log-probabilities of {count:,} pairs computed")
             self.run_files = {REFERENCE: save(values)}
         return [PreferencePairs(view, values[name]) for name, view in documents.items()], notes
+
+    def reference_values(
+        self, model: nn.Module, documents: Documents, mesh: Mesh, progress: Callable[..., None]
+    ) -> Values:
+        """Compute log-probabilities of pairs under a reference model; collective, ranks divide the packs.
+
+        Args:
+            model: the reference, a `PreferenceDecoder` in evaluation mode.
+            documents: the pairs.
+            mesh: the ranks.
+            progress: called with (done, total, unit).
+
+        Returns:
+            (pairs, 2) float64 log-probabilities of the chosen and of the rejected answer, summed over their targets.
+
+        Raises:
+            ValueError: a document is not a pair, or a value is not finite.
+        """
+        values = np.zeros((len(documents), 2))
+        if not len(documents):
+            return values
+        sampler = PackedBatchSampler(
+            documents.lengths,
+            capacity=self.config.document_limit,
+            packs_per_step=mesh.data_size,
+            targets=documents.target_counts,
+            rank=mesh.data_rank,
+            world_size=mesh.data_size,
+            order="given",
+        )
+        pairs, collate = PreferencePairs(documents), self.collator(sampler)
+        done = 0
+        for numbers in sampler:
+            batch = collate([pairs[number] for number in numbers])
+            # A rank without pairs runs a pack of padding, because sharded models are collective.
+            log_probabilities = model(batch.to(mesh.world.device))
+            if numbers and mesh.is_replica_leader:
+                values[numbers] = log_probabilities.cpu().numpy()
+            done += len(numbers)
+            progress(done, -(-len(documents) // mesh.data_size), "pairs of the reference")
+        # Each row is zero on all ranks but the one that computed it.
+        values = np.array(mesh.world.sum(values.ravel().tolist())).reshape(-1, 2)
+        if not np.isfinite(values).all():
+            first = int(np.flatnonzero(~np.isfinite(values).all(axis=1))[0])
+            raise ValueError(
+                f"the reference model gives {documents.names(first)} the log-probabilities {values[first].tolist()}:"
+                " look at its weights (preference.reference, train.init_from)"
+            )
+        return values
 
     @contextmanager
     def _reference_model(self, engine: ModelEngine) -> Iterator[tuple[nn.Module, Mesh]]:
@@ -213,68 +242,11 @@ class Preferences(Objective):
         with torch.no_grad(), torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             yield model.eval().to(device), Mesh.plain(engine.world)
 
-    def evaluated(self, engine: ModelEngine) -> dict[str, float]:
-        """Rewards of the validation pairs."""
-        return preference_metrics(engine.world.sum(_decoder(engine).take_tally(training=False)), "val_")
-
-
-def reference_values(
-    model: nn.Module,
-    documents: Documents,
-    mesh: Mesh,
-    capacity: int,
-    pad_to: int | None = None,
-    multiple: int = 1,
-    progress: Callable[..., None] = lambda *_: None,
-) -> Values:
-    """Compute log-probabilities of pairs under a reference model; collective, each rank computes a part of the packs.
-
-    Args:
-        model: the reference, a `PreferenceDecoder` in evaluation mode.
-        documents: the pairs.
-        mesh: the ranks.
-        capacity: maximum number of tokens of a pack.
-        pad_to: slots of every pack; None = no padding.
-        multiple: number that must divide the slots of every pack.
-        progress: called with (done, total, unit).
-
-    Returns:
-        (pairs, 2) float64 log-probabilities of the chosen and of the rejected answer, summed over their targets.
-
-    Raises:
-        ValueError: a document is not a pair, or a value is not finite.
-    """
-    values = np.zeros((len(documents), 2))
-    if not len(documents):
-        return values
-    sampler = PackedBatchSampler(
-        documents.lengths,
-        capacity=capacity,
-        packs_per_step=mesh.data_size,
-        targets=documents.target_counts,
-        rank=mesh.data_rank,
-        world_size=mesh.data_size,
-        order="given",
-    )
-    pairs, collate = PreferencePairs(documents), PreferenceCollator.of(sampler, pad_to, multiple=multiple)
-    done = 0
-    for numbers in sampler:
-        batch = collate([pairs[number] for number in numbers])
-        # A rank without pairs runs a pack of padding, because sharded models are collective.
-        log_probabilities = model(batch.to(mesh.world.device))
-        if numbers and mesh.is_replica_leader:
-            values[numbers] = log_probabilities.cpu().numpy()
-        done += len(numbers)
-        progress(done, -(-len(documents) // mesh.data_size), "pairs of the reference")
-    # Each row is zero on all ranks but the one that computed it.
-    values = np.array(mesh.world.sum(values.ravel().tolist())).reshape(-1, 2)
-    if not np.isfinite(values).all():
-        first = int(np.flatnonzero(~np.isfinite(values).all(axis=1))[0])
-        raise ValueError(
-            f"the reference model gives {documents.names(first)} the log-probabilities {values[first].tolist()}:"
-            " look at its weights (preference.reference, train.init_from)"
-        )
-    return values
+    def metrics(self, engine: ModelEngine, training: bool = True) -> dict[str, float]:
+        """Mean rewards. All ranks of a model replica count its pairs, which does not change means."""
+        (decoder,) = engine.modules
+        tally = engine.world.sum(cast(PreferenceDecoder, decoder).take_tally(training))
+        return preference_metrics(tally, "" if training else "val_")
 
 
 def read_reference(file: Path, documents: Mapping[str, Documents]) -> dict[str, Values]:

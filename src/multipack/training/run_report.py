@@ -31,7 +31,7 @@ def print_header(run: Trainer, seconds: float) -> None:
     console.section("run", header_rows(run))
     if console.enabled:
         console.section("plan", plan_rows(run))
-    legend = LEGEND | run.callbacks.legend
+    legend = LEGEND | dict(run.objective.legend) | run.callbacks.legend
     if run.cost_model.timed is not None and config.parallel.model_ranks == 1:
         legend["dt_predicted"] = PREDICTED
     if config.train.dtype == "fp16":

@@ -127,7 +127,7 @@ class Trainer:
         # From here on ranks draw their own random numbers (dropout), each from a reproducible stream.
         torch.manual_seed(int(np.random.SeedSequence([config.train.seed, world.rank]).generate_state(1)[0]))
         own = build_callbacks(config, world, self.run, self.feed.micro_batches, console.line)
-        self.callbacks = Callbacks([*self.objective.callbacks, *own])
+        self.callbacks = Callbacks(own)
         self.lr_factor = rate_factor(config.optimizer, self.feed.targets_per_step)
         self.peak_flops = mean_peak(world, self.dtype)
         self.step, self.saved, self.evaluated, self.best_step = 0, -1, -1, -1
@@ -157,7 +157,7 @@ class Trainer:
             result = engine.forward_backward(data.micro_batches, data.denominator, partial(self._watch, data))
             loss_sum, slots = self._agree(data, result)
             middle = self.clock()
-            metrics = callbacks.gradient(step, engine)
+            metrics = self.objective.metrics(engine) | callbacks.gradient(step, engine)
             norm = engine.clip(config.optimizer.clip)
             loss = loss_sum / max(data.denominator, 1)
             applied = self._is_valid(data, norm) and callbacks.accept(step, loss, norm)
@@ -193,7 +193,7 @@ class Trainer:
         train_loss = self.running.take()
         if train_loss is not None:
             values["train_loss"] = train_loss
-        values |= {**losses, **self.objective.evaluated(self.engine)}
+        values |= {**losses, **self.objective.metrics(self.engine, training=False)}
         self.evaluated, self.val_loss = self.step, losses["val_loss"]
         self.console.line(f"evaluation {format_line(values)}", style="bold")
         if not math.isfinite(self.val_loss):
