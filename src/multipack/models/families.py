@@ -209,19 +209,18 @@ def parameter_shapes(shape: ModelShape) -> dict[str, torch.Size]:
         return {name: parameter.shape for name, parameter in Decoder(shape).named_parameters()}
 
 
-def build_decoder(shape: ModelShape, state: Mapping[str, Tensor], attention: str = "auto") -> Decoder:
+def build_decoder(shape: ModelShape, state: Mapping[str, Tensor]) -> Decoder:
     """Build a decoder in evaluation mode whose parameters are these tensors, without a copy.
 
     Args:
         shape: shape of the decoder.
         state: its parameters by name.
-        attention: name of an attention backend, or `"auto"`.
 
     Raises:
         RuntimeError: names or shapes of the parameters do not match `shape`.
     """
     with torch.device("meta"):
-        model = Decoder(shape, attention=attention)
+        model = Decoder(shape)
     model.load_state_dict(dict(state), assign=True)
     return model.eval()
 
