@@ -91,11 +91,10 @@ class ModelShape:
         """Check the widths."""
         if self.kv_heads == 0:
             object.__setattr__(self, "kv_heads", self.heads)
-        for name in ("layers", "heads", "kv_heads", "d_model", "d_ff", "context"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.{name} must be at least 1, got {getattr(self, name)}")
-        if self.vocabulary_size < 0 or self.head_dim < 0:
-            raise ValueError("model.vocabulary_size and model.head_dim must not be negative")
+        sizes = ("layers", "heads", "kv_heads", "d_model", "d_ff", "context")
+        for name in (*sizes, "vocabulary_size", "head_dim", *PLANNING_ONLY):
+            if getattr(self, name) < (least := int(name in sizes)):
+                raise ValueError(f"model.{name} must be at least {least}, got {getattr(self, name)}")
         if self.heads % self.kv_heads:
             legal = [k for k in range(1, self.heads + 1) if self.heads % k == 0]
             near = min(legal, key=lambda k: abs(k - self.kv_heads))
@@ -117,9 +116,6 @@ class ModelShape:
 
     def _check_planning_only(self) -> None:
         """Check that mixtures, windows and latent attention are described completely."""
-        for name in PLANNING_ONLY:
-            if getattr(self, name) < 0:
-                raise ValueError(f"model.{name} must not be negative, got {getattr(self, name)}")
         for switch, names in _BELONG.items():
             stray = [name for name in names if getattr(self, name)]
             if stray and not getattr(self, switch):

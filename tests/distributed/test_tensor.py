@@ -17,7 +17,7 @@ from multipack.models.compile import compile_blocks
 from multipack.models.decoder import PARALLEL_PLAN, Decoder
 from multipack.models.dpo import PreferenceDecoder
 from multipack.models.recompute import recompute_blocks, tile_layers
-from multipack.ops.loss import training_loss
+from multipack.ops.loss import linear_cross_entropy
 from multipack.parallel.mesh import build_mesh
 from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.state import Whole
@@ -124,7 +124,7 @@ def with_terms(world, training, tiles, kind):
 
     def build():
         model = _whole("llama").train(training)
-        model.training_loss = training_loss(z_loss=1e-2, label_smoothing=0.1)
+        model.training_loss = partial(linear_cross_entropy, z_loss=1e-2, label_smoothing=0.1)
         return model
 
     batch = _batch(1, weighting="document")

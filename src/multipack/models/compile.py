@@ -15,9 +15,7 @@ from typing import Any
 from multipack.models.decoder import Decoder
 
 
-def compile_blocks(
-    model: Decoder, backend: str | Callable[..., Any] = "inductor", dynamic: bool | None = None
-) -> None:
+def compile_blocks(model: Decoder, backend: str | Callable[..., Any] = "inductor") -> None:
     """Compile every block of the model, in place, when it first runs.
 
     Names of parameters, state dictionaries and hooks stay. Packs of one size (`pad_to`) are compiled for once, packs
@@ -27,7 +25,6 @@ def compile_blocks(
     Args:
         model: already tiled, checkpointed and divided, but not yet sharded or replicated.
         backend: torch.compile's; `"inductor"` needs a C++ compiler on a CPU, Triton on a GPU.
-        dynamic: torch.compile's; True = for all sizes at once.
     """
     for block in model.blocks:
-        block.compile(backend=backend, dynamic=dynamic)
+        block.compile(backend=backend)

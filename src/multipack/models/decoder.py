@@ -121,18 +121,14 @@ class Decoder(nn.Module):
                 "model.vocabulary_size=0 takes the tokenizer's size, and no tokenizer set it: use"
                 " shape.with_vocabulary(size)"
             )
-        for name in ("experts", "kv_rank"):
-            if getattr(shape, name):
-                raise ValueError(
-                    f"model.{name}={getattr(shape, name)}: this shape is for planning only (cost and FLOPs). The"
-                    " decoder has dense layers without a latent: choose such a model, or set model.experts and"
-                    " model.kv_rank to 0"
-                )
+        other = [name for name in ("experts", "kv_rank") if getattr(shape, name)]
         if shape.sliding_layers not in (0, shape.layers):
+            other.append("window_layers")
+        if other:
+            given = ", ".join(f"model.{name}={getattr(shape, name)}" for name in other)
             raise ValueError(
-                f"model.window_layers={shape.window_layers} of model.layers={shape.layers} have a sliding window,"
-                " and the shape does not say which: it is for planning only. Set model.window_layers=0 (all layers) or"
-                " model.window=0 (none)"
+                f"{given}: this shape is for planning only (cost and FLOPs). The decoder has equal dense layers without"
+                f" a latent: choose such a model, or set {' and '.join(f'model.{name}' for name in other)} to 0"
             )
         if attention != "auto":
             find_backend(attention)

@@ -106,14 +106,7 @@ def _policy(
     *arguments: Any,
     **__: Any,
 ) -> CheckpointPolicy:
-    """Whether an operator's output is kept.
-
-    Args:
-        attention: prefixes of attention operators' names.
-        unsaved: (inputs, outputs) of matrices whose products are not kept.
-        operator: as dispatched.
-        arguments: of the call; the last one of a matrix product is the (inputs, outputs) matrix.
-    """
+    """Whether an operator's output is kept; the last argument of a matrix product is its (inputs, outputs) matrix."""
     name = operator.name()
     if name in PRODUCTS:
         keep = tuple(arguments[-1].shape) not in unsaved

@@ -25,9 +25,8 @@ computed again for the gradient. Row weights scale rows of (chunk, d), never log
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -118,18 +117,6 @@ def linear_cross_entropy(
         hidden, weight = hidden.detach(), weight.detach()
     loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, rows, weights, options)  # type: ignore[no-untyped-call]
     return loss
-
-
-def training_loss(z_loss: float = 0.0, label_smoothing: float = 0.0) -> Callable[..., Tensor]:
-    """`linear_cross_entropy` with the terms that only training adds; without any, the function itself.
-
-    Raises:
-        ValueError: a coefficient out of range.
-    """
-    _Options(z_loss=z_loss, label_smoothing=label_smoothing)
-    if not z_loss and not label_smoothing:
-        return linear_cross_entropy
-    return partial(linear_cross_entropy, z_loss=z_loss, label_smoothing=label_smoothing)
 
 
 def linear_log_probabilities(
@@ -227,20 +214,11 @@ class _Head:
         lse: Tensor | None,
         wanted: Sequence[bool],
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """One pass over the chunks of the rows with a target.
-
-        Args:
-            hidden: (T, d).
-            targets: (T,).
-            rows: indices of the rows with a target.
-            scale: (T,) factor of each row's gradient; None = 1.
-            lse: (T,) log-sum-exp of the rows, if known: losses are not computed then.
-            wanted: whether the gradients of `hidden` and `weight` are needed.
+        """One pass over the chunks of `rows`, those with a target; `scale` is the factor of each row's gradient.
 
         Returns:
             (T,) losses, (T,) log-sum-exp, and the gradients of `hidden` and `weight`, or None if not wanted. Losses
-            are 0 for other rows, and for all rows if `lse` is given. All but the gradient of `hidden` are float32 or
-            wider.
+            are 0 for other rows, and for all rows if `lse` is given, the known log-sum-exp of the rows.
         """
         losses = torch.zeros(len(hidden), dtype=self.exact, device=hidden.device)
         is_known, sums = lse is not None, torch.zeros_like(losses) if lse is None else lse

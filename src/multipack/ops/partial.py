@@ -51,7 +51,10 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One way to compute attention to part of the keys.
+    """One way to compute attention of (Q, H, D) queries to (S, K, D) keys and values, where K divides H.
+
+    With `documents` it is causal attention inside these documents, where Q = S; with None every query sees all keys.
+    Results are float32, or float64 for float64 inputs.
 
     Attributes:
         attend: `forward` where H = K.
@@ -62,17 +65,7 @@ class Kernel:
     gradients: Callable[..., Gradients]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Bounds | None) -> tuple[Tensor, Tensor]:
-        """Attention of the queries to these keys.
-
-        Args:
-            q: (Q, H, D) queries.
-            k: (S, K, D) keys, where K divides H.
-            v: (S, K, D) values.
-            documents: causal attention inside these documents, where Q = S; None = every query sees all keys.
-
-        Returns:
-            out (Q, H, D) and lse (Q, H), float32 (float64 for float64 inputs).
-        """
+        """Out (Q, H, D) and lse (Q, H)."""
         return self.attend(q, repeat_heads(k, q), repeat_heads(v, q), documents)
 
     def backward(
@@ -85,17 +78,7 @@ class Kernel:
         lse: Tensor,
         documents: Bounds | None,
     ) -> Gradients:
-        """Gradients of q, k and v, float32 (float64 for float64 inputs), from attention to these keys.
-
-        Args:
-            upstream: (Q, H, D) gradient of `out`.
-            q: as in `forward`.
-            k: as in `forward`.
-            v: as in `forward`.
-            out: (Q, H, D) the merged result over all keys that the queries see.
-            lse: (Q, H) its log-sum-exp.
-            documents: as in `forward`.
-        """
+        """Gradients of q, k and v; `upstream` is that of `out`, merged like `lse` over all keys that queries see."""
         keys, values = repeat_heads(k, q), repeat_heads(v, q)
         dq, dk, dv = self.gradients(upstream, q, keys, values, out, lse, documents)
         return dq, _sum_repeated(dk, k), _sum_repeated(dv, v)
@@ -158,6 +141,14 @@ def _flash_backward(
     return dq.float(), dk.float(), dv.float()
 
 
+def _pairs(documents: Bounds | None, q: Tensor, k: Tensor) -> Iterator[tuple[Run, Run]]:
+    """Runs of queries and of the keys that they see."""
+    if documents is None:
+        yield Run(0, 1, len(q)), Run(0, 1, len(k))
+    else:
+        yield from ((run, run) for run in runs(documents.lengths))
+
+
 def _looped(attend: Callable[..., tuple[Tensor, Tensor]], gradients: Callable[..., Gradients]) -> Kernel:
     """A dense kernel, called once per run of equally long documents, or once for all keys, in float32 or wider.
 
@@ -166,18 +157,11 @@ def _looped(attend: Callable[..., tuple[Tensor, Tensor]], gradients: Callable[..
         gradients: (upstream, q, k, v, out, lse, causal) → gradients of q, k and v; `upstream` is that of `out`.
     """
 
-    def pairs(documents: Bounds | None, q: Tensor, k: Tensor) -> Iterator[tuple[Run, Run]]:
-        """Runs of queries and of the keys that they see."""
-        if documents is None:
-            return iter([(Run(0, 1, len(q)), Run(0, 1, len(k)))])
-        return ((run, run) for run in runs(documents.lengths))
-
     def forward(q: Tensor, k: Tensor, v: Tensor, documents: Bounds | None) -> tuple[Tensor, Tensor]:
-        dtype = wide(q.dtype)
-        out, lse = q.new_empty(q.shape, dtype=dtype), q.new_empty(q.shape[:2], dtype=dtype)
-        for rows, columns in pairs(documents, q, k):
-            key, value = (columns.heads_first(x, dtype) for x in (k, v))
-            part, sums = attend(rows.heads_first(q, dtype), key, value, documents is not None)
+        out, lse = q.new_empty(q.shape, dtype=wide(q.dtype)), q.new_empty(q.shape[:2], dtype=wide(q.dtype))
+        for rows, columns in _pairs(documents, q, k):
+            key, value = (columns.heads_first(x, out.dtype) for x in (k, v))
+            part, sums = attend(rows.heads_first(q, out.dtype), key, value, documents is not None)
             rows.cut(out).copy_(part.transpose(1, 2))
             rows.cut(lse).copy_(sums.transpose(1, 2))
         return out, lse
@@ -185,20 +169,15 @@ def _looped(attend: Callable[..., tuple[Tensor, Tensor]], gradients: Callable[..
     def backward(
         upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Bounds | None
     ) -> Gradients:
-        dtype = wide(q.dtype)
-        grads = (
-            q.new_empty(q.shape, dtype=dtype),
-            k.new_empty(k.shape, dtype=dtype),
-            v.new_empty(v.shape, dtype=dtype),
-        )
-        for rows, columns in pairs(documents, q, k):
-            out_grad, query, output = (rows.heads_first(x, dtype) for x in (upstream, q, out))
-            key, value = (columns.heads_first(x, dtype) for x in (k, v))
+        dq, dk, dv = (x.new_empty(x.shape, dtype=wide(x.dtype)) for x in (q, k, v))
+        for rows, columns in _pairs(documents, q, k):
+            out_grad, query, output = (rows.heads_first(x, dq.dtype) for x in (upstream, q, out))
+            key, value = (columns.heads_first(x, dq.dtype) for x in (k, v))
             sums = rows.cut(lse).transpose(1, 2)
             parts = gradients(out_grad, query, key, value, output, sums, documents is not None)
-            for grad, part, run in zip(grads, parts, (rows, columns, columns), strict=True):
+            for grad, part, run in zip((dq, dk, dv), parts, (rows, columns, columns), strict=True):
                 run.cut(grad).copy_(part.transpose(1, 2))
-        return grads
+        return dq, dk, dv
 
     return Kernel(forward, backward)
 

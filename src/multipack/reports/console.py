@@ -78,25 +78,20 @@ class Console:
         """Print text wrapped to the terminal, or to 80 columns without one."""
         self.line(text if self.all_ranks else wrapped(text, self.columns))
 
-    def section(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
-        """Print a heading and aligned `name  value` rows; long values are wrapped in their column."""
-        width = max((len(name) for name, _ in rows), default=0)
-        self.line()
-        self.line(title, style="bold")
-        for name, value in rows:
-            shown = value if self.all_ranks else wrapped(value, self.columns, width + 4)
-            self.line(f"  {name:<{width}}  {shown}")
-
-    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Print a heading and aligned lines; the last column is wrapped."""
-        widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns) - 1)]
+    def section(self, title: str, rows: Sequence[Sequence[str]]) -> None:
+        """Print a heading and rows of aligned cells; the last cell is wrapped in its column."""
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
         indent = 2 + sum(width + 2 for width in widths)
         self.line()
         self.line(title, style="bold")
-        for row in [columns, *rows]:
-            last = row[-1] if self.all_ranks else wrapped(row[-1], self.columns, indent)
-            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-            self.line("  " + "  ".join([*cells, last]).rstrip())
+        for *cells, last in rows:
+            shown = last if self.all_ranks else wrapped(last, self.columns, indent)
+            aligned = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
+            self.line(f"  {'  '.join([*aligned, shown])}".rstrip())
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Print a section whose first row are the names of columns."""
+        self.section(title, [columns, *rows])
 
     @contextmanager
     def progress(self, title: str) -> Iterator[Advance]:

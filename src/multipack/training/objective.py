@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
@@ -28,7 +29,7 @@ from multipack.data.documents import Documents
 from multipack.data.sampler import PackedBatchSampler
 from multipack.models.decoder import Decoder, DecoderPart
 from multipack.models.dpo import PreferenceDecoder, preference_metrics
-from multipack.ops.loss import training_loss
+from multipack.ops.loss import linear_cross_entropy
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh
 from multipack.shapes import ModelShape
@@ -77,7 +78,7 @@ class Objective:
     def decoder(self, shape: ModelShape, part: DecoderPart | None = None) -> Decoder:
         """Build the model to train, or a part of it, with weights drawn from torch's global generator."""
         train = self.config.train
-        loss = training_loss(train.z_loss, train.label_smoothing)
+        loss = partial(linear_cross_entropy, z_loss=train.z_loss, label_smoothing=train.label_smoothing)
         return Decoder(shape, attention=self.config.model.attention, training_loss=loss, part=part)
 
     def views(

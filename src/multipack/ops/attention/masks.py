@@ -94,14 +94,10 @@ _MADE: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def once_a_batch(batch: PackedBatch, key: tuple[Any, ...], make: Callable[[], Made]) -> Made:
-    """Return the result of `make`, cached per batch so that all layers share it.
+    """Return the result of `make`, cached per batch and `key`, its other inputs, so that all layers share it.
 
-    The cache entry lives as long as the batch's `cu_seqlens` and becomes invalid when that tensor is written to.
-
-    Args:
-        batch: the batch whose bounds the result depends on.
-        key: all other inputs of the result, hashable.
-        make: computes the result, which must not hold a reference to `cu_seqlens`.
+    The cache entry lives as long as the batch's `cu_seqlens`, to which the result must not refer, and becomes invalid
+    when that tensor is written to.
     """
     if batch.cu_seqlens not in _MADE:
         _MADE[batch.cu_seqlens] = {}

@@ -26,18 +26,7 @@ MULTIPLES_OF_8 = range(8, 257, 8)
 
 @dataclass(frozen=True)
 class Request:
-    """The properties of a call that decide which backends support it.
-
-    Attributes:
-        device: of q, k and v.
-        dtype: of q, k and v.
-        heads: query heads.
-        kv_heads: key heads.
-        head_width: D.
-        window: tokens that each position sees; None = its whole document.
-        backward: whether gradients are needed.
-        compiled: whether torch.compile is tracing.
-    """
+    """The properties of a call that decide which backends support it; `window` None = whole documents."""
 
     device: torch.device
     dtype: torch.dtype
