@@ -211,13 +211,9 @@ def byte_alphabet() -> list[str]:
 
     Printable bytes are their own characters; the others follow from U+0100 on.
     """
-    printable = {
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    }
-    others = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    others = iter(character for character in characters if ord(character) > 255)
+    return [chr(byte) if chr(byte) in characters else next(others) for byte in range(256)]
 
 
 def byte_level(model: models.BPE) -> tokenizers.Tokenizer:

@@ -270,10 +270,6 @@ def _check_stream(config: Config, mesh: Mesh, arriving: Arriving) -> None:
             " them as a complete store, and leave data.stream out",
         ),
         (
-            options.tail == "carry",
-            "plan.tail=carry carries documents into the next epoch, and a stream has one: keep or drop",
-        ),
-        (
             options.effort != 1,
             f"plan.effort={options.effort} needs all documents at once: leave it out of a stream",
         ),
