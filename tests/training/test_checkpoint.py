@@ -3,10 +3,6 @@
 import hashlib
 import json
 import os
-import signal
-import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
@@ -245,30 +241,6 @@ def test_random_numbers_continue(run):
         # Both know that a rank is new; the first continues with its own numbers.
         assert not restore_rng(World(rank=rank, size=2), source)
     assert torch.equal(torch.rand(4), expected)
-
-
-def test_a_process_killed_while_saving_leaves_latest_complete(run):
-    script = textwrap.dedent(
-        f"""
-        import torch
-        from pathlib import Path
-        from multipack.parallel.world import World
-        from multipack.run import RunDirectory
-        from multipack.training.checkpoint import CheckpointWriter
-        writer = CheckpointWriter(RunDirectory(Path({str(run.path)!r})), World(), 2)
-        tensors = {{"model": {{"weight": torch.randn(400, 400)}}}}
-        for step in range(1, 100000):
-            writer.save(step, tensors, {{}}, {{}})
-            print(step, flush=True)
-        """
-    )
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    for step in range(1, 4):
-        assert process.stdout.readline() == f"{step}\n"
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
-    assert load_checkpoint(run.latest_checkpoint()).step >= 3
 
 
 def test_a_directory_that_holds_something_is_not_taken(run):
