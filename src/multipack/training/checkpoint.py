@@ -36,6 +36,8 @@ from multipack.training.checkpoint_tensors import Pieces, TensorFiles, checksum,
 
 FORMAT = 4
 """Version of the layout; 1 to 3 are of earlier versions of multipack."""
+DAMAGED = (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
+"""Errors of reading a file that holds something else than was written."""
 STATE = "state.json"
 TENSORS = "tensors"
 
@@ -240,15 +242,7 @@ def load_checkpoint(path: Path, world: World | None = None) -> Checkpoint:
     """
     try:
         return _open(path, world or World())
-    except (
-        OSError,
-        SafetensorError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-    ) as error:
+    except DAMAGED as error:
         raise ValueError(
             f"checkpoint {path} cannot be read: {error}; resume from another one in {path.parent}"
         ) from error
@@ -305,8 +299,10 @@ def restore_rng(world: World, source: TensorFiles) -> bool:
         False, on all ranks, if the checkpoint was written by fewer ranks.
     """
     saved = source.shapes("rng")
-    if f"rank-{world.rank}.cpu" in saved:
-        torch.set_rng_state(source.tensor("rng", f"rank-{world.rank}.cpu"))
-    if world.device.type == "cuda" and f"rank-{world.rank}.cuda" in saved:
-        torch.cuda.set_rng_state(source.tensor("rng", f"rank-{world.rank}.cuda"), world.device)
+    for name in rng_state(world).keys() & saved.keys():
+        state = source.tensor("rng", name)
+        if name.endswith("cuda"):
+            torch.cuda.set_rng_state(state, world.device)
+        else:
+            torch.set_rng_state(state)
     return f"rank-{world.size - 1}.cpu" in saved
