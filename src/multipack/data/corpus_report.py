@@ -213,11 +213,12 @@ _MOST = 1 << 32  # documents of a histogram: 32 GiB as lengths
 
 
 def _of_histogram(counts: NDArray[np.int64], path: Path) -> NDArray[np.int64]:
-    if counts.ndim != 1 or counts.dtype.kind not in "iu" or counts.size == 0 or counts.min() < 0:
-        raise ValueError(
-            f"{path} is not a histogram: counts of documents are a flat array of whole numbers from 0, got"
-            f" {counts.dtype} of shape {counts.shape}"
-        )
+    if counts.ndim != 1 or counts.dtype.kind not in "iu" or counts.size == 0:
+        found = f"got {counts.dtype} of shape {counts.shape}"
+        raise ValueError(f"{path} is not a histogram: a flat array of counts of documents, {found}")
+    if counts.min() < 0:
+        found = f"{counts.min()} documents of {int(np.argmin(counts)) + 1} tokens"
+        raise ValueError(f"{path} is not a histogram: it counts {found}")
     documents = int(counts.sum(dtype=np.float64))
     if not 0 < documents <= _MOST:
         raise ValueError(f"{path} counts {documents:,} documents; 1 … {_MOST:,} can be packed")
