@@ -15,7 +15,7 @@ from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
 from multipack.models.decoder import PARALLEL_PLAN, Decoder, DecoderPart, initial_parameters
 from multipack.parallel.build import Blueprint
-from multipack.parallel.state import local
+from multipack.parallel.state import local, piece_of
 from multipack.shapes import ModelShape
 from multipack.training import train
 from multipack.training.run_config import compose_run
@@ -133,6 +133,21 @@ def train_here(world, words, cache):
         train.connected = before
         logging.getLogger("torch.distributed.tensor").removeHandler(warned)
     return printed.getvalue()
+
+
+class Whole:
+    """A source of whole tensors in memory."""
+
+    def __init__(self, tensors):
+        self.tensors = tensors
+
+    def shapes(self, group):
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors.get(group, {}).items()}
+
+    @torch.no_grad()
+    def fill(self, group, into):
+        for name, tensor in into.items():
+            local(tensor).copy_(piece_of(self.tensors[group][name], tensor))
 
 
 def _whole(tensor):

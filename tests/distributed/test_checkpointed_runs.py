@@ -104,7 +104,7 @@ def _resumed(world):
         },
     }
     with pytest.raises(ValueError, match="optimizer lacks stage-1"):
-        engine.load_state(saved)
+        engine.load_state(tiny.Whole(saved))
 
 
 def test_optimizer_state_that_one_stage_lacks_is_an_error_on_all_ranks(pools):

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from multipack.parallel.state import Whole, local, piece_of
+from multipack.parallel.state import local, piece_of
 from multipack.parallel.world import World
 from multipack.run import RunDirectory
 from multipack.training import checkpoint as checkpoint_module
@@ -146,9 +146,6 @@ def test_one_process_reads_them_whole(saved):
         assert torch.equal(found[name], tensor), name
     assert checkpoint.source.shapes("optimizer").keys() == set(OPTIMIZER)
     assert sorted(checkpoint.source.shapes("rng")) == [f"rank-{rank}.cpu" for rank in range(4)]
-    # `Whole` in memory is a source with the same answers.
-    memory = Whole({"model": checkpoint.source.whole("model")})
-    assert memory.shapes("model") == checkpoint.source.shapes("model")
 
 
 def test_every_rank_writes_one_file_and_nothing_is_written_twice(saved):

@@ -75,10 +75,10 @@ def loaded(world, words):
         if world.rank == 1:
             other[group][key] = other[group][key] + 1
         try:
-            engine.load_state(other)
+            engine.load_state(tiny.Whole(other))
         except RuntimeError as error:
             told.append(str(error))
-    engine.load_state(saved)
+    engine.load_state(tiny.Whole(saved))
     again = engine.check_replicas()
     if world.rank == 1:
         with torch.no_grad():

@@ -20,7 +20,6 @@ from multipack.models.recompute import recompute_blocks, tile_layers
 from multipack.ops.loss import linear_cross_entropy
 from multipack.parallel.mesh import build_mesh
 from multipack.parallel.parallel_config import ParallelConfig
-from multipack.parallel.state import Whole
 from multipack.parallel.tensor import divide_tensors
 from multipack.shapes import ModelShape
 
@@ -247,7 +246,7 @@ def layout(world):
     whole = _whole("gpt")
     assert all(parameter.is_meta for parameter in divided.parameters())
     divided.to_empty(device="cpu")
-    Whole({"model": dict(whole.named_parameters())}).fill("model", dict(divided.named_parameters()))
+    tiny.Whole({"model": dict(whole.named_parameters())}).fill("model", dict(divided.named_parameters()))
     real = _divided(world, _whole("gpt"))
     error = max(abs(model(_batch()) / whole(_batch()) - 1).item() for model in (divided, real))
     local = {name: tuple(parameter.to_local().shape) for name, parameter in divided.named_parameters()}

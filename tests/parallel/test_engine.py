@@ -1,6 +1,9 @@
 """`ModelEngine` in one process; several are in tests/distributed."""
 
+import importlib
 import itertools
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +14,9 @@ from multipack.parallel.mesh import Mesh
 from multipack.parallel.world import World
 from multipack.training.optimizer import build_optimizer
 from multipack.training.settings import OptimizerConfig
+
+sys.path.append(str(Path(__file__).parents[1] / "distributed"))
+tiny = importlib.import_module("sharding")
 
 
 class SumOfSquares(nn.Module):
@@ -82,7 +88,7 @@ def test_state_round_trips_and_training_continues_equally(engine):
         engine.step(0.01)
     saved = {part: {k: v.clone() for k, v in group.items()} for part, group in engine.state().items()}
     other = engine_of()
-    other.load_state(saved)
+    other.load_state(tiny.Whole(saved))
     assert same(other.state(), engine.state())
     for rows in batches[2:]:
         for each in (engine, other):
@@ -97,7 +103,7 @@ def test_a_checkpoint_of_another_model_is_refused(engine):
     longer = {**state["model"], "scale": torch.ones(3)}
     for model, named in ((fewer, "lacks scale"), (longer, r"scale \(3,\) instead of \(2,\)")):
         with pytest.raises(ValueError, match=named):
-            engine.load_state({"model": model, "optimizer": {}})
+            engine.load_state(tiny.Whole({"model": model}))
 
 
 def test_evaluation_changes_neither_mode_nor_gradients(engine):
@@ -153,7 +159,7 @@ def test_an_overflow_is_reported_and_halves_the_scale(half):
     assert not half.overflowed
     half.step(1e-3)
     other = engine_of(torch.float16)
-    other.load_state(half.state())
+    other.load_state(tiny.Whole(half.state()))
     assert other.loss_scale == half.loss_scale == 32768.0
     assert same(other.state(), half.state())
 

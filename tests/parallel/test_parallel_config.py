@@ -59,7 +59,7 @@ REFUSED_WITH_A_WORLD = [
     ({"tensor": 3}, 8, "tensor=3", "use parallel.tensor=2"),
     ({"tensor": 2}, 1, "-n 2", "use parallel.tensor=1"),
     ({"tensor": 2, "pipeline": 2}, 6, "tensor=2", "use parallel.pipeline=1"),
-    ({"tensor": 2, "pipeline": 2}, 5, "pipeline=2", "use parallel.pipeline=1 parallel.tensor=1"),
+    ({"tensor": 2, "pipeline": 2}, 5, "pipeline=2", "-n 4"),
     ({"data": "hsdp"}, 3, "replicate=2", "use parallel.replicate=1"),
     ({"data": "zero3", "offload": "cpu"}, 1, "one process", "use parallel.offload=none"),
     ({"data": "hsdp", "replicate": 3}, 8, "replicate=3", "use parallel.replicate=2"),

@@ -119,11 +119,7 @@ class AdviseRequest:
         return flops, 1e9 * (self.host_bandwidth or inside), 1e9 * (self.network_bandwidth or outside)
 
     def check_model(self) -> None:
-        """Check that the model can be trained.
-
-        Raises:
-            ValueError: a model for planning only, or an unknown vocabulary.
-        """
+        """Check that the model can be trained and that its vocabulary is known."""
         shape = self.model
         for name in ("experts", "kv_rank"):
             if getattr(shape, name):
@@ -279,11 +275,7 @@ class Advice:
 
 
 def advise(request: AdviseRequest) -> Advice:
-    """Compare all candidates and recommend one.
-
-    Raises:
-        ValueError: the model cannot be trained.
-    """
+    """Compare all candidates and recommend one; raises a ValueError for a model that cannot be trained."""
     request.check_model()
     everything = list(candidates(request))
     # Offload waits for transfers to the host, which estimated times omit: recommended only if nothing else fits.

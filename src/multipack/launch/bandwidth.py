@@ -29,13 +29,8 @@ Operation = Literal[
     "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "gather", "scatter", "all_to_all"
 ]
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
-DTYPES = {
-    "fp32": torch.float32,
-    "fp64": torch.float64,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "int64": torch.int64,
-}
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES |= {"int64": torch.int64}
 WARM_UP = 3
 """Number of calls before timing starts; the first ones open connections."""
 

@@ -256,7 +256,7 @@ def run_collectives(
     Returns:
         The measurements, and an error if there are none.
     """
-    names = {name for row in TABLE for names in row[1:] for name in names}
+    names = {name for row in TABLE for names in row[1:] for name in names.split()}
     names |= {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"}
     process = subprocess.Popen(
         [sys.executable, *COLLECTIVES, "--device", device],

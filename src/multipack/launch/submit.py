@@ -106,11 +106,7 @@ def _pbs(request: SubmitRequest) -> list[str]:
 
 
 def write_script(request: SubmitRequest, path: Path) -> None:
-    """Write the script atomically, executable.
-
-    Raises:
-        ValueError: the file exists.
-    """
+    """Write the script atomically, executable, to a file that does not exist yet."""
     if path.exists():
         raise ValueError(f"-o {path} exists: choose another name, or move it away")
     write_atomically(path, batch_script(request).encode())

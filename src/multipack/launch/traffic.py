@@ -18,9 +18,6 @@ from dataclasses import dataclass
 from multipack.launch.memory_model import FLOAT32, Workload, block_parameters, outside_parameters
 from multipack.parallel.stages import RankPart, parts_of_ranks
 
-SHARES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1, "all_to_all": 1}
-"""Collective → multiple of (n − 1)/n of the bytes that a rank sends."""
-
 
 @dataclass(frozen=True)
 class Traffic:
@@ -44,7 +41,8 @@ class Traffic:
         """Bytes that a rank sends in a step."""
         if self.kind == "send":
             return self.payload
-        return SHARES[self.kind] * self.payload * (self.ranks - 1) // self.ranks
+        times = 2 if self.kind == "all_reduce" else 1
+        return times * self.payload * (self.ranks - 1) // self.ranks
 
 
 def communication(work: Workload) -> list[Traffic]:

@@ -27,7 +27,6 @@ from multipack.parallel.scaling import LossScaler
 from multipack.parallel.state import (
     State,
     StateSource,
-    Whole,
     create_optimizer_state,
     difference,
     local,
@@ -273,20 +272,17 @@ class ModelEngine:
         """
         slots = optimizer_state(self.optimizer, self.parameters)
         state: State = {"model": dict(self.parameters), "optimizer": slots}
-        if self._scaler.enabled:
-            state["scaler"] = self._scaler.state()
-        return state
+        return state | ({"scaler": self._scaler.state()} if self._scaler.enabled else {})
 
-    def load_state(self, state: StateSource | Mapping[str, Mapping[str, Tensor]]) -> None:
+    def load_state(self, source: StateSource) -> None:
         """Load a state saved from any mesh; collective.
 
         Args:
-            state: a source of saved tensors, or whole tensors in memory.
+            source: the saved tensors.
 
         Raises:
             ValueError: names or shapes differ from this model's; the message lists the first few.
         """
-        source: StateSource = Whole(state) if isinstance(state, Mapping) else state
         saved = source.shapes("model")
         if problem := difference(self.shapes, saved, saved.keys() - self.shapes.keys()):
             raise ValueError(f"the checkpoint {problem}")

@@ -22,9 +22,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from multipack.parallel.state import local, piece_of
 from multipack.parallel.world import World
 
-HASH_CHARACTERS = 16
-"""Length of the hexadecimal hash of a tensor that ranks exchange: 64 bits of sha256."""
-
 
 @torch.no_grad()
 def materialize(
@@ -90,18 +87,13 @@ def _held(models: Sequence[nn.Module], shapes: Mapping[str, tuple[int, ...]]) ->
 def check_equal(tensors: Mapping[str, Tensor], world: World) -> str:
     """Check that ranks which hold the same piece of a tensor hold the same values; collective.
 
-    Pieces are identified by the tensor's name and by their offsets and sizes.
-
-    Args:
-        tensors: what this rank holds; `DTensor`s are pieces, others are whole.
-        world: all ranks.
+    Pieces are identified by the tensor's name and by their offsets and sizes; tensors that are no `DTensor`s are whole.
 
     Returns:
         A hash of all pieces of all ranks, the same on every rank.
 
     Raises:
-        RuntimeError: on every rank, if values differ; a tensor and the ranks that differ from its first holder are
-            named.
+        RuntimeError: on every rank, if values differ; names a tensor and the ranks that differ from its first holder.
     """
     own = {_piece_name(name, tensor): _hash(tensor) for name, tensor in tensors.items()}
     seen: dict[str, tuple[int, str]] = {}
@@ -135,5 +127,6 @@ def _piece_name(name: str, tensor: Tensor) -> str:
 
 
 def _hash(tensor: Tensor) -> str:
+    """64 bits of sha256."""
     held = local(tensor).detach().cpu().contiguous()
-    return hashlib.sha256(held.reshape(-1).view(torch.uint8).numpy().data).hexdigest()[:HASH_CHARACTERS]
+    return hashlib.sha256(held.reshape(-1).view(torch.uint8).numpy().data).hexdigest()[:16]

@@ -77,14 +77,9 @@ class Mesh:
         return self.data_size * self.sizes["cp"]
 
     def axis(self, *names: str) -> DeviceMesh:
-        """Torch's mesh of some axes: `cp`, or axes of `weights`.
-
-        Raises:
-            ValueError: there is no process group.
-        """
+        """Torch's mesh of some axes: `cp`, or axes of `weights`."""
         mesh = self.tokens if names == ("cp",) else self.weights
-        if mesh is None:
-            raise ValueError(f"a run of one process has no mesh of {', '.join(names)}")
+        assert mesh is not None, "a run of one process has no mesh"
         return mesh[names if len(names) > 1 else names[0]]
 
 

@@ -5,10 +5,9 @@ Imports no torch.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain, product
+from itertools import chain
 from typing import Literal
 
 from multipack.shapes import ModelShape
@@ -125,11 +124,6 @@ class ParallelConfig:
         return self.shards_parameters or self.tensor > 1 or self.pipeline > 1
 
     @property
-    def keeps_own_gradients(self) -> bool:
-        """Whether every rank holds the whole gradient of its own micro-batches until ranks synchronize."""
-        return not self.shards_parameters and self.model_ranks == 1
-
-    @property
     def model_ranks(self) -> int:
         """Number of ranks that hold one model replica and get the same packs."""
         return self.pipeline * self.context * self.tensor
@@ -150,10 +144,17 @@ class ParallelConfig:
         if world_size % self.model_ranks:
             named = {name: n for name in ("pipeline", "context", "tensor") if (n := getattr(self, name)) > 1}
             count = max(1, round(world_size / self.model_ranks)) * self.model_ranks
+            changes = (
+                (abs(n - given), f", or use parallel.{name}={n}")
+                for name, given in named.items()
+                for n in _divisors(world_size)
+                if world_size % (self.model_ranks // given * n) == 0
+            )
+            words = " x ".join(f"parallel.{name}={n}" for name, n in named.items())
             raise ValueError(
-                f"{_words(named, ' x ')}: {self.model_ranks} ranks hold one model, which do not divide the {world_size}"
-                f" process{'es' if world_size > 1 else ''} of this run: start {count} (multipack launch -n {count}), or"
-                f" use {_words(_nearest_shares(named, world_size))}"
+                f"{words}: {self.model_ranks} ranks hold one model, which do not divide the {world_size}"
+                f" process{'es' if world_size > 1 else ''} of this run: start {count} (multipack launch -n"
+                f" {count}){min(changes, key=lambda change: change[0], default=(0, ''))[1]}"
             )
         return world_size // self.model_ranks
 
@@ -316,23 +317,6 @@ def check_readers(readers: int, data_size: int) -> None:
             f"data.readers={readers} of {data_size} data-parallel ranks: at most data.readers={data_size}, or 0: every"
             " rank reads its own"
         )
-
-
-def _nearest_shares(asked: Mapping[str, int], world_size: int) -> dict[str, int]:
-    """The smallest change of axes (fewest axes, then smallest differences) whose product divides the world size."""
-    choices = (
-        dict(zip(asked, sizes, strict=True))
-        for sizes in product(_divisors(world_size), repeat=len(asked))
-        if world_size % math.prod(sizes) == 0
-    )
-    changed = ({name: n for name, n in choice.items() if n != asked[name]} for choice in choices)
-    return min(
-        changed, key=lambda words: (len(words), sum(abs(n - asked[name]) for name, n in words.items()))
-    )
-
-
-def _words(values: Mapping[str, int], between: str = " ") -> str:
-    return between.join(f"parallel.{name}={value}" for name, value in values.items())
 
 
 def _divisors(size: int) -> list[int]:

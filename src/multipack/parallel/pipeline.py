@@ -206,12 +206,10 @@ class ScheduledRun:
 
     Args:
         stages: number → module of this rank's stages.
-        group: the ranks of the pipeline.
-        schedule: order of passes.
+        group, schedule: the ranks of the pipeline, and their order of passes.
         hidden: shape and dtype of what stages exchange.
         micro_batches: their number; in evaluation any.
-        device: where stages run.
-        clock: marks time on that device.
+        device, clock: where stages run, and what marks time there.
         trains: whether there are backward passes.
 
     Attributes:
@@ -252,12 +250,7 @@ class ScheduledRun:
         self._schedule = kind(one_or_all, micro_batches, loss_fn=loss, scale_grads=False)
 
     def step(self, batches: list[Any], autocast: Autocast, scale: float) -> list[float]:
-        """Run all passes.
-
-        Args:
-            batches: micro-batches with the same number of slots, the same packs on every rank of the pipeline.
-            autocast: returns the context of forward passes.
-            scale: factor of losses before their backward passes.
+        """Run all passes; losses are multiplied by `scale` before their backward passes.
 
         Returns:
             Summed losses by micro-batch (not scaled) on the rank of the last stage; zeros elsewhere.

@@ -1,13 +1,6 @@
 """The rank of this process, read from its launcher's environment variables. Imports no torch.
 
-Launchers use different names for the same numbers (`TABLE`):
-
-    launcher                      rank                   world size              rank on this host
-    torchrun, or exported         RANK                   WORLD_SIZE              LOCAL_RANK
-    mpirun of Open MPI            OMPI_COMM_WORLD_RANK   OMPI_COMM_WORLD_SIZE    OMPI_COMM_WORLD_LOCAL_RANK
-    mpiexec of PALS               PALS_RANKID            PMI_SIZE                PALS_LOCAL_RANKID
-    mpiexec of MPICH, Intel MPI   PMI_RANK               PMI_SIZE                MPI_LOCALRANKID, PMI_LOCAL_RANK
-    srun                          SLURM_PROCID           SLURM_STEP_NUM_TASKS    SLURM_LOCALID
+Launchers use different names for the same numbers: `TABLE`.
 
 Processes inherit variables: a batch script passes its own on to everything that it starts. Rows that apply must
 therefore agree; otherwise an error names them. Some rows do not apply: inside torchrun all but its own (srun or mpiexec
@@ -18,7 +11,6 @@ nothing at all (a batch script has SLURM_PROCID, but no step).
 from __future__ import annotations
 
 import itertools
-import math
 import re
 import zlib
 from collections.abc import Mapping
@@ -27,41 +19,26 @@ from typing import NamedTuple
 
 
 class Variables(NamedTuple):
-    """The variables of one launcher; of several names, the first that is set counts."""
+    """The variables of one launcher; of several names, separated by spaces, the first that is set counts."""
 
     launcher: str
-    rank: tuple[str, ...]
-    size: tuple[str, ...]
-    local_rank: tuple[str, ...]
-    local_size: tuple[str, ...]
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
 
 
+_MPICH_LOCAL = ("MPI_LOCALRANKID PMI_LOCAL_RANK", "MPI_LOCALNRANKS PMI_LOCAL_SIZE")
+_OPEN_MPI = (f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 TABLE = (
-    Variables("RANK and WORLD_SIZE", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)),
-    Variables(
-        "Open MPI",
-        ("OMPI_COMM_WORLD_RANK",),
-        ("OMPI_COMM_WORLD_SIZE",),
-        ("OMPI_COMM_WORLD_LOCAL_RANK",),
-        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
-    ),
-    Variables("PALS", ("PALS_RANKID",), ("PMI_SIZE",), ("PALS_LOCAL_RANKID",), ("PALS_LOCAL_SIZE",)),
-    Variables(
-        "MPICH",
-        ("PMI_RANK",),
-        ("PMI_SIZE",),
-        ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
-        ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
-    ),
-    Variables("srun", ("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",), ()),
+    Variables("RANK and WORLD_SIZE", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    Variables("Open MPI", *_OPEN_MPI),
+    Variables("PALS", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
+    Variables("MPICH", "PMI_RANK", "PMI_SIZE", *_MPICH_LOCAL),
+    Variables("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS SLURM_NTASKS", "SLURM_LOCALID", ""),
 )
 """Launchers, innermost first."""
 
-MOST_HOSTS = 100_000
-"""Maximum number of names in a host list: a few characters could otherwise fill the memory."""
-
-_BRACKET = re.compile(r"\[([\d,\s-]+)\]")
-_NAME = re.compile(r"[^\s,\[\]#=]+")
 JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "PALS_APID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
 """Variables that distinguish runs on one host."""
 
@@ -145,7 +122,7 @@ def rendezvous(environment: Mapping[str, str], ranks: Ranks) -> tuple[str, int]:
             f"there are {ranks.size} processes, but MASTER_ADDR and MASTER_PORT do not say where they meet; start"
             f" them with `multipack launch -n {ranks.size} -- …`, or with torchrun"
         )
-    port = _number(environment, ("MASTER_PORT",))
+    port = _number(environment, "MASTER_PORT")
     return address, port[1] if port is not None else port_of(job_of(environment))
 
 
@@ -185,7 +162,7 @@ def _is_step(environment: Mapping[str, str]) -> bool:
     """Whether srun started this process as one of several; a shell opened by srun is not a run."""
     if not (environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_STEP_ID")):
         return False
-    size = _number(environment, ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"))
+    size = _number(environment, "SLURM_STEP_NUM_TASKS SLURM_NTASKS")
     return size is not None and size[1] > 1
 
 
@@ -202,9 +179,9 @@ def _agreed(which: str, claims: list[Claim]) -> tuple[str, int] | None:
     return stated[0] if stated else None
 
 
-def _number(environment: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, int] | None:
+def _number(environment: Mapping[str, str], names: str) -> tuple[str, int] | None:
     """(name, value) of the first variable that is set and not empty."""
-    for name in names:
+    for name in names.split():
         text = environment.get(name, "").strip()
         if text:
             if not (text.isascii() and text.isdigit()):
@@ -219,32 +196,28 @@ def expand_hostlist(expression: str) -> list[str]:
     `node[001-003,007],gpu2` is node001, node002, node003, node007 and gpu2.
 
     Raises:
-        ValueError: unmatched brackets, an invalid range, or more than `MOST_HOSTS` names.
+        ValueError: unmatched brackets, an invalid range, or more than 100,000 names in a range.
     """
     names: list[str] = []
     for part in re.split(r",(?![^\[]*\])", expression):
-        texts = enumerate(_BRACKET.split(part.strip()))
-        pieces = [_bracket_numbers(text, expression) if index % 2 else [text] for index, text in texts]
-        if len(names) + math.prod(len(piece) for piece in pieces) > MOST_HOSTS:
-            raise ValueError(f"the host list {expression!r} has more than {MOST_HOSTS:,} hosts")
-        names += [name for chosen in itertools.product(*pieces) if (name := "".join(chosen))]
+        texts = enumerate(re.split(r"\[([\d,\s-]+)\]", part.strip()))
+        pieces = [_range(text, expression) if index % 2 else [text] for index, text in texts]
+        names += filter(None, map("".join, itertools.product(*pieces)))
     for name in names:
-        if not _NAME.fullmatch(name):
+        if not re.fullmatch(r"[^\s,\[\]#=]+", name):
             raise ValueError(f"the host list {expression!r} contains {name!r}, which is not a host name")
     return names
 
 
-def _bracket_numbers(text: str, expression: str) -> list[str]:
+def _range(text: str, expression: str) -> list[str]:
     """Numbers in one bracket, with their leading zeros."""
     numbers: list[str] = []
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part.strip())
         first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
-        if int(last) < int(first):
+        if not 0 <= int(last) - int(first) < 100_000:
             raise ValueError(
                 f"the host list {expression!r} contains [{text}]; expected ranges such as 001-003"
             )
-        if int(last) - int(first) >= MOST_HOSTS:
-            raise ValueError(f"the host list {expression!r} has more than {MOST_HOSTS:,} hosts")
         numbers += [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
     return numbers

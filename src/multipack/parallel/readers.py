@@ -105,7 +105,7 @@ class ScatteredLoader(PackedLoader):
 
     def _round(self, pack: int) -> PackedBatch:
         """Micro-batch number `pack` of this rank in the epoch; a reader makes those of all its ranks."""
-        packs = self._read(pack) if self._rank == self.reader else None
+        packs = list(self._read(pack)) if self._rank == self.reader else None
         received: list[Any] = [None]
         try:
             dist.scatter_object_list(received, packs, src=self.reader, group=self._group)
@@ -114,18 +114,12 @@ class ScatteredLoader(PackedLoader):
                 f"rank {self.reader} reads for rank {self._rank}, and pack {pack} did not arrive: look for an error"
                 f" on ranks {', '.join(map(str, self.data_ranks))} ({error})"
             ) from error
-        sent, batch = received[0]
-        if isinstance(batch, Exception):
-            raise batch
-        if sent != pack:
-            raise RuntimeError(
-                f"rank {self.reader} sent pack {sent}, and rank {self._rank} is at pack {pack}: all ranks must take"
-                " equally many packs before they end an iteration"
-            )
-        return batch  # type: ignore[no-any-return]
+        if isinstance(received[0], Exception):
+            raise received[0]
+        return received[0]  # type: ignore[no-any-return]
 
-    def _read(self, pack: int) -> list[tuple[int, PackedBatch | Exception]]:
-        """(number, batch) for each rank that this reader serves; in place of batches the error that prevents them."""
+    def _read(self, pack: int) -> Sequence[PackedBatch | Exception]:
+        """A batch for each rank that this reader serves; in place of batches the error that prevents them."""
         step, micro_batch = divmod(pack, self._dealt.micro_batches)
         numbers: list[int] = []
         try:
@@ -137,5 +131,5 @@ class ScatteredLoader(PackedLoader):
             kind = ValueError if isinstance(error, ValueError) else RuntimeError
             documents = ", ".join(map(str, numbers[:32]))
             message = f"rank {self.reader}, which reads: {error} (in a batch of the documents {documents})"
-            return [(pack, kind(message))] * len(self.data_ranks)
-        return [(pack, made[data_rank]) for data_rank in self.data_ranks.values()]
+            return [kind(message)] * len(self.data_ranks)
+        return [made[data_rank] for data_rank in self.data_ranks.values()]

@@ -65,8 +65,7 @@ class Ring:
     """One rank's work for one pack, computed on the host from the lengths of documents.
 
     Attributes:
-        rank: this rank.
-        ranks: number of ranks.
+        rank, ranks: this rank, and the number of ranks.
         lengths: tokens of each document within this rank's chunks, the early chunk first.
         seen: entry s: rectangle of this rank's queries and the keys of rank − s (itself for s = 0); None = none.
         shown: entry s: rectangle of the queries of rank + s and this rank's keys; None = none.
@@ -80,13 +79,7 @@ class Ring:
 
     @classmethod
     def of(cls, lengths: Sequence[int], rank: int, ranks: int) -> Ring:
-        """Compute the work of a rank.
-
-        Args:
-            lengths: tokens of each document of the pack, padding included; their sum is a multiple of 2 · ranks.
-            rank: the rank.
-            ranks: number of ranks.
-        """
+        """Compute the work of a rank for a pack of these documents, padding included."""
         ends = list(accumulate(lengths))
         own: list[int] = []
         for chunk in head_tail(ends[-1], rank, ranks):

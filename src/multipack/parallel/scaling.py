@@ -46,9 +46,7 @@ class LossScaler:
             self.scale, self.steps = self.scale * 2, 0
 
     def state(self) -> dict[str, Tensor]:
-        """Tensors for a checkpoint; empty unless `enabled`."""
-        if not self.enabled:
-            return {}
+        """Tensors for a checkpoint."""
         return {"scale": torch.tensor(self.scale), "_growth_tracker": torch.tensor(float(self.steps))}
 
     def load_state(self, state: dict[str, Tensor]) -> None:

@@ -25,7 +25,7 @@ State = dict[str, dict[str, Tensor]]
 
 
 class StateSource(Protocol):
-    """Saved tensors by group and name: a checkpoint, or tensors in memory."""
+    """Saved tensors by group and name, such as those of a checkpoint."""
 
     def shapes(self, group: str) -> dict[str, tuple[int, ...]]:
         """Names and whole shapes of a group's tensors; empty if there is no such group."""
@@ -34,23 +34,6 @@ class StateSource(Protocol):
     def fill(self, group: str, into: Mapping[str, Tensor]) -> None:
         """Copy saved values into tensors of the same names, in place; a shard receives its part of the whole."""
         ...
-
-
-class Whole:
-    """Whole tensors in this process's memory, the same on every rank."""
-
-    def __init__(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
-        self._tensors = tensors
-
-    def shapes(self, group: str) -> dict[str, tuple[int, ...]]:
-        """See `StateSource`."""
-        return {name: tuple(tensor.shape) for name, tensor in self._tensors.get(group, {}).items()}
-
-    @torch.no_grad()
-    def fill(self, group: str, into: Mapping[str, Tensor]) -> None:
-        """See `StateSource`."""
-        for name, tensor in into.items():
-            local(tensor).copy_(piece_of(self._tensors[group][name], tensor))
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -158,9 +141,6 @@ def squared_norms(
         names: of all the model's tensors, the same on every rank.
         mesh: the ranks.
         duplicates: names that this rank holds and another stage of its pipeline counts.
-
-    Returns:
-        In the order of `names`, the same on every rank.
     """
     held = {name: tensor for name, tensor in tensors.items() if name not in duplicates}
     squares = dict.fromkeys(names, 0.0)

@@ -67,14 +67,10 @@ class World:
 
         Args:
             parts: each rank is in exactly one; the same on all ranks.
-
-        Raises:
-            ValueError: there is no process group.
         """
         key = tuple(tuple(part) for part in parts)
         world = dist.group.WORLD
-        if world is None:
-            raise ValueError("a run of one process has no groups")
+        assert world is not None, "a run of one process has no groups"
         if len(key) == 1:
             return world
         if key not in self.groups:

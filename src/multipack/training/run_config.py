@@ -137,7 +137,7 @@ class Config:
                 f"optimizer.name=muon multiplies whole matrices, which parallel.offload={parallel.offload} keeps on the"
                 " host: use parallel.offload=none, or optimizer.name=adamw"
             )
-        if self.log.gradient_noise and not parallel.keeps_own_gradients:
+        if self.log.gradient_noise and (parallel.shards_parameters or parallel.model_ranks > 1):
             raise ValueError(
                 "log.gradient_noise=true needs the whole gradient of a rank's first micro-batch, which only"
                 " parallel.data=ddp and zero1 without parallel.tensor, context and pipeline keep: leave it out"
