@@ -90,19 +90,6 @@ def test_links_and_pipelines_change_estimated_times():
     assert few.seconds_per_pack > 1.2 * many.seconds_per_pack
 
 
-@pytest.mark.parametrize(
-    "words", [["devices=1", "model=gpt2"], ["devices=16", "capacity=65536", "dtype=fp16", "model=qwen2.5-7b"]]
-)
-def test_rows_are_legal(words):
-    asked = request(*words)
-    rows = advise(asked).rows
-    assert rows
-    for row in rows:
-        row.config.check(asked.model, asked.devices, asked.capacity, asked.dtype)
-        assert row.memory.peak >= row.memory.parameters + row.memory.optimizer
-        assert row.seconds_per_pack > 0
-
-
 def test_muon_has_less_state_and_no_offload():
     words = ("devices=2", "memory=48GiB", "capacity=2048")
     adamw, muon = (advise(request(*words, f"optimizer={name}")) for name in ("adamw", "muon"))
@@ -116,8 +103,7 @@ def test_muon_has_less_state_and_no_offload():
 @pytest.mark.parametrize(
     "words",
     [
-        ["model=gpt2", "devices=8"],
-        ["devices=16", "model.layers=20", "model.dropout=0.1", "capacity=65536"],
+        ["devices=16", "model.layers=20", "model.dropout=0.1", "capacity=65536", "dtype=fp16"],
         ["devices=2", "memory=48GiB", "capacity=2048"],
     ],
 )
@@ -181,8 +167,8 @@ def test_the_command_prints_path_table_and_command(run):
     for word in advice.chosen.words:
         assert word in shown
     assert "nothing fits" in run("devices=1", "memory=24GiB").stdout
-    for field in dataclasses.fields(AdviseRequest):
-        assert field.name in run("--settings").stdout
+    settings = run("--settings").stdout
+    assert all(field.name in settings for field in dataclasses.fields(AdviseRequest))
 
 
 def test_json_and_models_of_hugging_face(run, tmp_path):

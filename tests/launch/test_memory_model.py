@@ -11,11 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
-from multipack.launch.memory_model import (
-    Workload,
-    memory_of_stages,
-    model_parameters,
-)
+from multipack.launch.memory_model import Workload, memory_of_stages, model_parameters
 from multipack.models.decoder import Decoder
 from multipack.models.recompute import recompute_blocks
 from multipack.parallel.parallel_config import ParallelConfig
@@ -33,7 +29,6 @@ SHAPES_ = {
     "llama, large vocabulary": dataclasses.replace(LLAMA, layers=2, vocabulary_size=3000),
     "gpt": GPT,
 }
-DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 
 
 class Held(TorchDispatchMode):
@@ -73,7 +68,7 @@ def loss_of(model, dtype):
     lengths = (200, 100, 84, 50, 78)
     documents = [Document(rng.integers(0, 300, length), np.array([[0, length]])) for length in lengths]
     batch = PackedCollator(max_documents=8, max_seqlen=SLOTS, pad_to=None, pad_id=0)(documents)
-    with torch.autocast("cpu", DTYPES[dtype] or torch.bfloat16, enabled=DTYPES[dtype] is not None):
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
         return model(batch)
 
 
