@@ -96,17 +96,18 @@ class PackedCollator:
             )
         sizes = [-(-len(document.tokens) // self.align) * self.align for document in documents]
         used = sum(sizes)
+        aligned = "" if self.align == 1 else f" (each document padded to a multiple of {self.align})"
         slots = self.pad_to
         if slots is None:
             slots = -(-max(used, self.align) // self.multiple) * self.multiple
         if used > slots:
-            raise ValueError(f"a pack of {used:,} tokens{self._aligned} does not fit into pad_to={slots:,}")
+            raise ValueError(f"a pack of {used:,} tokens{aligned} does not fit into pad_to={slots:,}")
         if used < slots:
             sizes.append(slots - used)
         max_seqlen = max(self.max_seqlen, self.pad_to or max(self.align, self.multiple))
         if max(sizes) > max_seqlen:
             raise ValueError(
-                f"a document of {max(sizes):,} tokens{self._aligned} exceeds max_seqlen={max_seqlen:,}"
+                f"a document of {max(sizes):,} tokens{aligned} exceeds max_seqlen={max_seqlen:,}"
             )
         return self._assemble(documents, np.asarray(sizes, dtype=np.int64), slots, max_seqlen)
 
@@ -137,10 +138,6 @@ class PackedCollator:
             num_target_documents=num_target_documents,
             weights=weights,
         )
-
-    @property
-    def _aligned(self) -> str:
-        return "" if self.align == 1 else f" (each document padded to a multiple of {self.align})"
 
 
 @dataclass(frozen=True)

@@ -107,13 +107,13 @@ class DataConfig:
 
     def _check_source(self) -> None:
         """Check that each setting that was changed has an effect with this source."""
-        for name, sources, hint in _ONLY_WITH:
-            value = getattr(self, name)
-            if self.source not in sources and value != getattr(_DEFAULTS, name):
-                raise ValueError(
-                    f"data.{name}={value} has no effect with data.source={self.source}, only with"
-                    f" {', '.join(sources)}: {hint}"
-                )
+        for names, sources, hint in _ONLY_WITH:
+            for name in names.split() if self.source not in sources else ():
+                if (value := getattr(self, name)) != getattr(_DEFAULTS, name):
+                    raise ValueError(
+                        f"data.{name}={value} has no effect with data.source={self.source}, only with"
+                        f" {', '.join(sources)}: {hint}"
+                    )
         if self.source not in ("stdlib", "mixture") and not self.path:
             raise ValueError(f"data.source={self.source} needs data.path=FILE_OR_FOLDER")
         for name in ("stage", "readers", "dedup"):
@@ -198,27 +198,19 @@ _ONLY_WITH: tuple[tuple[str, tuple[str, ...], str], ...] = (
         ("text", *RECORDS, "store"),
         "set data.source=text for a file, or data.paths=[STORE,STORE,…] for a mixture",
     ),
-    ("subset", ("huggingface",), _OUT),
-    ("part", ("huggingface",), _OUT),
+    ("subset part", ("huggingface",), _OUT),
     (
         "stream",
         ("store", "huggingface"),
         "documents arrive as a growing folder of stores or a streamed data set",
     ),
-    ("documents", ("text",), _OUT),
-    ("separator", ("text",), _OUT),
+    ("documents separator", ("text",), _OUT),
     ("block_size", ("text", "store"), "data.overlong=split cuts documents that are too long"),
-    ("format", RECORDS, _OUT),
-    ("fields", RECORDS, _OUT),
-    ("chat_template", RECORDS, _OUT),
-    ("special_tokens", RECORDS, _OUT),
+    ("format fields chat_template special_tokens", RECORDS, _OUT),
     ("dedup", ("stdlib", "text", *RECORDS), "give it to `multipack prepare`"),
-    ("paths", ("mixture",), "set data.source=mixture"),
-    ("weights", ("mixture",), "set data.source=mixture"),
-    ("weigh_by", ("mixture",), "set data.source=mixture"),
-    ("mixture_ends", ("mixture",), "set data.source=mixture"),
+    ("paths weights weigh_by mixture_ends", ("mixture",), "set data.source=mixture"),
 )
-"""Setting, the sources with which it has an effect, and what to do with the others."""
+"""Settings, the sources with which they have an effect, and what to do with the others."""
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
