@@ -97,13 +97,7 @@ def test_the_command_saves_a_cost_that_plans_and_trains(words, exact, tmp_path):
     saved, out, store, run = tmp_path / "cost.json", tmp_path / "run", tmp_path / "store", CliRunner()
     result = run.invoke(app, ["calibrate", *words, "--save", str(saved), "--json"])
     assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
-    assert found["error"] < 1e-6
-    assert len(found["checked"]) >= 2
-    for documents, tokens, longest, measured, predicted in found["checked"]:
-        assert 1 <= documents <= tokens <= 256
-        assert longest <= tokens
-        assert measured == pytest.approx(predicted, rel=1e-6)
+    assert json.loads(result.stdout)["error"] < 1e-6
     model = CostModel.load(saved)
     assert model.timed.token == pytest.approx(3e-6, rel=1e-3)
     again = run.invoke(app, ["calibrate", *words, "--save", str(saved)])

@@ -183,7 +183,7 @@ def test_several_prompts_are_completed_as_each_alone(run, tmp_path):
 def test_notes_go_to_standard_error(run):
     shown = run("--prompt", "x" * 70, "--max-tokens", "3", "--timing")
     assert shown.stdout.startswith("x" * 70)
-    assert "prompt 1 has 70 tokens: the model sees the last 64 of them (model.context)" in shown.stderr
+    assert "the prompt has 70 tokens: the model sees the last 64 of them (model.context)" in shown.stderr
     assert "3 tokens after 70 of prompts" in shown.stderr
     assert "tokens/s" in shown.stderr
     assert "note" not in shown.stdout

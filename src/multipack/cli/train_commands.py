@@ -125,15 +125,18 @@ def calibrate(
     from multipack.reports.console import Console
     from multipack.training.calibrate import calibrate_documents
     from multipack.training.run_config import compose
+    from multipack.training.run_cost import cost_rows, doubt
 
     if save.exists():
         raise ValueError(f"--save {save} exists: choose another name, or move it away")
     wanted, console = compose(words or []), Console(stream=sys.stderr if as_json else None)
     compile_planner(wanted.plan.for_ranks(1), 1, "step", console.line)
     with connected(wanted.train.device, wanted.parallel.timeout_seconds) as world:
-        found = calibrate_documents(wanted, world, console)
-    found.model.save(save)
+        cost, error = calibrate_documents(wanted, world, console)
+    cost.save(save)
     if as_json:
-        print_json({"saved": str(save), **found.to_dict()})
+        print_json({"saved": str(save), "cost": cost.to_dict(), "error": error})
         return
-    console.section("calibration", found.rows(save))
+    where = f"{save} (plan.cost={save} in training, cost={save} in `multipack plan`)"
+    predictions = f"mean error {error:.1%}{doubt(error)}"
+    console.section("calibration", [*cost_rows(cost), ("predictions", predictions), ("saved", where)])

@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +28,6 @@ from multipack.reports.console import Console
 from multipack.shapes import ModelShape
 from multipack.training.precision import resolve_dtype
 from multipack.training.run_config import Config
-from multipack.training.run_cost import cost_rows, doubt
 from multipack.training.run_parts import shape_of
 
 PACKS = 24
@@ -47,37 +43,11 @@ Timer = Callable[[list[int]], float]
 """Lengths of the documents of a micro-batch → seconds of its forward and backward pass."""
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """Result of a calibration.
+def calibrate_documents(config: Config, world: World, console: Console) -> tuple[CostModel, float]:
+    """Time packs of the documents of `config` with its model, and fit the planner's cost to half of them.
 
-    Attributes:
-        model: the fitted cost.
-        checked: (documents, tokens, longest, measured seconds, predicted seconds) of packs that were not fitted to.
-    """
-
-    model: CostModel
-    checked: list[tuple[int, int, int, float, float]]
-
-    @property
-    def error(self) -> float:
-        """Mean absolute error of the predictions, relative to the mean measured time."""
-        measured = sum(row[3] for row in self.checked)
-        return sum(abs(row[3] - row[4]) for row in self.checked) / measured
-
-    def rows(self, saved: Path) -> list[tuple[str, str]]:
-        """Report rows: coefficients, error of the predictions, the file."""
-        error = f"mean error {self.error:.1%} over {len(self.checked)} packs{doubt(self.error)}"
-        where = f"{saved} (plan.cost={saved} in training, cost={saved} in `multipack plan`)"
-        return [*cost_rows(self.model), ("predictions", error), ("saved", where)]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return {"cost": self.model.to_dict(), "error": self.error, "checked": self.checked}
-
-
-def calibrate_documents(config: Config, world: World, console: Console) -> Calibration:
-    """Time packs of the documents of `config` with its model, and fit the planner's cost to them.
+    Returns:
+        The cost, and the mean absolute error of its predictions for the other half, relative to the mean time.
 
     Raises:
         ValueError: the documents do not fit or are too few, or no cost can be fitted to the times.
@@ -106,9 +76,7 @@ def calibrate_documents(config: Config, world: World, console: Console) -> Calib
         held_out = chosen[1::2]
         seconds = least_seconds(counted, held_out)
     pairs = zip(held_out, seconds, strict=True)
-    return Calibration(
-        model, [(len(pack), sum(pack), max(pack), measured, model.seconds(pack)) for pack, measured in pairs]
-    )
+    return model, sum(abs(model.seconds(pack) - measured) for pack, measured in pairs) / sum(seconds)
 
 
 def _spaced(count: int) -> list[int]:

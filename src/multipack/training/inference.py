@@ -172,13 +172,13 @@ def print_completions(
     as_json: bool = False,
     timing: bool = False,
 ) -> None:
-    """Complete prompts and print them, as `multipack generate`; a single completion is streamed to a terminal.
+    """Complete prompts and print them, as `multipack generate`; a single completion is streamed.
 
     Raises:
         FileNotFoundError, ValueError: see `load_run` and `complete_batch`.
     """
     model, tokenizer = load_run(path, device)
-    streaming = len(prompts) == 1 and not as_json and sys.stdout.isatty()
+    streaming = len(prompts) == 1 and not as_json
     if streaming:
         _print(prompts[0])
     start = time.perf_counter()
@@ -204,13 +204,8 @@ def print_completions(
         _print("", end="\n")
     else:
         for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True), start=1):
-            if len(prompts) > 1:
-                _print(f"=== {number} of {len(prompts)}", end="\n")
-            _print(prompt + completion.text, end="\n")
-    for number, size in enumerate(sizes, start=1):
-        _note_context(f"prompt {number}", size, model)
-    if timing:
-        _note_speed(sum(sizes), completions, seconds)
+            _print(f"=== {number} of {len(prompts)}\n{prompt}{completion.text}", end="\n")
+    _notes("prompt", sizes, completions, model, seconds if timing else None)
 
 
 def converse(path: Path, system: str, sampling: Sampling, device: str = "auto", timing: bool = False) -> None:
@@ -241,24 +236,27 @@ def converse(path: Path, system: str, sampling: Sampling, device: str = "auto", 
         messages.append({"role": "assistant", "content": completion.text})
         seconds = time.perf_counter() - start
         _print("", end="\n")
-        _note_context("the conversation", read, model)
         if completion.reason == "length":
             _note(f"cut after {sampling.max_tokens:,} tokens: --max-tokens allows more")
-        if timing:
-            _note_speed(read, [completion], seconds)
+        _notes("conversation", [read], [completion], model, seconds if timing else None)
     if is_terminal:
         _print("", end="\n")
 
 
-def _note_context(what: str, tokens: int, model: Decoder) -> None:
+def _notes(
+    what: str, sizes: Sequence[int], completions: Sequence[Completion], model: Decoder, seconds: float | None
+) -> None:
+    """Print notes on texts that are longer than the context and, with `seconds`, on the speed."""
     context = model.shape.context
-    if tokens > context:
-        _note(f"{what} has {tokens:,} tokens: the model sees the last {context:,} of them (model.context)")
-
-
-def _note_speed(read: int, completions: Sequence[Completion], seconds: float) -> None:
-    new = sum(len(completion.tokens) for completion in completions)
-    _note(f"{new:,} tokens after {read:,} of prompts in {seconds:.2f} s: {new / seconds:,.1f} tokens/s")
+    for number, size in enumerate(sizes, start=1):
+        if size > context:
+            name = f"{what} {number}" if len(sizes) > 1 else f"the {what}"
+            _note(f"{name} has {size:,} tokens: the model sees the last {context:,} of them (model.context)")
+    if seconds is not None:
+        new = sum(len(completion.tokens) for completion in completions)
+        _note(
+            f"{new:,} tokens after {sum(sizes):,} of prompts in {seconds:.2f} s: {new / seconds:,.1f} tokens/s"
+        )
 
 
 def _print(text: str, end: str = "") -> None:
