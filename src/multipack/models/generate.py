@@ -192,10 +192,10 @@ class _Reader:
 
     def read(self, texts: Sequence[_Text]) -> Tensor:
         """(B, d) final hidden states of the last tokens of B texts."""
-        for row in reversed(
-            range(len(self.held))
-        ):  # free the rows of texts that ended or outgrew the context
-            if self.held[row] not in texts or self.held[row].length > self.context:
+        # Free the rows of texts that ended or outgrew the context.
+        kept = {text for text in texts if text.length <= self.context}
+        for row in reversed(range(len(self.held))):
+            if self.held[row] not in kept:
                 self.cache.remove(row)
                 self.held[row] = self.held[-1]
                 self.held.pop()

@@ -36,7 +36,6 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from multipack.models.decoder import Decoder
-from multipack.models.layers import Block
 from multipack.ops.attention import table
 from multipack.ops.loss import LOSS_ATTRIBUTES
 
@@ -57,9 +56,15 @@ def recompute_blocks(model: Decoder, kind: Recompute) -> None:
     """
     if kind not in ("none", "full", "selective"):
         raise ValueError(f"train.recompute={kind} is unknown; choose none, full or selective")
+    attention = tuple(name for row in table.BACKENDS for name in row.operators)
     block: Any
     for block in model.blocks:
-        block.around = None if kind == "none" else partial(_checkpointed, _options(block, kind))
+        # Without dropout nothing is drawn, and saving the generators' states costs time in every block.
+        options: dict[str, Any] = {"preserve_rng_state": block.dropout > 0}
+        if kind == "selective":
+            policy = partial(_policy, attention, block.unsaved_products())
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
+        block.around = None if kind == "none" else partial(_checkpointed, options)
 
 
 def tile_layers(model: Decoder, tiles: int) -> None:
@@ -85,17 +90,6 @@ def tile_layers(model: Decoder, tiles: int) -> None:
 def _checkpointed(options: dict[str, Any], compute: Callable[..., Tensor], *arguments: Any) -> Tensor:
     out: Tensor = checkpoint(compute, *arguments, use_reentrant=False, **options)
     return out
-
-
-def _options(block: Block, kind: Recompute) -> dict[str, Any]:
-    """Keyword arguments of `checkpoint`."""
-    # Without dropout nothing is drawn, and saving the generators' states costs time in every block.
-    options: dict[str, Any] = {"preserve_rng_state": block.dropout > 0}
-    if kind == "selective":
-        attention = tuple(name for row in table.BACKENDS for name in row.operators)
-        policy = partial(_policy, attention, block.unsaved_products())
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
-    return options
 
 
 def _policy(
