@@ -259,7 +259,7 @@ def test_bad_files_of_lengths_are_refused(monkeypatch, capsys, tmp_path):
         ("plan", np.array([10, 50_000]), "50,000"),
         ("pack", np.array([[1, 2]]), "shape (1, 2)"),
         ("pack", np.array([1.0, 2.0]), "float64"),
-        ("pack", np.array([3, -2]), "-2 documents of 2 tokens"),
+        ("pack", np.array([3, -2]), "histogram"),
         ("pack", np.array([0, 0]), "0 documents"),
         ("pack", np.array([2**40]), "can be packed"),
     ):

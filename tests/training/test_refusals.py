@@ -1,7 +1,5 @@
 """Settings that only the vocabulary or names of parameters show to be illegal are refused before processes join."""
 
-import shutil
-
 import pytest
 
 from multipack.data.data_config import DataConfig
@@ -35,23 +33,20 @@ def sources(corpus_path, tmp_path_factory):
     """Kind of source → its words; the tokenizer is found in another way for each."""
     folder = tmp_path_factory.mktemp("sources")
     data = DataConfig(source="jsonl", path=str(corpus_path))
-    store, other, shards = folder / "store", folder / "other", folder / "shards"
+    store, shards = folder / "store", folder / "shards"
     prepare(data, BYTES, out=store)
-    shutil.copytree(store, other)
     prepare(data, BYTES, out=shards, shards=2)
     text = ["data=jsonl", f"data.path={corpus_path}"]
     stream = ["data=store", f"data.path={shards}", "data.stream=true", "data.patience_seconds=5"]
     return {
         "byte": [*text, "tokenizer=byte", *SMALL],
-        "bpe": [*text, "tokenizer=bpe", "tokenizer.vocabulary_size=301", *SMALL],
         "store": ["data=store", f"data.path={store}", *SMALL],
-        "mixture": ["data=mixture", f"data.paths=[{store},{other}]", *SMALL],
         "stream": [*stream, "train.steps=3", *SMALL],
     }
 
 
 def test_a_vocabulary_that_ranks_do_not_divide(one_of_two, sources):
-    for kind, size in (("byte", 257), ("bpe", 301), ("store", 257), ("mixture", 257), ("stream", 257)):
+    for kind, size in (("byte", 257), ("store", 257), ("stream", 257)):
         message = rf"model\.vocabulary_size={size}: use model\.vocabulary_size={size + 1}"
         with pytest.raises(ValueError, match=message):
             module.train(compose([*sources[kind], "parallel.tensor=2"]))
