@@ -20,10 +20,10 @@ def run(tmp_path):
 def test_files_are_truncated_to_their_marks_and_grow_again(run):
     log = RunLog(run)
     log.record({"step": 1, "loss": 0.1})
-    log.samples.write("one\n")
+    log.sample(1, "one")
     marks = json.loads(json.dumps(log.marks()))
     log.record({"step": 2, "loss": 0.2})
-    log.samples.write("two\n")
+    log.sample(2, "two")
     log.close()
     again = RunLog(run)
     again.cut(marks)
@@ -31,7 +31,7 @@ def test_files_are_truncated_to_their_marks_and_grow_again(run):
     again.record({"step": 2})
     again.close()
     assert run.metrics.read_text() == '{"step": 1, "loss": 0.1}\n{"step": 2}\n'
-    assert run.samples.read_text() == "one\n"
+    assert run.samples.read_text() == "=== step 1\none\n\n"
     last = RunLog(run)
     last.cut(None)
     last.close()
@@ -42,7 +42,7 @@ def test_files_are_truncated_to_their_marks_and_grow_again(run):
 def test_a_file_with_another_beginning_is_refused_and_kept(run, content):
     log = RunLog(run)
     log.record({"step": 1})
-    log.samples.write("what was written then\n")
+    log.sample(1, "what was written then")
     marks = log.marks()
     log.close()
     run.samples.write_text(content)

@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from multipack.run import RunDirectory
@@ -19,46 +18,6 @@ NOTHING: Mark = {"bytes": 0, "sha256": hashlib.sha256(b"").hexdigest()}
 """The mark of an empty file: where a run without a checkpoint begins again."""
 
 
-class AppendedFile:
-    """A file that is only appended to, with the hash of its content."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.file = path.open("ab")
-        self._digest = hashlib.sha256(path.read_bytes())
-
-    def write(self, text: str) -> None:
-        """Append `text` and flush it, so that other processes see whole lines."""
-        content = text.encode()
-        self.file.write(content)
-        self.file.flush()
-        self._digest.update(content)
-
-    def mark(self) -> Mark:
-        """Size and hash of the content, which is on disk afterwards."""
-        os.fsync(self.file.fileno())
-        return {"bytes": self.file.tell(), "sha256": self._digest.hexdigest()}
-
-    def check(self, mark: Mark) -> None:
-        """Compare the beginning of the file with a mark.
-
-        Raises:
-            ValueError: the file has changed since, or belongs to another course of the run.
-        """
-        size, expected = mark["bytes"], mark["sha256"]
-        if hashlib.sha256(self.path.read_bytes()[:size]).hexdigest() != expected:
-            raise ValueError(
-                f"{self.path} does not begin with what this checkpoint saw: it was edited, or the run was resumed"
-                " from an older checkpoint since and took another course. Resume the latest one, or a copy of the run"
-            )
-
-    def cut(self, mark: Mark) -> None:
-        """Truncate the file to a mark that was checked."""
-        self.file.truncate(mark["bytes"])
-        self.file.seek(mark["bytes"])
-        self._digest = hashlib.sha256(self.path.read_bytes())
-
-
 class RunLog:
     """metrics.jsonl and samples.txt of a run, locked by the one process that writes them.
 
@@ -67,33 +26,59 @@ class RunLog:
     """
 
     def __init__(self, run: RunDirectory) -> None:
-        self.metrics, self.samples = AppendedFile(run.metrics), AppendedFile(run.samples)
-        self._files = {"metrics": self.metrics, "samples": self.samples}
+        self._paths = {"metrics": run.metrics, "samples": run.samples}
+        self._files = {name: path.open("ab") for name, path in self._paths.items()}
         try:
-            fcntl.flock(self.metrics.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._files["metrics"], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.close()
             raise ValueError(
                 f"another process is running {run.path}; wait for it, or choose another out="
             ) from None
+        self._digests = {name: hashlib.sha256(path.read_bytes()) for name, path in self._paths.items()}
 
     def record(self, values: Mapping[str, Any]) -> None:
         """Append one record to metrics.jsonl, in full precision."""
-        self.metrics.write(json.dumps(dict(values)) + "\n")
+        self._write("metrics", json.dumps(dict(values)) + "\n")
+
+    def sample(self, step: int, text: str) -> None:
+        """Append a generated text to samples.txt."""
+        self._write("samples", f"=== step {step}\n{text}\n\n")
+
+    def _write(self, name: str, text: str) -> None:
+        self._files[name].write(text.encode())
+        self._files[name].flush()  # so that other processes see whole lines
+        self._digests[name].update(text.encode())
 
     def marks(self) -> dict[str, Mark]:
-        """Marks of both files, for a checkpoint."""
-        return {name: file.mark() for name, file in self._files.items()}
+        """Size and hash of both files, which are on disk afterwards."""
+        for file in self._files.values():
+            os.fsync(file.fileno())
+        return {
+            name: {"bytes": file.tell(), "sha256": self._digests[name].hexdigest()}
+            for name, file in self._files.items()
+        }
 
     def cut(self, marks: Mapping[str, Mark] | None) -> None:
-        """Truncate both files to marks of a checkpoint, or to nothing; both are checked before either is changed."""
+        """Truncate both files to marks of a checkpoint, or to nothing; both are checked before either is changed.
+
+        Raises:
+            ValueError: a file has changed since, or belongs to another course of the run.
+        """
         marks = dict.fromkeys(self._files, NOTHING) if marks is None else marks
+        kept = {name: path.read_bytes()[: marks[name]["bytes"]] for name, path in self._paths.items()}
+        for name, path in self._paths.items():
+            if hashlib.sha256(kept[name]).hexdigest() != marks[name]["sha256"]:
+                raise ValueError(
+                    f"{path} does not begin with what this checkpoint saw: it was edited, or the run was resumed from"
+                    " an older checkpoint since and took another course. Resume the latest one, or a copy of the run"
+                )
         for name, file in self._files.items():
-            file.check(marks[name])
-        for name, file in self._files.items():
-            file.cut(marks[name])
+            file.truncate(len(kept[name]))
+            file.seek(len(kept[name]))
+            self._digests[name] = hashlib.sha256(kept[name])
 
     def close(self) -> None:
         """Close both files and release the lock."""
         for file in self._files.values():
-            file.file.close()
+            file.close()

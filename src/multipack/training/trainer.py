@@ -222,7 +222,7 @@ class Trainer:
             (completion,) = complete_batch(cast(Decoder, model), self.corpus.tokenizer, [prompt], sampling)
         text = f"{prompt}▌{completion.text}"
         if self.files.log is not None:
-            self.files.log.samples.write(f"=== step {self.step}\n{text}\n\n")
+            self.files.log.sample(self.step, text)
             self.callbacks.sample(self.step, text)
         self.console.line("\n".join("    " + line for line in text.splitlines()))
 
