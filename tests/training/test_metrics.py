@@ -10,7 +10,7 @@ import torch
 from multipack.parallel.engine import StepResult
 from multipack.planning.packing import Packs
 from multipack.training.feed import StepData
-from multipack.training.metrics import RunningLoss, format_line, step_metrics
+from multipack.training.metrics import format_line, step_metrics
 from multipack.training.precision import deterministic, matmul_peak, resolve_dtype
 from multipack.training.run_config import compose
 from multipack.training.train import train
@@ -49,14 +49,6 @@ def test_every_rate_follows_its_definition():
     assert all(math.isfinite(value) for value in step_metrics(DATA, RESULT, 0, 0.0, 1).values())
     line = format_line({"step": 7, "lr": 1e-3, "loss": 3.0, "tps": 80.4, "sps": 6.0})
     assert line == "step=7 lr=0.001 loss=3.0000 tps=80 sps=6.00"
-
-
-def test_the_running_loss_is_weighted_and_reset():
-    running = RunningLoss()
-    assert running.take() is None
-    running.add(10.0, 5)
-    running.add(2.0, 1)
-    assert (running.take(), running.take()) == (2.0, None)
 
 
 def test_the_dtype_auto_is_what_the_device_computes_natively(monkeypatch):

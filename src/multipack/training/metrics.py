@@ -5,7 +5,6 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
@@ -68,25 +67,6 @@ def step_metrics(
         "memory": peak_memory_bytes() / 2**30,
         "cost_spread": data.cost_spread,
     }
-
-
-@dataclass
-class RunningLoss:
-    """Loss and its denominators since the last evaluation; part of a checkpoint."""
-
-    loss_sum: float = 0.0
-    denominator: int = 0
-
-    def add(self, loss_sum: float, denominator: int) -> None:
-        """Add a step."""
-        self.loss_sum += loss_sum
-        self.denominator += denominator
-
-    def take(self) -> float | None:
-        """The mean so far, None before the first step; resets it."""
-        mean = self.loss_sum / self.denominator if self.denominator else None
-        self.loss_sum, self.denominator = 0.0, 0
-        return mean
 
 
 def peak_memory_bytes() -> int:

@@ -14,7 +14,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import astuple, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -34,7 +34,7 @@ from multipack.training.callbacks.callback import Callbacks, NonFiniteLoss
 from multipack.training.checkpoint import Checkpoint, restore_rng
 from multipack.training.feed import StepData
 from multipack.training.inference import complete_batch, find_template
-from multipack.training.metrics import LEGEND, RunningLoss, format_line, step_metrics
+from multipack.training.metrics import LEGEND, format_line, step_metrics
 from multipack.training.objective import objective_of
 from multipack.training.precision import DTYPES, mean_peak, resolve_dtype
 from multipack.training.run_config import Config
@@ -73,7 +73,7 @@ class Trainer:
         step, steps: number of steps taken, and of the last step of the run.
         saved, evaluated, best_step: steps of the last checkpoint, the last evaluation and the best one; -1 = none.
         val_loss, best: validation losses of this process's last evaluation, and the lowest so far.
-        running: loss since the last evaluation.
+        running: summed loss since the last evaluation, and what it is divided by.
         ending: why the loop stops before its last step; empty while it continues.
         interrupted: all ranks have agreed to stop because one received a signal.
         stop: the signal to stop that this rank received, if any.
@@ -133,7 +133,7 @@ class Trainer:
         self.step, self.saved, self.evaluated, self.best_step = 0, -1, -1, -1
         self.val_loss: float | None = None
         self.best: float | None = None
-        self.running = RunningLoss()
+        self.running: list[float] = [0.0, 0]
         self.ending, self.interrupted, self.loss = "", False, math.nan
         self.files = RunFiles(self.run, world, config, self.corpus, self.chat_template)
         if self.resumed is not None:
@@ -170,7 +170,7 @@ class Trainer:
                 metrics["skipped"] = 1.0
             self.step, self.loss = step, loss
             callbacks.after_step(step, engine, applied)
-            self.running.add(loss_sum, data.denominator)
+            self.running = [self.running[0] + loss_sum, self.running[1] + data.denominator]
             self._record(data, result, middle, slots, metrics)
             if self._evaluation_due():
                 self.evaluate()
@@ -190,9 +190,10 @@ class Trainer:
             with weights:
                 losses[f"val_loss{suffix}"] = self.feeds.validation_loss()
         values: dict[str, float] = {"step": self.step}
-        train_loss = self.running.take()
-        if train_loss is not None:
-            values["train_loss"] = train_loss
+        loss_sum, denominator = self.running
+        if denominator:
+            values["train_loss"] = loss_sum / denominator
+        self.running = [0.0, 0]
         values |= {**losses, **self.objective.metrics(self.engine, training=False)}
         self.evaluated, self.val_loss = self.step, losses["val_loss"]
         self.console.line(f"evaluation {format_line(values)}", style="bold")
@@ -379,9 +380,9 @@ class Trainer:
         self.step = self.saved = checkpoint.step
         self.evaluated, self.best = progress["evaluated"], progress["best"]
         self.best_step = progress["best_step"]
-        loss_sum, denominator, before = progress["running"]
+        *running, before = progress["running"]
         if before == weighting:
-            self.running = RunningLoss(loss_sum, denominator)
+            self.running = running
         else:
             self.notes.append(
                 f"train.loss_weighting changes from {before} to {weighting}: logged losses before and after are means"
@@ -398,7 +399,7 @@ class Trainer:
         """The progress of the run, as plain values for a checkpoint."""
         return {
             "data": self.feed.state_dict(),
-            "running": [*astuple(self.running), self.config.train.loss_weighting],
+            "running": [*self.running, self.config.train.loss_weighting],
             "evaluated": self.evaluated,
             "best": self.best,
             "best_step": self.best_step,
