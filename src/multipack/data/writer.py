@@ -70,7 +70,7 @@ class ShardBuilder:
         Raises:
             ValueError: it has no tokens, or one outside the vocabulary.
         """
-        if not any(ids for ids, _ in parts):
+        if not any(len(ids) for ids, _ in parts):
             raise ValueError(f"document {name} has no tokens")
         if not (self._is_stream and self._lengths):
             raw = name.encode("utf-8", "replace")
@@ -80,7 +80,7 @@ class ShardBuilder:
             self._span_counts.append(0)
         for ids, is_target in parts:
             length = self._lengths[-1]
-            if is_target and ids:
+            if is_target and len(ids):
                 if self._span_counts[-1] and self._spans[-1] == length:
                     self._spans[-1] += len(ids)
                 else:
