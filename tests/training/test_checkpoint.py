@@ -131,7 +131,7 @@ SHARD = "tensors/shard-00001.safetensors"
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda path: os.truncate(path / SHARD, 20), r"shard-00001\.safetensors has 20 bytes"),
+        (lambda path: os.truncate(path / SHARD, 20), r"shard-00001\.safetensors is not what was written"),
         (lambda path: (path / SHARD).unlink(), r"shard-00001\.safetensors is missing"),
         (lambda path: (path / ".complete").unlink(), r"\.complete is missing"),
         (lambda path: (path / "state.json").unlink(), r"state\.json is missing"),

@@ -4,7 +4,7 @@
 
     step-00000100/
       tensors/shard-00001.safetensors …   model, optimizer, random numbers: a file per rank, see checkpoint_tensors.py
-      state.json                          step, progress of the run, size and sha256 of all files
+      state.json                          step, progress of the run, sha256 of all files
       config.yaml tokenizer.json …        the run's configuration and tokenizer
       .complete                           sha256 of state.json; written last
 
@@ -41,8 +41,8 @@ DAMAGED = (OSError, SafetensorError, ValueError, LookupError, TypeError, Attribu
 STATE = "state.json"
 TENSORS = "tensors"
 
-Files = dict[str, tuple[int, str]]
-"""Name of a file in a checkpoint → its size in bytes and its sha256."""
+Files = dict[str, str]
+"""Name of a file in a checkpoint → its sha256."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class CheckpointWriter:
         try:
             if pieces:
                 write_pieces(partial / name, pieces)
-                written[name] = _description(partial / name)
+                written[name] = checksum(partial / name)
         except Exception as error:  # no rank leaves the others waiting
             problem = f"rank {world.rank}: {error}"
         answers = [json.loads(text) for text in world.gather(json.dumps([problem, written]), self._group)]
@@ -189,7 +189,7 @@ class CheckpointWriter:
         try:
             if problems := [problem for problem, _ in answers if problem]:
                 raise ValueError("; ".join(problems))
-            complete({name: description for _, files in answers for name, description in files.items()})
+            complete({name: digest for _, files in answers for name, digest in files.items()})
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -206,16 +206,12 @@ def _complete(
         )
     for name, text in texts.items():
         write_atomically(partial / name, text.encode())
-    files = {**written, **{name: _description(partial / name) for name in texts}}
+    files = {**written, **{name: checksum(partial / name) for name in texts}}
     write_atomically(partial / STATE, json.dumps({**state, "files": files}, indent=1).encode())
     write_atomically(partial / COMPLETE, checksum(partial / STATE).encode())
     sync_folder(partial / TENSORS)
     # A folder of this name that `latest` does not name was abandoned by resuming from an older one.
     move_into_place(partial, final, replace=True)
-
-
-def _description(file: Path) -> tuple[int, str]:
-    return file.stat().st_size, checksum(file)
 
 
 def _prune(run: RunDirectory, newest: Path, keep: int) -> None:
@@ -273,13 +269,10 @@ def _damage(path: Path, files: Files, checked: Sequence[str]) -> str:
     present = {f"{TENSORS}/{file.name}" for file in (path / TENSORS).glob("*.safetensors")}
     if unknown := present - files.keys():
         return f"{min(unknown)} is not listed in {STATE}"
-    for name, (size, digest) in files.items():
-        file = path / name
-        if not file.is_file():
+    for name, digest in files.items():
+        if not (path / name).is_file():
             return f"{name} is missing"
-        if file.stat().st_size != size:
-            return f"{name} has {file.stat().st_size:,} bytes instead of {size:,}"
-        if name in checked and checksum(file) != digest:
+        if name in checked and checksum(path / name) != digest:
             return f"{name} is not what was written"
     return ""
 

@@ -58,7 +58,8 @@ def divide(tensors: State, world: World) -> Pieces:
     Raises:
         ValueError: on all ranks, if the pieces of a tensor overlap or leave a gap.
     """
-    held, entries = Pieces(), []
+    held = Pieces()
+    entries: list[tuple[str, list[int], int, int, int]] = []
     for group, named in tensors.items():
         for name, tensor in named.items():
             values, offsets = local(tensor.detach()), [0] * tensor.dim()

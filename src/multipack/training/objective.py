@@ -161,7 +161,8 @@ class Preferences(Objective):
             ValueError: a document is not a pair, the reference has another tokenizer, its values are not finite, or
                 they are missing in a resumed run.
         """
-        documents, notes = {"train": self.corpus.train, "validation": self.corpus.validation}, []
+        documents = {"train": self.corpus.train, "validation": self.corpus.validation}
+        notes: list[str] = []
         if resumed is not None:
             values = read_reference(resumed / REFERENCE, documents)
         else:
