@@ -7,18 +7,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multipack.planning import deal as dealing
 from multipack.planning.cost import CostModel
-from multipack.planning.deal import least_step_cost, step_cost
+from multipack.planning.deal import deal_packs, least_step_cost, step_cost
+from multipack.planning.options import PlanOptions
 from multipack.planning.packing import packs_from
 from multipack.planning.plan import plan
 
 SYNCS = ["micro", "step", "pipeline"]
 
 
-def dealt_packs(*arrays, ranks, micro_batches, **options):
-    placed = dealing.deal(*arrays, ranks=ranks, micro_batches=micro_batches, **options)
-    return packs_from(placed, ranks * micro_batches)
+def dealt_packs(lengths, own, linear, ranks, micro_batches, capacity, sync="micro", balance="cost"):
+    """A packing of these documents dealt, and the cost of each document."""
+    packs = packs_from(np.unique(own, return_inverse=True)[1], len(np.unique(own)))
+    options = PlanOptions(capacity=capacity, packs_per_step=ranks * micro_batches, balance=balance)
+    cost = CostModel(None, linear=linear)
+    return deal_packs(packs, lengths, cost, options, ranks, sync), cost.cost(lengths)
 
 
 @st.composite
@@ -94,7 +97,7 @@ def test_close_to_the_best_of_all(lengths, shape):
     world, micro_batches = shape
     packs, capacity = world * micro_batches, 25
     lengths = np.array(lengths)
-    costs = CostModel(None, 50, 1).cost(lengths)
+    costs = CostModel(None, linear=50).cost(lengths)
     optimum = {"micro": None, "step": None}
     for assignment in itertools.product(range(packs), repeat=len(lengths)):
         tokens, totals = np.zeros(packs, dtype=int), np.zeros(packs, dtype=int)
@@ -109,10 +112,7 @@ def test_close_to_the_best_of_all(lengths, shape):
         return
     for sync, least in optimum.items():
         assert least_step_cost(lengths, costs, world, micro_batches, capacity, sync) <= least
-        dealt = dealt_packs(
-            lengths, costs, own, ranks=world, micro_batches=micro_batches,
-            capacity=capacity, max_documents=9, sync=sync,
-        )  # fmt: skip
+        dealt, _ = dealt_packs(lengths, own, 50, world, micro_batches, capacity, sync)
         assert dealt.totals(lengths).max() <= capacity
         if sync == "step":
             assert step_cost(dealt.totals(costs), world, sync) <= 2 * least
@@ -149,11 +149,8 @@ def test_fewer_documents_than_ranks():
 def test_slots_last_as_long_as_they_must():
     """One long document and 96 short ones on 4 ranks: the other packs of its slot are as dear, the next slots short."""
     lengths = np.array([1000] + [100] * 96)
-    costs = CostModel(None, 1000, 1).cost(lengths)
     own = np.concatenate([[0], 1 + np.arange(96) // 9])
-    dealt = dealt_packs(
-        lengths, costs, own, ranks=4, micro_batches=3, capacity=2000, max_documents=97, sync="micro"
-    )
+    dealt, costs = dealt_packs(lengths, own, 1000, 4, 3, 2000)
     table = dealt.totals(costs).reshape(3, 4)
     assert table.max() == costs[0]
     assert step_cost(dealt.totals(costs), 4, "micro") <= 1.06 * costs.sum() / 4
@@ -191,9 +188,7 @@ def test_nearly_full_packs_stay_within_the_capacity(data):
     own = np.repeat(np.arange(len(pieces)), [len(piece) for piece in pieces])
     for world in range(1, len(pieces) + 1):
         for sync in SYNCS:
-            dealt = dealt_packs(
-                lengths, CostModel(None, 99, 1).cost(lengths), own, ranks=world, micro_batches=-(-len(pieces) // world),
-                capacity=capacity, max_documents=99, sync=sync, joint=data.draw(st.booleans()),
-            )  # fmt: skip
+            balance = data.draw(st.sampled_from(["cost", "joint"]))
+            dealt, _ = dealt_packs(lengths, own, 99, world, -(-len(pieces) // world), capacity, sync, balance)
             assert sorted(dealt.order.tolist()) == list(range(len(lengths)))
             assert dealt.totals(lengths).max() <= capacity

@@ -21,7 +21,7 @@ from multipack.data.batch import IGNORE, PackedBatch
 from multipack.data.documents import Document, Documents
 from multipack.data.sampler import PackedBatchSampler
 from multipack.planning.lengths import check_integer
-from multipack.planning.options import LossWeighting, check_loss_weighting
+from multipack.planning.options import LossWeighting, check_choice
 from multipack.planning.plan import Plan
 from multipack.planning.stream import PackStream
 
@@ -63,7 +63,7 @@ class PackedCollator:
     def __post_init__(self) -> None:
         check_integer("align", self.align)
         check_integer("multiple", self.multiple)
-        check_loss_weighting(self.loss_weighting)
+        check_choice("loss_weighting", self.loss_weighting, LossWeighting)
         if self.pad_to is not None and self.pad_to % self.multiple:
             raise ValueError(
                 f"pad_to={self.pad_to:,} is not a multiple of {self.multiple}: ranks could not divide a pack's slots"
@@ -155,7 +155,7 @@ class PaddedCollator:
     loss_weighting: LossWeighting = "token"
 
     def __post_init__(self) -> None:
-        check_loss_weighting(self.loss_weighting)
+        check_choice("loss_weighting", self.loss_weighting, LossWeighting)
 
     def __call__(self, documents: Sequence[Document]) -> PackedBatch:
         """Pad `documents` (at least one) to rows of the longest one's length."""

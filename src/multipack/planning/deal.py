@@ -18,24 +18,22 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from multipack.planning.cost import CostModel
 from multipack.planning.kernels import balancing
-from multipack.planning.kernels.placing import falling, fill_empty, gather, place, sums
-from multipack.planning.options import Sync
+from multipack.planning.kernels.placing import falling, fill_empty, place, sums
+from multipack.planning.lengths import Packs, check_integer, packs_from
+from multipack.planning.options import PlanOptions, Sync, check_choice
 
 Integers = NDArray[np.int64]
 
-DEALING = 4
+DEALING = 5
 """Version: changes whenever the same step is dealt differently. A run continues inside a step only with the same."""
 
-_EXACT = 20_000  # swaps stop within 1/20,000 of the proven minimum
-_CLOSE = 10_000  # … and pairs of packs are not rearranged within 1/10,000 of it
-_HALF, _ATTEMPTS = 7, 4  # size of a half when two packs are rearranged, and attempts for each rank
-_JOINT_HALF, _JOINT_ATTEMPTS = 9, 5  # the same with `joint`
-_CROWDED, _CROWDED_ATTEMPTS = (
-    4,
-    3,
-)  # with 4 or more packs a rank, 3 times as many attempts: most bring nothing
+_CLOSE = 20_000  # packs are not rearranged within 1/20,000 of the proven minimum
+_HALF = 8  # documents in a half when two packs are rearranged
+_ATTEMPTS, _FAILURES = 10, 24  # attempts for each rank, and successive failures at which to stop
 _MOST_MORE = 3  # the half grows by log2(effort), at most by 3
+_SQUARES = 1000  # with `joint`, a difference of one token counts as much as this many squares
 
 
 def rank_loads(costs: Integers, ranks: int, sync: Sync) -> Integers:
@@ -111,46 +109,44 @@ def least_maximum(lengths: Integers, costs: Integers, packs: int, capacity: int)
     return max(bound, two, -(-int(costs.sum()) // packs))
 
 
-def deal(
-    lengths: Integers,
-    costs: Integers,
-    own: Integers,
-    *,
-    ranks: int,
-    micro_batches: int,
-    capacity: int,
-    max_documents: int,
-    sync: Sync,
-    joint: bool = False,
-    effort: int = 1,
-) -> Integers:
-    """Arrange documents in ranks × micro_batches packs, micro-batch-major, balanced at each sync point.
+def micro_batches_of(packs_per_step: int, ranks: int) -> int:
+    """Number of packs of each rank in a step: ⌈packs_per_step / ranks⌉.
+
+    Raises:
+        ValueError: there are more ranks than packs in a step.
+    """
+    world = check_integer("data_parallel_size", ranks)
+    if world > packs_per_step:
+        raise ValueError(
+            f"{world} ranks cannot share steps of packs_per_step={packs_per_step} packs: each rank needs one; set"
+            f" packs_per_step to at least {world}, or use at most {packs_per_step} ranks"
+        )
+    return -(-packs_per_step // world)
+
+
+def deal_packs(
+    packs: Packs, slots: Integers, balanced: CostModel, options: PlanOptions, ranks: int, sync: Sync
+) -> Packs:
+    """A step's packs arranged for ranks: the best of several arrangements, each balanced; see `Plan.deal`.
 
     Args:
-        lengths: (documents,) tokens of the step's documents.
-        costs: (documents,) their costs, rising with length.
-        own: (documents,) a packing that fits: each document's pack, of at most ranks × micro_batches.
-        ranks: data-parallel ranks.
-        micro_batches: packs of each rank.
-        capacity: maximum tokens of a pack.
-        max_documents: maximum documents of a pack.
+        packs: the step's own packs, which fit.
+        slots: (all documents,) slots of each document.
+        balanced: cost that is balanced.
+        options: options of the plan.
+        ranks: number of ranks that share the step.
         sync: where ranks wait for each other.
-        joint: equalize tokens and squares instead of cost.
-        effort: multiple of the default number of rearrangements.
-
-    Returns:
-        (documents,) the pack of each document, in the best of several arrangements, each balanced. No pack is empty
-        while there are enough documents.
     """
-    order = falling(lengths)
-    step = _Step(
-        lengths[order], costs[order], ranks, micro_batches, capacity, max_documents, sync, joint, effort
-    )
-    placed = own[order].astype(np.int64)
+    micro_batches = micro_batches_of(options.packs_per_step, ranks)
+    check_choice("sync", sync, Sync)
+    own = np.repeat(np.arange(len(packs)), packs.sizes())
+    order = falling(slots[packs.order])
+    documents, placed = packs.order[order], own[order]
+    lengths = slots[documents]
+    step = _Step(lengths, balanced.cost(lengths), int(ranks), micro_batches, options, sync)
     fill_empty(placed, step.packs)
-    dealt = np.empty_like(placed)
-    dealt[order] = step.arrange(placed) if ranks > 1 else placed
-    return dealt
+    dealt = packs_from(step.arrange(placed) if ranks > 1 else placed, step.packs)
+    return Packs(documents[dealt.order], dealt.offsets)
 
 
 @dataclass(frozen=True)
@@ -161,22 +157,24 @@ class _Step:
     costs: Integers
     ranks: int
     micro_batches: int
-    capacity: int
-    max_documents: int
+    options: PlanOptions
     sync: Sync
-    joint: bool
-    effort: int
 
     @property
     def packs(self) -> int:
+        """Number of packs of all ranks."""
         return self.ranks * self.micro_batches
+
+    def place(self, lengths: Integers, costs: Integers, packs: int, joined: int = 1) -> Integers:
+        """(documents,) the pack of each document, −1 if it does not fit; `joined` packs count as one."""
+        capacity, limit = self.options.capacity, self.options.max_documents or len(self.lengths)
+        return place(lengths, costs, packs, joined * capacity, joined * limit)
 
     def arrange(self, own: Integers) -> Integers:
         """The best of some arrangements, each balanced; the search ends with one that is proven close to the best."""
         best, least = own, -1
-        goal = least_step_cost(
-            self.lengths, self.costs, self.ranks, self.micro_batches, self.capacity, self.sync
-        )
+        capacity = self.options.capacity
+        goal = least_step_cost(self.lengths, self.costs, self.ranks, self.micro_batches, capacity, self.sync)
         for placed in self._arrangements(own):
             if placed.min() < 0:
                 continue
@@ -193,7 +191,7 @@ class _Step:
         """Arrangements to begin with; −1 for documents that did not fit."""
         if self.sync == "step" and self.micro_batches > 1:
             yield self._ranks_first()
-        yield self._numbered(place(self.lengths, self.costs, self.packs, self.capacity, self.max_documents))
+        yield self._numbered(self.place(self.lengths, self.costs, self.packs))
         if self.sync != "step" and self.micro_batches > 1:
             yield self._by_slot()
         yield self._numbered(own)
@@ -203,18 +201,19 @@ class _Step:
 
         A rank with a long document has cheap packs beside it, which equal packs would not allow.
         """
-        each = self.micro_batches
-        ranks = place(self.lengths, self.costs, self.ranks, each * self.capacity, each * self.max_documents)
+        each, options = self.micro_batches, self.options
+        ranks = self.place(self.lengths, self.costs, self.ranks, each)
         placed = np.full(len(ranks), -1, dtype=np.int64)
         for rank in range(self.ranks):
             documents = np.flatnonzero(ranks == rank)
             if len(documents):
                 lengths = self.lengths[documents]
-                slots = place(lengths, lengths, each, self.capacity, self.max_documents)
+                slots = self.place(lengths, lengths, each)
                 placed[documents] = np.where(slots < 0, -1, slots * self.ranks + rank)
         if placed.min() < 0:
             everything = np.ones(len(placed), dtype=np.bool_)
-            gather(placed, self.lengths, everything, self.packs, self.capacity, self.max_documents, -1)
+            limit = options.max_documents or len(placed)
+            balancing.gather(placed, self.lengths, everything, self.packs, options.capacity, limit, -1)
         return placed
 
     def _by_slot(self) -> Integers:
@@ -231,15 +230,13 @@ class _Step:
                 break
             even = -(-int(cost[-1] - cost[start]) // (self.ranks * left))
             limit = int(cost[start]) + self.ranks * max(int(self.costs[start]), even)
-            room = int(tokens[-1]) - (left - 1) * self.ranks * self.capacity
+            room = int(tokens[-1]) - (left - 1) * self.ranks * self.options.capacity
             stop = max(
                 int(np.searchsorted(cost, limit, side="right")) - 1, int(np.searchsorted(tokens, room))
             )
             stop = len(placed) if left == 1 else stop
             inside = slice(start, stop)
-            packs = place(
-                self.lengths[inside], self.costs[inside], self.ranks, self.capacity, self.max_documents
-            )
+            packs = self.place(self.lengths[inside], self.costs[inside], self.ranks)
             placed[inside] = np.where(packs < 0, -1, packs + slot * self.ranks)
             start = stop
         return placed
@@ -260,26 +257,27 @@ class _Step:
         return np.where(placed < 0, -1, number[placed])
 
     def _balance(self, placed: Integers) -> None:
-        """Let the ranks of each sync point swap documents, in place."""
-        if self.sync == "step":
-            placed[:] = self._balanced(self.lengths, self.costs, placed, self.micro_batches)
-            return
-        for slot in range(self.micro_batches):
-            inside = np.flatnonzero(placed // self.ranks == slot)
-            if len(inside):
-                own = placed[inside] - slot * self.ranks
-                balanced = self._balanced(self.lengths[inside], self.costs[inside], own, 1)
-                placed[inside] = balanced + slot * self.ranks
-
-    def _balanced(self, lengths: Integers, costs: Integers, placed: Integers, slots: int) -> Integers:
-        """The documents of one sync point with `slots` packs of each rank, balanced."""
-        goal = least_maximum(lengths, costs, self.ranks, slots * self.capacity)
-        meeting = (placed, lengths, costs, self.capacity, self.max_documents, self.ranks, slots)
-        reached = balancing.exchange(*meeting, goal + goal // _EXACT)
-        enough = goal + goal // _CLOSE
-        if self.joint or reached > enough:
-            half, attempts = (_JOINT_HALF, _JOINT_ATTEMPTS) if self.joint else (_HALF, _ATTEMPTS)
-            attempts *= _CROWDED_ATTEMPTS if slots >= _CROWDED else 1
-            half += min(self.effort.bit_length() - 1, _MOST_MORE)
-            balancing.rearrange(*meeting, self.joint, half, attempts * self.effort * self.ranks, enough)
-        return placed
+        """Balance the ranks of each sync point, in place."""
+        once, options = self.sync == "step", self.options
+        joint, slots = options.balance == "joint", self.micro_batches if once else 1
+        points = np.zeros_like(placed) if once else placed // self.ranks
+        for point in range(int(points.max()) + 1):
+            inside = np.flatnonzero(points == point)
+            lengths, costs = self.lengths[inside], self.costs[inside]
+            goal = least_maximum(lengths, costs, self.ranks, slots * options.capacity)
+            loads = (_SQUARES * lengths, lengths * lengths) if joint else (costs, np.zeros_like(costs))
+            packs = placed[inside] - point * self.ranks
+            balancing.balance(
+                packs,
+                lengths,
+                np.stack(loads),
+                options.capacity,
+                options.max_documents or len(placed),
+                self.ranks,
+                slots,
+                half=_HALF + min(options.effort.bit_length() - 1, _MOST_MORE),
+                attempts=_ATTEMPTS * options.effort * self.ranks,
+                failures=_FAILURES * options.effort,
+                excess=0 if joint else max(goal + goal // _CLOSE - int(costs.sum()) // self.ranks, 0),
+            )
+            placed[inside] = packs + point * self.ranks

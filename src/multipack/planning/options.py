@@ -25,7 +25,7 @@ LossWeighting = Literal["token", "document"]
 Sync = Literal["micro", "step", "pipeline"]
 """Where ranks wait for each other: at every micro-batch (`micro`, `pipeline`) or once a step (`step`)."""
 
-ALGORITHM = 5
+ALGORITHM = 6
 """Version of the planner: changes whenever the same options give other steps. Part of the fingerprint."""
 
 
@@ -79,27 +79,34 @@ class PlanOptions:
             object.__setattr__(self, name, check_integer(f"plan.{name}", getattr(self, name) or 0, 0))
         for name, choices in (("order", Order), ("tail", Tail), ("balance", Balance)):
             check_choice(f"plan.{name}", getattr(self, name), choices)
-        if not isinstance(self.group, bool | np.bool_):
-            raise ValueError(f"plan.group must be true or false, got {self.group!r}")
-        object.__setattr__(self, "group", bool(self.group))
-        if self.cost != "flops" and not str(self.cost).endswith(".json"):
-            raise ValueError(
-                f"plan.cost={self.cost!r}: flops, or a .json file saved by `multipack calibrate`"
-            )
-        if self.capacity > LARGEST_CAPACITY:
-            raise ValueError(
-                f"plan.capacity={self.capacity:,} exceeds the largest supported, {LARGEST_CAPACITY:,}"
-            )
-        if self.align > self.capacity:
-            raise ValueError(
+        refusals = (
+            (
+                not isinstance(self.group, bool | np.bool_),
+                f"plan.group must be true or false, got {self.group!r}",
+            ),
+            (
+                self.cost != "flops" and not str(self.cost).endswith(".json"),
+                f"plan.cost={self.cost!r}: flops, or a .json file saved by `multipack calibrate`",
+            ),
+            (
+                self.capacity > LARGEST_CAPACITY,
+                f"plan.capacity={self.capacity:,} exceeds the largest supported, {LARGEST_CAPACITY:,}",
+            ),
+            (
+                self.align > self.capacity,
                 f"plan.align={self.align} exceeds plan.capacity={self.capacity}: a document of one token would not fit;"
-                " lower plan.align or raise plan.capacity"
-            )
-        if self.budget > self.capacity:
-            raise ValueError(
+                " lower plan.align or raise plan.capacity",
+            ),
+            (
+                self.budget > self.capacity,
                 f"plan.budget={self.budget:,} is the mean of a pack and cannot exceed plan.capacity={self.capacity:,};"
-                " lower the budget or raise the capacity"
-            )
+                " lower the budget or raise the capacity",
+            ),
+        )
+        for refused, message in refusals:
+            if refused:
+                raise ValueError(message)
+        object.__setattr__(self, "group", bool(self.group))
 
     @classmethod
     def of(cls, options: PlanOptions | None, named: Mapping[str, Any]) -> PlanOptions:
@@ -158,15 +165,13 @@ class PlanOptions:
 
     def full_steps(self, tokens: int, documents: int) -> int:
         """Steps that are filled by this many tokens, or by this many documents where their number is limited."""
-        by_tokens = tokens // (self.packs_per_step * self.mean)
-        limit = self.packs_per_step * self.max_documents
-        return max(by_tokens, documents // limit if limit else 0)
+        limit = self.max_documents or self.capacity
+        return max(tokens // self.mean, documents // limit) // self.packs_per_step
 
     def needed_steps(self, tokens: int, documents: int) -> int:
         """Minimum steps for this many tokens and documents."""
-        by_tokens = -(-tokens // (self.packs_per_step * self.mean))
-        limit = self.packs_per_step * self.max_documents
-        return max(by_tokens, -(-documents // limit) if limit else 0)
+        limit = self.max_documents or self.capacity
+        return -(-max(-(-tokens // self.mean), -(-documents // limit)) // self.packs_per_step)
 
     def slots(self, lengths: Integers) -> Integers:
         """(documents,) slots that each document takes in a pack: its length, padded to a multiple of `align`."""
@@ -193,10 +198,8 @@ class PlanOptions:
         Raises:
             ValueError: the costs of all documents together exceed int64.
         """
-        chosen = model
-        if self.balance == "tokens":
-            chosen = CostModel(None, linear=1, quadratic=0)
-        elif self.balance == "joint":
+        chosen = CostModel(None, linear=1, quadratic=0) if self.balance == "tokens" else model
+        if self.balance == "joint":
             CostModel(None, linear=1).check(slots)  # so that the sum of squares is exact
             tokens, squares = int(slots.sum()), int(np.dot(slots, slots))
             chosen = CostModel(None, linear=(2 * squares + tokens) // (2 * tokens))
@@ -229,11 +232,6 @@ def check_choice(name: str, value: Any, choices: Any) -> None:
         raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(get_args(choices))}")
 
 
-def check_loss_weighting(loss_weighting: str) -> None:
-    """Refuse an unknown weighting of targets."""
-    check_choice("loss_weighting", loss_weighting, LossWeighting)
-
-
 def check_seed(seed: int) -> int:
     """A seed as a Python integer.
 
@@ -264,20 +262,16 @@ def check_targets(targets: ArrayLike, lengths: Integers) -> Integers:
     Raises:
         ValueError: another shape or type, or a count out of range; the first such document is named.
     """
-    counts = _array("targets", targets)
-    if counts.shape != lengths.shape or counts.dtype.kind not in "iu":
-        raise ValueError(
-            f"targets must be {len(lengths):,} integers, one a document,"
-            f" got {counts.dtype} of shape {counts.shape}"
-        )
-    counts = counts.astype(np.int64)
+    counts = _integers("targets", targets)
+    if counts.shape != lengths.shape:
+        raise ValueError(f"targets must be {len(lengths):,} integers, one a document, got {len(counts):,}")
     wrong = np.flatnonzero((counts < 0) | (counts >= lengths))
     if len(wrong):
         first = int(wrong[0])
-        others = f", and {len(wrong) - 1:,} others are wrong too" if len(wrong) > 1 else ""
         raise ValueError(
             f"a document of l tokens has 0 … l − 1 targets: document {first} has {counts[first]} of"
-            f" {lengths[first]} tokens{others}"
+            f" {lengths[first]} tokens"
+            + (f", and {len(wrong) - 1:,} more are wrong" if len(wrong) > 1 else "")
         )
     return counts
 
@@ -288,21 +282,25 @@ def check_carried(carried: ArrayLike | None, documents: int) -> Integers:
     Raises:
         ValueError: not a flat list of numbers of documents.
     """
-    numbers = _array("carried", () if carried is None else carried)
-    if numbers.size == 0:
-        return np.empty(0, dtype=np.int64)
-    if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
-        raise ValueError(f"carried must be document numbers, got {numbers.dtype} of shape {numbers.shape}")
-    if numbers.min() < 0 or numbers.max() >= documents:
+    numbers = _integers("carried", () if carried is None else carried)
+    if len(numbers) and (numbers.min() < 0 or numbers.max() >= documents):
         raise ValueError(f"carried names documents outside 0 … {documents - 1}: {short(numbers.tolist())}")
-    return numbers.astype(np.int64)
+    return numbers
 
 
-def _array(name: str, values: ArrayLike) -> NDArray[Any]:
+def _integers(name: str, values: ArrayLike) -> Integers:
+    """A flat list of integers as int64, possibly empty.
+
+    Raises:
+        ValueError: another shape or type.
+    """
     try:
-        return np.asarray(values)
+        array = np.asarray(values)
     except ValueError as error:
         raise ValueError(f"{name} must be a flat list of integers: {error}") from None
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(f"{name} must be a flat list of integers, got {array.dtype} of shape {array.shape}")
+    return array.astype(np.int64)
 
 
 def fingerprint_of(lengths: Integers, targets: Integers | None, key: dict[str, Any]) -> str:
@@ -322,24 +320,22 @@ def check_fingerprint(state: Mapping[str, Any], fingerprint: str, key: dict[str,
     if saved == fingerprint:
         return
     theirs, ours = str(saved).split("-"), fingerprint.split("-")
-    found = state.get("options")
-    before: dict[str, Any] = found if isinstance(found, dict) else {}
-    named = ", ".join(
+    before = state.get("options")
+    named = [
         f"{name} from {before[name]!r} to {key[name]!r}"
         for name in key
-        if name in before and before[name] != key[name]
-    )
+        if isinstance(before, dict) and name in before and before[name] != key[name]
+    ]
     parts = (
         f"the planner's version (from {theirs[0]} to {ours[0]})",
         "the documents' lengths",
         "the target counts",
-        f"the plan's options ({named})" if named else "the plan's options",
+        f"the plan's options ({', '.join(named)})" if named else "the plan's options",
     )
-    changed = [name for name, a, b in zip(parts, theirs, ours, strict=False) if a != b]
-    what = " and ".join(changed) if len(theirs) == len(ours) else "everything"
+    changed = [part for part, a, b in zip(parts, theirs, ours, strict=False) if a != b]
     raise ValueError(
-        f"the saved plan state belongs to another plan: {what} changed since (fingerprint {short(saved)}, now"
-        f" {fingerprint}); continue with the same documents and options, or start a new run"
+        f"the saved plan state belongs to another plan: {' and '.join(changed)} changed since (fingerprint"
+        f" {short(saved)}, now {fingerprint}); continue with the same documents and options, or start a new run"
     )
 
 

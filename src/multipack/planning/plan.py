@@ -10,28 +10,21 @@ step and continue with another number of ranks: no document is lost or repeated.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from multipack.planning import deal as dealing
 from multipack.planning.cost import CostModel
-from multipack.planning.histogram import best_fit, count, longest_first
-from multipack.planning.kernels import fit
-from multipack.planning.lengths import Packs, check_integer, check_lengths, packs_from
+from multipack.planning.deal import deal_packs, micro_batches_of
+from multipack.planning.lengths import Packs, check_integer, check_lengths
 from multipack.planning.options import (
-    Balance,
     LossWeighting,
-    Order,
     PlanOptions,
     Sync,
-    Tail,
     check_carried,
     check_choice,
-    check_loss_weighting,
     check_seed,
     check_targets,
     cost_model_of,
@@ -40,9 +33,12 @@ from multipack.planning.options import (
 from multipack.planning.steps import StepRules, divide_epoch, offsets_of, permutation
 from multipack.shapes import ModelShape
 
-__all__ = ["Balance", "LossWeighting", "Order", "Plan", "PlanOptions", "StreamStep", "Sync", "Tail", "plan"]
-
 Integers = NDArray[np.int64]
+
+
+def denominator_of(targets: Integers, loss_weighting: LossWeighting) -> int:
+    """Divisor of the summed loss of documents with these numbers of targets; see `Plan.denominator`."""
+    return int(targets.sum() if loss_weighting == "token" else np.count_nonzero(targets))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -60,6 +56,7 @@ class Plan:
         balanced: cost that is balanced between packs, determined by the option `balance`.
         window: number of steps planned together: as given, or more if a fixed number of steps required it.
         order: (documents,) int64 document numbers, pack after pack, step after step.
+        positions: (documents,) int64 place of each document of `order` in the epoch's seeded order.
         pack_offsets: (packs + 1,) int64 start of each pack in `order`.
         step_offsets: (steps + 1,) int64 index of the first pack of each step.
         dropped: numbers of the documents dropped by `tail="drop"`, in their order.
@@ -82,6 +79,7 @@ class Plan:
     balanced: CostModel
     window: int
     order: Integers
+    positions: Integers
     pack_offsets: Integers
     step_offsets: Integers
     dropped: Integers
@@ -153,10 +151,7 @@ class Plan:
 
     def targets(self, step: int) -> int:
         """Number of target tokens of a step, over all ranks and micro-batches."""
-        documents = self.documents(step)
-        if self.target_counts is None:
-            return int(self.lengths[documents].sum()) - len(documents)
-        return int(self.target_counts[documents].sum())
+        return int(self._targets(step).sum())
 
     def denominator(self, step: int) -> int:
         """Divisor of a step's summed loss over all ranks and micro-batches, known without a collective.
@@ -164,12 +159,12 @@ class Plan:
         With `loss_weighting="token"` it is the number of targets; with `"document"` the number of documents with a
         target, each of whose n targets has weight 1 / n (LongAlign: Bai et al. 2024, arXiv:2401.18058).
         """
-        if self.loss_weighting == "token":
-            return self.targets(step)
+        return denominator_of(self._targets(step), self.loss_weighting)
+
+    def _targets(self, step: int) -> Integers:
+        """(documents of the step,) number of targets of each."""
         documents = self.documents(step)
-        if self.target_counts is None:
-            return int(np.count_nonzero(self.lengths[documents] > 1))
-        return int(np.count_nonzero(self.target_counts[documents]))
+        return self.lengths[documents] - 1 if self.target_counts is None else self.target_counts[documents]
 
     def micro_batches(self, data_parallel_size: int) -> int:
         """Number of packs of each rank in a step: ⌈packs_per_step / ranks⌉.
@@ -177,14 +172,7 @@ class Plan:
         Raises:
             ValueError: there are more ranks than packs in a step.
         """
-        world = check_integer("data_parallel_size", data_parallel_size)
-        if world > self.packs_per_step:
-            raise ValueError(
-                f"{world} ranks cannot share steps of packs_per_step={self.packs_per_step} packs: each rank"
-                f" needs one; set packs_per_step to at least {world}, or use at most"
-                f" {self.packs_per_step} ranks"
-            )
-        return -(-self.packs_per_step // world)
+        return micro_batches_of(self.packs_per_step, data_parallel_size)
 
     def deal(self, step: int, data_parallel_size: int, sync: Sync = "micro") -> Packs:
         """Assign a step's documents to ranks: micro_batches × ranks packs, balanced at each sync point.
@@ -202,25 +190,7 @@ class Plan:
         Raises:
             ValueError: there are more ranks than packs in a step, or `sync` is unknown.
         """
-        micro_batches = self.micro_batches(data_parallel_size)
-        check_choice("sync", sync, Sync)
-        packs = self.packs(step)
-        documents = packs.order
-        slots = self.slots[documents]
-        placed = dealing.deal(
-            slots,
-            self.balanced.cost(slots),
-            np.repeat(np.arange(len(packs)), packs.sizes()),
-            ranks=int(data_parallel_size),
-            micro_batches=micro_batches,
-            capacity=self.capacity,
-            max_documents=self.options.max_documents or len(documents),
-            sync=sync,
-            joint=self.options.balance == "joint",
-            effort=self.options.effort,
-        )
-        dealt = packs_from(placed, int(data_parallel_size) * micro_batches)
-        return Packs(documents[dealt.order], dealt.offsets)
+        return deal_packs(self.packs(step), self.slots, self.balanced, self.options, data_parallel_size, sync)
 
     def state(self, step: int) -> dict[str, Any]:
         """Plain values for a checkpoint from which `step` is the next one; `plan` makes the rest again.
@@ -244,62 +214,6 @@ class Plan:
         if not 0 <= number < self.num_steps:
             raise IndexError(f"step {step} of {self.num_steps}")
         return int(self.step_offsets[number]), int(self.step_offsets[number + 1])
-
-
-class StreamStep:
-    """A step of a `PackStream`: documents that train together, and how ranks share them.
-
-    Packs hold numbers into the step's own arrays: document n of the step is `items[n]`, with `lengths[n]` tokens.
-
-    Attributes:
-        number: of the step, from 0.
-        positions: (documents,) int64 places of the documents in the source, counted from 0.
-        items: what the source gave for each document.
-        lengths: (documents,) int64 tokens of each document.
-        tokens: tokens of all documents.
-        targets: target tokens of all documents.
-        denominator: what the summed loss of the step is divided by, over all ranks. See `Plan.denominator`.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        index: int,
-        number: int,
-        positions: Integers,
-        items: list[Any],
-        state: Callable[[int, int], dict[str, Any]],
-        epoch: int,
-    ) -> None:
-        """Make step `index` of a window's plan, whose documents stand in plan order."""
-        self.number, self.positions, self.items = number, positions, items
-        self._plan, self._index, self._state, self._epoch = plan, index, state, epoch
-        documents = plan.documents(index)
-        self._first = int(documents[0])
-        self.lengths = plan.lengths[documents]
-        self.tokens, self.targets = int(self.lengths.sum()), plan.targets(index)
-        self.denominator = plan.denominator(index)
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    @property
-    def packs(self) -> Packs:
-        """One packing that fits: at most `packs_per_step` packs, none of them empty."""
-        packs = self._plan.packs(self._index)
-        return Packs(packs.order - self._first, packs.offsets)
-
-    def deal(self, data_parallel_size: int, sync: Sync = "micro") -> Packs:
-        """The documents arranged for ranks, as `Plan.deal` does: pack m · ranks + r is rank r's micro-batch m."""
-        dealt = self._plan.deal(self._index, data_parallel_size, sync)
-        return Packs(dealt.order - self._first, dealt.offsets)
-
-    def state_dict(self, before: bool = False) -> dict[str, Any]:
-        """The stream's state after this step, or before it, however far it was read ahead: plain values."""
-        return self._state(self._index + (not before), self._epoch)
-
-    def __repr__(self) -> str:
-        return f"StreamStep({self.number:,}: {len(self):,} documents of {self.tokens:,} tokens)"
 
 
 def plan(
@@ -339,19 +253,21 @@ def plan(
     chosen = PlanOptions.of(options, named)
     seed, epoch = check_seed(seed), check_integer("epoch", epoch, 0)
     steps = None if steps is None else check_integer("steps", steps)
-    check_loss_weighting(loss_weighting)
+    check_choice("loss_weighting", loss_weighting, LossWeighting)
     cost_model = cost_model_of(cost)
     checked = check_lengths(lengths, chosen.capacity)
     slots = chosen.fitting_slots(checked)
     balanced = chosen.balanced_cost(cost_model, slots)
     counts = None if targets is None else check_targets(targets, checked)
     opening = check_carried(carried, len(checked))
-    sequence = _sequence(opening, len(checked), chosen, seed, epoch)
+    own = np.arange(len(checked)) if chosen.order == "given" else permutation(seed, epoch, len(checked))
+    sequence = np.concatenate([opening, own]).astype(np.uint32 if len(checked) < 1 << 32 else np.int64)
+    del own
     ends = offsets_of(slots[sequence])
-    rules = StepRules(chosen, balanced.cost, seed, epoch, spread=chosen.tail == "keep")
-    made, window = divide_epoch(sequence, ends, rules, steps, _best_fit)
-    left = sequence[made.left].astype(np.int64)
-    del sequence, ends
+    rules = StepRules(chosen, balanced.cost, seed, epoch, even=chosen.tail == "keep")
+    made, window = divide_epoch(ends, rules, steps)
+    del ends
+    left = sequence[made.left(len(sequence))].astype(np.int64)
     nothing, key = np.empty(0, dtype=np.int64), chosen.key(balanced, steps)
     return Plan(
         lengths=checked,
@@ -364,9 +280,10 @@ def plan(
         slots=slots,
         balanced=balanced,
         window=window,
-        order=made.order,
-        pack_offsets=offsets_of(made.pack_sizes),
-        step_offsets=offsets_of(made.step_sizes),
+        order=sequence[made.entries].astype(np.int64),
+        positions=made.entries,
+        pack_offsets=made.pack_offsets,
+        step_offsets=made.step_offsets,
         dropped=left if chosen.tail == "drop" else nothing,
         carried=left if chosen.tail == "carry" else nothing,
         carried_in=opening,
@@ -375,20 +292,3 @@ def plan(
         most_documents=chosen.most_documents(slots, chosen.tail == "carry" or len(opening) > 0),
         seconds=time.perf_counter() - started,
     )
-
-
-def _sequence(opening: Integers, documents: int, options: PlanOptions, seed: int, epoch: int) -> NDArray[Any]:
-    """Document numbers in the order of the epoch, those carried in first; 32 bits where that is enough."""
-    own = np.arange(documents) if options.order == "given" else permutation(seed, epoch, documents)
-    both = np.concatenate([opening, own]) if len(opening) else own
-    return both.astype(np.uint32 if documents < 1 << 32 else np.int64)
-
-
-def _best_fit(slots: Integers, capacity: int, max_documents: int) -> Integers:
-    """(documents,) pack of each document by best fit, packs numbered as they were opened."""
-    histogram = count(slots)
-    patterns = best_fit(histogram, capacity, max_documents)
-    order, offsets = fit.hand_out(longest_first(slots), histogram.counts, *patterns)
-    placed = np.empty(len(slots), dtype=np.int64)
-    placed[order] = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
-    return placed

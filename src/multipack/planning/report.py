@@ -1,25 +1,12 @@
 """`report`: measures of a plan's packing, balance and randomness.
 
-A *sync point* is where ranks wait for each other: every micro-batch, or once per step (`sync="step"`). Over
-the sync points of an epoch, with x the tokens (or the cost) of a rank between two of them, and W ranks:
+Ranks wait for each other at *sync points*: every micro-batch, or once per step (`sync="step"`). `PlanReport` says what
+each measure is, with x the tokens (or the cost) of a rank between two sync points of the epoch, and W ranks.
 
-    efficiency         Σ tokens / (steps · packs_per_step · capacity)     share of slots that hold tokens
-    padding            1 − Σ tokens / (packs that ranks run · capacity)   share of padding with fixed shapes
-    utilization        Σ x / (W · Σ max x) for x in tokens                mean over maximum tokens of a rank
-    cost utilization   the same for x in cost                             mean over maximum cost of a rank
-    imbalance          W · max x / Σ x for x in cost                      of one sync point
-    L² lag             √(max Σl² − min Σl²)                               difference of squares between ranks
-    displacement       |step − place in the order|, in steps              distance that documents moved
-    wait               step − first step with a later document            time that documents were deferred
-    mean-length spread √(Σ (mean − μ)² / Σ S²(1/n − 1/N)) over the steps  1 = the same as random steps of n documents
-
-Efficiency, utilization and L² lag are multipack's own (README of multipack_sampler V2). The ratio of the
-largest to the mean is what balancing papers call the degree of imbalance (Wang et al. 2025, WLB-LLM,
-arXiv:2503.17924). The last row divides by the variance of the mean of n of N lengths drawn without
-replacement, S² being their variance over N − 1 (Cochran 1977, Sampling Techniques, §2.4).
-
-The *ceiling* is a proven upper bound on the cost utilization for the given documents of each step; another plan with
-other steps may have another ceiling.
+Efficiency, utilization and L² lag are multipack's own (README of multipack_sampler V2). The ratio of the largest to the
+mean is what balancing papers call the degree of imbalance (Wang et al. 2025, WLB-LLM, arXiv:2503.17924). The *ceiling*
+is a proven upper bound on the cost utilization for the given documents of each step; another plan with other steps may
+have another ceiling.
 """
 
 from __future__ import annotations
@@ -87,17 +74,17 @@ class PlanReport:
     padding: float
     """Share of slots without a token if every pack that ranks run were padded to the capacity."""
     utilization: float
-    """Mean over maximum tokens of a rank, over all sync points."""
+    """Mean over maximum tokens of a rank, over all sync points: Σ x / (W · Σ max x)."""
     cost_utilization: float
-    """Mean over maximum cost of a rank, over all sync points."""
+    """The same for cost."""
     cost_utilization_ceiling: float
     """Proven upper bound on the cost utilization of these steps' documents."""
     ceiling_reached: float
     """Cost utilization over its ceiling."""
     imbalance_mean: float
-    """Maximum over mean cost of a rank, averaged over the sync points."""
+    """Maximum over mean cost of a rank, W · max x / Σ x, averaged over the sync points."""
     imbalance_max: float
-    """Maximum over mean cost of a rank at the worst sync point."""
+    """The same at the worst sync point."""
     l2_lag_mean: float
     """√ of the mean over the sync points of max − min Σ l², in tokens."""
     l2_lag_max: float
@@ -146,20 +133,17 @@ def report(
     Raises:
         ValueError: there are more ranks than packs in a step, `sync` is unknown, or `sample` is below 1.
     """
-    steps = even(made.num_steps, made.num_steps if sample is None else check_integer("sample", sample))
-    planned, sizes = made.slots[made.order], (made.num_steps, made.packs_per_step, made.capacity)
-    tokens, last = int(made.lengths[made.order].sum()), made.tokens(made.num_steps - 1)
-    runs = data_parallel_size * made.micro_batches(data_parallel_size)
+    world, order, count = data_parallel_size, made.order, made.num_steps
+    steps = even(count, count if sample is None else check_integer("sample", sample))
+    planned, moved = made.slots[order], displacement(made)
+    tokens, last = int(made.lengths[order].sum()), made.tokens(count - 1) if count > 1 else 0
     packs = minimum_packs(planned, made.capacity, made.options.max_documents or None)
-    fewest = -(-packs // made.packs_per_step)
-    moved = displacement(made)
-    all_but_last = max(made.num_steps - 1, 1)
     return PlanReport(
-        data_parallel_size=data_parallel_size,
+        data_parallel_size=world,
         sync=sync,
-        steps=made.num_steps,
+        steps=count,
         measured_steps=len(steps),
-        minimum_steps=fewest,
+        minimum_steps=-(-packs // made.packs_per_step),
         packs=made.num_packs,
         minimum_packs=packs,
         documents=made.num_documents,
@@ -168,11 +152,9 @@ def report(
         dropped_tokens=int(made.lengths[made.dropped].sum()),
         carried_documents=len(made.carried),
         split_documents=split_documents,
-        efficiency=efficiency(tokens, *sizes),
-        efficiency_but_last=efficiency(
-            tokens - last if made.num_steps > 1 else tokens, all_but_last, *sizes[1:]
-        ),
-        padding=1 - efficiency(tokens, made.num_steps, runs, made.capacity),
+        efficiency=efficiency(tokens, count, made.packs_per_step, made.capacity),
+        efficiency_but_last=efficiency(tokens - last, max(count - 1, 1), made.packs_per_step, made.capacity),
+        padding=1 - efficiency(tokens, count, world * made.micro_batches(world), made.capacity),
         displacement_median=float(np.median(moved)),
         displacement_p99=float(np.quantile(moved, 0.99, method="inverted_cdf")),
         displacement_max=float(moved.max()),
@@ -181,7 +163,7 @@ def report(
         mean_length_spread=mean_length_spread(made),
         kappa=kappa(planned, made.cost_model.cost(planned)),
         seconds=made.seconds,
-        **_balance(made, steps, data_parallel_size, sync),
+        **_balance(made, steps, world, sync),
     )
 
 
@@ -200,16 +182,16 @@ def _balance(made: Plan, steps: Integers, ranks: int, sync: Sync) -> dict[str, A
         seconds += predicted_seconds(made.cost_model, slots, dealt, ranks, sync) or 0.0
     tokens, cost, squares = (np.concatenate(column) for column in zip(*rows, strict=True))
     reached, ceiling = utilization(cost), min(1.0, int(cost.sum()) / (ranks * least))
-    imbalances, lags = imbalance(cost), spread(squares)
+    imbalance = cost.max(axis=1) * ranks / cost.sum(axis=1).clip(1)
     return {
         "utilization": utilization(tokens),
         "cost_utilization": reached,
         "cost_utilization_ceiling": ceiling,
         "ceiling_reached": reached / ceiling,
-        "imbalance_mean": float(imbalances.mean()),
-        "imbalance_max": float(imbalances.max()),
-        "l2_lag_mean": math.sqrt(lags.mean()),
-        "l2_lag_max": math.sqrt(lags.max()),
+        "imbalance_mean": float(imbalance.clip(1).mean()),
+        "imbalance_max": float(imbalance.clip(1).max()),
+        "l2_lag_mean": math.sqrt(spread(squares).mean()),
+        "l2_lag_max": math.sqrt(spread(squares).max()),
         "step_seconds": None if made.cost_model.timed is None else seconds / len(steps),
     }
 
@@ -259,28 +241,18 @@ def utilization(loads: Integers) -> float:
     return int(loads.sum()) / (loads.shape[1] * int(loads.max(axis=1).sum()))
 
 
-def imbalance(loads: Integers) -> NDArray[np.float64]:
-    """(sync points,) largest over mean load, for loads of shape (sync points, ranks); 1 where no rank has any."""
-    return loads.max(axis=1).clip(1) * loads.shape[1] / loads.sum(axis=1).clip(loads.shape[1])
-
-
 def spread(loads: Integers) -> Integers:
     """(sync points,) largest minus smallest load, for loads of shape (sync points, ranks)."""
     return loads.max(axis=1) - loads.min(axis=1)
 
 
-def minimum_steps(
-    lengths: ArrayLike, capacity: int, packs_per_step: int, max_documents: int | None = None
-) -> int:
-    """A proven lower bound on the steps of these documents: `minimum_packs`, packs_per_step at a time."""
-    return -(-minimum_packs(lengths, capacity, max_documents) // packs_per_step)
-
-
 def mean_length_spread(plan: Plan) -> float | None:
     """Standard deviation of the steps' mean lengths over that of random steps of the same sizes.
 
-    Below 1, steps are more similar than random ones; above 1, documents of similar length share steps. None where
-    random steps would not differ: one step, or documents of one length.
+    √(Σ (mean − μ)² / Σ S²(1/n − 1/N)) over the steps: the variance of the mean of n of N lengths drawn without
+    replacement, S² being their variance over N − 1 (Cochran 1977, Sampling Techniques, §2.4). Below 1, steps are more
+    similar than random ones; above 1, documents of similar length share steps. None where random steps would not
+    differ: one step, or documents of one length.
     """
     lengths = plan.lengths[plan.order]
     first = plan.pack_offsets[plan.step_offsets[:-1]]
@@ -295,54 +267,25 @@ def mean_length_spread(plan: Plan) -> float | None:
 def displacement(plan: Plan) -> NDArray[np.float64]:
     """(documents,) steps between each document's place in the plan's order and the middle of its step.
 
-    The place is where the document would train if the order were divided into equal parts by slots (or by
-    documents, where a pack may hold so few that their number decides): up to half a step is no displacement.
+    The place is where the document would train if the order were divided into equal parts by slots (or by documents, if
+    `max_documents` limits packs): up to half a step is no displacement.
     """
-    sequence = _sequence(plan)
-    positions = _positions(plan, sequence)
-    planned = np.zeros(len(sequence), dtype=np.bool_)
-    planned[positions] = True
-    taken = np.flatnonzero(planned)
-    limit = plan.options.max_documents
-    least = plan.capacity // limit if limit else 1
-    share = np.maximum(plan.slots[sequence[taken]], least)
-    middle = np.cumsum(share) - share / 2
-    place = np.empty(len(sequence))
-    place[taken] = middle * plan.num_steps / share.sum()
-    return np.abs(_steps(plan) + 0.5 - place[positions])
+    limit, by_place = plan.options.max_documents, np.argsort(plan.positions)
+    share = np.maximum(plan.slots[plan.order[by_place]], plan.capacity // limit if limit else 1)
+    place = np.empty(len(share))
+    place[by_place] = (np.cumsum(share) - share / 2) * plan.num_steps / share.sum()
+    return np.abs(_steps(plan) + 0.5 - place)
 
 
 def longest_wait(plan: Plan) -> int:
     """Maximum number of steps between the first step with the same or a later document and a document's own step."""
-    positions = _positions(plan, _sequence(plan))
-    reached = np.maximum.accumulate(np.maximum.reduceat(positions, plan.pack_offsets[plan.step_offsets[:-1]]))
-    return int((_steps(plan) - np.searchsorted(reached, positions)).max())
+    latest = np.maximum.reduceat(plan.positions, plan.pack_offsets[plan.step_offsets[:-1]])
+    return int((_steps(plan) - np.searchsorted(np.maximum.accumulate(latest), plan.positions)).max())
 
 
 def _steps(plan: Plan) -> Integers:
     """(documents,) step of each document, in plan order."""
     return np.repeat(np.arange(plan.num_steps), np.diff(plan.pack_offsets[plan.step_offsets]))
-
-
-def _sequence(plan: Plan) -> Integers:
-    """Document numbers in the order of the epoch, those carried in first."""
-    numbers = np.arange(len(plan.lengths), dtype=np.int64)
-    return np.concatenate([plan.carried_in, seeded_order(plan, numbers)])
-
-
-def _positions(plan: Plan, sequence: Integers) -> Integers:
-    """For each document of the plan, in plan order, its position in the sequence (first ones first)."""
-    if len(sequence) == len(plan.lengths):  # nothing carried in: every document occurs once
-        position_of = np.empty(len(sequence), dtype=np.int64)
-        position_of[sequence] = np.arange(len(sequence))
-        return position_of[plan.order]
-    by_document = np.argsort(sequence, kind="stable")
-    by_order = np.argsort(plan.order, kind="stable")
-    first = np.searchsorted(sequence[by_document], plan.order[by_order])
-    starts = np.searchsorted(plan.order[by_order], plan.order[by_order])
-    positions = np.empty(len(plan.order), dtype=np.int64)
-    positions[by_order] = by_document[first + np.arange(len(first)) - starts]
-    return positions
 
 
 def padded_share(lengths: ArrayLike, batch_size: int = 8, seed: int = 0) -> float:

@@ -6,9 +6,9 @@
     steps      packs of similar cost, `packs_per_step` at a time; the steps of a window in seeded order
     deferred   documents that do not fit are placed first in the next window
 
-Steps are made only by `window`: `divide` applies it to the sequence of an epoch, `PackStream` to a queue. Neither
-depends on the number of ranks. An *entry* is a position in the sequence: a document that occurs twice (carried from the
-last epoch, and in its own place) has two entries.
+`divide` makes all steps, window after window: of the sequence of an epoch, or of the queue of a `PackStream`. They do
+not depend on the number of ranks. An *entry* is a position in the sequence: a document that occurs twice (carried from
+the last epoch, and in its own place) has two entries.
 
 No two documents longer than half a pack fit into one pack. A window takes at most as many of them as it has packs, so
 that few documents are deferred and all of these fit into the next window.
@@ -17,7 +17,8 @@ that few documents are deferred and all of these fit into the next window.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -32,13 +33,14 @@ DOCUMENTS, WINDOWS, BATCHES = 0, 1, 2
 """Streams of random bits: for the order of documents, for the order within a window, and for random batches."""
 
 AHEAD = 96
-"""Maximum number of documents after a window that may fill its gaps. Those passed over are deferred: see `window`."""
+"""Maximum number of documents after a window that may fill its gaps. Those passed over are deferred: see `_window`."""
 
 _TIGHT = 64  # windows to be filled beyond 63/64 also consider the documents after them
 _SPARE = 4096  # full packs keep 1/4096 of their slots free on average, so that ranks can be balanced
-_TOLERANCE = 500  # the packer is tried if more than 1/500 of a window's slots are not placed
-_MOST_SWAPPED = 1024  # windows with more packs are not balanced by swaps: steps average over enough packs
-_SIMILAR = 1024  # swaps end when no pack exceeds the mean cost by more than 1/1024
+_TOLERANCE = 500  # first fit is tried if more than 1/500 of a window's slots are not placed
+_MOST_BALANCED = 1024  # windows with more packs are not balanced: steps average over enough packs
+_SIMILAR = 1024  # balancing ends when no pack exceeds the mean cost by more than 1/1024
+_HALF, _ATTEMPTS, _FAILURES = 5, 4, 6  # see `balancing.balance`; attempts for each pack
 _GROUPED = 8192  # packs within 1/8192 of the mean cost may be in any step of their window
 
 
@@ -68,12 +70,9 @@ def permutation(seed: int, epoch: int, count: int, stream: int = DOCUMENTS) -> I
     return keys.view(np.int64)
 
 
-Packer = Callable[[Integers, int, int], Integers]
-
-
-def first_fit(slots: Integers, capacity: int, max_documents: int) -> Integers:
-    """(documents,) pack of each document, by first fit in the given order."""
-    return fit.first_fit(slots, capacity, max_documents)[0]
+def offsets_of(sizes: NDArray[Any]) -> Integers:
+    """(len + 1,) int64 cumulative sum of sizes, from 0."""
+    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes, dtype=np.int64)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,59 +83,119 @@ class StepRules:
         options: options of the plan.
         price: slots of documents → costs that are balanced between packs.
         seed, epoch: seed and epoch of the order.
-        spread: whether steps are filled evenly, up to the capacity; otherwise each is filled as much as possible.
-        packer: (slots, capacity, max_documents) → pack of each document; tried if too many documents are not placed.
+        even: whether steps are filled evenly, up to the capacity; otherwise each is filled as much as possible.
     """
 
     options: PlanOptions
     price: Callable[[Integers], Integers]
     seed: int
     epoch: int
-    spread: bool
-    packer: Packer = first_fit
-
-    @property
-    def step_slots(self) -> int:
-        """Maximum number of slots to fill in a step."""
-        options = self.options
-        return options.packs_per_step * (options.capacity if self.spread else options.mean)
-
-    @property
-    def full(self) -> bool:
-        """Whether packs are filled to the capacity."""
-        return not self.spread and self.options.mean == self.options.capacity
+    even: bool
 
 
 @dataclass(frozen=True, eq=False)
-class Window:
-    """Steps that are planned together, and the entries left over.
+class Division:
+    """Steps made from the beginning of a sequence.
 
     Attributes:
         entries: positions in the sequence, pack after pack, step after step.
-        pack_sizes: number of entries of each pack.
-        step_sizes: number of packs of each step.
+        pack_sizes: (packs,) number of entries of each pack.
+        step_sizes: (steps,) number of packs of each step.
         next: first position that was not considered.
-        deferred: positions before `next` without a pack, ascending.
+        deferred: positions before `next` in no step, ascending.
     """
 
     entries: Integers
-    pack_sizes: Integers
-    step_sizes: Integers
+    pack_sizes: NDArray[Any]
+    step_sizes: NDArray[Any]
     next: int
     deferred: Integers
 
+    @cached_property
+    def pack_offsets(self) -> Integers:
+        """(packs + 1,) start of each pack in `entries`."""
+        return offsets_of(self.pack_sizes)
 
-def window(
+    @cached_property
+    def step_offsets(self) -> Integers:
+        """(steps + 1,) index of the first pack of each step."""
+        return offsets_of(self.step_sizes)
+
+    def left(self, entries: int) -> Integers:
+        """Positions in no step, ascending, of a sequence of this many entries."""
+        return np.concatenate([self.deferred, np.arange(self.next, entries, dtype=np.int64)])
+
+
+def no_more(slots: int, entries: int) -> int:
+    """The argument `extend` of `divide` for a fixed number of steps."""
+    return 0
+
+
+def divide(
+    ends: Integers,
+    rules: StepRules,
+    steps: int,
+    extend: Callable[[int, int], int],
+    *,
+    width: int,
+    deferred: int = 0,
+    number: int = 0,
+) -> Division:
+    """Divide a sequence into steps, window after window.
+
+    Args:
+        ends: (entries + 1,) cumulative sum of the slots of the sequence, from 0.
+        rules: options and costs.
+        steps: number of steps to spread the entries over, at most the number of entries.
+        extend: (slots left, entries left) → number of further steps, called after the last step. With `rules.even`
+            the last window is made again together with them, so that no nearly empty step follows.
+        width: maximum number of steps of a window.
+        deferred: number of entries at the front of the sequence that were deferred before.
+        number: index of the first window.
+    """
+    entries, made = len(ends) - 1, 0
+    nothing = np.empty(0, dtype=np.int64)
+    windows = [Division(nothing, nothing, nothing, deferred, np.arange(deferred, dtype=np.int64))]
+    while True:
+        last = windows[-1]
+        slots = int(ends[-1] - ends[last.next]) + int((ends[last.deferred + 1] - ends[last.deferred]).sum())
+        count, rest = entries - last.next + len(last.deferred), steps - made
+        if rest == 0:
+            more = min(extend(slots, count), count)
+            if more <= 0:
+                break
+            steps += more
+            if rules.even and len(windows) > 1:
+                made -= len(windows.pop().step_sizes)
+            continue
+        each = -(-rest // -(-rest // width))  # windows of even width
+        step_slots = rules.options.packs_per_step * (
+            rules.options.capacity if rules.even else rules.options.mean
+        )
+        aim, most = min(-(-slots * each // rest), each * step_slots), count - (rest - each)
+        windows.append(
+            _window(ends, last.next, last.deferred, rules, each, aim, most, number + len(windows) - 1)
+        )
+        made += len(windows[-1].step_sizes)
+    return Division(
+        np.concatenate([each.entries for each in windows]),
+        np.concatenate([each.pack_sizes for each in windows]),
+        np.concatenate([each.step_sizes for each in windows]),
+        last.next,
+        last.deferred,
+    )
+
+
+def _window(
     ends: Integers,
     start: int,
     deferred: Integers,
     rules: StepRules,
-    *,
     width: int,
     aim: int,
     most: int,
     number: int,
-) -> Window:
+) -> Division:
     """Make the steps of a window.
 
     Args:
@@ -150,12 +209,14 @@ def window(
         number: index of the window, which with seed and epoch determines its random numbers.
     """
     options = rules.options
-    limit = options.max_documents or len(ends)
-    packs = width * options.packs_per_step
+    limit, packs = options.max_documents or len(ends), width * options.packs_per_step
     most = min(most, packs * limit)
     taken, later = deferred[:most], deferred[most:]
-    stop = _intake(ends, start, taken, rules, width, aim, most)
-    tight = rules.full or aim * _TIGHT > packs * options.capacity * (_TIGHT - 1)
+    full = not rules.even and options.mean == options.capacity
+    aim -= packs * (options.capacity // _SPARE) if full else 0
+    tight = full or aim * _TIGHT > packs * options.capacity * (_TIGHT - 1)
+    waiting = ends[taken + 1] - ends[taken]
+    stop = _intake(ends, start, waiting, options, width, aim, most, tight)
     reach = stop
     if tight and len(later) == 0:
         ahead = aim * (3 if width == 1 else 2) // 4  # a window of one step may defer a document twice
@@ -167,34 +228,36 @@ def window(
     positions, slots = positions[order], slots[order]
     costs = rules.price(slots)
     room = min(options.capacity, int(slots.sum()))
-    keep = max(packs * options.capacity - aim, packs * (options.capacity // _SPARE) if rules.full else 0)
-    keep -= packs * (options.capacity - room)
-    wanted = positions < stop
-    last = stop == len(ends) - 1
-    placed = _pack(slots, costs, positions < start, wanted, rules.packer, packs, room, limit, keep, last)
-    used = positions[placed >= 0]
-    furthest = max(start, stop, int(used.max()) + 1)
+    spare = packs * room - aim
+    wanted, last = positions < stop, stop == len(ends) - 1
+    placed = _pack(slots, costs, positions < start, wanted, packs, room, limit, spare, last)
+    furthest = max(start, stop, int(positions[placed >= 0].max()) + 1)
     left = positions[(placed < 0) & (positions < furthest)]
     entries, pack_sizes, step_sizes = _arrange(positions, costs, placed, rules, width, number)
-    return Window(entries, pack_sizes, step_sizes, furthest, np.sort(np.concatenate([left, later])))
+    return Division(entries, pack_sizes, step_sizes, furthest, np.sort(np.concatenate([left, later])))
 
 
 def _intake(
-    ends: Integers, start: int, deferred: Integers, rules: StepRules, width: int, aim: int, most: int
+    ends: Integers,
+    start: int,
+    waiting: Integers,
+    options: PlanOptions,
+    width: int,
+    aim: int,
+    most: int,
+    tight: bool,
 ) -> int:
-    """The position before which a window takes every entry.
+    """The position before which a window takes every entry, besides deferred ones of `waiting` slots.
 
     It is limited by slots, by the number of entries, and by the number of entries larger than half a pack.
     """
-    options, entries = rules.options, len(ends) - 1
-    packs, waiting = width * options.packs_per_step, ends[deferred + 1] - ends[deferred]
+    entries, packs = len(ends) - 1, width * options.packs_per_step
     target = int(ends[start]) + aim - int(waiting.sum())
     stop = max(int(np.searchsorted(ends, target, side="right")) - 1, start)
-    tight = rules.full or aim * _TIGHT > packs * options.capacity * (_TIGHT - 1)
     if not tight and stop < entries and 2 * (target - int(ends[stop])) >= int(ends[stop + 1] - ends[stop]):
         stop += 1  # rounded to the nearest: otherwise every window takes less and the last ones take the rest
-    stop = max(stop, start + width - len(deferred))
-    stop = min(stop, start + most - len(deferred), entries)
+    stop = max(stop, start + width - len(waiting))
+    stop = min(stop, start + most - len(waiting), entries)
     large = 2 * (ends[start + 1 : stop + 1] - ends[start:stop]) > options.capacity
     allowed = max(packs - int(np.count_nonzero(2 * waiting > options.capacity)), 0)
     beyond = np.flatnonzero(large)[allowed:]
@@ -206,33 +269,37 @@ def _pack(
     costs: Integers,
     deferred: NDArray[np.bool_],
     wanted: NDArray[np.bool_],
-    packer: Packer,
     packs: int,
     capacity: int,
     limit: int,
-    keep: int,
+    spare: int,
     last: bool,
 ) -> Integers:
     """(entries,) pack of each entry, entries in descending order of slots; −1 = not placed.
 
-    Deferred entries are placed first. If too many wanted slots are not placed, the packer is tried as well.
+    Deferred entries are placed first. If too many wanted slots are not placed, first fit is tried as well.
     """
     visit = np.concatenate([np.flatnonzero(deferred), np.flatnonzero(wanted & ~deferred)])
-    best = placing.place(slots, costs, packs, capacity, limit, visit, wanted, keep)
+    best = placing.place(slots, costs, packs, capacity, limit, visit, wanted, spare)
     missed = int(slots[wanted & (best < 0)].sum())
     if missed * _TOLERANCE > int(slots[wanted].sum()) or (last and missed):
         found = np.full(len(slots), -1, dtype=np.int64)
-        found[wanted] = packer(slots[wanted], capacity, limit)
+        found[wanted] = fit.first_fit(slots[wanted], capacity, limit)[0]
         found[found >= packs] = -1
-        placing.gather(found, slots, wanted, packs, capacity, limit, keep)
+        balancing.gather(found, slots, wanted, packs, capacity, limit, spare)
         placing.fill_empty(found, packs)
         missed_tight = int(slots[wanted & (found < 0)].sum())
         kept = not (deferred & (found < 0)).any()
         if kept and (2 * missed_tight <= missed or (last and missed_tight < missed)):
             best = found
-    if packs <= _MOST_SWAPPED:
-        mean = int(costs[best >= 0].sum()) // packs
-        balancing.exchange(best, slots, costs, capacity, limit, packs, 1, mean + mean // _SIMILAR)
+    if 1 < packs <= _MOST_BALANCED:
+        excess, loads = (
+            int(costs[best >= 0].sum()) // packs // _SIMILAR,
+            np.stack([costs, np.zeros_like(costs)]),
+        )
+        balancing.balance(
+            best, slots, loads, capacity, limit, packs, 1, _HALF, _ATTEMPTS * packs, _FAILURES, excess
+        )
     return best
 
 
@@ -251,25 +318,24 @@ def _arrange(
     inside = np.flatnonzero(placed >= 0)
     inside = inside[np.argsort(placed[inside], kind="stable")]
     sizes = np.bincount(placed[inside], minlength=packs)
-    used = np.flatnonzero(sizes)
-    sizes = sizes[used]
+    sizes = sizes[sizes > 0]
     first = np.cumsum(sizes) - sizes
     cost = np.add.reduceat(costs[inside], first)
-    bits = random_bits(rules.seed, rules.epoch, len(used) + width, WINDOWS, number)
+    bits = random_bits(rules.seed, rules.epoch, len(sizes) + width, WINDOWS, number)
     shuffled = rules.options.order == "shuffled"
     tie = bits[:-width] if shuffled else np.add.reduceat(positions[inside], first) // sizes
     if rules.options.group:
-        mean = int(cost.sum()) // len(used)
+        mean = int(cost.sum()) // len(sizes)
         cost = np.where(np.abs(cost - mean) * _GROUPED <= mean, mean, cost)
         order = np.lexsort((tie, -cost))
     else:
         order = np.argsort(tie, kind="stable")
-    width = min(width, len(used))
-    bounds = np.arange(width + 1) * len(used) // width
-    if shuffled:
-        turns = np.argsort(bits[len(bits) - width :], kind="stable")
-    else:
-        turns = np.argsort(np.add.reduceat(tie[order], bounds[:-1]) // np.diff(bounds), kind="stable")
+    width = min(width, len(sizes))
+    bounds = np.arange(width + 1) * len(sizes) // width
+    places = bits[len(bits) - width :] if shuffled else np.add.reduceat(tie[order], bounds[:-1])
+    if not shuffled:
+        places = places // np.diff(bounds)
+    turns = np.argsort(places, kind="stable")
     final = np.concatenate([order[bounds[turn] : bounds[turn + 1]] for turn in turns.tolist()])
     sizes, first = sizes[final], first[final]
     starts = np.cumsum(sizes) - sizes
@@ -277,108 +343,17 @@ def _arrange(
     return entries, sizes, np.diff(bounds)[turns]
 
 
-@dataclass(frozen=True, eq=False)
-class Division:
-    """The steps of an epoch, as flat arrays.
-
-    Attributes:
-        order: values of the sequence, pack after pack, step after step.
-        pack_sizes: (packs,) number of entries of each pack.
-        step_sizes: (steps,) number of packs of each step.
-        left: positions in no step, ascending.
-    """
-
-    order: Integers
-    pack_sizes: NDArray[Any]
-    step_sizes: NDArray[Any]
-    left: Integers
-
-
-@dataclass(frozen=True, eq=False)
-class _State:
-    """Progress of `divide` between two windows."""
-
-    made: int = 0
-    placed: int = 0
-    windows: int = 0
-    next: int = 0
-    deferred: Integers = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-
-
-def divide(
-    sequence: NDArray[Any],
-    ends: Integers,
-    rules: StepRules,
-    steps: int,
-    width: int,
-    extend: Callable[[int, int], int],
-    deferred: int = 0,
-    number: int = 0,
-) -> Division:
-    """Divide a sequence into steps, window after window.
-
-    Args:
-        sequence: (entries,) document numbers.
-        ends: (entries + 1,) cumulative sum of their slots, from 0.
-        rules: options and costs.
-        steps: number of steps to spread the entries over, at most the number of entries.
-        width: maximum number of steps of a window.
-        extend: (slots left, entries left) → number of further steps, called after the last step. With `rules.spread`
-            the last window is made again together with them, so that no nearly empty step follows.
-        deferred: number of entries at the front of the sequence that were deferred before.
-        number: index of the first window.
-    """
-    state = _State(next=deferred, deferred=np.arange(deferred, dtype=np.int64), windows=number)
-    last: _State | None = None  # before the last window
-    order = np.empty(len(sequence), dtype=np.int64)
-    pack_sizes: list[NDArray[Any]] = [np.empty(0, dtype=np.int32)]
-    step_sizes: list[NDArray[Any]] = [np.empty(0, dtype=np.int32)]
-    while True:
-        rest = steps - state.made
-        slots = int(ends[-1] - ends[state.next]) + int(
-            (ends[state.deferred + 1] - ends[state.deferred]).sum()
-        )
-        entries = len(ends) - 1 - state.next + len(state.deferred)
-        if rest == 0:
-            more = min(extend(slots, entries), entries)
-            if more <= 0:
-                break
-            steps += more
-            if rules.spread and last is not None:
-                state, last = last, None
-                del pack_sizes[-1], step_sizes[-1]
-            continue
-        each = -(-rest // -(-rest // width))  # windows of even width
-        aim = min(-(-slots * each // rest), each * rules.step_slots)
-        most = entries - (rest - each)
-        made = window(
-            ends, state.next, state.deferred, rules, width=each, aim=aim, most=most, number=state.windows
-        )
-        placed = state.placed + len(made.entries)
-        order[state.placed : placed] = sequence[made.entries]
-        pack_sizes.append(made.pack_sizes.astype(np.int32))
-        step_sizes.append(made.step_sizes.astype(np.int32))
-        last = state
-        state = _State(state.made + len(made.step_sizes), placed, state.windows + 1, made.next, made.deferred)
-    left = np.concatenate([state.deferred, np.arange(state.next, len(ends) - 1, dtype=np.int64)])
-    return Division(order[: state.placed], np.concatenate(pack_sizes), np.concatenate(step_sizes), left)
-
-
-def divide_epoch(
-    sequence: NDArray[Any], ends: Integers, rules: StepRules, steps: int | None, best_fit: Packer
-) -> tuple[Division, int]:
+def divide_epoch(ends: Integers, rules: StepRules, steps: int | None) -> tuple[Division, int]:
     """Divide a sequence by the option `tail`, or into exactly `steps` steps.
 
     keep     the fewest steps that hold all documents, evenly filled
-    drop     full steps only; leftover documents are in `Division.left`
-    carry    full steps only; leftover documents begin the next epoch
+    drop     full steps only; documents are left over
+    carry    full steps only; documents left over begin the next epoch
 
     Args:
-        sequence: (entries,) document numbers.
-        ends: (entries + 1,) cumulative sum of their slots, from 0.
+        ends: (entries + 1,) cumulative sum of the slots of the sequence, from 0.
         rules: options and costs.
-        steps: number of steps; None = determined by `tail`.
-        best_fit: packer for a window of all steps.
+        steps: number of steps; None = determined by `tail`. With `keep`, windows become wider until all documents fit.
 
     Returns:
         The steps, and the number of steps planned together.
@@ -388,66 +363,46 @@ def divide_epoch(
             documents.
     """
     options, entries, slots = rules.options, len(ends) - 1, int(ends[-1])
+    width = options.window
     if steps is not None and steps > entries:
         raise ValueError(
             f"steps={steps:,} are more than there are documents ({entries:,}): every step needs one"
         )
     if options.tail != "keep":
-        full = min(options.full_steps(slots, entries), entries) if steps is None else steps
-        if full == 0:
+        extend = options.full_steps if steps is None else no_more
+        steps = steps or min(options.full_steps(slots, entries), entries)
+        if steps == 0:
             raise ValueError(
                 f"tail={options.tail!r} makes full steps only, and {entries:,} documents of {slots:,} tokens"
                 f" do not fill one of {options.packs_per_step} × {options.mean:,}; use tail='keep', or"
                 " lower packs_per_step or capacity"
             )
-        extend = options.full_steps if steps is None else _no_more
-        return divide(sequence, ends, rules, full, options.window, extend), options.window
-    if steps is not None:
-        return _exactly(sequence, ends, rules, steps, best_fit)
-    needed = min(options.needed_steps(slots, entries), entries)
-    made = divide(sequence, ends, rules, needed, options.window, options.needed_steps)
-    taken = len(made.step_sizes)
-    if taken > needed + needed // 256:  # spread the documents evenly over the steps that they took
-        del made  # one at a time: each is as large as the rest of a plan
-        made = divide(sequence, ends, rules, taken, options.window, options.needed_steps)
-    return made, options.window
-
-
-def _no_more(slots: int, entries: int) -> int:
-    """Number of further steps if the number of steps is fixed."""
-    return 0
-
-
-def _exactly(
-    sequence: NDArray[Any], ends: Integers, rules: StepRules, steps: int, best_fit: Packer
-) -> tuple[Division, int]:
-    """Divide all documents into exactly `steps` steps, with wider windows if they do not fit otherwise."""
-    options, entries = rules.options, len(ends) - 1
-    width, needed = min(options.window, steps), min(options.needed_steps(int(ends[-1]), entries), steps)
+        return divide(ends, rules, steps, extend, width=width), width
+    if steps is None:
+        needed = min(options.needed_steps(slots, entries), entries)
+        made = divide(ends, rules, needed, options.needed_steps, width=width)
+        taken = len(made.step_sizes)
+        if taken > needed + needed // 256:  # spread the documents evenly over the steps that they took
+            del made  # one at a time: each is as large as the rest of a plan
+            made = divide(ends, rules, taken, options.needed_steps, width=width)
+        return made, width
+    width, needed = min(width, steps), min(options.needed_steps(slots, entries), steps)
     while width < steps:
         # Search the number of steps to spread over evenly; documents that do not fit add further steps.
         low, high, even = needed, steps, steps
         while low <= high:
-            made = divide(sequence, ends, rules, even, width, options.needed_steps)
+            made = divide(ends, rules, even, options.needed_steps, width=width)
             if len(made.step_sizes) == steps:
                 return made, width
             low, high = (even + 1, high) if len(made.step_sizes) < steps else (low, even - 1)
             even = (low + high) // 2
         width = min(2 * width, steps)
-    made = divide(sequence, ends, replace(rules, packer=best_fit), steps, width, _no_more)
-    if len(made.left) == 0:
-        return made, width
-    limit = options.max_documents or entries
-    slots = np.sort(np.diff(ends))[::-1].copy()
-    packs = int(best_fit(slots, options.capacity, limit).max()) + 1
-    raise ValueError(
-        f"steps={steps:,} are too few for every document: best fit needs {packs:,} packs, which is"
-        f" {-(-packs // options.packs_per_step):,} steps of packs_per_step={options.packs_per_step}"
-    )
-
-
-def offsets_of(sizes: NDArray[Any]) -> Integers:
-    """(len + 1,) int64 cumulative sum of sizes, from 0."""
-    offsets = np.zeros(len(sizes) + 1, dtype=np.int64)
-    np.cumsum(sizes, out=offsets[1:])
-    return offsets
+    made = divide(ends, rules, steps, no_more, width=steps)
+    if len(made.left(entries)):
+        falling = -np.sort(-np.diff(ends))
+        packs = fit.first_fit(falling, options.capacity, options.max_documents or entries)[1]
+        raise ValueError(
+            f"steps={steps:,} are too few for every document: first fit needs {packs:,} packs, which is"
+            f" {-(-packs // options.packs_per_step):,} steps of packs_per_step={options.packs_per_step}"
+        )
+    return made, steps

@@ -1,8 +1,8 @@
 """`PackStream`: plans documents as they arrive. Their number is unknown, and only a few are in memory at a time.
 
-    source   ──read──▶   queue   ──`steps.window`──▶   planned   ──▶   step, step, …
-                           ▲                               │
-                           └──── deferred documents ◀──────┘
+    source   ──read──▶   queue   ──`steps.divide`──▶   window   ──▶   step, step, …
+                           ▲                              │
+                           └──── deferred documents ◀─────┘
 
 A window is made from just enough documents to fill it. The state of a stream consists of the queue at the beginning of
 the current window, the number of its steps that were taken, and the source's own state; the window is planned again
@@ -14,31 +14,34 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from multipack.planning.cost import CostModel
-from multipack.planning.lengths import check_integer
+from multipack.planning.deal import deal_packs
+from multipack.planning.lengths import Packs, check_integer
 from multipack.planning.options import (
     ALGORITHM,
     LossWeighting,
     PlanOptions,
+    Sync,
     check_choice,
-    check_loss_weighting,
     check_seed,
     cost_model_of,
     short,
 )
-from multipack.planning.plan import Plan, StreamStep
-from multipack.planning.steps import AHEAD, StepRules, divide, offsets_of, window
+from multipack.planning.plan import denominator_of
+from multipack.planning.steps import AHEAD, Division, StepRules, divide, no_more, offsets_of
 from multipack.shapes import ModelShape
 
 Integers = NDArray[np.int64]
 
 Overlong = Literal["error", "drop"]
+
+_END = object()
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +52,7 @@ class StreamQueue:
         rows: for each document [position in the source, tokens, target tokens, seen, item], deferred documents first;
             seen is the first step of the window that first deferred it, or −1.
         deferred: number of deferred documents.
-        window: index of the window.
+        window: index of the window, from 1.
         step: number of steps before the window.
         position: number of documents read from the source.
         dropped: number of these that were too long.
@@ -75,26 +78,14 @@ class StreamQueue:
         """(documents, 4) int64: `rows` without the items."""
         return np.array([row[:4] for row in self.rows], dtype=np.int64).reshape(-1, 4)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON.
-
-        Raises:
-            ValueError: JSON does not preserve an item.
-        """
-        try:
-            is_plain = json.loads(json.dumps(self.rows)) == self.rows
-        except (TypeError, ValueError):
-            is_plain = False
-        if not is_plain:
-            raise ValueError(
-                "the state of a stream holds its documents, and one of these is not plain data: make items of lists,"
-                " dictionaries with text keys, text and numbers"
-            )
-        return {entry.name: getattr(self, entry.name) for entry in fields(self)}
+    @property
+    def seen(self) -> Integers:
+        """(documents,) int64 first step of the window in which each document was first considered."""
+        return np.where(self.table[:, 3] < 0, self.step, self.table[:, 3])
 
     @classmethod
     def from_dict(cls, values: Any) -> StreamQueue:
-        """The queue that `to_dict` wrote.
+        """The queue of a saved state.
 
         Raises:
             ValueError: `values` is not such a queue.
@@ -115,20 +106,67 @@ class StreamQueue:
 
 
 @dataclass(frozen=True, eq=False)
-class _WindowPlan:
-    """The steps of a window, planned from a queue.
+class _Window:
+    """The steps that are planned from a queue.
 
     Attributes:
-        plan: the steps; its document n is `entries[n]` of the queue.
-        entries: indices in the queue of the documents of the steps, step after step.
-        rest: indices in the queue of the documents in no step, deferred ones first.
-        deferred: number of deferred documents in `rest`.
+        queue: the documents.
+        steps: indices in `queue.rows`, step after step.
+        balanced: cost that is balanced.
+        epoch: epoch of the order.
     """
 
-    plan: Plan
-    entries: Integers
-    rest: Integers
-    deferred: int
+    queue: StreamQueue
+    steps: Division
+    balanced: CostModel
+    epoch: int
+
+
+class StreamStep:
+    """A step of a `PackStream`: documents that train together, and how ranks share them.
+
+    Packs hold numbers into the step's own arrays: document n of the step is `items[n]`, with `lengths[n]` tokens.
+
+    Attributes:
+        number: index of the step, from 0.
+        positions: (documents,) int64 places of the documents in the source, counted from 0.
+        items: what the source gave for each document.
+        lengths: (documents,) int64 tokens of each document.
+        packs: one packing that fits: at most `packs_per_step` packs, none of them empty.
+        tokens: tokens of all documents.
+        targets: target tokens of all documents.
+        denominator: divisor of the summed loss of the step, over all ranks. See `Plan.denominator`.
+    """
+
+    def __init__(self, stream: PackStream, window: _Window, index: int) -> None:
+        """Make step `index` of a window."""
+        self._stream, self._window, self._index = stream, window, index
+        steps, queue = window.steps, window.queue
+        first, last = steps.step_offsets[index : index + 2]
+        offsets = steps.pack_offsets[first : last + 1]
+        entries = steps.entries[offsets[0] : offsets[-1]]
+        self.number, self.items = queue.step + index, [queue.rows[entry][4] for entry in entries.tolist()]
+        self.positions, self.lengths, targets, _ = queue.table[entries].T
+        self.packs = Packs(np.arange(len(entries), dtype=np.int64), offsets - offsets[0])
+        self.tokens, self.targets = int(self.lengths.sum()), int(targets.sum())
+        self.denominator = denominator_of(targets, stream.loss_weighting)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def deal(self, data_parallel_size: int, sync: Sync = "micro") -> Packs:
+        """The documents arranged for ranks, as `Plan.deal` does: pack m · ranks + r is rank r's micro-batch m."""
+        options = self._stream.options
+        slots = options.slots(self.lengths)
+        return deal_packs(self.packs, slots, self._window.balanced, options, data_parallel_size, sync)
+
+    def state_dict(self, before: bool = False) -> dict[str, Any]:
+        """The stream's state after this step, or before it, however far it was read ahead: plain values."""
+        window = self._window
+        return self._stream.state_of(window.queue, self._index + (not before), window.epoch)
+
+    def __repr__(self) -> str:
+        return f"StreamStep({self.number:,}: {len(self):,} documents of {self.tokens:,} tokens)"
 
 
 class PackStream:
@@ -141,8 +179,9 @@ class PackStream:
 
     Args:
         documents: an iterable, or a function that takes a position and returns an iterator from there. To continue from
-            a state, a source with `state_dict` and `load_state_dict` loads its own state, a function is called with the
-            position, and a sequence is read from the position; any other iterable must begin at `position`.
+            a state, or after an error of the source, a source with `state_dict` and `load_state_dict` loads its own
+            state, a function is called with the position, and a sequence is read from the position; any other iterable
+            must begin at `position`.
         options: as in `multipack.plan`; `window` steps are planned together. `balance="joint"` is based on the lengths
             of a window's documents instead of all. With `tail="drop"` leftover documents at the end are in `left`.
         length: item → its number of tokens.
@@ -153,10 +192,16 @@ class PackStream:
         loss_weighting: as in `multipack.plan`.
         **named: options by name; capacity= and packs_per_step= are required without `options`.
 
+    Attributes:
+        epoch: the current epoch, which with the seed determines the order of shuffled documents.
+        align: multiple that each document is padded to; the collator must use the same.
+        most_documents: maximum number of documents of a pack.
+        longest: maximum number of slots of a document.
+
     Raises:
         TypeError: an option is unknown.
         ValueError: an option is invalid for a stream; while iterating, a document is empty or too long (the message
-            gives its position). Errors of the source are passed on, and no document is lost by them.
+            gives its position). Errors of the source are passed on, and the stream stays after the last step.
     """
 
     def __init__(
@@ -182,8 +227,11 @@ class PackStream:
                 "tail='carry' carries documents into the next epoch; a stream takes keep or drop"
             )
         check_choice("overlong", overlong, Overlong)
-        check_loss_weighting(loss_weighting)
+        check_choice("loss_weighting", loss_weighting, LossWeighting)
         self.seed, self.loss_weighting, self.options = check_seed(seed), loss_weighting, chosen
+        self.align, self.longest = chosen.align, chosen.longest
+        most = chosen.capacity // chosen.align
+        self.most_documents = min(chosen.max_documents or most, most)
         self._documents, self._length, self._targets, self._overlong = documents, length, targets, overlong
         self._cost_model = cost_model_of(cost)
         self.key = {
@@ -193,30 +241,8 @@ class PackStream:
             "overlong": overlong,
             "targets": targets is not None,
         }
-        self._error: Exception | None = None
-        self._used = self._finished = False
+        self._was_read = False
         self._begin(0, StreamQueue(), 0)
-
-    @property
-    def epoch(self) -> int:
-        """The current epoch, which with the seed determines the order of shuffled documents."""
-        return self._epoch
-
-    @property
-    def align(self) -> int:
-        """Multiple that each document is padded to; the collator must use the same."""
-        return self.options.align
-
-    @property
-    def most_documents(self) -> int:
-        """Maximum number of documents of a pack."""
-        most = self.options.capacity // self.options.align
-        return min(self.options.max_documents or most, most)
-
-    @property
-    def longest(self) -> int:
-        """Maximum number of slots of a document."""
-        return self.options.longest
 
     @property
     def step(self) -> int:
@@ -241,9 +267,9 @@ class PackStream:
     @property
     def left(self) -> Integers:
         """Positions, ascending, of the documents in no step after the stream has ended (`tail="drop"`)."""
-        if self._planned is None or not self._finished:
+        if self._window is None or not self._finished:
             return np.empty(0, dtype=np.int64)
-        return np.sort(self._queue.table[self._planned.rest, 0])
+        return np.sort(self._queue.table[self._window.steps.left(len(self._queue.rows)), 0])
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch without the documents in memory; no effect if it is already the current one."""
@@ -252,7 +278,25 @@ class PackStream:
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the last step that was yielded; loaders that read ahead use `step.state_dict()`."""
-        return self._state(self._queue, self._taken, self.epoch)
+        return self.state_of(self._queue, self._taken, self.epoch)
+
+    def state_of(self, queue: StreamQueue, taken: int, epoch: int) -> dict[str, Any]:
+        """Plain values of a state: a queue, and the number of steps taken from its window.
+
+        Raises:
+            ValueError: JSON does not preserve an item.
+        """
+        try:
+            is_plain = json.loads(json.dumps(queue.rows)) == queue.rows
+        except (TypeError, ValueError):
+            is_plain = False
+        if not is_plain:
+            raise ValueError(
+                "the state of a stream holds its documents, and one of these is not plain data: make items of lists,"
+                " dictionaries with text keys, text and numbers"
+            )
+        values = {entry.name: getattr(queue, entry.name) for entry in fields(queue)}
+        return {"options": self.key, "epoch": epoch, "taken": taken, "queue": values}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state with exactly the steps that followed it.
@@ -266,14 +310,15 @@ class PackStream:
         if missing:
             raise ValueError(f"the saved stream state lacks {', '.join(missing)}")
         theirs = state["options"] if isinstance(state["options"], dict) else {}
-        changed = [name for name in self.key if theirs.get(name, self) != self.key[name]]
-        if changed:
-            differences = ", ".join(
-                f"{name} was {short(theirs.get(name))} and is {short(self.key[name])}" for name in changed
-            )
+        differences = [
+            f"{name} was {short(theirs.get(name))} and is {short(value)}"
+            for name, value in self.key.items()
+            if theirs.get(name, self) != value
+        ]
+        if differences:
             raise ValueError(
-                f"the saved stream state belongs to another stream: {differences}; continue with the same options, or"
-                " start a new stream"
+                f"the saved stream state belongs to another stream: {', '.join(differences)}; continue with the same"
+                " options, or start a new stream"
             )
         epoch, taken = (
             check_integer(f"the saved stream state's {name}", state[name], 0) for name in ("epoch", "taken")
@@ -284,217 +329,148 @@ class PackStream:
         """Yield the steps from the current position."""
         if self._finished:
             self._begin(self.epoch, StreamQueue(), 0)
-        while (step := self._next()) is not None:
-            yield step
-        self._finished = True
+        while True:
+            while self._window is None or self._taken == len(self._window.steps.step_sizes):
+                if self._queue.ended:
+                    self._finished = True
+                    return
+                self._advance()
+            self._taken += 1
+            yield StreamStep(self, self._window, self._taken - 1)
 
     def _begin(self, epoch: int, queue: StreamQueue, taken: int) -> None:
-        self._epoch, self._queue, self._taken = epoch, queue, taken
-        self._planned: _WindowPlan | None = None
+        """Continue at a state; `queue.window` is 0 before the first window.
+
+        Raises:
+            ValueError: the window has fewer steps than were taken.
+        """
+        self.epoch, self._queue, self._taken, self._finished = epoch, queue, taken, False
         self._iterator: Iterator[Any] | None = None
-        self._restored = queue.source
-        self._ready: list[list[Any]] = []  # rows that were read for the next window
-        self._read, self._lost = queue.position, (queue.dropped, queue.dropped_tokens)
-        self._finished = False
+        self._window: _Window | None = self._plan(queue) if queue.window else None
+        steps = len(self._window.steps.step_sizes) if self._window else 0
+        if taken > steps:
+            raise ValueError(
+                f"the saved stream state contradicts itself: {taken} steps were taken from a window of {steps}"
+            )
 
-    def _next(self) -> StreamStep | None:
-        """The next step; None after the last one. An error leaves the position unchanged."""
-        if self._planned is None and self._queue.window:  # a restored window
-            self._planned = self._plan(self._queue)
-        while self._planned is None or self._taken == self._planned.plan.num_steps:
-            if self._queue.ended:
-                return None
-            queue = self._following()
-            planned = self._plan(queue)
-            counts = np.diff(planned.plan.pack_offsets[planned.plan.step_offsets])
-            steps = queue.step + np.repeat(np.arange(len(counts)), counts)
-            seen = _seen(queue)[planned.entries]
-            # After the end of the source one plan holds several windows: only documents deferred before it count.
-            waits = (steps - seen)[(seen < queue.step) | (not queue.ended)]
-            wait = int(waits.max(initial=queue.longest_wait))
-            self._queue, self._planned, self._taken = replace(queue, longest_wait=wait), planned, 0
-        self._taken += 1
-        return self._step(self._queue, self._planned, self._taken - 1)
+    def _advance(self) -> None:
+        """Read and plan the next window. An error leaves the stream after the last step."""
+        try:
+            queue = self._next_queue()
+        except BaseException:
+            self._iterator = None  # it may skip documents
+            raise
+        window = self._plan(queue)
+        counts = np.diff(window.steps.pack_offsets[window.steps.step_offsets])
+        steps, seen = queue.step + np.repeat(np.arange(len(counts)), counts), queue.seen[window.steps.entries]
+        # After the end of the source one division holds several windows: only documents deferred before it count.
+        waits = (steps - seen)[(seen < queue.step) | (not queue.ended)]
+        self._queue = replace(queue, longest_wait=int(waits.max(initial=queue.longest_wait)))
+        self._window, self._taken = replace(window, queue=self._queue), 0
 
-    def _step(self, queue: StreamQueue, planned: _WindowPlan, index: int) -> StreamStep:
-        """Step `index` of a window."""
-        plan = planned.plan
-        first, last = (int(plan.pack_offsets[pack]) for pack in plan.step_offsets[index : index + 2])
-        entries = planned.entries[first:last]
-        items = [queue.rows[entry][4] for entry in entries.tolist()]
-        state = partial(self._state, queue)
-        return StreamStep(plan, index, queue.step + index, queue.table[entries, 0], items, state, self.epoch)
-
-    def _state(self, queue: StreamQueue, taken: int, epoch: int) -> dict[str, Any]:
-        return {"options": self.key, "epoch": epoch, "taken": taken, "queue": queue.to_dict()}
-
-    def _following(self) -> StreamQueue:
+    def _next_queue(self) -> StreamQueue:
         """The queue of the next window: the documents left by the current one, and new documents."""
-        before, options = self._queue, self.options
-        rows: list[list[Any]] = []
-        deferred = steps = 0
-        if self._planned is not None:
-            deferred, steps, seen = self._planned.deferred, self._planned.plan.num_steps, _seen(before)
-            for place, number in enumerate(self._planned.rest.tolist()):
+        options, rows, deferred, steps = self.options, list[list[Any]](), 0, 0
+        self._iterator = iterator = self._iterator or self._open()
+        before = self._queue
+        if self._window is not None:
+            made, seen = self._window.steps, before.seen
+            deferred, steps = len(made.deferred), len(made.step_sizes)
+            for place, number in enumerate(made.left(len(before.rows)).tolist()):
                 row = before.rows[number]
                 rows.append([*row[:3], int(seen[number]), row[4]] if place < deferred else row)
         packs = options.packs_per_step * options.window
         wanted = packs * options.mean
-        ends = np.cumsum([0, *(-(-row[1] // options.align) * options.align for row in rows)])
+        ends = offsets_of(options.slots(np.array([row[1] for row in rows], dtype=np.int64)))
+        slots, documents = wanted - int(ends[-1]), packs * self.most_documents - len(rows)
         ahead = AHEAD - max(len(rows) - int(np.searchsorted(ends, wanted)), 0)
-        ended = self._fill(wanted - int(ends[-1]), packs * self.most_documents - len(rows), ahead)
-        source = self._documents.state_dict() if hasattr(self._documents, "state_dict") else None
-        ready, self._ready = self._ready, []
+        position, dropped, dropped_tokens, item = before.position, before.dropped, before.dropped_tokens, None
+        while ahead > 0 and (item := next(iterator, _END)) is not _END:
+            length = self._checked_length(item, position)
+            if length > self.longest:
+                dropped, dropped_tokens = dropped + 1, dropped_tokens + length
+            else:
+                ahead -= slots <= 0 or documents <= 0
+                slots, documents = slots - -(-length // self.align) * self.align, documents - 1
+                rows.append([position, length, self._checked_targets(item, length, position), -1, item])
+            position += 1
+        source: Any = self._documents
         return replace(
             before,
-            rows=rows + ready,
+            rows=rows,
             deferred=deferred,
             window=before.window + 1,
             step=before.step + steps,
-            position=self._read,
-            dropped=self._lost[0],
-            dropped_tokens=self._lost[1],
-            ended=ended,
-            source=source,
+            position=position,
+            dropped=dropped,
+            dropped_tokens=dropped_tokens,
+            ended=item is _END,
+            source=source.state_dict() if hasattr(source, "state_dict") else None,
         )
 
-    def _fill(self, slots: int, documents: int, ahead: int) -> bool:
-        """Read until there are `slots` slots or `documents` documents, and `ahead` documents more.
-
-        Returns:
-            Whether the source is exhausted.
-        """
-        align, capacity, ready = self.options.align, self.options.capacity, self._ready
-        sizes = [-(-length // align) * align for _, length, *_ in ready]  # read before the source raised
-        ends = np.cumsum([0, *sizes])
-        taken, enough = int(ends[-1]), max(documents, 0)
-        if taken >= slots:
-            enough = min(enough, int(np.searchsorted(ends, slots)))
-        while len(ready) < enough + ahead:
-            if self._iterator is None:
-                self._open()
-            assert self._iterator is not None
-            try:
-                item = next(self._iterator)
-            except StopIteration:
-                return True
-            except Exception as error:  # an iterator that raised may skip documents
-                self._iterator, self._error = None, error
-                raise
-            length = self._checked_length(item)
-            size = -(-length // align) * align
-            if size > capacity:
-                self._lost = self._lost[0] + 1, self._lost[1] + length
-            else:
-                ready.append([self._read, length, self._checked_targets(item, length), -1, item])
-                taken += size
-                if taken - size < slots <= taken:
-                    enough = min(enough, len(ready))
-            self._read += 1
-        return False
-
-    def _open(self) -> None:
-        """Open the source at the current position.
+    def _open(self) -> Iterator[Any]:
+        """Open the source at the position of the queue.
 
         Raises:
             ValueError: the source is an iterator that was read before.
         """
         documents: Any = self._documents
-        if self._restored is not None and hasattr(documents, "load_state_dict"):
-            documents.load_state_dict(self._restored)
-            self._restored = None
+        if hasattr(documents, "state_dict"):
+            if self._queue.source is not None:
+                documents.load_state_dict(self._queue.source)
+            else:
+                self._queue = replace(self._queue, source=documents.state_dict())
         elif not hasattr(documents, "__iter__"):
-            documents = documents(self._read)
+            documents = documents(self.position)
         elif hasattr(documents, "__getitem__") and hasattr(documents, "__len__"):
             stored = documents
-            documents = (stored[place] for place in range(self._read, len(stored)))
-        elif iter(documents) is documents and self._used and not hasattr(documents, "state_dict"):
-            why = "raised an error" if self._error else "was read before"
+            documents = (stored[place] for place in range(self.position, len(stored)))
+        elif iter(documents) is documents and self._was_read:
             raise ValueError(
-                f"documents is an iterator that {why}, and cannot be read again: give a list, a data set, or a"
+                "documents is an iterator that was read before, and cannot be read again: give a list, a data set, or a"
                 " function that takes a position and returns an iterator from there"
-            ) from self._error
-        self._iterator, self._used = iter(documents), True
+            )
+        self._was_read = True
+        return iter(documents)
 
-    def _checked_length(self, item: Any) -> int:
+    def _checked_length(self, item: Any, position: int) -> int:
         length = self._length(item)
         if isinstance(length, bool) or not isinstance(length, int | np.integer) or length < 1:
             raise ValueError(
                 f"every document needs at least 1 token, as a whole number: the {type(item).__name__} at position"
-                f" {self._read:,} of the source has {length!r}"
+                f" {position:,} of the source has {length!r}"
             )
         if length > self.longest and self._overlong == "error":
             raise ValueError(
-                f"the document at position {self._read:,} of the source has {length:,} tokens, but a pack holds"
+                f"the document at position {position:,} of the source has {length:,} tokens, but a pack holds"
                 f" {self.longest:,}; raise capacity, cut such documents before, or set overlong='drop' to leave them"
                 " out, counted"
             )
         return int(length)
 
-    def _checked_targets(self, item: Any, length: int) -> int:
-        if self._targets is None:
-            return length - 1
-        count = self._targets(item)
+    def _checked_targets(self, item: Any, length: int, position: int) -> int:
+        count = length - 1 if self._targets is None else self._targets(item)
         if isinstance(count, bool) or not isinstance(count, int | np.integer) or not 0 <= count < length:
             raise ValueError(
                 f"a document of l tokens has 0 … l − 1 targets: targets gave {count!r} for the document of"
-                f" {length} tokens at position {self._read:,} of the source"
+                f" {length} tokens at position {position:,} of the source"
             )
         return int(count)
 
-    def _plan(self, queue: StreamQueue) -> _WindowPlan:
+    def _plan(self, queue: StreamQueue) -> _Window:
         """Plan the steps of a window: full steps, or all remaining ones after the source has ended."""
-        options, lengths, targets = self.options, queue.table[:, 1], queue.table[:, 2]
-        slots, deferred = options.slots(lengths), queue.deferred
-        entries, ends = len(slots), offsets_of(slots)
-        balanced = options.balanced_cost(self._cost_model, slots) if entries else self._cost_model
-        keep = queue.ended and options.tail == "keep"
-        rules = StepRules(options, balanced.cost, self.seed, self.epoch, spread=keep)
+        options = self.options
+        slots = options.slots(queue.table[:, 1])
+        ends, keep = offsets_of(slots), queue.ended and options.tail == "keep"
+        balanced = options.balanced_cost(self._cost_model, slots) if len(slots) else self._cost_model
+        steps, extend = options.window, no_more
         if queue.ended:
             extend = options.needed_steps if keep else options.full_steps
-            steps = min(extend(int(ends[-1]), entries), entries)
-            made = divide(
-                np.arange(entries), ends, rules, steps, options.window, extend, deferred, queue.window << 32
-            )
-            chosen, packs, sizes, rest = made.order, made.pack_sizes, made.step_sizes, made.left
-            deferred = 0
-        else:
-            width = options.window
-            found = window(
-                ends, deferred, np.arange(deferred, dtype=np.int64), rules,
-                width=width, aim=width * rules.step_slots, most=entries, number=queue.window << 32,
-            )  # fmt: skip
-            chosen, packs, sizes = found.entries, found.pack_sizes, found.step_sizes
-            rest = np.concatenate([found.deferred, np.arange(found.next, entries, dtype=np.int64)])
-            deferred = len(found.deferred)
-        plan = Plan(
-            lengths=lengths[chosen],
-            target_counts=targets[chosen],
-            options=options,
-            loss_weighting=self.loss_weighting,
-            seed=self.seed,
-            epoch=self.epoch,
-            cost_model=self._cost_model,
-            slots=slots[chosen],
-            balanced=balanced,
-            window=options.window,
-            order=np.arange(len(chosen), dtype=np.int64),
-            pack_offsets=offsets_of(packs),
-            step_offsets=offsets_of(sizes),
-            dropped=chosen[:0],
-            carried=chosen[:0],
-            carried_in=chosen[:0],
-            key=self.key,
-            fingerprint="",
-            most_documents=self.most_documents,
-            seconds=0.0,
-        )
-        return _WindowPlan(plan, chosen, rest, deferred)
-
-
-def _seen(queue: StreamQueue) -> Integers:
-    """(documents,) int64 first step of the window in which each document was first considered."""
-    return np.where(queue.table[:, 3] < 0, queue.step, queue.table[:, 3])
+            steps = min(extend(int(ends[-1]), len(slots)), len(slots))
+        rules = StepRules(options, balanced.cost, self.seed, self.epoch, even=keep)
+        number, width = queue.window << 32, options.window
+        made = divide(ends, rules, steps, extend, width=width, deferred=queue.deferred, number=number)
+        return _Window(queue, made, balanced, self.epoch)
 
 
 __all__ = ["Overlong", "PackStream", "StreamStep"]

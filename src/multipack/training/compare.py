@@ -15,7 +15,8 @@ from multipack.data.batch import PackedBatch
 from multipack.data.collate import PackedCollator, PaddedCollator
 from multipack.data.documents import Documents
 from multipack.parallel.engine import ModelEngine
-from multipack.planning.plan import LossWeighting, Plan
+from multipack.planning.options import LossWeighting
+from multipack.planning.plan import Plan
 
 
 @dataclass(frozen=True)

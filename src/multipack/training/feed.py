@@ -27,9 +27,9 @@ from multipack.planning.cost import CostModel
 from multipack.planning.deal import rank_loads
 from multipack.planning.options import Sync
 from multipack.planning.packing import Packs
-from multipack.planning.plan import Plan, StreamStep
+from multipack.planning.plan import Plan
 from multipack.planning.report import predicted_seconds
-from multipack.planning.stream import PackStream
+from multipack.planning.stream import PackStream, StreamStep
 
 if TYPE_CHECKING:
     from multipack.training.run_config import Config

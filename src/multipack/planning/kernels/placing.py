@@ -1,6 +1,6 @@
-"""Placing documents into a fixed number of packs: `place`, from kernels that spread by cost and gather room.
+"""Place documents into a fixed number of packs: spread by cost, with room gathered for those that do not fit.
 
-Documents are numbered by falling length; `placed` holds each one's pack, −1 for none.
+Documents are numbered in descending order of length; `placed` holds the pack of each, −1 for none.
 """
 
 from __future__ import annotations
@@ -8,12 +8,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from multipack.planning.kernels import compiled
+from multipack.planning.kernels import balancing, compiled
 
 Integers = NDArray[np.int64]
-
-_COLLECTIONS = 200  # times that free tokens of many packs are brought into one, in a window
-_GIVERS = 128  # packs that give their free tokens in one of them
 
 
 @compiled
@@ -83,192 +80,6 @@ def spread(
     return placed
 
 
-@compiled
-def _roomiest(rooms: Integers, skipped: NDArray[np.bool_]) -> int:
-    """The pack with the most free tokens that is not skipped; −1 if there is none."""
-    found = -1
-    for pack in range(len(rooms)):
-        if not skipped[pack] and (found < 0 or rooms[pack] > rooms[found]):
-            found = pack
-    return found
-
-
-@compiled
-def _total(values: Integers) -> int:
-    total = 0
-    for value in values:
-        total += value
-    return total
-
-
-@compiled
-def _pass_room(
-    taker: int,
-    giver: int,
-    placed: Integers,
-    lengths: Integers,
-    rooms: Integers,
-    head: Integers,
-    after: Integers,
-) -> None:
-    """Swap one document of two packs so that the giver's room shrinks as far as possible and the taker's grows."""
-    best, first, second = 0, -1, -1
-    x, y, before = head[taker], head[giver], -1
-    while x >= 0 and best < rooms[giver]:
-        while y >= 0 and lengths[x] - lengths[y] <= rooms[giver]:
-            y, before = after[y], y
-        # y is the first that is too short; the one before leaves the largest difference that fits
-        if before >= 0 and lengths[x] - lengths[before] > best:
-            best, first, second = lengths[x] - lengths[before], x, before
-        x = after[x]
-    if first < 0:
-        return
-    for document, pack in ((first, taker), (second, giver)):  # unlink
-        if head[pack] == document:
-            head[pack] = after[document]
-        else:
-            other = head[pack]
-            while after[other] != document:
-                other = after[other]
-            after[other] = after[document]
-    for document, pack in ((first, giver), (second, taker)):  # link, in falling order
-        placed[document] = pack
-        if head[pack] < 0 or head[pack] > document:
-            after[document] = head[pack]
-            head[pack] = document
-        else:
-            other = head[pack]
-            while after[other] >= 0 and after[other] < document:
-                other = after[other]
-            after[document] = after[other]
-            after[other] = document
-    rooms[giver] -= best
-    rooms[taker] += best
-
-
-@compiled
-def _collect(
-    taker: int,
-    enough: int,
-    placed: Integers,
-    lengths: Integers,
-    rooms: Integers,
-    head: Integers,
-    after: Integers,
-) -> None:
-    """Pass the room of other packs, roomiest first, to one pack until it has enough."""
-    done = np.zeros(len(rooms), dtype=np.bool_)
-    done[taker] = True
-    for _ in range(_GIVERS):
-        giver = _roomiest(rooms, done)
-        if rooms[taker] >= enough or giver < 0 or rooms[giver] == 0:
-            return
-        done[giver] = True
-        _pass_room(taker, giver, placed, lengths, rooms, head, after)
-
-
-@compiled
-def _filling(placed: Integers, lengths: Integers, room: int, two: bool) -> tuple[int, int]:
-    """The document without a pack, or the two, that fill `room` best without exceeding it; −1 for none."""
-    best, first, second = 0, -1, -1
-    for document in range(len(placed)):
-        if placed[document] < 0 and best < lengths[document] <= room:
-            best, first = lengths[document], document
-    long, short = 0, len(placed) - 1
-    while two and long < short and best < room:  # two pointers over falling lengths
-        if placed[long] >= 0:
-            long += 1
-        elif placed[short] >= 0:
-            short -= 1
-        else:
-            total = lengths[long] + lengths[short]
-            if best < total <= room:
-                best, first, second = total, long, short
-            if total <= room:
-                short -= 1
-            else:
-                long += 1
-    return first, second
-
-
-@compiled
-def gather(
-    placed: Integers,
-    lengths: Integers,
-    wanted: NDArray[np.bool_],
-    packs: int,
-    capacity: int,
-    max_documents: int,
-    spare: int,
-) -> None:
-    """Find places for documents that have none by gathering scattered free tokens, in place.
-
-        |AAAAAABB··|   A for C fills the first pack and leaves     |CCCCCCCBB·|
-        |CCCCCCCDD·|   its room to the second                      |AAAAAADDEE|  ← E had no place
-
-    The roomiest pack gets shorter documents of the others for longer ones of its own, each difference as close to the
-    other's room as possible, until it has room for the longest `wanted` document without a pack.
-
-    Then, if `spare` is not negative, packs are filled up in the same way: the one or two documents without a pack,
-    wanted or not, that fill the roomiest pack best find a place there, while more than `spare` tokens are free.
-
-    Args:
-        placed: (documents,) pack of each, or −1.
-        lengths: (documents,) tokens, falling.
-        wanted: (documents,) must be placed if possible; the others only fill up.
-        packs: packs.
-        capacity: maximum tokens of a pack.
-        max_documents: maximum documents of a pack.
-        spare: free tokens of all packs together to keep; −1 = do not fill up.
-    """
-    rooms, sizes = np.full(packs, capacity, dtype=np.int64), np.zeros(packs, dtype=np.int64)
-    head, after = np.full(packs, -1, dtype=np.int64), np.full(len(placed), -1, dtype=np.int64)
-    for document in range(len(placed) - 1, -1, -1):
-        pack = placed[document]
-        if pack >= 0:
-            rooms[pack] -= lengths[document]
-            sizes[pack] += 1
-            after[document] = head[pack]
-            head[pack] = document
-    full = np.zeros(packs, dtype=np.bool_)
-    for pack in range(packs):
-        full[pack] = sizes[pack] >= max_documents
-    stuck, left = -1, _COLLECTIONS  # stuck: room of the roomiest pack when no swap could enlarge it
-    for document in range(len(placed)):
-        if placed[document] >= 0 or not wanted[document]:
-            continue
-        taker = _roomiest(rooms, full)
-        if taker < 0:
-            return
-        if rooms[taker] < lengths[document] and rooms[taker] != stuck and left > 0:
-            left -= 1
-            _collect(taker, lengths[document], placed, lengths, rooms, head, after)
-            if rooms[taker] < lengths[document]:
-                stuck = rooms[taker]
-        if rooms[taker] >= lengths[document]:
-            placed[document] = taker  # not linked: later swaps leave it where it is
-            rooms[taker] -= lengths[document]
-            sizes[taker] += 1
-            full[taker] = sizes[taker] >= max_documents
-    while spare >= 0 and left > 0:
-        left -= 1
-        taker = _roomiest(rooms, full)
-        if taker < 0:
-            return
-        _collect(taker, capacity, placed, lengths, rooms, head, after)
-        first, second = _filling(
-            placed, lengths, min(rooms[taker], _total(rooms) - spare), sizes[taker] + 1 < max_documents
-        )
-        if first < 0:
-            return
-        for document in (first, second):
-            if document >= 0:
-                placed[document] = taker
-                rooms[taker] -= lengths[document]
-                sizes[taker] += 1
-        full[taker] = sizes[taker] >= max_documents
-
-
 def falling(lengths: Integers) -> Integers:
     """Numbers of the documents, longest first, equal lengths by rising number."""
     bits = len(lengths).bit_length()
@@ -330,6 +141,6 @@ def place(
         wanted = np.ones(len(lengths), dtype=np.bool_)
     placed = spread(lengths, costs, visit, packs, capacity, max_documents)
     if placed.min() < 0:
-        gather(placed, lengths, wanted, packs, capacity, max_documents, spare)
+        balancing.gather(placed, lengths, wanted, packs, capacity, max_documents, spare)
     fill_empty(placed, packs)
     return placed
