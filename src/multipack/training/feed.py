@@ -21,7 +21,6 @@ from multipack.data.batch import PackedBatch
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Documents
 from multipack.data.loader import PackedLoader, prefetched, rank_items
-from multipack.data.sampler import PackedBatchSampler
 from multipack.parallel.mesh import Mesh
 from multipack.planning.cost import CostModel
 from multipack.planning.deal import rank_loads
@@ -79,18 +78,11 @@ class EpochFeed:
     ended = False
     late = ""
 
-    def __init__(
-        self,
-        loader: PackedLoader,
-        sampler: PackedBatchSampler,
-        documents: Documents,
-        clock: Callable[[], float],
-    ) -> None:
-        self.loader = loader
-        self.sampler = sampler
-        self.micro_batches = sampler.micro_batches
+    def __init__(self, loader: PackedLoader, documents: Documents, clock: Callable[[], float]) -> None:
+        self.loader, self.sampler = loader, loader.sampler
+        self.micro_batches = self.sampler.micro_batches
         self.names = documents.names
-        self.targets_per_step = float(documents.target_counts.sum()) / sampler.steps_per_epoch
+        self.targets_per_step = float(documents.target_counts.sum()) / self.sampler.steps_per_epoch
         self.state_dict, self.load_state_dict = loader.state_dict, loader.load_state_dict
         self.close = loader.close
         self._clock = clock
@@ -155,6 +147,9 @@ class StreamFeed:
         _check_stream(config, mesh, arriving)
         options = config.plan.for_ranks(mesh.data_size)
         self.arriving, self.mesh = arriving, mesh
+        self.interrupt = (
+            arriving.interrupt
+        )  # ends the iteration on all ranks, with the state after the last step
         self.stream = PackStream(
             arriving,
             options=options,
@@ -237,10 +232,6 @@ class StreamFeed:
         if self._last is not None and len(found := np.flatnonzero(self._last.positions == number)):
             return str(self._last.items[found[0]]["name"])
         return f"document {number:,} of {self.arriving.name}"
-
-    def interrupt(self) -> None:
-        """End waiting for documents: the iteration ends on all ranks, with the state after the last step."""
-        self.arriving.interrupt()
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the last step that was yielded, as plain values; equal on every rank."""

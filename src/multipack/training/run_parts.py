@@ -175,7 +175,7 @@ class Feeds:
             self.training = StreamFeed(config, engine.mesh, corpus.arriving, cost_model, clock, pad)
         else:
             sampler = self._sampler(corpus.train, "training")
-            self.training = EpochFeed(self._loader(views[0], sampler), sampler, corpus.train, clock)
+            self.training = EpochFeed(self._loader(views[0], sampler), corpus.train, clock)
             self.steps = self.steps or max(1, round(train.epochs * sampler.steps_per_epoch))
         self.validation: PackedLoader | None = None
         self.validation_steps = 0
