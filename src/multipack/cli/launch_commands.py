@@ -51,7 +51,7 @@ def launch(
     words: Command = None,
     processes: Annotated[int, option("Total number of processes.", "-n")] = 0,
     nodes: Annotated[int, option("Hosts.", "--nodes", "-N")] = 0,
-    per_node: Annotated[int, option("Processes per host.", "--ppn")] = 0,
+    processes_per_node: Annotated[int, option("Processes per host.", "--ppn")] = 0,
     hostfile: Annotated[str, option("File of hosts: HOST, or HOST slots=N, one per line.")] = "",
     launcher: Annotated[str, typer.Option(help="auto, torchrun, srun, mpiexec or mpirun.")] = "auto",
     cores: Annotated[int, option("CPU cores per process.")] = 0,
@@ -79,19 +79,11 @@ def launch(
     from multipack.launch.launcher import launch as start
 
     _check_words(context, words or [], max_restarts)
-    request = LaunchRequest(
-        words=words or [],
-        processes=processes,
-        nodes=nodes,
-        processes_per_node=per_node,
-        launcher=launcher,  # type: ignore[arg-type]  # checked by launch_command
-        cores=cores,
-        max_restarts=max_restarts,
-        address=address,
-        port=port,
-        node_rank=node_rank,
-        flags=shlex.split(flags),
-    )
+    # The options have the names of the request's fields.
+    options = context.params | {"words": words or [], "flags": shlex.split(flags)}
+    for name in ("hostfile", "dry_run"):
+        del options[name]
+    request = LaunchRequest(**options)
     start(request, hostfile, dry_run, lambda processes: _check_run(request.words, processes))
 
 
@@ -100,7 +92,7 @@ def submit(
     words: Command = None,
     scheduler: Annotated[str, option("slurm or pbs.")] = "",
     nodes: Annotated[int, typer.Option("--nodes", "-N", help="Hosts.")] = 1,
-    per_node: Annotated[int, typer.Option("--ppn", help="Processes per host.")] = 1,
+    processes_per_node: Annotated[int, typer.Option("--ppn", help="Processes per host.")] = 1,
     time: Annotated[str, typer.Option(help="Time limit, HOURS:MINUTES:SECONDS.")] = "01:00:00",
     queue: Annotated[str, option("PBS queue or Slurm partition.")] = "",
     account: Annotated[str, option("Account to charge.")] = "",
@@ -108,7 +100,9 @@ def submit(
     gpus: Annotated[int, option("GPUs per host.")] = 0,
     cores: Annotated[int, option("CPU cores per process.")] = 0,
     max_restarts: Restarts = 0,
-    directive: Annotated[list[str] | None, option("Additional scheduler option; repeatable.")] = None,
+    directives: Annotated[
+        list[str] | None, option("Additional scheduler option; repeatable.", "--directive")
+    ] = None,
     out: Annotated[Path | None, option("File to write; default: print.", "-o")] = None,
 ) -> None:
     """Write a Slurm or PBS script that starts a run with `multipack launch`.
@@ -122,21 +116,11 @@ def submit(
     from multipack.launch.submit import SubmitRequest, batch_script, write_script
 
     _check_words(context, words or [], max_restarts)
-    _check_run(words or [], nodes * per_node)
-    request = SubmitRequest(
-        scheduler=scheduler,  # type: ignore[arg-type]  # checked by SubmitRequest
-        words=words or [],
-        nodes=nodes,
-        processes_per_node=per_node,
-        time=time,
-        queue=queue,
-        account=account,
-        name=name,
-        gpus=gpus,
-        cores=cores,
-        max_restarts=max_restarts,
-        directives=directive or [],
-    )
+    _check_run(words or [], nodes * processes_per_node)
+    # The options have the names of the request's fields.
+    options = context.params | {"words": words or [], "directives": directives or []}
+    del options["out"]
+    request = SubmitRequest(**options)
     if out is None:
         typer.echo(batch_script(request), nl=False)
     else:
