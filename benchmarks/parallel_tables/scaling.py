@@ -42,8 +42,8 @@ def table(quick: bool) -> Table:
             ranks.run(timed, way, 1, only=[0] if way == "alone" else ())
         found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
         for turn in range(rounds):
-            names = list(WAYS)[turn % len(WAYS) :] + list(WAYS)[: turn % len(WAYS)]
-            for way in names:
+            for place in range(len(WAYS)):
+                way = list(WAYS)[(turn + place) % len(WAYS)]
                 found[way].append(_round(ranks, way, steps))
     walls = {way: [wall for wall, _ in spent] for way, spent in found.items()}
     for way, wall in walls.items():

@@ -49,14 +49,7 @@ def adamw(
 def engine_of(
     world: World, shape: ModelShape, config: ParallelConfig | None = None, micro_batches: int = 1
 ) -> ModelEngine:
-    """The engine of a run with these strategies; without any, of a single process.
-
-    Args:
-        world: all ranks.
-        shape: of the decoder.
-        config: the strategies; None = this process trains alone, whatever the others do.
-        micro_batches: of every rank in a step.
-    """
+    """The engine of a run with these strategies; without a configuration this process trains alone."""
     blueprint = blueprint_of(shape)
     mesh = Mesh(World()) if config is None else build_mesh(config, world)
     factory = partial(adamw, blueprint.shapes)

@@ -71,12 +71,7 @@ KINDS = {
 
 
 class Counting(TorchDispatchMode):
-    """Counts all collectives of this process, DDP's and FSDP's own too.
-
-    Attributes:
-        calls: by kind.
-        sent: bytes by kind, as `Traffic.sent` counts them: what a rank sends at best.
-    """
+    """Counts all collectives of this process, also those of DDP and FSDP, and their bytes as `Traffic.sent` does."""
 
     def __init__(self) -> None:
         super().__init__()
