@@ -1,4 +1,4 @@
-"""Dealing: every world trains on the same documents, in packs that fit, as balanced as one can prove."""
+"""Assignment to ranks: any number of ranks trains on the same documents, in packs that fit, balanced."""
 
 import itertools
 
@@ -51,9 +51,10 @@ def plans(draw):
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=50)
 @given(plans(), st.sampled_from(SYNCS))
-def test_every_world_has_the_same_documents(made, sync):
+def test_any_number_of_ranks_has_the_same_documents_within_the_limits(made, sync):
+    costs = made.balanced.cost(made.slots)
     for step in range(made.num_steps):
         own = made.packs(step)
         for world in range(1, made.packs_per_step + 1):
@@ -69,25 +70,15 @@ def test_every_world_has_the_same_documents(made, sync):
             again = made.deal(step, world, sync)
             assert dealt.order.tolist() == again.order.tolist()
             assert dealt.offsets.tolist() == again.offsets.tolist()
-
-
-@settings(deadline=None, max_examples=60)
-@given(plans(), st.sampled_from(SYNCS))
-def test_never_worse_than_own_packs_nor_better_than_the_bound(made, sync):
-    costs = made.balanced.cost(made.slots)
-    for step in range(made.num_steps):
-        own = made.packs(step)
-        for world in range(1, made.packs_per_step + 1):
-            dealt = made.deal(step, world, sync)
             reached = step_cost(dealt.totals(costs), world, sync)
-            by_micro_batch = sync != "step" or len(dealt) == world
-            if len(own) == len(dealt) and by_micro_batch and made.options.balance != "joint":
-                falling = -np.sort(-own.totals(costs))
-                assert reached <= step_cost(falling, world, sync)
+            if (
+                len(own) == len(dealt)
+                and made.options.balance != "joint"
+                and (sync != "step" or micro_batches == 1)
+            ):
+                assert reached <= step_cost(-np.sort(-own.totals(costs)), world, sync)
             lengths, inside = made.slots[own.order], costs[own.order]
-            micro_batches = made.micro_batches(world)
-            bound = least_step_cost(lengths, inside, world, micro_batches, made.capacity, sync)
-            assert bound <= reached
+            assert least_step_cost(lengths, inside, world, micro_batches, made.capacity, sync) <= reached
 
 
 @settings(deadline=None, max_examples=30)
@@ -119,7 +110,7 @@ def test_close_to_the_best_of_all(lengths, shape):
 
 
 @pytest.mark.parametrize("sync", SYNCS)
-@pytest.mark.parametrize("world", [8, 6, 4, 3, 1])
+@pytest.mark.parametrize("world", [8, 3, 1])
 def test_ordinary_documents_are_balanced(world, sync):
     lengths = np.random.default_rng(0).lognormal(5.0, 0.8, 4000).clip(1, 2000).astype(int)
     made = plan(lengths, capacity=8192, packs_per_step=8, balance="cost")
@@ -146,8 +137,8 @@ def test_fewer_documents_than_ranks():
     assert made.deal(0, 3).sizes().tolist() == [1, 1, 0, 0, 0, 0]
 
 
-def test_slots_last_as_long_as_they_must():
-    """One long document and 96 short ones on 4 ranks: the other packs of its slot are as dear, the next slots short."""
+def test_a_sync_point_takes_as_long_as_its_longest_document():
+    """One long document and 96 short ones on 4 ranks: the other packs of its sync point cost as much."""
     lengths = np.array([1000] + [100] * 96)
     own = np.concatenate([[0], 1 + np.arange(96) // 9])
     dealt, costs = dealt_packs(lengths, own, 1000, 4, 3, 2000)
@@ -157,7 +148,7 @@ def test_slots_last_as_long_as_they_must():
 
 
 def test_ranks_that_do_not_divide_the_packs_wait_little():
-    """64 packs on 48 ranks: packs dealt as they are would leave a third of the time unused."""
+    """64 packs on 48 ranks: the step's own packs would leave a third of the time unused."""
     lengths = np.random.default_rng(0).lognormal(5.7, 1.0, 30_000).clip(1, 8192).astype(int)
     made = plan(lengths, capacity=8192, packs_per_step=64, window=1)
     costs = made.cost_model.cost(lengths)
@@ -166,19 +157,10 @@ def test_ranks_that_do_not_divide_the_packs_wait_little():
         assert totals.sum() / (48 * step_cost(totals, 48, sync)) > share
 
 
-def test_joint_is_alike_in_tokens_and_squares():
-    lengths = np.random.default_rng(1).integers(24, 2049, 6000)
-    made = plan(lengths, capacity=32768, packs_per_step=8, window=1, balance="joint")
-    for step in range(3):
-        dealt = made.deal(step, 8)
-        assert np.ptp(dealt.totals(lengths)) <= 40
-        assert np.ptp(dealt.totals(lengths * lengths)) <= 60_000
-
-
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_nearly_full_packs_stay_within_the_capacity(data):
-    """Where not every beginning finds room for all documents, the ones that do not are put aside."""
+    """Arrangements that do not find room for every document are not used."""
     capacity = 256
     pieces = []
     for _ in range(data.draw(st.integers(2, 6))):  # packs that are full to the last token

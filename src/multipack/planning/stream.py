@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -90,7 +90,7 @@ class StreamQueue:
         Raises:
             ValueError: `values` is not such a queue.
         """
-        names = {entry.name for entry in fields(cls)}
+        names = set(cls.__dataclass_fields__)
         if not isinstance(values, dict) or set(values) != names:
             raise ValueError(f"the saved stream state's queue needs {', '.join(sorted(names))}")
         for name in names - {"rows", "ended", "source"}:
@@ -295,7 +295,7 @@ class PackStream:
                 "the state of a stream holds its documents, and one of these is not plain data: make items of lists,"
                 " dictionaries with text keys, text and numbers"
             )
-        values = {entry.name: getattr(queue, entry.name) for entry in fields(queue)}
+        values = {name: getattr(queue, name) for name in StreamQueue.__dataclass_fields__}
         return {"options": self.key, "epoch": epoch, "taken": taken, "queue": values}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -386,13 +386,13 @@ class PackStream:
         ahead = AHEAD - max(len(rows) - int(np.searchsorted(ends, wanted)), 0)
         position, dropped, dropped_tokens, item = before.position, before.dropped, before.dropped_tokens, None
         while ahead > 0 and (item := next(iterator, _END)) is not _END:
-            length = self._checked_length(item, position)
-            if length > self.longest:
-                dropped, dropped_tokens = dropped + 1, dropped_tokens + length
+            row = self._row(item, position)
+            if row[1] > self.longest:
+                dropped, dropped_tokens = dropped + 1, dropped_tokens + row[1]
             else:
                 ahead -= slots <= 0 or documents <= 0
-                slots, documents = slots - -(-length // self.align) * self.align, documents - 1
-                rows.append([position, length, self._checked_targets(item, length, position), -1, item])
+                slots, documents = slots - -(-row[1] // self.align) * self.align, documents - 1
+                rows.append(row)
             position += 1
         source: Any = self._documents
         return replace(
@@ -433,29 +433,27 @@ class PackStream:
         self._was_read = True
         return iter(documents)
 
-    def _checked_length(self, item: Any, position: int) -> int:
-        length = self._length(item)
-        if isinstance(length, bool) or not isinstance(length, int | np.integer) or length < 1:
-            raise ValueError(
-                f"every document needs at least 1 token, as a whole number: the {type(item).__name__} at position"
-                f" {position:,} of the source has {length!r}"
-            )
+    def _row(self, item: Any, position: int) -> list[Any]:
+        """A document's row of the queue.
+
+        Raises:
+            ValueError: the document has no token, too many tokens, or too many targets.
+        """
+        name = f"document {position:,} of the source"
+        length = check_integer(f"the number of tokens of {name}", self._length(item))
         if length > self.longest and self._overlong == "error":
             raise ValueError(
-                f"the document at position {position:,} of the source has {length:,} tokens, but a pack holds"
-                f" {self.longest:,}; raise capacity, cut such documents before, or set overlong='drop' to leave them"
-                " out, counted"
+                f"{name} has {length:,} tokens, but a pack holds {self.longest:,}; raise capacity, cut such documents"
+                " before, or set overlong='drop' to leave them out, counted"
             )
-        return int(length)
-
-    def _checked_targets(self, item: Any, length: int, position: int) -> int:
-        count = length - 1 if self._targets is None else self._targets(item)
-        if isinstance(count, bool) or not isinstance(count, int | np.integer) or not 0 <= count < length:
+        targets = length - 1
+        if self._targets is not None:
+            targets = check_integer(f"the number of targets of {name}", self._targets(item), 0)
+        if targets >= length:
             raise ValueError(
-                f"a document of l tokens has 0 … l − 1 targets: targets gave {count!r} for the document of"
-                f" {length} tokens at position {position:,} of the source"
+                f"{name} has {length} tokens, of which at most {length - 1} are targets, got {targets}"
             )
-        return int(count)
+        return [position, length, targets, -1, item]
 
     def _plan(self, queue: StreamQueue) -> _Window:
         """Plan the steps of a window: full steps, or all remaining ones after the source has ended."""

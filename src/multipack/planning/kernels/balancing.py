@@ -56,6 +56,8 @@ class State(NamedTuple):
     """Maximum tokens of a pack."""
     max_documents: int
     """Maximum documents of a pack."""
+    seed: Integers
+    """(1,) state of the random numbers that draw documents."""
 
 
 @compiled
@@ -63,13 +65,12 @@ def _state(
     placed: Integers,
     lengths: Integers,
     loads: Integers,
+    packs: int,
     ranks: int,
-    slots: int,
     capacity: int,
     max_documents: int,
 ) -> State:
     """The state of packs, which shares `placed` with the caller."""
-    packs = ranks * slots
     head, after = np.full(packs, -1, dtype=np.int64), np.full(len(placed), -1, dtype=np.int64)
     tokens, sizes = np.zeros(packs, dtype=np.int64), np.zeros(packs, dtype=np.int64)
     totals = np.zeros((2, ranks), dtype=np.int64)
@@ -82,7 +83,8 @@ def _state(
             sizes[pack] += 1
             totals[0, pack % ranks] += loads[0, document]
             totals[1, pack % ranks] += loads[1, document]
-    return State(placed, lengths, loads, head, after, tokens, sizes, totals, capacity, max_documents)
+    seed = np.ones(1, dtype=np.int64)
+    return State(placed, lengths, loads, head, after, tokens, sizes, totals, capacity, max_documents, seed)
 
 
 @compiled
@@ -117,19 +119,17 @@ def _move(state: State, document: int, target: int) -> None:
 
 
 @compiled
-def _random(seed: int) -> int:
-    """The next state of a linear congruential generator modulo 2^31 (the constants of ANSI C)."""
-    return (seed * 1103515245 + 12345) & 0x7FFFFFFF
+def _random(state: State) -> int:
+    """A number below 2^23: high bits of a linear congruential generator modulo 2^31 (the constants of ANSI C)."""
+    state.seed[0] = (state.seed[0] * 1103515245 + 12345) & 0x7FFFFFFF
+    return state.seed[0] >> 8
 
 
 @compiled
-def _candidates(state: State, x: int, y: int, half: int, seed: int) -> tuple[Integers, int]:
+def _candidates(state: State, x: int, y: int, half: int) -> Integers:
     """Documents of two packs that may move: one of each length of a pack, at most 2 · half, drawn at random.
 
     They are interleaved, so that both halves of the list hold documents of both packs.
-
-    Returns:
-        The documents, and the next seed.
     """
     lengths, after, count = state.lengths, state.after, 0
     for pack in (x, y):
@@ -145,15 +145,14 @@ def _candidates(state: State, x: int, y: int, half: int, seed: int) -> tuple[Int
         document, last = state.head[pack], -1
         while document >= 0:
             if lengths[document] != last:
-                seed = _random(seed)
                 # Selection sampling (Knuth, vol. 2, 3.4.2, algorithm S), which keeps the order.
-                if (seed >> 8) % count < size - taken:
+                if _random(state) % count < size - taken:
                     found[taken // 2 + (taken % 2) * ((size + 1) // 2)] = document
                     taken += 1
                 count -= 1
             last = lengths[document]
             document = after[document]
-    return found, seed
+    return found
 
 
 @compiled
@@ -232,16 +231,14 @@ def _best_subset(state: State, found: Integers, x: int, y: int, gap: int, other_
 
 
 @compiled
-def _rearrange(
-    state: State, x: int, y: int, gap: int, other_gap: int, half: int, good: int, seed: int
-) -> tuple[bool, int]:
-    """Move documents between packs x and y as `_best_subset` finds; whether any moved, and the next seed."""
-    found, seed = _candidates(state, x, y, half, seed)
+def _rearrange(state: State, x: int, y: int, gap: int, other_gap: int, half: int, good: int) -> bool:
+    """Move documents between packs x and y as `_best_subset` finds; whether any moved."""
+    found = _candidates(state, x, y, half)
     bits = _best_subset(state, found, x, y, gap, other_gap, good)
     for item in range(len(found)):
         if bits >> item & 1:
             _move(state, found[item], y if state.placed[found[item]] == x else x)
-    return bits > 0, seed
+    return bits > 0
 
 
 @compiled
@@ -276,7 +273,7 @@ def balance(
         failures: number of successive failures at which to stop.
         excess: largest load minus the mean at which to stop.
     """
-    state = _state(placed, lengths, loads, ranks, slots, capacity, max_documents)
+    state = _state(placed, lengths, loads, ranks * slots, ranks, capacity, max_documents)
     mean = np.zeros(2, dtype=np.int64)
     for row in range(2):
         for rank in range(ranks):
@@ -284,7 +281,7 @@ def balance(
         mean[row] //= ranks
     good = max(mean[0] // _GOOD, 1)
     tried = np.zeros(ranks, dtype=np.bool_)
-    seed, failed = 1, 0
+    failed = 0
     for _ in range(attempts):
         here, by, most = 0, 0, state.totals[0, 0] - mean[0]
         for row in range(2):
@@ -300,14 +297,10 @@ def balance(
             if less and rank != here and not tried[rank]:
                 there = rank
         tried[there] = True
-        seed = _random(seed)
-        x = (seed >> 8) % slots * ranks + here
-        seed = _random(seed)
-        y = (seed >> 8) % slots * ranks + there
+        x, y = _random(state) % slots * ranks + here, _random(state) % slots * ranks + there
         gap = state.totals[0, here] - state.totals[0, there]
         other_gap = state.totals[1, here] - state.totals[1, there]
-        moved, seed = _rearrange(state, x, y, gap, other_gap, half, good, seed)
-        failed = 0 if moved else failed + 1
+        failed = 0 if _rearrange(state, x, y, gap, other_gap, half, good) else failed + 1
 
 
 @compiled
@@ -322,19 +315,20 @@ def _emptiest(state: State, skipped: NDArray[np.bool_], max_documents: int) -> i
 
 
 @compiled
-def _collect(state: State, taker: int, enough: int, half: int, seed: int) -> int:
-    """Pass the free tokens of other packs, emptiest first, to one pack until it has enough; the next seed."""
-    done = np.zeros(len(state.tokens), dtype=np.bool_)
+def _collect(state: State, taker: int, enough: int, half: int) -> None:
+    """Pass the free tokens of other packs, emptiest first, to one pack until it has enough."""
+    # Literal arguments would compile another version of a kernel: numbers below are computed.
+    done, good = np.zeros(len(state.tokens), dtype=np.bool_), state.capacity // _GOOD + 1
     done[taker] = True
     for _ in range(_GIVERS):
         giver = _emptiest(state, done, len(state.placed) + 1)
         room = state.capacity - state.capacity // _SLACK - state.tokens[giver]
         missing = enough - (state.capacity - state.tokens[taker])
         if missing <= 0 or giver < 0 or room <= 0:
-            break
+            return
         done[giver] = True
-        _, seed = _rearrange(state, taker, giver, 2 * min(room, missing), 0, half, 1, seed)
-    return seed
+        other_gap = state.totals[1, taker] - state.totals[1, giver]
+        _rearrange(state, taker, giver, 2 * min(room, missing), other_gap, half, good)
 
 
 @compiled
@@ -370,8 +364,8 @@ def gather(
     loads, nothing = np.zeros((2, len(placed)), dtype=np.int64), np.zeros(packs, dtype=np.bool_)
     for document in range(len(placed)):
         loads[0, document] = lengths[document]
-    state = _state(placed, lengths, loads, packs, 1, capacity, max_documents)
-    failed, left, seed = 0, _COLLECTIONS, 1
+    state = _state(placed, lengths, loads, packs, packs, capacity, max_documents)
+    failed, left = 0, _COLLECTIONS
     for document in range(len(placed)):
         if placed[document] >= 0 or not wanted[document]:
             continue
@@ -379,19 +373,20 @@ def gather(
         while taker >= 0 and state.tokens[taker] + lengths[document] > capacity:
             if failed == _TRIES or left == 0:
                 break
-            seed = _collect(state, taker, lengths[document], _GATHER_HALF + failed, seed)
+            _collect(state, taker, lengths[document], _GATHER_HALF + failed)
             failed, left, taker = failed + 1, left - 1, _emptiest(state, nothing, max_documents)
         if taker < 0:
             return
         if state.tokens[taker] + lengths[document] <= capacity:
             _move(state, document, taker)
             failed = 0
+    failed = 0
     while spare >= 0 and left > 0:
         left -= 1
-        taker, room, best = _emptiest(state, nothing, max_documents), packs * capacity - spare, -1
+        taker, room, best = _emptiest(state, nothing, max_documents), packs * capacity - spare, len(placed)
         if taker < 0:
             return
-        seed = _collect(state, taker, capacity, _GATHER_HALF, seed)
+        _collect(state, taker, capacity, _GATHER_HALF + failed)
         if state.sizes[taker] == max_documents:
             continue
         for pack in range(packs):
@@ -400,6 +395,6 @@ def gather(
         for document in range(len(placed) - 1, -1, -1):
             if placed[document] < 0 and lengths[document] <= room:
                 best = document
-        if best < 0:
+        if best == len(placed):
             return
         _move(state, best, taker)
