@@ -30,8 +30,9 @@ DEALING = 5
 """Version: changes whenever the same step is dealt differently. A run continues inside a step only with the same."""
 
 _CLOSE = 20_000  # packs are not rearranged within 1/20,000 of the proven minimum
-_HALF = 8  # documents in a half when two packs are rearranged
-_ATTEMPTS, _FAILURES = 10, 24  # attempts for each rank, and successive failures at which to stop
+_HALF, _JOINT_HALF = 7, 8  # documents in a half when two packs are rearranged
+_ATTEMPTS = 10  # attempts for each rank
+_FAILURES = 24  # successive failures at which to stop, for each pack of a rank at the sync point
 _MOST_MORE = 3  # the half grows by log2(effort), at most by 3
 _SQUARES = 1000  # with `joint`, a difference of one token counts as much as this many squares
 
@@ -275,9 +276,9 @@ class _Step:
                 options.max_documents or len(placed),
                 self.ranks,
                 slots,
-                half=_HALF + min(options.effort.bit_length() - 1, _MOST_MORE),
+                half=(_JOINT_HALF if joint else _HALF) + min(options.effort.bit_length() - 1, _MOST_MORE),
                 attempts=_ATTEMPTS * options.effort * self.ranks,
-                failures=_FAILURES * options.effort,
+                failures=_FAILURES * slots * options.effort,
                 excess=0 if joint else max(goal + goal // _CLOSE - int(costs.sum()) // self.ranks, 0),
             )
             placed[inside] = packs + point * self.ranks
