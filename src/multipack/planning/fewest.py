@@ -41,9 +41,9 @@ from multipack.planning.kernels import search as kernels
 
 Integers = NDArray[np.int64]
 
-QUICK = ((50, 10**8), (1_000, 10**8))
-THOROUGH = ((10_000, 10**9), (10_000, 4 * 10**9))
-"""Efforts of `fill`: documents tried per pack, and total work. A unit of work takes about a nanosecond."""
+QUICK = ((50, 10**7), (1_000, 10**7))
+THOROUGH = ((10_000, 10**8), (100_000, 4 * 10**8))
+"""Efforts of `fill`: documents tried for a pack, and in total. A try takes about ten nanoseconds."""
 
 MAX_LENGTHS = 1_000
 """Maximum number of distinct lengths for which the linear program is solved; it has one row per length."""
@@ -55,6 +55,7 @@ SCALE = 1 << 40
 """Dual values (at most 1) are multiplied by this and rounded to integers. A pack holds fewer than 2^22 documents where
 the program is solved, so that sums stay below 2^63."""
 
+COLUMNS_PER_LENGTH = 12  # with more, those in no pack of the solution leave the program
 TOLERANCE = 1e-9  # a pattern enters the primal if its price exceeds 1 by this
 ROUND_UP = 0.6  # where no x_p reaches 1, those above this value count as one pack
 
@@ -86,22 +87,16 @@ def fewest(
     return search.best, search.bound
 
 
-def fill(histogram: Histogram, capacity: int, max_documents: int, nodes: int, work: int) -> Patterns:
+def fill(histogram: Histogram, capacity: int, max_documents: int, nodes: int, tries: int) -> Patterns:
     """Fill one pack after another as far as the remaining documents allow, each with the longest of them.
 
     Best fit leaves small gaps at its end that no document fits. This method searches for documents that fill each pack
     to the last token, so that short documents, which fill anything, remain for the end (minimum bin slack: Gupta and Ho
-    1999; with the longest document fixed: Fleszar and Hindi 2002).
-
-    Args:
-        histogram: the documents.
-        capacity: tokens of a pack.
-        max_documents: most documents of a pack.
-        nodes: documents that the search for one pack tries.
-        work: limit of all searches together, in 64-bit words shifted.
+    1999; with the longest document fixed: Fleszar and Hindi 2002). It tries at most `nodes` documents for a pack, and
+    `tries` in total.
     """
     room = min(capacity, histogram.tokens)
-    return Patterns(*kernels.fill(*histogram, room, max_documents, nodes, work))
+    return Patterns(*kernels.fill(*histogram, room, max_documents, nodes, tries))
 
 
 @dataclass
@@ -136,9 +131,9 @@ class _Search:
     def fill(self, efforts: tuple[tuple[int, int], ...]) -> bool:
         """Offer packings of `fill`. Efforts for which no time is left are skipped. Returns whether one was better."""
         before = self.best
-        for nodes, work in efforts:
-            if not self.is_over and work * 1e-9 < self.seconds_left():
-                self.offer(fill(self.histogram, self.capacity, self.max_documents, nodes, work))
+        for nodes, tries in efforts:
+            if not self.is_over and tries * 1e-8 < self.seconds_left():
+                self.offer(fill(self.histogram, self.capacity, self.max_documents, nodes, tries))
         return self.best is not before
 
     def complete(self, begun: Patterns) -> None:
@@ -181,13 +176,9 @@ def _solve(search: _Search) -> None:
 def _generate(
     search: _Search, counts: Integers, columns: Integers, enough: int
 ) -> tuple[Integers, NDArray[np.float64], int]:
-    """Solve the linear program by column generation.
+    """Solve the linear program for `counts` by column generation, until the bound reaches `enough` packs.
 
-    Args:
-        search: values of the lengths, limits of a pack, time budget.
-        counts: (distinct,) documents of each length to be packed.
-        columns: (distinct, patterns) first patterns; every length that has documents occurs in them.
-        enough: stop when the bound reaches this number of packs.
+    Every length that has documents occurs in `columns`, the (distinct, patterns) first patterns.
 
     Returns:
         (distinct, patterns) documents of each length in a pack of each pattern; (patterns,) packs of each pattern,
@@ -195,13 +186,8 @@ def _generate(
     """
     bound, packs = 0, np.zeros(0)
     while (left := search.seconds_left()) > 0:
-        primal = linprog(
-            np.ones(columns.shape[1]),
-            A_ub=-columns,
-            b_ub=-counts,
-            method="highs-ds",
-            options={"time_limit": left},
-        )
+        ones, limit = np.ones(columns.shape[1]), {"time_limit": left}
+        primal = linprog(ones, A_ub=-columns, b_ub=-counts, method="highs-ds", options=limit)
         if primal.status != 0:
             break
         packs = primal.x
@@ -216,6 +202,7 @@ def _generate(
         added = found[found @ duals > 1 + TOLERANCE]
         if len(added) == 0 or bound >= min(enough, math.ceil(primal.fun - 1e-6)):
             break
+        if columns.shape[1] > COLUMNS_PER_LENGTH * len(counts):
+            columns, packs = columns[:, packs > 0], packs[packs > 0]
         columns = np.hstack([columns, np.unique(added, axis=0).T])
-        packs = np.append(packs, np.zeros(columns.shape[1] - len(packs)))
     return columns[:, : len(packs)], packs, bound

@@ -10,13 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multipack.planning.kernels import compiled
-from multipack.planning.kernels.fit import trailing_zeros
 
 Integers = NDArray[np.int64]
-Words = NDArray[np.uint64]
-
-WORK_PER_TRY = 16
-"""Words that are shifted in the time of trying a document (approximately)."""
 
 
 @compiled
@@ -48,13 +43,13 @@ def _next_that_fits(values: Integers, following: Integers, number: int, room: in
 @compiled
 def _search(
     values: Integers, left: Integers, following: Integers, capacity: int, nodes: int, best: Integers
-) -> tuple[int, int, int]:
+) -> tuple[int, int]:
     """The fullest pack with the longest document: depth first, longest documents first, until a pack is full.
 
     Gives up after about `nodes` documents; with 0 it is greedy. The lengths of the pack are written to `best`.
 
     Returns:
-        The number of documents in `best`, the room that they leave, and the number of documents tried.
+        The number of documents in `best`, and the number of documents tried.
     """
     path = np.empty(len(best), dtype=np.int64)
     used = np.zeros(len(best), dtype=np.int64)  # documents of path[depth]'s length in the path so far
@@ -78,86 +73,24 @@ def _search(
         else:
             depth -= 1
             room, number = room + values[path[depth]], path[depth] + 1
-    return best_depth, best_room, tried
-
-
-@compiled
-def _sums(
-    values: Integers, left: Integers, following: Integers, room: int, most_work: int, by: Integers
-) -> tuple[int, int]:
-    """All sums up to `room` of remaining documents, as a set of bits that is shifted by each document.
-
-    One of the longest documents is in the pack already. `by[s]` is set to the length whose document made the sum s
-    first. Ends with the sums so far after about `most_work` words.
-
-    Returns:
-        The largest sum, and the number of words shifted.
-    """
-    words, highest, first = (room >> 6) + 1, 0, _next_left(following, 0)
-    reached = np.zeros(words, dtype=np.uint64)
-    reached[0] = 1
-    work = words
-    number = _next_that_fits(values, following, first, room)
-    while number < len(values) and highest < room and work < most_work:
-        value = values[number]
-        whole, part = value >> 6, np.uint64(value & 63)
-        for _ in range(min(left[number] - (number == first), room // value)):
-            before = highest
-            is_new = False
-            top = min(words - 1, (before + value) >> 6)
-            work += top - whole + 1
-            for word in range(top, whole - 1, -1):
-                bits = reached[word - whole] << part
-                if part > 0 and word > whole:
-                    bits |= reached[word - whole - 1] >> (np.uint64(64) - part)
-                bits &= ~reached[word]
-                while bits != 0:
-                    total = word * 64 + trailing_zeros(bits)
-                    bits &= bits - np.uint64(1)
-                    if total <= room:
-                        reached[word] |= np.uint64(1) << np.uint64(total & 63)
-                        by[total] = number
-                        highest = max(highest, total)
-                        is_new = True
-            if not is_new or highest == room:
-                break
-        number = _next_left(following, number + 1)
-    return highest, work
-
-
-@compiled
-def _trace(values: Integers, total: int, by: Integers, documents: int, best: Integers) -> int:
-    """Write the documents of a sum after the first document of `best`; returns the number of documents.
-
-    Too many documents for a pack leave `best` and `documents` unchanged.
-    """
-    size, rest = 1, total
-    while rest > 0:
-        size, rest = size + 1, rest - values[by[rest]]
-    if size > len(best):
-        return documents
-    for place in range(size - 1, 0, -1):
-        best[place] = by[total]
-        total -= values[by[total]]
-    return size
+    return best_depth, tried
 
 
 @compiled
 def fill(
-    values: Integers, counts: Integers, capacity: int, max_documents: int, nodes: int, work: int
+    values: Integers, counts: Integers, capacity: int, max_documents: int, nodes: int, tries: int
 ) -> tuple[Integers, Integers, Integers, Integers]:
     """Packs one after another, each as full as the remaining documents allow, with the longest of them in it.
 
-    `_search` is short; where it fails, `_sums` finds the fullest pack exactly. When the work is done, the remaining
-    documents are packed greedily. A pattern is used as often as there are documents for it.
+    A pattern is used as often as there are documents for it. After all tries, packs are filled greedily.
 
     Args:
         values: (distinct,) lengths, falling.
         counts: (distinct,) documents of each, also 0.
         capacity: tokens of a pack.
         max_documents: most documents of a pack.
-        nodes: documents that a search tries.
-        work: limit of the words that all sums shift, and of `WORK_PER_TRY` times the documents that all searches try.
+        nodes: documents that the search for one pack tries.
+        tries: documents that all searches try.
 
     Returns:
         The fields of `Patterns`: starts (patterns + 1,), numbers (runs,), copies (runs,), packs (patterns,).
@@ -171,18 +104,10 @@ def fill(
     numbers, copies = np.empty(documents, dtype=np.int64), np.empty(documents, dtype=np.int64)
     packs = np.empty(documents, dtype=np.int64)
     best = np.empty(min(max_documents, capacity // values[-1]), dtype=np.int64)
-    by = np.empty(capacity + 1, dtype=np.int64)
-    tries, patterns, runs = work // WORK_PER_TRY, 0, 0
+    patterns, runs = 0, 0
     while _next_left(following, 0) < distinct:
-        most_tries = min(nodes, tries)
-        size, room, tried = _search(values, left, following, capacity, most_tries, best)
+        size, tried = _search(values, left, following, capacity, min(nodes, tries), best)
         tries = max(tries - tried, 0)
-        if room > 0 and tried >= most_tries and work > 0:
-            inside = capacity - values[best[0]]
-            total, shifted = _sums(values, left, following, inside, work, by)
-            work -= shifted
-            if inside - total < room:
-                size = _trace(values, total, by, size, best)
         for place in range(size):
             if place == 0 or best[place] != best[place - 1]:
                 numbers[runs], copies[runs] = best[place], 0
