@@ -1,4 +1,4 @@
-"""Run by torchrun from test_ranks.py: what each rank's samplers say, with a group of gloo processes."""
+"""Run by torchrun from test_ranks.py: the batches of each rank's samplers, in a group of gloo processes."""
 
 import json
 import sys

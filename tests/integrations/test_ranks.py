@@ -1,4 +1,4 @@
-"""The samplers under torch.distributed, three gloo processes: every rank iterates as many batches."""
+"""The samplers under torch.distributed, three gloo processes: every rank has the same number of batches."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def reports(tmp_path_factory):
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(3)]
 
 
-def test_ranks_with_different_shards_iterate_as_many_batches(reports):
+def test_ranks_with_different_shards_have_equal_numbers_of_batches(reports):
     alone = [report["alone"] for report in reports]
     assert len(set(alone)) > 1
     assert {report["len"] for report in reports} == {report["iterated"] for report in reports} == {min(alone)}
@@ -53,8 +53,8 @@ def test_a_rank_without_a_batch_stops_all(reports):
     assert all("too few for a batch of batch_size=2" in report["error"] for report in reports)
 
 
-def test_batches_side_by_side_are_alike(reports):
-    """Hosts deal batches to ranks like cards; the same sampler on all ranks gives the same batches."""
+def test_batches_side_by_side_are_equal_in_cost(reports):
+    """Hosts assign batch b to rank b % ranks; the same sampler on all ranks gives the same batches."""
     assert reports[0]["batches"] == reports[1]["batches"] == reports[2]["batches"]
     squares = np.array(reports[0]["squares"])
     sides = squares[: len(squares) // 3 * 3].reshape(-1, 3)

@@ -80,7 +80,7 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
         group_size: documents that are planned together, at most `MOST_BINS` bins. Larger groups fill bins better.
         bin_size: maximum documents of a bin; None or 0 for no limit.
         num_processes, safe_mode, mp_start_method: have no effect: packing starts no processes and skips no document.
-        overlong: documents longer than `batch_max_len` have bins of their own, as in Axolotl (`alone`), or are
+        overlong: documents longer than `batch_max_len` have separate bins (`alone`), as in Axolotl, or are
             `drop`ped, both with a warning; or they raise an `error`. `overlong_documents` lists them.
         **kwargs: arguments of other versions, which are ignored with a warning.
 
@@ -165,8 +165,7 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
     @property
     def left_out(self) -> Integers:
         """(documents,) int64 numbers of the documents of this epoch that are in no batch."""
-        epoch = self._current()
-        return epoch.order[epoch.left]
+        return self._current().left
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, also of the inner sampler; no effect if it is already the current one."""
@@ -180,13 +179,12 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
     def generate_batches(self, set_stats: bool = False) -> list[Bins]:
         """All batches of the epoch; `set_stats` adds their tokens and slots to the totals, once per epoch."""
         epoch = self._current()
-        batches = [[epoch.order[positions].tolist() for positions in batch] for batch in epoch.batches]
         if set_stats and not epoch.is_counted:
-            bins = [held for batch in batches for held in batch]
+            bins = [held for batch in epoch.batches for held in batch]
             self.total_tokens_used += sum(int(self.lengths[held].sum()) for held in bins)
             self.total_token_slots += len(bins) * self.batch_max_len
             epoch.is_counted = True
-        return batches
+        return epoch.batches
 
     def efficiency(self) -> float:
         """Tokens divided by slots, over all epochs counted so far; of the current epoch before the first."""
@@ -273,7 +271,7 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
             ValueError: there are too few documents for `number` batches.
         """
         lengths, size = self.lengths[order], self.batch_size
-        made = _Epoch(order, source, inner, ranks, [], np.arange(len(lengths)))
+        made = _Epoch(order, source, inner, ranks, [], order)
         if len(lengths) < (number or 1) * (size if self.drop_last else 1):
             if number is None:
                 return made
@@ -284,8 +282,9 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
             )
         if self.sequential:
             bins = _bins_in_order(lengths, self.batch_max_len, self.bin_size, size, self.drop_last, number)
-            made.batches = [list(bins)[first : first + size] for first in range(0, len(bins), size)]
-            made.left = np.arange(bins.offsets[-1], len(lengths))
+            held = [order[positions].tolist() for positions in bins]
+            made.batches = [held[first : first + size] for first in range(0, len(held), size)]
+            made.left = order[bins.offsets[-1] :]
             return made
         together = max(1, math.ceil(lengths.sum() / self.batch_max_len))
         bins_planned = min(self.group_size * together // len(lengths), MOST_BINS)
@@ -301,11 +300,11 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
         drop_last = self.drop_last and side_by_side == 1
         plan = full_steps(lengths, options, drop_last=drop_last, steps=number and number // side_by_side)
         for step in range(plan.num_steps):
-            packs = [held for held in plan.deal(step, plan.packs_per_step) if len(held)]
+            packs = [order[held].tolist() for held in plan.deal(step, plan.packs_per_step) if len(held)]
             batches = [packs[rank::side_by_side] for rank in range(min(side_by_side, len(packs)))]
             # The first batch holds the longest document: batches rotate over the ranks.
             made.batches += batches[step % len(batches) :] + batches[: step % len(batches)]
-        made.left = plan.dropped
+        made.left = order[plan.dropped]
         return made
 
 
@@ -318,8 +317,8 @@ class _Epoch:
         source: the inner sampler; None for an order from a saved state.
         inner: the inner sampler's own state after it was read.
         ranks: number of batches that run side by side.
-        batches: positions in `order`, one array per bin.
-        left: (documents,) positions that are in no batch.
+        batches: lists of bins, which are lists of document numbers.
+        left: (documents,) document numbers that are in no batch.
         is_iterated, is_counted: whether an iterator has begun, and whether the statistics include it.
     """
 
@@ -327,7 +326,7 @@ class _Epoch:
     source: Any
     inner: Mapping[str, Any]
     ranks: int
-    batches: list[list[Integers]]
+    batches: list[Bins]
     left: Integers
     is_iterated: bool = False
     is_counted: bool = False

@@ -65,7 +65,7 @@ def full_steps(
 
 
 def _without_empty_packs(made: Plan) -> Plan:
-    """Move documents, as packs of their own, into steps with fewer documents than packs.
+    """Move documents, each as a new pack, into steps with fewer documents than packs.
 
     A step takes documents that were dropped, then the shortest ones of the nearest step with more documents than
     packs, or of the last step if there is none.

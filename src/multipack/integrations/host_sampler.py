@@ -18,7 +18,7 @@ from multipack.planning.options import check_choice, check_fingerprint, fingerpr
 Integers = NDArray[np.int64]
 Batch = TypeVar("Batch")
 Overlong = Literal["error", "drop", "alone"]
-"""Documents longer than a pack: raise an error, leave them out, or give each a pack of its own that exceeds it."""
+"""Documents longer than a pack: raise an error, leave them out, or give each a separate, larger pack."""
 
 
 class HostSampler:
@@ -55,7 +55,7 @@ class HostSampler:
             )
         if not self.fits.any():
             raise ValueError(f"every document is longer than {setting}={capacity:,}: none is left to pack")
-        effect = "are left out" if overlong == "drop" else "each have a bin of their own that exceeds it"
+        effect = "are left out" if overlong == "drop" else "each have a separate bin that exceeds it"
         self.overlong_message = (
             f"{len(self.overlong_documents):,} of {len(long):,} documents ({int(self.lengths[long].sum()):,} tokens)"
             f" are longer than {setting}={capacity:,} and {effect}, because overlong={overlong!r}"

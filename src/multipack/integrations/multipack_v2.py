@@ -48,7 +48,7 @@ class MultipackDistributedBatchSampler(HostSampler, Sampler[Integers]):
         rank: rank of this process; None = that of torch.distributed, or 0 without it.
         seed: seed of the order, not negative.
         drop_last: full steps only; the other documents are listed in `dropped`.
-        overlong: documents longer than `batch_max_length` raise an `error`, are `drop`ped, or have batches of their own
+        overlong: documents longer than `batch_max_length` raise an `error`, are `drop`ped, or have separate batches
             (`alone`); the last two with a warning. `overlong_documents` lists them.
         window: number of steps planned together: larger windows balance better, smaller ones keep documents closer to
             the shuffled order.
