@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
@@ -124,99 +123,3 @@ def test_recomputation_is_what_is_executed(recompute):
     expected = cost.executed_flops(LENGTHS) + _beyond_causal(shape, recompute)
     assert counter.get_total_flops() == pytest.approx(expected, rel=1e-9)
     assert cost.flops(LENGTHS) == CostModel.from_shape(shape).flops(LENGTHS)
-
-
-class _Latent(nn.Module):
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, §2.1), products only, without norms and rotation."""
-
-    def __init__(self, shape):
-        super().__init__()
-        self.shape = shape
-        d, heads, rank = shape.d_model, shape.heads, shape.query_rank
-        wide = heads * (shape.nope_width + shape.rope_width)
-        queries = [nn.Linear(d, rank), nn.Linear(rank, wide)] if rank else [nn.Linear(d, wide)]
-        self.query = nn.Sequential(*queries)
-        self.down = nn.Linear(d, shape.kv_rank + shape.rope_width)
-        self.up = nn.Linear(shape.kv_rank, heads * (shape.nope_width + shape.value_width))
-        self.output = nn.Linear(heads * shape.value_width, d)
-
-    def forward(self, x):
-        s = self.shape
-        query = self.query(x).unflatten(-1, (s.heads, -1))
-        latent, rotary = self.down(x).split([s.kv_rank, s.rope_width], -1)
-        key, value = self.up(latent).unflatten(-1, (s.heads, -1)).split([s.nope_width, s.value_width], -1)
-        key = torch.cat([key, rotary[:, None].expand(-1, s.heads, -1)], -1)
-        seen = [
-            F.scaled_dot_product_attention(*(part.transpose(0, 1)[None] for part in parts), is_causal=True)
-            for parts in zip(*(part.split(LENGTHS) for part in (query, key, value)), strict=True)
-        ]
-        return self.output(torch.cat([part[0].transpose(0, 1).flatten(1) for part in seen]))
-
-
-class _Mixture(nn.Module):
-    """A router, the experts that it picks for each token, and shared ones."""
-
-    def __init__(self, shape):
-        super().__init__()
-        width = shape.expert_width or shape.d_ff
-        self.picked = shape.experts_per_token
-        self.router = nn.Linear(shape.d_model, shape.experts, bias=False)
-        self.experts = nn.ModuleList(_Gated(shape.d_model, width) for _ in range(shape.experts))
-        shared = shape.shared_width or width
-        self.shared = nn.ModuleList(_Gated(shape.d_model, shared) for _ in range(shape.shared_experts))
-
-    def forward(self, x):
-        weights, chosen = self.router(x).topk(self.picked, -1)
-        out = sum((expert(x) for expert in self.shared), torch.zeros_like(x))
-        for number, expert in enumerate(self.experts):
-            rows, slots = torch.nonzero(chosen == number, as_tuple=True)
-            if len(rows):
-                out = out.index_add(0, rows, expert(x[rows]) * weights[rows, slots, None])
-        return out
-
-
-class _Gated(nn.Module):
-    def __init__(self, d, width):
-        super().__init__()
-        self.gate, self.up, self.down = nn.Linear(d, width), nn.Linear(d, width), nn.Linear(width, d)
-
-    def forward(self, x):
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-LATENT = {"kv_rank": 16, "nope_width": 12, "rope_width": 8, "value_width": 10}
-MIXED = {"experts": 6, "experts_per_token": 2, "expert_width": 24}
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        LATENT,
-        {**LATENT, "query_rank": 20},
-        {**LATENT, **MIXED, "shared_experts": 2, "dense_layers": 1},
-        {**LATENT, **MIXED, "shared_experts": 1, "shared_width": 40},
-    ],
-)
-def test_latent_attention_and_mixtures(fields):
-    shape = ModelShape(**SMALL, **fields)
-    torch.manual_seed(0)
-    layers = []
-    for number in range(shape.layers):
-        dense = not shape.experts or number < shape.dense_layers
-        layers += [_Latent(shape), _Gated(shape.d_model, shape.d_ff) if dense else _Mixture(shape)]
-    head = nn.Linear(shape.d_model, shape.vocabulary_size, bias=False)
-    x = torch.randn(sum(LENGTHS), shape.d_model, requires_grad=True)
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        head(nn.Sequential(*layers)(x)).sum().backward()
-    expected = CostModel.from_shape(shape).flops(LENGTHS) + _beyond_causal(shape)
-    assert counter.get_total_flops() == pytest.approx(expected, rel=1e-9)
-
-
-def test_parameters_are_those_of_the_modules():
-    shape = ModelShape(**SMALL, **LATENT, **MIXED, query_rank=20, shared_experts=2, dense_layers=1)
-    modules = [_Latent(shape), _Latent(shape), _Gated(shape.d_model, shape.d_ff), _Mixture(shape)]
-    matrices = (
-        sum(p.numel() for module in modules for p in module.parameters() if p.dim() == 2)
-        + shape.d_model * shape.vocabulary_size
-    )
-    assert shape.total_parameters == matrices

@@ -88,11 +88,6 @@ class Seconds:
             if type(value) not in (int, float) or not 0 <= value < math.inf:
                 raise ValueError(f"measured seconds must be finite and not negative; {name} is {value!r}")
 
-    def of(self, lengths: NDArray[np.int64]) -> float:
-        """Predicted seconds of one micro-batch of documents of these lengths."""
-        _, tokens, pairs, documents = _terms(lengths)
-        return self.micro_batch + self.token * tokens + self.pair * pairs + self.document * documents
-
     def weights(self) -> tuple[int, int, int]:
         """(linear, quadratic, constant) integer weights in the proportions of the seconds.
 
@@ -272,7 +267,8 @@ class CostModel:
         """
         if self.timed is None:
             raise ValueError("this cost model counts FLOPs and knows no seconds: make one with CostModel.fit")
-        return self.timed.of(check_lengths(lengths))
+        coefficients = (self.timed.micro_batch, self.timed.token, self.timed.pair, self.timed.document)
+        return float(np.dot(coefficients, _terms(check_lengths(lengths))))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, the argument of `from_dict`."""
