@@ -28,8 +28,8 @@ app = typer.Typer(
 )
 for command in (train, config, prepare, plan, pack, calibrate, generate, export):
     app.command()(command)
-for command in (advise, launch, submit, doctor, version):
-    app.command()(command)
+for tool in (advise, launch, submit, doctor, version):
+    app.command()(tool)
 app.add_typer(bench, name="bench")
 
 

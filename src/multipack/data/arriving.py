@@ -85,6 +85,7 @@ class Arriving(ABC):
     def __init__(self, data: DataConfig, limit: int) -> None:
         self._data, self._limit = data, limit
         self.interrupted = False
+        self._documents: tuple[Documents, FitReport] | None = None
         self._held = np.empty(0, dtype=np.int64)
         self.restart()
         first = self._read_chunk(0)
@@ -129,7 +130,7 @@ class Arriving(ABC):
     def restart(self) -> None:
         """Go to the beginning."""
         self._chunk = self._number = 0
-        self._documents: tuple[Documents, FitReport] | None = None
+        self._documents = None
         self.report = FitReport(self._limit, "error")
         self.skipped: dict[str, int] = {}
 

@@ -112,7 +112,7 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
         self.batch_max_len = check_integer("batch_max_len", batch_max_len)
         super().__init__(lengths, self.batch_max_len, overlong, "batch_max_len")
         if isinstance(packing_efficiency_estimate, int) and packing_efficiency_estimate > 1:
-            packing_efficiency_estimate, bin_size = 1.0, packing_efficiency_estimate
+            packing_efficiency_estimate, bin_size = 1.0, int(packing_efficiency_estimate)
         self.packing_efficiency_estimate = packing_efficiency_estimate or 1.0
         self.sequential = bool(sequential)
         self.group_size = check_integer("group_size", group_size)

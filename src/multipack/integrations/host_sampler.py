@@ -69,7 +69,8 @@ class HostSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of this rank after the last batch that was yielded."""
-        return self.state_at(self._position)  # type: ignore[attr-defined]
+        state: dict[str, Any] = self.state_at(self._position)  # type: ignore[attr-defined]
+        return state
 
     def _identity(self, lengths: Integers, names: tuple[str, ...]) -> dict[str, Any]:
         """What a saved state must agree with: a fingerprint of lengths and of the named options."""

@@ -225,7 +225,7 @@ class _Head:
         hidden_grad = torch.zeros_like(hidden, dtype=self.weight.dtype) if wanted[0] else None
         weight_grad = torch.zeros_like(self.weight, dtype=self.exact) if wanted[1] else None
         with torch.autocast(hidden.device.type, enabled=False):
-            for part in rows.split(self.options.chunk_tokens) if len(rows) else ():
+            for part in torch.split(rows, self.options.chunk_tokens) if len(rows) else ():
                 chunk, target = hidden[part].to(self.weight.dtype), targets[part, None]
                 tile = None
                 if not is_known:

@@ -161,7 +161,8 @@ def _copies(tensor: Tensor, mesh: Mesh) -> int:
     if mesh.is_plain:
         return 1
     pieces = 1
-    for axis, placement in enumerate(tensor.placements if isinstance(tensor, DTensor) else ()):
-        if isinstance(placement, Shard) or type(placement).__name__ == "_StridedShard":
-            pieces *= tensor.device_mesh.size(axis)
+    if isinstance(tensor, DTensor):
+        for axis, placement in enumerate(tensor.placements):
+            if isinstance(placement, Shard) or type(placement).__name__ == "_StridedShard":
+                pieces *= tensor.device_mesh.size(axis)
     return mesh.world.size // mesh.sizes["pp"] // pieces

@@ -111,7 +111,7 @@ class World:
             return text
         box = [text]
         dist.broadcast_object_list(box, src=0, device=self.device)
-        return box[0]
+        return str(box[0])
 
     def on_main(self, function: Callable[[], str | None]) -> str:
         """Run `function` on rank 0 alone; every rank returns its result or raises its error.
@@ -120,13 +120,14 @@ class World:
             ValueError: rank 0 failed (rank 0 itself raises the original error).
         """
         failure: Exception | None = None
-        value, problem = "", ""
+        value = problem = ""
         if self.is_main:
             try:
                 value = function() or ""
             except (ValueError, OSError) as error:
                 problem, failure = str(error), error
-        value, problem = json.loads(self.from_main(json.dumps([value, problem])))
+        said: list[str] = json.loads(self.from_main(json.dumps([value, problem])))
+        value, problem = said
         if failure is not None:
             raise failure
         if problem:

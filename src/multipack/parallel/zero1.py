@@ -75,7 +75,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for owner, held in enumerate(self._owned):
             if held:
                 values = [local(each) for each in held]
-                dist._broadcast_coalesced(self._group, values, BUCKET_BYTES, owner)
+                dist._broadcast_coalesced(self._group, values, BUCKET_BYTES, owner)  # type: ignore[attr-defined]
 
 
 def assign_owners(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:

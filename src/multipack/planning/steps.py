@@ -126,6 +126,10 @@ class Division:
         return np.concatenate([self.deferred, np.arange(self.next, entries, dtype=np.int64)])
 
 
+Extend = Callable[[int, int], int]
+"""(slots left, entries left) → number of further steps."""
+
+
 def no_more(slots: int, entries: int) -> int:
     """The argument `extend` of `divide` for a fixed number of steps."""
     return 0
@@ -135,7 +139,7 @@ def divide(
     ends: Integers,
     rules: StepRules,
     steps: int,
-    extend: Callable[[int, int], int],
+    extend: Extend,
     *,
     width: int,
     deferred: int = 0,
@@ -147,7 +151,7 @@ def divide(
         ends: (entries + 1,) cumulative sum of the slots of the sequence, from 0.
         rules: options and costs.
         steps: number of steps to spread the entries over, at most the number of entries.
-        extend: (slots left, entries left) → number of further steps, called after the last step. With `rules.even`
+        extend: called after the last step for the number of further ones. With `rules.even`
             the last window is made again together with them, so that no nearly empty step follows.
         width: maximum number of steps of a window.
         deferred: number of entries at the front of the sequence that were deferred before.

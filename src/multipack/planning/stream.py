@@ -34,7 +34,7 @@ from multipack.planning.options import (
     short,
 )
 from multipack.planning.plan import denominator_of
-from multipack.planning.steps import AHEAD, Division, StepRules, divide, no_more, offsets_of
+from multipack.planning.steps import AHEAD, Division, Extend, StepRules, divide, no_more, offsets_of
 from multipack.shapes import ModelShape
 
 Integers = NDArray[np.int64]
@@ -241,7 +241,7 @@ class PackStream:
             "overlong": overlong,
             "targets": targets is not None,
         }
-        self._was_read = False
+        self._was_read = self._finished = False
         self._begin(0, StreamQueue(), 0)
 
     @property
@@ -461,7 +461,8 @@ class PackStream:
         slots = options.slots(queue.table[:, 1])
         ends, keep = offsets_of(slots), queue.ended and options.tail == "keep"
         balanced = options.balanced_cost(self._cost_model, slots) if len(slots) else self._cost_model
-        steps, extend = options.window, no_more
+        steps = options.window
+        extend: Extend = no_more
         if queue.ended:
             extend = options.needed_steps if keep else options.full_steps
             steps = min(extend(int(ends[-1]), len(slots)), len(slots))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from multipack.data.chat import ChatTemplate
+from multipack.data.records import Message
 from multipack.data.shards import CHAT_TEMPLATE
 from multipack.data.texts import TextPart
 from multipack.data.tokenizer import Tokenizer
@@ -97,7 +97,7 @@ def answer(
     model: Decoder,
     tokenizer: Tokenizer,
     template: ChatTemplate,
-    messages: Sequence[Mapping[str, Any]],
+    messages: Sequence[Message],
     sampling: Sampling,
     listener: Callable[[str], None] | None = None,
 ) -> tuple[Completion, int]:

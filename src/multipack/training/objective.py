@@ -205,7 +205,7 @@ class Preferences(Objective):
             world_size=mesh.data_size,
             order="given",
         )
-        pairs, collate = PreferencePairs(documents), self.collator(sampler)
+        pairs, collate = PreferencePairs(documents), cast(PreferenceCollator, self.collator(sampler))
         done = 0
         for numbers in sampler:
             batch = collate([pairs[number] for number in numbers])

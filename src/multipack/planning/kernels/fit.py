@@ -31,7 +31,7 @@ Integers = NDArray[np.int64]
 Words = NDArray[np.uint64]
 LEVELS = 5
 """Levels of bits: 64^5 is above the largest capacity."""
-Bits = tuple[Words, Words, Words, Words, Words]
+Bits = tuple[Words, ...]
 
 
 @compiled
