@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from multipack.data import writer as writer_module
 from multipack.data.data_config import DataConfig
 from multipack.data.documents import Documents
 from multipack.data.shards import StoreHeader
 from multipack.data.store import TokenStore
 from multipack.data.tokenizer import byte_tokenizer
-from multipack.data.writer import ShardBuilder, StoreWriter
+from multipack.data.writer import SHARD_TOKENS, ShardBuilder, StoreWriter
 
 
 @pytest.fixture
@@ -23,12 +24,13 @@ def config(tmp_path):
 
 
 @pytest.fixture
-def write_store(tmp_path):
+def write_store(tmp_path, monkeypatch):
     """Writes a store of bytes: documents are lists of (length, is_target) parts, tokens count up from 0."""
 
-    def write(documents, name="small.store", **options):
+    def write(documents, name="small.store", shard_tokens=SHARD_TOKENS, **options):
         path = tmp_path / name
         token = 0
+        monkeypatch.setattr(writer_module, "SHARD_TOKENS", shard_tokens)
         with StoreWriter(path, byte_tokenizer(), **options) as writer:
             for number, parts in enumerate(documents):
                 made = []
@@ -57,11 +59,12 @@ def memory_store():
 
 
 @pytest.fixture
-def write_pairs(tmp_path):
+def write_pairs(tmp_path, monkeypatch):
     """Writes a store of preference pairs: (prompt, chosen, rejected) lengths; tokens count up from 0."""
 
-    def write(pairs, name="pairs", **options):
-        with StoreWriter(tmp_path / name, byte_tokenizer(), pairs=True, **options) as writer:
+    def write(pairs, name="pairs", shard_tokens=SHARD_TOKENS):
+        monkeypatch.setattr(writer_module, "SHARD_TOKENS", shard_tokens)
+        with StoreWriter(tmp_path / name, byte_tokenizer(), pairs=True) as writer:
             for number, (prompt, *answers) in enumerate(pairs):
                 for answer in answers:
                     tokens = list(range(prompt + answer))

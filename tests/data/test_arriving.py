@@ -46,6 +46,12 @@ def complete(path):
         pass
 
 
+def reopen(path):
+    """Remove what `complete` adds to three shards."""
+    for name in ("header.json", "shard-0000-00003.safetensors"):
+        (path / name).unlink()
+
+
 @pytest.fixture
 def folder(tmp_path):
     """A complete store with three shards of 20 documents."""
@@ -130,7 +136,7 @@ def test_some_of_the_first_documents_are_held_back(folder, follow, tmp_path):
 def test_a_missing_shard_is_awaited_and_then_named(folder, follow, tmp_path):
     with pytest.raises(ValueError, match=r"waited 0\.2 s for .*shard 0 of .*nothing \(0 shards are there"):
         follow(tmp_path / "nothing", patience_seconds=0.2)
-    (folder / "header.json").unlink()
+    reopen(folder)
     arriving = follow(folder, patience_seconds=0.2)
     items = iter(arriving)
     assert len(list(itertools.islice(items, 60))) == 60
@@ -141,7 +147,7 @@ def test_a_missing_shard_is_awaited_and_then_named(folder, follow, tmp_path):
 
 
 def test_waiting_can_be_interrupted(folder, follow):
-    (folder / "header.json").unlink()
+    reopen(folder)
     arriving = follow(folder, patience_seconds=60.0)
     threading.Timer(0.1, arriving.interrupt).start()
     with pytest.raises(StreamInterrupted):

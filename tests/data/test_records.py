@@ -42,7 +42,7 @@ def test_messages_are_written_by_a_template(read):
     assert (first.closed, source.pairs) == (True, False)
     assert source.special_tokens == ("<|im_start|>", "<|im_end|>")
     assert json.loads(source.chat_template)["name"] == "chatml"
-    assert source.describe(2) == "a.jsonl, 2 documents (messages, chatml)"
+    assert source.describe() == "a.jsonl, {documents} documents (messages, chatml)"
     named = {"dialog": [USER, ANSWER], "functions": [{"name": "f"}]}
     (document,) = read(named, fields=["dialog"])
     assert text(document.parts, targets=True) == "Hello<|im_end|>"
@@ -114,7 +114,7 @@ def test_preferences_of_text(read):
     expected = [(("p\n", False, False), (answer, True, False)) for answer in "cr"]
     assert halves(source) == expected
     assert (next(iter(source)).closed, source.pairs, source.chat_template) == (False, True, "")
-    assert source.describe(1) == "a.jsonl, 1 documents (prompt → chosen | rejected)"
+    assert source.describe() == "a.jsonl, {documents} documents (prompt → chosen | rejected)"
     assert (
         halves(read({"a": "p", "b": "c", "c": "r"}, fields=["a", "b", "c"])) == expected
     )  # three names: a preference

@@ -68,7 +68,7 @@ def test_files_of_a_folder_are_sorted_documents(tmp_path, config):
     assert texts(source) == ["A", "Z", "B"]
     assert source.skipped == {"files of other kinds": 1}
     assert source.done == source.total == 3
-    assert source.describe(3) == "in, 3 documents by file"
+    assert source.describe() == "in, {documents} documents by file"
 
 
 def test_patterns_select_files(tmp_path, config, monkeypatch):
@@ -250,7 +250,7 @@ def test_only_used_columns_are_read_row_group_by_row_group(write_parquet, config
     assert 0 < most < 1024 * 9000 * 2
     assert document.name == "a.parquet:2000"
     assert source.records.columns(["text", "vector"]) == ["text"]
-    assert source.describe(2000) == "a.parquet, 2,000 documents (text)"
+    assert source.describe() == "a.parquet, {documents} documents (text)"
 
 
 def test_chats_are_the_same_in_parquet_and_jsonl(write_parquet, config, text_file):
@@ -299,7 +299,7 @@ def test_a_saved_data_set_is_read_row_by_row(datasets, config, tmp_path):
     assert "".join(part.text for part in document.parts if part.is_target) == "Hello<|im_end|>"
     assert source.skipped == {"conversations without an answer": 1}
     assert (source.done, source.total, source.unit) == (2, 2, "rows")
-    assert source.describe(1) == "set, 1 documents (messages, chatml)"
+    assert source.describe() == "set, {documents} documents (messages, chatml)"
     assert source.identity == read().identity
     assert len({source.identity, read(chat_template="llama3").identity, read("other").identity}) == 3
     with pytest.raises(ValueError, match=r"data\.stream=true is for training"):

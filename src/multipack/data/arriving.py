@@ -218,7 +218,7 @@ class GrowingFolder(Arriving):
     def _read_chunk(self, number: int) -> TokenStore | None:
         began = time.monotonic()
         while self._store is None or number >= len(self._store.header.shards):
-            if self._store is not None and self._store.is_complete:
+            if self._store is not None and self._store.header.is_complete:
                 return None
             if self._refresh():
                 continue
@@ -243,8 +243,8 @@ class GrowingFolder(Arriving):
         if not any((self._folder / name).is_file() for name in (HEADER, RECIPE)):
             return False
         known = () if self._store is None else self._store.header.shards
-        header, is_complete = find_shards(self._folder, known)
-        if len(header.shards) == len(known) and not is_complete:
+        header = find_shards(self._folder, known)
+        if len(header.shards) == len(known) and not header.is_complete:
             return False
         if header.split_by == "position":
             raise ValueError(
@@ -252,7 +252,6 @@ class GrowingFolder(Arriving):
                 " into documents (data.documents), or wait for it and leave data.stream out"
             )
         self._store = TokenStore(self._folder, header=header)
-        self._store.is_complete = is_complete
         self.tokenizer, self.chat_template = self._store.tokenizer, self._store.chat_template
         return True
 

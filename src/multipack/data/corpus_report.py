@@ -97,7 +97,7 @@ def report_corpus(path: Path | str) -> CorpusReport:
         raise ValueError(f"{path} has no documents")
     longest = int(np.argmax(lengths))
     return CorpusReport(
-        description=header.description if store.is_complete else f"{len(header.shards):,} shards so far",
+        description=header.description if header.is_complete else f"{len(header.shards):,} shards so far",
         documents=len(lengths),
         tokens=documents.num_tokens,
         targets=targets,
@@ -118,7 +118,7 @@ def report_corpus(path: Path | str) -> CorpusReport:
         pairs=store.has_pairs,
         is_stream=header.split_by == "position",
         shards=len(header.shards),
-        is_complete=store.is_complete,
+        is_complete=header.is_complete,
         bytes=sum(entry.bytes for entry in header.shards),
         vocabulary_size=store.vocabulary_size,
     )

@@ -164,12 +164,13 @@ class Documents:
         """(n,) targets of each document; its first token never is one."""
         if self.train_on_prompt:
             return self.lengths - np.maximum(self.pieces["context"], 2 if self.store.has_pairs else 1)
+        pieces, answers = self.pieces, 1
         if self.store.has_pairs:
-            counts, chosen = self.store.target_counts, self.pieces["document"]
-            return counts[chosen] + counts[chosen + 1]
+            documents, answers = (pieces["document"][:, None] + [0, 1]).ravel(), 2
+            pieces = pieces_of(documents, np.zeros_like(documents), self.store.lengths[documents])
         block = 1 << 18  # pieces at once: bounds the memory
-        parts = [self._count_targets(self.pieces[at : at + block]) for at in range(0, len(self), block)]
-        return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
+        counts = [self._count_targets(pieces[at : at + block]) for at in range(0, len(pieces), block)]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *counts]).reshape(-1, answers).sum(axis=1)
 
     def _count_targets(self, pieces: Pieces) -> Integers:
         counts, spans = self.store.spans_of_each(pieces["document"])

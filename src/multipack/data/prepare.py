@@ -19,15 +19,15 @@ from typing import Literal, get_args
 
 import tokenizers
 
-from multipack.atomic import cache_folder, is_free, locked, move_into_place, sweep
+from multipack.atomic import cache_folder, is_free, locked
 from multipack.data.data_config import DataConfig, check_choice
 from multipack.data.ray_engine import count_parts, run_parts
-from multipack.data.shards import HEADER, RECIPE, StoreHeader, part_name
+from multipack.data.shards import HEADER, RECIPE, StoreHeader
 from multipack.data.sources import Source, open_source
 from multipack.data.store import TokenStore
 from multipack.data.texts import SourceDocument
 from multipack.data.tokenizer import Progress, Tokenizer, TokenizerConfig, build_tokenizer
-from multipack.data.writer import StoreWriter, finish_store, remove_store, store_files
+from multipack.data.writer import StoreWriter, remove_store
 
 VERSION = 3
 """Version of how documents become tokens: stores of other versions are not reused."""
@@ -43,7 +43,6 @@ def prepare(
     tokenizer: TokenizerConfig,
     out: Path | None = None,
     progress: Progress | None = None,
-    overwrite: bool = False,
     *,
     engine: EngineName = "local",
     shards: int = 0,
@@ -59,8 +58,6 @@ def prepare(
         tokenizer: the tokenizer; trained on the source, if its kind requires it.
         out: folder of the store; None = in the cache.
         progress: called with (done, total, unit) during the work.
-        overwrite: replace another token store at `out` (but no other files) when the new one is complete. Until then
-            it is written to the folder `.NAME.new` beside `out`.
         engine: `local`, or `ray`: parts of the source as tasks of a Ray cluster.
         shards: approximate number of shards, each of at most `SHARD_TOKENS` tokens; 0 = as few as that allows.
         part: `i/n`: tokenize part i of n; all n parts are written to the same folder.
@@ -78,8 +75,8 @@ def prepare(
     number, parts = _check_options(data, engine, shards, part, out)
     source = open_source(data, tokenizer)
     cache = cache_folder(data.cache)
-    if out is not None:
-        _refuse_foreign(out, overwrite)  # before the work
+    if out is not None and not (is_free(out, leftovers=True) or (out / RECIPE).is_file()):  # before the work
+        raise ValueError(f"{out} exists and is not a token store; choose another folder for the store")
     made = build_tokenizer(tokenizer, source, cache, progress)
     key = _job_key(data, source, made)
     path = out if out is not None else cache / "stores" / key
@@ -87,24 +84,17 @@ def prepare(
     with locked(cache / "stores" / f"{place}.lock"):
         if _is_complete(path, key):  # another process may have been faster
             return path
-        if overwrite:
-            sweep(path)  # a kill may have interrupted the replacement
-        is_beside = overwrite and out is not None and not is_free(path, leftovers=True)
-        target = path.with_name(f".{path.name}.new") if is_beside else path
-        if not _is_complete(target, key):
-            parts = parts if engine == "local" else count_parts(source.total, len(source.files))
-            if (is_beside or out is None) and not _is_begun(target, key, parts):
-                remove_store(target)  # damaged, or of another recipe
-            if engine == "ray":
-                run_parts(_part_writer(target, data, tokenizer, made, key, parts), parts, progress or _silent)
-                if not finish_store(target, source.describe):
-                    raise ValueError(
-                        f"{path}: not all parts are there; every machine of the cluster must see this folder"
-                    )
-            else:
-                _write_part(target, source, made, key, number - 1, parts, shards, progress, tell)
-        if is_beside and (target / HEADER).is_file():
-            move_into_place(target, path, replace=True)
+        parts = parts if engine == "local" else count_parts(source.total, len(source.files))
+        if out is None and not _is_begun(path, key, parts):
+            remove_store(path)  # damaged, or of another version
+        if engine == "local":
+            _write_part(path, source, made, key, number - 1, parts, shards, progress, tell)
+            return path
+        run_parts(_part_writer(path, data, tokenizer, made, key, parts), parts, progress or _silent)
+        if not (path / HEADER).is_file():
+            raise ValueError(
+                f"{path}: not all parts are there; every machine of the cluster must see this folder"
+            )
     return path
 
 
@@ -151,14 +141,6 @@ def _silent(*_: object) -> None:
     pass
 
 
-def _refuse_foreign(path: Path, overwrite: bool) -> None:
-    is_store = (path / HEADER).is_file() or (path / RECIPE).is_file()
-    if not (is_store or is_free(path, leftovers=True)):
-        raise ValueError(f"{path} exists and is not a token store; choose another folder for the store")
-    if overwrite and is_store and (others := set(path.iterdir()) - set(store_files(path))):
-        raise ValueError(f"{path} holds {min(others).name} beside the token store; choose another folder")
-
-
 def _job_key(data: DataConfig, source: Source, tokenizer: Tokenizer) -> str:
     """Hash of source (names, sizes and modification times of its files), settings and tokenizer."""
     versions = f"{VERSION} tokenizers {tokenizers.__version__}"
@@ -192,35 +174,31 @@ def _write_part(
     tell: Callable[[str], None] | None = None,
 ) -> None:
     """Write part `part` (from 0) of a store, continuing after its finished shards; the last one completes the store."""
-    source = source.part(part, parts)
-    writer = StoreWriter(
+    source, tell = source.part(part, parts), tell or _silent
+    with StoreWriter(
         path,
         tokenizer,
-        description=source.describe,
-        chat_template=source.chat_template,
         part=part,
+        chat_template=source.chat_template,
         key=key,
         split_by="position" if source.is_stream else "document",
         overlong=source.overlong,
         pairs=source.pairs,
         parts=parts,
-    )
-    tell = tell or _silent
-    finished = StoreHeader.find(path / part_name(part))
-    if finished is not None and finished.is_for(writer.recipe):
-        finish_store(path, source.describe)  # a kill may have prevented it
-        tell(f"part {part + 1} of {parts} is there already")
-        return
-    with writer:
+        description=source.describe(),
+    ) as writer:
+        if writer.is_finished:
+            tell(f"part {part + 1} of {parts} is there already")
+            return
         if writer.read:
             tokens = sum(shard.tokens for shard in writer.shards)
             tell(f"{writer.read:,} documents ({tokens:,} tokens) are there from an interrupted prepare")
         read = _fill(writer, source, shards, progress or _silent)
+        kept = writer.num_documents // (2 if source.pairs else 1)
         writer.skipped = dict(source.skipped)
-        kept = sum(shard.documents for shard in writer.shards) // (2 if source.pairs else 1)
         if read > kept and not source.is_stream:
-            writer.skipped = writer.skipped | {"documents without tokens": read - kept}
-        if not writer.shards and parts == 1:
+            writer.skipped["documents without tokens"] = read - kept
+        if not kept and parts == 1:
             data = source.config
             reasons = ", ".join(f"{count:,} {reason}" for reason, count in writer.skipped.items())
             where = f"data.path={data.path}" if data.path else f"data.source={data.source}"
@@ -236,10 +214,9 @@ def _fill(writer: StoreWriter, source: Source, shards: int, progress: Progress) 
     for batch in batches(items, characters):
         writer.add_batch(batch)
         read += len(batch)
-        if shards and source.done * shards >= source.total * (len(writer.shards) + 1):
+        if source.total * (len(writer.shards) + 1) <= source.done * shards < source.total * shards:
             writer.end_shard()
         progress(source.done, source.total, f"{source.unit} tokenized")
-    writer.end_shard()
     return read
 
 
@@ -277,23 +254,13 @@ def items_of(source: Source) -> Iterator[Item]:
     seen, documents = set[bytes](), iter(source)
     for item in zip(documents, documents, strict=True) if source.pairs else zip(documents, strict=True):
         if source.config.dedup:
-            digest = _digest(item)
+            content = [(document.parts, document.ended, document.closed) for document in item]
+            digest = hashlib.blake2b(repr(content).encode(), digest_size=16).digest()
             if digest in seen:
                 source.skipped["duplicates"] += 1
                 continue
             seen.add(digest)
         yield item
-
-
-def _digest(item: Item) -> bytes:
-    digest = hashlib.blake2b(digest_size=16)
-    for document in item:
-        digest.update(f"{document.ended} {document.closed} {len(document.parts)}".encode())
-        for text, is_target, is_special in document.parts:
-            raw = text.encode("utf-8", "surrogatepass")
-            digest.update(f"\0{len(raw)} {is_target} {is_special}\0".encode())
-            digest.update(raw)
-    return digest.digest()
 
 
 def batches(items: Iterable[Item], characters: int = BATCH_CHARACTERS) -> Iterator[list[Item]]:

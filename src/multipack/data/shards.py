@@ -17,8 +17,9 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -30,29 +31,19 @@ from safetensors.numpy import save
 from multipack.atomic import write_atomically
 
 Integers = NDArray[np.int64]
-FORMAT, VERSION = "multipack-token-store", 4
+FORMAT, VERSION = "multipack-token-store", 5
 RECIPE, HEADER = "recipe.json", "header.json"
 CHAT_TEMPLATE, TOKENIZER = "chat_template.json", "tokenizer.json"
 _DTYPES = {"U8": "<u1", "U16": "<u2", "U32": "<u4", "I64": "<i8"}
-_NAME = re.compile(r"shard-\d{4}-\d{5}\.safetensors")
-_LARGEST_JSON, _LARGEST_COUNT = 1 << 26, 1 << 48
+_NAME, _CONTENT = re.compile(r"shard-\d{4}-\d{5}\.safetensors"), re.compile("[0-9a-f]{32}")
+_LARGEST_JSON = 1 << 26
 _PRIME = (1 << 127) - 1
 _BASE = 0x5A17_93C4_E6B8_0D2F_1E8B_37D6_94A5_C263
-
-
-def token_dtype(vocabulary_size: int) -> str:
-    """NumPy dtype of token ids: the smaller of uint16 and uint32 that holds every id, little endian."""
-    return "<u2" if vocabulary_size <= 1 << 16 else "<u4"
 
 
 def shard_name(part: int, number: int) -> str:
     """File name of shard `number` of a part."""
     return f"shard-{part:04}-{number:05}.safetensors"
-
-
-def part_name(part: int) -> str:
-    """File name of the header of a finished part."""
-    return f"part-{part:04}.json"
 
 
 @dataclass(frozen=True)
@@ -91,10 +82,12 @@ class Shard:
         raw = self.names[self.name_offsets[document] : self.name_offsets[document + 1]]
         return raw.tobytes().decode("utf-8", "replace")
 
-    def target_counts(self) -> Integers:
-        """(documents,) int64 number of targets of each document; its first token is never a target."""
-        targets = self.spans[:, 1] - self.spans[:, 0] - (self.spans[:, 0] == 0)
-        return np.diff(np.concatenate(([0], np.cumsum(targets)))[self.span_offsets])
+    def in_memory(self) -> Shard:
+        """A copy in memory, read-only."""
+        arrays = {name: np.array(values) for name, values in vars(self).items()}
+        for values in arrays.values():
+            values.flags.writeable = False
+        return Shard(**arrays)
 
     def content(self) -> int:
         """Hash of tokens, targets and names of the documents; see `chain`."""
@@ -153,6 +146,8 @@ class ShardEntry:
         documents: number of documents; a preference pair counts as two.
         tokens: number of tokens.
         read: number of documents (or pairs) read from the source for this shard, including those without tokens.
+        skipped: of the last shard of a part, which may be empty: reason → number of entries that the part's source
+            skipped; None: another shard follows.
     """
 
     name: str
@@ -161,15 +156,16 @@ class ShardEntry:
     documents: int
     tokens: int
     read: int
+    skipped: dict[str, int] | None
 
 
-def write_shard(path: Path, shard: Shard, read: int) -> ShardEntry:
-    """Write a shard atomically; see `ShardEntry` for `read`.
+def write_shard(path: Path, shard: Shard, read: int, skipped: dict[str, int] | None = None) -> ShardEntry:
+    """Write a shard atomically; see `ShardEntry` for `read` and `skipped`.
 
     Raises:
         OSError: the file cannot be written; `filename` is its path.
     """
-    about = {"version": VERSION, "read": read, "content": f"{shard.content():032x}"}
+    about = {"version": VERSION, "read": read, "content": f"{shard.content():032x}", "skipped": skipped}
     # One key: the library writes several in a random order, and equal shards have equal bytes.
     metadata = {FORMAT: json.dumps(about)}
     content = save({entry.name: getattr(shard, entry.name) for entry in fields(shard)}, metadata)
@@ -181,12 +177,8 @@ def write_shard(path: Path, shard: Shard, read: int) -> ShardEntry:
     return _entry(path, len(content), shard, about)
 
 
-def open_shard(path: Path, in_memory: bool = False) -> tuple[Shard, ShardEntry]:
-    """Open a shard and its entry without comparing its hash.
-
-    Args:
-        path: file of the shard.
-        in_memory: read the arrays into memory instead of mapping the file.
+def open_shard(path: Path) -> tuple[Shard, ShardEntry]:
+    """Map a shard, and make its entry from the file; its hash is not compared.
 
     Raises:
         ValueError: the file is not a shard, truncated or damaged.
@@ -200,11 +192,7 @@ def open_shard(path: Path, in_memory: bool = False) -> tuple[Shard, ShardEntry]:
         about = json.loads(layout["__metadata__"][FORMAT])
         if about["version"] != VERSION:
             raise ValueError("another version")
-        if in_memory:
-            data = np.fromfile(path, dtype=np.uint8, offset=begin)
-            data.flags.writeable = False
-        else:
-            data = np.memmap(path, dtype=np.uint8, mode="r", offset=begin).view(np.ndarray)
+        data = np.memmap(path, dtype=np.uint8, mode="r", offset=begin).view(np.ndarray)
         shard = Shard(**{entry.name: _array(data, entry.name, layout[entry.name]) for entry in fields(Shard)})
         shard.check()
         return shard, _entry(path, begin + len(data), shard, about)
@@ -215,55 +203,61 @@ def open_shard(path: Path, in_memory: bool = False) -> tuple[Shard, ShardEntry]:
 
 
 def _array(data: NDArray[np.uint8], name: str, place: dict[str, Any]) -> NDArray[Any]:
-    legal = {"tokens": ("U16", "U32"), "names": ("U8",)}.get(name, ("I64",))
-    dimensions = 2 if name == "spans" else 1
-    if (
-        place["dtype"] not in legal
-        or len(place["shape"]) != dimensions
-        or place["shape"][1:] not in ([], [2])
-    ):
-        raise ValueError(f"{name} of type {place['dtype']} and shape {place['shape']}")
+    if place["dtype"] not in {"tokens": ("U16", "U32"), "names": ("U8",)}.get(name, ("I64",)):
+        raise ValueError(f"{name} of type {place['dtype']}")
     start, stop = place["data_offsets"]
-    return data[start:stop].view(_DTYPES[place["dtype"]]).reshape(place["shape"])
+    values = data[start:stop].view(_DTYPES[place["dtype"]])
+    return values.reshape(-1, 2) if name == "spans" else values
 
 
 def _entry(path: Path, size: int, shard: Shard, about: dict[str, Any]) -> ShardEntry:
     counts = len(shard), len(shard.tokens), int(about["read"])
-    return ShardEntry(path.name, size, str(about["content"]), *counts)
+    return ShardEntry(path.name, size, str(about["content"]), *counts, about["skipped"])
 
 
 @dataclass(frozen=True)
 class StoreHeader:
-    """Content of `header.json`, of `recipe.json` (without shards) and of `part-….json` (with the shards of one part).
+    """Content of `header.json`, and of `recipe.json`, which has no shards.
 
     Attributes:
         vocabulary_size: every token id is less than this.
         tokenizer: the tokenizer's name.
         tokenizer_hash: the tokenizer's hash.
-        chat_template_hash: sha256 of `chat_template.json`; empty = there is none.
+        chat_template: template of the documents' chats, as JSON; empty without chats.
         key: hash of source, settings and tokenizer; a store with an equal key is reused.
         split_by: how validation data is split off: `document`, or `position` for one stream of text, of which each
             shard is a contiguous range.
         overlong: policy for documents longer than a pack if `data.overlong` is auto.
         pairs: whether documents 2i and 2i + 1 are the chosen and the rejected answer of preference pair i.
         parts: number of parts that are prepared separately.
-        description: one line about the source.
-        skipped: reason → number of skipped entries of the source.
+        description: one line about the source; in a recipe `{documents}` stands for their number.
         shards: the shards, in order.
     """
 
     vocabulary_size: int
     tokenizer: str
     tokenizer_hash: str
-    chat_template_hash: str = ""
+    chat_template: str = ""
     key: str = ""
     split_by: str = "document"
     overlong: str = "error"
     pairs: bool = False
     parts: int = 1
     description: str = ""
-    skipped: dict[str, int] = field(default_factory=dict)
     shards: tuple[ShardEntry, ...] = ()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the last shard of each part is there."""
+        return sum(shard.skipped is not None for shard in self.shards) == self.parts
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """Reason → number of entries that the source skipped."""
+        total = Counter[str]()
+        for shard in self.shards:
+            total.update(shard.skipped or {})
+        return dict(total)
 
     @property
     def content_hash(self) -> str:
@@ -271,11 +265,6 @@ class StoreHeader:
         documents = chain((int(shard.content, 16), shard.documents) for shard in self.shards)
         decisive = [self.tokenizer_hash, self.split_by, self.pairs, documents]
         return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
-
-    def is_for(self, other: StoreHeader) -> bool:
-        """Whether both headers describe the same store, whatever shards are finished."""
-        rest = {"description": "", "skipped": {}, "shards": ()}
-        return replace(self, **rest) == replace(other, **rest)  # type: ignore[arg-type]
 
     def _checksum(self) -> str:
         canonical = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
@@ -312,7 +301,9 @@ class StoreHeader:
                 checksum = content.pop("checksum")
                 shards = tuple(ShardEntry(**shard) for shard in content.pop("shards"))
                 header = cls(**content, shards=shards)
-                is_valid = header._checksum() == checksum and header._is_consistent()
+                is_valid = header._checksum() == checksum and all(
+                    _NAME.fullmatch(shard.name) and _CONTENT.fullmatch(shard.content) for shard in shards
+                )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise damaged(file, f"not the header of a token store ({error})") from error
         if version != (FORMAT, VERSION):
@@ -324,51 +315,37 @@ class StoreHeader:
             raise damaged(file, "it was edited (its checksum differs)")
         return header
 
-    def _is_consistent(self) -> bool:
-        counts = [self.vocabulary_size, self.parts]
-        for shard in self.shards:
-            counts += [shard.bytes, shard.documents, shard.tokens, shard.read]
-        return (
-            all(type(count) is int and 0 <= count < _LARGEST_COUNT for count in counts)
-            and all(_NAME.fullmatch(shard.name) for shard in self.shards)
-            and all(re.fullmatch("[0-9a-f]{32}", shard.content) for shard in self.shards)
-            and not (self.pairs and any(shard.documents % 2 for shard in self.shards))
-            and isinstance(self.skipped, dict)
-        )
+
+def part_shards(folder: Path, part: int, known: Sequence[ShardEntry] = ()) -> Iterator[ShardEntry]:
+    """The entries of a part's shards in order, up to the first that is missing; those in `known` are not opened.
+
+    Raises:
+        ValueError: a shard is damaged.
+    """
+    entries = {entry.name: entry for entry in known}
+    for number in count():
+        file = folder / shard_name(part, number)
+        if not file.is_file():
+            return
+        yield entries[file.name] if file.name in entries else open_shard(file)[1]
 
 
-def add_skipped(headers: Sequence[StoreHeader]) -> dict[str, int]:
-    """Reason → number of entries that the sources of these stores, or parts of a store, skipped together."""
-    total = Counter[str]()
-    for header in headers:
-        total.update(header.skipped)
-    return dict(total)
-
-
-def find_shards(folder: Path, known: Sequence[ShardEntry] = ()) -> tuple[StoreHeader, bool]:
-    """Find the shards of a store that may still grow.
+def find_shards(folder: Path, known: Sequence[ShardEntry] = ()) -> StoreHeader:
+    """The header of a store that may still grow, with the shards that can be read now, in order.
 
     Args:
         folder: folder of the store.
         known: shards that an earlier call has found; they are not opened again.
 
-    Returns:
-        The header with the shards that can be read now, in order; and whether the store is complete.
-
     Raises:
         ValueError: the folder has neither a header nor a recipe, or one is damaged.
     """
     if (folder / HEADER).is_file():
-        return StoreHeader.read(folder / HEADER), True
+        return StoreHeader.read(folder / HEADER)
     recipe, found = StoreHeader.read(folder / RECIPE), list[ShardEntry]()
-    entries = {entry.name: entry for entry in known}
     for part in range(recipe.parts):
-        if (folder / part_name(part)).is_file():
-            found += StoreHeader.read(folder / part_name(part)).shards
-            continue
-        number = 0
-        while (file := folder / shard_name(part, number)).is_file():
-            found.append(entries[file.name] if file.name in entries else open_shard(file)[1])
-            number += 1
-        break
-    return replace(recipe, shards=tuple(found)), False
+        shards = list(part_shards(folder, part, known))
+        found += shards
+        if not shards or shards[-1].skipped is None:  # the part is not finished
+            break
+    return replace(recipe, shards=tuple(found))

@@ -211,19 +211,19 @@ class Source:
         parts += [(file.name, file.size, file.modified) for file in self.files]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
-    def describe(self, documents: int) -> str:
-        """One line about this source, of which `documents` were kept."""
+    def describe(self) -> str:
+        """One line about this source, in which `{documents}` stands for the number of its documents."""
         if self.is_stream:
             count = len(self.files)
             return f"{self.name}, one stream of {count:,} {'file' if count == 1 else 'files'}"
         if self.config.source == "stdlib":
-            return f"{self.name}, {documents:,} functions with docstring"
+            return f"{self.name}, {{documents}} functions with docstring"
         if self.config.source == "text":
-            return f"{self.name}, {documents:,} documents by {self.config.division.replace('_', ' ')}"
+            return f"{self.name}, {{documents}} documents by {self.config.division.replace('_', ' ')}"
         form = str(self.records.shape or "nothing")
         if self.records.template is not None:
             form += f", {self.records.template.name}"
-        return f"{self.name}, {documents:,} documents ({form})"
+        return f"{self.name}, {{documents}} documents ({form})"
 
 
 def open_source(config: DataConfig, tokenizer: TokenizerConfig | None = None) -> Source:

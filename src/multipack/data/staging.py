@@ -102,7 +102,7 @@ def _into_memory(stores: Sequence[TokenStore]) -> tuple[list[TokenStore], str]:
             f"data.stage={MEMORY}: the token stores have {total:,} bytes, of which each process of a host holds a"
             f" copy, and {free:,} are free: set data.stage=/dev/shm (one copy a host), a local folder, or nothing"
         )
-    held = [TokenStore(store.path, in_memory=True) for store in stores]
+    held = [store.in_memory() for store in stores]
     return held, (
         f"{total:,} bytes of tokens and offsets were read into memory, once in every process;"
         " data.stage=/dev/shm keeps one copy for all processes of a host"

@@ -3,10 +3,9 @@
 books/
   recipe.json                     source, settings and tokenizer; written first
   tokenizer.json
-  chat_template.json              of chats only
+  chat_template.json              of chats only: for `tokenizer.path=books`
   shard-0000-00000.safetensors    part 0, shard 0: flat arrays (see `data/shards.py`); each appears whole, in order
-  shard-0000-00001.safetensors
-  part-0000.json                  part 0 is finished; removed with the other parts' files when all are
+  shard-0000-00001.safetensors    the last shard of a part is marked as such
   header.json                     last: all shards with their sizes and hashes, counts, and its own checksum
 
 A store that grows has no header yet. Joined stores, a copy of a store, and documents in memory also consist of a header
@@ -15,8 +14,7 @@ and shards. No code from a store is executed or unpickled; sizes are checked bef
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,51 +24,39 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multipack.data.shards import (
-    CHAT_TEMPLATE,
     HEADER,
     TOKENIZER,
     Integers,
     Shard,
     ShardEntry,
     StoreHeader,
-    add_skipped,
     damaged,
     find_shards,
     open_shard,
 )
-from multipack.data.tokenizer import Tokenizer
-
-Progress = Callable[[int, int | None, str], None]
+from multipack.data.tokenizer import Progress, Tokenizer
 
 
 @dataclass
 class _Place:
-    """Where the documents of a shard are: in a file, which is opened when it is first used, or in memory."""
+    """Where the documents of a shard are: in a file, which is mapped when it is first used, or in memory."""
 
     entry: ShardEntry
     file: Path | None
     shard: Shard | None = None
     label: str = ""
-    in_memory: bool = False
 
     def open(self) -> Shard:
         if self.shard is None:
             assert self.file is not None
-            shard, entry = open_shard(self.file, self.in_memory)
+            shard, entry = open_shard(self.file)
             if entry != self.entry:
                 raise damaged(self.file, "it is not the shard that the header names")
             self.shard = shard
         return self.shard
 
-    def check_size(self) -> None:
-        """Check that the file exists and has the size in the header."""
-        if self.file is None or not self.file.is_file():
-            raise damaged(self.file, "the file is missing")
-        if (size := self.file.stat().st_size) != self.entry.bytes:
-            raise damaged(self.file, f"the file has {size:,} bytes instead of {self.entry.bytes:,}")
-
     def __getstate__(self) -> dict[str, Any]:
-        """For other processes, which open the file again."""
+        """For other processes, which map the file again."""
         return vars(self) | ({"shard": None} if self.file is not None else {})
 
 
@@ -82,24 +68,22 @@ class TokenStore:
     Args:
         path: folder of the store; names it in messages.
         folder: folder to read, if it is a copy elsewhere (see `data/staging.py`); None = `path`.
-        in_memory: read all arrays into memory now, instead of mapping them.
         growing: whether to open also an incomplete store, with the shards that can be read now.
         header: header to use instead of the folder's; None = read it.
         places: the shards of the header; None = the folder's files.
 
     Attributes:
-        path, folder, in_memory: as given.
-        header: the header, given or read.
-        is_complete: whether no more shards follow.
+        path, folder, header: as given, or read.
         first: (shards + 1,) number of the first document of each shard.
         num_documents: number of documents.
         num_tokens: number of tokens.
         vocabulary_size: every token is less than this.
         has_pairs: whether documents 2i and 2i + 1 are preference pair i.
         overlong: policy for documents longer than a pack where `data.overlong` is auto.
+        chat_template: template of the chats, as JSON; empty without chats, and if joined stores differ in it.
         checksum: identifies the content, whatever its division into shards.
-        bytes_asked: bytes of tokens and target ranges that this process has requested from storage. With `in_memory`
-            it is the size of all arrays, read once. Reads for planning and by `verify` are not counted.
+        bytes_asked: bytes of tokens and target ranges that this process has requested from storage; of a store in
+            memory the bytes of its files. Reads for planning and by `verify` are not counted.
 
     Raises:
         ValueError: there is no complete store at `path`, or it is of another version, truncated or damaged.
@@ -110,38 +94,31 @@ class TokenStore:
         path: Path | str,
         folder: Path | str | None = None,
         *,
-        in_memory: bool = False,
         growing: bool = False,
         header: StoreHeader | None = None,
         places: Sequence[_Place] | None = None,
     ) -> None:
-        self.path, self.in_memory, self.is_complete = Path(path), in_memory, True
+        self.path = Path(path)
         self.folder = self.path if folder is None else Path(folder)
-        if header is None and growing:
-            header, self.is_complete = find_shards(self.folder)
-        self.header = header or StoreHeader.read(self.folder / HEADER)
+        if header is None:
+            header = find_shards(self.folder) if growing else StoreHeader.read(self.folder / HEADER)
         if places is None:
-            places = [
-                _Place(entry, self.folder / entry.name, in_memory=in_memory) for entry in self.header.shards
-            ]
-            for place in places:
-                place.check_size()
-        self._places = list(places)
-        self.first = np.cumsum([0, *(place.entry.documents for place in places)])
+            places = [_Place(entry, self.folder / entry.name) for entry in header.shards]
+            for entry in header.shards:
+                _check_size(self.folder / entry.name, entry.bytes)
+        self.header, self._places = header, list(places)
+        self.first = np.cumsum([0, *(entry.documents for entry in header.shards)])
         self.num_documents = int(self.first[-1])
-        self.num_tokens = sum(place.entry.tokens for place in places)
-        self.vocabulary_size, self.has_pairs = self.header.vocabulary_size, self.header.pairs
-        self.overlong, self.checksum = self.header.overlong, self.header.content_hash
-        self.bytes_asked = 0
-        if in_memory:
-            shards = [place.open() for place in places]
-            self.bytes_asked = sum(values.nbytes for shard in shards for values in vars(shard).values())
+        self.num_tokens = sum(entry.tokens for entry in header.shards)
+        self.vocabulary_size, self.has_pairs = header.vocabulary_size, header.pairs
+        self.overlong, self.chat_template = header.overlong, header.chat_template
+        self.checksum, self.bytes_asked = header.content_hash, 0
 
     @classmethod
     def of_documents(cls, path: Path, shard: Shard, header: StoreHeader) -> TokenStore:
         """A store of documents that are in memory; `path` names it."""
         counts = len(shard), len(shard.tokens), len(shard)
-        entry = ShardEntry("memory", 0, f"{shard.content():032x}", *counts)
+        entry = ShardEntry("memory", 0, f"{shard.content():032x}", *counts, {})
         return cls(path, header=replace(header, shards=(entry,)), places=[_Place(entry, None, shard)])
 
     @classmethod
@@ -154,12 +131,11 @@ class TokenStore:
         first = stores[0]
         for other in stores[1:]:
             _check_joinable(first, other)
-        templates = {store.header.chat_template_hash for store in stores}
+        have_one_template = len({store.chat_template for store in stores}) == 1
         header = replace(
             first.header,
             shards=tuple(entry for store in stores for entry in store.header.shards),
-            skipped=add_skipped([store.header for store in stores]),
-            chat_template_hash=first.header.chat_template_hash if len(templates) == 1 else "",
+            chat_template=first.chat_template if have_one_template else "",
         )
         places = [
             replace(place, label=f"{label}: ")
@@ -168,6 +144,13 @@ class TokenStore:
         ]
         return cls(path, first.folder, header=header, places=places)
 
+    def in_memory(self) -> TokenStore:
+        """The same store, its arrays read into the memory of this process."""
+        places = [replace(place, file=None, shard=place.open().in_memory()) for place in self._places]
+        store = TokenStore(self.path, self.folder, header=self.header, places=places)
+        store.bytes_asked = sum(entry.bytes for entry in self.header.shards)
+        return store
+
     def shard(self, number: int) -> TokenStore:
         """The documents of one shard."""
         header = replace(self.header, shards=(self.header.shards[number],))
@@ -175,8 +158,7 @@ class TokenStore:
 
     def __getstate__(self) -> dict[str, Any]:
         """For other processes, which compute again what can be computed."""
-        computed = ("lengths", "target_counts", "tokenizer", "chat_template")
-        return {name: value for name, value in vars(self).items() if name not in computed}
+        return {name: value for name, value in vars(self).items() if name not in ("lengths", "tokenizer")}
 
     def _find(self, document: int) -> tuple[_Place, int]:
         """Where a document is, and its number there."""
@@ -188,12 +170,10 @@ class TokenStore:
     @cached_property
     def lengths(self) -> Integers:
         """(documents,) tokens of each document, read-only."""
-        return _frozen([np.diff(place.open().offsets) for place in self._places])
-
-    @cached_property
-    def target_counts(self) -> Integers:
-        """(documents,) targets of each document, read-only; the first token of a document never is one."""
-        return _frozen([place.open().target_counts() for place in self._places])
+        none = np.zeros(0, dtype=np.int64)
+        lengths = np.concatenate([none, *(np.diff(place.open().offsets) for place in self._places)])
+        lengths.flags.writeable = False
+        return lengths
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -206,20 +186,6 @@ class TokenStore:
         if tokenizer.hash != self.header.tokenizer_hash:
             raise damaged(self.folder, f"{TOKENIZER} has changed")
         return tokenizer
-
-    @cached_property
-    def chat_template(self) -> str:
-        """The chat template of the documents, as JSON; empty without chats, and if joined stores differ in it.
-
-        Raises:
-            ValueError: its file has changed.
-        """
-        if not self.header.chat_template_hash:
-            return ""
-        content = (self.folder / CHAT_TEMPLATE).read_bytes()
-        if hashlib.sha256(content).hexdigest() != self.header.chat_template_hash:
-            raise damaged(self.folder, f"{CHAT_TEMPLATE} has changed")
-        return content.decode("utf-8", "replace")
 
     def tokens_of(
         self, document: int, start: int = 0, length: int | None = None
@@ -236,7 +202,7 @@ class TokenStore:
         if not 0 <= start <= stop <= len(whole):
             raise IndexError(f"tokens {start} to {stop} of document {document}, which has {len(whole)}")
         tokens = whole[start:stop]
-        self.bytes_asked += 0 if place.in_memory else tokens.nbytes
+        self.bytes_asked += 0 if place.file is None else tokens.nbytes
         if len(tokens) and int(tokens.max()) >= self.vocabulary_size:
             raise damaged(
                 self.path,
@@ -249,7 +215,7 @@ class TokenStore:
         """(k, 2) ranges of targets of a document."""
         place, number = self._find(document)
         spans = place.open().spans_of(number)
-        self.bytes_asked += 0 if place.in_memory else spans.nbytes
+        self.bytes_asked += 0 if place.file is None else spans.nbytes
         return spans
 
     def spans_of_each(self, documents: Integers) -> tuple[Integers, Integers]:
@@ -286,21 +252,22 @@ class TokenStore:
         """
         done, total = 0, sum(entry.bytes for entry in self.header.shards)
         for place in self._places:
-            if place.file is not None and open_shard(place.file)[0].content() != int(place.entry.content, 16):
-                raise damaged(place.file, "its content has changed (its hash differs)")
+            if place.open().content() != int(place.entry.content, 16):
+                raise damaged(place.file or self.path, "its content has changed (its hash differs)")
             done += place.entry.bytes
             if progress is not None:
                 progress(done, total, "bytes verified")
-        _ = self.tokenizer, self.chat_template
+        _ = self.tokenizer
 
     def __repr__(self) -> str:
         return f"TokenStore({str(self.path)!r}, {self.num_documents:,} documents, {self.num_tokens:,} tokens)"
 
 
-def _frozen(parts: list[Integers]) -> Integers:
-    values = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
-    values.flags.writeable = False
-    return values
+def _check_size(file: Path, size: int) -> None:
+    if not file.is_file():
+        raise damaged(file, "the file is missing")
+    if (found := file.stat().st_size) != size:
+        raise damaged(file, f"the file has {found:,} bytes instead of {size:,}")
 
 
 def _ranges(first: Integers, counts: Integers) -> Integers:

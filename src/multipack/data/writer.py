@@ -7,16 +7,14 @@ StoreWriter   writes a shard when the builder holds SHARD_TOKENS tokens
 
 from __future__ import annotations
 
-import hashlib
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from multipack.atomic import PARTIAL, is_free, write_atomically
 from multipack.data.shards import (
@@ -27,11 +25,9 @@ from multipack.data.shards import (
     Shard,
     ShardEntry,
     StoreHeader,
-    add_skipped,
-    open_shard,
-    part_name,
+    find_shards,
+    part_shards,
     shard_name,
-    token_dtype,
     write_shard,
 )
 from multipack.data.texts import SourceDocument
@@ -54,10 +50,10 @@ class ShardBuilder:
     def __init__(self, vocabulary_size: int, is_stream: bool = False) -> None:
         self._vocabulary_size, self._is_stream = vocabulary_size, is_stream
         self._tokens, self._spans, self._names = array("I"), array("q"), bytearray()
-        self._lengths, self._span_counts, self._name_lengths = array("q"), array("q"), array("q")
+        self._offsets, self._span_offsets, self._name_offsets = (array("q", [0]) for _ in range(3))
 
     def __len__(self) -> int:
-        return len(self._lengths)
+        return len(self._offsets) - 1
 
     @property
     def num_tokens(self) -> int:
@@ -68,29 +64,30 @@ class ShardBuilder:
         """Add a document; neighboring parts that are targets become one range.
 
         Raises:
-            ValueError: it has no tokens, or one outside the vocabulary.
+            ValueError: it has no tokens.
+            OverflowError: a token below 0.
         """
         if not any(len(ids) for ids, _ in parts):
             raise ValueError(f"document {name} has no tokens")
-        if not (self._is_stream and self._lengths):
-            raw = name.encode("utf-8", "replace")
-            self._names += raw
-            self._name_lengths.append(len(raw))
-            self._lengths.append(0)
-            self._span_counts.append(0)
+        if self._is_stream and len(self):  # the document before continues
+            self._offsets.pop()
+            self._span_offsets.pop()
+        else:
+            self._names += name.encode("utf-8", "replace")
+            self._name_offsets.append(len(self._names))
+        begin, first_span = self._offsets[-1], self._span_offsets[-1]
         for ids, is_target in parts:
-            length = self._lengths[-1]
-            if is_target and len(ids):
-                if self._span_counts[-1] and self._spans[-1] == length:
-                    self._spans[-1] += len(ids)
-                else:
-                    self._spans.extend((length, length + len(ids)))
-                    self._span_counts[-1] += 1
-            try:
-                self._tokens.extend(ids)
-            except OverflowError:
-                raise ValueError(f"document {name} has a token below 0 or above 4,294,967,295") from None
-            self._lengths[-1] += len(ids)
+            start = len(self._tokens) - begin
+            self._tokens.extend(ids)
+            stop = len(self._tokens) - begin
+            if not is_target or start == stop:
+                continue
+            if len(self._spans) > 2 * first_span and self._spans[-1] == start:
+                self._spans[-1] = stop
+            else:
+                self._spans.extend((start, stop))
+        self._offsets.append(len(self._tokens))
+        self._span_offsets.append(len(self._spans) // 2)
 
     def build(self) -> Shard:
         """The documents.
@@ -104,18 +101,13 @@ class ShardBuilder:
                 f"token {tokens.max():,} is outside the vocabulary of {self._vocabulary_size:,} tokens"
             )
         return Shard(
-            offsets=_offsets(self._lengths),
-            span_offsets=_offsets(self._span_counts),
-            name_offsets=_offsets(self._name_lengths),
+            offsets=np.array(self._offsets, dtype=np.int64),
+            span_offsets=np.array(self._span_offsets, dtype=np.int64),
+            name_offsets=np.array(self._name_offsets, dtype=np.int64),
             spans=np.array(self._spans, dtype=np.int64).reshape(-1, 2),
-            tokens=tokens.astype(token_dtype(self._vocabulary_size)),
+            tokens=tokens.astype("<u2" if self._vocabulary_size <= 1 << 16 else "<u4"),
             names=np.frombuffer(bytes(self._names), dtype=np.uint8),
         )
-
-
-def _offsets(lengths: array[int]) -> NDArray[np.int64]:
-    """(n + 1,) 0 and the cumulative sums of n lengths."""
-    return np.cumsum([0, *lengths], dtype=np.int64)
 
 
 def encode(
@@ -169,44 +161,37 @@ class StoreWriter:
     Args:
         path: folder of the store.
         tokenizer: makes the tokens.
-        description: one line for people, or a function of the number of documents (or pairs) that returns it.
-        chat_template: chat template of the documents, as JSON.
         part: number of this part, from 0. The writer that finishes the last part writes the header.
-        shard_tokens: tokens after which a shard is written; 0 = `SHARD_TOKENS`.
-        **recipe: other fields of `StoreHeader`: key, split_by, overlong, pairs, parts.
+        **recipe: other fields of `StoreHeader`: chat_template, key, split_by, overlong, pairs, parts, description.
 
     Attributes:
         skipped: reason → number of entries that the source left out; may be set until the block ends.
-        read: documents (or pairs) of the source that are in shards already.
-        shards: shards written so far.
+        shards: shards written so far, those of an interrupted writer among them.
 
     Raises:
         ValueError: `path` holds something else.
     """
 
-    def __init__(
-        self,
-        path: Path | str,
-        tokenizer: Tokenizer,
-        *,
-        description: str | Callable[[int], str] = "",
-        chat_template: str = "",
-        part: int = 0,
-        shard_tokens: int = 0,
-        **recipe: Any,
-    ) -> None:
-        self.path, self.read = Path(path), 0
-        self.skipped, self.shards = dict[str, int](), list[ShardEntry]()
-        self._tokenizer, self._description, self._chat_template = tokenizer, description, chat_template
-        self._part, self._shard_tokens = part, shard_tokens or SHARD_TOKENS
-        self.recipe = StoreHeader(
-            tokenizer.vocabulary_size,
-            tokenizer.name,
-            tokenizer.hash,
-            hashlib.sha256(chat_template.encode()).hexdigest() if chat_template else "",
-            **recipe,
-        )
+    def __init__(self, path: Path | str, tokenizer: Tokenizer, *, part: int = 0, **recipe: Any) -> None:
+        self.path, self.skipped, self.shards = Path(path), dict[str, int](), list[ShardEntry]()
+        self._tokenizer, self._part = tokenizer, part
+        self.recipe = StoreHeader(tokenizer.vocabulary_size, tokenizer.name, tokenizer.hash, **recipe)
         self._begin_shard()
+
+    @property
+    def read(self) -> int:
+        """Number of documents (or pairs) of the source that are in shards already."""
+        return sum(shard.read for shard in self.shards)
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents so far; a preference pair counts as two."""
+        return sum(shard.documents for shard in self.shards) + len(self._builder)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the last shard of this part is there."""
+        return bool(self.shards) and self.shards[-1].skipped is not None
 
     def __enter__(self) -> StoreWriter:
         # Another part of the same store may write its recipe between the first look and the second.
@@ -218,27 +203,21 @@ class StoreWriter:
         # Several parts may begin at once: they write the same content, the recipe first.
         self.recipe.write(self.path / RECIPE)
         write_atomically(self.path / TOKENIZER, self._tokenizer.to_json().encode())
-        if self._chat_template:
-            write_atomically(self.path / CHAT_TEMPLATE, self._chat_template.encode())
-        self._take_over()
+        if self.recipe.chat_template:
+            write_atomically(self.path / CHAT_TEMPLATE, self.recipe.chat_template.encode())
+        try:
+            for shard in part_shards(self.path, self._part):
+                self.shards.append(shard)
+        except ValueError:  # a damaged shard: it and those after it are made again
+            pass
+        for file in self.path.glob(f"*{shard_name(self._part, 0)[:10]}-*"):
+            if file.name.endswith(PARTIAL) or file.name >= self._next_file().name:
+                file.unlink(missing_ok=True)
         return self
 
     def _continues(self) -> bool:
         """Whether an unfinished store of the same recipe is at `path`."""
-        found = StoreHeader.find(self.path / RECIPE)
-        return found is not None and found.is_for(self.recipe) and not (self.path / HEADER).exists()
-
-    def _take_over(self) -> None:
-        """Count the shards that are there already; unfinished ones, and those after a damaged one, are removed."""
-        while self._next_file().is_file():
-            try:
-                self.shards.append(open_shard(self._next_file())[1])
-            except ValueError:
-                break
-        self.read = sum(shard.read for shard in self.shards)
-        for file in self.path.glob(f"*{shard_name(self._part, 0)[:10]}-*"):
-            if file.name.endswith(PARTIAL) or file.name >= self._next_file().name:
-                file.unlink(missing_ok=True)
+        return StoreHeader.find(self.path / RECIPE) == self.recipe and not (self.path / HEADER).exists()
 
     def _next_file(self) -> Path:
         return self.path / shard_name(self._part, len(self.shards))
@@ -271,72 +250,48 @@ class StoreWriter:
         """Count `read` documents (or pairs) of the source, and write the shard if it is large enough."""
         self._builder_read += read
         is_open_pair = self.recipe.pairs and len(self._builder) % 2
-        if self._builder.num_tokens >= self._shard_tokens and not is_open_pair:
+        if self._builder.num_tokens >= SHARD_TOKENS and not is_open_pair:
             self.end_shard()
 
     def end_shard(self) -> None:
         """Write the documents that were added as a shard; without any, do nothing."""
         if len(self._builder):
-            self.shards.append(write_shard(self._next_file(), self._builder.build(), self._builder_read))
-            self.read += self._builder_read
-            self._begin_shard()
+            self._write_shard()
+
+    def _write_shard(self, skipped: dict[str, int] | None = None) -> None:
+        shard = self._builder.build()
+        self.shards.append(write_shard(self._next_file(), shard, self._builder_read, skipped))
+        self._begin_shard()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None:
-            self.end_shard()
-            finished = replace(self.recipe, skipped=self.skipped, shards=tuple(self.shards))
-            finished.write(self.path / part_name(self._part))
-            finish_store(self.path, self._description)
+            if not self.is_finished:
+                self._write_shard(self.skipped)
+            finish_store(self.path)
         elif issubclass(kind, ValueError) and self.recipe.parts == 1:
             remove_store(self.path)
 
 
-def finish_store(path: Path, description: str | Callable[[int], str] = "") -> bool:
-    """Write the header of a store of which all parts are finished; returns whether they are.
+def finish_store(path: Path) -> None:
+    """Write the header of a store if the last shards of all parts are there; several parts may write the same one.
 
     Raises:
         ValueError: a file of the store is damaged.
     """
-    recipe = StoreHeader.read(path / RECIPE)
-    files = [path / part_name(part) for part in range(recipe.parts)]
-    if (path / HEADER).is_file() or not all(file.is_file() for file in files):
-        return (path / HEADER).is_file()  # the writer of another part may have been faster
-    try:
-        parts = [StoreHeader.read(file) for file in files]
-    except ValueError:
-        if (path / HEADER).is_file():  # the writer of another part has finished the store meanwhile
-            return True
-        raise
-    header = replace(
-        recipe, skipped=add_skipped(parts), shards=tuple(shard for part in parts for shard in part.shards)
-    )
-    count = sum(shard.documents for shard in header.shards) // (2 if header.pairs else 1)
-    text = description if isinstance(description, str) else description(count)
-    replace(header, description=text).write(path / HEADER)
-    for file in files:
-        file.unlink(missing_ok=True)
-    return True
-
-
-def store_files(path: Path) -> list[Path]:
-    """The files of a store at `path`, its header first."""
-    patterns = (
-        HEADER,
-        "part-*.json",
-        RECIPE,
-        "shard-*.safetensors",
-        ".*" + PARTIAL,
-        TOKENIZER,
-        CHAT_TEMPLATE,
-    )
-    return [file for pattern in patterns for file in path.glob(pattern) if file.is_file()]
+    header = find_shards(path)
+    if header.is_complete and not (path / HEADER).is_file():
+        count = sum(shard.documents for shard in header.shards) // (2 if header.pairs else 1)
+        description = header.description.replace("{documents}", f"{count:,}")
+        replace(header, description=description).write(path / HEADER)
 
 
 def remove_store(path: Path) -> None:
     """Remove the files of a store, its header first, and the folder if nothing else is in it."""
-    for file in store_files(path):
-        file.unlink(missing_ok=True)
+    patterns = HEADER, RECIPE, "shard-*.safetensors", f".*{PARTIAL}", TOKENIZER, CHAT_TEMPLATE
+    for pattern in patterns:
+        for file in path.glob(pattern):
+            file.unlink(missing_ok=True)
     if path.is_dir() and not any(path.iterdir()):
         path.rmdir()
