@@ -31,6 +31,16 @@ def own_cache(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
+@pytest.fixture(scope="session")
+def known_peak():
+    """Runs do not measure the matmul peak of this machine, which takes longer than most of them."""
+    from multipack.training import precision
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(precision, "matmul_peak", lambda *_, **__: 1e11)
+        yield
+
+
 @pytest.fixture
 def shared_data():
     """The folder of real lengths and texts, where it is at hand."""
@@ -55,7 +65,7 @@ def corpus_path(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def run_words(corpus_path):
+def run_words(corpus_path, known_peak):
     """A run of a second: bytes, a tiny decoder, four packs a step, fp32."""
     return [
         "data=jsonl",

@@ -10,22 +10,13 @@ import sharding as tiny
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from multipack.models.decoder import DecoderPart, initial_parameters
+from multipack.models.decoder import PARALLEL_PLAN, DecoderPart, initial_parameters
 from multipack.parallel.fsdp import shard
 from multipack.parallel.materialize import check_equal, materialize
 from multipack.parallel.state import local, piece_of
+from multipack.parallel.tensor import divide_tensors
 from multipack.parallel.world import World
-
-MATRICES = {
-    "attention.query": ColwiseParallel(),
-    "attention.key": ColwiseParallel(),
-    "attention.value": ColwiseParallel(),
-    "attention.output": RowwiseParallel(),
-    "feed_forward.up": ColwiseParallel(),
-    "feed_forward.down": RowwiseParallel(),
-}
 
 
 @cache  # a process serves many cases, and gloo's groups take their time
@@ -42,8 +33,7 @@ def _divided(world, kind, way):
     model = tiny.on_meta(kind)
     if "tensors" in way:
         mesh = _mesh(world.size // 2, 2)
-        for block in model.blocks:
-            parallelize_module(block, mesh["tp"], MATRICES)
+        divide_tensors(model, mesh["tp"], PARALLEL_PLAN)
     else:
         mesh = _mesh(world.size, 1)
     if "shards" in way:
@@ -84,35 +74,32 @@ def test_four_ranks_get_shards_of_halves_of_matrices(pools):
         assert held < 0.4 * sum(each.numel() for each in tiny.on_meta("gpt").parameters())
 
 
-def _storages():
-    """Storages of all tensors with memory on the CPU, by their address."""
-    tensors = [
-        each for each in gc.get_objects() if isinstance(each, torch.Tensor) and each.device.type == "cpu"
-    ]
+def _bytes_made():
+    """Address → bytes of the tensors on the CPU that were made since `gc.freeze`."""
+    tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor) and not each.is_meta]
     storages = [local(each.detach()).untyped_storage() for each in tensors]
-    return {each.data_ptr(): each for each in storages if each.nbytes()}
+    return {each.data_ptr(): each.nbytes() for each in storages}
 
 
 def _most_alive(world):
     """The largest sum of numbers in tensors that are no piece of the model, at any of the broadcasts."""
     model = tiny.on_meta("llama")
     shard(model, _mesh(world.size, 1)["dp_shard"], reshard=True)
-    before = _storages()  # kept, so that nothing new comes to stand in their places
     broadcast, alive = dist.broadcast, []
 
     def watched(tensor, src):
         pieces = {local(each).untyped_storage().data_ptr() for each in model.parameters()}
         alive.append(math.inf)
         for _ in range(100):  # a thread of gloo may hold what was sent before for a moment longer
-            there = _storages()
-            found = sum(there[place].nbytes() // 4 for place in there.keys() - before.keys() - pieces)
-            alive[-1] = min(alive[-1], found)
-            if found <= tensor.numel():
+            made = _bytes_made()
+            alive[-1] = min(alive[-1], sum(made[place] // 4 for place in made.keys() - pieces))
+            if alive[-1] <= tensor.numel():
                 break
-            del there
             time.sleep(0.01)
         broadcast(tensor, src=src)
 
+    gc.collect()
+    gc.freeze()
     dist.broadcast = watched
     try:
         torch.manual_seed(tiny.SEED)
@@ -120,16 +107,15 @@ def _most_alive(world):
         materialize([model], source, tiny.whole_shapes("llama"), world)
     finally:
         dist.broadcast = broadcast
+        gc.unfreeze()
     assert len(alive) == len(list(model.parameters()))
     return max(alive)
 
 
-def test_a_rank_holds_one_whole_tensor_beside_its_pieces(pool_type):
-    """In processes of its own: it looks at every tensor that there is."""
+def test_a_rank_holds_one_whole_tensor_beside_its_pieces(pools):
     largest = max(torch.Size(shape).numel() for shape in tiny.whole_shapes("llama").values())
-    with pool_type(2) as pool:
-        for most in pool.run(_most_alive):
-            assert largest <= most < 1.1 * largest
+    for most in pools(2).run(_most_alive):
+        assert largest <= most < 1.1 * largest
 
 
 def test_one_process_copies(tmp_path):

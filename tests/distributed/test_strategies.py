@@ -1,12 +1,14 @@
 """The trainer itself, under every strategy: what a run records, evaluates, samples and saves is that of one process."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 import sharding as tiny
 import torch
 
+from multipack.data.prepare import prepare
 from multipack.run import RunDirectory
 from multipack.training.checkpoint import load_checkpoint
 from multipack.training.run_config import compose
@@ -36,22 +38,40 @@ def _compared(key):
     return key.startswith((*losses, "target", "step", "tokens", "documents"))
 
 
-def check(pool, steady, tmp_path, *more):
-    cache = tmp_path / "cache"
-    train(compose([*steady, f"out={tmp_path / 'alone'}"]))
-    printed = pool.run(tiny.train_here, [*steady, *more, f"out={tmp_path / 'found'}"], cache, seconds=120)
-    expected, found = records_of(tmp_path / "alone"), records_of(tmp_path / "found")
-    assert len(found) == len(expected) == STEPS + STEPS // 2 + 1
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours.keys() == theirs.keys()
-        for key, value in theirs.items():
-            assert ours[key] == pytest.approx(value, rel=2e-3 if "norm" in key else 1e-5, abs=1e-5), (
-                key,
-                theirs,
-            )
-    assert not any(printed[1:])  # only rank 0 prints
-    check_random_numbers(tmp_path / "found", pool.size)
-    return printed[0]
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Words → the records of the same run on one process, made once."""
+    made = {}
+
+    def records(words):
+        if tuple(words) not in made:
+            path = tmp_path_factory.mktemp("alone") / "run"
+            train(compose([*words, f"out={path}"]))
+            made[tuple(words)] = records_of(path)
+        return made[tuple(words)]
+
+    return records
+
+
+@pytest.fixture
+def check(pools, alone, tmp_path):
+    """Run on so many ranks, compare with the same run on one process, and return what rank 0 printed."""
+
+    def equal(ranks, words, *parallel):
+        out, cache = tmp_path / "found", tmp_path / "cache"
+        printed = pools(ranks).run(tiny.train_here, [*words, *parallel, f"out={out}"], cache)
+        expected, found = alone(words), records_of(out)
+        assert expected
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours.keys() == theirs.keys()
+            for key, value in theirs.items():
+                near = pytest.approx(value, rel=2e-3 if "norm" in key else 1e-5, abs=1e-5)
+                assert ours[key] == near, (key, theirs)
+        assert not any(printed[1:])  # only rank 0 prints
+        check_random_numbers(out, ranks)
+        return printed[0]
+
+    return equal
 
 
 def check_random_numbers(path, ranks):
@@ -63,76 +83,62 @@ def check_random_numbers(path, ranks):
         assert torch.equal(saved, torch.Generator().manual_seed(seed).get_state()), rank
 
 
+FROZEN = "optimizer.rules=[blocks.2 freeze,blocks.3 freeze,norm freeze,head freeze]"
+DEEP = "model.layers=4 train.fixed_shape=true"
+RUNS = [
+    (2, "train.loss_weighting=document", "parallel.data=zero1"),
+    (2, "", "parallel.data=zero3 train.recompute=full train.tiles=3"),
+    (4, "", "parallel.data=zero2 parallel.tensor=2"),
+    (2, "", "parallel.context=2 parallel.context_method=ring train.recompute=selective"),
+    (4, DEEP, "parallel.pipeline=2 parallel.data=zero3 data.readers=1"),
+    (2, f"{DEEP} model.tied=false {FROZEN}", "parallel.pipeline=2"),  # the last stage is frozen
+]
 SLOW = [
-    ("parallel.data=hsdp",),
-    ("parallel.tensor=4", "model.kv_heads=4"),
-    ("parallel.pipeline=4", "plan.packs_per_step=8"),
-    ("parallel.pipeline=2", "parallel.tensor=2", "parallel.schedule=interleaved"),
-    ("parallel.context=2", "parallel.tensor=2"),
-    ("parallel.data=zero3", "parallel.offload=cpu", "train.tiles=3"),
-    ("data.readers=2", "data.stage=memory"),
+    (4, "", "parallel.data=hsdp"),
+    (4, "model.kv_heads=4", "parallel.tensor=4"),
+    (4, DEEP, "parallel.pipeline=4"),
+    (4, DEEP, "parallel.pipeline=2 parallel.tensor=2 parallel.schedule=interleaved"),
+    (4, "", "parallel.context=2 parallel.tensor=2"),
+    (4, "", "parallel.data=zero3 parallel.offload=cpu train.tiles=3"),
+    (4, "", "data.readers=2 data.stage=memory"),
 ]
 
 
 @pytest.mark.parametrize(
-    "more",
-    [
-        ("parallel.data=zero1",),
-        ("parallel.data=zero3", "train.recompute=full", "train.tiles=3"),
-        ("parallel.data=zero2", "parallel.tensor=2"),
-        ("parallel.context=2", "parallel.context_method=ring", "train.recompute=selective"),
-        ("parallel.pipeline=2", "parallel.data=zero3", "data.readers=1", "train.fixed_shape=true"),
-        *(pytest.param(more, marks=pytest.mark.slow) for more in SLOW),
-    ],
-    ids=" ".join,
+    ("ranks", "shared", "parallel"), [*RUNS, *(pytest.param(*run, marks=pytest.mark.slow) for run in SLOW)]
 )
-def test_a_run_is_that_of_one_process(pools, steady, tmp_path, more):
-    steady = [*steady, *(word for word in more if word.startswith("model."))]
-    if any("pipeline" in word for word in more):
-        steady = [*steady, "model.layers=4", "train.fixed_shape=true"]
-    printed = check(pools(4), steady, tmp_path, *more)
+def test_a_run_is_that_of_one_process(check, steady, ranks, shared, parallel):
+    words = re.findall(r"\S+=\[.*?\]|\S+", shared)
+    printed = check(ranks, [*steady, *words], *parallel.split())
     assert "▌" in printed  # a sample, from the model that nobody holds whole
 
 
-@pytest.mark.parametrize("more", [(), ("parallel.data=zero3",), ("parallel.tensor=2",)], ids=" ".join)
-def test_preferences_are_trained_on_divided_models(pools, steady, tmp_path, more):
-    path = tmp_path / "pairs.jsonl"
-    with path.open("w") as file:
-        for number in range(60):
-            pair = {
-                "prompt": f"Q{number}:",
-                "chosen": "yes " * (1 + number % 5),
-                "rejected": "no " * (1 + number % 3),
-            }
-            file.write(json.dumps(pair) + "\n")
-    pairs = [f"data.path={path}", "data.validation=0.2", "preference.label_smoothing=0.1"]
-    printed = check(pools(2), [*steady, *pairs], tmp_path, *more)
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """Words of preference pairs."""
+    path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    rows = (
+        {"prompt": f"Q{n}:", "chosen": "yes " * (1 + n % 5), "rejected": "no " * (1 + n % 3)}
+        for n in range(60)
+    )
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [f"data.path={path}", "data.validation=0.2", "preference.label_smoothing=0.1"]
+
+
+@pytest.mark.parametrize("parallel", ["parallel.data=zero3", "parallel.tensor=2"])
+def test_preferences_are_trained_on_divided_models(check, steady, pairs, tmp_path, parallel):
+    printed = check(2, [*steady, *pairs], parallel)
     assert "pairs computed" in " ".join(printed.split())
     assert "val_reward_margin" in records_of(tmp_path / "found")[-1]
 
 
-def test_a_mean_over_documents_is_that_of_one_process(pools, steady, tmp_path):
-    check(pools(2), [*steady, "train.loss_weighting=document"], tmp_path)
-
-
-def test_a_stage_that_is_frozen_is_averaged_and_saved_with_the_others(pools, steady, tmp_path):
-    frozen = "[blocks.2 freeze,blocks.3 freeze,norm freeze,head freeze]"
-    steady = [
-        *steady,
-        "model.layers=4",
-        "model.tied=false",
-        f"optimizer.rules={frozen}",
-        "train.fixed_shape=true",
-    ]
-    check(pools(2), steady, tmp_path, "parallel.pipeline=2")
-
-
-def test_a_pipeline_raises_packs_per_step_and_says_so(pools, steady, tmp_path):
-    words = [*steady, "model.layers=4", "plan.packs_per_step=2", f"out={tmp_path / 'run'}"]
-    printed = pools(4).run(tiny.train_here, [*words, "parallel.pipeline=2"], tmp_path / "cache")[0]
-    assert "plan.packs_per_step is 4" in printed
-    assert "pipelines need one shape" in printed
-    assert "pipeline 2 (1f1b, 2 stages) x ddp 2" in printed
-    header = " ".join(printed.split())
-    assert "2 per data-parallel rank" in header  # the two ranks of one model replica share their packs
-    assert "maximum, 2 ranks)" in header
+@pytest.mark.slow
+def test_a_stream_is_that_of_one_process_until_it_ends(check, steady, tmp_path):
+    data = [word for word in steady if word.startswith(("data", "tokenizer"))]
+    config = compose(data)
+    shards = prepare(config.data, config.tokenizer, tmp_path / "shards", shards=3)
+    kept = [word for word in steady if word not in data and not word.startswith("train.steps")]
+    stream = ["data=store", f"data.path={shards}", "data.stream=true", "train.steps=100"]
+    printed = check(2, [*kept, *stream])
+    assert "the stream of documents has ended" in printed
+    assert 2 < records_of(tmp_path / "found")[-1]["step"] < 100
