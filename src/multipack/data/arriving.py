@@ -30,7 +30,7 @@ from multipack.data.data_config import DataConfig
 from multipack.data.documents import Document, Documents
 from multipack.data.overlong import FitReport
 from multipack.data.records import RecordReader, without_nulls
-from multipack.data.shards import HEADER, RECIPE, StoreHeader, find_shards
+from multipack.data.shards import HEADER, StoreHeader, find_shards
 from multipack.data.sources import open_template
 from multipack.data.store import TokenStore
 from multipack.data.texts import SourceDocument
@@ -171,7 +171,7 @@ class Arriving(ABC):
     def _fit(self, store: TokenStore) -> tuple[str, int, bool]:
         """Policy for long documents, overlap, and whether prompts are repeated; see `Documents.fit`."""
         data = self._data
-        policy = store.overlong if data.overlong == "auto" else data.overlong
+        policy = store.header.overlong if data.overlong == "auto" else data.overlong
         return policy, data.overlap, data.repeat_prompt
 
     def state_dict(self) -> dict[str, Any]:
@@ -217,17 +217,17 @@ class GrowingFolder(Arriving):
 
     def _read_chunk(self, number: int) -> TokenStore | None:
         began = time.monotonic()
-        while self._store is None or number >= len(self._store.header.shards):
-            if self._store is not None and self._store.header.is_complete:
+        while self._store is None or number >= len(self._store.shards):
+            if self._store is not None and self._store.is_complete:
                 return None
             if self._refresh():
                 continue
-            count = 0 if self._store is None else len(self._store.header.shards)
+            count = 0 if self._store is None else len(self._store.shards)
             patience = self._data.patience_seconds
             if time.monotonic() - began > patience:
                 raise DocumentsLate(
-                    f"waited {patience:g} s for shard {number} of {self.name} ({count:,} shards are there, and no"
-                    f" {HEADER} that completes the store): resume with train.resume when it has arrived, or raise"
+                    f"waited {patience:g} s for shard {number} of {self.name} ({count:,} shards are there, and"
+                    " none of them is the last): resume with train.resume when it has arrived, or raise"
                     " data.patience_seconds"
                 )
             if self.interrupted:
@@ -239,20 +239,21 @@ class GrowingFolder(Arriving):
         return shard
 
     def _refresh(self) -> bool:
-        """Read the folder; return whether it has more shards, or the header that completes it."""
-        if not any((self._folder / name).is_file() for name in (HEADER, RECIPE)):
+        """Read the folder; return whether it has more shards."""
+        if not (self._folder / HEADER).is_file():
             return False
-        known = () if self._store is None else self._store.header.shards
-        header = find_shards(self._folder, known)
-        if len(header.shards) == len(known) and not header.is_complete:
+        known = [] if self._store is None else self._store.shards
+        header = StoreHeader.read(self._folder)
+        shards = find_shards(self._folder, header.parts, known)
+        if len(shards) == len(known):
             return False
         if header.split_by == "position":
             raise ValueError(
                 f"{self.name} holds one stream of text, which cannot be trained on while it arrives: divide the text"
                 " into documents (data.documents), or wait for it and leave data.stream out"
             )
-        self._store = TokenStore(self._folder, header=header)
-        self.tokenizer, self.chat_template = self._store.tokenizer, self._store.chat_template
+        self._store = TokenStore(self._folder, header=header, shards=shards)
+        self.tokenizer, self.chat_template = self._store.tokenizer, header.chat_template
         return True
 
     def _item(self, documents: Documents, number: int) -> dict[str, Any]:
@@ -377,7 +378,7 @@ class StreamedRecords(Arriving):
         if not len(builder):
             return None
         header = StoreHeader(tokenizer.vocabulary_size, tokenizer.name, tokenizer.hash, pairs=pairs)
-        return TokenStore.of_documents(Path(self.name), builder.build(), header)
+        return TokenStore(Path(self.name), header=header, shards=[builder.build()])
 
     def _advance(self) -> None:
         super()._advance()

@@ -63,7 +63,7 @@ class Corpus:
     @property
     def chat_template(self) -> str:
         """The template of its chats, as JSON; empty without chats."""
-        return self.train.store.chat_template if self.arriving is None else self.arriving.chat_template
+        return self.train.store.header.chat_template if self.arriving is None else self.arriving.chat_template
 
 
 def load_corpus(
@@ -106,7 +106,7 @@ def load_corpus(
         *(_divided(store, data, limit) for store in stores), strict=True
     )
     train, validation, shares = trains[0], validations[0], tuple[Share, ...]()
-    description = stores[0].header.description
+    description = stores[0].description
     if data.source == "mixture":
         names = _names([store.path for store in stores])
         joined = TokenStore.joined(stores[0].path.parent, stores, names)
@@ -128,7 +128,7 @@ def load_corpus(
         description=description,
         train_fit=reduce(add, train_fits),
         validation_fit=reduce(add, validation_fits),
-        skipped=store.header.skipped,
+        skipped=store.skipped,
         prompts=_prompts(validation if len(validation) else train, store.tokenizer, limit),
         store_path=stores[0].path,
         mixture=shares,
@@ -162,7 +162,7 @@ def _divided(
 ) -> tuple[Documents, Documents, FitReport, FitReport]:
     """Training and validation documents of one store, none of them too long, and what was done to those that were."""
     train, validation = _split(store, data, limit)
-    policy = store.overlong if data.overlong == "auto" else data.overlong
+    policy = store.header.overlong if data.overlong == "auto" else data.overlong
     (train, train_fit), (validation, validation_fit) = (
         view.fit(limit, policy, data.overlap, data.repeat_prompt) for view in (train, validation)
     )

@@ -97,7 +97,7 @@ def report_corpus(path: Path | str) -> CorpusReport:
         raise ValueError(f"{path} has no documents")
     longest = int(np.argmax(lengths))
     return CorpusReport(
-        description=header.description if header.is_complete else f"{len(header.shards):,} shards so far",
+        description=store.description if store.is_complete else f"{len(store.shards):,} shards so far",
         documents=len(lengths),
         tokens=documents.num_tokens,
         targets=targets,
@@ -107,8 +107,8 @@ def report_corpus(path: Path | str) -> CorpusReport:
         p99=float(np.percentile(lengths, 99)),
         longest=int(lengths[longest]),
         longest_name=documents.names(longest),
-        duplicates=header.skipped.get("duplicates", 0),
-        skipped=header.skipped,
+        duplicates=store.skipped.get("duplicates", 0),
+        skipped=store.skipped,
         histogram=_histogram(lengths),
         excess=[
             Excess(capacity, int((lengths > capacity).sum()), int(np.maximum(lengths - capacity, 0).sum()))
@@ -117,9 +117,9 @@ def report_corpus(path: Path | str) -> CorpusReport:
         ],
         pairs=store.has_pairs,
         is_stream=header.split_by == "position",
-        shards=len(header.shards),
-        is_complete=header.is_complete,
-        bytes=sum(entry.bytes for entry in header.shards),
+        shards=len(store.shards),
+        is_complete=store.is_complete,
+        bytes=store.bytes,
         vocabulary_size=store.vocabulary_size,
     )
 
@@ -193,7 +193,7 @@ def read_lengths(
         documents = Documents.whole(store)
         if store.header.split_by == "position":
             documents = documents.cut(capacity)
-        policy = store.overlong if data.overlong == "auto" else data.overlong
+        policy = store.header.overlong if data.overlong == "auto" else data.overlong
         documents, fit = documents.fit(capacity, policy, data.overlap, data.repeat_prompt)
         return Lengths(documents.lengths, documents.target_counts, fit)
     if data is not None and data != LengthsConfig():

@@ -1,6 +1,6 @@
 """`prepare`: tokenize a source into a token store, or reuse the store that an earlier call made.
 
-    DataConfig ─▶ Source ─▶ items ─▶ batches ─▶ encode ─▶ StoreWriter ─▶ shards … header
+    DataConfig ─▶ Source ─▶ items ─▶ batches ─▶ encode ─▶ StoreWriter ─▶ shards
 
 A source is read once, and once before to train its tokenizer if necessary. After an interruption the same call
 continues after the finished shards, with the same result. A source of several files can be prepared in parts, by any
@@ -22,7 +22,7 @@ import tokenizers
 from multipack.atomic import cache_folder, is_free, locked
 from multipack.data.data_config import DataConfig, check_choice
 from multipack.data.ray_engine import count_parts, run_parts
-from multipack.data.shards import HEADER, RECIPE, StoreHeader
+from multipack.data.shards import HEADER, StoreHeader
 from multipack.data.sources import Source, open_source
 from multipack.data.store import TokenStore
 from multipack.data.texts import SourceDocument
@@ -75,7 +75,7 @@ def prepare(
     number, parts = _check_options(data, engine, shards, part, out)
     source = open_source(data, tokenizer)
     cache = cache_folder(data.cache)
-    if out is not None and not (is_free(out, leftovers=True) or (out / RECIPE).is_file()):  # before the work
+    if out is not None and not (is_free(out, leftovers=True) or (out / HEADER).is_file()):  # before the work
         raise ValueError(f"{out} exists and is not a token store; choose another folder for the store")
     made = build_tokenizer(tokenizer, source, cache, progress)
     key = _job_key(data, source, made)
@@ -91,7 +91,7 @@ def prepare(
             _write_part(path, source, made, key, number - 1, parts, shards, progress, tell)
             return path
         run_parts(_part_writer(path, data, tokenizer, made, key, parts), parts, progress or _silent)
-        if not (path / HEADER).is_file():
+        if not _is_complete(path, key):
             raise ValueError(
                 f"{path}: not all parts are there; every machine of the cluster must see this folder"
             )
@@ -149,7 +149,7 @@ def _job_key(data: DataConfig, source: Source, tokenizer: Tokenizer) -> str:
 
 
 def _is_complete(path: Path, key: str) -> bool:
-    """Whether the complete store of this job is at `path`, with files of the right sizes."""
+    """Whether the complete store of this job is at `path`, its files not truncated."""
     try:
         return TokenStore(path).header.key == key
     except ValueError:
@@ -157,9 +157,9 @@ def _is_complete(path: Path, key: str) -> bool:
 
 
 def _is_begun(path: Path, key: str, parts: int) -> bool:
-    """Whether an unfinished store of this job is at `path`."""
-    recipe = StoreHeader.find(path / RECIPE)
-    return recipe is not None and (recipe.key, recipe.parts) == (key, parts) and not (path / HEADER).exists()
+    """Whether a store of this job is at `path`, complete or not."""
+    header = StoreHeader.find(path)
+    return header is not None and (header.key, header.parts) == (key, parts)
 
 
 def _write_part(
@@ -191,7 +191,7 @@ def _write_part(
             tell(f"part {part + 1} of {parts} is there already")
             return
         if writer.read:
-            tokens = sum(shard.tokens for shard in writer.shards)
+            tokens = sum(len(shard.tokens) for shard in writer.shards)
             tell(f"{writer.read:,} documents ({tokens:,} tokens) are there from an interrupted prepare")
         read = _fill(writer, source, shards, progress or _silent)
         kept = writer.num_documents // (2 if source.pairs else 1)

@@ -1,4 +1,4 @@
-"""Files of a token store: shards and headers, which are validated when they are read.
+"""Files of a token store: shards and the header, which are validated when they are read.
 
 A shard is a safetensors file of flat, little-endian arrays; a document is a slice of each:
 
@@ -8,17 +8,16 @@ A shard is a safetensors file of flat, little-endian arrays; a document is a sli
     span_offsets   0     1     2          4   int64, documents + 1
     names, name_offsets                       UTF-8, and int64, documents + 1
 
-Its metadata holds a hash of the documents that does not depend on their division into shards.
+Its metadata holds a hash of the documents that does not depend on their division into shards, the number of documents
+that were read for it, and in the last shard of a part what the source skipped.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -32,10 +31,10 @@ from multipack.atomic import write_atomically
 
 Integers = NDArray[np.int64]
 FORMAT, VERSION = "multipack-token-store", 5
-RECIPE, HEADER = "recipe.json", "header.json"
-CHAT_TEMPLATE, TOKENIZER = "chat_template.json", "tokenizer.json"
+HEADER, TOKENIZER, CHAT_TEMPLATE = "header.json", "tokenizer.json", "chat_template.json"
+SHARDS = "shard-*.safetensors"
+_ARRAYS = ("offsets", "span_offsets", "name_offsets", "spans", "tokens", "names")
 _DTYPES = {"U8": "<u1", "U16": "<u2", "U32": "<u4", "I64": "<i8"}
-_NAME, _CONTENT = re.compile(r"shard-\d{4}-\d{5}\.safetensors"), re.compile("[0-9a-f]{32}")
 _LARGEST_JSON = 1 << 26
 _PRIME = (1 << 127) - 1
 _BASE = 0x5A17_93C4_E6B8_0D2F_1E8B_37D6_94A5_C263
@@ -57,6 +56,13 @@ class Shard:
         spans: (spans, 2) int64 [start, stop) ranges of targets, counted from the first token of their document.
         tokens: (tokens,) uint16 or uint32 token ids.
         names: (bytes,) uint8 names of all documents in UTF-8.
+        content: what `hash` gives, or gave when the file was written.
+        read: number of documents (or pairs) read from the source for this shard, including those without tokens.
+        skipped: of the last shard of a part, which may be empty: reason → number of entries that the part's source
+            skipped; None: another shard follows.
+        file: the file; None = in memory.
+        bytes: size of the file.
+        label: begins the names of the documents.
     """
 
     offsets: Integers
@@ -65,6 +71,12 @@ class Shard:
     spans: Integers
     tokens: NDArray[np.unsignedinteger]
     names: NDArray[np.uint8]
+    content: int = 0
+    read: int = 0
+    skipped: dict[str, int] | None = None
+    file: Path | None = None
+    bytes: int = 0
+    label: str = ""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -80,22 +92,23 @@ class Shard:
     def name(self, document: int) -> str:
         """Name of a document."""
         raw = self.names[self.name_offsets[document] : self.name_offsets[document + 1]]
-        return raw.tobytes().decode("utf-8", "replace")
+        return self.label + raw.tobytes().decode("utf-8", "replace")
 
     def in_memory(self) -> Shard:
         """A copy in memory, read-only."""
-        arrays = {name: np.array(values) for name, values in vars(self).items()}
+        arrays: dict[str, Any] = {name: np.array(getattr(self, name)) for name in _ARRAYS}
         for values in arrays.values():
             values.flags.writeable = False
-        return Shard(**arrays)
+        return replace(self, **arrays, file=None)
 
-    def content(self) -> int:
+    def hash(self) -> int:
         """Hash of tokens, targets and names of the documents; see `chain`."""
         return chain((self._digest(document), 1) for document in range(len(self)))
 
     def _digest(self, document: int) -> int:
         tokens, spans = self.tokens_of(document), self.spans_of(document)
-        digest = hashlib.blake2b(f"{len(tokens)} {len(spans)} {self.name(document)}".encode(), digest_size=15)
+        name = self.names[self.name_offsets[document] : self.name_offsets[document + 1]]
+        digest = hashlib.blake2b(f"{len(tokens)} {len(spans)} ".encode() + name.tobytes(), digest_size=15)
         digest.update(tokens.data)
         digest.update(spans.data)
         return int.from_bytes(digest.digest(), "big")
@@ -117,6 +130,12 @@ class Shard:
             if len(lengths) and lengths.min() < min_length:
                 raise ValueError(f"{name} does not increase at document {int(np.argmin(lengths))}")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For other processes, which map the file again."""
+        if self.file is not None:
+            return open_shard, (self.file, self.label)
+        return Shard, tuple(vars(self).values())
+
 
 def chain(parts: Iterable[tuple[int, int]]) -> int:
     """Hash of a sequence of documents from the (hash, number of documents) of its parts.
@@ -135,50 +154,28 @@ def damaged(place: object, reason: str) -> ValueError:
     return ValueError(f"{place}: {reason}: the store is damaged; remove it and prepare it again")
 
 
-@dataclass(frozen=True)
-class ShardEntry:
-    """A header's description of one shard.
-
-    Attributes:
-        name: file name.
-        bytes: size of the file in bytes.
-        content: `Shard.content` in hexadecimal.
-        documents: number of documents; a preference pair counts as two.
-        tokens: number of tokens.
-        read: number of documents (or pairs) read from the source for this shard, including those without tokens.
-        skipped: of the last shard of a part, which may be empty: reason → number of entries that the part's source
-            skipped; None: another shard follows.
-    """
-
-    name: str
-    bytes: int
-    content: str
-    documents: int
-    tokens: int
-    read: int
-    skipped: dict[str, int] | None
-
-
-def write_shard(path: Path, shard: Shard, read: int, skipped: dict[str, int] | None = None) -> ShardEntry:
-    """Write a shard atomically; see `ShardEntry` for `read` and `skipped`.
+def write_shard(path: Path, shard: Shard, read: int, skipped: dict[str, int] | None = None) -> None:
+    """Write a shard atomically; see `Shard` for `read` and `skipped`.
 
     Raises:
         OSError: the file cannot be written; `filename` is its path.
     """
-    about = {"version": VERSION, "read": read, "content": f"{shard.content():032x}", "skipped": skipped}
+    about = {"version": VERSION, "content": f"{shard.content:032x}", "read": read, "skipped": skipped}
     # One key: the library writes several in a random order, and equal shards have equal bytes.
-    metadata = {FORMAT: json.dumps(about)}
-    content = save({entry.name: getattr(shard, entry.name) for entry in fields(shard)}, metadata)
+    content = save({name: getattr(shard, name) for name in _ARRAYS}, {FORMAT: json.dumps(about)})
     try:
         write_atomically(path, content)
     except OSError as error:
         error.filename = str(path)  # the error of a full disk names no file
         raise
-    return _entry(path, len(content), shard, about)
 
 
-def open_shard(path: Path) -> tuple[Shard, ShardEntry]:
-    """Map a shard, and make its entry from the file; its hash is not compared.
+def open_shard(path: Path, label: str = "") -> Shard:
+    """Map a shard; its hash is not compared.
+
+    Args:
+        path: the file.
+        label: begins the names of its documents.
 
     Raises:
         ValueError: the file is not a shard, truncated or damaged.
@@ -193,12 +190,18 @@ def open_shard(path: Path) -> tuple[Shard, ShardEntry]:
         if about["version"] != VERSION:
             raise ValueError("another version")
         data = np.memmap(path, dtype=np.uint8, mode="r", offset=begin).view(np.ndarray)
-        shard = Shard(**{entry.name: _array(data, entry.name, layout[entry.name]) for entry in fields(Shard)})
+        shard = Shard(
+            **{name: _array(data, name, layout[name]) for name in _ARRAYS},
+            content=int(about["content"], 16),
+            read=int(about["read"]),
+            skipped=about["skipped"],
+            file=path,
+            bytes=begin + len(data),
+            label=label,
+        )
         shard.check()
-        return shard, _entry(path, begin + len(data), shard, about)
-    except FileNotFoundError as error:
-        raise damaged(path, "the file is missing") from error
-    except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
+        return shard
+    except (SafetensorError, FileNotFoundError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise damaged(path, f"not a shard ({error})") from error
 
 
@@ -210,14 +213,9 @@ def _array(data: NDArray[np.uint8], name: str, place: dict[str, Any]) -> NDArray
     return values.reshape(-1, 2) if name == "spans" else values
 
 
-def _entry(path: Path, size: int, shard: Shard, about: dict[str, Any]) -> ShardEntry:
-    counts = len(shard), len(shard.tokens), int(about["read"])
-    return ShardEntry(path.name, size, str(about["content"]), *counts, about["skipped"])
-
-
 @dataclass(frozen=True)
 class StoreHeader:
-    """Content of `header.json`, and of `recipe.json`, which has no shards.
+    """Content of `header.json`: what determines the documents of a store.
 
     Attributes:
         vocabulary_size: every token id is less than this.
@@ -230,8 +228,7 @@ class StoreHeader:
         overlong: policy for documents longer than a pack if `data.overlong` is auto.
         pairs: whether documents 2i and 2i + 1 are the chosen and the rejected answer of preference pair i.
         parts: number of parts that are prepared separately.
-        description: one line about the source; in a recipe `{documents}` stands for their number.
-        shards: the shards, in order.
+        description: one line about the source, in which `{documents}` stands for the number of documents.
     """
 
     vocabulary_size: int
@@ -244,108 +241,82 @@ class StoreHeader:
     pairs: bool = False
     parts: int = 1
     description: str = ""
-    shards: tuple[ShardEntry, ...] = ()
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the last shard of each part is there."""
-        return sum(shard.skipped is not None for shard in self.shards) == self.parts
-
-    @property
-    def skipped(self) -> dict[str, int]:
-        """Reason → number of entries that the source skipped."""
-        total = Counter[str]()
-        for shard in self.shards:
-            total.update(shard.skipped or {})
-        return dict(total)
-
-    @property
-    def content_hash(self) -> str:
-        """Sha256 that identifies tokens, targets, names and tokenizer, whatever the division into shards."""
-        documents = chain((int(shard.content, 16), shard.documents) for shard in self.shards)
-        decisive = [self.tokenizer_hash, self.split_by, self.pairs, documents]
-        return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
 
     def _checksum(self) -> str:
         canonical = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
-    def write(self, file: Path) -> None:
-        """Write the header and its checksum to `file`, atomically."""
+    def write(self, folder: Path) -> None:
+        """Write the header and its checksum to a store's folder, atomically."""
         content = {"format": FORMAT, "version": VERSION, **asdict(self), "checksum": self._checksum()}
-        write_atomically(file, (json.dumps(content, indent=1) + "\n").encode())
+        write_atomically(folder / HEADER, (json.dumps(content, indent=1) + "\n").encode())
 
     @classmethod
-    def find(cls, file: Path) -> StoreHeader | None:
-        """Read the header in `file`; None if there is no valid one."""
+    def find(cls, folder: Path) -> StoreHeader | None:
+        """The header of the store in a folder, complete or not; None if there is no valid one."""
         try:
-            return cls.read(file)
+            return cls.read(folder)
         except ValueError:
             return None
 
     @classmethod
-    def read(cls, file: Path) -> StoreHeader:
-        """Read and check the header in `file`.
+    def read(cls, folder: Path) -> StoreHeader:
+        """Read and check the header of the store in a folder, complete or not.
 
         Raises:
             ValueError: the file is missing, of another version, or damaged.
         """
+        file = folder / HEADER
         if not file.is_file():
             raise ValueError(
-                f"{file.parent} is not a complete token store (it has no {file.name}); `multipack prepare` makes one"
+                f"{folder} is not a token store (it has no {HEADER}); `multipack prepare` makes one"
             )
         try:
             content = json.loads(file.read_bytes()) if file.stat().st_size <= _LARGEST_JSON else {}
             version = content.pop("format"), content.pop("version")
             if version == (FORMAT, VERSION):
-                checksum = content.pop("checksum")
-                shards = tuple(ShardEntry(**shard) for shard in content.pop("shards"))
-                header = cls(**content, shards=shards)
-                is_valid = header._checksum() == checksum and all(
-                    _NAME.fullmatch(shard.name) and _CONTENT.fullmatch(shard.content) for shard in shards
-                )
+                checksum, header = content.pop("checksum"), cls(**content)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise damaged(file, f"not the header of a token store ({error})") from error
         if version != (FORMAT, VERSION):
             raise ValueError(
-                f"{file.parent} has version {version[1]} of the token store's format, and this multipack reads version"
+                f"{folder} has version {version[1]} of the token store's format, and this multipack reads version"
                 f" {VERSION}: prepare the store again (or update multipack)"
             )
-        if not is_valid:
+        if header._checksum() != checksum:
             raise damaged(file, "it was edited (its checksum differs)")
         return header
 
 
-def part_shards(folder: Path, part: int, known: Sequence[ShardEntry] = ()) -> Iterator[ShardEntry]:
-    """The entries of a part's shards in order, up to the first that is missing; those in `known` are not opened.
+def part_shards(folder: Path, part: int, known: Sequence[Shard] = ()) -> Iterator[Shard]:
+    """The shards of a part in order, up to the first that is missing; those in `known` are not opened again.
 
     Raises:
         ValueError: a shard is damaged.
     """
-    entries = {entry.name: entry for entry in known}
+    opened = {shard.file: shard for shard in known}
     for number in count():
         file = folder / shard_name(part, number)
-        if not file.is_file():
+        if file not in opened and not file.is_file():
             return
-        yield entries[file.name] if file.name in entries else open_shard(file)[1]
+        yield opened[file] if file in opened else open_shard(file)
 
 
-def find_shards(folder: Path, known: Sequence[ShardEntry] = ()) -> StoreHeader:
-    """The header of a store that may still grow, with the shards that can be read now, in order.
+def find_shards(folder: Path, parts: int, known: Sequence[Shard] = ()) -> list[Shard]:
+    """The shards of a store that may still grow, in order, up to the first that is missing.
 
     Args:
         folder: folder of the store.
+        parts: number of parts of the store.
         known: shards that an earlier call has found; they are not opened again.
 
     Raises:
-        ValueError: the folder has neither a header nor a recipe, or one is damaged.
+        ValueError: a shard is damaged.
     """
-    if (folder / HEADER).is_file():
-        return StoreHeader.read(folder / HEADER)
-    recipe, found = StoreHeader.read(folder / RECIPE), list[ShardEntry]()
-    for part in range(recipe.parts):
+    found = list[Shard]()
+    for part in range(parts):
         shards = list(part_shards(folder, part, known))
         found += shards
         if not shards or shards[-1].skipped is None:  # the part is not finished
             break
-    return replace(recipe, shards=tuple(found))
+    return found

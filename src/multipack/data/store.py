@@ -1,21 +1,23 @@
-"""The token store: a folder of shards, complete when its header is there.
+"""The token store: a folder of shards, complete when the last shard of each part is there.
 
 books/
-  recipe.json                     source, settings and tokenizer; written first
+  header.json                     source, settings and tokenizer; written first
   tokenizer.json
   chat_template.json              of chats only: for `tokenizer.path=books`
   shard-0000-00000.safetensors    part 0, shard 0: flat arrays (see `data/shards.py`); each appears whole, in order
-  shard-0000-00001.safetensors    the last shard of a part is marked as such
-  header.json                     last: all shards with their sizes and hashes, counts, and its own checksum
+  shard-0000-00001.safetensors    the last shard of a part says that it is the last
 
-A store that grows has no header yet. Joined stores, a copy of a store, and documents in memory also consist of a header
-and shards. No code from a store is executed or unpickled; sizes are checked before arrays are used.
+Growing, joined and copied stores, and documents in memory, also consist of a header and shards. No code from a store is
+executed or unpickled; sizes are checked before arrays are used.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,45 +25,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from multipack.data.shards import (
-    HEADER,
-    TOKENIZER,
-    Integers,
-    Shard,
-    ShardEntry,
-    StoreHeader,
-    damaged,
-    find_shards,
-    open_shard,
-)
+from multipack.data.shards import TOKENIZER, Integers, Shard, StoreHeader, chain, damaged, find_shards
 from multipack.data.tokenizer import Progress, Tokenizer
 
 
-@dataclass
-class _Place:
-    """Where the documents of a shard are: in a file, which is mapped when it is first used, or in memory."""
-
-    entry: ShardEntry
-    file: Path | None
-    shard: Shard | None = None
-    label: str = ""
-
-    def open(self) -> Shard:
-        if self.shard is None:
-            assert self.file is not None
-            shard, entry = open_shard(self.file)
-            if entry != self.entry:
-                raise damaged(self.file, "it is not the shard that the header names")
-            self.shard = shard
-        return self.shard
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For other processes, which map the file again."""
-        return vars(self) | ({"shard": None} if self.file is not None else {})
-
-
 class TokenStore:
-    """A token store, read-only. Opening it reads its header only; shards are mapped when they are first used.
+    """A token store, read-only; its shards are mapped.
 
     A preference pair is two documents here, the chosen answer and the rejected one.
 
@@ -70,18 +39,19 @@ class TokenStore:
         folder: folder to read, if it is a copy elsewhere (see `data/staging.py`); None = `path`.
         growing: whether to open also an incomplete store, with the shards that can be read now.
         header: header to use instead of the folder's; None = read it.
-        places: the shards of the header; None = the folder's files.
+        shards: shards to use instead of the folder's; None = open them.
 
     Attributes:
-        path, folder, header: as given, or read.
+        path, folder, header, shards: as given, or read.
         first: (shards + 1,) number of the first document of each shard.
         num_documents: number of documents.
         num_tokens: number of tokens.
         vocabulary_size: every token is less than this.
         has_pairs: whether documents 2i and 2i + 1 are preference pair i.
-        overlong: policy for documents longer than a pack where `data.overlong` is auto.
-        chat_template: template of the chats, as JSON; empty without chats, and if joined stores differ in it.
-        checksum: identifies the content, whatever its division into shards.
+        checksum: identifies tokens, targets, names and tokenizer, whatever the division into shards.
+        is_complete: whether the last shard of each part is there.
+        skipped: reason → number of entries that the source skipped.
+        description: one line about the source.
         bytes_asked: bytes of tokens and target ranges that this process has requested from storage; of a store in
             memory the bytes of its files. Reads for planning and by `verify` are not counted.
 
@@ -96,30 +66,32 @@ class TokenStore:
         *,
         growing: bool = False,
         header: StoreHeader | None = None,
-        places: Sequence[_Place] | None = None,
+        shards: Sequence[Shard] | None = None,
     ) -> None:
         self.path = Path(path)
         self.folder = self.path if folder is None else Path(folder)
-        if header is None:
-            header = find_shards(self.folder) if growing else StoreHeader.read(self.folder / HEADER)
-        if places is None:
-            places = [_Place(entry, self.folder / entry.name) for entry in header.shards]
-            for entry in header.shards:
-                _check_size(self.folder / entry.name, entry.bytes)
-        self.header, self._places = header, list(places)
-        self.first = np.cumsum([0, *(entry.documents for entry in header.shards)])
+        self.header = header or StoreHeader.read(self.folder)
+        self.shards = find_shards(self.folder, self.header.parts) if shards is None else list(shards)
+        lasts = [shard.skipped for shard in self.shards if shard.skipped is not None]
+        self.is_complete, self.skipped = (
+            len(lasts) == self.header.parts,
+            dict(sum(map(Counter, lasts), Counter())),
+        )
+        if shards is None and not (growing or self.is_complete):
+            raise ValueError(
+                f"{self.folder} is not a complete token store ({len(self.shards):,} shards are there, and the last one"
+                " is missing): continue with the same `multipack prepare`, or train on it with data.stream=true"
+            )
+        self.first = np.cumsum([0, *map(len, self.shards)])
         self.num_documents = int(self.first[-1])
-        self.num_tokens = sum(entry.tokens for entry in header.shards)
-        self.vocabulary_size, self.has_pairs = header.vocabulary_size, header.pairs
-        self.overlong, self.chat_template = header.overlong, header.chat_template
-        self.checksum, self.bytes_asked = header.content_hash, 0
-
-    @classmethod
-    def of_documents(cls, path: Path, shard: Shard, header: StoreHeader) -> TokenStore:
-        """A store of documents that are in memory; `path` names it."""
-        counts = len(shard), len(shard.tokens), len(shard)
-        entry = ShardEntry("memory", 0, f"{shard.content():032x}", *counts, {})
-        return cls(path, header=replace(header, shards=(entry,)), places=[_Place(entry, None, shard)])
+        self.num_tokens = sum(len(shard.tokens) for shard in self.shards)
+        self.vocabulary_size, self.has_pairs = self.header.vocabulary_size, self.header.pairs
+        number = self.num_documents // (2 if self.has_pairs else 1)
+        self.description = self.header.description.replace("{documents}", f"{number:,}")
+        content = chain((shard.content, len(shard)) for shard in self.shards)
+        decisive = [self.header.tokenizer_hash, self.header.split_by, self.has_pairs, content]
+        self.checksum = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
+        self.bytes_asked = 0
 
     @classmethod
     def joined(cls, path: Path, stores: Sequence[TokenStore], labels: Sequence[str]) -> TokenStore:
@@ -131,47 +103,47 @@ class TokenStore:
         first = stores[0]
         for other in stores[1:]:
             _check_joinable(first, other)
-        have_one_template = len({store.chat_template for store in stores}) == 1
-        header = replace(
-            first.header,
-            shards=tuple(entry for store in stores for entry in store.header.shards),
-            chat_template=first.chat_template if have_one_template else "",
-        )
-        places = [
-            replace(place, label=f"{label}: ")
+        templates = {store.header.chat_template for store in stores}
+        header = replace(first.header, chat_template=templates.pop() if len(templates) == 1 else "")
+        shards = [
+            replace(shard, label=f"{label}: ")
             for store, label in zip(stores, labels, strict=True)
-            for place in store._places
+            for shard in store.shards
         ]
-        return cls(path, first.folder, header=header, places=places)
+        return cls(path, first.folder, header=header, shards=shards)
 
     def in_memory(self) -> TokenStore:
         """The same store, its arrays read into the memory of this process."""
-        places = [replace(place, file=None, shard=place.open().in_memory()) for place in self._places]
-        store = TokenStore(self.path, self.folder, header=self.header, places=places)
-        store.bytes_asked = sum(entry.bytes for entry in self.header.shards)
+        shards = [shard.in_memory() for shard in self.shards]
+        store = TokenStore(self.path, self.folder, header=self.header, shards=shards)
+        store.bytes_asked = store.bytes
         return store
+
+    @property
+    def bytes(self) -> int:
+        """Size of all shards."""
+        return sum(shard.bytes for shard in self.shards)
 
     def shard(self, number: int) -> TokenStore:
         """The documents of one shard."""
-        header = replace(self.header, shards=(self.header.shards[number],))
-        return TokenStore(self.path, self.folder, header=header, places=[self._places[number]])
+        return TokenStore(self.path, self.folder, header=self.header, shards=[self.shards[number]])
 
     def __getstate__(self) -> dict[str, Any]:
         """For other processes, which compute again what can be computed."""
         return {name: value for name, value in vars(self).items() if name not in ("lengths", "tokenizer")}
 
-    def _find(self, document: int) -> tuple[_Place, int]:
-        """Where a document is, and its number there."""
+    def _find(self, document: int) -> tuple[Shard, int]:
+        """The shard of a document, and its number there."""
         if not 0 <= document < self.num_documents:
             raise IndexError(f"document {document} of {self.num_documents:,}")
         number = int(np.searchsorted(self.first, document, "right")) - 1
-        return self._places[number], document - int(self.first[number])
+        return self.shards[number], document - int(self.first[number])
 
     @cached_property
     def lengths(self) -> Integers:
         """(documents,) tokens of each document, read-only."""
         none = np.zeros(0, dtype=np.int64)
-        lengths = np.concatenate([none, *(np.diff(place.open().offsets) for place in self._places)])
+        lengths = np.concatenate([none, *(np.diff(shard.offsets) for shard in self.shards)])
         lengths.flags.writeable = False
         return lengths
 
@@ -196,13 +168,13 @@ class TokenStore:
             IndexError: they are outside the document.
             ValueError: a token is outside the vocabulary: the store is damaged.
         """
-        place, number = self._find(document)
-        whole = place.open().tokens_of(number)
+        shard, number = self._find(document)
+        whole = shard.tokens_of(number)
         stop = len(whole) if length is None else start + length
         if not 0 <= start <= stop <= len(whole):
             raise IndexError(f"tokens {start} to {stop} of document {document}, which has {len(whole)}")
         tokens = whole[start:stop]
-        self.bytes_asked += 0 if place.file is None else tokens.nbytes
+        self.bytes_asked += 0 if shard.file is None else tokens.nbytes
         if len(tokens) and int(tokens.max()) >= self.vocabulary_size:
             raise damaged(
                 self.path,
@@ -213,9 +185,9 @@ class TokenStore:
 
     def spans_of(self, document: int) -> Integers:
         """(k, 2) ranges of targets of a document."""
-        place, number = self._find(document)
-        spans = place.open().spans_of(number)
-        self.bytes_asked += 0 if place.file is None else spans.nbytes
+        shard, number = self._find(document)
+        spans = shard.spans_of(number)
+        self.bytes_asked += 0 if shard.file is None else spans.nbytes
         return spans
 
     def spans_of_each(self, documents: Integers) -> tuple[Integers, Integers]:
@@ -228,7 +200,7 @@ class TokenStore:
         counts = np.zeros(len(documents), dtype=np.int64)
         found: list[tuple[Integers, Integers]] = []  # places in the result, ranges
         for shard_number in np.unique(owner):
-            shard, mine = self._places[shard_number].open(), np.flatnonzero(owner == shard_number)
+            shard, mine = self.shards[shard_number], np.flatnonzero(owner == shard_number)
             numbers = documents[mine] - self.first[shard_number]
             first = np.asarray(shard.span_offsets[numbers])
             counts[mine] = shard.span_offsets[numbers + 1] - first
@@ -241,33 +213,26 @@ class TokenStore:
 
     def name(self, document: int) -> str:
         """Name of a document."""
-        place, number = self._find(document)
-        return place.label + place.open().name(number)
+        shard, number = self._find(document)
+        return shard.name(number)
 
     def verify(self, progress: Progress | None = None) -> None:
-        """Read everything, and compare it with the hashes in the header.
+        """Read everything, and compare it with the hashes in the shards.
 
         Raises:
             ValueError: a file has changed.
         """
-        done, total = 0, sum(entry.bytes for entry in self.header.shards)
-        for place in self._places:
-            if place.open().content() != int(place.entry.content, 16):
-                raise damaged(place.file or self.path, "its content has changed (its hash differs)")
-            done += place.entry.bytes
+        done = 0
+        for shard in self.shards:
+            if shard.hash() != shard.content:
+                raise damaged(shard.file or self.path, "its content has changed (its hash differs)")
+            done += shard.bytes
             if progress is not None:
-                progress(done, total, "bytes verified")
+                progress(done, self.bytes, "bytes verified")
         _ = self.tokenizer
 
     def __repr__(self) -> str:
         return f"TokenStore({str(self.path)!r}, {self.num_documents:,} documents, {self.num_tokens:,} tokens)"
-
-
-def _check_size(file: Path, size: int) -> None:
-    if not file.is_file():
-        raise damaged(file, "the file is missing")
-    if (found := file.stat().st_size) != size:
-        raise damaged(file, f"the file has {found:,} bytes instead of {size:,}")
 
 
 def _ranges(first: Integers, counts: Integers) -> Integers:

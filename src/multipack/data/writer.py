@@ -20,12 +20,11 @@ from multipack.atomic import PARTIAL, is_free, write_atomically
 from multipack.data.shards import (
     CHAT_TEMPLATE,
     HEADER,
-    RECIPE,
+    SHARDS,
     TOKENIZER,
     Shard,
-    ShardEntry,
     StoreHeader,
-    find_shards,
+    open_shard,
     part_shards,
     shard_name,
     write_shard,
@@ -100,7 +99,7 @@ class ShardBuilder:
             raise ValueError(
                 f"token {tokens.max():,} is outside the vocabulary of {self._vocabulary_size:,} tokens"
             )
-        return Shard(
+        shard = Shard(
             offsets=np.array(self._offsets, dtype=np.int64),
             span_offsets=np.array(self._span_offsets, dtype=np.int64),
             name_offsets=np.array(self._name_offsets, dtype=np.int64),
@@ -108,6 +107,7 @@ class ShardBuilder:
             tokens=tokens.astype("<u2" if self._vocabulary_size <= 1 << 16 else "<u4"),
             names=np.frombuffer(bytes(self._names), dtype=np.uint8),
         )
+        return replace(shard, content=shard.hash())
 
 
 def encode(
@@ -154,15 +154,15 @@ class StoreWriter:
         with StoreWriter(path, tokenizer) as writer:
             writer.add("a.txt", [(tokenizer.encode(text), True)])
 
-    Shards appear while the block runs, and the header when it has ended without an exception. A writer of the same
-    recipe continues after the shards that an interrupted one left (`read` says after which documents); a ValueError
+    Shards appear while the block runs, the last one when it ends without an exception. A writer with the same header
+    continues after the shards that an interrupted one left (`read` says after which documents); a ValueError
     in the block removes the shards, since the same input would fail again.
 
     Args:
         path: folder of the store.
         tokenizer: makes the tokens.
-        part: number of this part, from 0. The writer that finishes the last part writes the header.
-        **recipe: other fields of `StoreHeader`: chat_template, key, split_by, overlong, pairs, parts, description.
+        part: number of this part, from 0.
+        **header: other fields of `StoreHeader`: chat_template, key, split_by, overlong, pairs, parts, description.
 
     Attributes:
         skipped: reason → number of entries that the source left out; may be set until the block ends.
@@ -170,12 +170,13 @@ class StoreWriter:
 
     Raises:
         ValueError: `path` holds something else.
+        RuntimeError: documents are added to a part that is finished.
     """
 
-    def __init__(self, path: Path | str, tokenizer: Tokenizer, *, part: int = 0, **recipe: Any) -> None:
-        self.path, self.skipped, self.shards = Path(path), dict[str, int](), list[ShardEntry]()
+    def __init__(self, path: Path | str, tokenizer: Tokenizer, *, part: int = 0, **header: Any) -> None:
+        self.path, self.skipped, self.shards = Path(path), dict[str, int](), list[Shard]()
         self._tokenizer, self._part = tokenizer, part
-        self.recipe = StoreHeader(tokenizer.vocabulary_size, tokenizer.name, tokenizer.hash, **recipe)
+        self.header = StoreHeader(tokenizer.vocabulary_size, tokenizer.name, tokenizer.hash, **header)
         self._begin_shard()
 
     @property
@@ -186,7 +187,7 @@ class StoreWriter:
     @property
     def num_documents(self) -> int:
         """Number of documents so far; a preference pair counts as two."""
-        return sum(shard.documents for shard in self.shards) + len(self._builder)
+        return sum(map(len, self.shards)) + len(self._builder)
 
     @property
     def is_finished(self) -> bool:
@@ -194,17 +195,16 @@ class StoreWriter:
         return bool(self.shards) and self.shards[-1].skipped is not None
 
     def __enter__(self) -> StoreWriter:
-        # Another part of the same store may write its recipe between the first look and the second.
+        # Another part of the same store may write its header between the first look and the second.
         if not (self._continues() or is_free(self.path, leftovers=True) or self._continues()):
             raise ValueError(
-                f"{self.path} holds a token store of other documents, another tokenizer or other parts, a damaged one,"
-                " or something else; remove it or choose another folder"
+                f"{self.path} holds a token store of other documents, another tokenizer or other parts, or something"
+                " else; remove it or choose another folder"
             )
-        # Several parts may begin at once: they write the same content, the recipe first.
-        self.recipe.write(self.path / RECIPE)
+        self.header.write(self.path)  # several parts may begin at once: they write the same content
         write_atomically(self.path / TOKENIZER, self._tokenizer.to_json().encode())
-        if self.recipe.chat_template:
-            write_atomically(self.path / CHAT_TEMPLATE, self.recipe.chat_template.encode())
+        if self.header.chat_template:
+            write_atomically(self.path / CHAT_TEMPLATE, self.header.chat_template.encode())
         try:
             for shard in part_shards(self.path, self._part):
                 self.shards.append(shard)
@@ -216,14 +216,13 @@ class StoreWriter:
         return self
 
     def _continues(self) -> bool:
-        """Whether an unfinished store of the same recipe is at `path`."""
-        return StoreHeader.find(self.path / RECIPE) == self.recipe and not (self.path / HEADER).exists()
+        return StoreHeader.find(self.path) == self.header
 
     def _next_file(self) -> Path:
         return self.path / shard_name(self._part, len(self.shards))
 
     def _begin_shard(self) -> None:
-        self._builder = ShardBuilder(self.recipe.vocabulary_size, self.recipe.split_by == "position")
+        self._builder = ShardBuilder(self.header.vocabulary_size, self.header.split_by == "position")
         self._builder_read = 0
 
     def add(self, name: str, parts: Sequence[EncodedPart]) -> None:
@@ -249,7 +248,7 @@ class StoreWriter:
     def _count(self, read: int) -> None:
         """Count `read` documents (or pairs) of the source, and write the shard if it is large enough."""
         self._builder_read += read
-        is_open_pair = self.recipe.pairs and len(self._builder) % 2
+        is_open_pair = self.header.pairs and len(self._builder) % 2
         if self._builder.num_tokens >= SHARD_TOKENS and not is_open_pair:
             self.end_shard()
 
@@ -259,38 +258,26 @@ class StoreWriter:
             self._write_shard()
 
     def _write_shard(self, skipped: dict[str, int] | None = None) -> None:
-        shard = self._builder.build()
-        self.shards.append(write_shard(self._next_file(), shard, self._builder_read, skipped))
+        if self.is_finished:
+            raise RuntimeError(f"{self.path}: this part of the store is complete; choose another folder")
+        file = self._next_file()
+        write_shard(file, self._builder.build(), self._builder_read, skipped)
+        self.shards.append(open_shard(file))
         self._begin_shard()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None:
-            if not self.is_finished:
+            if len(self._builder) or not self.is_finished:
                 self._write_shard(self.skipped)
-            finish_store(self.path)
-        elif issubclass(kind, ValueError) and self.recipe.parts == 1:
+        elif issubclass(kind, ValueError) and self.header.parts == 1:
             remove_store(self.path)
-
-
-def finish_store(path: Path) -> None:
-    """Write the header of a store if the last shards of all parts are there; several parts may write the same one.
-
-    Raises:
-        ValueError: a file of the store is damaged.
-    """
-    header = find_shards(path)
-    if header.is_complete and not (path / HEADER).is_file():
-        count = sum(shard.documents for shard in header.shards) // (2 if header.pairs else 1)
-        description = header.description.replace("{documents}", f"{count:,}")
-        replace(header, description=description).write(path / HEADER)
 
 
 def remove_store(path: Path) -> None:
     """Remove the files of a store, its header first, and the folder if nothing else is in it."""
-    patterns = HEADER, RECIPE, "shard-*.safetensors", f".*{PARTIAL}", TOKENIZER, CHAT_TEMPLATE
-    for pattern in patterns:
+    for pattern in (HEADER, SHARDS, f".*{PARTIAL}", TOKENIZER, CHAT_TEMPLATE):
         for file in path.glob(pattern):
             file.unlink(missing_ok=True)
     if path.is_dir() and not any(path.iterdir()):
