@@ -213,7 +213,7 @@ def test_backends_of_a_gpu_without_packages(monkeypatch):
         (torch.float32, 8, "loop"),
         (torch.float64, 64, "loop"),
     ):
-        index = table.position("auto", torch.device("cuda"), dtype, 8, 2, width, 128, True, False)
+        index = table.backend_index("auto", torch.device("cuda"), dtype, 8, 2, width, 128, True, False)
         assert BACKENDS[index].name == first
 
 

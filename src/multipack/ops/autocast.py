@@ -1,4 +1,4 @@
-"""Autocast for operations that it does not know: custom operators, and tensors that are sent to other ranks."""
+"""Dtypes of operations that autocast does not cover: custom operators, and tensors that are sent to other ranks."""
 
 from __future__ import annotations
 
@@ -20,3 +20,8 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
 def in_autocast_dtype(x: Tensor) -> Tensor:
     """`x` in `autocast_dtype(x)`."""
     return x.to(autocast_dtype(x))
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64, else float32: the dtype of sums over half-precision numbers."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

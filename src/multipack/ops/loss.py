@@ -1,17 +1,18 @@
 """Linear cross-entropy: the output projection and its loss in one function that never holds all logits.
 
-Logits of T tokens over V words are the largest tensor of a small model's step: T = 8,192 and V = 128,256 are 4.2 GB
-in float32, and their gradient as much again. They exist for a chunk of rows and a tile of the vocabulary at a time:
+The (T, V) logits are the largest tensor of a small model's step: T = 8,192 tokens and a vocabulary of V = 128,256 are
+4.2 GB in float32, and their gradient as much again. They exist for a chunk of rows and a tile of the vocabulary at a
+time:
 
                     vocabulary
             rank 0         rank 1
-          ┌──────┬──────┬──────┬──────┐   Each tile gives three numbers per row: its log-sum-exp, the target's
+          ┌──────┬──────┬──────┬──────┐   Each tile gives three statistics per row: its log-sum-exp, the target's
     chunk │ tile │ tile │ tile │ tile │   logit and the sum of its logits. They are merged over the tiles of a
           ├──────┼──────┼──────┼──────┤   rank, then over the ranks that divide the vocabulary (one all-gather
     chunk │      │      │      │      │   per chunk): merged lse = logsumexp of the tiles' lse.
           └──────┴──────┴──────┴──────┘
 
-The merged numbers give a row's loss and the gradient g of its logits. With label smoothing ε (Szegedy et al. 2016,
+They determine a row's loss and the gradient g of its logits. With label smoothing ε (Szegedy et al. 2016,
 arXiv:1512.00567) and z-loss coefficient z (Chowdhery et al. 2022, arXiv:2204.02311, section 5):
 
     loss = (1 − ε) · (lse − logit[target]) + ε · (lse − mean logit) + z · lse²
@@ -37,7 +38,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from multipack.data.batch import IGNORE
-from multipack.ops.autocast import autocast_dtype
+from multipack.ops.autocast import at_least_float32, autocast_dtype
 
 # all_gather_into_tensor warns since torch 2.13, where it is called all_gather_single.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -47,13 +48,13 @@ LOSS_ATTRIBUTES = ("loss_function", "training_loss", "log_probabilities")
 parallelism replace it by one that also passes `vocabulary_tiles` or `group`."""
 
 Tile = tuple[Tensor, Tensor]
-"""Of R rows and n words of this rank: (R, n) log-softmax within the tile, and (R, 2 or 3) numbers to merge:
-log-sum-exp, logit of the target (0 where it is in another tile) and, for label smoothing, the sum of the logits."""
+"""For R rows and n columns of the logits: (R, n) log-softmax over these columns, and (R, 2 or 3) statistics to merge:
+log-sum-exp, logit of the target (0 if it is in another tile) and, for label smoothing, the sum of the logits."""
 
 
 @dataclass(frozen=True)
 class _Options:
-    """Keyword arguments of `linear_cross_entropy`, checked."""
+    """Options of `linear_cross_entropy`, checked."""
 
     chunk_tokens: int = 1024
     vocabulary_tiles: int = 1
@@ -101,7 +102,7 @@ def linear_cross_entropy(
         label_smoothing: share of each target's probability that is spread over the vocabulary.
         vocabulary_tiles: slices of (this rank's part of) the vocabulary whose logits are computed one at a time.
         group: process group whose ranks divide the vocabulary evenly; all pass the same `hidden` and `targets`, and
-            each gets its partial gradient of `hidden`. None = `weight` is whole.
+            the gradient of `hidden` is the sum of the ranks' gradients. None = `weight` is whole.
 
     Returns:
         0-d sum, equal on all ranks of `group`; 0, still connected to `hidden` and `weight`, without targets.
@@ -113,7 +114,7 @@ def linear_cross_entropy(
     options = _Options(chunk_tokens, vocabulary_tiles, z_loss, label_smoothing, group)
     rows = _check_rows(hidden, weight, targets, num_targets, weights, group)
     if not torch.is_grad_enabled():
-        # Grad mode is always off inside an autograd.Function; detached inputs tell it to skip gradients.
+        # Grad mode is always off inside an autograd.Function, so that only detached inputs skip the gradients.
         hidden, weight = hidden.detach(), weight.detach()
     loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, rows, weights, options)  # type: ignore[no-untyped-call]
     return loss
@@ -157,7 +158,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         options: _Options,
     ) -> Tensor:
         head = _Head(weight, autocast_dtype(weight), options)
-        losses, _, *gradients = head.run(hidden, targets, rows, weights, None, ctx.needs_input_grad)
+        losses, _, *gradients = head.compute(hidden, targets, rows, weights, None, ctx.needs_input_grad)
         ctx.save_for_backward(*gradients)
         ctx.dtypes = hidden.dtype, weight.dtype
         return (losses if weights is None else losses * weights).sum()
@@ -179,7 +180,7 @@ class _LinearLogProbabilities(torch.autograd.Function):
     ) -> Tensor:
         ctx.options, ctx.dtype = options, autocast_dtype(weight)
         head = _Head(weight, ctx.dtype, options)
-        losses, lse, *_ = head.run(hidden, targets, rows, None, None, (False, False))
+        losses, lse, *_ = head.compute(hidden, targets, rows, None, None, (False, False))
         ctx.save_for_backward(hidden, weight, targets, rows, lse)
         return losses.neg_()
 
@@ -188,24 +189,28 @@ class _LinearLogProbabilities(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, rows, lse = ctx.saved_tensors
         head = _Head(weight, ctx.dtype, ctx.options)
-        *_, hidden_grad, weight_grad = head.run(hidden, targets, rows, -upstream, lse, ctx.needs_input_grad)
+        wanted = ctx.needs_input_grad
+        *_, hidden_grad, weight_grad = head.compute(hidden, targets, rows, -upstream, lse, wanted)
         hidden_grad = None if hidden_grad is None else hidden_grad.to(hidden.dtype)
         return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), None, None, None
 
 
 class _Head:
-    """The output projection of one rank, (V / ranks, d), in the dtype of matrix products, with its loss."""
+    """The output embedding of one rank, (V / ranks, d), in the dtype of matrix products, and its loss.
+
+    `exact` is the dtype of softmax, losses and sums.
+    """
 
     def __init__(self, weight: Tensor, dtype: torch.dtype, options: _Options) -> None:
         self.weight, self.options = weight.detach().to(dtype), options
-        self.exact = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        self.exact = at_least_float32(weight.dtype)
         rank, ranks = _rank_and_size(options.group)
         self.first, self.vocabulary = rank * len(weight), ranks * len(weight)
         tiles = min(options.vocabulary_tiles, len(weight))
         bounds = [len(weight) * n // tiles for n in range(tiles + 1)]
         self.slices = [slice(*ends) for ends in pairwise(bounds)]
 
-    def run(
+    def compute(
         self,
         hidden: Tensor,
         targets: Tensor,
@@ -214,14 +219,16 @@ class _Head:
         lse: Tensor | None,
         wanted: Sequence[bool],
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """One pass over the chunks of `rows`, those with a target; `scale` is the factor of each row's gradient.
+        """Losses and gradients of `rows`, the indices of rows with a target, chunk by chunk.
+
+        Gradients are computed if `wanted` for `hidden` and for `weight`, and scaled by `scale` (T,), if given. With `lse`,
+        the result of an earlier call, losses are not computed again.
 
         Returns:
-            (T,) losses, (T,) log-sum-exp, and the gradients of `hidden` and `weight`, or None if not wanted. Losses
-            are 0 for other rows, and for all rows if `lse` is given, the known log-sum-exp of the rows.
+            (T,) losses, (T,) log-sum-exp (0 in other rows), and the gradients of `hidden` and `weight` or None.
         """
         losses = torch.zeros(len(hidden), dtype=self.exact, device=hidden.device)
-        is_known, sums = lse is not None, torch.zeros_like(losses) if lse is None else lse
+        is_known, lse = lse is not None, torch.zeros_like(losses) if lse is None else lse
         hidden_grad = torch.zeros_like(hidden, dtype=self.weight.dtype) if wanted[0] else None
         weight_grad = torch.zeros_like(self.weight, dtype=self.exact) if wanted[1] else None
         with torch.autocast(hidden.device.type, enabled=False):
@@ -229,24 +236,24 @@ class _Head:
                 chunk, target = hidden[part].to(self.weight.dtype), targets[part, None]
                 tile = None
                 if not is_known:
-                    losses[part], sums[part], tile = self._losses(chunk, target)
+                    losses[part], lse[part], tile = self._losses(chunk, target)
                 if hidden_grad is None and weight_grad is None:
                     continue
                 factor = None if scale is None else scale[part, None].to(self.exact)
-                product = self._gradients(chunk, target, sums[part, None], tile, factor, weight_grad)
+                product = self._gradients(chunk, target, lse[part, None], tile, factor, weight_grad)
                 if hidden_grad is not None:
                     hidden_grad[part] = product.to(hidden_grad.dtype)
-        return losses, sums, hidden_grad, weight_grad
+        return losses, lse, hidden_grad, weight_grad
 
     def _losses(self, chunk: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tile | None]:
         """(R,) losses and (R,) log-sum-exp over the whole vocabulary; and the tile if it is the only one, else None."""
         smoothing, z_loss, group = self.options.label_smoothing, self.options.z_loss, self.options.group
-        numbers, tile = [], None
+        statistics, tile = [], None
         for columns in self.slices:
             tile = None  # frees the last tile before the next one is made
             tile = self._tile(chunk, target, columns)
-            numbers.append(tile[1])
-        merged = _merge(torch.stack(numbers))
+            statistics.append(tile[1])
+        merged = _merge(torch.stack(statistics))
         if group is not None:
             ranks = dist.get_world_size(group)
             gathered = merged.new_empty(ranks * len(merged), merged.shape[1])
@@ -269,18 +276,18 @@ class _Head:
         scale: Tensor | None,
         weight_grad: Tensor | None,
     ) -> Tensor:
-        """(R, d) gradient of a chunk's loss; that of the weight is added to `weight_grad`.
+        """(R, d) gradient of a chunk of hidden states; that of the weight is added to `weight_grad`.
 
-        `tile`, the only one if given, is overwritten; None = compute logits again.
+        `tile`, if there is only one, is overwritten; None = compute logits again.
         """
         smoothing, z_loss = self.options.label_smoothing, self.options.z_loss
         product = torch.zeros_like(chunk, dtype=self.exact)
         scaled = chunk if scale is None else (chunk * scale).to(chunk.dtype)
         for columns in self.slices:
-            logs, numbers = tile or self._tile(chunk, target, columns)
+            logs, statistics = tile or self._tile(chunk, target, columns)
             gradient = logs.exp_()  # of the logits, in their memory
             if z_loss or gradient.shape[1] != self.vocabulary:
-                gradient *= (numbers[:, :1] - lse).exp_() * (1.0 + 2.0 * z_loss * lse)
+                gradient *= (statistics[:, :1] - lse).exp_() * (1.0 + 2.0 * z_loss * lse)
             if smoothing:
                 gradient -= smoothing / self.vocabulary
             column, is_inside = self._column(target, columns)
@@ -298,26 +305,26 @@ class _Head:
         column, is_inside = self._column(target, columns)
         logit = logits.gather(1, column).to(self.exact)
         lse = logit - logs.gather(1, column)  # saves a second pass over the logits
-        numbers = [lse, logit.masked_fill(~is_inside, 0.0)]
+        statistics = [lse, logit.masked_fill(~is_inside, 0.0)]
         if self.options.label_smoothing:
-            numbers.append(logs.sum(1, keepdim=True) + logs.shape[1] * lse)
-        return logs, torch.cat(numbers, dim=1)
+            statistics.append(logs.sum(1, keepdim=True) + logs.shape[1] * lse)
+        return logs, torch.cat(statistics, dim=1)
 
     def _column(self, target: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-        """(R, 1) column of each target in a tile, and whether it is inside; if not, the column is any."""
-        place, width = target - self.first - columns.start, columns.stop - columns.start
-        return place.clamp(0, width - 1), (place >= 0) & (place < width)
+        """(R, 1) column of each target in a tile, and whether the target is in it; if not, an arbitrary column."""
+        column, width = target - self.first - columns.start, columns.stop - columns.start
+        return column.clamp(0, width - 1), (column >= 0) & (column < width)
 
 
-def _merge(numbers: Tensor) -> Tensor:
-    """(parts, R, 2 or 3) → (R, 2 or 3): log-sum-exp of the first number, sums of the others."""
-    if len(numbers) == 1:
-        return numbers[0]
-    return torch.cat([numbers[..., :1].logsumexp(0), numbers[..., 1:].sum(0)], dim=1)
+def _merge(statistics: Tensor) -> Tensor:
+    """(parts, R, 2 or 3) → (R, 2 or 3): log-sum-exp of the first statistic, sums of the others."""
+    if len(statistics) == 1:
+        return statistics[0]
+    return torch.cat([statistics[..., :1].logsumexp(0), statistics[..., 1:].sum(0)], dim=1)
 
 
 def _add_product(out: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to `out`, which may be wider: the product is rounded, the sum is not."""
+    """Add left @ right to `out`; if `out` is of a wider dtype, the product is rounded, but not the sum."""
     if out.dtype == left.dtype:
         out.addmm_(left, right)
     else:

@@ -1,4 +1,4 @@
-"""Attention to part of the keys: results that can be merged, and each part's share of the gradient.
+"""Attention to part of the keys, for ring attention: results that can be merged, and each part's gradients.
 
     sⱼ = q·kⱼ/√D      lse = log Σⱼ exp(sⱼ)      out = Σⱼ exp(sⱼ − lse) vⱼ
 
@@ -6,8 +6,8 @@ Results over disjoint keys merge by their log-sum-exp:
 
     lse = log(exp(lse₁) + exp(lse₂))            out = exp(lse₁ − lse) out₁ + exp(lse₂ − lse) out₂
 
-Given `out` and `lse` over all keys, every weight is pⱼ = exp(sⱼ − lse), so each part of the keys contributes to the
-gradient independently (Dao et al. 2022, arXiv:2205.14135, section B.2; ∂x is the gradient with respect to x):
+Given `out` and `lse` over all keys, a key's probability is pⱼ = exp(sⱼ − lse), so each part of the keys contributes to
+the gradient independently (Dao et al. 2022, arXiv:2205.14135, section B.2; ∂x is the gradient with respect to x):
 
     ∂vⱼ = Σ pⱼ ∂out        ∂sⱼ = pⱼ (∂out·vⱼ − ∂out·out)        ∂q = Σⱼ ∂sⱼ kⱼ/√D        ∂kⱼ = Σ ∂sⱼ q/√D
 
@@ -24,16 +24,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from multipack.ops.attention.runs import Run, repeat_heads, runs, wide
+from multipack.ops.attention.runs import Run, repeat_heads, runs
+from multipack.ops.autocast import at_least_float32
 
 SCORES = 2**26
-"""Scores that `PLAIN` holds at a time: 256 MiB in float32."""
+"""Maximum number of scores that `PLAIN` holds at a time: 256 MiB in float32."""
 
 Gradients = tuple[Tensor, Tensor, Tensor]
+"""Of q, k and v."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +60,15 @@ class Kernel:
     Results are float32, or float64 for float64 inputs.
 
     Attributes:
-        attend: `forward` where H = K.
-        gradients: `backward` where H = K.
+        attend: the function behind `forward`, which gets keys and values repeated to H heads.
+        gradients: the function behind `backward`, likewise; it returns gradients of the repeated keys and values.
     """
 
     attend: Callable[[Tensor, Tensor, Tensor, Bounds | None], tuple[Tensor, Tensor]]
     gradients: Callable[..., Gradients]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Bounds | None) -> tuple[Tensor, Tensor]:
-        """Out (Q, H, D) and lse (Q, H)."""
+        """(Q, H, D) results and (Q, H) log-sum-exps over these keys."""
         return self.attend(q, repeat_heads(k, q), repeat_heads(v, q), documents)
 
     def backward(
@@ -78,7 +81,10 @@ class Kernel:
         lse: Tensor,
         documents: Bounds | None,
     ) -> Gradients:
-        """Gradients of q, k and v; `upstream` is that of `out`, merged like `lse` over all keys that queries see."""
+        """Gradients of q, k and v by these keys.
+
+        `out`, `lse` and `upstream`, the gradient of `out`, belong to the merged result over all keys.
+        """
         keys, values = repeat_heads(k, q), repeat_heads(v, q)
         dq, dk, dv = self.gradients(upstream, q, keys, values, out, lse, documents)
         return dq, _sum_repeated(dk, k), _sum_repeated(dv, v)
@@ -95,10 +101,10 @@ def choose_kernel(q: Tensor) -> Kernel:
     return PLAIN
 
 
-def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     """Merge the result over other keys into `out` (Q, H, D) and `lse` (Q, H), in place."""
-    total = torch.logaddexp(lse, more_lse)
-    out.mul_((lse - total).exp_().unsqueeze(-1)).addcmul_(more, (more_lse - total).exp_().unsqueeze(-1))
+    total = torch.logaddexp(lse, other_lse)
+    out.mul_((lse - total).exp_().unsqueeze(-1)).addcmul_(other, (other_lse - total).exp_().unsqueeze(-1))
     lse.copy_(total)
 
 
@@ -109,7 +115,7 @@ def _sum_repeated(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def _flash_bounds(documents: Bounds | None, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, int, int]:
-    """cu_seqlens of queries and of keys, and the longest document of each."""
+    """cu_seqlens of queries and of keys, and the number of tokens of the longest document of each."""
     if documents is not None:
         longest = max(documents.lengths)
         return documents.cu_seqlens, documents.cu_seqlens, longest, longest
@@ -133,10 +139,10 @@ def _flash_backward(
 ) -> Gradients:
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is off
     out_grad, output = (x.to(q.dtype).contiguous() for x in (upstream, out))
-    bounds, sums = _flash_bounds(documents, q, k), lse.transpose(0, 1).contiguous()
+    bounds, lse = _flash_bounds(documents, q, k), lse.transpose(0, 1).contiguous()
     causal = documents is not None
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        out_grad, q, k, v, output, sums, *bounds, 0.0, causal, state, state.new_empty(0)
+        out_grad, q, k, v, output, lse, *bounds, 0.0, causal, state, state.new_empty(0)
     )
     return dq.float(), dk.float(), dv.float()
 
@@ -149,82 +155,70 @@ def _pairs(documents: Bounds | None, q: Tensor, k: Tensor) -> Iterator[tuple[Run
         yield from ((run, run) for run in runs(documents.lengths))
 
 
-def _looped(attend: Callable[..., tuple[Tensor, Tensor]], gradients: Callable[..., Gradients]) -> Kernel:
-    """A dense kernel, called once per run of equally long documents, or once for all keys, in float32 or wider.
+def _looped(attend: Callable[..., tuple[Any, ...]], gradients: Callable[..., Gradients]) -> Kernel:
+    """A kernel that calls batched functions once per run of equally long documents, or once for all keys.
 
     Args:
-        attend: (q, k, v, causal) → out, lse; tensors are (documents, H, tokens, D), lse (documents, H, tokens).
-        gradients: (upstream, q, k, v, out, lse, causal) → gradients of q, k and v; `upstream` is that of `out`.
+        attend: (q, k, v, 0.0, causal) → out, lse, …; tensors are (documents, H, l, D) in float32 or float64, lse
+            (documents, H, l). 0.0 is the probability of dropout in torch's functions.
+        gradients: (gradient of out, q, k, v, out, lse, 0.0, causal) → gradients of q, k and v.
     """
 
     def forward(q: Tensor, k: Tensor, v: Tensor, documents: Bounds | None) -> tuple[Tensor, Tensor]:
-        out, lse = q.new_empty(q.shape, dtype=wide(q.dtype)), q.new_empty(q.shape[:2], dtype=wide(q.dtype))
+        dtype = at_least_float32(q.dtype)
+        out, lse = q.new_empty(q.shape, dtype=dtype), q.new_empty(q.shape[:2], dtype=dtype)
         for rows, columns in _pairs(documents, q, k):
-            key, value = (columns.heads_first(x, out.dtype) for x in (k, v))
-            part, sums = attend(rows.heads_first(q, out.dtype), key, value, documents is not None)
-            rows.cut(out).copy_(part.transpose(1, 2))
-            rows.cut(lse).copy_(sums.transpose(1, 2))
+            key, value = (columns.heads_first(x, dtype) for x in (k, v))
+            part_out, part_lse, *_ = attend(
+                rows.heads_first(q, dtype), key, value, 0.0, documents is not None
+            )
+            rows.view(out).copy_(part_out.transpose(1, 2))
+            rows.view(lse).copy_(part_lse.transpose(1, 2))
         return out, lse
 
     def backward(
         upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Bounds | None
     ) -> Gradients:
-        dq, dk, dv = (x.new_empty(x.shape, dtype=wide(x.dtype)) for x in (q, k, v))
+        dq, dk, dv = (x.new_empty(x.shape, dtype=at_least_float32(x.dtype)) for x in (q, k, v))
         for rows, columns in _pairs(documents, q, k):
             out_grad, query, output = (rows.heads_first(x, dq.dtype) for x in (upstream, q, out))
             key, value = (columns.heads_first(x, dq.dtype) for x in (k, v))
-            sums = rows.cut(lse).transpose(1, 2)
-            parts = gradients(out_grad, query, key, value, output, sums, documents is not None)
+            part_lse = rows.lse_heads_first(lse)
+            parts = gradients(out_grad, query, key, value, output, part_lse, 0.0, documents is not None)
             for grad, part, run in zip((dq, dk, dv), parts, (rows, columns, columns), strict=True):
-                run.cut(grad).copy_(part.transpose(1, 2))
+                run.view(grad).copy_(part.transpose(1, 2))
         return dq, dk, dv
 
     return Kernel(forward, backward)
 
 
-def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-    return out, lse
-
-
-def _cpu_backward(
-    upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
-) -> Gradients:
-    # Sums in the layout in which the kernel wrote them, (B, H, l) stored as (B, l, H): torch 2.13 reads their strides,
-    # other versions may not, and would give wrong gradients without an error.
-    sums = lse.transpose(1, 2).contiguous().transpose(1, 2)
-    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        upstream, q, k, v, out, sums, 0.0, causal
-    )
-    return dq, dk, dv
-
-
-def _plain_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def _plain_forward(q: Tensor, k: Tensor, v: Tensor, _dropout: float, causal: bool) -> tuple[Tensor, Tensor]:
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
     for rows, columns in _tiles(q, k, causal):
         scores = _scores(q, k, rows, columns, causal)
-        lse[..., rows] = sums = scores.logsumexp(-1)
-        out[..., rows, :] = (scores - sums.unsqueeze(-1)).exp_() @ v[..., columns, :]
+        lse[..., rows] = scores.logsumexp(-1)
+        out[..., rows, :] = (scores - lse[..., rows, None]).exp_() @ v[..., columns, :]
     return out, lse
 
 
 def _plain_backward(
-    upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+    upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, _dropout: float, causal: bool
 ) -> Gradients:
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     shift = (upstream * out).sum(-1, keepdim=True)
     for rows, columns in _tiles(q, k, causal):
         out_grad = upstream[..., rows, :]
-        weights = (_scores(q, k, rows, columns, causal) - lse[..., rows, None]).exp_()
-        dv[..., columns, :] += weights.mT @ out_grad
-        score_grad = weights * (out_grad @ v[..., columns, :].mT - shift[..., rows, :]) * q.shape[-1] ** -0.5
+        probabilities = (_scores(q, k, rows, columns, causal) - lse[..., rows, None]).exp_()
+        dv[..., columns, :] += probabilities.mT @ out_grad
+        products = out_grad @ v[..., columns, :].mT
+        score_grad = probabilities * (products - shift[..., rows, :]) * q.shape[-1] ** -0.5
         dq[..., rows, :] = score_grad @ k[..., columns, :]
         dk[..., columns, :] += score_grad.mT @ q[..., rows, :]
     return dq, dk, dv
 
 
 def _tiles(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
-    """Slices of queries with at most `SCORES` scores (but at least one query), and the keys that any of them sees."""
+    """Slices of queries with at most `SCORES` scores (at least one query), and of the keys that any of them sees."""
     documents, heads, rows, columns = *q.shape[:3], k.shape[2]
     size = max(1, SCORES // (documents * heads * columns))
     for start in range(0, rows, size):
@@ -241,6 +235,9 @@ def _scores(q: Tensor, k: Tensor, rows: slice, columns: slice, causal: bool) -> 
     return scores
 
 
-CPU = _looped(_cpu_forward, _cpu_backward)
+CPU = _looped(
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
+)
 PLAIN = _looped(_plain_forward, _plain_backward)
 FLASH = Kernel(_flash_forward, _flash_backward)

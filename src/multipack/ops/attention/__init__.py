@@ -2,15 +2,15 @@
 
     documents    A A A B B          query 0  ■ · ·  · ·      Every token sees its own document up to itself,
     cu_seqlens   0     3   5              1  ■ ■ ·  · ·      and no other document. Pairs outside the
-                                          2  ■ ■ ■  · ·      triangles are not computed, except by `dense`,
-                                          3  · · ·  ■ ·      the reference of the tests.
-                                          4  · · ·  ■ ■
+                                          2  ■ ■ ■  · ·      triangles are not computed (except for parts of
+                                          3  · · ·  ■ ·      blocks), unlike in `dense`, the reference of the
+                                          4  · · ·  ■ ■      tests.
 
-To add a backend, add a `Backend` to `BACKENDS` (table.py), placed by preference, and its function
+To add a backend, add a `Backend` to `BACKENDS` (table.py), in order of preference, and its function
 (q, k, v, batch, window) → (T, H, D):
 
-- q, k and v share one of the dtypes in the row; `attention` casts them under autocast, which does not cast the inputs
-  of custom operators. They may be strided views with a contiguous last dimension, and so may the result.
+- q, k and v have one of the dtypes in the row. They may be strided views with a contiguous last dimension, and so may
+  the result.
 - `batch.cu_seqlens` repeats T at its end, so kernels must accept empty documents; `batch.max_seqlen` is a constant of
   the plan, so kernels specialize once; `batch.lengths` has the documents' lengths on the host, for loops without a
   device synchronization. torch.compile treats host integers as constants and compiles again when they change: the
@@ -74,7 +74,9 @@ def attention(
         ValueError: mismatched shapes or dtypes; an unknown backend, or one that does not support these tensors (the
             message says why, and which one does).
     """
-    q, k, v = (in_autocast_dtype(x) for x in (q, k, v))
+    q, k, v = (
+        in_autocast_dtype(x) for x in (q, k, v)
+    )  # autocast does not cast the inputs of custom operators
     check_heads(q, k, v)
     if q.shape[0] != batch.input_ids.shape[0]:
         raise ValueError(f"the batch has {batch.num_slots:,} slots, but q is {tuple(q.shape)}")
@@ -94,8 +96,8 @@ def select(backend: str, q: Tensor, k: Tensor, v: Tensor, window: int | None = N
     if compiled:
         from multipack.ops.attention import compiling
 
-        return table.BACKENDS[compiling.position(backend, *properties)]
-    return table.BACKENDS[table.position(backend, *properties)]
+        return table.BACKENDS[compiling.backend_index(backend, *properties)]
+    return table.BACKENDS[table.backend_index(backend, *properties)]
 
 
 def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Backend selection under torch.compile: evaluated once while tracing, and a constant of the compiled code.
+"""Backend selection under torch.compile: evaluated while tracing, and a constant of the compiled code.
 
 Imported only while tracing: the decorator imports torch's compiler, which takes a second.
 """
@@ -9,6 +9,6 @@ from collections.abc import Callable
 
 import torch
 
-from multipack.ops.attention.table import position as uncompiled
+from multipack.ops.attention import table
 
-position: Callable[..., int] = torch.compiler.assume_constant_result(uncompiled)  # type: ignore[no-untyped-call]
+backend_index: Callable[..., int] = torch.compiler.assume_constant_result(table.backend_index)  # type: ignore[no-untyped-call]

@@ -1,9 +1,10 @@
-"""FlexAttention with a document mask whose blocks are computed, not searched.
+"""FlexAttention with a document mask whose blocks are computed from `first_visible`.
 
-    first visible      0 0 0 0 4 4 4 4 4 9 …      `first_visible` never decreases, so the key blocks that a block of
-    blocks of rows       1  ·  ·                  queries needs are a range: from the block of its first query's first
-     ■ partly seen       ■  ■  ·                  key up to its own. Those that all of its queries see in full start
-     1 fully             ·  1  ■                  at its last query's first key.
+    documents        A A A B | B B B B | B B B B      blocks   `first_visible` never decreases, so the key blocks that
+    first visible    0 0 0 3 | 3 3 3 3 | 3 3 3 3      ◩ · ·    a block of queries needs are a range: from the block of
+                                                      ◩ ◩ ·    its first query's first key up to its own. A block left
+    ◩ partial block: pairs are masked                 ◩ ■ ◩    of the diagonal is full if it starts at or after its
+    ■ full block: no pair is masked                            last query's first key.
 
 torch's `create_block_mask` evaluates all T² pairs of tokens instead.
 """
@@ -26,7 +27,7 @@ BLOCK_TOKENS = 128
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None) -> Tensor:
-    """FlexAttention of torch, compiled when first used."""
+    """The backend `flex`: torch's FlexAttention, compiled when first used; arguments are those of `attention`."""
     grouped = k.shape[1] != q.shape[1]
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     if torch.compiler.is_compiling():  # the mask becomes part of the compiled graph
@@ -34,12 +35,13 @@ def flex(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None
     else:
         mask = once_a_batch(batch, ("flex", window), lambda: block_mask(batch, window))
         attend = compiled()
+    # Torch's default chooses a decoding kernel for short packs: other numbers, and another compilation.
     out: Tensor = attend(q, k, v, block_mask=mask, enable_gqa=grouped, kernel_options={"BACKEND": "TRITON"})
     return out.squeeze(0).transpose(0, 1)
 
 
 def block_mask(batch: PackedBatch, window: int | None = None) -> BlockMask:
-    """The blocks of `document_mask(batch, window)`, without T² operations.
+    """`document_mask(batch, window)` as a mask of blocks, without T² operations.
 
     Returns:
         A mask for (1, heads, T, D) queries and keys, on the batch's device, made without a synchronization.
@@ -48,30 +50,30 @@ def block_mask(batch: PackedBatch, window: int | None = None) -> BlockMask:
     slots = first.shape[0]
     count = (slots + BLOCK_TOKENS - 1) // BLOCK_TOKENS
     blocks = torch.arange(count, device=first.device)
-    heads = first[blocks * BLOCK_TOKENS]
     last = blocks * BLOCK_TOKENS + BLOCK_TOKENS - 1
-    tails = first[last.clamp(max=slots - 1)]
-    needed = (blocks <= blocks[:, None]) & (blocks >= heads[:, None] // BLOCK_TOKENS)
-    whole = (blocks < blocks[:, None]) & (blocks * BLOCK_TOKENS >= tails[:, None])
-    whole &= last[:, None] < slots  # like torch: a block that extends past the end is never full
-    partial_count, partial = _ordered(needed & ~whole)
-    whole_count, whole_indices = _ordered(whole)
+    first_of_first = first[blocks * BLOCK_TOKENS]
+    first_of_last = first[last.clamp(max=slots - 1)]
+    needed = (blocks <= blocks[:, None]) & (blocks >= first_of_first[:, None] // BLOCK_TOKENS)
+    full = (blocks < blocks[:, None]) & (blocks * BLOCK_TOKENS >= first_of_last[:, None])
+    full &= last[:, None] < slots  # like torch: a block that extends past the end is never full
+    partial_count, partial_indices = _indices(needed & ~full)
+    full_count, full_indices = _indices(full)
 
     def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (key >= first[query])
 
     return BlockMask.from_kv_blocks(
         partial_count,
-        partial,
-        whole_count,
-        whole_indices,
+        partial_indices,
+        full_count,
+        full_indices,
         BLOCK_SIZE=BLOCK_TOKENS,
         mask_mod=sees,
         seq_lengths=(slots, slots),
     )
 
 
-def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def _indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """(rows, columns) bool → (1, 1, rows) counts, and (1, 1, rows, columns) column indices, true ones first."""
     order = torch.argsort(blocks.to(torch.int8), dim=1, descending=True, stable=True)
     return blocks.sum(1).to(torch.int32)[None, None], order.to(torch.int32)[None, None]

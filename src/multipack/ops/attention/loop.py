@@ -1,4 +1,4 @@
-"""The backend `loop`: torch's own kernels, one call per run of equally long documents, without reading other slots.
+"""The backend `loop`: torch's own kernels, called once per run of equally long documents.
 
 On a CPU it is one operator, `multipack::document_attention`, whose only input that changes from pack to pack is the
 tensor `cu_seqlens`, so torch.compile compiles once for all layouts of documents. It calls the kernels behind
@@ -24,11 +24,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from multipack.data.batch import PackedBatch
-from multipack.ops.attention.runs import repeat_heads, runs, wide
+from multipack.ops.attention.runs import repeat_heads, runs
+from multipack.ops.autocast import at_least_float32
 
 FLOAT32_TOKENS = 512
-"""On a CPU, half-precision documents of up to this number of tokens are computed in float32, where torch is faster for
-bfloat16 (2.1 × at 64 tokens, 1.3 × at 200, equal at 500) and more exact (benchmarks/precision.py)."""
+"""On a CPU, half-precision documents of at most this number of tokens are computed in float32: more exact, and faster
+than bfloat16 (2.1 × at 64 tokens, 1.3 × at 200, equal at 500; benchmarks/precision.py)."""
 
 GROUPED_KERNELS = torch.__version__ >= "2.13"
 """Whether torch's CPU kernels support fewer key heads than query heads, backward too: earlier versions may read beyond
@@ -40,7 +41,7 @@ skipped pairs save."""
 
 
 def loop(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None) -> Tensor:
-    """Attention inside each document: (T, H, D); arguments are those of `attention`."""
+    """The backend `loop`: (T, H, D); arguments are those of `attention`."""
     if q.device.type != "cpu":
         return _by_sdpa(q, k, v, batch, window)
     if k.shape[1] != q.shape[1] and not GROUPED_KERNELS:
@@ -50,7 +51,7 @@ def loop(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None
 
 
 def _tiles(length: int, window: int | None) -> Iterator[tuple[slice, slice]]:
-    """Tiles of a document: queries, and the keys that any of them sees."""
+    """Tiles of a document: slices of its queries, and of the keys that any of them sees."""
     if window is None or window >= length:
         yield slice(0, length), slice(0, length)
         return
@@ -61,7 +62,7 @@ def _tiles(length: int, window: int | None) -> Iterator[tuple[slice, slice]]:
 
 
 def _band(queries: slice, keys: slice, window: int | None, like: Tensor) -> Tensor | None:
-    """(queries, keys) 0 where a query sees a key, else −∞; None if plain causal attention is equivalent."""
+    """(queries, keys) additive mask of a tile: 0 or −∞; None if plain causal attention is equivalent."""
     if window is None or queries.stop <= window:
         return None
     rows, columns = (torch.arange(x.start, x.stop, device=like.device) for x in (queries, keys))
@@ -71,7 +72,7 @@ def _band(queries: slice, keys: slice, window: int | None, like: Tensor) -> Tens
 
 
 def _lengths(cu_seqlens: Tensor, slots: int) -> list[int]:
-    """Slots of each document; the repeated end of `cu_seqlens` gives empty ones."""
+    """Slots of each document; the repeated T at the end of `cu_seqlens` gives zeros."""
     starts: list[int] = cu_seqlens.tolist()
     if starts[0] != 0 or starts[-1] != slots:
         raise ValueError(
@@ -81,7 +82,7 @@ def _lengths(cu_seqlens: Tensor, slots: int) -> list[int]:
 
 
 def _kernel_dtype(keys: slice, dtype: torch.dtype) -> torch.dtype:
-    return wide(dtype) if keys.stop - keys.start <= FLOAT32_TOKENS else dtype
+    return at_least_float32(dtype) if keys.stop - keys.start <= FLOAT32_TOKENS else dtype
 
 
 @torch.library.custom_op("multipack::document_attention", mutates_args=(), device_types="cpu")
@@ -95,31 +96,32 @@ def document_attention(
         k: (T, K, D), where K divides H; K < H needs `GROUPED_KERNELS`.
         v: (T, K, D).
         cu_seqlens: (N + 1,) starts of the documents and T; empty documents are skipped.
-        window: tokens that each position sees, itself included; None = the whole document before it.
+        window: as for `attention`.
 
     Returns:
         (T, H, D) and (T, H) in float32, or float64 for float64: in half precision the backward pass reads the
         unrounded result.
     """
-    out = q.new_empty(q.shape, dtype=wide(q.dtype))
-    logsumexp = q.new_empty(q.shape[:2], dtype=out.dtype)
+    out = q.new_empty(q.shape, dtype=at_least_float32(q.dtype))
+    lse = q.new_empty(q.shape[:2], dtype=out.dtype)
     for run in runs(_lengths(cu_seqlens, len(q))):
         for queries, keys in _tiles(run.length, window):
             dtype = _kernel_dtype(keys, q.dtype)
             query = run.heads_first(q, dtype, queries)
             key, value = (run.heads_first(x, dtype, keys) for x in (k, v))
             band = _band(queries, keys, window, query)
-            part, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            part_out, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 query, key, value, 0.0, band is None, attn_mask=band
             )
-            run.cut(out, queries).copy_(part.transpose(1, 2))
-            run.cut(logsumexp, queries).copy_(sums.transpose(1, 2))
-    return out, logsumexp
+            run.view(out, queries).copy_(part_out.transpose(1, 2))
+            run.view(lse, queries).copy_(part_lse.transpose(1, 2))
+    return out, lse
 
 
 @document_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape, dtype=wide(q.dtype)), q.new_empty(q.shape[:2], dtype=wide(q.dtype))
+    dtype = at_least_float32(q.dtype)
+    return q.new_empty(q.shape, dtype=dtype), q.new_empty(q.shape[:2], dtype=dtype)
 
 
 @torch.library.custom_op("multipack::document_attention_backward", mutates_args=(), device_types="cpu")
@@ -129,12 +131,12 @@ def _backward(
     k: Tensor,
     v: Tensor,
     out: Tensor,
-    logsumexp: Tensor,
+    lse: Tensor,
     cu_seqlens: Tensor,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
-    # Tiles of a window share keys, so their gradients are summed.
+    # Tiles of a window have keys in common, whose gradients are summed.
     make, write = (torch.empty_like, Tensor.copy_) if window is None else (torch.zeros_like, Tensor.add_)
     grads = torch.empty_like(q), make(k), make(v)
     for run in runs(_lengths(cu_seqlens, len(q))):
@@ -143,15 +145,13 @@ def _backward(
             out_grad, query, output = (run.heads_first(x, dtype, queries) for x in (upstream, q, out))
             key, value = (run.heads_first(x, dtype, keys) for x in (k, v))
             band = _band(queries, keys, window, query)
-            # The kernel expects the sums in the layout in which it wrote them, (B, H, l) stored as (B, l, H),
-            # whatever their strides: a contiguous (B, H, l) gives wrong gradients without an error.
-            sums = run.cut(logsumexp, queries).contiguous().transpose(1, 2)
+            part_lse = run.lse_heads_first(lse, queries)
             parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                out_grad, query, key, value, output, sums, 0.0, band is None, attn_mask=band
+                out_grad, query, key, value, output, part_lse, 0.0, band is None, attn_mask=band
             )
-            run.cut(grads[0], queries).copy_(parts[0].transpose(1, 2))
+            run.view(grads[0], queries).copy_(parts[0].transpose(1, 2))
             for grad, part in zip(grads[1:], parts[1:], strict=True):
-                write(run.cut(grad, keys), part.transpose(1, 2))
+                write(run.view(grad, keys), part.transpose(1, 2))
     return grads
 
 
@@ -162,7 +162,7 @@ def _(
     k: Tensor,
     v: Tensor,
     out: Tensor,
-    logsumexp: Tensor,
+    lse: Tensor,
     cu_seqlens: Tensor,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -196,6 +196,5 @@ def _by_sdpa(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | 
                     query, key, value, attn_mask=band, is_causal=band is None, enable_gqa=grouped
                 )
             )
-        # (documents, H, l, D), stored as (documents, l, H, D) by most kernels
         documents.append(torch.cat(parts, dim=2).transpose(1, 2).flatten(0, 1))
     return torch.cat(documents)

@@ -1,11 +1,11 @@
-"""Masks, and the reference backend that uses one. All follow from the first position that each position sees.
+"""Masks, and the backend `dense` that uses one. All are computed from the first position that each position sees.
 
     documents        A A A B B          cu_seqlens 0 3 5
     first visible    0 0 0 3 3          position i sees first[i] … i
     with window=2    0 0 1 3 3
 
-From these T numbers follow the dense mask, 4-D masks for other models, and the blocks of FlexAttention. They are
-computed from `cu_seqlens` on its device, without a synchronization.
+These T numbers determine the dense mask, 4-D masks for other models, and the blocks of FlexAttention. They are
+computed on the device of `cu_seqlens`, without a synchronization.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def first_visible(batch: PackedBatch, window: int | None = None) -> Tensor:
     """
     starts = batch.cu_seqlens
     positions = torch.arange(batch.input_ids.shape[0], device=starts.device, dtype=starts.dtype)
-    # The repeated T at the end of cu_seqlens is past every position and starts no document.
+    # The repeated T at the end of cu_seqlens is greater than every position, so bucketize never returns it.
     first = starts[torch.bucketize(positions, starts, right=True) - 1]
     return first if window is None else torch.maximum(first, positions - (window - 1))
 
@@ -76,8 +76,8 @@ def mask_4d(batch: PackedBatch, dtype: torch.dtype | None = None, window: int | 
         return visible
     if not dtype.is_floating_point:
         raise ValueError(f"a mask is boolean (dtype=None) or additive, in a floating dtype; got {dtype}")
-    hidden = torch.finfo(dtype).min
-    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, hidden)
+    least = torch.finfo(dtype).min
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, least)
 
 
 def check_window(window: int | None) -> None:
@@ -90,22 +90,23 @@ def check_window(window: int | None) -> None:
         raise ValueError(f"window must be at least 1 token, or None for no window, got {window}")
 
 
-_MADE: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_CACHE: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""`cu_seqlens` of a batch → {key: result of `make`}; see `once_a_batch`."""
 
 
 def once_a_batch(batch: PackedBatch, key: tuple[Any, ...], make: Callable[[], Made]) -> Made:
-    """Return the result of `make`, cached per batch and `key`, its other inputs, so that all layers share it.
+    """The result of `make()`, cached per batch and `key`, so that all layers share it.
 
-    The cache entry lives as long as the batch's `cu_seqlens`, to which the result must not refer, and becomes invalid
-    when that tensor is written to.
+    The cache entry lives as long as the batch's `cu_seqlens`, which the result must not refer to, and becomes invalid
+    when that tensor is written to. `key` holds everything else that the result depends on.
     """
-    if batch.cu_seqlens not in _MADE:
-        _MADE[batch.cu_seqlens] = {}
-    made = _MADE[batch.cu_seqlens]
+    if batch.cu_seqlens not in _CACHE:
+        _CACHE[batch.cu_seqlens] = {}
+    cached = _CACHE[batch.cu_seqlens]
     key = (*key, batch.cu_seqlens._version)
-    if key not in made:
-        made[key] = make()
-    result: Made = made[key]
+    if key not in cached:
+        cached[key] = make()
+    result: Made = cached[key]
     return result
 
 

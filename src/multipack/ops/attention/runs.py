@@ -1,4 +1,4 @@
-"""Runs: neighboring documents of equal length, which one call of a dense kernel attends to."""
+"""Runs: neighboring documents of equal length, which one call of a batched attention kernel processes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 ALL = slice(None)
+"""All tokens of a document."""
 
 
 class Run(NamedTuple):
@@ -25,18 +26,26 @@ class Run(NamedTuple):
     documents: int
     length: int
 
-    def cut(self, x: Tensor, inside: slice = ALL) -> Tensor:
-        """(T, H, …) → (documents, tokens inside, H, …), a view; `inside` selects tokens of each document."""
+    def view(self, x: Tensor, tokens: slice = ALL) -> Tensor:
+        """(T, H, …) → (documents, l, H, …), a view of these l tokens of each document."""
         rows = x[self.first : self.first + self.documents * self.length]
-        return rows.view(self.documents, self.length, *x.shape[1:])[:, inside]
+        return rows.view(self.documents, self.length, *x.shape[1:])[:, tokens]
 
-    def heads_first(self, x: Tensor, dtype: torch.dtype, inside: slice = ALL) -> Tensor:
-        """(T, H, D) → (documents, H, tokens inside, D), the layout of torch's kernels."""
-        return self.cut(x, inside).transpose(1, 2).to(dtype)
+    def heads_first(self, x: Tensor, dtype: torch.dtype, tokens: slice = ALL) -> Tensor:
+        """(T, H, D) → (documents, H, l, D) in `dtype`, the layout of torch's kernels."""
+        return self.view(x, tokens).transpose(1, 2).to(dtype)
+
+    def lse_heads_first(self, lse: Tensor, tokens: slice = ALL) -> Tensor:
+        """(T, H) → (documents, H, l), stored as (documents, l, H).
+
+        Torch's CPU kernel writes this layout. Its backward pass reads the strides in torch 2.13; other versions may
+        assume the layout, and would return wrong gradients for another one without an error.
+        """
+        return self.view(lse, tokens).contiguous().transpose(1, 2)
 
 
 def runs(lengths: Iterable[int]) -> Iterator[Run]:
-    """The documents in order; empty ones are skipped."""
+    """Runs of documents with these lengths, in order; empty documents are skipped."""
     first = 0
     for length, equal in groupby(lengths):
         if length:
@@ -49,8 +58,3 @@ def repeat_heads(x: Tensor, q: Tensor) -> Tensor:
     """(T, K, D) → (T, H, D): each key head once for every query head that reads it."""
     groups = q.shape[1] // x.shape[1]
     return x if groups == 1 else x.repeat_interleave(groups, dim=1)
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,4 +1,4 @@
-"""The table of attention backends: what each supports, and why it cannot take a call."""
+"""The table of attention backends, and the choice of one for a call."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MULTIPLES_OF_8 = range(8, 257, 8)
 
 @dataclass(frozen=True)
 class Request:
-    """The properties of a call that decide which backends support it; `window` None = whole documents."""
+    """The properties of a call of `attention` that determine which backends support it; see there."""
 
     device: torch.device
     dtype: torch.dtype
@@ -47,7 +47,7 @@ class Backend:
         function: (q, k, v, batch, window) → (T, H, D).
         devices: device types (`"cpu"`, `"cuda"`, …); empty = all.
         dtypes: of q, k and v; empty = every floating dtype.
-        backward: whether it is differentiable.
+        backward: whether it has a backward pass.
         window: whether it supports a sliding window.
         gqa: whether K may be smaller than H.
         head_widths: supported D; None = all.
@@ -80,7 +80,7 @@ class Backend:
     note: str = ""
 
     def obstacle(self, request: Request) -> str:
-        """The reason why this backend does not support the request, as text; empty if it does."""
+        """What the backend does not support in the request, as the end of "… does not support"; empty if nothing."""
         if self.devices and request.device.type not in self.devices:
             return f"{request.device.type} tensors (it runs on {', '.join(self.devices)})"
         if self.dtypes and request.dtype not in self.dtypes:
@@ -106,7 +106,7 @@ class Backend:
 
     @property
     def missing(self) -> str:
-        """The package that must be installed, as text for an error message; empty if none is missing."""
+        """The package that is not installed, in the form of `obstacle`; empty if none is missing."""
         if not self.needs or _installed(self.needs):
             return ""
         return f"this environment: the package {self.needs} is not installed ({self.install})"
@@ -132,12 +132,12 @@ def names() -> str:
     return ", ".join(row.name for row in BACKENDS)
 
 
-def position(backend: str, *properties: Any) -> int:
+def backend_index(backend: str, *properties: Any) -> int:
     """Index in `BACKENDS` of the backend for a call.
 
     Args:
         backend: a name, or `"auto"`: the first that supports the call.
-        properties: the values of its `Request`, in order, which torch.compile can treat as constants (compiling.py).
+        properties: the fields of the call's `Request`, in order: plain values, as compiling.py requires.
 
     Raises:
         ValueError: an unknown backend, or one that does not support the call; the message suggests one that does.

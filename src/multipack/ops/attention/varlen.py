@@ -1,7 +1,7 @@
-"""Kernels that take `cu_seqlens`: flash-attn, torch's own and xFormers.
+"""Backends whose kernels take `cu_seqlens`: flash-attn, torch's own and xFormers.
 
-All run on GPUs, in half precision, and skip masked pairs. Their windows count the tokens to the left of the query;
-ours includes the query.
+All run on GPUs, in half precision, and skip masked pairs. Arguments are those of `attention`. The windows of flash-attn
+and torch count the tokens before the query; `window` also counts the query.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | Non
 
 
 def varlen(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None) -> Tensor:
-    """torch.nn.attention.varlen: FlashAttention-2 as torch ships it; causal is a window to the left."""
+    """torch.nn.attention.varlen: FlashAttention-2 as torch ships it; (n, 0) as its window makes it causal."""
     from torch.nn.attention.varlen import varlen_attn
 
     grouped: dict[str, Any] = {}
@@ -58,7 +58,7 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | No
 
 
 def xformers(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None) -> Tensor:
-    """Memory-efficient attention of xFormers with a block-diagonal mask; its window includes the query, like ours."""
+    """Memory-efficient attention of xFormers with a block-diagonal mask, whose window includes the query."""
     from xformers.ops import memory_efficient_attention
 
     bias = once_a_batch(batch, ("xformers", window), lambda: xformers_mask(batch, window, q.device))
@@ -68,7 +68,7 @@ def xformers(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | 
 
 
 def xformers_mask(batch: PackedBatch, window: int | None, device: torch.device) -> object:
-    """XFormers' mask, made from lengths on the host, without empty documents."""
+    """A mask of xFormers, made from lengths on the host; it does not allow empty documents."""
     from xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask
 
     lengths = [length for length in batch.lengths if length]
@@ -77,5 +77,5 @@ def xformers_mask(batch: PackedBatch, window: int | None, device: torch.device) 
 
 
 def _left_and_right(window: int | None) -> tuple[int, int]:
-    """Tokens visible before and after a query; −1 = all."""
+    """Number of tokens that a query sees before and after itself; −1 = all."""
     return (-1 if window is None else window - 1), 0
