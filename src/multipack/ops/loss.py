@@ -221,8 +221,8 @@ class _Head:
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Losses and gradients of `rows`, the indices of rows with a target, chunk by chunk.
 
-        Gradients are computed if `wanted` for `hidden` and for `weight`, and scaled by `scale` (T,), if given. With `lse`,
-        the result of an earlier call, losses are not computed again.
+        Gradients are computed if `wanted` for `hidden` and for `weight`, and scaled by `scale` (T,), if given. With
+        `lse`, the result of an earlier call, losses are not computed again.
 
         Returns:
             (T,) losses, (T,) log-sum-exp (0 in other rows), and the gradients of `hidden` and `weight` or None.
