@@ -308,7 +308,7 @@ def test_states_of_something_else_are_refused():
         ({"group_size": 0}, "group_size must be"),
         ({"bin_size": -1}, "bin_size must be"),
         ({"overlong": "cut"}, "overlong='cut' is unknown"),
-        ({"lengths": [1.5]}, "lengths must be integers"),
+        ({"lengths": [1.5]}, "lengths must be a flat list of integers"),
         ({"num_replicas": 2, "rank": 0}, "num_replicas, rank"),
         ({"sampler": range(5)}, "yields document 4, but lengths has 3 documents"),
         ({"sampler": []}, "yields no document numbers"),

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multipack.integrations.full_steps import full_steps
+from multipack.integrations.host_sampler import full_steps
 from multipack.planning.options import PlanOptions
 from multipack.planning.packing import pack
 

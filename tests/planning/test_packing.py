@@ -196,7 +196,7 @@ def test_packs_are_a_sequence():
         ([1.0, 2.0], "integers, got float64"),
         ([True, False], "integers, got bool"),
         (["a"], "integers"),
-        ([[1, 2], [3, 4]], r"one-dimensional, got shape \(2, 2\)"),
+        ([[1, 2], [3, 4]], r"of shape \(2, 2\)"),
         ([[1, 2], [3]], "flat list of integers"),
         ([None, 1], "integers"),
         (np.array([2**64 - 1], dtype=np.uint64), "document 0 has -1 tokens"),

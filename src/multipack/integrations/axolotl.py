@@ -26,11 +26,11 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import BatchSampler, Sampler
 
-from multipack.integrations.full_steps import full_steps
 from multipack.integrations.host_sampler import (
     HostSampler,
     Overlong,
     check_state,
+    full_steps,
     reduced,
     saved_integer,
     world_size,

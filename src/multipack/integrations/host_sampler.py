@@ -1,9 +1,10 @@
-"""What the drop-in samplers share: documents that fit, the position in an epoch, saved states, and ranks."""
+"""What the drop-in samplers share: documents that fit, plans, the position in an epoch, saved states, and ranks."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -13,7 +14,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from multipack.planning.deal import DEALING
 from multipack.planning.lengths import check_integer, check_lengths, name_documents
-from multipack.planning.options import check_choice, check_fingerprint, fingerprint_of
+from multipack.planning.options import PlanOptions, check_choice, check_fingerprint, fingerprint_of
+from multipack.planning.packing import pack
+from multipack.planning.plan import Plan, plan
 
 Integers = NDArray[np.int64]
 Batch = TypeVar("Batch")
@@ -91,6 +94,47 @@ class HostSampler:
             yield batch_of(number)
 
 
+def full_steps(
+    lengths: Integers,
+    options: PlanOptions,
+    *,
+    drop_last: bool = False,
+    steps: int | None = None,
+    seed: int = 0,
+    epoch: int = 0,
+) -> Plan:
+    """Plan an epoch with at least one document in every pack: a rank without a batch would block the others.
+
+    Args:
+        lengths: (documents,) number of tokens of each document.
+        options: options of the plan; `tail` is set here.
+        drop_last: leave out the last documents if their packs do not fill a step.
+        steps: number of steps; documents that do not fit are left out. None = the fewest that hold all documents.
+        seed: seed of the order.
+        epoch: epoch of the order.
+
+    Returns:
+        The plan. A step has fewer documents than packs only if there are too few documents for all steps.
+    """
+
+    def planned(number: int | None, tail: Literal["keep", "drop"]) -> Plan:
+        return plan(lengths, options=replace(options, tail=tail), steps=number, seed=seed, epoch=epoch)
+
+    packs = options.packs_per_step
+    fewest = len(pack(lengths, options.capacity, max_documents=options.max_documents or None))
+    if steps is None and drop_last and fewest % packs:
+        steps = max(1, fewest // packs)
+    if steps is not None and steps * packs < fewest:
+        return planned(steps, "drop")
+    made = planned(None, "keep")
+    if steps is None:
+        # Other orders of the same documents need the same number of steps, and no step may lack documents.
+        steps = min(max(made.num_steps, -(-fewest // packs)), -(-len(lengths) // packs))
+        if steps * packs > len(lengths) and len(lengths) // packs * packs >= fewest:
+            steps = len(lengths) // packs
+    return made if steps == made.num_steps else planned(steps, "keep")
+
+
 def check_state(state: Mapping[str, Any], *names: str, fingerprint: str, options: dict[str, Any]) -> None:
     """Refuse a saved state that lacks one of these keys, or belongs to other documents or options."""
     if missing := [name for name in (*names, "fingerprint") if name not in state]:
@@ -98,12 +142,9 @@ def check_state(state: Mapping[str, Any], *names: str, fingerprint: str, options
     check_fingerprint(state, fingerprint, options)
 
 
-def saved_integer(state: Mapping[str, Any], name: str, least: int = 0, most: float = np.inf) -> int:
+def saved_integer(state: Mapping[str, Any], name: str, least: int = 0, most: int | None = None) -> int:
     """An integer of a saved state."""
-    value = check_integer(f"the saved sampler state's {name}", state[name], least)
-    if value > most:
-        raise ValueError(f"the saved sampler state's {name} is {value}, above {most:,}")
-    return value
+    return check_integer(f"the saved sampler state's {name}", state[name], least, most)
 
 
 def world_size() -> int:

@@ -21,11 +21,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Sampler
 
-from multipack.integrations.full_steps import full_steps
 from multipack.integrations.host_sampler import (
     HostSampler,
     Overlong,
     check_state,
+    full_steps,
     replicas_and_rank,
     saved_integer,
 )

@@ -189,7 +189,7 @@ class Candidate:
         full, rest = divmod(one.capacity, min(one.document_tokens, one.capacity))
         lengths = [min(one.document_tokens, one.capacity)] * full + [rest] * (rest > 0)
         cost = CostModel.from_shape(one.model, recompute="full" if self.recompute == "full" else "flash")
-        compute = work.micro_batches * cost.executed_flops(lengths) / (self.config.model_ranks * flops)
+        compute = work.micro_batches * cost.flops(lengths, executed=True) / (self.config.model_ranks * flops)
         compute *= stage_imbalance(one.model, self.config) / (1 - bubble(self.config, work.micro_batches))
         seconds = {True: 0.0, False: 0.0}  # by whether it overlaps
         for each in self.traffic:

@@ -156,8 +156,6 @@ class CostModel:
             recompute: `none` counts model FLOPs, `flash` and `full` executed FLOPs (see the module).
         """
         chosen = SHAPES["llama-8b"] if shape is None else shape
-        if recompute not in MATRIX_FLOPS:
-            raise ValueError(f"recompute={recompute!r} is unknown; choose one of {', '.join(MATRIX_FLOPS)}")
         sliding = chosen.sliding_layers
         repeats = math.gcd(chosen.layers - sliding, sliding)  # of the same mix of layers
         matrices = MATRIX_FLOPS[recompute] * _matrices(chosen)
@@ -232,31 +230,25 @@ class CostModel:
         shown += [f"{self.constant:,}"] if self.constant else []
         return " + ".join(shown)
 
-    def flops(self, lengths: ArrayLike) -> float:
-        """Model FLOPs of one forward and backward pass over these documents, for MFU: no recomputation.
+    def flops(self, lengths: ArrayLike, *, executed: bool = False) -> float:
+        """FLOPs of one forward and backward pass over these documents.
 
         Args:
             lengths: (documents,) tokens of each document.
+            executed: count what the device executes, with recomputation; otherwise model FLOPs, for MFU.
 
         Raises:
             ValueError: lengths are invalid, or the model was fitted without a shape.
         """
-        return self._flops(check_lengths(lengths), "none")
-
-    def executed_flops(self, lengths: ArrayLike) -> float:
-        """FLOPs that the device executes, with recomputation; arguments and errors as `flops`."""
-        return self._flops(check_lengths(lengths), self.recompute)
-
-    def _flops(self, lengths: NDArray[np.int64], recompute: Recompute) -> float:
-        shape = self.shape
+        checked, shape, recompute = check_lengths(lengths), self.shape, self.recompute if executed else "none"
         if shape is None:
             raise ValueError(
                 "this cost model was fitted without a shape, so its FLOPs are not known: use fit(…, shape=…)"
             )
-        matrices = MATRIX_FLOPS[recompute] * _matrices(shape) * int(lengths.sum())
-        pairs = (shape.layers - shape.sliding_layers) * int(CostModel(None, 0).cost(lengths).sum())
+        matrices = MATRIX_FLOPS[recompute] * _matrices(shape) * int(checked.sum())
+        pairs = (shape.layers - shape.sliding_layers) * int(CostModel(None, 0).cost(checked).sum())
         if shape.window:
-            pairs += shape.sliding_layers * int(_windowed(lengths, shape.window).sum())
+            pairs += shape.sliding_layers * int(_windowed(checked, shape.window).sum())
         return float(matrices + _pair_flops(shape, recompute) * pairs)
 
     def seconds(self, lengths: ArrayLike) -> float:
@@ -283,18 +275,12 @@ class CostModel:
         Raises:
             ValueError: keys are missing or unknown, or a value is invalid.
         """
-        values = {name: value for name, value in values.items() if name != "align"}  # of earlier versions
-        known = {each.name for each in fields(cls)}
-        if wrong := sorted(known ^ set(values)):
-            raise ValueError(
-                f"a saved cost model has the keys {', '.join(sorted(known))}; check {', '.join(wrong)}"
-            )
+        parts: dict[str, Any] = {"shape": ModelShape, "timed": Seconds}
         try:
-            parts: dict[str, Any] = {"shape": ModelShape, "timed": Seconds}
             made = {name: values[name] and part(**values[name]) for name, part in parts.items()}
-        except TypeError as error:
-            raise ValueError(f"a saved cost model has a shape or times of another version: {error}") from None
-        return cls(**{**values, **made})
+            return cls(**{**values, **made})
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"a key is missing, unknown or of another version: {error}") from None
 
     def save(self, path: str | Path) -> None:
         """Write the model as JSON, atomically."""

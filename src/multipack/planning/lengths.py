@@ -68,49 +68,60 @@ def packs_from(pack_of: NDArray[np.int64], packs: int) -> Packs:
     return Packs(np.argsort(pack_of, kind="stable"), offsets)
 
 
-def check_integer(name: str, value: Any, least: int = 1) -> int:
+def check_integer(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
     """`value` as an int.
 
     Raises:
-        ValueError: not a whole number, or below `least`.
+        ValueError: not a whole number, below `least`, or above `most`.
     """
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
         raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+    if most is not None and value > most:
+        raise ValueError(f"{name} must be at most {most:,}, got {value:,}")
     return int(value)
 
 
-def check_lengths(lengths: ArrayLike, capacity: int | None = None) -> NDArray[np.int64]:
+def check_integers(name: str, values: ArrayLike) -> NDArray[np.int64]:
+    """A flat list of integers, possibly empty, as int64.
+
+    Raises:
+        ValueError: another shape or type.
+    """
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise ValueError(f"{name} must be a flat list of integers: {error}") from None
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(f"{name} must be a flat list of integers, got {array.dtype} of shape {array.shape}")
+    return array.astype(np.int64, copy=False)
+
+
+def check_lengths(lengths: ArrayLike, capacity: int | None = None, align: int = 1) -> NDArray[np.int64]:
     """Lengths as a (documents,) int64 array.
 
     Args:
         lengths: a list or array of integers.
         capacity: if given, no document may be longer.
+        align: multiple that documents are padded to; padded, they may not exceed the capacity.
 
     Raises:
         ValueError: empty, not one-dimensional, not integers, below 1, or above the capacity; documents are named by
             number and length.
     """
-    try:
-        array = np.asarray(lengths)
-    except ValueError as error:
-        raise ValueError(f"lengths must be a flat list of integers: {error}") from None
-    if array.ndim != 1:
-        raise ValueError(f"lengths must be one-dimensional, got shape {array.shape}")
-    if array.size == 0:
+    checked = check_integers("lengths", lengths)
+    if checked.size == 0:
         raise ValueError("lengths is empty: there are no documents")
-    if array.dtype.kind not in "iu":
-        raise ValueError(f"lengths must be integers, got {array.dtype}")
-    checked = array.astype(np.int64, copy=False)
     if checked.min() < 1:  # also unsigned integers of 2^63 and above
         raise ValueError("every document needs at least 1 token: " + name_documents(checked, checked < 1))
     if capacity is not None:
-        capacity = check_integer("capacity", capacity)
-        if capacity > LARGEST_CAPACITY:
-            raise ValueError(f"capacity={capacity:,} exceeds the largest supported, {LARGEST_CAPACITY:,}")
-        if checked.max() > capacity:
+        capacity = check_integer("capacity", capacity, most=LARGEST_CAPACITY)
+        most, longest = capacity // align * align, int(checked.max())
+        if longest > most:
+            padded = "" if align == 1 else f" and documents are padded to multiples of align={align}"
             raise ValueError(
-                f"{name_documents(checked, checked > capacity)}, but a pack holds capacity={capacity:,};"
-                f" raise the capacity to {checked.max():,}, or truncate, split or drop longer documents first"
+                f"{name_documents(checked, checked > most)}, but a pack holds capacity={capacity:,}{padded};"
+                f" raise the capacity to {-(-longest // align) * align:,}, or truncate, split or drop documents longer"
+                f" than {most:,} tokens first"
             )
     return checked
 

@@ -56,7 +56,7 @@ class Plan:
         balanced: cost that is balanced between packs, determined by the option `balance`.
         window: number of steps planned together: as given, or more if a fixed number of steps required it.
         order: (documents,) int64 document numbers, pack after pack, step after step.
-        positions: (documents,) int64 place of each document of `order` in the epoch's seeded order.
+        positions: (documents,) place of each document of `order` in the epoch's seeded order.
         pack_offsets: (packs + 1,) int64 start of each pack in `order`.
         step_offsets: (steps + 1,) int64 index of the first pack of each step.
         dropped: numbers of the documents dropped by `tail="drop"`, in their order.
@@ -79,7 +79,7 @@ class Plan:
     balanced: CostModel
     window: int
     order: Integers
-    positions: Integers
+    positions: NDArray[Any]
     pack_offsets: Integers
     step_offsets: Integers
     dropped: Integers
@@ -255,11 +255,12 @@ def plan(
     steps = None if steps is None else check_integer("steps", steps)
     check_choice("loss_weighting", loss_weighting, LossWeighting)
     cost_model = cost_model_of(cost)
-    checked = check_lengths(lengths, chosen.capacity)
-    slots = chosen.fitting_slots(checked)
+    checked = check_lengths(lengths, chosen.capacity, chosen.align)
+    slots = chosen.slots(checked)
     balanced = chosen.balanced_cost(cost_model, slots)
     counts = None if targets is None else check_targets(targets, checked)
     opening = check_carried(carried, len(checked))
+    most_documents = chosen.most_documents(slots, chosen.tail == "carry" or len(opening) > 0)
     own = np.arange(len(checked)) if chosen.order == "given" else permutation(seed, epoch, len(checked))
     sequence = np.concatenate([opening, own]).astype(np.uint32 if len(checked) < 1 << 32 else np.int64)
     del own
@@ -289,6 +290,6 @@ def plan(
         carried_in=opening,
         key=key,
         fingerprint=fingerprint_of(checked, counts, key),
-        most_documents=chosen.most_documents(slots, chosen.tail == "carry" or len(opening) > 0),
+        most_documents=most_documents,
         seconds=time.perf_counter() - started,
     )

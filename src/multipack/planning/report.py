@@ -12,8 +12,10 @@ have another ceiling.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from threading import Timer
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from multipack.planning.cost import CostModel
 from multipack.planning.deal import least_step_cost, rank_loads
-from multipack.planning.kernels import balancing, cached, fit, placing
 from multipack.planning.lengths import check_integer, check_lengths
 from multipack.planning.options import PlanOptions, Sync
 from multipack.planning.packing import Method, Packs, minimum_packs, pack
@@ -302,16 +303,14 @@ def padded_share(lengths: ArrayLike, batch_size: int = 8, seed: int = 0) -> floa
     return int(checked.sum()) / slots
 
 
-def seeded_order(plan: Plan, documents: Integers) -> Integers:
-    """These documents in the order of the plan's epoch."""
-    if plan.options.order == "given":
-        return np.sort(documents)
-    places = np.empty(len(plan.lengths), dtype=np.int64)
-    places[permutation(plan.seed, plan.epoch, len(places))] = np.arange(len(places))
-    return documents[np.argsort(places[documents], kind="stable")]
+def seeded_order(plan: Plan, step: int) -> Integers:
+    """(documents of the step,) document numbers in the order of the plan's epoch."""
+    documents, first = plan.documents(step), plan.pack_offsets[plan.step_offsets[step % plan.num_steps]]
+    return documents[np.argsort(plan.positions[first : first + len(documents)])]
 
 
 COMPILING = "compiling the planner, once: this takes some seconds …"
+_WAIT = 2.0  # seconds after which that is said: reading compiled kernels takes less
 
 
 def compile_planner(
@@ -326,17 +325,16 @@ def compile_planner(
         options: options of the plan.
         ranks: number of ranks that share a step.
         sync: where ranks wait for each other.
-        tell: prints a line; called first if the cache holds no compiled kernels, because compiling takes seconds.
+        tell: prints a line; called once if this takes seconds, because the cache holds no compiled kernels.
 
     Raises:
         ValueError: the options are invalid.
     """
-    if not cached(placing, balancing):
-        tell(COMPILING)
     capacity = min(options.capacity, max(_CAPACITY, options.align))
     packs = min(options.packs_per_step, _PACKS)
     few = replace(options, capacity=capacity, packs_per_step=packs, budget=min(options.mean, capacity))
-    report(plan(_invented(few.longest), options=few), min(ranks, packs), sync)
+    with _told(tell):
+        report(plan(_invented(few.longest), options=few), min(ranks, packs), sync)
 
 
 def compile_packer(
@@ -346,11 +344,21 @@ def compile_packer(
     tell: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Compile the kernels of `pack`; see `compile_planner`."""
-    if not cached(fit):
-        tell(COMPILING)
-    pack(_invented(capacity), capacity, method, max_documents, time_budget=1.0)
+    with _told(tell):
+        pack(_invented(capacity), capacity, method, max_documents, time_budget=1.0)
 
 
 def _invented(capacity: int) -> Integers:
     """1,500 synthetic lengths, unordered, from e⁻⁶ to 1 of the capacity; most are short."""
     return np.maximum(capacity * np.exp(-6 * (np.arange(1500) * 0.618 % 1)), 1).astype(np.int64)
+
+
+@contextmanager
+def _told(tell: Callable[[str], None]) -> Iterator[None]:
+    """Call `tell` if the block takes long."""
+    timer = Timer(_WAIT, tell, [COMPILING])
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -72,7 +72,9 @@ def permutation(seed: int, epoch: int, count: int, stream: int = DOCUMENTS) -> I
 
 def offsets_of(sizes: NDArray[Any]) -> Integers:
     """(len + 1,) int64 cumulative sum of sizes, from 0."""
-    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes, dtype=np.int64)])
+    offsets = np.zeros(len(sizes) + 1, dtype=np.int64)
+    np.cumsum(sizes, out=offsets[1:])
+    return offsets
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,14 +100,14 @@ class Division:
     """Steps made from the beginning of a sequence.
 
     Attributes:
-        entries: positions in the sequence, pack after pack, step after step.
+        entries: positions in the sequence, pack after pack, step after step; unsigned integers.
         pack_sizes: (packs,) number of entries of each pack.
         step_sizes: (steps,) number of packs of each step.
         next: first position that was not considered.
         deferred: positions before `next` in no step, ascending.
     """
 
-    entries: Integers
+    entries: NDArray[Any]
     pack_sizes: NDArray[Any]
     step_sizes: NDArray[Any]
     next: int
@@ -176,7 +178,10 @@ def divide(
         step_slots = rules.options.packs_per_step * (
             rules.options.capacity if rules.even else rules.options.mean
         )
-        aim, most = min(-(-slots * each // rest), each * step_slots), count - (rest - each)
+        aim = min(-(-slots * each // rest), each * step_slots)
+        # The steps after this window keep a document for each pack, or one each if there are fewer.
+        enough = count >= rest * rules.options.packs_per_step
+        most = count - (rest - each) * (rules.options.packs_per_step if enough else 1)
         windows.append(
             _window(ends, last.next, last.deferred, rules, each, aim, most, number + len(windows) - 1)
         )
@@ -238,6 +243,7 @@ def _window(
     furthest = max(start, stop, int(positions[placed >= 0].max()) + 1)
     left = positions[(placed < 0) & (positions < furthest)]
     entries, pack_sizes, step_sizes = _arrange(positions, costs, placed, rules, width, number)
+    entries = entries.astype(np.min_scalar_type(len(ends)))  # these arrays are as long as an epoch
     return Division(entries, pack_sizes, step_sizes, furthest, np.sort(np.concatenate([left, later])))
 
 
@@ -260,7 +266,7 @@ def _intake(
     stop = max(int(np.searchsorted(ends, target, side="right")) - 1, start)
     if not tight and stop < entries and 2 * (target - int(ends[stop])) >= int(ends[stop + 1] - ends[stop]):
         stop += 1  # rounded to the nearest: otherwise every window takes less and the last ones take the rest
-    stop = max(stop, start + width - len(waiting))
+    stop = max(stop, start + min(packs, most) - len(waiting))  # so that no pack stays empty
     stop = min(stop, start + most - len(waiting), entries)
     large = 2 * (ends[start + 1 : stop + 1] - ends[start:stop]) > options.capacity
     allowed = max(packs - int(np.count_nonzero(2 * waiting > options.capacity)), 0)
@@ -318,33 +324,32 @@ def _arrange(
     Returns:
         Positions, pack after pack; number of entries of each pack; number of packs of each step.
     """
-    packs = width * rules.options.packs_per_step
+    packs, shuffled = width * rules.options.packs_per_step, rules.options.order == "shuffled"
     inside = np.flatnonzero(placed >= 0)
-    inside = inside[np.argsort(placed[inside], kind="stable")]
-    sizes = np.bincount(placed[inside], minlength=packs)
-    sizes = sizes[sizes > 0]
-    first = np.cumsum(sizes) - sizes
-    cost = np.add.reduceat(costs[inside], first)
-    bits = random_bits(rules.seed, rules.epoch, len(sizes) + width, WINDOWS, number)
-    shuffled = rules.options.order == "shuffled"
-    tie = bits[:-width] if shuffled else np.add.reduceat(positions[inside], first) // sizes
+    pack_of = placed[inside]
+    sizes = np.bincount(pack_of, minlength=packs)
+    used = np.flatnonzero(sizes)
+    bits = random_bits(rules.seed, rules.epoch, len(used) + width, WINDOWS, number)
+    tie = bits[:-width] if shuffled else placing.sums(placed, positions, packs)[used] // sizes[used]
+    order = np.argsort(tie, kind="stable")
     if rules.options.group:
-        mean = int(cost.sum()) // len(sizes)
+        cost = placing.sums(placed, costs, packs)[used]
+        mean = int(cost.sum()) // len(used)
         cost = np.where(np.abs(cost - mean) * _GROUPED <= mean, mean, cost)
         order = np.lexsort((tie, -cost))
-    else:
-        order = np.argsort(tie, kind="stable")
-    width = min(width, len(sizes))
-    bounds = np.arange(width + 1) * len(sizes) // width
-    places = bits[len(bits) - width :] if shuffled else np.add.reduceat(tie[order], bounds[:-1])
-    if not shuffled:
-        places = places // np.diff(bounds)
-    turns = np.argsort(places, kind="stable")
-    final = np.concatenate([order[bounds[turn] : bounds[turn + 1]] for turn in turns.tolist()])
-    sizes, first = sizes[final], first[final]
-    starts = np.cumsum(sizes) - sizes
-    entries = positions[inside[np.repeat(first - starts, sizes) + np.arange(len(inside))]]
-    return entries, sizes, np.diff(bounds)[turns]
+    width = min(width, len(used))
+    # Every step has all its packs; if documents are too few for that, the last ones lack some.
+    bounds = np.arange(width + 1)
+    bounds = np.minimum(bounds * rules.options.packs_per_step, len(used) - width + bounds)
+    turns = np.arange(width)
+    if len(used) == packs:
+        places = bits[-width:] if shuffled else np.add.reduceat(tie[order], bounds[:-1])
+        turns = np.argsort(places, kind="stable")
+    final = used[np.concatenate([order[bounds[turn] : bounds[turn + 1]] for turn in turns.tolist()])]
+    turn_of = np.empty(packs, dtype=np.min_scalar_type(packs))  # numpy sorts 16 bits by counting
+    turn_of[final] = np.arange(len(final))
+    entries = positions[inside[np.argsort(turn_of[pack_of], kind="stable")]]
+    return entries, sizes[final], np.diff(bounds)[turns]
 
 
 def divide_epoch(ends: Integers, rules: StepRules, steps: int | None) -> tuple[Division, int]:

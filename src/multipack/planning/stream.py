@@ -34,7 +34,7 @@ from multipack.planning.options import (
     short,
 )
 from multipack.planning.plan import denominator_of
-from multipack.planning.steps import AHEAD, Division, Extend, StepRules, divide, no_more, offsets_of
+from multipack.planning.steps import AHEAD, Extend, StepRules, divide, no_more, offsets_of
 from multipack.shapes import ModelShape
 
 Integers = NDArray[np.int64]
@@ -45,21 +45,22 @@ _END = object()
 
 
 @dataclass(frozen=True, eq=False)
-class StreamQueue:
+class _Queue:
     """The documents in memory when a window begins, and the position of the source after them.
 
     Attributes:
         rows: for each document [position in the source, tokens, target tokens, seen, item], deferred documents first;
             seen is the first step of the window that first deferred it, or −1.
         deferred: number of deferred documents.
-        window: index of the window, from 1.
+        window: index of the window, from 1; 0 before the first one.
         step: number of steps before the window.
         position: number of documents read from the source.
         dropped: number of these that were too long.
         dropped_tokens: number of tokens of the documents that were too long.
-        longest_wait: maximum number of steps that a document has waited so far.
+        longest_wait: maximum number of steps that a document has waited before the window.
         ended: whether the source is exhausted.
         source: the source's own state, or None.
+        epoch: epoch of the order.
     """
 
     rows: list[list[Any]] = field(default_factory=list)
@@ -72,54 +73,32 @@ class StreamQueue:
     longest_wait: int = 0
     ended: bool = False
     source: Any = None
+    epoch: int = 0
 
     @cached_property
     def table(self) -> Integers:
         """(documents, 4) int64: `rows` without the items."""
         return np.array([row[:4] for row in self.rows], dtype=np.int64).reshape(-1, 4)
 
-    @property
-    def seen(self) -> Integers:
-        """(documents,) int64 first step of the window in which each document was first considered."""
-        return np.where(self.table[:, 3] < 0, self.step, self.table[:, 3])
-
     @classmethod
-    def from_dict(cls, values: Any) -> StreamQueue:
+    def from_dict(cls, values: Any) -> _Queue:
         """The queue of a saved state.
 
         Raises:
             ValueError: `values` is not such a queue.
         """
-        names = set(cls.__dataclass_fields__)
-        if not isinstance(values, dict) or set(values) != names:
-            raise ValueError(f"the saved stream state's queue needs {', '.join(sorted(names))}")
-        for name in names - {"rows", "ended", "source"}:
-            check_integer(f"the saved stream state's {name}", values[name], 0)
-        queue = cls(**values)
         try:
-            legal = bool((queue.table >= [0, 1, 0, -1]).all()) and all(len(row) == 5 for row in queue.rows)
-        except (TypeError, ValueError):
+            queue = cls(**{name: values[name] for name in cls.__dataclass_fields__})
+            names = ("deferred", "window", "step", "position", "longest_wait", "epoch")
+            counts = [getattr(queue, name) for name in names]
+            whole = all(isinstance(count, int) and count >= 0 for count in counts)
+            legal = whole and queue.deferred <= len(queue.rows) and all(len(row) == 5 for row in queue.rows)
+            legal = legal and bool((queue.table >= [0, 1, 0, -1]).all())
+        except (KeyError, TypeError, ValueError):
             legal = False
-        if not legal or queue.deferred > len(queue.rows) or not isinstance(queue.ended, bool):
-            raise ValueError("the saved stream state contradicts itself: its documents do not fit together")
+        if not legal:
+            raise ValueError("the saved stream state is damaged: its documents or counts do not fit together")
         return queue
-
-
-@dataclass(frozen=True, eq=False)
-class _Window:
-    """The steps that are planned from a queue.
-
-    Attributes:
-        queue: the documents.
-        steps: indices in `queue.rows`, step after step.
-        balanced: cost that is balanced.
-        epoch: epoch of the order.
-    """
-
-    queue: StreamQueue
-    steps: Division
-    balanced: CostModel
-    epoch: int
 
 
 class StreamStep:
@@ -138,14 +117,17 @@ class StreamStep:
         denominator: divisor of the summed loss of the step, over all ranks. See `Plan.denominator`.
     """
 
-    def __init__(self, stream: PackStream, window: _Window, index: int) -> None:
-        """Make step `index` of a window."""
-        self._stream, self._window, self._index = stream, window, index
-        steps, queue = window.steps, window.queue
-        first, last = steps.step_offsets[index : index + 2]
+    def __init__(self, stream: PackStream) -> None:
+        """Make the next step of a stream's current window."""
+        self._stream, self._queue, self._index = stream, stream._queue, stream._taken
+        steps, queue, self._balanced = stream._steps, stream._queue, stream._balanced
+        first, last = steps.step_offsets[self._index : self._index + 2]
         offsets = steps.pack_offsets[first : last + 1]
         entries = steps.entries[offsets[0] : offsets[-1]]
-        self.number, self.items = queue.step + index, [queue.rows[entry][4] for entry in entries.tolist()]
+        self.number, self.items = (
+            queue.step + self._index,
+            [queue.rows[entry][4] for entry in entries.tolist()],
+        )
         self.positions, self.lengths, targets, _ = queue.table[entries].T
         self.packs = Packs(np.arange(len(entries), dtype=np.int64), offsets - offsets[0])
         self.tokens, self.targets = int(self.lengths.sum()), int(targets.sum())
@@ -158,12 +140,11 @@ class StreamStep:
         """The documents arranged for ranks, as `Plan.deal` does: pack m · ranks + r is rank r's micro-batch m."""
         options = self._stream.options
         slots = options.slots(self.lengths)
-        return deal_packs(self.packs, slots, self._window.balanced, options, data_parallel_size, sync)
+        return deal_packs(self.packs, slots, self._balanced, options, data_parallel_size, sync)
 
     def state_dict(self, before: bool = False) -> dict[str, Any]:
         """The stream's state after this step, or before it, however far it was read ahead: plain values."""
-        window = self._window
-        return self._stream.state_of(window.queue, self._index + (not before), window.epoch)
+        return self._stream._state(self._queue, self._index + (not before))
 
     def __repr__(self) -> str:
         return f"StreamStep({self.number:,}: {len(self):,} documents of {self.tokens:,} tokens)"
@@ -193,10 +174,10 @@ class PackStream:
         **named: options by name; capacity= and packs_per_step= are required without `options`.
 
     Attributes:
-        epoch: the current epoch, which with the seed determines the order of shuffled documents.
         align: multiple that each document is padded to; the collator must use the same.
         most_documents: maximum number of documents of a pack.
         longest: maximum number of slots of a document.
+        longest_wait: maximum number of steps so far from the window that first deferred a document to its step.
 
     Raises:
         TypeError: an option is unknown.
@@ -241,8 +222,14 @@ class PackStream:
             "overlong": overlong,
             "targets": targets is not None,
         }
-        self._was_read = self._finished = False
-        self._begin(0, StreamQueue(), 0)
+        self._taken, self._was_read, self._finished = 0, False, False
+        self._iterator: Iterator[Any] | None = None
+        self._begin(_Queue())
+
+    @property
+    def epoch(self) -> int:
+        """The current epoch, which with the seed determines the order of shuffled documents."""
+        return self._queue.epoch
 
     @property
     def step(self) -> int:
@@ -260,27 +247,22 @@ class PackStream:
         return self._queue.dropped, self._queue.dropped_tokens
 
     @property
-    def longest_wait(self) -> int:
-        """Maximum number of steps so far between the window that first deferred a document and the document's step."""
-        return self._queue.longest_wait
-
-    @property
     def left(self) -> Integers:
         """Positions, ascending, of the documents in no step after the stream has ended (`tail="drop"`)."""
-        if self._window is None or not self._finished:
+        if not self._finished:
             return np.empty(0, dtype=np.int64)
-        return np.sort(self._queue.table[self._window.steps.left(len(self._queue.rows)), 0])
+        return np.sort(self._queue.table[self._steps.left(len(self._queue.rows)), 0])
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch without the documents in memory; no effect if it is already the current one."""
         if check_integer("epoch", epoch, 0) != self.epoch:
-            self._begin(epoch, StreamQueue(), 0)
+            self._begin(_Queue(epoch=int(epoch)))
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the last step that was yielded; loaders that read ahead use `step.state_dict()`."""
-        return self.state_of(self._queue, self._taken, self.epoch)
+        return self._state(self._queue, self._taken)
 
-    def state_of(self, queue: StreamQueue, taken: int, epoch: int) -> dict[str, Any]:
+    def _state(self, queue: _Queue, taken: int) -> dict[str, Any]:
         """Plain values of a state: a queue, and the number of steps taken from its window.
 
         Raises:
@@ -295,8 +277,8 @@ class PackStream:
                 "the state of a stream holds its documents, and one of these is not plain data: make items of lists,"
                 " dictionaries with text keys, text and numbers"
             )
-        values = {name: getattr(queue, name) for name in StreamQueue.__dataclass_fields__}
-        return {"options": self.key, "epoch": epoch, "taken": taken, "queue": values}
+        values = {name: getattr(queue, name) for name in _Queue.__dataclass_fields__}
+        return {"options": self.key, "taken": taken, "queue": values}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state with exactly the steps that followed it.
@@ -306,7 +288,7 @@ class PackStream:
         Raises:
             ValueError: the state is damaged, or belongs to a stream with other options, which the message names.
         """
-        missing = [key for key in ("options", "epoch", "taken", "queue") if key not in state]
+        missing = [key for key in ("options", "taken", "queue") if key not in state]
         if missing:
             raise ValueError(f"the saved stream state lacks {', '.join(missing)}")
         theirs = state["options"] if isinstance(state["options"], dict) else {}
@@ -320,65 +302,69 @@ class PackStream:
                 f"the saved stream state belongs to another stream: {', '.join(differences)}; continue with the same"
                 " options, or start a new stream"
             )
-        epoch, taken = (
-            check_integer(f"the saved stream state's {name}", state[name], 0) for name in ("epoch", "taken")
-        )
-        self._begin(epoch, StreamQueue.from_dict(state["queue"]), taken)
+        taken = check_integer("the saved stream state's taken", state["taken"], 0)
+        self._begin(_Queue.from_dict(state["queue"]), taken)
 
     def __iter__(self) -> Iterator[StreamStep]:
         """Yield the steps from the current position."""
         if self._finished:
-            self._begin(self.epoch, StreamQueue(), 0)
+            self._begin(_Queue(epoch=self.epoch))
         while True:
-            while self._window is None or self._taken == len(self._window.steps.step_sizes):
+            while self._taken == len(self._steps.step_sizes):
                 if self._queue.ended:
                     self._finished = True
                     return
-                self._advance()
+                try:
+                    queue = self._next_queue()
+                except BaseException:
+                    self._iterator = None  # it may skip documents
+                    raise
+                self._plan(queue)
+            step = StreamStep(self)
             self._taken += 1
-            yield StreamStep(self, self._window, self._taken - 1)
+            yield step
 
-    def _begin(self, epoch: int, queue: StreamQueue, taken: int) -> None:
-        """Continue at a state; `queue.window` is 0 before the first window.
+    def _begin(self, queue: _Queue, taken: int = 0) -> None:
+        """Continue at a state.
 
         Raises:
             ValueError: the window has fewer steps than were taken.
         """
-        self.epoch, self._queue, self._taken, self._finished = epoch, queue, taken, False
-        self._iterator: Iterator[Any] | None = None
-        self._window: _Window | None = self._plan(queue) if queue.window else None
-        steps = len(self._window.steps.step_sizes) if self._window else 0
-        if taken > steps:
+        self._finished, self._iterator = False, None
+        self._plan(queue)
+        if taken > len(self._steps.step_sizes):
             raise ValueError(
-                f"the saved stream state contradicts itself: {taken} steps were taken from a window of {steps}"
+                f"the saved stream state contradicts itself: {taken} steps were taken from a window of"
+                f" {len(self._steps.step_sizes)}"
             )
+        self._taken = taken
 
-    def _advance(self) -> None:
-        """Read and plan the next window. An error leaves the stream after the last step."""
-        try:
-            queue = self._next_queue()
-        except BaseException:
-            self._iterator = None  # it may skip documents
-            raise
-        window = self._plan(queue)
-        counts = np.diff(window.steps.pack_offsets[window.steps.step_offsets])
-        steps, seen = queue.step + np.repeat(np.arange(len(counts)), counts), queue.seen[window.steps.entries]
-        # After the end of the source one division holds several windows: only documents deferred before it count.
-        waits = (steps - seen)[(seen < queue.step) | (not queue.ended)]
-        self._queue = replace(queue, longest_wait=int(waits.max(initial=queue.longest_wait)))
-        self._window, self._taken = replace(window, queue=self._queue), 0
+    def _plan(self, queue: _Queue) -> None:
+        """Plan the steps of a window: full steps, or all remaining ones after the source has ended."""
+        options, number, width = self.options, queue.window << 32, self.options.window
+        slots = options.slots(queue.table[:, 1])
+        ends, keep = offsets_of(slots), queue.ended and options.tail == "keep"
+        balanced = options.balanced_cost(self._cost_model, slots) if len(slots) else self._cost_model
+        steps = width if queue.window else 0
+        extend: Extend = no_more
+        if queue.ended:
+            extend = options.needed_steps if keep else options.full_steps
+            steps = min(extend(int(ends[-1]), len(slots)), len(slots))
+        rules = StepRules(options, balanced.cost, self.seed, queue.epoch, even=keep)
+        made = divide(ends, rules, steps, extend, width=width, deferred=queue.deferred, number=number)
+        counts = np.diff(made.pack_offsets[made.step_offsets])
+        step, seen = queue.step + np.repeat(np.arange(len(counts)), counts), queue.table[made.entries, 3]
+        self.longest_wait = int((step - seen)[seen >= 0].max(initial=queue.longest_wait))
+        self._queue, self._steps, self._balanced, self._taken = queue, made, balanced, 0
 
-    def _next_queue(self) -> StreamQueue:
+    def _next_queue(self) -> _Queue:
         """The queue of the next window: the documents left by the current one, and new documents."""
-        options, rows, deferred, steps = self.options, list[list[Any]](), 0, 0
         self._iterator = iterator = self._iterator or self._open()
-        before = self._queue
-        if self._window is not None:
-            made, seen = self._window.steps, before.seen
-            deferred, steps = len(made.deferred), len(made.step_sizes)
-            for place, number in enumerate(made.left(len(before.rows)).tolist()):
-                row = before.rows[number]
-                rows.append([*row[:3], int(seen[number]), row[4]] if place < deferred else row)
+        options, before, made, rows = self.options, self._queue, self._steps, list[list[Any]]()
+        for place, number in enumerate(made.left(len(before.rows)).tolist()):
+            row = before.rows[number]
+            is_first = row[3] < 0 and place < len(made.deferred)
+            rows.append([*row[:3], before.step, row[4]] if is_first else row)
         packs = options.packs_per_step * options.window
         wanted = packs * options.mean
         ends = offsets_of(options.slots(np.array([row[1] for row in rows], dtype=np.int64)))
@@ -398,9 +384,10 @@ class PackStream:
         return replace(
             before,
             rows=rows,
-            deferred=deferred,
+            deferred=len(made.deferred),
             window=before.window + 1,
-            step=before.step + steps,
+            step=before.step + len(made.step_sizes),
+            longest_wait=self.longest_wait,
             position=position,
             dropped=dropped,
             dropped_tokens=dropped_tokens,
@@ -454,22 +441,6 @@ class PackStream:
                 f"{name} has {length} tokens, of which at most {length - 1} are targets, got {targets}"
             )
         return [position, length, targets, -1, item]
-
-    def _plan(self, queue: StreamQueue) -> _Window:
-        """Plan the steps of a window: full steps, or all remaining ones after the source has ended."""
-        options = self.options
-        slots = options.slots(queue.table[:, 1])
-        ends, keep = offsets_of(slots), queue.ended and options.tail == "keep"
-        balanced = options.balanced_cost(self._cost_model, slots) if len(slots) else self._cost_model
-        steps = options.window
-        extend: Extend = no_more
-        if queue.ended:
-            extend = options.needed_steps if keep else options.full_steps
-            steps = min(extend(int(ends[-1]), len(slots)), len(slots))
-        rules = StepRules(options, balanced.cost, self.seed, self.epoch, even=keep)
-        number, width = queue.window << 32, options.window
-        made = divide(ends, rules, steps, extend, width=width, deferred=queue.deferred, number=number)
-        return _Window(queue, made, balanced, self.epoch)
 
 
 __all__ = ["Overlong", "PackStream", "StreamStep"]

@@ -57,7 +57,7 @@ def draw_step(
     """
     packs = plan.packs(step)
     scale = _scale(plan, packs, columns, tokens_per_character)
-    documents = seeded_order(plan, packs.order)
+    documents = seeded_order(plan, step)
     letters = {int(document): LETTERS[i % len(LETTERS)] for i, document in enumerate(documents)}
     lengths = plan.lengths[documents]
     tokens = int(lengths.sum())

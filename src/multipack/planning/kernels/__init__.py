@@ -8,8 +8,6 @@ Kernels avoid numpy functions inside, each of which costs up to a second of comp
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeVar, cast
 
 import numba
@@ -27,21 +25,3 @@ def compiled(function: Kernel) -> Kernel:
         return cast(Kernel, numba.njit(cache=True)(function))
     except RuntimeError:
         return cast(Kernel, numba.njit(function))
-
-
-def cached(*modules: ModuleType) -> bool:
-    """Whether the kernels of each of these modules were compiled and stored since its source changed last.
-
-    A module counts as compiled if numba's index file of one of its kernels is younger than its source.
-    """
-    for module in modules:
-        source = Path(str(module.__file__))
-        folders = {
-            Path(value.stats.cache_path)
-            for value in vars(module).values()
-            if getattr(value, "stats", None) is not None and value.stats.cache_path
-        }
-        indices = [index for folder in folders for index in folder.glob(f"{source.stem}.*.nbi")]
-        if not any(index.stat().st_mtime >= source.stat().st_mtime for index in indices):
-            return False
-    return True

@@ -384,13 +384,13 @@ def gather(
     while spare >= 0 and left > 0:
         left -= 1
         taker, room, best = _emptiest(state, nothing, max_documents), packs * capacity - spare, len(placed)
-        if taker < 0:
-            return
-        _collect(state, taker, capacity, _GATHER_HALF + failed)
-        if state.sizes[taker] == max_documents:
-            continue
         for pack in range(packs):
             room -= state.tokens[pack]
+        if taker < 0 or room <= 0:
+            return
+        _collect(state, taker, min(room, capacity), _GATHER_HALF + failed)
+        if state.sizes[taker] == max_documents:
+            continue
         room = min(room, capacity - state.tokens[taker])
         for document in range(len(placed) - 1, -1, -1):
             if placed[document] < 0 and lengths[document] <= room:

@@ -25,16 +25,12 @@ def spread(
     """Place documents, in the order of `visit`, into a fixed number of packs; −1 for those that do not fit.
 
     A document goes into the pack of least cost: longest processing time first (Graham 1969), when documents come in
-    falling order. A pack without room for the document at hand leaves the heap for good. Once the heap is empty, the
-    rest goes by first fit into the remaining rooms, found in a tree of the largest room below each node.
+    falling order. A pack without room for the document at hand leaves the heap for good. Once the heap is empty, each
+    document goes into the pack of least cost that has room for it.
     """
     rooms = np.full(packs, capacity, dtype=np.int64)
     sizes, cost = np.zeros(packs, dtype=np.int64), np.zeros(packs, dtype=np.int64)
     heap, size = np.arange(packs), packs
-    leaves = 1
-    while leaves < packs:
-        leaves *= 2
-    tree = np.zeros(2 * leaves, dtype=np.int64)
     placed = np.full(len(lengths), -1, dtype=np.int64)
     for document in visit:
         length, pack = lengths[document], -1
@@ -57,26 +53,17 @@ def spread(
                 heap[node] = left
                 node = child
             heap[node] = top
-            if size == 0 and pack < 0:
-                for other in range(packs):
-                    tree[leaves + other] = rooms[other] if sizes[other] < max_documents else 0
-                for inner in range(leaves - 1, 0, -1):
-                    tree[inner] = max(tree[2 * inner], tree[2 * inner + 1])
-        node = 1
         if pack < 0:
-            if tree[1] < length:
+            for other in range(packs):
+                fits = rooms[other] >= length and sizes[other] < max_documents
+                if fits and (pack < 0 or cost[other] < cost[pack]):
+                    pack = other
+            if pack < 0:
                 continue
-            while node < leaves:
-                node = 2 * node if tree[2 * node] >= length else 2 * node + 1
-            pack = node - leaves
+            cost[pack] += costs[document]
         placed[document] = pack
         rooms[pack] -= length
         sizes[pack] += 1
-        if node > 1 or leaves == 1:
-            tree[node] = rooms[pack] if sizes[pack] < max_documents else 0
-            while node > 1:
-                node //= 2
-                tree[node] = max(tree[2 * node], tree[2 * node + 1])
     return placed
 
 
