@@ -139,7 +139,7 @@ def test_half_precision_keeps_half_of_the_bytes(model, single, how):
         cached = generate(model, prompt_of(9), 40, temperature=0)
         whole = generate(model, prompt_of(9), 40, temperature=0, use_cache=False)
         logits = model.logits(single([*prompt_of(9), *cached])).float()
-    assert {held.dtype for held in cache.held} == {torch.bfloat16}
+    assert {stored.dtype for stored in cache.stored} == {torch.bfloat16}
     # Rounding differs, so that a near tie may fall the other way; every token is nearly the likeliest.
     chosen = logits[8:-1].gather(1, torch.tensor(cached)[:, None])[:, 0]
     assert (logits[8:-1].amax(-1) - chosen).max() < 0.05 * logits.abs().max()

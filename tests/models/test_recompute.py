@@ -167,7 +167,7 @@ class Experts(torch.nn.Module):
     def forward(self, x):
         return torch.einsum("td,edf->etf", x, self.experts).relu().sum(0)
 
-    def products(self):
+    def matrices(self):
         return []
 
 

@@ -3,8 +3,8 @@
     embedding ─▶ [ block ] ─▶ [ block ] ─▶ … ─▶ norm ─▶ head, loss
                   compiled     the same code
 
-Blocks run the same code with different weights, so they are compiled once, whatever their number. The code around
-them, which reads a pack's numbers on the host, is not compiled.
+Blocks run the same code with different weights, so they are compiled once, whatever their number. The code before and
+after them, which reads integers of a pack on the host, is not compiled.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from multipack.models.decoder import Decoder
 
 
 def compile_blocks(model: Decoder, backend: str | Callable[..., Any] = "inductor") -> None:
-    """Compile every block of the model, in place, when it first runs.
+    """Let every block of the model be compiled when it first runs; in place.
 
-    Names of parameters, state dictionaries and hooks stay. Packs of one size (`pad_to`) are compiled for once, packs
-    of varying sizes twice: for the first size, then for all. Each combination of gradient mode and autocast dtype is
-    compiled separately.
+    Names of parameters, state dictionaries and hooks stay. Packs of one size (`PackedCollator.pad_to`) need one
+    compilation, packs of varying sizes two: for the first size, then for all. Each combination of gradient mode and
+    autocast dtype is compiled separately.
 
     Args:
         model: already tiled, checkpointed and divided, but not yet sharded or replicated.

@@ -18,7 +18,7 @@ and `.bias` beside `.weight` where the shape has biases. Query, key and value (a
 each splits into equal row blocks for tensor parallelism, even with fewer key heads than query heads, where a fused
 matrix would need interleaved rows; fusing them would save 0.3 % of a step on the CPU. Row order is that of Llama's
 weights on Hugging Face (a head's two halves rotate). There are no buffers: rotary tables are computed from
-position_ids, so `.to(bfloat16)`, meta-device initialization and sharding cannot damage them.
+position_ids, so that `.to(bfloat16)`, meta-device initialization and sharding do not affect them.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from multipack.data.batch import PackedBatch
 from multipack.models.kv_cache import KeyValueCache
 from multipack.models.layers import Attend, Block, Rotation, make_norm, rotary_tables
 from multipack.ops.attention import find_backend
+from multipack.ops.autocast import at_least_float32
 from multipack.ops.loss import linear_cross_entropy
 from multipack.shapes import ModelShape
 
@@ -58,8 +59,9 @@ PARALLEL_PLAN = {
     "head": "vocabulary",
 }
 """Pattern of a module's name → how tensor parallelism divides it: matrices by outputs (`column`) or by inputs (`row`),
-embeddings and head by words (`vocabulary`). Modules of `norm` and `positions` process a part of the tokens; the input
-of `gathers` is gathered to all tokens. A pattern may match nothing: not every shape has all modules."""
+embeddings and head by rows of the vocabulary (`vocabulary`). Modules of `norm` and `positions` process a part of the
+tokens; the input of `gathers` is gathered to all tokens. A pattern may match nothing: not every shape has all modules.
+"""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class Decoder(nn.Module):
         attention: name of a backend, or `"auto"` (ops/attention/table.py).
         loss_function: (hidden, weight, targets, num_targets=…) → Σ loss, also called with `weights=` if a batch has
             weights, and with `group=` under tensor parallelism.
-        training_loss: loss function in training mode, with additional terms (ops/loss.py); None = `loss_function`.
+        training_loss: loss function in training mode, such as one with z-loss; None = `loss_function`.
         part: build only these blocks, under their names in the whole decoder; the first part has the embedding (and
             positions), the last one the final norm and the head (the embedding, if they are tied). Load values
             from `initial_parameters` or a checkpoint.
@@ -164,8 +166,8 @@ class Decoder(nn.Module):
             x: (T, d) output of the previous part; None in the first part.
 
         Returns:
-            0-d float32 sum over the targets, weighted if the batch has weights; in a part that is not the last, its
-            (T, d) output.
+            0-d sum over the targets in float32 (float64 for float64 weights), weighted if the batch has weights; in a
+            part that is not the last, its (T, d) output.
 
         Raises:
             ValueError: see `hidden` and, for targets, the loss function.
@@ -193,7 +195,7 @@ class Decoder(nn.Module):
 
         Args:
             batch: the pack.
-            cache: keys and values of earlier tokens, for generation; the pack was announced to it.
+            cache: keys and values of earlier tokens, for generation; its `admit` or `advance` was called for the pack.
             x: (T, d) output of the previous part; None = start from the tokens.
 
         Raises:
@@ -202,9 +204,9 @@ class Decoder(nn.Module):
         """
         x = self.embed(batch) if x is None else x
         rotation = self.rotation(batch, x.dtype)
-        layers: Sequence[Attend | None] = [None] * len(self.blocks) if cache is None else cache.layers
-        for block, layer in zip(self.blocks, layers, strict=True):
-            x = block(x, batch, rotation, layer)
+        functions: Sequence[Attend | None] = [None] * len(self.blocks) if cache is None else cache.attention
+        for block, attend in zip(self.blocks, functions, strict=True):
+            x = block(x, batch, rotation, attend)
         out: Tensor = self.norm(x) if self.part.is_last else x
         return out
 
@@ -225,8 +227,8 @@ class Decoder(nn.Module):
         """
         if self.shape.positions == "learned":
             return None
-        dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        return rotary_tables(batch.position_ids, self.shape.head_width, self.shape.rope_theta, dtype)
+        width, theta = self.shape.head_width, self.shape.rope_theta
+        return rotary_tables(batch.position_ids, width, theta, at_least_float32(dtype))
 
     @property
     def output_weight(self) -> Tensor:

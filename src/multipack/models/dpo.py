@@ -21,6 +21,7 @@ from torch import Tensor
 from multipack.data.batch import PackedBatch
 from multipack.data.collate import PreferenceBatch
 from multipack.models.decoder import Decoder
+from multipack.ops.autocast import at_least_float32
 from multipack.ops.loss import linear_log_probabilities
 from multipack.shapes import ModelShape
 
@@ -31,7 +32,7 @@ class PreferenceDecoder(Decoder):
     Args:
         shape: as for `Decoder`.
         attention: as for `Decoder`.
-        beta: strength of the pull towards the reference.
+        beta: factor of rewards (β above); the larger, the closer the model stays to the reference.
         label_smoothing: assumed share of wrong preferences.
         log_probabilities: (hidden, weight, targets, num_targets=…) → (T,).
 
@@ -53,10 +54,10 @@ class PreferenceDecoder(Decoder):
         self._tallies: dict[bool, Tensor | None] = {True: None, False: None}
 
     def forward(self, batch: PackedBatch, x: Tensor | None = None) -> Tensor:
-        """Sum of the loss over the batch's pairs: 0-d, in the dtype of the parameters.
+        """Sum of the loss over the batch's pairs: 0-d float32 (float64 for float64 weights).
 
-        For a batch without reference values, in evaluation mode, (pairs, 2) log-probabilities of the chosen and
-        rejected answers instead: the values of a reference model.
+        In evaluation mode, for a batch without reference values, (pairs, 2) log-probabilities of the chosen and
+        rejected answers instead: the reference values if this model is the reference.
 
         Raises:
             ValueError: a batch without pairs; in training mode, one without reference values.
@@ -78,14 +79,14 @@ class PreferenceDecoder(Decoder):
         if self.label_smoothing:
             losses = losses - self.label_smoothing * F.logsigmoid(-margins)
         self._count(rewards.detach(), margins.detach())
-        return losses.sum().to(self.output_weight.dtype)
+        return losses.sum().to(at_least_float32(self.output_weight.dtype))
 
     def pair_log_probabilities(self, batch: PreferenceBatch) -> Tensor:
-        """(pairs, 2) float64 log-probabilities of the chosen and rejected answers."""
+        """(pairs, 2) float64 log-probabilities of the chosen and rejected answers, summed over their targets."""
         of_tokens = self.log_probabilities(
             self.hidden(batch), self.output_weight, batch.targets, num_targets=batch.num_target_tokens
         )
-        # The repeated end of cu_seqlens gives empty sums; they and that of padding are dropped.
+        # Sums of padding and of the repeated T at the end of cu_seqlens are dropped.
         of_documents = torch.segment_reduce(of_tokens.double(), "sum", offsets=batch.cu_seqlens.long())
         return of_documents[: batch.num_documents].view(-1, 2)
 
@@ -109,9 +110,9 @@ class PreferenceDecoder(Decoder):
 
 
 def preference_metrics(tally: list[float], prefix: str = "") -> dict[str, float]:
-    """Means over pairs from the sums of `take_tally`; empty without pairs."""
+    """Means over pairs by name of the metric, from the sums of `take_tally`; empty without pairs."""
     pairs, *sums = tally
+    if not pairs:
+        return {}
     names = ("reward_accuracy", "reward_margin", "reward_chosen", "reward_rejected")
-    return (
-        {f"{prefix}{name}": total / pairs for name, total in zip(names, sums, strict=True)} if pairs else {}
-    )
+    return {f"{prefix}{name}": total / pairs for name, total in zip(names, sums, strict=True)}

@@ -1,7 +1,8 @@
 """Conversion of a decoder's names, weights and configuration to and from Hugging Face's Llama, Mistral and GPT-2.
 
-The tables `LLAMA` and `GPT2` pair the modules. GPT-2 stores matrices as (in, out), the transpose of the others. Both
-sides rotate the two halves of a head, so rows keep their order. pretrained.py reads folders.
+The tables `LLAMA` and `GPT2` pair Hugging Face's modules (`theirs`) with the decoder's (`ours`). GPT-2 stores matrices
+as (in, out), the transpose of the others. Both rotate the two halves of a head, so rows keep their order. pretrained.py
+reads folders.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Family:
         outer: Hugging Face's module → the decoder's module, outside of layers.
         inner: Hugging Face's module → the decoder's modules, in a layer; several are joined along their rows.
         transposed: Hugging Face's modules whose matrices are (in, out).
-        ignored: pattern of the names of buffers in old files.
+        ignored: pattern of the names of buffers in old files, which are no parameters.
         supported: setting in config.json → the values for which the decoder computes the same.
     """
 

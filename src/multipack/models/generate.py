@@ -1,12 +1,12 @@
-"""Generation with a key-value cache: prompts are read as packs, and each step computes one new token per text.
+"""Generation with a key-value cache: prompts are processed as packs, then each step computes one token per text.
 
-    prompts   A A A A A   B B   C C C        one pack without padding; keys and values go into a cache
+    prefill   A A A A A   B B   C C C        one pack without padding; keys and values go into a cache
     step 1            A     B       C        then one token of every text per pass …
     step 2            A             C        … until the text ends
 
-A token sees at most the last `model.shape.context` tokens. In a longer text the context window moves, and all positions
-change with it, so cached keys are invalid: for each further token the last `context` tokens are read again. Results
-equal those without a cache (`use_cache=False`) and do not depend on which prompts are generated together.
+A token sees at most the last `model.shape.context` tokens. In a longer text all positions change with each token, so
+cached keys are invalid: for each further token the last `context` tokens are computed again. Results equal those
+without a cache (`use_cache=False`) and do not depend on which prompts are generated together.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from multipack.models.sampling import Sampling, TextDecoder, TextStream, draw
 
 PACK_TOKENS = 16_384
 """Maximum number of tokens of a pack of several prompts."""
-MOST_TOGETHER = 64
+MAX_TEXTS = 64
 """Default maximum number of texts generated at the same time; others wait until one ends."""
 
 Reason = Literal["end", "stop", "length"]
@@ -79,7 +79,7 @@ def generate(
             the same. The global generator is not used.
         vocabulary_size: draw among the first tokens only, if the tokenizer has fewer than the model; None = all.
         top_p: draw among the fewest most likely tokens that together have this probability; 1 = all.
-        use_cache: keep keys and values; False = read the whole text again for each token.
+        use_cache: keep keys and values; False = compute the whole text again for each token.
 
     Returns:
         The new tokens, without the prompt.
@@ -90,7 +90,7 @@ def generate(
     sampling = Sampling(max_tokens, temperature, top_k, top_p)
     text = _Text(_checked(prompt_ids, model), generator if generator is not None else torch.Generator())
     ends = () if end_id is None else (end_id,)
-    _write(model, [text], sampling, ends, vocabulary_size, use_cache, together=1)
+    _continue(model, [text], sampling, ends, vocabulary_size, use_cache, together=1)
     return text.tokens
 
 
@@ -104,7 +104,7 @@ def generate_batch(
     vocabulary_size: int | None = None,
     listener: Listener | None = None,
     use_cache: bool = True,
-    together: int = MOST_TOGETHER,
+    together: int = MAX_TEXTS,
 ) -> list[Completion]:
     """Continue several prompts together, each exactly as alone.
 
@@ -140,7 +140,7 @@ def generate_batch(
         if listener is not None:
             text.listener = partial(listener, number)
         texts.append(text)
-    _write(model, texts, sampling, end_ids, vocabulary_size, use_cache, together)
+    _continue(model, texts, sampling, end_ids, vocabulary_size, use_cache, together)
     return [
         Completion(text.tokens, text.reason or "length", text.stream.text if text.stream else "")
         for text in texts
@@ -163,7 +163,7 @@ class _Text:
         return len(self.prompt) + len(self.tokens)
 
     def take(self, token: int, end_ids: Collection[int], max_tokens: int) -> None:
-        """Add a token, which may end the text."""
+        """Add a token, unless it is an end token; set `reason` if the text ends, and call the listener."""
         pieces: list[str] = []
         if token in end_ids:
             self.reason = "end"
@@ -181,53 +181,53 @@ class _Text:
                 self.listener(piece)
 
 
-class _Reader:
+class _Runner:
     """Runs the model on texts, with a key-value cache for up to `rows` texts; 0 = no cache."""
 
     def __init__(self, model: Decoder, rows: int) -> None:
         self.model, self.context = model, model.shape.context
         self.cache = KeyValueCache(model.shape, rows, model.embedding.weight)
-        self.held: list[_Text] = []
-        """The text in each row of the cache, which holds all of its tokens except the newest."""
+        self.cached: list[_Text] = []
+        """The text in each row of the cache, which has all of its tokens except the newest."""
 
-    def read(self, texts: Sequence[_Text]) -> Tensor:
+    def last_hidden(self, texts: Sequence[_Text]) -> Tensor:
         """(B, d) final hidden states of the last tokens of B texts."""
         # Free the rows of texts that ended or outgrew the context.
         kept = {text for text in texts if text.length <= self.context}
-        for row in reversed(range(len(self.held))):
-            if self.held[row] not in kept:
+        for row in reversed(range(len(self.cached))):
+            if self.cached[row] not in kept:
                 self.cache.remove(row)
-                self.held[row] = self.held[-1]
-                self.held.pop()
+                self.cached[row] = self.cached[-1]
+                self.cached.pop()
         hidden: dict[_Text, Tensor] = {}
-        if self.held:
-            batch = self.cache.advance([text.tokens[-1] for text in self.held])
-            hidden.update(zip(self.held, self.model.hidden(batch, self.cache), strict=True))
-        # A text as long as the context cannot grow in the cache: its next token moves the context window.
-        fresh: dict[bool, list[_Text]] = {True: [], False: []}
+        if self.cached:
+            batch = self.cache.advance([text.tokens[-1] for text in self.cached])
+            hidden.update(zip(self.cached, self.model.hidden(batch, self.cache), strict=True))
+        # A text as long as the context is not cached: its next token changes all positions.
+        new: dict[bool, list[_Text]] = {True: [], False: []}
         for text in texts:
             if text not in hidden:
-                fresh[self.cache.rows > 0 and text.length < self.context].append(text)
-        for is_kept, several in fresh.items():
+                new[self.cache.rows > 0 and text.length < self.context].append(text)
+        for is_cached, several in new.items():
             for pack in _packs(several, self.context):
-                hidden.update(zip(pack, self._whole(pack, is_kept), strict=True))
-                self.held += pack if is_kept else []
+                hidden.update(zip(pack, self._prefill(pack, is_cached), strict=True))
+                self.cached += pack if is_cached else []
         return torch.stack([hidden[text] for text in texts])
 
-    def _whole(self, pack: list[_Text], is_kept: bool) -> Tensor:
-        """(B, d) final hidden states of the last tokens of texts, read as one pack of their last `context` tokens."""
+    def _prefill(self, pack: list[_Text], is_cached: bool) -> Tensor:
+        """(B, d) final hidden states of the last tokens of texts, by one pass over their last `context` tokens."""
         none = np.zeros((0, 2), dtype=np.int64)
         tokens = [np.asarray((text.prompt + text.tokens)[-self.context :], dtype=np.uint32) for text in pack]
         batch = PackedCollator(len(pack), max(map(len, tokens)))([Document(ids, none) for ids in tokens])
         batch = batch.to(self.model.embedding.weight.device)
-        if is_kept:
+        if is_cached:
             self.cache.admit(batch)
         ends = torch.tensor(batch.lengths, device=batch.input_ids.device).cumsum(0) - 1
-        return self.model.hidden(batch, self.cache if is_kept else None)[ends]
+        return self.model.hidden(batch, self.cache if is_cached else None)[ends]
 
 
 @torch.no_grad()
-def _write(
+def _continue(
     model: Decoder,
     texts: Sequence[_Text],
     sampling: Sampling,
@@ -242,11 +242,11 @@ def _write(
     waiting = deque(texts)
     running: list[_Text] = []
     with _evaluating(model):
-        reader = _Reader(model, min(together, len(texts)) if use_cache else 0)
+        runner = _Runner(model, min(together, len(texts)) if use_cache else 0)
         while waiting or running:
             while waiting and len(running) < together:
                 running.append(waiting.popleft())
-            logits = F.linear(reader.read(running), model.output_weight)
+            logits = F.linear(runner.last_hidden(running), model.output_weight)
             for text, row in zip(running, logits[:, :vocabulary_size].float().cpu(), strict=True):
                 text.take(draw(row, sampling, text.generator), end_ids, sampling.max_tokens)
             running = [text for text in running if text.reason is None]
@@ -268,7 +268,7 @@ def _evaluating(model: Decoder) -> Iterator[None]:
 
 
 def _packs(texts: Sequence[_Text], context: int) -> Iterator[list[_Text]]:
-    """Texts in their order, in packs of at most `PACK_TOKENS`; a longer text is a pack of its own."""
+    """Texts in their order, in packs of at most `PACK_TOKENS` tokens; a longer text is a pack of its own."""
     pack: list[_Text] = []
     tokens = 0
     for text in texts:

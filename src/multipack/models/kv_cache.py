@@ -4,8 +4,8 @@
     row 1   k k + · · · · ·      + is the column of its next token; · is unused: zeros, masked so that they have
     row 2   k k k k k k + ·      no weight.
 
-Rows 0 … n − 1 are in use; when a sequence ends, the last row moves to its place. New sequences are read as one pack,
-announced by `admit`; then each pass, announced by `advance`, adds one token to every row.
+Rows 0 … n − 1 are in use; when a sequence ends, the last row moves to its place. `admit` prepares the prefill: one pass
+over a pack of new sequences. `advance` prepares a decoding step: one pass over the next token of every row.
 """
 
 from __future__ import annotations
@@ -35,35 +35,38 @@ class KeyValueCache:
         like: a parameter of the decoder, whose device and dtype (autocast's if enabled) the cache takes.
 
     Attributes:
-        layers: for each block a function that replaces `attention`: it stores the keys and values of the pass and
+        attention: for each block a function that replaces `attention`: it stores the keys and values of the pass and
             attends to all tokens of each sequence.
         lengths: number of tokens of each row in use, including those of the current pass.
+        stored: for each block (2, rows, K, capacity, D): keys, and values.
     """
 
     def __init__(self, shape: ModelShape, rows: int, like: Tensor) -> None:
         self.rows, self.limit, self.window = rows, shape.context, shape.window or None
         self.lengths: list[int] = []
         size = 2, rows, shape.kv_heads, 0, shape.head_width
-        self.held = [
+        self.stored = [
             torch.zeros(size, dtype=autocast_dtype(like), device=like.device) for _ in range(shape.layers)
         ]
-        self.layers: list[Callable[..., Tensor]] = [partial(self._attend, n) for n in range(shape.layers)]
+        self.attention: list[Callable[..., Tensor]] = [partial(self._attend, n) for n in range(shape.layers)]
 
     @property
     def capacity(self) -> int:
         """Number of tokens that a row has room for."""
-        return self.held[0].shape[3]
+        return self.stored[0].shape[3]
 
     def admit(self, batch: PackedBatch) -> None:
-        """Announce a pack of whole sequences, each of which gets a new row; their tokens see only each other."""
+        """Prepare a pass over a pack of whole sequences, each of which gets a new row."""
         lengths = torch.tensor(batch.lengths, device=batch.input_ids.device)
         rows = len(self.lengths) + torch.arange(len(lengths), device=lengths.device)
+        # Where the pass stores keys and values: row and column of each token.
         self._slots = rows.repeat_interleave(lengths), batch.position_ids
+        # Columns that a decoding step reads, and which of them each row sees; None: tokens of the pass see each other.
         self._visible: tuple[int, int, Tensor | None] | None = None
         self._reserve([*self.lengths, *batch.lengths])
 
     def advance(self, tokens: Sequence[int]) -> PackedBatch:
-        """Announce the next token of every row.
+        """Prepare a pass over the next token of every row.
 
         Args:
             tokens: the next token of row 0, 1, ….
@@ -71,9 +74,9 @@ class KeyValueCache:
         Returns:
             The pack of these tokens: one document of one token per row, whose position follows the row's tokens.
         """
-        count, device = len(tokens), self.held[0].device
-        # One copy to the device for tokens, positions and the first column that each row sees.
+        count, device = len(tokens), self.stored[0].device
         starts = [max(n + 1 - self.window, 0) if self.window else 0 for n in self.lengths]
+        # One copy to the device for tokens, positions and the first column that each row sees.
         input_ids, positions, begin = torch.tensor([list(tokens), self.lengths, starts]).to(device)
         self._slots = torch.arange(count, device=device), positions
         first, last, mask = min(starts), max(self.lengths) + 1, None
@@ -101,8 +104,8 @@ class KeyValueCache:
         """Remove a sequence; the last row in use moves to `row`."""
         length = self.lengths.pop()
         if row < len(self.lengths):
-            for held in self.held:
-                held[:, row, :, :length] = held[:, len(self.lengths), :, :length]
+            for stored in self.stored:
+                stored[:, row, :, :length] = stored[:, len(self.lengths), :, :length]
             self.lengths[row] = length
 
     def _reserve(self, lengths: list[int]) -> None:
@@ -111,10 +114,10 @@ class KeyValueCache:
         if longest <= self.capacity:
             return
         capacity = min(max(longest, 2 * self.capacity, SMALLEST), self.limit)
-        for layer, held in enumerate(self.held):
-            # Zeros, because a masked column's weight 0 times a NaN in uninitialized memory would be NaN.
-            self.held[layer] = held.new_zeros(*held.shape[:3], capacity, held.shape[4])
-            self.held[layer][:, :, :, : held.shape[3]] = held
+        for layer, stored in enumerate(self.stored):
+            # Zeros, because the probability 0 of a masked column times a NaN in uninitialized memory would be NaN.
+            self.stored[layer] = stored.new_zeros(*stored.shape[:3], capacity, stored.shape[4])
+            self.stored[layer][:, :, :, : stored.shape[3]] = stored
 
     def _attend(
         self,
@@ -126,9 +129,9 @@ class KeyValueCache:
         backend: str,
         window: int | None,
     ) -> Tensor:
-        """`attention` over the whole sequences at the tokens of the pass; `backend` serves new sequences."""
+        """`attention` from the tokens of the pass to their whole sequences; `backend` computes new sequences."""
         rows, columns = self._slots
-        keys, values = self.held[layer]
+        keys, values = self.stored[layer]
         keys[rows, :, columns], values[rows, :, columns] = key, value
         if self._visible is None:
             return attention(query, key, value, batch, backend, window)

@@ -1,7 +1,9 @@
-"""Layers of the decoder: blocks, attention, feed-forward, rotary positions. Tensors have no batch dimension: (T, …).
+"""Layers of the decoder: blocks, attention, feed-forward, rotary positions.
 
-x ─┬─ norm ─ attention ─┬─ + ─┬─ norm ─ feed-forward ─┬─ + ─▶
-   └────────────────────┘     └───────────────────────┘
+    x ─┬─ norm ─ attention ─ + ─┬─ norm ─ feed-forward ─ + ─▶
+       └─────────────────────┘  └────────────────────────┘
+
+Tensors have no batch dimension: their first dimension is the T tokens of a pack.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ Attend = Callable[..., Tensor]
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each applied to a normalized copy of the residual stream and added to it.
+    """Attention and feed-forward, each applied to the normalized residual stream and added to it.
 
     Attributes:
         around: if set, training calls around(compute, x, batch, rotation) instead of compute(x, batch, rotation): the
@@ -46,32 +48,32 @@ class Block(nn.Module):
         self.tiles = 1
 
     def forward(
-        self, x: Tensor, batch: PackedBatch, rotation: Rotation | None, cache: Attend | None = None
+        self, x: Tensor, batch: PackedBatch, rotation: Rotation | None, attend: Attend | None = None
     ) -> Tensor:
-        """(T, d) → (T, d)."""
-        if self.around is not None and self.training and cache is None:
+        """(T, d) → (T, d); `attend` is that of `Attention.forward`."""
+        if self.around is not None and self.training and attend is None:
             return self.around(self.compute, x, batch, rotation)
-        return self.compute(x, batch, rotation, cache)
+        return self.compute(x, batch, rotation, attend)
 
     def compute(
-        self, x: Tensor, batch: PackedBatch, rotation: Rotation | None, cache: Attend | None = None
+        self, x: Tensor, batch: PackedBatch, rotation: Rotation | None, attend: Attend | None = None
     ) -> Tensor:
         """`forward` without the hook."""
-        branch = self.attention(self.attention_norm(x), batch, rotation, cache)
+        branch = self.attention(self.attention_norm(x), batch, rotation, attend)
         x = x + F.dropout(branch, self.dropout, self.training)
         branch = self._feed_forward(self.feed_forward_norm(x))
         return x + F.dropout(branch, self.dropout, self.training)
 
-    def unsaved_products(self) -> set[tuple[int, int]]:
+    def unsaved_matrices(self) -> set[tuple[int, int]]:
         """(inputs, outputs) of the matrices whose products selective checkpointing does not keep.
 
         These are the block's last product, which the backward pass does not read unless dropout follows; with tiles,
         all products of the feed-forward, whose chunks are recomputed.
         """
-        products = self.feed_forward.products()
+        matrices = self.feed_forward.matrices()
         if self.tiles > 1:
-            return set(products)
-        return set() if self.dropout else set(products[-1:])
+            return set(matrices)
+        return set() if self.dropout else set(matrices[-1:])
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         if self.tiles == 1:
@@ -81,12 +83,12 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Projections before and after `attention`.
+    """Query, key and value projections, attention, and the output projection.
 
-    The number of heads follows from the weights, so that a rank's part of them works under tensor parallelism.
+    The number of heads follows from the weights, which are a part of the whole under tensor parallelism.
 
     Attributes:
-        attend: `attention`; context parallelism replaces it, and so does the layer of a key-value cache for a call.
+        attend: the attention function; context parallelism replaces it by ring attention.
     """
 
     def __init__(self, shape: ModelShape, backend: str) -> None:
@@ -100,9 +102,9 @@ class Attention(nn.Module):
         self.attend: Attend = attention
 
     def forward(
-        self, x: Tensor, batch: PackedBatch, rotation: Rotation | None, cache: Attend | None = None
+        self, x: Tensor, batch: PackedBatch, rotation: Rotation | None, attend: Attend | None = None
     ) -> Tensor:
-        """(T, d) → (T, d)."""
+        """(T, d) → (T, d); `attend`, a key-value cache's function, replaces `self.attend` in this call."""
         x = in_autocast_dtype(x)  # once: otherwise each projection makes its own copy
         heads = (-1, self.head_width)
         query = self.query(x).unflatten(-1, heads)
@@ -110,15 +112,15 @@ class Attention(nn.Module):
         value = self.value(x).unflatten(-1, heads)
         if rotation is not None:
             query, key = rotate(query, *rotation), rotate(key, *rotation)
-        mixed = (cache or self.attend)(query, key, value, batch, self.backend, self.window)
-        out: Tensor = self.output(mixed.flatten(1))
+        values = (attend or self.attend)(query, key, value, batch, self.backend, self.window)
+        out: Tensor = self.output(values.flatten(1))
         return out
 
 
 class FeedForward(nn.Module):
     """Feed-forward with GELU (GPT-2's tanh approximation) or SwiGLU (Shazeer 2020, arXiv:2002.05202).
 
-    A class that replaces it must define `forward` and `products`.
+    A class that replaces it must define `forward` and `matrices`.
     """
 
     def __init__(self, shape: ModelShape) -> None:
@@ -139,8 +141,8 @@ class FeedForward(nn.Module):
         out: Tensor = self.down(inner)
         return out
 
-    def products(self) -> list[tuple[int, int]]:
-        """(inputs, outputs) of this rank's part of each matrix; the matrix that is used last comes last."""
+    def matrices(self) -> list[tuple[int, int]]:
+        """(inputs, outputs) of each matrix (of this rank's part of it), in the order of their use."""
         weights: list[Any] = [layer.weight for layer in self.children()]
         pieces = [each.to_local() if hasattr(each, "to_local") else each for each in weights]
         return [(each.shape[1], each.shape[0]) for each in pieces]
@@ -175,7 +177,7 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     Returns:
         (T, heads, D) in x's dtype, computed in the dtype of `cosine` and rounded once.
     """
-    if torch.compiler.is_compiling():  # torch.compile fuses arithmetic and cannot trace writes into views
+    if torch.compiler.is_compiling():  # which fuses arithmetic and cannot trace `_Rotate`'s writes into views
         first, second = x.to(cosine.dtype).chunk(2, dim=-1)
         halves = first * cosine - second * sine, second * cosine + first * sine
         return torch.cat(halves, dim=-1).to(x.dtype)
@@ -184,7 +186,7 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotation whose gradient is the inverse rotation: it saves only the tables, which all layers share."""
+    """Rotation whose backward pass is the inverse rotation: it saves only the tables, which all layers share."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ def open_weights(
         dtype: of the tensors.
 
     Returns:
-        The decoder's shape, and our parameter name → function that reads it, in the order of parameters.
+        The decoder's shape, and name → function that reads the value, of its parameters in their order.
 
     Raises:
         ValueError: an unsupported model; weights that are pickled, missing, of other shapes or not floating point; a

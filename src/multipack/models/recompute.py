@@ -1,4 +1,4 @@
-"""Activation checkpointing and tiling: what a block keeps between forward and backward pass, and at once.
+"""Activation checkpointing and tiling: less memory for activations, at the cost of recomputation.
 
     none        every intermediate of the forward pass is kept
     selective   ■ attention   ■ matrix products      kept        norms, rotations, activations, dropout   recomputed
@@ -11,16 +11,16 @@ bytes each, or of 2 in bf16, besides attention's log-sum-exp per head (RMSNorms 
     selective   (4 + 2k) d + 2 f gated, or f
     full        d
 
-Recomputing an element of a norm, a rotation or an activation takes a few operations; one of a matrix product takes
-twice the width that is summed over, and one of attention twice the tokens in sight: hundreds to thousands. So
-`selective` drops all of the first kind and keeps all of the second. All matrix products cost the same operations per
+An element of a norm, a rotation or an activation takes a few operations to recompute. An element of a matrix product
+or of attention takes two operations per number that is summed: hundreds to thousands. So `selective` keeps the outputs
+of matrix products and attention, and recomputes the others. All matrix products cost about the same operations per
 saved byte, so a finer choice among them gains nothing; `full` costs one more forward pass (Chen et al. 2016,
-arXiv:1604.06174; Korthikanti et al. 2022, arXiv:2205.05198). The output of a block's last product is read by nothing
-in the backward pass, unless dropout follows, so it is neither kept nor recomputed.
+arXiv:1604.06174; Korthikanti et al. 2022, arXiv:2205.05198). The backward pass does not read the output of a block's
+last product, unless dropout follows, so it is neither kept nor recomputed.
 
-**Tiles** bound the widest tensors, for layers whose intermediates do not fit even one block at a time: the
+**Tiles** bound the widest tensors, for blocks whose intermediates do not fit into memory even one block at a time: the
 feed-forward runs on chunks of the tokens, each recomputed in the backward pass, and logits exist for a slice of the
-vocabulary at a time (ops/loss.py). Cost: the feed-forward's and the head's products are computed twice.
+vocabulary at a time (ops/loss.py). The products of the feed-forward and of the head are computed twice.
 
 Losses and gradients of recomputed blocks are bit for bit the same: the same operations run on the same numbers, with
 dropout's generator state and autocast restored. Tiles change the order of sums only.
@@ -62,7 +62,7 @@ def recompute_blocks(model: Decoder, kind: Recompute) -> None:
         # Without dropout nothing is drawn, and saving the generators' states costs time in every block.
         options: dict[str, Any] = {"preserve_rng_state": block.dropout > 0}
         if kind == "selective":
-            policy = partial(_policy, attention, block.unsaved_products())
+            policy = partial(_policy, attention, block.unsaved_matrices())
             options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
         block.around = None if kind == "none" else partial(_checkpointed, options)
 
@@ -100,7 +100,10 @@ def _policy(
     *arguments: Any,
     **__: Any,
 ) -> CheckpointPolicy:
-    """Whether an operator's output is kept; the last argument of a matrix product is its (inputs, outputs) matrix."""
+    """Whether an operator's output is kept: of attention, and of products with all but the `unsaved` matrices.
+
+    The matrix, of shape (inputs, outputs), is the last argument of `PRODUCTS`.
+    """
     name = operator.name()
     if name in PRODUCTS:
         keep = tuple(arguments[-1].shape) not in unsaved

@@ -1,4 +1,4 @@
-"""Sampling: options, drawing a token from logits, and turning tokens into text as they come."""
+"""Sampling of tokens from logits, and decoding of tokens to text while they are generated."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 UNFINISHED = "�"
-"""What tokenizers decode incomplete or invalid bytes to."""
+"""The character that tokenizers decode incomplete or invalid bytes to."""
 LOOK_BACK = 6
-"""Earlier tokens that are decoded with new ones: some tokenizers join words depending on what came before."""
+"""Number of earlier tokens that are decoded with a new one: with some tokenizers its text depends on them."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +81,11 @@ class TextDecoder(Protocol):
 
 
 class TextStream:
-    """Turns tokens into text as they come: whole characters only, and never past a stop string.
+    """Decodes tokens one at a time to text of whole characters, up to a stop string.
 
     Characters and stop strings may span tokens: incomplete characters, and text that may be the beginning of a stop
-    string, are held back. The stop string that is complete first counts (of two that end together, the longer one),
-    regardless of how tokens divide the text.
+    string, are held back. The stop string that is complete first ends the text (of two that end together, the longer
+    one), regardless of how tokens divide the text.
 
     Args:
         tokenizer: of the model.
