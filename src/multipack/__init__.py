@@ -28,7 +28,6 @@ _PUBLIC = {
     "PackedBatch": "multipack.data.batch",
     "PackedBatchSampler": "multipack.data.sampler",
     "PackedCollator": "multipack.data.collate",
-    "PackedStreamDataset": "multipack.data.loader",
     "PackedLoader": "multipack.data.loader",
     "attention": "multipack.ops.attention",
     "Decoder": "multipack.models.decoder",
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
     from multipack.data.documents import Document as Document
     from multipack.data.documents import Documents as Documents
     from multipack.data.loader import PackedLoader as PackedLoader
-    from multipack.data.loader import PackedStreamDataset as PackedStreamDataset
     from multipack.data.sampler import PackedBatchSampler as PackedBatchSampler
     from multipack.data.store import TokenStore as TokenStore
     from multipack.models.decoder import Decoder as Decoder

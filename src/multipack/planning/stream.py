@@ -142,9 +142,9 @@ class StreamStep:
         slots = options.slots(self.lengths)
         return deal_packs(self.packs, slots, self._balanced, options, data_parallel_size, sync)
 
-    def state_dict(self, before: bool = False) -> dict[str, Any]:
-        """The stream's state after this step, or before it, however far it was read ahead: plain values."""
-        return self._stream._state(self._queue, self._index + (not before))
+    def state_dict(self) -> dict[str, Any]:
+        """The stream's state after this step, however far it was read ahead: plain values."""
+        return self._stream._state(self._queue, self._index + 1)
 
     def __repr__(self) -> str:
         return f"StreamStep({self.number:,}: {len(self):,} documents of {self.tokens:,} tokens)"

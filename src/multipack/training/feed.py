@@ -20,7 +20,7 @@ from multipack.data.arriving import Arriving, DocumentsLate, StreamInterrupted
 from multipack.data.batch import PackedBatch
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Documents
-from multipack.data.loader import PackedLoader, prefetched, rank_items
+from multipack.data.loader import PackedLoader, prefetched
 from multipack.parallel.mesh import Mesh
 from multipack.planning.cost import CostModel
 from multipack.planning.deal import rank_loads
@@ -176,9 +176,11 @@ class StreamFeed:
 
     def _collated(self) -> Iterator[tuple[StreamStep, list[PackedBatch]]]:
         """Each step with this rank's packs; runs in the background thread."""
+        rank, ranks, document = self.mesh.data_rank, self.mesh.data_size, self.arriving.document
         for step in self.stream:
-            packs = rank_items(step, self.mesh.data_rank, self.mesh.data_size, self._sync)
-            yield step, [self._collate([self.arriving.document(item) for item in pack]) for pack in packs]
+            dealt = step.deal(ranks, self._sync)
+            mine = [dealt[number].tolist() for number in range(rank, len(dealt), ranks)]
+            yield step, [self._collate([document(step.items[place]) for place in pack]) for pack in mine]
 
     def __iter__(self) -> Iterator[StepData]:
         self._steps = prefetched(self._collated(), self._prefetch)
