@@ -9,7 +9,7 @@ import pytest
 
 from multipack.data.chat import ChatTemplate, resolve_template
 from multipack.data.data_config import DataConfig
-from multipack.data.tokenizer import END, TokenizerConfig, byte_tokenizer, load_tokenizer, read_vocabulary
+from multipack.data.tokenizer import END, TokenizerConfig, byte_tokenizer, load_tokenizer
 
 AWKWARD = [
     "",
@@ -64,8 +64,8 @@ def test_mistral_equals_the_package(texts):
         assert ids == theirs.encode(text, False, False)
         assert tokenizer.decode(ids) == text
         assert min(ids, default=1000) >= 1000  # text is never a special token
-    facts = read_vocabulary(TokenizerConfig("mistral", str(file)))
-    assert (facts.bos_token, facts.eos_token, len(facts.special_tokens)) == ("<s>", "</s>", 1000)
+    found = load_tokenizer(TokenizerConfig("mistral", str(file)))
+    assert (found.bos_token, found.eos_token, len(found.special_tokens)) == ("<s>", "</s>", 1000)
 
 
 @needs("mistral_common")
@@ -134,10 +134,10 @@ def test_a_kind_that_must_be_trained_is_refused():
 
 def test_a_file_and_the_files_beside_it(tmp_path):
     byte_tokenizer(["<x>"]).save(tmp_path / "tokenizer.json")
-    found = read_vocabulary(TokenizerConfig("file", str(tmp_path / "tokenizer.json")))
+    found = load_tokenizer(TokenizerConfig("file", str(tmp_path / "tokenizer.json")))
     assert (found.special_tokens, found.bos_token, found.eos_token) == ((END, "<x>"), "", END)
     fields = {"chat_template": {"default": "D"}, "eos_token": None}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
-    assert read_vocabulary(TokenizerConfig("file", str(tmp_path))).chat_template == "D"
+    assert load_tokenizer(TokenizerConfig("file", str(tmp_path))).chat_template == "D"
     with pytest.raises(ValueError, match=r"there is no tokenizer\.json"):
-        read_vocabulary(TokenizerConfig("file", str(tmp_path / "nowhere")))
+        load_tokenizer(TokenizerConfig("file", str(tmp_path / "nowhere")))

@@ -39,7 +39,7 @@ from multipack.data.data_config import BUILT_IN_TEMPLATES, DataConfig
 from multipack.data.records import Message, read_messages
 from multipack.data.shards import CHAT_TEMPLATE
 from multipack.data.texts import TextPart
-from multipack.data.tokenizer import TokenizerConfig, load_tokenizer, read_vocabulary
+from multipack.data.tokenizer import TokenizerConfig, byte_tokenizer, load_tokenizer
 
 FIRST_CODE = 0x100000
 """First code point of the replacements for protected text: the last private-use plane of Unicode."""
@@ -351,16 +351,28 @@ def resolve_template(data: DataConfig, tokenizer: TokenizerConfig) -> ChatTempla
         saved = (path if path.is_dir() else path.parent) / CHAT_TEMPLATE
         if saved.is_file():
             return ChatTemplate.from_json(saved.read_text("utf-8"))
-    own = read_vocabulary(tokenizer)
+    # Tokenizers that multipack trains have the end token of the one of bytes, and no template.
+    own = byte_tokenizer() if tokenizer.is_trained else load_tokenizer(tokenizer)
     if name == "plain" or not (name or own.chat_template):
         return built_in_template(name or "chatml", own.eos_token)
-    source, label = own.chat_template, f"the template of {tokenizer.name}"
-    if name:
-        source, label = _read_template(name), Path(name).name
-    special = tuple(data.special_tokens) or own.special_tokens
-    template = ChatTemplate(source, special, own.bos_token, own.eos_token, label)
-    if name:
-        _check_names(template, name, tokenizer)
+    special, end_tokens = tuple(data.special_tokens) or own.special_tokens, (own.bos_token, own.eos_token)
+    if not name:
+        return ChatTemplate(own.chat_template, special, *end_tokens, f"the template of {tokenizer.name}")
+    try:
+        source = Path(name).expanduser().read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"data.chat_template={name}: one of {', '.join(BUILT_IN_TEMPLATES)}, or a readable Jinja file: {error}"
+        ) from error
+    template = ChatTemplate(source, special, *end_tokens, Path(name).name)
+    unnamed = set(_LOOKS_SPECIAL.findall(source)) - set(template.special_tokens)
+    # A tokenizer may have ordinary tokens of such names: text, on purpose.
+    unnamed = {token for token in unnamed if len(own.encode(token)) != 1}
+    if unnamed:
+        raise ValueError(
+            f"data.chat_template={name} writes {', '.join(sorted(unnamed))} as plain text: name the special tokens of"
+            " the template in data.special_tokens=[NAME,NAME,…]"
+        )
     return template
 
 
@@ -373,26 +385,3 @@ def built_in_template(name: str, end_token: str = "") -> ChatTemplate:
         )
     source = (resources.files("multipack") / "presets" / "chat" / f"{name}.jinja").read_text("utf-8")
     return ChatTemplate(source, _LOOKS_SPECIAL.findall(source), bos, eos, name)
-
-
-def _read_template(path: str) -> str:
-    try:
-        return Path(path).expanduser().read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"data.chat_template={path}: one of {', '.join(BUILT_IN_TEMPLATES)}, or a readable Jinja file: {error}"
-        ) from error
-
-
-def _check_names(template: ChatTemplate, path: str, tokenizer: TokenizerConfig) -> None:
-    """Refuse a file whose text looks like a special token that `data.special_tokens` does not name."""
-    unnamed = sorted(set(_LOOKS_SPECIAL.findall(template.source)) - set(template.special_tokens))
-    if unnamed and tokenizer.kind in ("file", "transformers"):
-        # A tokenizer may have ordinary tokens of such names: text, on purpose.
-        vocabulary = load_tokenizer(tokenizer)
-        unnamed = [name for name in unnamed if len(vocabulary.encode(name)) != 1]
-    if unnamed:
-        raise ValueError(
-            f"data.chat_template={path} writes {', '.join(unnamed)} as plain text: name the special tokens of the"
-            " template in data.special_tokens=[NAME,NAME,…]"
-        )

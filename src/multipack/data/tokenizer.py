@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -24,17 +24,11 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from multipack.atomic import locked, write_atomically
 from multipack.data.data_config import check_choice
 from multipack.data.texts import TextPart
-from multipack.data.vocabularies import (
-    END,
-    END_NAMES,
-    READERS,
-    Vocabulary,
-    byte_alphabet,
-    byte_level,
-    tokenizer_file,
-    without_prefix,
-)
+from multipack.data.vocabularies import READERS, byte_alphabet, byte_level, read_file, without_prefix
 
+END = "<|endoftext|>"
+END_NAMES = (END, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>", "<|eot_id|>")
+"""Names of the token that ends a document; the first one that a vocabulary has is taken."""
 TokenizerKind = Literal["auto", "char", "byte", "bpe", "file", "transformers", "gpt2", "mistral"]
 Progress = Callable[[int, int | None, str], None]
 """`progress(done, total, unit)` is called during long work; total None = unknown."""
@@ -95,18 +89,23 @@ class Tokenizer:
         definition: the content of a `tokenizer.json`. Its truncation and padding are removed, so that documents
             stay whole.
         name: name of the tokenizer in messages.
+        config: the fields of a `tokenizer_config.json`, if there is one.
 
     Attributes:
         name: as given.
         vocabulary_size: one more than the largest token id.
         end_id: id of the token that ends a document, or None.
         hash: sha256 of the definition in canonical JSON.
+        special_tokens: names of the special tokens.
+        bos_token: name of the one that begins a document; empty = none.
+        eos_token: name of the one that ends a document or a turn; empty = none.
+        chat_template: Jinja template of chats; empty = none.
 
     Raises:
         ValueError: `definition` is not a tokenizer.
     """
 
-    def __init__(self, definition: str, name: str = "file") -> None:
+    def __init__(self, definition: str, name: str = "file", config: Mapping[str, Any] | None = None) -> None:
         try:
             fields = json.loads(definition)
             fields["truncation"] = fields["padding"] = None
@@ -116,17 +115,18 @@ class Tokenizer:
             raise ValueError(f"not a tokenizer.json: {error}") from error
         canonical = json.dumps(fields, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
         self._library.encode_special_tokens = True  # special tokens in text stay text
-        self.name = name
+        self.name, self._config = name, config or {}
         self.hash = hashlib.sha256(canonical.encode()).hexdigest()
         vocabulary = self._library.get_vocab()
         self.vocabulary_size = max(vocabulary.values(), default=-1) + 1
         self.end_id: int | None = next((vocabulary[end] for end in END_NAMES if end in vocabulary), None)
-        self._special = {
-            token["content"]: vocabulary[token["content"]]
-            for token in fields.get("added_tokens", ())
-            if token.get("special", False)
-        }
-        self._continued, self._prefix_after_special = without_prefix(fields)
+        added = [token["content"] for token in fields.get("added_tokens", ()) if token.get("special", False)]
+        self._special = {content: vocabulary[content] for content in added}
+        self.special_tokens = tuple(self._special)
+        self.bos_token, eos = (_token(self._config.get(name)) for name in ("bos_token", "eos_token"))
+        self.eos_token = eos or next((end for end in END_NAMES if end in self._special), "")
+        self.chat_template = _template(self._config.get("chat_template"))
+        self._continued, self._prefix_after_special = without_prefix(fields) or (self._library, False)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`; no special token is added. See `encode_parts`."""
@@ -144,27 +144,20 @@ class Tokenizer:
         Raises:
             ValueError: this tokenizer lacks a special token or, if it is one of characters, a character of the text.
         """
-        begun, continued = list[str](), list[str]()
-        for parts in documents:
-            for number, part in enumerate(parts):
-                if not part.is_special:
-                    (continued if self._is_continued(parts, number) else begun).append(part.text)
-        encoded = {
-            False: iter(self._encode_batch(self._library, begun)),
-            True: iter(self._encode_batch(self._continued or self._library, continued)),
-        }
-        return [
-            [
-                (
-                    [self.special_id(part.text)]
-                    if part.is_special
-                    else next(encoded[self._is_continued(parts, number)]),
-                    part.is_target,
-                )
-                for number, part in enumerate(parts)
-            ]
+        flat = [
+            (part, number > 0 and not (parts[number - 1].is_special and self._prefix_after_special))
             for parts in documents
+            for number, part in enumerate(parts)
         ]
+        encoded = {}
+        for continues, library in ((False, self._library), (True, self._continued)):
+            texts = [part.text for part, flag in flat if flag == continues and not part.is_special]
+            encoded[continues] = iter(self._encode_batch(library, texts))
+        ids = iter(
+            [self.special_id(part.text)] if part.is_special else next(encoded[continues])
+            for part, continues in flat
+        )
+        return [[(next(ids), part.is_target) for part in parts] for parts in documents]
 
     def _encode_batch(self, library: tokenizers.Tokenizer, texts: list[str]) -> list[list[int]]:
         try:
@@ -176,12 +169,6 @@ class Tokenizer:
                 f"the tokenizer ({self.name}) does not know {shown} ({error}): a character tokenizer has the characters"
                 " of the corpus it was made from; tokenizer.kind=byte encodes every text"
             ) from error
-
-    def _is_continued(self, parts: Sequence[TextPart], number: int) -> bool:
-        """Whether part `number` continues a text, for a tokenizer that encodes such parts differently."""
-        if self._continued is None or number == 0:
-            return False
-        return not (parts[number - 1].is_special and self._prefix_after_special)
 
     def special_id(self, name: str) -> int:
         """The id of the special token `name`; `ValueError` if there is none."""
@@ -201,7 +188,7 @@ class Tokenizer:
             return self
         library = tokenizers.Tokenizer.from_str(self._definition)
         library.add_special_tokens(_special_tokens(lacking))
-        return Tokenizer(library.to_str(), self.name)
+        return Tokenizer(library.to_str(), self.name, self._config)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, without special tokens; `ValueError` if an id is outside the vocabulary."""
@@ -222,15 +209,34 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path, name: str = "") -> Tokenizer:
-        """Read a `tokenizer.json`, or that of a folder; `ValueError` if it is missing or malformed."""
-        file = tokenizer_file(path)
+        """Read a `tokenizer.json`, or that of a folder, and the files of transformers beside it.
+
+        Raises:
+            ValueError: it is missing or malformed.
+        """
+        definition, config = read_file(str(path))
         try:
-            return cls(file.read_text(encoding="utf-8"), name or f"file {path.name}")
+            return cls(definition, name or f"file {path.name}", config)
         except ValueError as error:
-            raise ValueError(f"{file}: {error}") from error
+            raise ValueError(f"{path}: {error}") from error
 
     def __repr__(self) -> str:
         return f"Tokenizer({self.name!r}, vocabulary_size={self.vocabulary_size}, hash={self.hash[:12]})"
+
+
+def _token(value: Any) -> str:
+    """The name of a token in tokenizer_config.json: text, or an object with `content`."""
+    value = value.get("content") if isinstance(value, dict) else value
+    return value if isinstance(value, str) else ""
+
+
+def _template(value: Any) -> str:
+    """A chat template: text, or the one named `default` among several."""
+    if isinstance(value, list):
+        value = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
+    if isinstance(value, dict):
+        value = value.get("default")
+    return value if isinstance(value, str) else ""
 
 
 def character_tokenizer(texts: Iterator[str], special_tokens: Sequence[str] = ()) -> Tokenizer:
@@ -340,14 +346,6 @@ def load_tokenizer(config: TokenizerConfig, special_tokens: Sequence[str] = ()) 
         )
     if config.kind == "byte":
         return byte_tokenizer(special_tokens)
-    if config.kind == "file":
-        return Tokenizer.load(Path(config.path).expanduser(), config.name).grown(special_tokens)
-    return Tokenizer(read_vocabulary(config).definition, config.name)
-
-
-def read_vocabulary(config: TokenizerConfig) -> Vocabulary:
-    """Definition, special tokens and chat template of a tokenizer; one that multipack makes has only an end token."""
-    config.check()
-    if config.kind in READERS:
-        return READERS[config.kind](config.path)
-    return Vocabulary(special_tokens=(END,), eos_token=END)
+    definition, fields = READERS[config.kind](config.path)
+    tokenizer = Tokenizer(definition, config.name, fields)
+    return tokenizer.grown(special_tokens) if config.kind == "file" else tokenizer

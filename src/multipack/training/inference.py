@@ -56,15 +56,12 @@ def find_template(path: Path) -> ChatTemplate | None:
         FileNotFoundError: there is no run, complete checkpoint or export at `path`.
         ValueError: the file of a template is damaged.
     """
-    # Reading a tokenizer's configuration needs jinja, which training itself does not.
-    from multipack.data.vocabularies import read_file
-
     folder = weights_folder(path)
     if (folder / CHAT_TEMPLATE).is_file():
         return ChatTemplate.from_json((folder / CHAT_TEMPLATE).read_text(encoding="utf-8"))
-    facts = read_file(str(folder))
-    if facts.chat_template:
-        return ChatTemplate(facts.chat_template, facts.special_tokens, facts.bos_token, facts.eos_token)
+    own = Tokenizer.load(folder)
+    if own.chat_template:
+        return ChatTemplate(own.chat_template, own.special_tokens, own.bos_token, own.eos_token)
     return None
 
 
