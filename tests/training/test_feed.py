@@ -177,10 +177,21 @@ def test_ranks_that_read_different_documents_stop(folder, tmp_path):
     on_two_ranks(run)
 
 
-def records():
-    return (
-        {"prompt": f"{number}:", "completion": "y" * int(length)} for number, length in enumerate(LENGTHS)
-    )
+class Records:
+    """Records that can save their state."""
+
+    next = 0
+
+    def __iter__(self):
+        for length in LENGTHS[self.next :]:
+            self.next += 1
+            yield {"prompt": f"{self.next}:", "completion": "y" * int(length)}
+
+    def state_dict(self):
+        return self.next
+
+    def load_state_dict(self, state):
+        self.next = state
 
 
 @pytest.mark.parametrize(("source", "stop"), [("folder", 0), ("folder", 6), ("records", 4)])
@@ -189,7 +200,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(folder, source, stop):
         if source == "folder":
             return feed_of(folder)
         config = config_of("some/set", "data.source=huggingface", "data.overlong=split", "data.overlap=4")
-        arriving = StreamedRecords(config.data, 24, TokenizerConfig(kind="byte"), records)
+        arriving = StreamedRecords(config.data, 24, TokenizerConfig(kind="byte"), Records)
         return StreamFeed(config, Mesh.plain(World()), arriving, CostModel.from_shape(), time.perf_counter)
 
     model = tiny()

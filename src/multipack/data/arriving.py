@@ -1,4 +1,4 @@
-"""Documents that arrive while a run trains on them: a growing token store, or a stream of records.
+"""Documents that arrive while a run trains on them: a growing token store, or a streamed data set.
 
     chunk 0        chunk 1        chunk 2 …            a shard of a growing store, or a few hundred records
     |AA|B|CCC|D|   |E|FFFF|GG|    (awaited)
@@ -6,7 +6,7 @@
     ─▶ split, fit ─▶ items A0 A1 C0 C1 D0 E0 …         planned by a `PackStream`, whose state holds those in flight
 
 An item is plain data (JSON types) from which its document is made when its pack is collated. A run resumes from the
-number of the chunk, the number of the next item in it and the items in flight: only that chunk is read again.
+position of a chunk, the number of the next item in it and the items in flight: only that chunk is read again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import astuple
 from functools import lru_cache, partial
 from itertools import islice
@@ -48,6 +48,8 @@ POLL_SECONDS = 0.25
 """Interval at which a folder is checked for its next shard."""
 DECISIVE = ("validation", "split_seed", "overlong", "overlap", "repeat_prompt", "train_on_prompt")
 """Settings in `data` that determine the items of a stream; part of its fingerprint."""
+Position = dict[str, Any]
+"""Position of a chunk in a stream, as plain data."""
 
 
 class StreamInterrupted(Exception):
@@ -59,25 +61,26 @@ class DocumentsLate(ValueError):
 
 
 class Arriving(ABC):
-    """Base class of the streams: iterates over items, continuing at the current position.
+    """Base class of the streams: iterates over items, continuing where the last iteration stopped.
 
     Of the first `HEAD` documents (or those of the first chunk, if it has fewer) the share `data.validation`, chosen by
     `data.split_seed`, is held back for validation. All other documents are trained on, none longer than `limit` tokens.
 
     Attributes:
+        start: position of the first chunk, as plain data.
         name: name of the stream, for messages.
         tokenizer: the tokenizer of the documents.
         chat_template: the template of chats, as JSON; empty without chats.
         report: counts of shortened, divided and dropped documents, over all finished chunks.
-        skipped: reason → number of records without a document, in all finished chunks.
-        has_pairs: whether the documents are preference pairs.
         validation: the validation documents, none longer than `limit`.
         validation_fit: like `report`, for the validation documents.
 
     Raises:
-        ValueError: the first chunk has too few documents to hold some back; see also `Documents.fit`.
+        ValueError: the first chunk has preference pairs, or too few documents to hold some back; see also
+            `Documents.fit`.
     """
 
+    start: Position
     name: str
     tokenizer: Tokenizer
     chat_template: str = ""
@@ -85,12 +88,18 @@ class Arriving(ABC):
     def __init__(self, data: DataConfig, limit: int) -> None:
         self._data, self._limit = data, limit
         self.interrupted = False
-        self._documents: tuple[Documents, FitReport] | None = None
+        # The documents of the current chunk, what was done to them, and the position after it.
+        self._chunk: tuple[Documents, FitReport, Position] | None
         self._held = np.empty(0, dtype=np.int64)
         self.restart()
-        first = self._read_chunk(0)
+        first, end = self._read(self.start)
         if first is None:
             raise ValueError(f"{self.name} has ended without a document")
+        if first.has_pairs:
+            raise ValueError(
+                f"{self.name} holds preference pairs, whose reference is computed over all of them first: prepare them"
+                " as a complete store, and leave data.stream out"
+            )
         whole = Documents.whole(first, data.train_on_prompt)
         head = whole.take(np.arange(min(len(whole), HEAD)))
         if data.validation and len(head) < 2:
@@ -99,14 +108,13 @@ class Arriving(ABC):
                 f" {len(head)}: set data.validation=0 (and train.eval_every=0)"
             )
         validation = head.split(data.validation, data.split_seed)[1]
-        self._held = validation.pieces["document"]
-        self._first_checksum, self.has_pairs = first.checksum, first.has_pairs
-        self.validation, self.validation_fit = validation.fit(limit, *self._fit(first))
-        self._documents = self._training(first, 0)
+        self._held, self._first_checksum = validation.pieces["document"], first.checksum
+        self.validation, self.validation_fit = self._fit(validation)
+        self._chunk = *self._training(first, self.start), end
 
     @abstractmethod
-    def _read_chunk(self, number: int) -> TokenStore | None:
-        """Return a chunk (the current one, except of a folder), waiting for it; None after the last chunk."""
+    def _read(self, begin: Position) -> tuple[TokenStore | None, Position]:
+        """Wait for the chunk at a position; returns it (None after the last chunk), and the position after it."""
 
     @abstractmethod
     def _item(self, documents: Documents, number: int) -> dict[str, Any]:
@@ -115,6 +123,11 @@ class Arriving(ABC):
     @abstractmethod
     def document(self, item: dict[str, Any]) -> Document:
         """The document of an item."""
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """Reason → number of records without a document, before the current chunk."""
+        return self._begin.get("skipped", {})
 
     @property
     def fingerprint(self) -> str:
@@ -129,64 +142,60 @@ class Arriving(ABC):
 
     def restart(self) -> None:
         """Go to the beginning."""
-        self._chunk = self._number = 0
-        self._documents = None
-        self.report = FitReport(self._limit, "error")
-        self.skipped: dict[str, int] = {}
+        self._go(self.start, 0, FitReport(self._limit, "error"))
+
+    def _go(self, begin: Position, number: int, report: FitReport) -> None:
+        """Go to item `number` of the chunk at a position."""
+        self._begin, self._number, self.report = begin, number, report
+        self._chunk = None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Items from the current position, each with its `name`, and its `length` and `targets` in tokens."""
-        while (found := self._documents or self._open(self._chunk)) is not None:
-            documents, report = self._documents = found
+        while True:
+            if self._chunk is None:
+                store, end = self._read(self._begin)
+                if store is None:
+                    self._begin = end
+                    return
+                self._chunk = *self._training(store, self._begin), end
+            documents, report, end = self._chunk
             lengths, targets = documents.lengths, documents.target_counts
             while self._number < len(documents):
                 number = self._number
                 self._number += 1
                 sizes = {"length": int(lengths[number]), "targets": int(targets[number])}
                 yield {"name": documents.names(number)} | self._item(documents, number) | sizes
-            self.report += report
-            self._advance()
+            self._go(end, 0, self.report + report)
 
-    def _advance(self) -> None:
-        """Go to the next chunk."""
-        self._chunk, self._number, self._documents = self._chunk + 1, 0, None
-
-    def _open(self, chunk: int) -> tuple[Documents, FitReport] | None:
-        """The training documents of a chunk; None after the last one."""
-        store = self._read_chunk(chunk)
-        return None if store is None else self._training(store, chunk)
-
-    def _training(self, store: TokenStore, chunk: int) -> tuple[Documents, FitReport]:
+    def _training(self, store: TokenStore, begin: Position) -> tuple[Documents, FitReport]:
         """The documents of a chunk that are not held back, none longer than the limit."""
         whole = Documents.whole(store, self._data.train_on_prompt)
-        if chunk == 0:
+        if begin == self.start:
             whole = whole.take(np.setdiff1d(whole.pieces["document"], self._held))
-        policy, overlap, repeat_prompt = self._fit(store)
-        # `Documents.fit` raises if it would drop all documents; later chunks may have shorter ones.
-        if policy == "drop" and len(whole) and whole.lengths.min() > self._limit:
-            dropped = {"dropped_documents": len(whole), "dropped_tokens": whole.num_tokens}
-            return whole.take([]), FitReport(self._limit, "drop", **dropped)
-        return whole.fit(self._limit, policy, overlap, repeat_prompt)
+        return self._fit(whole)
 
-    def _fit(self, store: TokenStore) -> tuple[str, int, bool]:
-        """Policy for long documents, overlap, and whether prompts are repeated; see `Documents.fit`."""
-        data = self._data
-        policy = store.header.overlong if data.overlong == "auto" else data.overlong
-        return policy, data.overlap, data.repeat_prompt
+    def _fit(self, documents: Documents) -> tuple[Documents, FitReport]:
+        """See `Documents.fit`, which raises if it would drop all documents; other chunks may have shorter ones."""
+        data, limit = self._data, self._limit
+        policy = documents.store.header.overlong if data.overlong == "auto" else data.overlong
+        if policy == "drop" and len(documents) and documents.lengths.min() > limit:
+            dropped = {"dropped_documents": len(documents), "dropped_tokens": documents.num_tokens}
+            return documents.take([]), FitReport(limit, "drop", **dropped)
+        return documents.fit(limit, policy, data.overlap, data.repeat_prompt)
 
     def state_dict(self) -> dict[str, Any]:
         """The current position, as plain data."""
+        report = list(astuple(self.report)[2:])
         return {
             "fingerprint": self.fingerprint,
-            "chunk": self._chunk,
+            "begin": self._begin,
             "number": self._number,
-            "report": list(astuple(self.report)[2:]),
-            "skipped": dict(self.skipped),
+            "report": report,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a position; `ValueError` if it is damaged or belongs to another stream."""
-        missing = [key for key in ("fingerprint", "chunk", "number", "report", "skipped") if key not in state]
+        missing = [key for key in ("fingerprint", "begin", "number", "report") if key not in state]
         if missing:
             raise ValueError(f"the saved position in {self.name} lacks {', '.join(missing)}")
         if state["fingerprint"] != self.fingerprint:
@@ -194,11 +203,8 @@ class Arriving(ABC):
                 f"the saved position belongs to another stream than {self.name}: its first documents, its tokenizer,"
                 f" the limit of {self._limit:,} tokens, or one of data.{', data.'.join(DECISIVE)} was different"
             )
-        self.restart()
-        self._chunk = check_integer("the saved chunk", state["chunk"], 0)
-        self._number = check_integer("the saved number in the chunk", state["number"], 0)
-        self.report = FitReport(self._limit, "error", *state["report"])
-        self.skipped = dict(state["skipped"])
+        number = check_integer("the saved number in the chunk", state["number"], 0)
+        self._go(state["begin"], number, FitReport(self._limit, "error", *state["report"]))
 
 
 class GrowingFolder(Arriving):
@@ -208,35 +214,40 @@ class GrowingFolder(Arriving):
     can be opened again. Iterating raises `DocumentsLate` if no shard appears within `data.patience_seconds`.
     """
 
+    start: Position = {"shard": 0}  # noqa: RUF012 - never changed
+
     def __init__(self, data: DataConfig, limit: int) -> None:
         self._folder = Path(data.path).expanduser()
         self.name = str(self._folder)
         self._store: TokenStore | None = None  # with the shards that are known
         super().__init__(data, limit)
-        self._open = lru_cache(OPEN_SHARDS)(self._open)  # type: ignore[method-assign]
+        self._documents_of = lru_cache(OPEN_SHARDS)(self._documents_of)  # type: ignore[method-assign]
 
-    def _read_chunk(self, number: int) -> TokenStore | None:
-        began = time.monotonic()
-        while self._store is None or number >= len(self._store.shards):
-            if self._store is not None and self._store.is_complete:
-                return None
-            if self._refresh():
-                continue
-            count = 0 if self._store is None else len(self._store.shards)
-            patience = self._data.patience_seconds
-            if time.monotonic() - began > patience:
-                raise DocumentsLate(
-                    f"waited {patience:g} s for shard {number} of {self.name} ({count:,} shards are there, and"
-                    " none of them is the last): resume with train.resume when it has arrived, or raise"
-                    " data.patience_seconds"
-                )
-            if self.interrupted:
-                raise StreamInterrupted(f"while shard {number} of {self.name} was awaited")
-            time.sleep(min(POLL_SECONDS, patience / 8))
-        shard = self._store.shard(number)
+    def _read(self, begin: Position) -> tuple[TokenStore | None, Position]:
+        number, deadline = begin["shard"], time.monotonic() + self._data.patience_seconds
+        while (store := self._store) is None or number >= len(store.shards):
+            if store is not None and store.is_complete:
+                return None, begin
+            if not self._refresh():
+                self._wait(number, deadline)
+        shard = store.shard(number)
         if self._data.verify == "full":
             shard.verify()
-        return shard
+        return shard, {"shard": number + 1}
+
+    def _wait(self, number: int, deadline: float) -> None:
+        """Sleep before the folder is read again; raises `DocumentsLate` after the deadline."""
+        patience = self._data.patience_seconds
+        if self.interrupted:
+            raise StreamInterrupted(f"while shard {number} of {self.name} was awaited")
+        if time.monotonic() > deadline:
+            count = 0 if self._store is None else len(self._store.shards)
+            raise DocumentsLate(
+                f"waited {patience:g} s for shard {number} of {self.name} ({count:,} shards are there, and none of"
+                " them is the last): resume with train.resume when it has arrived, or raise"
+                " data.patience_seconds"
+            )
+        time.sleep(min(POLL_SECONDS, patience / 8))
 
     def _refresh(self) -> bool:
         """Read the folder; return whether it has more shards."""
@@ -257,150 +268,108 @@ class GrowingFolder(Arriving):
         return True
 
     def _item(self, documents: Documents, number: int) -> dict[str, Any]:
-        return {
-            "name": f"shard {self._chunk}: {documents.names(number)}",
-            "shard": self._chunk,
-            "number": number,
-        }
+        shard = self._begin["shard"]
+        return {"name": f"shard {shard}: {documents.names(number)}", "shard": shard, "number": number}
 
     def document(self, item: dict[str, Any]) -> Document:
         """See `Arriving`."""
-        found = self._open(item["shard"])
-        if found is None:
-            raise ValueError(
-                f"shard {item['shard']} of {self.name} has disappeared, and its documents are needed"
-            )
-        return found[0][item["number"]]
+        return self._documents_of(item["shard"])[item["number"]]
+
+    def _documents_of(self, shard: int) -> Documents:
+        store, _ = self._read({"shard": shard})
+        if store is None:
+            raise ValueError(f"shard {shard} of {self.name} has disappeared, and its documents are needed")
+        return self._training(store, {"shard": shard})[0]
 
 
 class StreamedRecords(Arriving):
     """The documents of records (`data.source=huggingface data.stream=true`), tokenized in chunks of `RECORDS`.
 
-    An item holds the document itself, because records cannot be looked up by number. A data set with `state_dict` and
-    `load_state_dict` (such as `datasets.IterableDataset`) is restored to the current chunk when a run resumes; any
-    other iterable is read again from its beginning, and the records before the chunk are not tokenized.
+    An item holds the document itself, because records cannot be looked up by number. A position consists of the number
+    of records before it, the data set's own state there, and the counts of records without a document.
 
     Args:
         data, limit: see `Arriving`; `data` also gives the form of the records.
         tokenizer: a tokenizer of a kind that is not trained on the corpus.
-        records: returns an iterable over the records from the first one.
+        open_records: opens an iterable of records that can save its state and continue from it (`state_dict`,
+            `load_state_dict`), such as `datasets.IterableDataset`.
     """
 
+    start: Position = {"records": 0, "source": None, "skipped": {}}  # noqa: RUF012 - never changed
+
     def __init__(
-        self,
-        data: DataConfig,
-        limit: int,
-        tokenizer: TokenizerConfig,
-        records: Callable[[], Iterable[dict[str, Any]]],
+        self, data: DataConfig, limit: int, tokenizer: TokenizerConfig, open_records: Callable[[], Any]
     ) -> None:
         if tokenizer.is_trained:
             load_tokenizer(tokenizer)  # raises the error that names the alternatives
-        self.name = data.path or "the records"
-        self._open_records, self._tokenizer_config = records, tokenizer
+        self.name = data.path
+        self._open_records, self._tokenizer_config = open_records, tokenizer
         self._reader = RecordReader(data, partial(open_template, data, tokenizer))
-        self._source: Any = None  # opened when a chunk is read
+        self._source: Any = None
+        self._rows: Iterator[Any] = iter(())
+        self._rows_begin: Position | None = None  # position of the next row; None = rows must be opened
         super().__init__(data, limit)
 
-    def restart(self) -> None:
-        """See `Arriving`."""
-        super().restart()
-        self._rows: Iterator[dict[str, Any]] | None = None
-        # Before the current chunk, and after it: number of records that were read, and state of the source.
-        self._begin: tuple[int, Any] = (0, None)
-        self._end = self._begin
-        self._skipped_here = Counter[str]()  # in the current chunk
+    def _read(self, begin: Position) -> tuple[TokenStore | None, Position]:
+        while not self.interrupted:
+            if self._rows_begin != begin:
+                self._source = self._open_records()
+                if begin["source"] is not None:
+                    self._source.load_state_dict(begin["source"])
+                self._rows = iter(self._source)
+            self._rows_begin = None  # if an error follows, rows are opened again
+            count = begin["records"]
+            records = [without_nulls(dict(row)) for row in islice(self._rows, RECORDS if count else HEAD)]
+            store, skipped = self._encode(records, count)
+            end = {
+                "records": count + len(records),
+                "source": self._source.state_dict(),
+                "skipped": {**Counter(begin["skipped"]) + skipped},
+            }
+            self._rows_begin = end
+            if store is not None or not records:
+                return store, end
+            begin = end  # no document remains of these records
+        raise StreamInterrupted(f"while records of {self.name} were awaited")
 
-    def state_dict(self) -> dict[str, Any]:
-        """See `Arriving`."""
-        records, source = self._begin
-        return super().state_dict() | {"records": records, "source": source}
+    def _encode(self, records: list[dict[str, Any]], before: int) -> tuple[TokenStore | None, Counter[str]]:
+        """Tokenize records, `before` others preceding them.
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Arriving`."""
-        super().load_state_dict(state)
-        self._begin = int(state["records"]), state["source"]
-
-    def _open_rows(self) -> Iterator[dict[str, Any]]:
-        """The records from the current chunk on."""
-        self._source = self._open_records()
-        skips, state = self._begin
-        if state is not None and hasattr(self._source, "load_state_dict"):
-            self._source.load_state_dict(state)
-            skips = 0
-        rows = (without_nulls(dict(record)) for record in self._source)
-        passed = sum(1 for _ in islice(rows, skips))
-        if passed < skips:
-            raise ValueError(
-                f"{self.name} ends after {passed:,} records, but {skips:,} had been read when the state was saved: it"
-                " has changed; continue with the original records, or start a new run"
-            )
-        return rows
-
-    def _read_chunk(self, number: int) -> TokenStore | None:
-        while True:
-            if self.interrupted:
-                raise StreamInterrupted(f"while records of {self.name} were awaited")
-            rows, self._rows = self._rows or self._open_rows(), None  # an error abandons the rows
-            size = HEAD if self._begin[0] == 0 else RECORDS
-            records = list(islice(rows, size))
-            chunk = self._encode(records)
-            state = self._source.state_dict() if hasattr(self._source, "state_dict") else None
-            self._end = self._begin[0] + len(records), state
-            self._rows = rows
-            if chunk is not None:
-                return chunk
-            self._pass_records()  # no document remains of these records
-            if len(records) < size:
-                return None
-
-    def _encode(self, records: list[dict[str, Any]]) -> TokenStore | None:
-        """Tokenize records into a store in memory; None if they give no document."""
-        self._skipped_here = Counter()
-        entries = list[list[SourceDocument]]()
-        for number, record in enumerate(records, self._begin[0] + 1):
+        Returns:
+            A store in memory (None: they give no document), and the counts of records without a document.
+        """
+        skipped, documents = Counter[str](), list[SourceDocument]()
+        for number, record in enumerate(records, before + 1):
             name, where = f"{Path(self.name).name}:{number}", f"{self.name}, row {number}"
-            found = self._reader.documents(record, name, where)
-            documents = [document for document in found if isinstance(document, SourceDocument)]
-            if documents:
-                entries.append(documents)
-            else:
-                self._skipped_here[str(found[0])] += 1
+            for found in self._reader.documents(record, name, where):
+                if isinstance(found, SourceDocument):
+                    documents.append(found)
+                else:
+                    skipped[found] += 1
         if not hasattr(self, "tokenizer"):  # the template of the first chunk decides its special tokens
             self.tokenizer = load_tokenizer(self._tokenizer_config, self._reader.special_tokens)
             self.chat_template = self._reader.chat_template
         tokenizer, pairs = self.tokenizer, self._reader.pairs
         builder = ShardBuilder(tokenizer.vocabulary_size)
-        for item in encode(entries, tokenizer):
+        for item in encode([(document,) for document in documents], tokenizer):
             for name, parts in item:
                 builder.add(name, parts)
-        if without := len(entries) - len(builder) // (2 if pairs else 1):
-            self._skipped_here["documents without tokens"] = without
+        if without := len(documents) - len(builder):
+            skipped["documents without tokens"] = without
         if not len(builder):
-            return None
+            return None, skipped
         header = StoreHeader(tokenizer.vocabulary_size, tokenizer.name, tokenizer.hash, pairs=pairs)
-        return TokenStore(Path(self.name), header=header, shards=[builder.build()])
-
-    def _advance(self) -> None:
-        super()._advance()
-        self._pass_records()
-
-    def _pass_records(self) -> None:
-        """Move the position past the records of the current chunk and count those that were skipped."""
-        self._begin = self._end
-        self.skipped = {**Counter(self.skipped) + self._skipped_here}
+        return TokenStore(Path(self.name), header=header, shards=[builder.build()]), skipped
 
     def _item(self, documents: Documents, number: int) -> dict[str, Any]:
         document = documents[number]
-        dtype = f"<u{document.tokens.dtype.itemsize}"
         return {
-            "dtype": dtype,
-            "tokens": base64.b64encode(document.tokens.astype(dtype, copy=False).tobytes()).decode(),
+            "dtype": document.tokens.dtype.str,
+            "tokens": base64.b64encode(document.tokens.tobytes()).decode(),
             "spans": document.spans.tolist(),
         }
 
     def document(self, item: dict[str, Any]) -> Document:
         """See `Arriving`."""
-        if item["dtype"] not in ("<u2", "<u4"):
-            raise ValueError(f"the saved document {item['name']} has tokens of type {item['dtype']!r}")
-        tokens = np.frombuffer(base64.b64decode(item["tokens"]), dtype=item["dtype"])
+        tokens = np.frombuffer(base64.b64decode(item["tokens"]), item["dtype"])
         return Document(tokens, np.array(item["spans"], dtype=np.int64).reshape(-1, 2))

@@ -144,7 +144,7 @@ class StreamFeed:
         clock: Callable[[], float],
         pad: bool = False,
     ) -> None:
-        _check_stream(config, mesh, arriving)
+        _check_stream(config, mesh)
         options = config.plan.for_ranks(mesh.data_size)
         self.arriving, self.mesh = arriving, mesh
         self.interrupt = (
@@ -252,16 +252,11 @@ class StreamFeed:
             self._steps.close()
 
 
-def _check_stream(config: Config, mesh: Mesh, arriving: Arriving) -> None:
+def _check_stream(config: Config, mesh: Mesh) -> None:
     """Refuse settings that need all documents at once, and more ranks than packs of a step."""
     ranks, options = mesh.data_size, config.plan.for_ranks(mesh.data_size)
     for is_wrong, message in (
         (not config.train.steps, "data.stream=true: the number of documents is unknown; set train.steps"),
-        (
-            arriving.has_pairs,
-            f"{arriving.name} holds preference pairs, whose reference is computed over all of them first: prepare"
-            " them as a complete store, and leave data.stream out",
-        ),
         (
             options.effort != 1,
             f"plan.effort={options.effort} needs all documents at once: leave it out of a stream",
