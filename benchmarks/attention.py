@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multipack.data.collate import PackedCollator, PaddedCollator
+from multipack.data.collate import PackedCollator, pad_documents
 from multipack.data.documents import Document
 from multipack.ops.attention import BACKENDS, attention, select
 from multipack.ops.attention.table import Request
@@ -75,7 +75,7 @@ def make_ways(inputs: list[Tensor], lengths: list[int], window: int | None, with
     none = np.zeros((0, 2), dtype=np.int64)
     documents = [Document(np.zeros(length, dtype=np.uint16), none) for length in lengths]
     packed = PackedCollator(len(lengths), max(lengths))(documents).to(q.device)
-    padded = PaddedCollator()(documents).to(q.device)
+    padded = pad_documents(documents).to(q.device)
     request = Request(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2], window, True)
     names = [
         row.name for row in BACKENDS if not row.obstacle(request) and row.name not in ["padded", *without]

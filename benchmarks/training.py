@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from multipack.data.collate import PaddedCollator
+from multipack.data.collate import pad_documents
 from multipack.data.documents import Documents
 from multipack.data.stdlib import library_files, parse_pairs
 from multipack.data.store import TokenStore
@@ -142,9 +142,9 @@ def ours_padded(store: Path, shape: ModelShape, batch: int) -> Speed:
     model = Decoder(shape)
     engine = ModelEngine([model], build_optimizer(model, OptimizerConfig()), Mesh(World()))
     order = np.random.default_rng(0).permutation(len(documents))
-    collate, watch = PaddedCollator(), Stopwatch()
+    watch = Stopwatch()
     for start in range(0, len(order), batch):
-        padded = collate([documents[int(number)] for number in order[start : start + batch]])
+        padded = pad_documents([documents[int(number)] for number in order[start : start + batch]])
         watch.batches.append((padded.num_tokens, padded.num_slots))
         engine.forward_backward([padded], padded.denominator)
         engine.clip(1.0)

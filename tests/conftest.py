@@ -2,6 +2,7 @@
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 # Tiny tensors on two threads spend their time waiting for each other, most of all on a busy machine. Set before
@@ -128,9 +129,9 @@ def pack():
 @pytest.fixture
 def pad():
     """Documents → PackedBatch of padded rows."""
-    from multipack.data.collate import PaddedCollator
+    from multipack.data.collate import pad_documents
 
-    return PaddedCollator(pad_id=3)
+    return partial(pad_documents, pad_id=3)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from multipack.data.batch import IGNORE
-from multipack.data.collate import PackedCollator, PaddedCollator
+from multipack.data.collate import PackedCollator, pad_documents
 from multipack.data.documents import Document
 from multipack.planning.plan import plan
 
@@ -68,7 +68,7 @@ def test_targets_never_cross_documents():
 
 
 def test_padding_gives_rows_of_one_width():
-    batch = PaddedCollator(pad_id=9, loss_weighting="document")([A, B])
+    batch = pad_documents([A, B], 9, "document")
     assert batch.input_ids.tolist() == [5, 6, 7, 8, 9, 3, 4, 9, 9, 9]
     assert batch.targets.tolist() == [IGNORE, 7, 8, 9, IGNORE, 4, *[IGNORE] * 4]
     assert batch.cu_seqlens.tolist() == [0, 5, 10, 10]
@@ -138,9 +138,6 @@ def test_a_collator_takes_from_a_plan_what_both_must_agree_in():
 def test_impossible_packs_are_refused(options, documents, complaint):
     with pytest.raises(ValueError, match=complaint):
         PackedCollator(**{"max_documents": 3, "max_seqlen": 8, **options})(documents)
-    if "loss_weighting" in options:
-        with pytest.raises(ValueError, match=complaint):
-            PaddedCollator(**options)
 
 
 def test_to_moves_tensors_and_keeps_the_rest():

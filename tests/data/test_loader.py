@@ -111,7 +111,7 @@ def test_an_error_names_the_documents_of_its_batch(make, lists, prefetch, thread
     assert not threads()
 
 
-@pytest.mark.parametrize("end", ["close", "with", "garbage", "again", "load"])
+@pytest.mark.parametrize("end", ["close", "garbage", "again", "load"])
 def test_the_thread_ends_with_the_iteration(make, end, threads):
     loader = make(1)
     batches = iter(loader)
@@ -121,9 +121,6 @@ def test_the_thread_ends_with_the_iteration(make, end, threads):
     assert len(threads()) == 1
     if end == "close":
         loader.close()
-    elif end == "with":
-        with loader:
-            pass
     elif end == "garbage":
         del batches
     elif end == "again":

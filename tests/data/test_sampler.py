@@ -150,7 +150,7 @@ def test_states_of_others_are_refused():
     assert list(made) == whole  # a refused state changes nothing
     carrying = sampler(tail="carry")
     state = carrying.state_dict() | {"epoch": 1, "carried": [len(LENGTHS)]}
-    with pytest.raises(ValueError, match="not among 500 documents"):
+    with pytest.raises(ValueError, match="carried names documents outside 0"):
         carrying.load_state_dict(state)
     sampler(0, 2).load_state_dict(inside)
     sampler(0, 3, sync="step").load_state_dict(made.state_at(1))

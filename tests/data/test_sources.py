@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from multipack.data import texts as room
 from multipack.data.data_config import DataConfig
 from multipack.data.sources import open_dataset, open_source
-from multipack.data.stdlib import library_files, parse_pairs
+from multipack.data.stdlib import library_files, parse_file
 from multipack.data.texts import paragraphs, separated, stretches
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
@@ -366,15 +366,17 @@ async def outer(
 '''
 
 
-def test_a_function_becomes_signature_with_docstring_and_body():
-    pairs = parse_pairs(SOURCE.encode())
-    assert [pair.name for pair in pairs] == ["Box.open", "outer", "outer.inner"]
-    assert pairs[0].prompt == 'def open(self, force=False):\n    """Open it.\n\n    Gently.\n    """\n'
-    assert pairs[0].completion == "    if force:\n        return 1\n    return 2  # ünicode\n"
-    assert pairs[1].prompt == 'async def outer(\n    a,\n    b,\n):\n    "Outer."\n'
-    assert pairs[2].completion == "    return a\n"
-    latin = '# -*- coding: latin-1 -*-\ndef f():\n    "é"\n    return 1\n'.encode("latin-1")
-    assert parse_pairs(latin)[0].prompt == 'def f():\n    "é"\n'
+def test_a_function_becomes_signature_with_docstring_and_body(tmp_path):
+    (tmp_path / "a.py").write_text(SOURCE)
+    names, prompts, completions = zip(*parse_file(tmp_path / "a.py"), strict=True)
+    assert names == ("Box.open", "outer", "outer.inner")
+    assert prompts[0] == 'def open(self, force=False):\n    """Open it.\n\n    Gently.\n    """\n'
+    assert completions[0] == "    if force:\n        return 1\n    return 2  # ünicode\n"
+    assert prompts[1] == 'async def outer(\n    a,\n    b,\n):\n    "Outer."\n'
+    assert completions[2] == "    return a\n"
+    latin = '# -*- coding: latin-1 -*-\r\ndef f():\r\n    "é"\r\n    return 1\r\n'
+    (tmp_path / "b.py").write_bytes(latin.encode("latin-1"))
+    assert parse_file(tmp_path / "b.py") == [("f", 'def f():\n    "é"\n', "    return 1\n")]
 
 
 def test_the_library_of_this_python_has_hundreds_of_pairs():

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from multipack.data.collate import PackedCollator, PaddedCollator
+from multipack.data.collate import PackedCollator, pad_documents
 from multipack.models.decoder import Decoder
 
 
@@ -29,7 +29,7 @@ def test_document_weighting_sums_mean_losses(model, documents, collate, distance
     loss = model(batch)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     assert distance(gradients_of(model, loss), gradients_of(model, expected)) < 1e-6
-    padded = model(PaddedCollator(pad_id=3, loss_weighting="document")(documents))
+    padded = model(pad_documents(documents, 3, "document"))
     assert padded.item() == pytest.approx(loss.item(), rel=1e-6)
 
 

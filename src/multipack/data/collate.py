@@ -94,7 +94,8 @@ class PackedCollator:
             raise ValueError(
                 f"{len(documents)} documents in one pack, but the plan has at most {self.max_documents}"
             )
-        sizes = [-(-len(document.tokens) // self.align) * self.align for document in documents]
+        lengths = [len(document.tokens) for document in documents]
+        sizes = [-(-length // self.align) * self.align for length in lengths]
         used = sum(sizes)
         aligned = "" if self.align == 1 else f" (each document padded to a multiple of {self.align})"
         slots = self.pad_to
@@ -109,82 +110,49 @@ class PackedCollator:
             raise ValueError(
                 f"a document of {max(sizes):,} tokens{aligned} exceeds max_seqlen={max_seqlen:,}"
             )
-        return self._assemble(documents, np.asarray(sizes, dtype=np.int64), slots, max_seqlen)
-
-    def _assemble(
-        self, documents: Sequence[Document], sizes: NDArray[np.int64], slots: int, max_seqlen: int
-    ) -> PackedBatch:
+        starts = np.cumsum(sizes) - sizes
         input_ids = np.full(slots, self.pad_id, dtype=np.int64)
         targets = np.full(slots, IGNORE, dtype=np.int64)
-        starts = np.cumsum(sizes) - sizes
-        for start, document in zip(starts, documents, strict=False):  # padding has no document
-            stop = start + len(document.tokens)
-            input_ids[start:stop] = document.tokens
-            targets[start:stop] = document.shifted_targets()
+        for start, length, document in zip(
+            starts, lengths, documents, strict=False
+        ):  # padding has no document
+            input_ids[start : start + length] = document.tokens
+            targets[start : start + length] = document.shifted_targets()
         cu_seqlens = np.full(self.max_documents + 2, slots, dtype=np.int32)
         cu_seqlens[: len(sizes)] = starts
-        num_targets, num_target_documents, weights = _weigh(targets, sizes, self.loss_weighting)
+        owner = np.repeat(np.arange(len(sizes)), sizes)  # document of each slot
+        is_target = targets != IGNORE
+        counts = np.bincount(owner, is_target, len(sizes))
+        weights = None
+        if self.loss_weighting == "document":
+            each = (1.0 / np.maximum(counts, 1)).astype(np.float32)
+            weights = torch.from_numpy(each[owner] * is_target)
         return PackedBatch(
             input_ids=torch.from_numpy(input_ids),
             targets=torch.from_numpy(targets),
-            position_ids=torch.from_numpy(np.arange(slots, dtype=np.int64) - np.repeat(starts, sizes)),
+            position_ids=torch.from_numpy(np.arange(slots, dtype=np.int64) - starts[owner]),
             cu_seqlens=torch.from_numpy(cu_seqlens),
             max_seqlen=max_seqlen,
             num_documents=len(documents),
-            num_tokens=sum(len(document.tokens) for document in documents),
-            num_target_tokens=num_targets,
-            lengths=tuple(sizes.tolist()),
-            longest=max((len(document.tokens) for document in documents), default=0),
-            num_target_documents=num_target_documents,
+            num_tokens=sum(lengths),
+            num_target_tokens=int(np.count_nonzero(is_target)),
+            lengths=tuple(sizes),
+            longest=max(lengths, default=0),
+            num_target_documents=int(np.count_nonzero(counts)),
             weights=weights,
         )
 
 
-@dataclass(frozen=True)
-class PaddedCollator:
-    """Pads every document to the longest of the batch, as conventional loaders do; measures the cost of padding.
+def pad_documents(
+    documents: Sequence[Document], pad_id: int = 0, loss_weighting: LossWeighting = "token"
+) -> PackedBatch:
+    """Pad each document (at least one) to the longest, as conventional loaders do, to measure the cost of padding.
 
     The result is a `PackedBatch` of equally long documents whose tails are padding; the model computes every slot.
-
-    Args:
-        pad_id: token of padding.
-        loss_weighting: as in `PackedCollator`.
     """
-
-    pad_id: int = 0
-    loss_weighting: LossWeighting = "token"
-
-    def __post_init__(self) -> None:
-        check_choice("loss_weighting", self.loss_weighting, LossWeighting)
-
-    def __call__(self, documents: Sequence[Document]) -> PackedBatch:
-        """Pad `documents` (at least one) to rows of the longest one's length."""
-        width = max(len(document.tokens) for document in documents)
-        pad_id, weighting = self.pad_id, self.loss_weighting
-        aligned = PackedCollator(len(documents), width, pad_id=pad_id, align=width, loss_weighting=weighting)
-        return aligned(documents)
-
-
-def _weigh(
-    targets: NDArray[np.int64], sizes: NDArray[np.int64], loss_weighting: LossWeighting
-) -> tuple[int, int, Tensor | None]:
-    """Number of targets, number of documents with a target, and (T,) weights or None.
-
-    Args:
-        targets: (T,) shifted targets.
-        sizes: slots of each document, summing to T.
-        loss_weighting: see `PackedCollator`.
-    """
-    counted = targets != IGNORE
-    before = np.zeros(len(targets) + 1, dtype=np.int64)
-    np.cumsum(counted, out=before[1:])
-    ends = np.cumsum(sizes)
-    counts = before[ends] - before[ends - sizes]
-    weights = None
-    if loss_weighting == "document":
-        each = (1.0 / np.maximum(counts, 1)).astype(np.float32)
-        weights = torch.from_numpy(np.repeat(each, sizes) * counted)
-    return int(before[-1]), int(np.count_nonzero(counts)), weights
+    width = max(len(document.tokens) for document in documents)
+    collate = PackedCollator(len(documents), width, pad_id=pad_id, align=width, loss_weighting=loss_weighting)
+    return collate(documents)
 
 
 # --- preference pairs ---------------------------------------------------------------------------------

@@ -131,9 +131,3 @@ class PackedLoader:
         if self._current is not None:
             self._current.close()
             self._current = None
-
-    def __enter__(self) -> PackedLoader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

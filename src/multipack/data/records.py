@@ -46,13 +46,8 @@ WITHOUT_ANSWER = {
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 SHAREGPT_ROLES = {
     "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
     "observation": "tool",
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "function_call"), "assistant"),
 }
 
 
@@ -138,8 +133,13 @@ class RecordReader:
 
     def _documents(self, record: dict[str, Any], name: str) -> list[SourceDocument] | list[str]:
         shape = self.shape or self._begin(record)
-        read: Callable[..., tuple[Any, Any]] = _messages if shape.is_chat else _texts
-        context, answers = read(record, shape)
+        context: Any
+        answers: Any
+        if shape.is_chat:
+            context, answers = _messages(record, shape)
+        else:
+            context = [_text(record, field) for field in shape.context]
+            answers = [_text(record, field) for field in shape.answers]
         if len(answers) == 2 and answers[0] == answers[1]:
             return ["pairs of equal answers"]
         if not all(map(_has_answer, answers)):
@@ -189,13 +189,6 @@ def _shape(config: DataConfig, record: dict[str, Any]) -> Shape:
         return Shape(form, fields[:1], True, *fields[1:])
     is_chat = form != "text" and any(isinstance(record.get(name), list | dict) for name in fields)
     return Shape(form, fields, is_chat)
-
-
-def _texts(record: dict[str, Any], shape: Shape) -> tuple[list[str], list[str]]:
-    """Context and answers of a record of texts."""
-    return [_text(record, field) for field in shape.context], [
-        _text(record, field) for field in shape.answers
-    ]
 
 
 def _messages(record: dict[str, Any], shape: Shape) -> tuple[list[Message], list[list[Message]]]:

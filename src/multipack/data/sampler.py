@@ -19,7 +19,7 @@ from torch.utils.data import Sampler
 from multipack.planning.cost import CostModel
 from multipack.planning.deal import DEALING
 from multipack.planning.lengths import check_integer
-from multipack.planning.options import LossWeighting, PlanOptions, Sync, check_fingerprint
+from multipack.planning.options import LossWeighting, PlanOptions, Sync, check_carried, check_fingerprint
 from multipack.planning.packing import Packs, pack
 from multipack.planning.plan import Plan, plan
 from multipack.shapes import ModelShape
@@ -194,14 +194,11 @@ class PackedBatchSampler(Sampler[list[int]]):
             for key in ("epoch", "step", "micro_batch")
         )
         mine = self._arrangement()
-        other = {name: state.get(name) for name in mine}
-        if micro_batch and other != mine:
-            shown, own = (
-                ", ".join(f"{name}={value}" for name, value in each.items()) for each in (other, mine)
-            )
+        saved = {name: state.get(name) for name in mine}
+        if micro_batch and saved != mine:
             raise ValueError(
-                f"the saved position is inside step {step}, after {micro_batch} micro-batches that {shown} had arranged"
-                f" (now {own}); go on with those, or from the beginning of a step"
+                f"the saved position is inside step {step}, after {micro_batch} micro-batches assigned to ranks with"
+                f" {saved} (now {mine}); continue with those, or from the beginning of a step"
             )
         position = step * self.micro_batches + micro_batch
         if micro_batch >= self.micro_batches or position > len(self):
@@ -209,31 +206,20 @@ class PackedBatchSampler(Sampler[list[int]]):
                 f"the saved position, step {step}, micro-batch {micro_batch}, is outside an epoch of"
                 f" {self.steps_per_epoch} steps of {self.micro_batches} micro-batches"
             )
-        self._carried[epoch] = self._read_carried(state["carried"], epoch)
+        carried = check_carried(state["carried"], len(self._lengths))
+        if len(carried) and (not self._carries or epoch == 0):
+            raise ValueError(
+                f"the saved sampler state carries {len(carried)} documents, but nothing is carried here"
+            )
+        self._carried[epoch] = carried
         self._epoch, self._position, self._resume = epoch, position, position
         self._plan, self._dealt = None, {}
 
-    def _read_carried(self, carried: Any, epoch: int) -> NDArray[np.int64]:
-        """The documents that a saved state carries into its epoch."""
-        numbers = np.asarray(carried)
-        if numbers.size == 0:
-            return np.empty(0, dtype=np.int64)
-        if not self._carries or epoch == 0:
-            raise ValueError(
-                f"the saved sampler state carries {numbers.size} documents, but nothing is carried here"
-            )
-        is_legal = numbers.ndim == 1 and numbers.dtype.kind in "iu"
-        if not is_legal or ((numbers < 0) | (numbers >= len(self._lengths))).any():
-            raise ValueError(
-                f"the saved sampler state carries what is not among {len(self._lengths)} documents"
-            )
-        return numbers.astype(np.int64)
-
     def _steps_of_any_order(self, first: Plan) -> int:
-        """Steps in which every epoch's order finds room.
+        """Number of steps that suffices in every epoch.
 
-        Where the first epoch needed more steps than its tokens fill, two more are looked at. With all steps planned
-        together only lengths matter, not their order: what fits so in one epoch fits in every one.
+        If the first epoch needed more steps than its tokens fill, two more epochs are planned, so that windows rarely
+        become wider. If all steps are planned together, the order does not matter: what suffices once always does.
         """
         steps = first.num_steps
         least = -(-int(first.slots.sum()) // (first.packs_per_step * first.capacity))
@@ -242,12 +228,11 @@ class PackedBatchSampler(Sampler[list[int]]):
             steps = max(steps, *others)
         packs = len(pack(first.slots, first.capacity, "best_fit", first.options.max_documents or None))
         enough = -(-packs // first.packs_per_step)
-        if steps >= enough:
-            return steps
-        try:
-            plan(self._lengths, **self._options, window=steps, steps=steps)
-        except ValueError:
-            return enough
+        if steps < enough:
+            try:
+                plan(self._lengths, **self._options, window=steps, steps=steps)
+            except ValueError:
+                return enough
         return steps
 
     def _plan_of(self, epoch: int) -> Plan:

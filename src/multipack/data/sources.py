@@ -96,7 +96,7 @@ class Source:
             root, names = stdlib.library_files()
             self.name = f"Python {platform.python_version()} standard library"
         else:
-            suffixes = READERS[self.config.source].suffixes
+            suffixes = READERS[self.config.source][1]
             root, names, self._ignored = find_files(self.config.path, suffixes)
             self.name = root.name or str(root)
         for name in names:
@@ -143,7 +143,7 @@ class Source:
 
     def _read_files(self) -> Iterator[Found]:
         """The documents of each file; it is closed before the next one is opened."""
-        read = READERS[self.config.source].read
+        read = READERS[self.config.source][0]
         for file in self.files:
             state = file.path.stat()
             if (state.st_size, state.st_mtime_ns) != (file.size, file.modified):
@@ -251,9 +251,8 @@ def read_stdlib(source: Source, file: SourceFile, content: BinaryIO) -> Iterator
     pairs = stdlib.parse_file(file.path)
     if pairs is None:
         yield "files that do not parse"
-    for pair in pairs or ():
-        parts = (TextPart(pair.prompt, False), TextPart(pair.completion, True))
-        yield SourceDocument(f"{file.name}:{pair.name}", parts)
+    for name, prompt, completion in pairs or ():
+        yield SourceDocument(f"{file.name}:{name}", (TextPart(prompt, False), TextPart(completion, True)))
 
 
 def read_text(source: Source, file: SourceFile, content: BinaryIO) -> Iterator[Found]:
@@ -330,17 +329,13 @@ def open_dataset(config: DataConfig) -> Any:
     return dataset.to_iterable_dataset() if config.stream else dataset
 
 
-class SourceReader(NamedTuple):
-    """A row of `READERS`: yields the documents of a file; suffixes of the files that are read in a folder."""
-
-    read: Callable[[Source, SourceFile, BinaryIO], Iterator[Found]]
-    suffixes: tuple[str, ...]
-
-
-READERS = {
-    "stdlib": SourceReader(read_stdlib, (".py",)),
-    "text": SourceReader(read_text, (".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".py")),
-    "jsonl": SourceReader(read_jsonl, (".jsonl", ".ndjson")),
-    "parquet": SourceReader(read_parquet, (".parquet", ".pq")),
+READERS: dict[str, tuple[Callable[[Source, SourceFile, BinaryIO], Iterator[Found]], tuple[str, ...]]] = {
+    "stdlib": (read_stdlib, (".py",)),
+    "text": (read_text, (".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".py")),
+    "jsonl": (read_jsonl, (".jsonl", ".ndjson")),
+    "parquet": (read_parquet, (".parquet", ".pq")),
 }
-"""`data.source` → its reader. The name of a new source must also be added to `SourceName` in data_config.py."""
+"""`data.source` → function that yields the documents of a file, and suffixes of the files that are read in a folder.
+
+The name of a new source must also be added to `SourceName` in data_config.py.
+"""

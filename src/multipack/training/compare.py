@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from multipack.data.batch import PackedBatch
-from multipack.data.collate import PackedCollator, PaddedCollator
+from multipack.data.collate import PackedCollator, pad_documents
 from multipack.data.documents import Documents
 from multipack.parallel.engine import ModelEngine
 from multipack.planning.options import LossWeighting
@@ -50,9 +50,10 @@ def padded_batches(
 ) -> list[PackedBatch]:
     """The given documents in random batches of `batch_size`, each padded to its longest document."""
     shuffled = np.random.default_rng(seed).permutation(numbers)
-    collate = PaddedCollator(0, loss_weighting)
     groups = [shuffled[start : start + batch_size] for start in range(0, len(shuffled), batch_size)]
-    return [collate([documents[int(number)] for number in group]) for group in groups]
+    return [
+        pad_documents([documents[int(number)] for number in group], 0, loss_weighting) for group in groups
+    ]
 
 
 def compare_with_padding(
