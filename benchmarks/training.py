@@ -35,7 +35,7 @@ import torch
 
 from multipack.data.collate import pad_documents
 from multipack.data.documents import Documents
-from multipack.data.stdlib import library_files, parse_pairs
+from multipack.data.stdlib import library_files, parse_file
 from multipack.data.store import TokenStore
 from multipack.data.tokenizer import byte_tokenizer
 from multipack.data.writer import StoreWriter
@@ -106,9 +106,9 @@ def sets(count: int, vocabulary: int) -> dict[str, list[list[int]]]:
             print(f"{name}: left out, {path} is not there")
     folder, files = library_files()
     sizes = [
-        len(f"{pair.prompt}{pair.completion}".encode()) // 4  # about the tokens of a byte-pair vocabulary
+        len(f"{prompt}{completion}".encode()) // 4  # about the tokens of a byte-pair vocabulary
         for name in files[:: max(len(files) // 60, 1)]
-        for pair in parse_pairs((folder / name).read_bytes())
+        for _, prompt, completion in parse_file(folder / name) or ()
     ]
     found["embedded corpus"] = documents_of(np.maximum(sizes, 2), count, vocabulary)
     return found
