@@ -113,7 +113,7 @@ def test_a_store_resumes_exactly(folder, follow, stop):
     assert shown(second, head) == shown(first, head)  # items in flight are read again
     list(first)
     assert first.report == second.report
-    assert second.report.split_documents > 0
+    assert second.report.documents > 0
 
 
 def test_some_of_the_first_documents_are_held_back(folder, follow, tmp_path):
@@ -260,7 +260,7 @@ def test_long_records_are_fitted_and_counted(stream):
     items = list(arriving)
     assert max(item["length"] for item in items) == 12
     assert sum(item["targets"] for item in items) == sum(item["targets"] for item in stream())
-    assert arriving.report.repeated_tokens > 0
+    assert arriving.report.tokens > 0
     with pytest.raises(ValueError, match=r"\(set:\d+\) has \d+ tokens, more than the limit of 12"):
         list(stream(limit=12))
 
@@ -269,7 +269,7 @@ def test_chunks_without_documents_are_passed_over(stream):
     texts = ["long text"] * 20 + ["ab"] * 3 + ["long text"] * 13 + ["", "  "] * 8 + ["cd"]
     arriving = stream([{"text": text} for text in texts], overlong="drop", limit=4)
     assert [item["length"] for item in arriving] == [3] * 4
-    assert arriving.report.dropped_documents == 33
+    assert arriving.report.documents == 33
     assert arriving.skipped == {"empty documents": 16}
     arriving = stream([{"text": text} for text in ["ab"] * 20 + ["", "  "]])
     for count in (20, 0):

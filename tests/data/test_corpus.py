@@ -76,7 +76,7 @@ def test_validation_documents_are_drawn_by_the_seed_and_can_be_none(config, pair
 
 def test_too_few_documents_to_validate_on(config, text_file):
     path = text_file("abc")
-    with pytest.raises(ValueError, match=r"1 document \(text\.txt\).*set data\.validation=0"):
+    with pytest.raises(ValueError, match=r"1 document of .*set data\.validation=0"):
         load_corpus(config(source="text", path=path), CHAR, limit=64)
     with pytest.raises(ValueError, match="leaves 2 to train and 1 to validate on"):
         load_corpus(config(source="text", path=path, documents="stream"), CHAR, limit=64)
@@ -86,7 +86,7 @@ def test_documents_that_are_too_long(config, pairs):
     with pytest.raises(ValueError, match=r"\(pairs\.jsonl:\d+\) has \d+ tokens, more than the limit of 16"):
         load_corpus(config(source="jsonl", path=pairs), BYTE, limit=16)
     corpus = load_corpus(config(source="jsonl", path=pairs, overlong="drop"), BYTE, limit=16)
-    assert corpus.train_fit.dropped_documents + corpus.validation_fit.dropped_documents == 9
+    assert corpus.train_fit.documents + corpus.validation_fit.documents == 9
     corpus = load_corpus(config(source="jsonl", path=pairs, overlong="split"), BYTE, limit=16)
     assert corpus.train.num_tokens + corpus.validation.num_tokens == sum(range(5, 25)) + 10
 
@@ -197,7 +197,7 @@ def test_the_standard_library(monkeypatch):
     assert corpus.tokenizer.vocabulary_size == 2048
     assert len(corpus.train) + len(corpus.validation) > 4000
     assert corpus.train.lengths.max() == 1024
-    assert corpus.train_fit.split_documents > 10  # auto: functions longer than the limit are split
+    assert corpus.train_fit.documents > 10  # auto: functions longer than the limit are split
     assert len(corpus.prompts) == 3
     assert all(prompt.lstrip().startswith(("def ", "async def ")) for prompt in corpus.prompts)
     monkeypatch.setitem(module.prepare.__globals__, "_write_part", None)

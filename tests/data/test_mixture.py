@@ -128,7 +128,7 @@ def test_a_mixture_is_loaded_split_and_fitted_by_source(stores, config):
     small, large = corpus.mixture
     assert (small.name, large.name) == ("small", "large")
     assert small.documents == large.documents
-    assert corpus.train_fit.split_documents > 0
+    assert corpus.train_fit.documents > 0
     sources = [config(source="store", path=path, **common) for path in stores]
     own = [load_corpus(source, TokenizerConfig(), limit=16) for source in sources]
     assert len(corpus.validation) == sum(len(each.validation) for each in own)

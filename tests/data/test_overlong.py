@@ -1,3 +1,5 @@
+from dataclasses import astuple
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,9 +30,9 @@ def test_what_fits_is_left_alone(documents):
         (8, "error", r"0 \(doc0\) has 12 tokens.*2 of 3 documents.*data\.overlong=truncate, split or drop"),
         (3, "drop", "leaves nothing: all 3 documents exceed 3 tokens"),
         (8, "shorten", "one of error, truncate, truncate_left, split, drop"),
-        (0, "split", "cannot fit into 0"),
+        (0, "split", "pieces of 0"),
         (8, {"repeat_prompt": True}, r"doc0 has a prompt of 9 tokens.*pieces of 8"),
-        (8, {"overlap": 8}, r"data\.overlap=8 leaves no room for new tokens in pieces of 8"),
+        (8, {"overlap": 8}, r"data\.overlap=8: pieces of 8 tokens"),
         (8, {"overlap": -1}, r"data\.overlap=-1"),
     ],
 )
@@ -40,22 +42,15 @@ def test_impossible_requests_are_refused(documents, limit, fit, complaint):
 
 
 def test_policies_shorten_and_report(documents):
-    counts = (
-        "truncated_documents",
-        "truncated_tokens",
-        "dropped_documents",
-        "dropped_tokens",
-        "without_targets",
-    )
     longer = "2 documents longer than 8 tokens"
     for policy, first, lengths, expected, line in (
-        ("truncate", 0, [8, 4, 8], [2, 5, 0, 0, 1], f"{longer} truncated (5 tokens); 1 documents or pieces"),
-        ("truncate_left", 4, [8, 4, 8], [2, 5, 0, 0, 0], f"{longer} truncated at their beginning (5 tokens)"),
-        ("drop", 12, [4], [0, 0, 2, 21, 0], f"{longer} dropped (21 tokens)"),
+        ("truncate", 0, [8, 4, 8], [2, 2, 5, 1], f"{longer} truncated (5 tokens); 1 documents or pieces"),
+        ("truncate_left", 4, [8, 4, 8], [2, 2, 5, 0], f"{longer} truncated at their beginning (5 tokens)"),
+        ("drop", 12, [4], [2, 0, 21, 0], f"{longer} dropped (21 tokens)"),
     ):
         fitted, report = documents.fit(8, policy)
         assert (fitted[0].tokens[0], fitted.lengths.tolist()) == (first, lengths)
-        assert [getattr(report, name) for name in counts] == expected
+        assert list(astuple(report)[2:]) == expected
         assert report.describe().startswith(line)
     assert documents.fit(8, "truncate_left")[0].names(0) == "doc0 [tokens 4 to 12 of 12]"
 
@@ -78,8 +73,8 @@ def test_pieces_begin_with_the_prompt(write_store):
     assert [document.spans.tolist() for document in fitted][:3] == [[[3, 6]], [[4, 6]], [[4, 6]]]
     assert fitted.target_counts.tolist() == [3, 2, 2, 2, 3]
     assert fitted.names(1) == "doc0 [prompt and tokens 5 to 8 of 12]"
-    assert fitted.prompts(range(5)).tolist() == [3, 3, 3, 3, 0]
-    assert report.repeated_tokens == 3 * 4
+    assert [fitted.prompt_length(index) for index in range(5)] == [3, 3, 3, 3, 0]
+    assert report.tokens == 3 * 4
     for again in (fitted.cut, fitted.fit):
         with pytest.raises(ValueError, match=r"cannot be cut again|more than the limit"):
             again(4)
@@ -141,11 +136,11 @@ def test_any_split_trains_every_target_once(memory_store, data):
         wanted = [token if on else IGNORE for token, on in piece[1:]] + [IGNORE]
         assert document.shifted_targets().tolist() == wanted
     assert fitted.target_counts.tolist() == [sum(on for _, on in piece[1:]) for piece in flat]
-    assert (report.split_documents, report.pieces) == (
+    assert (report.documents, report.pieces) == (
         sum(long),
         sum(len(pieces) for pieces, is_long in zip(expected, long, strict=True) if is_long),
     )
-    assert report.repeated_tokens == sum(map(len, flat)) - sum(map(len, documents))
+    assert report.tokens == sum(map(len, flat)) - sum(map(len, documents))
     if overlap:  # every target but a first token is a target exactly once
         assert fitted.target_counts.sum() == view.target_counts.sum()
     chosen = data.draw(st.lists(st.integers(0, len(fitted) - 1), max_size=4))

@@ -24,7 +24,7 @@ from multipack.data.shards import HEADER, Shard
 from multipack.data.store import TokenStore
 from multipack.data.texts import SourceDocument, TextPart
 from multipack.data.tokenizer import TokenizerConfig, byte_tokenizer
-from multipack.data.writer import ShardBuilder, encode
+from multipack.data.writer import ShardBuilder
 
 FORK = multiprocessing.get_context("fork")
 BYTE, CHAR, BPE = TokenizerConfig("byte"), TokenizerConfig("char"), TokenizerConfig("bpe", "", 300)
@@ -419,8 +419,7 @@ def test_shards_hold_the_tokens_of_documents(given_documents, pairs):
     step = 2 if pairs else 1
     items = [tuple(given_documents[at : at + step]) for at in range(0, len(given_documents) - step + 1, step)]
     builder, expected = ShardBuilder(tokenizer.vocabulary_size), []
-    for name, encoded in (document for item in encode(items, tokenizer) for document in item):
-        builder.add(name, encoded)
+    builder.add_batch(items, tokenizer)
     shard = builder.build()
     for item in items:
         found = [expected_tokens(document, tokenizer.end_id) for document in item]

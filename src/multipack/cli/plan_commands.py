@@ -71,7 +71,7 @@ def plan(
         lengths, targets=targets, seed=wanted.seed, epoch=wanted.epoch, cost=cost, options=options
     )
     drawn = "" if as_json else _draw(made, step, tokens_per_character, picture, console.columns)
-    cut = 0 if fit is None else fit.split_documents + fit.truncated_documents
+    cut = 0 if fit is None or fit.policy == "drop" else fit.documents
     found = report(made, wanted.world_size, wanted.sync, wanted.sample or None, split_documents=cut)
     advice, share = advise(made, found), padded_share(lengths, wanted.padded_batch_size, wanted.seed)
     if as_json:

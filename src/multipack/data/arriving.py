@@ -35,7 +35,7 @@ from multipack.data.sources import open_template
 from multipack.data.store import TokenStore
 from multipack.data.texts import SourceDocument
 from multipack.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
-from multipack.data.writer import ShardBuilder, encode
+from multipack.data.writer import ShardBuilder
 from multipack.planning.lengths import check_integer
 
 HEAD = 2048
@@ -179,13 +179,12 @@ class Arriving(ABC):
         data, limit = self._data, self._limit
         policy = documents.store.header.overlong if data.overlong == "auto" else data.overlong
         if policy == "drop" and len(documents) and documents.lengths.min() > limit:
-            dropped = {"dropped_documents": len(documents), "dropped_tokens": documents.num_tokens}
-            return documents.take([]), FitReport(limit, "drop", **dropped)
+            return documents.take([]), FitReport(limit, "drop", len(documents), tokens=documents.num_tokens)
         return documents.fit(limit, policy, data.overlap, data.repeat_prompt)
 
     def state_dict(self) -> dict[str, Any]:
         """The current position, as plain data."""
-        report = list(astuple(self.report)[2:])
+        report = list(astuple(self.report)[1:])
         return {
             "fingerprint": self.fingerprint,
             "begin": self._begin,
@@ -204,7 +203,7 @@ class Arriving(ABC):
                 f" the limit of {self._limit:,} tokens, or one of data.{', data.'.join(DECISIVE)} was different"
             )
         number = check_integer("the saved number in the chunk", state["number"], 0)
-        self._go(state["begin"], number, FitReport(self._limit, "error", *state["report"]))
+        self._go(state["begin"], number, FitReport(self._limit, *state["report"]))
 
 
 class GrowingFolder(Arriving):
@@ -351,9 +350,7 @@ class StreamedRecords(Arriving):
             self.chat_template = self._reader.chat_template
         tokenizer, pairs = self.tokenizer, self._reader.pairs
         builder = ShardBuilder(tokenizer.vocabulary_size)
-        for item in encode([(document,) for document in documents], tokenizer):
-            for name, parts in item:
-                builder.add(name, parts)
+        builder.add_batch([(document,) for document in documents], tokenizer)
         if without := len(documents) - len(builder):
             skipped["documents without tokens"] = without
         if not len(builder):

@@ -6,6 +6,7 @@ TokenStore ─▶ split ─▶ fit ─▶ Corpus(train, validation, …)      vi
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -141,14 +142,7 @@ def find_tokenizer(
 ) -> Tokenizer:
     """The tokenizer that `load_corpus` will have, before it tokenizes; one that must be trained is trained, and kept.
 
-    Args:
-        data: the source, or token stores.
-        tokenizer: the tokenizer; `auto` takes that of a store.
-        limit: most tokens of a document.
-        progress: see `prepare`.
-
-    Raises:
-        ValueError: see `load_corpus`.
+    Arguments and errors are those of `load_corpus`.
     """
     if data.stream:
         return _load_stream(data, tokenizer, limit).tokenizer
@@ -162,20 +156,16 @@ def _divided(
 ) -> tuple[Documents, Documents, FitReport, FitReport]:
     """Training and validation documents of one store, none of them too long, and what was done to those that were."""
     train, validation = _split(store, data, limit)
-    policy = store.header.overlong if data.overlong == "auto" else data.overlong
     (train, train_fit), (validation, validation_fit) = (
-        view.fit(limit, policy, data.overlap, data.repeat_prompt) for view in (train, validation)
+        view.fit(limit, data.overlong, data.overlap, data.repeat_prompt) for view in (train, validation)
     )
     return train, validation, train_fit, validation_fit
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Names of the stores, with as many parent folders as distinguish them."""
-    for parts in range(1, max(len(path.parts) for path in paths)):
-        names = ["/".join(path.parts[-parts:]) for path in paths]
-        if len(set(names)) == len(names):
-            return names
-    return [str(path) for path in paths]
+    """Names of the stores: their paths below the folder that holds all of them."""
+    absolute = [path.absolute() for path in paths]
+    return [str(path.relative_to(os.path.commonpath(absolute))) for path in absolute]
 
 
 def _load_stream(data: DataConfig, tokenizer: TokenizerConfig, limit: int) -> Corpus:
@@ -223,39 +213,21 @@ def _check_tokenizer(store: TokenStore, config: TokenizerConfig) -> None:
 
 
 def _split(store: TokenStore, data: DataConfig, limit: int) -> tuple[Documents, Documents]:
-    whole = Documents.whole(store, data.train_on_prompt)
+    whole, block = Documents.whole(store, data.train_on_prompt), data.block_size or limit
     if store.header.split_by == "position":
-        return _split_stream(whole, data, limit)
+        if block > limit:
+            raise ValueError(
+                f"data.block_size={block:,} exceeds the limit of {limit:,} tokens for a document: raise plan.capacity"
+                f" (and the model's context), or set data.block_size={limit}"
+            )
+        train, validation = whole.split_by_position(data.validation)
+        return train.cut(block), validation.cut(block)
     if data.block_size:
         raise ValueError(
             f"data.block_size={data.block_size} cuts a stream, and {store.path} holds {len(whole):,} documents;"
             " data.overlong=split cuts those that are too long"
         )
-    if data.validation and len(whole) < 2:
-        raise ValueError(
-            f"data.validation={data.validation}: {len(whole)} document ({whole.names(0)}) of {store.path} cannot"
-            " be split in two; set data.validation=0 (and train.eval_every=0), add documents, or divide a text with"
-            " data.documents"
-        )
     return whole.split(data.validation, data.split_seed)
-
-
-def _split_stream(whole: Documents, data: DataConfig, limit: int) -> tuple[Documents, Documents]:
-    block = data.block_size or limit
-    if block > limit:
-        raise ValueError(
-            f"data.block_size={block:,} exceeds the limit of {limit:,} tokens for a document: raise plan.capacity (and"
-            f" the model's context), or set data.block_size={limit}"
-        )
-    train, validation = whole, whole.take([])
-    if data.validation:
-        train, validation = whole.split_by_position(data.validation)
-        if min(train.num_tokens, validation.num_tokens) < 2:
-            raise ValueError(
-                f"data.validation={data.validation} of a stream of {whole.num_tokens:,} tokens leaves"
-                f" {train.num_tokens:,} to train and {validation.num_tokens:,} to validate on: each needs 2"
-            )
-    return train.cut(block), validation.cut(block)
 
 
 def _prompts(documents: Documents, tokenizer: Tokenizer, limit: int, count: int = 3) -> tuple[str, ...]:
@@ -268,7 +240,7 @@ def _prompts(documents: Documents, tokenizer: Tokenizer, limit: int, count: int 
     short, cut = list[str](), list[str]()
     for index in range(min(len(documents), 256)):
         document = documents.pair(index)[0] if documents.store.has_pairs else documents[index]
-        size = int(documents.prompts([index])[0]) or min(few, len(document.tokens))
+        size = documents.prompt_length(index) or min(few, len(document.tokens))
         text = tokenizer.decode(document.tokens[: size if size <= most else few].tolist())
         text = text.rstrip("\N{REPLACEMENT CHARACTER}")
         if text:

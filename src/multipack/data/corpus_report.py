@@ -193,8 +193,7 @@ def read_lengths(
         documents = Documents.whole(store)
         if store.header.split_by == "position":
             documents = documents.cut(capacity)
-        policy = store.header.overlong if data.overlong == "auto" else data.overlong
-        documents, fit = documents.fit(capacity, policy, data.overlap, data.repeat_prompt)
+        documents, fit = documents.fit(capacity, data.overlong, data.overlap, data.repeat_prompt)
         return Lengths(documents.lengths, documents.target_counts, fit)
     if data is not None and data != LengthsConfig():
         raise ValueError(
@@ -213,13 +212,10 @@ _MOST = 1 << 32  # documents of a histogram: 32 GiB as lengths
 
 
 def _of_histogram(counts: NDArray[np.int64], path: Path) -> NDArray[np.int64]:
-    if counts.ndim != 1 or counts.dtype.kind not in "iu" or counts.size == 0:
-        found = f"got {counts.dtype} of shape {counts.shape}"
-        raise ValueError(f"{path} is not a histogram: a flat array of counts of documents, {found}")
-    if counts.min() < 0:
-        found = f"{counts.min()} documents of {int(np.argmin(counts)) + 1} tokens"
-        raise ValueError(f"{path} is not a histogram: it counts {found}")
-    documents = int(counts.sum(dtype=np.float64))
-    if not 0 < documents <= _MOST:
-        raise ValueError(f"{path} counts {documents:,} documents; 1 … {_MOST:,} can be packed")
+    is_flat = counts.ndim == 1 and counts.dtype.kind in "iu" and counts.size > 0
+    if not is_flat or counts.min() < 0 or not 0 < counts.sum(dtype=np.float64) <= _MOST:
+        raise ValueError(
+            f"{path} is not a histogram: a flat array of counts, of 1 to {_MOST:,} documents in all; got {counts.dtype}"
+            f" of shape {counts.shape}"
+        )
     return np.repeat(np.arange(1, len(counts) + 1, dtype=np.int64), counts)

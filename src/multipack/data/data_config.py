@@ -119,8 +119,7 @@ class DataConfig:
         for name in ("stage", "readers", "dedup"):
             if self.stream and (value := getattr(self, name)):
                 raise ValueError(
-                    f"data.{name}={value} needs all documents at once, and with data.stream=true they arrive one by"
-                    f" one: leave data.{name} out"
+                    f"data.{name}={value} needs all documents at once: leave it out with data.stream=true"
                 )
 
     def _check_text(self) -> None:
@@ -128,21 +127,19 @@ class DataConfig:
             raise ValueError(f"data.separator={self.separator!r} contradicts data.documents={self.documents}")
         if "\\n" in self.separator or "\\t" in self.separator:
             raise ValueError(
-                f"data.separator={self.separator!r} holds a backslash and a letter, not a line end or tab: let the"
-                " shell write it, data.separator=$'\\n\\n'"
+                f"data.separator={self.separator!r} holds a backslash, not a line end: write data.separator=$'\\n\\n'"
             )
         if self.documents == "separator" and not self.separator:
             raise ValueError("data.documents=separator needs data.separator=TEXT")
         if self.block_size and (self.separator or self.documents not in ("auto", "stream")):
             raise ValueError(
-                f"data.block_size={self.block_size} cuts a stream: set data.documents=stream (or auto) "
-                "and no data.separator"
+                f"data.block_size={self.block_size} cuts a stream: set data.documents=stream and no data.separator"
             )
 
     def _check_records(self) -> None:
         if self.special_tokens and self.chat_template in ("", *BUILT_IN_TEMPLATES):
             raise ValueError(
-                f"data.special_tokens={self.special_tokens} belong to a Jinja file (data.chat_template=FILE); those of"
+                f"data.special_tokens={self.special_tokens} are for data.chat_template=FILE; those of"
                 f" {self.chat_template or 'a tokenizer'} are known: leave them out"
             )
         for name in ("special_tokens", "fields"):
@@ -193,17 +190,9 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 """Setting, whether a value is legal, and the legal values in words."""
 _OUT = "leave it out"
 _ONLY_WITH: tuple[tuple[str, tuple[str, ...], str], ...] = (
-    (
-        "path",
-        ("text", *RECORDS, "store"),
-        "set data.source=text for a file, or data.paths=[STORE,STORE,…] for a mixture",
-    ),
+    ("path", ("text", *RECORDS, "store"), "set data.source=text, or data.paths=[STORE,…] for a mixture"),
     ("subset part", ("huggingface",), _OUT),
-    (
-        "stream",
-        ("store", "huggingface"),
-        "documents arrive as a growing folder of stores or a streamed data set",
-    ),
+    ("stream", ("store", "huggingface"), "documents arrive as a growing store or a streamed data set"),
     ("documents separator", ("text",), _OUT),
     ("block_size", ("text", "store"), "data.overlong=split cuts documents that are too long"),
     ("format fields chat_template special_tokens", RECORDS, _OUT),

@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from multipack.data.overlong import POLICIES, FitReport, Integers, Pieces, pieces_of, report_fit, split
+from multipack.data.overlong import POLICIES, FitReport, Integers, Pieces, pieces_of, split
 from multipack.data.store import TokenStore
 
 _VALIDATION = 1 << 20  # random stream of the choice of validation documents
@@ -168,19 +168,10 @@ class Documents:
         if self.store.has_pairs:
             documents, answers = (pieces["document"][:, None] + [0, 1]).ravel(), 2
             pieces = pieces_of(documents, np.zeros_like(documents), self.store.lengths[documents])
-        block = 1 << 18  # pieces at once: bounds the memory
-        counts = [self._count_targets(pieces[at : at + block]) for at in range(0, len(pieces), block)]
-        return np.concatenate([np.zeros(0, dtype=np.int64), *counts]).reshape(-1, answers).sum(axis=1)
-
-    def _count_targets(self, pieces: Pieces) -> Integers:
-        counts, spans = self.store.spans_of_each(pieces["document"])
-        owner = np.repeat(np.arange(len(counts)), counts)
-        shift = (pieces["start"] - pieces["prefix"])[
-            owner
-        ]  # from a place in the piece to one in its document
-        least, most = np.maximum(pieces["context"], 1)[owner], pieces["length"][owner]
-        targets = np.minimum(spans[:, 1] - shift, most) - np.maximum(spans[:, 0] - shift, least)
-        return np.bincount(owner, np.maximum(targets, 0), len(counts)).astype(np.int64)
+        shift = pieces["start"] - pieces["prefix"]  # from a place in the piece to one in its document
+        first = shift + np.maximum(pieces["context"], 1)
+        counts = self.store.count_targets(pieces["document"], first, shift + pieces["length"])
+        return counts.reshape(-1, answers).sum(axis=1)
 
     def names(self, index: int) -> str:
         """Name of a document: `functools.py:reduce`, with the range of tokens if it is a piece."""
@@ -191,15 +182,11 @@ class Documents:
         stop = start + length - prefix
         return f"{name} [{'prompt and ' if prefix else ''}tokens {start:,} to {stop:,} of {whole:,}]"
 
-    def prompts(self, numbers: ArrayLike) -> Integers:
-        """(len(numbers),) tokens before the first target of each of these documents; 0 for later pieces."""
-        pieces = self.pieces[np.asarray(numbers, dtype=np.int64)]
-        counts, spans = self.store.spans_of_each(pieces["document"])
-        first = np.cumsum(counts) - counts
-        prompt = np.zeros(len(pieces), dtype=np.int64)
-        prompt[counts > 0] = spans[first[counts > 0], 0]
-        own = np.where(pieces["start"] == 0, np.minimum(prompt, pieces["length"]), 0)
-        return np.where(pieces["prefix"] > 0, pieces["prefix"], own)
+    def prompt_length(self, index: int) -> int:
+        """Tokens of a document before its first target; of a later piece, the tokens of the prompt that it repeats."""
+        document, start, length, prefix, _ = self._piece(index)
+        spans = self.store.spans_of(document)
+        return prefix if start or prefix or not len(spans) else min(int(spans[0, 0]), length)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -225,7 +212,10 @@ class Documents:
         _check_fraction(fraction)
         numbers = np.unique(self.pieces["document"])
         if fraction and len(numbers) < 2:
-            raise ValueError(f"{len(numbers)} document cannot be split in two")
+            raise ValueError(
+                f"data.validation={fraction}: {len(numbers)} document of {self.store.path} cannot be split in two; set"
+                " data.validation=0 (and train.eval_every=0), add documents, or divide a text with data.documents"
+            )
         count = min(max(round(len(numbers) * fraction), 1 if fraction else 0), max(len(numbers) - 1, 0))
         chosen = numbers[seeded_order(len(numbers), seed, _VALIDATION)[:count]]
         second = np.isin(self.pieces["document"], chosen)
@@ -235,12 +225,15 @@ class Documents:
         """Two views, by position: the first int(tokens · (1 − fraction)) tokens, and the rest.
 
         Raises:
-            ValueError: a fraction outside [0, 1), or one that leaves the first view empty.
+            ValueError: a fraction outside [0, 1), or one that leaves a view less than 2 tokens.
         """
         _check_fraction(fraction)
         border = int(self.num_tokens * (1.0 - fraction))
-        if border == 0:
-            raise ValueError(f"{self.num_tokens} tokens cannot be split in two")
+        if fraction and min(border, self.num_tokens - border) < 2:
+            raise ValueError(
+                f"data.validation={fraction} of a stream of {self.num_tokens:,} tokens leaves {border:,} to train and"
+                f" {self.num_tokens - border:,} to validate on: each needs 2"
+            )
         begin = np.cumsum(self.lengths) - self.lengths
         inside = np.clip(border - begin, 0, self.lengths)  # tokens of each document before the border
         first, rest = np.flatnonzero(inside > 0), np.flatnonzero(inside < self.lengths)
@@ -285,7 +278,7 @@ class Documents:
 
         Args:
             limit: most tokens of a document.
-            policy: for longer documents: `error`, or a name in `POLICIES`.
+            policy: for longer documents: `error`, a name in `POLICIES`, or `auto`: the store's own.
             overlap: tokens that a piece of a split document repeats from the piece before.
             repeat_prompt: whether each piece of a split document begins with the document's prompt.
 
@@ -293,57 +286,48 @@ class Documents:
             ValueError: an unknown policy; a limit below 1; a document too long with policy `error`; a pair that would
                 be shortened; `drop` leaves no document; `split` leaves no room for new tokens.
         """
-        long = np.flatnonzero(self.lengths > limit)
-        self._check_fit(limit, policy, overlap, long)
-        if not len(long):
-            return self, FitReport(limit, policy, without_targets=self._without_targets())
-        prompt = np.zeros_like(self.lengths)
-        if policy == "split" and repeat_prompt:
-            prompt[long] = self.prompts(long)
-            if len(full := np.flatnonzero(prompt + overlap >= limit)):
-                first = int(full[0])
-                raise ValueError(
-                    f"{self.names(first)} has a prompt of {int(prompt[first]):,} tokens, which leaves no room for new"
-                    f" tokens in pieces of {limit:,} with data.overlap={overlap:,} ({len(full):,} such documents): set"
-                    f" data.repeat_prompt=false, or raise {_ROOM}"
-                )
-        cuts = POLICIES[policy](self.lengths, limit, overlap, prompt)
-        if not len(cuts):
-            others = "" if self.store.has_pairs else "set data.overlong=truncate or split, or "
-            raise ValueError(
-                f"data.overlong={policy} leaves nothing: all {len(long):,} documents exceed {limit:,} tokens;"
-                f" {others}raise plan.capacity"
-            )
-        fitted = self._cut(cuts)
-        return fitted, report_fit(self.lengths, cuts, limit, policy, fitted._without_targets())
-
-    def _without_targets(self) -> int:
-        return int((self.target_counts == 0).sum())
-
-    def _check_fit(self, limit: int, policy: str, overlap: int, long: Integers) -> None:
-        if limit < 1:
-            raise ValueError(f"a document cannot fit into {limit} tokens")
+        policy = self.store.header.overlong if policy == "auto" else policy
         if policy not in ("error", *POLICIES):
             raise ValueError(f"data.overlong={policy!r}: one of {', '.join(('error', *POLICIES))}")
-        if overlap < 0:
-            raise ValueError(f"data.overlap={overlap}: tokens to repeat, 0 or more")
-        if policy == "split" and overlap >= limit:
+        if limit < 1 or overlap < 0 or (policy == "split" and overlap >= limit):
+            raise ValueError(f"data.overlap={overlap}: pieces of {limit:,} tokens repeat 0 to {limit - 1:,}")
+        long = np.flatnonzero(self.lengths > limit)
+        if not len(long):
+            return self, FitReport(limit, policy, without_targets=int((self.target_counts == 0).sum()))
+        are_pairs = self.store.has_pairs
+        if policy == "error" or (are_pairs and policy != "drop"):
+            policies = (
+                "drop (a preference pair cannot be shortened)" if are_pairs else "truncate, split or drop"
+            )
+            first = int(long[0])
             raise ValueError(
-                f"data.overlap={overlap:,} leaves no room for new tokens in pieces of {limit:,}: lower it, or raise"
+                f"document {first:,} ({self.names(first)}) has {int(self.lengths[first]):,} tokens, more than the limit"
+                f" of {limit:,} tokens for a document ({len(long):,} of {len(self):,} documents are too long, the"
+                f" longest has {int(self.lengths.max()):,}): set data.overlong={policies}, or raise {_ROOM}"
+            )
+        prompt = np.zeros_like(self.lengths)
+        if policy == "split" and repeat_prompt:
+            prompt[long] = [self.prompt_length(number) for number in long.tolist()]
+        if len(full := np.flatnonzero(prompt + overlap >= limit)):
+            raise ValueError(
+                f"{self.names(int(full[0]))} has a prompt of {int(prompt[full[0]]):,} tokens, which leaves no room for"
+                f" new tokens in pieces of {limit:,} with data.overlap={overlap:,} ({len(full):,} such documents): set"
+                f" data.repeat_prompt=false, or raise {_ROOM}"
+            )
+        cuts = POLICIES[policy].cut(self.lengths, limit, overlap, prompt)
+        if not len(cuts):
+            raise ValueError(
+                f"data.overlong={policy} leaves nothing: all {len(long):,} documents exceed {limit:,} tokens; raise"
                 f" {_ROOM}"
             )
-        are_pairs = self.store.has_pairs
-        if not len(long) or policy == "drop" or (policy != "error" and not are_pairs):
-            return
-        remedy = "set data.overlong=truncate, split or drop, or raise"
-        if are_pairs:
-            given = "" if policy == "error" else f"data.overlong={policy}, but "
-            remedy = f"{given}a preference pair cannot be shortened: set data.overlong=drop, or raise"
-        first = int(long[0])
-        raise ValueError(
-            f"document {first:,} ({self.names(first)}) has {int(self.lengths[first]):,} tokens, more than the limit of"
-            f" {limit:,} tokens for a document ({len(long):,} of {len(self):,} documents are too long, the longest has"
-            f" {int(self.lengths.max()):,}): {remedy} {_ROOM}"
+        fitted = self._cut(cuts)
+        return fitted, FitReport(
+            limit,
+            policy,
+            documents=len(long),
+            pieces=len(fitted) - (len(self) - len(long)),
+            tokens=abs(fitted.num_tokens - self.num_tokens),
+            without_targets=int((fitted.target_counts == 0).sum()),
         )
 
     def __repr__(self) -> str:
@@ -352,4 +336,4 @@ class Documents:
 
 def _check_fraction(fraction: float) -> None:
     if not 0.0 <= fraction < 1.0:
-        raise ValueError(f"a share of {fraction}: at least 0 and less than 1")
+        raise ValueError(f"data.validation={fraction}: a share, at least 0 and less than 1")

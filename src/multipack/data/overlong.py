@@ -14,8 +14,9 @@ error           refuses, and names the first document that is too long
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import astuple, dataclass
+from operator import add
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -87,13 +88,24 @@ def split(lengths: Integers, limit: int, overlap: int = 0, prompt: Integers | in
     return pieces_of(owner, begin - repeated, prefix + repeated + new, prefix, prefix + repeated)
 
 
-POLICIES: dict[str, Callable[[Integers, int, int, Integers], Pieces]] = {
-    "truncate": truncate,
-    "truncate_left": truncate_left,
-    "split": split,
-    "drop": drop,
+class Policy(NamedTuple):
+    """A row of `POLICIES`.
+
+    Attributes:
+        cut: function of (lengths, limit, overlap, prompt) that returns pieces whose `document` numbers the lengths.
+        result: what became of longer documents, with `{pieces}` and `{tokens}` of the `FitReport`.
+    """
+
+    cut: Callable[[Integers, int, int, Integers], Pieces]
+    result: str
+
+
+POLICIES = {
+    "truncate": Policy(truncate, "truncated ({tokens:,} tokens)"),
+    "truncate_left": Policy(truncate_left, "truncated at their beginning ({tokens:,} tokens)"),
+    "split": Policy(split, "split into {pieces:,} pieces ({tokens:,} tokens repeated)"),
+    "drop": Policy(drop, "dropped ({tokens:,} tokens)"),
 }
-"""Policy → function of (lengths, limit, overlap, prompt) that returns pieces whose `document` numbers the lengths."""
 
 
 @dataclass(frozen=True)
@@ -103,60 +115,31 @@ class FitReport:
     Attributes:
         limit: most tokens of a document.
         policy: policy for longer documents.
-        truncated_documents: documents of which one shorter piece remains.
-        truncated_tokens: tokens that they lost.
-        split_documents: documents of which several pieces remain.
-        pieces: number of these pieces.
-        repeated_tokens: tokens that the pieces repeat: prompts and overlaps.
-        dropped_documents: documents of which nothing remains.
-        dropped_tokens: tokens that they had.
+        documents: number of longer documents.
+        pieces: number of documents and pieces that remain of them.
+        tokens: tokens that were cut off or dropped; of `split`, tokens that pieces repeat.
         without_targets: remaining documents and pieces without a target.
     """
 
     limit: int
     policy: str
-    truncated_documents: int = 0
-    truncated_tokens: int = 0
-    split_documents: int = 0
+    documents: int = 0
     pieces: int = 0
-    repeated_tokens: int = 0
-    dropped_documents: int = 0
-    dropped_tokens: int = 0
+    tokens: int = 0
     without_targets: int = 0
 
     def __add__(self, other: FitReport) -> FitReport:
-        """Counts of both."""
-        names = [field.name for field in fields(self)[2:]]
-        return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in names})
+        """Counts of both; one without longer documents may have another policy."""
+        policy = other.policy if other.documents else self.policy
+        counts = map(add, astuple(self)[2:], astuple(other)[2:])
+        return FitReport(self.limit, policy, *counts)
 
     def describe(self) -> str:
         """One line for people; empty if nothing was done."""
-        longer = f"documents longer than {self.limit:,} tokens"
-        where = " at their beginning" if self.policy == "truncate_left" else ""
-        repeated = f" ({self.repeated_tokens:,} tokens repeated)" if self.repeated_tokens else ""
-        lines = (
-            (self.truncated_documents, f"{longer} truncated{where} ({self.truncated_tokens:,} tokens)"),
-            (self.split_documents, f"{longer} split into {self.pieces:,} pieces{repeated}"),
-            (self.dropped_documents, f"{longer} dropped ({self.dropped_tokens:,} tokens)"),
-            (self.without_targets, "documents or pieces without a target"),
-        )
-        return "; ".join(f"{count:,} {text}" for count, text in lines if count)
-
-
-def report_fit(lengths: Integers, cuts: Pieces, limit: int, policy: str, without_targets: int) -> FitReport:
-    """The report of a policy that made `cuts` of documents with these lengths."""
-    pieces = np.bincount(cuts["document"], minlength=len(lengths))
-    several, one = pieces > 1, pieces == 1
-    remaining = np.bincount(cuts["document"], cuts["length"] - cuts["context"], len(lengths)).astype(np.int64)
-    return FitReport(
-        limit,
-        policy,
-        truncated_documents=int((one & (remaining < lengths)).sum()),
-        truncated_tokens=int((lengths - remaining)[one].sum()),
-        split_documents=int(several.sum()),
-        pieces=int(pieces[several].sum()),
-        repeated_tokens=int(cuts["context"].sum()),
-        dropped_documents=int((pieces == 0).sum()),
-        dropped_tokens=int(lengths[pieces == 0].sum()),
-        without_targets=without_targets,
-    )
+        found = []
+        if self.documents:
+            result = POLICIES[self.policy].result.format(pieces=self.pieces, tokens=self.tokens)
+            found.append(f"{self.documents:,} documents longer than {self.limit:,} tokens {result}")
+        if self.without_targets:
+            found.append(f"{self.without_targets:,} documents or pieces without a target")
+        return "; ".join(found)

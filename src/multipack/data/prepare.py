@@ -107,27 +107,20 @@ def _check_options(
     is_divided, is_stream = parts > 1 or engine == "ray", data.source == "text" and data.division == "stream"
     given = "--engine ray" if engine == "ray" else "--part"
     for is_wrong, message in (
-        (
-            not 1 <= number <= parts,
-            f"--part {part}: i/n, part i of n, such as 1/16 to 16/16",
-        ),
+        (not 1 <= number <= parts, f"--part {part}: i/n, part i of n, such as 1/16 to 16/16"),
         (shards < 0, f"--shards {shards}: at least 1 (or 0: by the number of tokens)"),
         (
-            is_stream and data.dedup,
-            "data.dedup=true leaves out documents, and a stream is one: divide the text with data.documents, or set"
-            " data.dedup=false",
-        ),
-        (
             is_divided and shards > 0,
-            f"{given} and --shards {shards}: each part has shards of its own; leave --shards out",
+            f"{given} and --shards {shards}: parts have shards of their own; leave it out",
         ),
         (
             is_divided and data.dedup,
             f"data.dedup=true finds duplicates in one process only: leave {given} out",
         ),
+        (is_stream and is_divided, f"{given} divides documents, and a stream is one: set data.documents"),
         (
-            is_divided and is_stream,
-            f"{given} divides documents, and a stream is one: divide the text with data.documents",
+            is_stream and data.dedup,
+            "data.dedup=true leaves out documents, and a stream is one: set data.documents",
         ),
         (engine == "ray" and parts > 1, "--engine ray runs all parts: leave --part out"),
         (parts > 1 and out is None, "--part needs the folder of the store: name it with --store"),
@@ -232,10 +225,7 @@ def _part_writer(
             os.chdir(folder)  # relative paths are those of the caller
             source, there = open_source(data, config), Tokenizer(*definition)
             if _job_key(data, source, there) != key:
-                return (
-                    f"{data.path}: this machine sees other files, other times of change, or another version of the"
-                    " package tokenizers than the caller"
-                )
+                return f"{data.path}: this machine has other files or another version of tokenizers than the caller"
             _write_part(path, source, there, key, part, parts)
         except (ValueError, OSError) as error:
             return str(error)

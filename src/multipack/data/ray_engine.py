@@ -27,12 +27,8 @@ def run_parts(write: Callable[[int], str], parts: int, progress: Progress) -> No
     """Run `write(part)` for each part as a task.
 
     Runs on the cluster to which this process is connected; or else on one that it can join (`RAY_ADDRESS`, or one that
-    `ray start` began on this machine); or else on this machine.
-
-    Args:
-        write: writes a part in another process, and returns the error of its source; empty = none.
-        parts: number of parts.
-        progress: called with (parts done, parts, unit).
+    `ray start` began on this machine); or else on this machine. `write` returns the error of its source; empty = none.
+    `progress` is called with (parts done, parts, unit).
 
     Raises:
         ValueError: Ray is not installed; the error of a part.

@@ -50,12 +50,10 @@ class Shard:
     """Documents as flat arrays, in memory or mapped from a file.
 
     Attributes:
-        offsets: (documents + 1,) int64: document d is `tokens[offsets[d]:offsets[d + 1]]`.
-        span_offsets: (documents + 1,) int64: `spans[span_offsets[d]:span_offsets[d + 1]]` are those of document d.
-        name_offsets: (documents + 1,) int64: `names[name_offsets[d]:name_offsets[d + 1]]` is the name of document d.
+        offsets, span_offsets, name_offsets: (documents + 1,) int64.
         spans: (spans, 2) int64 [start, stop) ranges of targets, counted from the first token of their document.
-        tokens: (tokens,) uint16 or uint32 token ids.
-        names: (bytes,) uint8 names of all documents in UTF-8.
+        tokens: (tokens,) uint16 or uint32.
+        names: (bytes,) uint8.
         content: what `hash` gives, or gave when the file was written.
         read: number of documents (or pairs) read from the source for this shard, including those without tokens.
         skipped: of the last shard of a part, which may be empty: reason → number of entries that the part's source
@@ -93,6 +91,15 @@ class Shard:
         """Name of a document."""
         raw = self.names[self.name_offsets[document] : self.name_offsets[document + 1]]
         return self.label + raw.tobytes().decode("utf-8", "replace")
+
+    def count_targets(self, starts: Integers, stops: Integers) -> Integers:
+        """(n,) number of targets among the shard's tokens `starts[i]` to `stops[i]`, for n ranges."""
+        owner = np.repeat(np.arange(len(self)), np.diff(self.span_offsets))
+        edges = np.append((self.spans + self.offsets[owner, None]).ravel(), self.offsets[-1])
+        inside = np.diff(edges, prepend=0)
+        inside[::2] = 0  # tokens between two ranges are not targets
+        before = np.interp([starts, stops], edges, np.cumsum(inside))  # exact: positions are below 2**53
+        return (before[1] - before[0]).astype(np.int64)
 
     def in_memory(self) -> Shard:
         """A copy in memory, read-only."""

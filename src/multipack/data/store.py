@@ -190,26 +190,16 @@ class TokenStore:
         self.bytes_asked += 0 if shard.file is None else spans.nbytes
         return spans
 
-    def spans_of_each(self, documents: Integers) -> tuple[Integers, Integers]:
-        """Ranges of targets of many documents, in their order.
-
-        Returns:
-            (n,) number of ranges of each document, and (their sum, 2) the ranges.
-        """
-        owner = np.searchsorted(self.first, documents, "right") - 1
-        counts = np.zeros(len(documents), dtype=np.int64)
-        found: list[tuple[Integers, Integers]] = []  # places in the result, ranges
-        for shard_number in np.unique(owner):
-            shard, mine = self.shards[shard_number], np.flatnonzero(owner == shard_number)
-            numbers = documents[mine] - self.first[shard_number]
-            first = np.asarray(shard.span_offsets[numbers])
-            counts[mine] = shard.span_offsets[numbers + 1] - first
-            found.append((mine, shard.spans[_ranges(first, counts[mine])]))
-        begins = np.cumsum(counts) - counts
-        spans = np.empty((int(counts.sum()), 2), dtype=np.int64)
-        for mine, values in found:
-            spans[_ranges(begins[mine], counts[mine])] = values
-        return counts, spans
+    def count_targets(self, documents: Integers, starts: Integers, stops: Integers) -> Integers:
+        """(n,) number of targets among tokens `starts[i]` to `stops[i]` of document `documents[i]`, for n ranges."""
+        counts, order = np.zeros(len(documents), dtype=np.int64), np.argsort(documents, kind="stable")
+        cuts = np.searchsorted(documents[order], self.first)
+        for shard, first, begin, end in zip(self.shards, self.first, cuts, cuts[1:], strict=False):
+            mine = order[begin:end]
+            if len(mine):
+                begins = shard.offsets[documents[mine] - first]
+                counts[mine] = shard.count_targets(begins + starts[mine], begins + stops[mine])
+        return counts
 
     def name(self, document: int) -> str:
         """Name of a document."""
@@ -233,11 +223,6 @@ class TokenStore:
 
     def __repr__(self) -> str:
         return f"TokenStore({str(self.path)!r}, {self.num_documents:,} documents, {self.num_tokens:,} tokens)"
-
-
-def _ranges(first: Integers, counts: Integers) -> Integers:
-    """The numbers first, first + 1, … of each range of `counts` numbers, in turn."""
-    return np.arange(int(counts.sum())) + np.repeat(first - np.cumsum(counts) + counts, counts)
 
 
 def _check_joinable(one: TokenStore, other: TokenStore) -> None:

@@ -1,14 +1,14 @@
 """Text → tokens → shards: tokenizes documents, and writes a token store (see `data/store.py`) shard after shard.
 
 documents     [part, part] [part] …            text, a batch of it
-encode        |AAAAAA|BBB|CC…                  added to a ShardBuilder
+ShardBuilder  |AAAAAA|BBB|CC…                  their tokens
 StoreWriter   writes a shard when the builder holds SHARD_TOKENS tokens
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -88,6 +88,27 @@ class ShardBuilder:
         self._offsets.append(len(self._tokens))
         self._span_offsets.append(len(self._spans) // 2)
 
+    def add_batch(self, items: Sequence[Sequence[SourceDocument]], tokenizer: Tokenizer) -> None:
+        """Tokenize and add documents, and an end token to those that do not end themselves.
+
+        Args:
+            items: documents that belong together: one each, or the two answers of a preference pair. Items in which a
+                document has no tokens are left out.
+            tokenizer: makes the tokens.
+
+        Raises:
+            ValueError: text that the tokenizer does not know; the message names its document.
+        """
+        encoded = iter(_encode([document for item in items for document in item], tokenizer))
+        for item in items:
+            parts = [next(encoded) for _ in item]
+            if not all(any(ids for ids, _ in each) for each in parts):
+                continue
+            for document, each in zip(item, parts, strict=True):
+                if document.ended and not document.closed and tokenizer.end_id is not None:
+                    each.append(([tokenizer.end_id], True))
+                self.add(document.name, each)
+
     def build(self) -> Shard:
         """The documents.
 
@@ -108,32 +129,6 @@ class ShardBuilder:
             names=np.frombuffer(bytes(self._names), dtype=np.uint8),
         )
         return replace(shard, content=shard.hash())
-
-
-def encode(
-    items: Sequence[Sequence[SourceDocument]], tokenizer: Tokenizer
-) -> Iterator[list[tuple[str, list[tuple[list[int], bool]]]]]:
-    """Tokenize documents, and add the end token to those that do not end themselves.
-
-    Args:
-        items: documents that belong together: one each, or the two answers of a preference pair.
-        tokenizer: makes the tokens.
-
-    Yields:
-        For each item its documents as (name, parts). Items in which a document has no tokens are left out.
-
-    Raises:
-        ValueError: text that the tokenizer does not know; the message names its document.
-    """
-    encoded = iter(_encode([document for item in items for document in item], tokenizer))
-    for item in items:
-        found = [(document.name, next(encoded)) for document in item]
-        if not all(any(ids for ids, _ in parts) for _, parts in found):
-            continue
-        for document, (_, parts) in zip(item, found, strict=True):
-            if document.ended and not document.closed and tokenizer.end_id is not None:
-                parts.append(([tokenizer.end_id], True))
-        yield found
 
 
 def _encode(documents: Sequence[SourceDocument], tokenizer: Tokenizer) -> list[list[tuple[list[int], bool]]]:
@@ -239,10 +234,8 @@ class StoreWriter:
         self._count(1)
 
     def add_batch(self, items: Sequence[Sequence[SourceDocument]]) -> None:
-        """Tokenize and add documents, or preference pairs; see `encode`."""
-        for item in encode(items, self._tokenizer):
-            for name, parts in item:
-                self._builder.add(name, parts)
+        """Tokenize and add documents, or preference pairs; see `ShardBuilder.add_batch`."""
+        self._builder.add_batch(items, self._tokenizer)
         self._count(len(items))
 
     def _count(self, read: int) -> None:
