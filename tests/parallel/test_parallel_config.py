@@ -27,7 +27,7 @@ def test_axes_multiply_to_the_world(words, world, sizes):
 
 
 @pytest.mark.parametrize(
-    ("words", "parameters", "optimizer", "copies"),
+    ("words", "parameters", "optimizer", "replicas"),
     [
         ({}, 1, 1, 8),
         ({"data": "zero1"}, 1, 8, 8),
@@ -37,10 +37,10 @@ def test_axes_multiply_to_the_world(words, world, sizes):
         ({"data": "zero2", "context": 2, "tensor": 2}, 4, 4, 1),  # ranks that divide tokens share shards
     ],
 )
-def test_strategies_divide_what_they_say(words, parameters, optimizer, copies):
+def test_strategies_divide_what_they_say(words, parameters, optimizer, replicas):
     divided = ParallelConfig(**words).divisions(8)
     assert divided["parameters"] == divided["gradients"] == parameters
-    assert (divided["optimizer"], divided["copies"]) == (optimizer, copies)
+    assert (divided["optimizer"], divided["replicas"]) == (optimizer, replicas)
 
 
 def test_data_parallel_ranks_synchronize_when_they_must():

@@ -190,7 +190,8 @@ class Candidate:
         lengths = [min(one.document_tokens, one.capacity)] * full + [rest] * (rest > 0)
         cost = CostModel.from_shape(one.model, recompute="full" if self.recompute == "full" else "flash")
         compute = work.micro_batches * cost.flops(lengths, executed=True) / (self.config.model_ranks * flops)
-        compute *= stage_imbalance(one.model, self.config) / (1 - bubble(self.config, work.micro_batches))
+        compute *= 1 + stage_imbalance(one.model, self.config)
+        compute /= 1 - bubble(self.config, work.micro_batches)
         seconds = {True: 0.0, False: 0.0}  # by whether it overlaps
         for each in self.traffic:
             inside = one.devices_per_host % each.reach == 0 or one.devices == one.devices_per_host

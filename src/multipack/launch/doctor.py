@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from multipack.launch.allocation import find_allocation, find_launchers
-from multipack.parallel.ranks import TABLE, find_ranks
+from multipack.parallel.ranks import LAUNCHERS, find_ranks
 
 Status = Literal["ok", "warn", "fail"]
 LEAST_FREE_BYTES = 1 << 30
@@ -256,7 +256,7 @@ def run_collectives(
     Returns:
         The measurements, and an error if there are none.
     """
-    names = {name for row in TABLE for names in row[1:] for name in names.split()}
+    names = {name for row in LAUNCHERS for names in row[1:] for name in names.split()}
     names |= {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"}
     process = subprocess.Popen(
         [sys.executable, *COLLECTIVES, "--device", device],

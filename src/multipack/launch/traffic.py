@@ -61,7 +61,7 @@ def _data(work: Workload, part: RankPart) -> Iterator[Traffic]:
     outside = outside_parameters(work.shape, part, config.tensor)
     held = FLOAT32 * (blocks + outside)
     if not config.shards_parameters:
-        ranks = divided["copies"]
+        ranks = divided["replicas"]
         yield Traffic("data", "all_reduce", ranks, ranks * config.tensor, held)
         if config.strategy.divides_optimizer:
             yield Traffic("data", "broadcast", ranks, ranks * config.tensor, held)
@@ -72,7 +72,7 @@ def _data(work: Workload, part: RankPart) -> Iterator[Traffic]:
         reduces, of_blocks, of_outside = 1, micro_batches + 1, 1
     if config.strategy.keeps_gathered:
         of_blocks = of_outside = 1
-    shards, groups = divided["parameters"], divided["copies"]
+    shards, groups = divided["parameters"], divided["replicas"]
     reach = shards * config.tensor
     gathered = work.product * (of_blocks * blocks + of_outside * outside)
     yield Traffic("data", "all_gather", shards, reach, gathered)

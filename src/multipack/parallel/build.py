@@ -1,7 +1,7 @@
 """Builds a model and its engine on every rank: the only place that knows the order in which strategies are applied.
 
-    Blueprint ─▶ tensors ▸ context ▸ prepare (checkpointing, compilation) ▸ shards or replicas ▸ weights ▸ optimizer
-                └ in a pipeline: a module for each stage of this rank, in the same way
+    Blueprint ─▶ tensor ▸ context ▸ prepare (checkpointing, compilation) ▸ FSDP2 ▸ weights ▸ DDP ▸ optimizer (ZeRO 1)
+                └ in a pipeline: each stage of this rank, in the same way
 
 A strategy is a function applied to an untouched model. To add one: its file, its settings and what it divides in
 parallel_config.py, and its place here.
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from multipack.parallel.context import divide_context
-from multipack.parallel.engine import ModelEngine, Share
+from multipack.parallel.engine import ModelEngine, Share, whole_pack
 from multipack.parallel.fsdp import shard
 from multipack.parallel.materialize import materialize
 from multipack.parallel.mesh import Mesh
@@ -34,7 +34,7 @@ OptimizerFactory = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What parallelism needs to know of a model, and how to build it.
+    """How to build a model whole or in parts, and what parallelism needs to know about it.
 
     Attributes:
         build: (first, stop) → these blocks of the model, under their names in the whole; None → the whole model.
@@ -42,10 +42,10 @@ class Blueprint:
         layers: number of blocks.
         width: of the hidden states between blocks.
         shapes: names and shapes of all parameters.
-        initial: names and whole values of the first weights, one at a time; called on rank 0 alone.
+        initial: yields names and whole values of the initial weights, one at a time; called on rank 0 alone.
         tensor_plan: pattern of module names → what tensor parallelism does with them.
         head_layers: cost of the projection onto the vocabulary, in layers.
-        prepare: applied to what was built, before it is sharded: activation checkpointing, compilation.
+        prepare: applied to a built module before it is sharded: activation checkpointing, compilation.
     """
 
     build: Callable[[tuple[int, int] | None], nn.Module]
@@ -83,6 +83,7 @@ def build_engine(
         ValueError: the strategies cannot be applied to this model.
     """
     if mesh.weights is None or (mesh.is_plain and not config.shards_parameters):
+        # Every rank builds the whole model with its values; nothing is on the meta device.
         model = blueprint.build(None).to(mesh.world.device)
         blueprint.prepare(model)
         made = _optimizer(optimizer, dict(model.named_parameters()), mesh, config)
@@ -90,7 +91,7 @@ def build_engine(
         return ModelEngine([model], made, mesh, dtype, call=call, clock=clock)
     if mesh.sizes["pp"] > 1:
         return _pipeline_engine(blueprint, optimizer, mesh, config, dtype, micro_batches, clock)
-    model, share = _divided(blueprint, None, mesh, config, dtype)
+    model, share = _apply_strategies(blueprint, None, mesh, config, dtype)
     host = torch.device("cpu") if config.offload == "cpu" else None
     materialize([model], blueprint.initial, blueprint.shapes, mesh.world, host)
     call = model if config.uses_fsdp else replicate(model, mesh.axis("dp_replicate"))
@@ -103,7 +104,7 @@ def build_engine(
         call=call,
         keep_gathered=config.strategy.keeps_gathered,
         shapes=blueprint.shapes,
-        whole=lambda: blueprint.build(None),
+        build_whole=lambda: blueprint.build(None),
         clock=clock,
     )
 
@@ -136,15 +137,15 @@ def _pipeline_engine(
     micro_batches: int,
     clock: Callable[[], float],
 ) -> ModelEngine:
-    """Ranks hold stages of the model, each of which may be divided and sharded as a whole model is."""
+    """Build this rank's stages, each divided and sharded as a whole model is, and their engine."""
     # Imported here: torch's pipelining imports its compiler, which other runs need not wait for.
     from multipack.parallel.pipeline import PipelineEngine
 
     ranges = split_layers(blueprint.layers, config.stages, blueprint.head_layers)
     numbers = stages_of_rank(mesh.coordinate("pp"), mesh.sizes["pp"], config.schedule)
     blocks = [(ranges[number].start, ranges[number].stop) for number in numbers]
-    made = [_divided(blueprint, each, mesh, config, dtype) for each in blocks]
-    stages, share = [stage for stage, _ in made], made[0][1]
+    built = [_apply_strategies(blueprint, each, mesh, config, dtype) for each in blocks]
+    stages, share = [stage for stage, _ in built], built[0][1]
     host = torch.device("cpu") if config.offload == "cpu" else None
     materialize(stages, blueprint.initial, blueprint.shapes, mesh.world, host)
     parameters = {name: each for stage in stages for name, each in stage.named_parameters()}
@@ -159,32 +160,33 @@ def _pipeline_engine(
         hidden_dtype=dtype if config.shards_parameters else torch.float32,
         share=share,
         shapes=blueprint.shapes,
-        whole=lambda: blueprint.build(None),
+        build_whole=lambda: blueprint.build(None),
         clock=clock,
     )
 
 
-def _divided(
+def _apply_strategies(
     blueprint: Blueprint,
     blocks: tuple[int, int] | None,
     mesh: Mesh,
     config: ParallelConfig,
     dtype: torch.dtype,
 ) -> tuple[nn.Module, Share]:
-    """The model or a stage of it on the meta device with all strategies applied, and how to take this rank's tokens."""
+    """The model or a stage of it on the meta device with all strategies applied, and its `Share` function."""
     with torch.device("meta"):
         model = blueprint.build(blocks)
-    share: Share = lambda batch: batch  # noqa: E731
+    share: Share = whole_pack
     if mesh.sizes["tp"] > 1:
         divide_tensors(model, mesh.axis("tp"), blueprint.tensor_plan)
     if mesh.sizes["cp"] > 1:
         share = divide_context(model, mesh.axis("cp"), config.context_method)
     blueprint.prepare(model)
     if config.uses_fsdp:
+        # Without sharding, FSDP2's groups have one rank, and gradients are all-reduced over groups.
         in_groups = config.strategy.in_groups or not config.shards_parameters
         shard(
             model,
-            mesh.axis(*["dp_replicate"] * in_groups, "dp_shard"),
+            mesh.axis("dp_replicate", "dp_shard") if in_groups else mesh.axis("dp_shard"),
             reshard=not config.strategy.keeps_gathered,
             dtype=dtype if config.shards_parameters else torch.float32,
             offload=config.offload == "cpu",

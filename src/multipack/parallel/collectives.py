@@ -1,20 +1,21 @@
-"""Differentiable collectives: what tensor and context parallelism exchange, each as a function of a tensor.
+"""Differentiable collectives of tensor and context parallelism, each a function of a tensor.
 
-    identity          nothing moves           all_gather        every rank gets all pieces
-    its gradient      summed over ranks       its gradient      reduce_scatter: every rank gets one piece of the sum
-                                              all_to_all        every rank sends every rank a piece
+    function          forward pass                         backward pass
+    identity          nothing is sent                      all-reduce
+    all_gather        every rank gets all pieces           reduce-scatter
+    reduce_scatter    every rank gets a piece of the sum   all-gather
+    all_to_all        every rank sends each rank a piece   all-to-all
 
 All ranks of the group must call a function with tensors of one shape, dtype and device type; `group=None` means all
 ranks of the run. Every function returns a new contiguous tensor.
 
-**Gradients.** A collective is a linear map from what all ranks hold to what all ranks get. Its backward pass is the
-transposed map, itself a collective (beside each other above), which every rank must run. The loss is the sum of the
-losses of all ranks; the argument of `identity` is one value that all ranks hold (Megatron-LM's f; Shoeybi et al. 2019,
-arXiv:1909.08053, section 3).
+**Gradients.** A collective is a linear map from the inputs of all ranks to their outputs. Its backward pass is the
+transposed map, itself a collective, which every rank must run. The loss is the sum of the losses of all ranks;
+`identity` is the f of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
 
-**Failures.** A collective that lacks a rank can only wait, and the error of its timeout names no rank. Under gloo
-(nccl's watchdog ends the process instead) ranks then look for each other through the store that they joined with, so
-that the error names the ranks that are missing.
+**Failures.** A collective waits for a missing rank until its timeout, whose error names no rank. Under gloo (under nccl
+a watchdog ends the process) the other ranks then find out through the store which ranks are missing, and raise an error
+that names them.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 
 def identity(tensor: Tensor, group: Group = None) -> Tensor:
-    """Pass one value that all ranks hold to work that differs from rank to rank.
+    """Use one value, equal on all ranks, in computations that differ between ranks.
 
                       ┌─▶ rank 0   x ─▶ y₀            dy₀ ─┐
         x  (the same  │   rank 1   x ─▶ y₁    and     dy₁ ─┼─ dx = Σ dyᵣ  everywhere
          everywhere) ─┴─▶ rank 2   x ─▶ y₂  backward  dy₂ ─┘
 
     Args:
-        tensor: the same value on all ranks, which is not checked.
-        group: the ranks that use it, each in its own way.
+        tensor: the same value on all ranks; this is not checked.
+        group: the ranks that use it.
 
     Returns:
         `tensor`; its gradient is the sum of the ranks' gradients.
@@ -156,7 +157,7 @@ def _apply(tensor: Tensor, move: Callable[[Tensor], Tensor], back: Callable[[Ten
 
 
 def run_collective(name: str, collective: Callable[..., Any], group: Group, *tensors: Any) -> None:
-    """Run a collective of torch.distributed; if it fails, find out which ranks are missing.
+    """Run a collective of torch.distributed; if it fails, determine which ranks are missing.
 
     Raises:
         TimeoutError: ranks are missing; they are named.

@@ -79,11 +79,11 @@ def divide_context(
         method: how ranks attend to each other's tokens.
 
     Returns:
-        A function from a pack to this rank's share, which the model takes instead. It counts targets: call it while
-        they are on the host.
+        A function from a pack to this rank's share, which the model takes instead. It counts targets, so call it
+        before the pack is moved to a GPU.
 
     Raises:
-        ValueError: a model without `attend`.
+        ValueError: no module has `attend`.
     """
     modules: list[Any] = [module for module in model.modules() if callable(getattr(module, "attend", None))]
     if not modules:
@@ -139,7 +139,7 @@ def _ulysses(
     window: int | None,
 ) -> Tensor:
     """Exchange some tokens of all heads for all tokens of some heads, attend, and exchange back."""
-    whole, ranks = _divided(batch).whole, torch.distributed.get_world_size(group)
+    whole, ranks = _checked(batch).whole, torch.distributed.get_world_size(group)
     q, k, v = (in_autocast_dtype(x) for x in (q, k, v))  # before it is sent: half of the bytes
     # Where the ranks do not divide the key heads, several ranks read one key head, each its own copy.
     copies = math.lcm(k.shape[1], ranks) // k.shape[1]
@@ -156,13 +156,14 @@ def _ring(
     group: Group, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, backend: str, window: int | None
 ) -> Tensor:
     """Attend in a ring, which has its own kernels and no window; arguments are those of `Attend`."""
-    share = _divided(batch)
+    share = _checked(batch)
     assert share.ring is not None and share.own_cu_seqlens is not None, "a share for Ulysses"  # noqa: PT018
     q, k, v = (in_autocast_dtype(x) for x in (q, k, v))
     return ring_attention(q, k, v, share.ring, share.own_cu_seqlens, group)
 
 
-def _divided(batch: PackedBatch) -> ContextBatch:
+def _checked(batch: PackedBatch) -> ContextBatch:
+    """The batch, if it is a share of a pack; raises a ValueError otherwise."""
     if isinstance(batch, ContextBatch):
         return batch
     raise ValueError(

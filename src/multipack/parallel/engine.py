@@ -29,11 +29,11 @@ from multipack.parallel.state import (
     StateSource,
     create_optimizer_state,
     difference,
+    full_tensor,
     local,
     optimizer_state,
     slot_difference,
     squared_norms,
-    whole,
 )
 from multipack.parallel.world import World
 
@@ -41,13 +41,18 @@ Share = Callable[[Any], Any]
 """A pack → this rank's part of it, under context parallelism."""
 
 
+def whole_pack(batch: Any) -> Any:
+    """The `Share` of a rank that computes whole packs."""
+    return batch
+
+
 @dataclass(frozen=True)
 class StepResult:
     """Result of the forward and backward passes of a step on one rank.
 
     Attributes:
-        losses: summed loss of each micro-batch; of the ranks that compute the same loss all but one have zeros, so
-            that the sum over all ranks is the step's loss.
+        losses: summed loss of each micro-batch. If several ranks compute the same loss, all but one of them have
+            zeros, so that the sum over all ranks is the step's loss.
         forward_seconds: time in forward passes.
         backward_seconds: time in backward passes, including gradient synchronization.
     """
@@ -90,11 +95,11 @@ class ModelEngine:
         mesh: the ranks of the run.
         dtype: precision of forward passes; bf16 and fp16 use autocast, and fp16 also scales the loss.
         call: module that is called in training instead of `modules[0]` (DDP's wrapper).
-        share: a pack → this rank's part of it, under context parallelism.
+        share: a pack → this rank's part of it; `divide_context` returns it.
         keep_gathered: keep gathered parameters until the last backward pass of a step; see `synchronizing`.
         shapes: names and shapes of the whole model's parameters, in one order on every rank; None = `modules` hold all.
         duplicates: names of this rank's parameters that another stage of its pipeline also holds and counts.
-        whole: builds the whole model without values, for `gathered`; None = `modules` hold the whole model.
+        build_whole: builds the whole model without values, for `gathered`; None = `modules` hold the whole model.
         clock: returns seconds; replaced in tests.
 
     Attributes:
@@ -110,11 +115,11 @@ class ModelEngine:
         dtype: torch.dtype = torch.float32,
         *,
         call: nn.Module | None = None,
-        share: Share = lambda batch: batch,
+        share: Share = whole_pack,
         keep_gathered: bool = False,
         shapes: Mapping[str, tuple[int, ...]] | None = None,
         duplicates: Collection[str] = (),
-        whole: Callable[[], nn.Module] | None = None,
+        build_whole: Callable[[], nn.Module] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.modules = list(modules)
@@ -125,7 +130,7 @@ class ModelEngine:
         self.duplicates = frozenset(duplicates)
         self.overflowed = False
         self._call = call or self.modules[0]
-        self._share, self._whole = share, whole
+        self._share, self._build_whole = share, build_whole
         self._synchronizing = synchronizing(self._call, keep=keep_gathered)
         self._scaler = LossScaler(dtype == torch.float16)
         self._clock = DeviceClock(mesh.world.device, clock)
@@ -208,18 +213,18 @@ class ModelEngine:
         """Losses on the first of the tensor-parallel ranks, which all compute the same loss; zeros on the others."""
         return losses if self.mesh.coordinate("tp") == 0 else [0.0] * len(losses)
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Context of forward passes in the run's precision."""
+    def autocast(self, device: torch.device | None = None) -> AbstractContextManager[Any]:
+        """Context of forward passes in the run's precision; `device` = None is the rank's."""
         if self.dtype == torch.float32:
             return nullcontext()
-        return torch.autocast(self.world.device.type, dtype=self.dtype)
+        return torch.autocast((device or self.world.device).type, dtype=self.dtype)
 
     def gradients(self) -> dict[str, Tensor]:
         """Gradients of this rank's parameters, by name; parameters without a gradient are omitted."""
         return {name: each.grad for name, each in self.parameters.items() if each.grad is not None}
 
     def squared_norms(self, tensors: Mapping[str, Tensor]) -> dict[str, float]:
-        """Squared norm of each of the model's tensors over all ranks, given this rank's pieces; collective."""
+        """Name → squared norm of each of the model's tensors, given this rank's pieces; collective."""
         return squared_norms(tensors, list(self.shapes), self.mesh, self.duplicates)
 
     @torch.no_grad()
@@ -253,7 +258,7 @@ class ModelEngine:
         self.discard()
 
     def discard(self) -> None:
-        """Clear the gradient without applying it; after an overflow the loss scale is halved."""
+        """Clear the gradient and adjust the loss scale; without `step` before it, the gradient is not applied."""
         self._scaler.update(self.overflowed)
         self.overflowed = False
         gradients = list(self.gradients().values())
@@ -261,7 +266,7 @@ class ModelEngine:
             for parameter in self.parameters.values():
                 parameter.grad = None
         elif gradients:
-            # In DDP's buckets: if they were None, the first of several micro-batches would allocate them anew.
+            # Gradients are views of DDP's buckets: if they were None, the next micro-batch would allocate them anew.
             torch._foreach_zero_(gradients)
 
     def state(self) -> State:
@@ -322,9 +327,8 @@ class ModelEngine:
         """Yield names and whole values of all parameters, one at a time and equal on every rank; collective."""
         for name, shape in self.shapes.items():
             own = self.parameters.get(name)
-            counts = own is not None and name not in self.duplicates
-            if own is not None and counts:
-                value = whole(own.detach().to(self.world.device))  # offloaded shards cannot be gathered
+            if own is not None and name not in self.duplicates:
+                value = full_tensor(own.detach().to(self.world.device))  # offloaded shards cannot be gathered
             else:
                 value = torch.zeros(shape, device=self.world.device)
             if self.mesh.sizes["pp"] > 1:
@@ -339,7 +343,7 @@ class ModelEngine:
         For work that is not divided among ranks, such as sampling text. The model is on rank 0's device if it takes at
         most half of the free memory, otherwise on the host; other ranks get None.
         """
-        if self._whole is None:
+        if self._build_whole is None:
             with self.evaluating() as model:
                 yield model if self.world.is_main else None
             return
@@ -351,14 +355,10 @@ class ModelEngine:
             yield None
             return
         with torch.device("meta"):  # draws no random numbers
-            model = self._whole()
+            model = self._build_whole()
         model.load_state_dict(values, assign=True)
         model.eval()
-        enabled = self.dtype != torch.float32
-        with (
-            torch.no_grad(),
-            torch.autocast(device.type, dtype=self.dtype if enabled else None, enabled=enabled),
-        ):
+        with torch.no_grad(), self.autocast(device):
             yield model
 
     @contextmanager

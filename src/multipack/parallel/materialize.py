@@ -1,4 +1,4 @@
-"""Models larger than a rank: built on the meta device, filled tensor by tensor from rank 0.
+"""Models larger than the memory of a rank: built on the meta device, filled tensor by tensor from rank 0.
 
     meta device        every rank: names and shapes, no values; divided, sharded, split into stages
     materialize        rank 0 draws or reads a tensor ─ broadcast ─▶ every rank keeps its piece; the next tensor
@@ -34,8 +34,8 @@ def materialize(
     """Allocate models that are on the meta device and fill them with rank 0's values; collective.
 
     Args:
-        models: what this rank holds: a model, or stages of one, whose parameters may be `DTensor`s. Names are those in
-            the whole model; two stages of one rank may hold the same one (tied weights).
+        models: this rank's model, or its stages of one, whose parameters may be `DTensor`s. Names are those in the
+            whole model; two stages of one rank may hold the same parameter (tied weights).
         source: yields names and whole values in the order of `shapes`; called on rank 0 alone, so that one random
             generator draws all of them.
         shapes: names and whole shapes of the whole model's parameters, the same on every rank.
@@ -58,7 +58,7 @@ def materialize(
             given, value = next(values, ("nothing", torch.empty(0)))
             if given != name or tuple(value.shape) != tuple(shape):
                 raise ValueError(
-                    f"the source of weights gives {given} {tuple(value.shape)}, and {name} {tuple(shape)} is due"
+                    f"the source of weights gives {given} {tuple(value.shape)}; expected {name} {tuple(shape)}"
                 )
             whole = value.detach().to(world.device, dtype).contiguous()
         if world.size > 1:
@@ -73,7 +73,9 @@ def _held(models: Sequence[nn.Module], shapes: Mapping[str, tuple[int, ...]]) ->
     held: dict[str, list[Tensor]] = {}
     for model in models:
         for name, _ in model.named_buffers():
-            raise ValueError(f"{name} is a buffer, which no source fills: compute it in the forward pass")
+            raise ValueError(
+                f"{name} is a buffer, which the source does not fill: compute it in the forward pass"
+            )
         for name, parameter in model.named_parameters():
             if tuple(parameter.shape) != tuple(shapes.get(name, (-1,))):
                 raise ValueError(
@@ -127,6 +129,6 @@ def _piece_name(name: str, tensor: Tensor) -> str:
 
 
 def _hash(tensor: Tensor) -> str:
-    """64 bits of sha256."""
+    """The first 64 bits of the sha256 of this rank's part, in hexadecimal."""
     held = local(tensor).detach().cpu().contiguous()
     return hashlib.sha256(held.reshape(-1).view(torch.uint8).numpy().data).hexdigest()[:16]

@@ -101,10 +101,10 @@ def build_mesh(config: ParallelConfig, world: World) -> Mesh:
 
 
 def _device_mesh(world: World, sizes: dict[str, int]) -> DeviceMesh:
-    """Torch's mesh of all ranks in their order, with the world's process groups (`World.divided`)."""
+    """Torch's mesh of all ranks in their order, with the world's process groups (`World.subgroup`)."""
     grid = torch.arange(world.size).reshape(tuple(sizes.values()))
     groups = [
-        world.divided(grid.movedim(axis, -1).reshape(-1, size).tolist())
+        world.subgroup(grid.movedim(axis, -1).reshape(-1, size).tolist())
         for axis, size in enumerate(grid.shape)
     ]
     return DeviceMesh.from_group(groups, world.device.type, mesh=grid, mesh_dim_names=tuple(sizes))

@@ -20,8 +20,8 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Axes of the mesh of ranks, outermost first."""
 DATA_AXES = ("dp_replicate", "dp_shard")
 """Axes along which ranks have different packs; the others divide one model replica."""
-STAGES_OF_RANK = 2
-"""Number of stages on each rank of an interleaved pipeline."""
+STAGES_PER_RANK = 2
+"""Stages on each rank of an interleaved pipeline."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,8 @@ class ParallelConfig:
     @property
     def stages(self) -> int:
         """Number of stages of the pipeline."""
-        return self.pipeline * (STAGES_OF_RANK if self.schedule == "interleaved" and self.pipeline > 1 else 1)
+        is_interleaved = self.schedule == "interleaved" and self.pipeline > 1
+        return self.pipeline * (STAGES_PER_RANK if is_interleaved else 1)
 
     @property
     def token_multiple(self) -> int:
@@ -142,19 +143,20 @@ class ParallelConfig:
     def data_size(self, world_size: int) -> int:
         """Number of data-parallel ranks among `world_size` ranks, a multiple of the ranks of one model replica."""
         if world_size % self.model_ranks:
-            named = {name: n for name in ("pipeline", "context", "tensor") if (n := getattr(self, name)) > 1}
+            axes = {name: n for name in ("pipeline", "context", "tensor") if (n := getattr(self, name)) > 1}
             count = max(1, round(world_size / self.model_ranks)) * self.model_ranks
-            changes = (
-                (abs(n - given), f", or use parallel.{name}={n}")
-                for name, given in named.items()
+            # Changes of one axis after which the model ranks divide the processes, and how far they go.
+            changes = {
+                f", or use parallel.{name}={n}": abs(n - given)
+                for name, given in axes.items()
                 for n in _divisors(world_size)
                 if world_size % (self.model_ranks // given * n) == 0
-            )
-            words = " x ".join(f"parallel.{name}={n}" for name, n in named.items())
+            }
+            words = " x ".join(f"parallel.{name}={n}" for name, n in axes.items())
             raise ValueError(
-                f"{words}: {self.model_ranks} ranks hold one model, which do not divide the {world_size}"
-                f" process{'es' if world_size > 1 else ''} of this run: start {count} (multipack launch -n"
-                f" {count}){min(changes, key=lambda change: change[0], default=(0, ''))[1]}"
+                f"{words}: {self.model_ranks} ranks hold one model, and {world_size}"
+                f" process{'es' if world_size > 1 else ''} cannot be divided by them: start {count} (multipack launch"
+                f" -n {count}){min(changes, key=changes.__getitem__, default='')}"
             )
         return world_size // self.model_ranks
 
@@ -163,7 +165,7 @@ class ParallelConfig:
 
         Returns:
             Number of parts of "layers", "tensors", "tokens" (of a pack), "parameters" and "gradients" (float32, between
-            steps) and "optimizer" (its state); and "copies", the ranks that all-reduce the gradient of the same shards.
+            steps) and "optimizer" (its state); and "replicas", the ranks that hold, and all-reduce, the same shards.
         """
         axes = self.axes(world_size)
         data = axes["dp_replicate"] * axes["dp_shard"] * axes["cp"]
@@ -175,7 +177,7 @@ class ParallelConfig:
             "parameters": shards,
             "gradients": shards,
             "optimizer": data if self.strategy.divides_optimizer else shards,
-            "copies": data // shards,
+            "replicas": data // shards,
         }
 
     def axes(self, world_size: int) -> dict[str, int]:
@@ -233,7 +235,7 @@ class ParallelConfig:
         Raises:
             ValueError: a setting is invalid; the message names it and the nearest legal choice.
         """
-        self.axes(world_size)
+        self.axes(world_size)  # checks the number of processes
         problems = chain(
             self._undivided(shape, world_size), self._unsuitable(shape, world_size, capacity, dtype)
         )
@@ -246,7 +248,7 @@ class ParallelConfig:
         divided = {name: getattr(shape, name) for name in ("kv_heads", "heads", "d_ff", "vocabulary_size")}
         for name, size in divided.items():
             if size % tensor:
-                near = self._nearest(
+                near = self._nearest_ranks(
                     "tensor", world_size, lambda ranks: not any(one % ranks for one in divided.values())
                 )
                 above = -(-size // tensor) * tensor
@@ -254,7 +256,7 @@ class ParallelConfig:
                 yield (
                     f"parallel.tensor={tensor} does not divide model.{name}={size}: use {wider}parallel.tensor={near}"
                 )
-        near = self._nearest("context", world_size, lambda ranks: shape.heads % (tensor * ranks) == 0)
+        near = self._nearest_ranks("context", world_size, lambda ranks: shape.heads % (tensor * ranks) == 0)
         if context > 1 and ring and shape.window:
             fewer = f" parallel.context={near}" if near != context else ""
             yield (
@@ -285,7 +287,7 @@ class ParallelConfig:
             )
         if self.stages > shape.layers:
             each = self.stages // self.pipeline
-            near = self._nearest(
+            near = self._nearest_ranks(
                 "pipeline", world_size, lambda ranks: ranks == 1 or ranks * each <= shape.layers
             )
             one_each = ", or parallel.schedule=1f1b" if each > 1 and self.pipeline <= shape.layers else ""
@@ -299,7 +301,7 @@ class ParallelConfig:
                 " are reduced; use train.dtype=bf16, or parallel.data=ddp or zero1"
             )
 
-    def _nearest(self, name: str, world_size: int, legal: Callable[[int], bool]) -> int:
+    def _nearest_ranks(self, name: str, world_size: int, legal: Callable[[int], bool]) -> int:
         """The legal number of ranks of an axis nearest to the given one, with the other axes unchanged."""
         given = int(getattr(self, name))
         available = world_size // (self.model_ranks // given)

@@ -183,7 +183,7 @@ class PipelineEngine(ModelEngine):
 def _shared_parameters(
     stages: Mapping[int, nn.Module], ranks: int, group: dist.ProcessGroup
 ) -> dict[str, list[int]]:
-    """Name → ranks of the trained parameters that this rank shares with others; the first rank counts them."""
+    """Name of each trained parameter that this rank shares with others → ranks that hold it; the first counts it."""
     own = [
         (number, name)
         for number, module in stages.items()
@@ -206,15 +206,15 @@ class ScheduledRun:
 
     Args:
         stages: number → module of this rank's stages.
-        group, schedule: the ranks of the pipeline, and their order of passes.
-        hidden: shape and dtype of what stages exchange.
-        micro_batches: their number; in evaluation any.
-        device, clock: where stages run, and what marks time there.
+        group, schedule: the ranks of the pipeline, and the order of passes.
+        hidden: shape and dtype of the hidden states between stages.
+        micro_batches: number of micro-batches of a step.
+        device, clock: device of the stages, and its clock.
         trains: whether there are backward passes.
 
     Attributes:
-        passes: (stage, micro-batch, kind, began, ended) of the passes of the last step, in their order, without the
-            wait for their input: "forward", "backward", or "reduce" with micro-batch −1, which reduces gradients.
+        passes: (stage, micro-batch, kind, began, ended) of each pass of the last step, in order; times exclude the wait
+            for input. A kind is "forward", "backward", or "reduce" (of gradients, with micro-batch −1).
     """
 
     def __init__(
@@ -238,16 +238,16 @@ class ScheduledRun:
         total = dist.get_world_size(group) * len(stages)
         # Under 1f1b stage s has at most `total − s` forward passes whose backward pass is still to come.
         bounded = trains and schedule == "1f1b"
-        held = [
+        own = [
             Stage(self, module, number, total, group, bounded=bounded, trains=trains)
             for number, module in stages.items()
         ]
         kind = _SCHEDULES[schedule]
-        if not trains:  # these take any number of micro-batches
-            kind = ScheduleGPipe if len(held) == 1 else ScheduleLoopedBFS
+        if not trains:  # these schedules take any number of micro-batches
+            kind = ScheduleGPipe if len(own) == 1 else ScheduleLoopedBFS
         loss = self._scaled if trains else None  # without a loss torch's schedules run forward only
-        one_or_all: Any = held[0] if len(held) == 1 else held
-        self._schedule = kind(one_or_all, micro_batches, loss_fn=loss, scale_grads=False)
+        stage_or_stages: Any = own[0] if len(own) == 1 else own
+        self._schedule = kind(stage_or_stages, micro_batches, loss_fn=loss, scale_grads=False)
 
     def step(self, batches: list[Any], autocast: Autocast, scale: float) -> list[float]:
         """Run all passes; losses are multiplied by `scale` before their backward passes.
@@ -270,7 +270,7 @@ class ScheduledRun:
         return [float(self.losses.get(number, 0.0)) for number in range(self.count)]
 
     def record(self, stage: int, micro_batch: int, kind: str, began: Any) -> None:
-        """Note that a pass has ended."""
+        """Record a pass that has just ended."""
         self.passes.append((stage, micro_batch, kind, began, self.clock.mark()))
 
     def seconds(self, kind: str) -> float:
@@ -332,14 +332,14 @@ class Stage(PipelineStage):
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """torch's, timed."""
+        """Time torch's backward pass of a micro-batch."""
         began = self._run.clock.mark()
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         if self.has_backward:
             self._run.record(self.stage_index, bwd_chunk_id, "backward", began)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """torch's, timed; forward-only schedules call it too."""
+        """Time torch's reduction of gradients; forward-only schedules call it too."""
         if self.has_backward:
             began = self._run.clock.mark()
             super().perform_reduce_grad(grad_scale_factor)

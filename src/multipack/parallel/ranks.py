@@ -1,11 +1,12 @@
 """The rank of this process, read from its launcher's environment variables. Imports no torch.
 
-Launchers use different names for the same numbers: `TABLE`.
+Each launcher has names of its own for the same numbers, a row of `LAUNCHERS`. Processes inherit variables, so that
+those of several launchers may be set. Rows that apply must agree; otherwise an error names the variables. Rows are
+ignored in these cases:
 
-Processes inherit variables: a batch script passes its own on to everything that it starts. Rows that apply must
-therefore agree; otherwise an error names them. Some rows do not apply: inside torchrun all but its own (srun or mpiexec
-may have started one torchrun per node), and srun's if it started one helper of an MPI launcher per node, a shell, or
-nothing at all (a batch script has SLURM_PROCID, but no step).
+- Inside torchrun all other rows: srun or mpiexec may have started one torchrun per node.
+- srun's row, if srun started one helper process of an MPI launcher per node, or a shell, or if the process belongs to
+  a batch script, which has SLURM_PROCID but no step.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import NamedTuple
 
 
 class Variables(NamedTuple):
-    """The variables of one launcher; of several names, separated by spaces, the first that is set counts."""
+    """The variables of one launcher. A field with several names, separated by spaces, means the first that is set."""
 
     launcher: str
     rank: str
@@ -30,17 +31,17 @@ class Variables(NamedTuple):
 
 _MPICH_LOCAL = ("MPI_LOCALRANKID PMI_LOCAL_RANK", "MPI_LOCALNRANKS PMI_LOCAL_SIZE")
 _OPEN_MPI = (f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-TABLE = (
+LAUNCHERS = (
     Variables("RANK and WORLD_SIZE", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     Variables("Open MPI", *_OPEN_MPI),
     Variables("PALS", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
     Variables("MPICH", "PMI_RANK", "PMI_SIZE", *_MPICH_LOCAL),
     Variables("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS SLURM_NTASKS", "SLURM_LOCALID", ""),
 )
-"""Launchers, innermost first."""
+"""Launchers; if one starts another, the inner one is first."""
 
-JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "PALS_APID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
-"""Variables that distinguish runs on one host."""
+JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "PALS_APID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
+"""Variables that identify the job of a process; the first that is set counts."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Ranks:
         size: number of processes of the run.
         local_rank: rank of this process among those of its host.
         local_size: number of processes on this host; 0 = unknown.
-        launcher: of `TABLE`, `"torchrun"`, or `"none"`.
+        launcher: a name in `LAUNCHERS`, `"torchrun"`, or `"none"`.
     """
 
     rank: int = 0
@@ -97,7 +98,7 @@ def find_ranks(environment: Mapping[str, str]) -> Ranks:
         )
     # The first row decides on local ranks, which may differ if each process sees one GPU only.
     first = {kind: value for _, stated in reversed(claims) for kind, (_, value) in stated.items()}
-    # `multipack launch` exports WORLD_SIZE, and mpiexec or srun the rank: that one is the launcher.
+    # Started by `multipack launch` through mpiexec or srun: WORLD_SIZE is set by the first, the rank by the second.
     launchers = [launcher for launcher, stated in claims if "rank" in stated]
     launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in environment else (launchers or ["none"])[0]
     return Ranks(number, size[1], first.get("local_rank", number), first.get("local_size", 0), launcher)
@@ -119,7 +120,7 @@ def rendezvous(environment: Mapping[str, str], ranks: Ranks) -> tuple[str, int]:
         address = "127.0.0.1"
     if not address:
         raise ValueError(
-            f"there are {ranks.size} processes, but MASTER_ADDR and MASTER_PORT do not say where they meet; start"
+            f"there are {ranks.size} processes, but MASTER_ADDR, the host of rank 0, is not set; start"
             f" them with `multipack launch -n {ranks.size} -- …`, or with torchrun"
         )
     port = _number(environment, "MASTER_PORT")
@@ -128,7 +129,7 @@ def rendezvous(environment: Mapping[str, str], ranks: Ranks) -> tuple[str, int]:
 
 def job_of(environment: Mapping[str, str]) -> str:
     """A name of the job that is the same in all its processes; empty without a scheduler."""
-    job = next((environment[name] for name in JOBS if environment.get(name)), "")
+    job = next((environment[name] for name in JOB_VARIABLES if environment.get(name)), "")
     step = environment.get("SLURM_STEP_ID", "")
     return f"{job}.{step}" if job and step else job
 
@@ -141,17 +142,17 @@ def port_of(job: str) -> int:
 def _claims(environment: Mapping[str, str]) -> list[Claim]:
     """What the rows that apply to this process say."""
     found: list[Claim] = []
-    for row in TABLE[:1] if "TORCHELASTIC_RUN_ID" in environment else TABLE:
+    for row in LAUNCHERS[:1] if "TORCHELASTIC_RUN_ID" in environment else LAUNCHERS:
         if row.launcher == "srun" and not _is_step(environment):
             continue
         stated = {kind: _number(environment, getattr(row, kind)) for kind in Variables._fields[1:]}
         values = {kind: value for kind, value in stated.items() if value is not None}
-        # PMI_SIZE is shared by rows: it belongs to the one with a rank.
-        if "rank" in values or (row is TABLE[0] and "size" in values):
+        # Several rows have PMI_SIZE: it belongs to the row whose rank is set.
+        if "rank" in values or (row is LAUNCHERS[0] and "size" in values):
             found.append((row.launcher, values))
-    # Whether srun started one helper of mpiexec per node, and the helpers started these processes.
+    # srun may have started one helper of mpiexec per node, and the helpers these processes.
     sizes = {launcher: values["size"][1] for launcher, values in found if "size" in values}
-    inner = [size for launcher, size in sizes.items() if launcher not in ("srun", TABLE[0].launcher)]
+    inner = [size for launcher, size in sizes.items() if launcher not in ("srun", LAUNCHERS[0].launcher)]
     one_a_node = re.fullmatch(r"1(\(x\d+\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
     if one_a_node and inner and inner[0] != sizes.get("srun"):
         found = [claim for claim in found if claim[0] != "srun"]
@@ -167,13 +168,13 @@ def _is_step(environment: Mapping[str, str]) -> bool:
 
 
 def _agreed(which: str, claims: list[Claim]) -> tuple[str, int] | None:
-    """The first row's value, which all others must equal."""
+    """(variable, value) of the first row that has one; raises a ValueError if another row differs."""
     stated = [values[which] for _, values in claims if which in values]
     for other in stated[1:]:
         if other[1] != stated[0][1]:
             raise ValueError(
                 f"{stated[0][0]}={stated[0][1]} and {other[0]}={other[1]} disagree about the"
-                f" {'rank' if which == 'rank' else 'number of processes'}: unset those that are left from elsewhere,"
+                f" {'rank' if which == 'rank' else 'number of processes'}: unset those of other launchers,"
                 " or start the processes with `multipack launch`"
             )
     return stated[0] if stated else None

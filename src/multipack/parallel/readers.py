@@ -3,12 +3,13 @@
     data.readers=2, 8 data-parallel ranks        storage ─▶ rank 0 ─▶ ranks 0 1 2 3
                                                  storage ─▶ rank 4 ─▶ ranks 4 5 6 7
 
-Every rank computes the plan; only readers ask storage for tokens. A reader collates one pack for each of its ranks and
-scatters them: one round. The ranks of a model replica (tensor, context, pipeline) share a reader and get the same pack.
+Every rank computes the plan; only readers read tokens from storage. In a round, a reader collates one pack for each of
+its ranks and scatters them. The ranks of a model replica (tensor, context, pipeline) share a reader and get the same
+pack.
 
-Rounds run ahead of training in a thread, in a separate gloo group. The number of rounds is deterministic: asking
-for pack k starts rounds up to k + prefetch on every rank. Ranks that end an iteration after equally many packs, as in
-training, have started equally many rounds, and finish them.
+Rounds run ahead of training in a thread, in a separate gloo group. Requesting pack k starts rounds up to k + prefetch.
+Ranks that end an iteration after the same number of packs, as in training, have therefore started the same number of
+rounds, and finish them.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class ScatteredLoader(PackedLoader):
         timeout_seconds: float,
     ) -> None:
         super().__init__(documents, sampler, collator, prefetch)
-        self._dealt, self._rank = sampler, mesh.world.rank
+        self._rank = mesh.world.rank
         meshes = [replace(mesh, world=replace(mesh.world, rank=rank)) for rank in range(mesh.world.size)]
         served = [each for each in meshes if _reader_of(each, readers) == _reader_of(mesh, readers)]
         self.data_ranks = {each.world.rank: each.data_rank for each in served}
@@ -98,9 +99,9 @@ class ScatteredLoader(PackedLoader):
         )
 
     def _items(self) -> Iterator[Item]:
-        micro_batches = self._dealt.micro_batches
-        for _ in self._dealt:
-            state = self._dealt.state_dict()
+        micro_batches = self.sampler.micro_batches
+        for _ in self.sampler:
+            state = self.sampler.state_dict()
             yield self._round(state["step"] * micro_batches + state["micro_batch"] - 1), state
 
     def _round(self, pack: int) -> PackedBatch:
@@ -120,12 +121,12 @@ class ScatteredLoader(PackedLoader):
 
     def _read(self, pack: int) -> Sequence[PackedBatch | Exception]:
         """A batch for each rank that this reader serves; in place of batches the error that prevents them."""
-        step, micro_batch = divmod(pack, self._dealt.micro_batches)
+        step, micro_batch = divmod(pack, self.sampler.micro_batches)
         numbers: list[int] = []
         try:
-            dealt, made = self._dealt.deal_of(step), dict[int, PackedBatch]()
+            dealt, made = self.sampler.deal_of(step), dict[int, PackedBatch]()
             for data_rank in sorted(set(self.data_ranks.values())):
-                numbers = dealt[micro_batch * self._dealt.world_size + data_rank].tolist()
+                numbers = dealt[micro_batch * self.sampler.world_size + data_rank].tolist()
                 made[data_rank] = self._collator([self.documents[number] for number in numbers])
         except Exception as error:
             kind = ValueError if isinstance(error, ValueError) else RuntimeError

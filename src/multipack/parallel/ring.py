@@ -49,11 +49,11 @@ from another; None = no message. Tensors are contiguous and must not change befo
 
 
 class Rectangle(NamedTuple):
-    """Queries of one rank that all see the same keys of another; rows are positions in each rank's own tokens.
+    """Queries of one rank that all see the same keys of another; positions count in each rank's own tokens.
 
     Attributes:
-        queries: rows of the querying rank.
-        keys: rows of the rank that owns the keys.
+        queries: positions on the rank of the queries.
+        keys: positions on the rank of the keys.
     """
 
     queries: slice
@@ -67,8 +67,8 @@ class Ring:
     Attributes:
         rank, ranks: this rank, and the number of ranks.
         lengths: tokens of each document within this rank's chunks, the early chunk first.
-        seen: entry s: rectangle of this rank's queries and the keys of rank − s (itself for s = 0); None = none.
-        shown: entry s: rectangle of the queries of rank + s and this rank's keys; None = none.
+        seen: at index s the rectangle of this rank's queries and the keys of rank − s; None = it sees none of them.
+        shown: at index s the rectangle of the queries of rank + s and this rank's keys; None = that rank sees none.
     """
 
     rank: int
@@ -98,7 +98,7 @@ def head_tail(slots: int, rank: int, ranks: int) -> tuple[slice, slice]:
 
 
 def rectangle(ends: Sequence[int], asking: int, owner: int, ranks: int) -> Rectangle | None:
-    """The rectangle of the queries of one rank and the keys of another that they see in other chunks than their own.
+    """The queries of one rank and the keys of another, in other chunks, that they see.
 
     Each pair of chunks gives a rectangle, and these are adjacent: a document in both chunks of a rank fills all slots
     between them, and so the end of the early chunk.
@@ -149,7 +149,7 @@ def send_and_receive(
         operations.clear()  # they keep the tensors alive
 
     if not operations:
-        return _nothing
+        return _no_wait
     run_collective("ring attention", begin, group)
     return lambda: run_collective("ring attention", wait, group)
 
@@ -216,7 +216,7 @@ class _RingAttention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Work:
-    """The work of a rank for one pack and layer, forward and backward."""
+    """Forward and backward pass of a rank for one pack and layer."""
 
     ring: Ring
     documents: Bounds
@@ -225,7 +225,7 @@ class _Work:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(T/n, H, D) results and (T/n, H) log-sum-exps over the keys of all ranks."""
-        for step, (seen, pair) in enumerate(self.visits(k, v)):
+        for step, (seen, pair) in enumerate(self.steps(k, v)):
             if step == 0:  # while the first messages are under way
                 out, lse = self.kernel.forward(q, k, v, self.documents)
             if seen is not None:
@@ -237,8 +237,8 @@ class _Work:
         self, upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> Gradients:
         """Gradients of this rank's q, k and v from the queries of all ranks."""
-        add_gradients = _nothing
-        for step, (seen, pair) in enumerate(self.visits(k, v)):
+        add_gradients = _no_wait
+        for step, (seen, pair) in enumerate(self.steps(k, v)):
             if step == 0:
                 dq, dk, dv = self.kernel.backward(upstream, q, k, v, out, lse, self.documents)
             parts: list[Tensor] = []
@@ -249,33 +249,39 @@ class _Work:
                 )
                 dq[rows] += more
             add_gradients()
-            add_gradients = self.send_home(step, parts, dk, dv, k.dtype)
+            add_gradients = self.return_gradients(step, parts, dk, dv, k.dtype)
         add_gradients()
         return dq, dk, dv
 
-    def visits(self, k: Tensor, v: Tensor) -> Iterator[tuple[Rectangle | None, Sequence[Tensor]]]:
+    def steps(self, k: Tensor, v: Tensor) -> Iterator[tuple[Rectangle | None, Sequence[Tensor]]]:
         """Rectangle, keys and values of each step, this rank's first; the next exchange runs during each step."""
         own = self.ring.seen[0]
         pair: Any = (k[own.keys], v[own.keys]) if own else ()
         for step, seen in enumerate(self.ring.seen, 1):
-            wait, arriving = _nothing, None
+            wait, arriving = _no_wait, None
             if step < self.ring.ranks:
                 shown = self.ring.shown[step]
                 sent = torch.stack((k[shown.keys], v[shown.keys])) if shown else None
-                arriving = _room(self.ring.seen[step], k, k.dtype)
-                wait = self.exchange(sent, self.rank_at(step), arriving, self.rank_at(-step))
+                arriving = _receive_buffer(self.ring.seen[step], k, k.dtype)
+                wait = self.exchange(sent, self.neighbor(step), arriving, self.neighbor(-step))
             yield seen, pair
             wait()
             pair = arriving
 
-    def send_home(self, step: int, parts: list[Tensor], dk: Tensor, dv: Tensor, dtype: torch.dtype) -> Wait:
-        """Start sending a step's gradients to their owner; the result waits for this rank's and adds them."""
+    def return_gradients(
+        self, step: int, parts: list[Tensor], dk: Tensor, dv: Tensor, dtype: torch.dtype
+    ) -> Wait:
+        """Start sending a step's key and value gradients to their owner.
+
+        Returns:
+            A function that waits for the gradients of this rank's keys and values, and adds them to dk and dv.
+        """
         shown = self.ring.shown[step]
         sent = torch.stack(parts).to(dtype) if parts else None
-        wait, arriving = _nothing, sent
+        wait, arriving = _no_wait, sent
         if step > 0:
-            arriving = _room(shown, dk, dtype)
-            wait = self.exchange(sent, self.rank_at(-step), arriving, self.rank_at(step))
+            arriving = _receive_buffer(shown, dk, dtype)
+            wait = self.exchange(sent, self.neighbor(-step), arriving, self.neighbor(step))
 
         def add_received() -> None:
             wait()
@@ -285,18 +291,18 @@ class _Work:
 
         return add_received
 
-    def rank_at(self, steps: int) -> int:
+    def neighbor(self, steps: int) -> int:
         """The rank `steps` places after this one in the ring."""
         return (self.ring.rank + steps) % self.ring.ranks
 
 
-def _nothing() -> None:
+def _no_wait() -> None:
     """A `Wait` for no message."""
 
 
-def _room(visited: Rectangle | None, like: Tensor, dtype: torch.dtype) -> Tensor | None:
+def _receive_buffer(expected: Rectangle | None, like: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Uninitialized (2, S, K, D) tensor to receive keys and values of a rectangle, or their gradients."""
-    if visited is None:
+    if expected is None:
         return None
-    tokens = visited.keys.stop - visited.keys.start
+    tokens = expected.keys.stop - expected.keys.start
     return like.new_empty((2, tokens, *like.shape[1:]), dtype=dtype)

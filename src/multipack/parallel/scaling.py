@@ -31,8 +31,7 @@ class LossScaler:
     @torch.no_grad()
     def unscale(self, gradients: Iterable[Tensor]) -> None:
         """Divide gradients by the scale, in place."""
-        held = [local(gradient) for gradient in gradients]
-        if self.enabled and held:
+        if self.enabled and (held := [local(gradient) for gradient in gradients]):
             torch._foreach_mul_(held, 1.0 / self.scale)
 
     def update(self, overflowed: bool) -> None:
@@ -46,7 +45,7 @@ class LossScaler:
             self.scale, self.steps = self.scale * 2, 0
 
     def state(self) -> dict[str, Tensor]:
-        """Tensors for a checkpoint."""
+        """Tensors for a checkpoint, with the names of torch's `GradScaler`."""
         return {"scale": torch.tensor(self.scale), "_growth_tracker": torch.tensor(float(self.steps))}
 
     def load_state(self, state: dict[str, Tensor]) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 
-from multipack.parallel.parallel_config import STAGES_OF_RANK, ParallelConfig, Schedule
+from multipack.parallel.parallel_config import STAGES_PER_RANK, ParallelConfig, Schedule
 from multipack.shapes import ModelShape
 
 
@@ -18,9 +18,9 @@ class RankPart:
         layers: number of blocks.
         is_first: whether tokens are embedded on this rank.
         is_last: whether the loss is computed on this rank.
-        in_flight: micro-batches whose activations all of these blocks hold at a time; a fraction where a rank's stages
-            hold different ones.
-        edge_in_flight: micro-batches whose activations the embedding or the loss holds.
+        in_flight: maximum number of micro-batches whose activations the blocks hold; a mean over blocks, and so maybe a
+            fraction, if a rank has several stages.
+        edge_in_flight: the same for the embedding or the loss.
     """
 
     layers: int
@@ -31,13 +31,13 @@ class RankPart:
 
 
 def head_layers(shape: ModelShape) -> float:
-    """Cost of the projection onto the vocabulary, in layers, by matrix elements."""
+    """Cost of the projection onto the vocabulary relative to that of a layer, by matrix elements."""
     return shape.d_model * shape.vocabulary_size / shape.layer_parameters
 
 
 @cache
 def split_layers(layers: int, stages: int, head: float = 0.0) -> tuple[range, ...]:
-    """Split a model's layers into stages of as equal cost as whole layers allow.
+    """Split a model's layers into stages of nearly equal cost.
 
     Args:
         layers: number of layers, all of equal cost.
@@ -64,7 +64,7 @@ def split_layers(layers: int, stages: int, head: float = 0.0) -> tuple[range, ..
 
 def stages_of_rank(rank: int, ranks: int, schedule: Schedule) -> list[int]:
     """Numbers of the stages that a rank holds: stage s is on rank s mod `ranks`."""
-    return [rank + turn * ranks for turn in range(STAGES_OF_RANK if schedule == "interleaved" else 1)]
+    return [rank + turn * ranks for turn in range(STAGES_PER_RANK if schedule == "interleaved" else 1)]
 
 
 def parts_of_ranks(shape: ModelShape, config: ParallelConfig, micro_batches: int) -> list[RankPart]:
@@ -96,12 +96,12 @@ def parts_of_ranks(shape: ModelShape, config: ParallelConfig, micro_batches: int
 
 
 def stage_imbalance(shape: ModelShape, config: ParallelConfig) -> float:
-    """Cost of the most expensive stage over the mean cost of a stage; 1 without a pipeline."""
+    """Cost of the most expensive stage over the mean cost of a stage, minus 1."""
     if config.pipeline == 1:
-        return 1.0
+        return 0.0
     head = head_layers(shape)
     sizes = [len(each) for each in split_layers(shape.layers, config.stages, head)]
-    return max(*sizes[:-1], sizes[-1] + head) * config.stages / (shape.layers + head)
+    return max(*sizes[:-1], sizes[-1] + head) * config.stages / (shape.layers + head) - 1
 
 
 def bubble(config: ParallelConfig, micro_batches: int) -> float:

@@ -1,4 +1,4 @@
-"""Named tensors of a model and its optimizer on any number of ranks: state, sources of saved values, norms.
+"""Named tensors of a model and its optimizer on any number of ranks: state, saved values, pieces and norms.
 
 Names are those of the whole model in one process. A rank holds a tensor whole, a shard of it (a `DTensor`), or not
 at all.
@@ -66,7 +66,7 @@ def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 def slot_difference(
     own: Mapping[str, Tensor], saved: Mapping[str, tuple[int, ...]], trained: Collection[str]
 ) -> str:
-    """How saved optimizer state differs from what this rank needs, for an error message; empty if it does not.
+    """How saved optimizer state differs from this rank's, for an error message; empty if it does not.
 
     Args:
         own: this rank's state, see `optimizer_state`.
@@ -86,7 +86,7 @@ def slot_difference(
 def difference(
     own: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]], unknown: Collection[str]
 ) -> str:
-    """How the names and whole shapes of saved tensors differ from a model's, for an error message; the first few."""
+    """How names and whole shapes of saved tensors differ from `own`, for an error message; empty if they do not."""
     reshaped = [
         f"{name} {tuple(saved[name])} instead of {tuple(shape)}"
         for name, shape in own.items()
@@ -104,7 +104,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """The whole of a tensor that may be sharded; collective if it is."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()

@@ -17,7 +17,7 @@ arXiv:2205.05198, section 4.2.2); all tokens exist only between the two exchange
     x (T/n, d) ─ norm ─ all-gather ─▶ (T, d) ─ column ─▶ (T, f/n) ─ row ─▶ (T, d) ─ reduce-scatter ─▶ (T/n, d) + x
                         `gathers`                                          summands
 
-The backward pass mirrors it. Parameters that are whole on every rank (norms, learned positions) see different tokens,
+The backward pass mirrors this. Parameters that are whole on every rank (norms, learned positions) see different tokens,
 so their gradients are all-reduced. The bias of a row matrix is added on the first rank only; its gradient needs no
 exchange, because every rank sees the gradients of all tokens. Per block: 2 all-gathers and 2 reduce-scatters in each
 direction, and 1 all-reduce of a few numbers per norm.
@@ -167,6 +167,7 @@ _KINDS: dict[str, tuple[type[_TensorParallel], ...]] = {
 
 
 def _kind_of(name: str, plan: Mapping[str, str]) -> str | None:
+    """The kind of the first pattern that matches a module's name; None = no pattern does."""
     parts = name.split(".")
     for pattern, kind in plan.items():
         wanted = pattern.split(".")
@@ -198,6 +199,7 @@ def _divided_type(name: str, module: nn.Module, plan: Mapping[str, str]) -> type
 
 @torch.no_grad()
 def _divide(name: str, module: nn.Module, divided_type: type[_TensorParallel], mesh: DeviceMesh) -> None:
+    """Replace a module's parameters by this rank's pieces, and its class by `divided_type`."""
     rank, ranks = mesh.get_local_rank(), mesh.size()
     for own, parameter in list(module.named_parameters(recurse=False)):
         placement = divided_type.placements[own]
@@ -237,7 +239,7 @@ def _over_vocabulary(attribute: str, loss: Callable[..., Tensor], group: Group) 
 
 
 def _check_tokens(tokens: int, ranks: int) -> None:
-    """Check that the ranks can divide the tokens of a pack evenly; all ranks raise equally."""
+    """Raise a ValueError, on all ranks, if they cannot divide the tokens of a pack evenly."""
     if tokens % ranks:
         raise ValueError(
             f"parallel.tensor={ranks} divides the slots of every pack, and this one has {tokens}, which is no multiple:"

@@ -35,7 +35,7 @@ class World:
         backend: of the process group: gloo, nccl, or none.
         launcher, command: what started this process.
         timeout_seconds: how long a collective waits for a missing rank.
-        groups: process groups by division of the ranks: see `divided`.
+        groups: process groups made so far: see `subgroup`.
     """
 
     rank: int = 0
@@ -60,13 +60,13 @@ class World:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def divided(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-        """This rank's process group when the ranks are divided into parts; collective the first time.
+    def subgroup(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+        """The process group of this rank's part of the ranks; collective at the first call with these parts.
 
         Groups are kept and reused, because each has threads and connections of its own. They have the world's timeout.
 
         Args:
-            parts: each rank is in exactly one; the same on all ranks.
+            parts: ranks of each part; every rank is in exactly one. The same on all ranks.
         """
         key = tuple(tuple(part) for part in parts)
         world = dist.group.WORLD
@@ -126,8 +126,7 @@ class World:
                 value = function() or ""
             except (ValueError, OSError) as error:
                 problem, failure = str(error), error
-        said: list[str] = json.loads(self.from_main(json.dumps([value, problem])))
-        value, problem = said
+        value, problem = map(str, json.loads(self.from_main(json.dumps([value, problem]))))
         if failure is not None:
             raise failure
         if problem:
@@ -195,9 +194,8 @@ def connected(device: Device = "auto", timeout_seconds: float = 600.0) -> Iterat
         )
         dist.barrier()
     except BaseException:
-        if (
-            backend != "nccl"
-        ):  # would wait for ranks that are in a collective, and the error would not be printed
+        # nccl would wait here for ranks that are in a collective, and the error would not be printed.
+        if backend != "nccl":
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
@@ -211,7 +209,7 @@ def _join(
     timeout: timedelta,
     device: torch.device,
 ) -> None:
-    """Initialize the process group; under torchrun with store keys of its own for each restart.
+    """Initialize the process group; under torchrun each restart has its own prefix of store keys.
 
     A restarted worker would otherwise read the addresses that its predecessor left in the store, which torchrun's agent
     keeps. Without such an agent rank 0 opens the store.

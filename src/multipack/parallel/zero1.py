@@ -27,18 +27,18 @@ BUCKET_BYTES = 64 * 2**20
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """An optimizer of which every rank steps its own tensors and broadcasts their new values.
+    """Wraps an optimizer: every rank steps the tensors that it owns and broadcasts their new values.
 
-    `param_groups` hold all parameters, as the factory made them, and are read at every step; `state` is that of this
-    rank's own tensors.
+    `param_groups` hold all parameters, as the factory made them, and are read at every step; `state` has entries for
+    this rank's own tensors only.
 
     Args:
         factory: makes the optimizer, from the names and tensors of all parameters.
-        parameters: by name; the same on every rank (of `DTensor`s the local parts).
+        parameters: by name; equal on every rank (of a `DTensor` its local part).
         mesh: the ranks, in one dimension.
 
     Attributes:
-        owners: rank of the mesh that owns a parameter, by name; parameters that the optimizer does not train have none.
+        owners: name of a trained parameter → rank of the mesh that owns it.
     """
 
     def __init__(
@@ -47,9 +47,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         parameters: Mapping[str, nn.Parameter],
         mesh: DeviceMesh,
     ) -> None:
-        self._updates = factory(parameters)
-        super().__init__(self._updates.param_groups, self._updates.defaults)
-        self.state = self._updates.state
+        self._wrapped = factory(parameters)
+        super().__init__(self._wrapped.param_groups, self._wrapped.defaults)
+        self.state = self._wrapped.state
         self._group, self._rank = mesh.get_group(), mesh.get_local_rank()
         stepped = {id(each) for group in self.param_groups for each in group["params"]}
         trained = {name: each for name, each in parameters.items() if id(each) in stepped}
@@ -68,7 +68,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for parameter in others:
             parameter.grad = None  # optimizers skip parameters without gradients, and make no state for them
         try:
-            self._updates.step()
+            self._wrapped.step()
         finally:
             for parameter, gradient in zip(others, gradients, strict=True):
                 parameter.grad = gradient
