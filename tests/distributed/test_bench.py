@@ -51,18 +51,18 @@ def test_results_are_checked_and_the_slowest_rank_counts(pools, operation):
 
 
 def a_wrong_measurement(world):
-    correct = bandwidth.run_collective
+    correct = bandwidth.call_collective
 
     def wrong(*arguments):
         result = correct(*arguments)
         result[-1] += world.rank == 1
         return result
 
-    bandwidth.run_collective = wrong
+    bandwidth.call_collective = wrong
     try:
         return measure(world, "reduce_scatter", 64, repeats=1).wrong_ranks
     finally:
-        bandwidth.run_collective = correct
+        bandwidth.call_collective = correct
 
 
 def test_a_rank_with_a_wrong_result_is_named(pools):
@@ -105,7 +105,7 @@ def test_processes_of_a_launcher_are_used(command, monkeypatch):
     assert code == 0
     assert "collectives of 1 process, none on cpu, fp32" in printed
     assert sum(line.endswith("correct") for line in printed.splitlines()) == len(OPERATIONS)
-    monkeypatch.setattr(bandwidth, "run_collective", lambda name, own, _: own + (name == "scatter"))
+    monkeypatch.setattr(bandwidth, "call_collective", lambda name, own, _: own + (name == "scatter"))
     code, printed, error = command(*words)
     assert code == 3
     assert "WRONG on rank 0" in printed

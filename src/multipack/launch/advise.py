@@ -32,8 +32,8 @@ from multipack.words import changed_words
 
 GIB = 2**30
 CLOSE = 0.9
-"""A simpler candidate is preferred if it reaches this share of the fastest one's estimated speed."""
-SHORTEST_SHARE = 512
+"""A simpler candidate is preferred if it reaches this share of the fastest candidate's estimated speed."""
+MIN_SLOTS_PER_RANK = 512
 """Minimum number of slots per rank when context parallelism divides a pack."""
 QUESTIONS = {
     "ddp": "Does the model fit on one device?",
@@ -153,10 +153,10 @@ class Candidate:
     @cached_property
     def work(self) -> Workload:
         """The workload of a step; a pipeline may need more micro-batches than requested."""
-        one, config = self.request, self.config
-        micro_batches = fit_micro_batches(config, one.micro_batches * config.model_ranks)
-        step = (one.devices, one.capacity, one.dtype, self.recompute, micro_batches)
-        return Workload(one.model, config, *step, optimizer=one.optimizer)
+        request, config = self.request, self.config
+        micro_batches = fit_micro_batches(config, request.micro_batches * config.model_ranks)
+        step = (request.devices, request.capacity, request.dtype, self.recompute, micro_batches)
+        return Workload(request.model, config, *step, optimizer=request.optimizer)
 
     @property
     def packs(self) -> int:
@@ -184,20 +184,24 @@ class Candidate:
 
         Data-parallel and pipeline communication overlaps with computation, except broadcasts.
         """
-        one, work = self.request, self.work
-        flops, within_host, between_hosts = one.speeds
-        full, rest = divmod(one.capacity, min(one.document_tokens, one.capacity))
-        lengths = [min(one.document_tokens, one.capacity)] * full + [rest] * (rest > 0)
-        cost = CostModel.from_shape(one.model, recompute="full" if self.recompute == "full" else "flash")
+        request, work = self.request, self.work
+        flops, within_host, between_hosts = request.speeds
+        longest = min(request.document_tokens, request.capacity)
+        full, rest = divmod(request.capacity, longest)
+        lengths = [longest] * full + [rest] * (rest > 0)
+        cost = CostModel.from_shape(request.model, recompute="full" if self.recompute == "full" else "flash")
         compute = work.micro_batches * cost.flops(lengths, executed=True) / (self.config.model_ranks * flops)
-        compute *= 1 + stage_imbalance(one.model, self.config)
+        compute *= 1 + stage_imbalance(request.model, self.config)
         compute /= 1 - bubble(self.config, work.micro_batches)
-        seconds = {True: 0.0, False: 0.0}  # by whether it overlaps
+        overlapped = exposed = 0.0
         for each in self.traffic:
-            inside = one.devices_per_host % each.reach == 0 or one.devices == one.devices_per_host
-            overlaps = each.method in ("data", "pipeline") and each.kind != "broadcast"
-            seconds[overlaps] += each.sent / (within_host if inside else between_hosts)
-        return (max(compute, seconds[True]) + seconds[False]) / self.packs
+            inside = request.devices_per_host % each.reach == 0 or request.devices == request.devices_per_host
+            seconds = each.sent / (within_host if inside else between_hosts)
+            if each.method in ("data", "pipeline") and each.kind != "broadcast":
+                overlapped += seconds
+            else:
+                exposed += seconds
+        return (max(compute, overlapped) + exposed) / self.packs
 
     @property
     def family(self) -> str:
@@ -244,9 +248,9 @@ class Advice:
 
     Attributes:
         request: the model and the devices.
-        path: questions and answers; the last answer names the recommendation.
+        path: (question, answer) pairs; the last answer names the recommendation.
         chosen: the recommended candidate; None if nothing fits.
-        rows: candidates to compare: all without model-parallel axes, and the best of each other family.
+        rows: candidates to compare: all of ddp and zero, and the best one of each other family.
     """
 
     request: AdviseRequest
@@ -304,8 +308,8 @@ def candidates(request: AdviseRequest) -> Iterator[Candidate]:
     devices, host = request.devices, request.devices_per_host
     sizes = [size for size in range(1, devices + 1) if devices % size == 0]
     for tensor, context, pipeline in product([size for size in sizes if host % size == 0], sizes, sizes):
-        data, left = divmod(devices, tensor * context * pipeline)
-        if left or (context > 1 and request.capacity // context < SHORTEST_SHARE):
+        data, remainder = divmod(devices, tensor * context * pipeline)
+        if remainder or (context > 1 and request.capacity // context < MIN_SLOTS_PER_RANK):
             continue
         methods: list[ContextMethod] = ["ulysses", "ring"] if context > 1 else ["ulysses"]
         schedules: list[Schedule] = ["1f1b", "interleaved"] if pipeline > 1 else ["1f1b"]
@@ -314,8 +318,8 @@ def candidates(request: AdviseRequest) -> Iterator[Candidate]:
             config = ParallelConfig(stage, 0, tensor, context, method, pipeline, schedule)
             variants = [config]
             if stage == "zero3":
-                # Muon multiplies whole matrices on the device.
-                variants += [replace(config, offload="cpu")] if request.optimizer != "muon" else []
+                if request.optimizer != "muon":  # which multiplies whole matrices on the device
+                    variants.append(replace(config, offload="cpu"))
                 shards = host // (tensor * context)
                 if 1 < shards < data and data % shards == 0:
                     variants.append(replace(config, data="hsdp", replicate=data // shards))
@@ -329,7 +333,7 @@ def candidates(request: AdviseRequest) -> Iterator[Candidate]:
 
 
 def _simplest(among: list[Candidate]) -> Candidate | None:
-    """Return the simplest candidate that fits and is close to the fastest, of the first family that has one."""
+    """The simplest candidate that fits and is close to the fastest; None if none fits."""
     fitting = [each for each in among if each.fits]
     limit = min((each.seconds_per_pack for each in fitting), default=0.0) / CLOSE
     fast = [each for each in fitting if each.seconds_per_pack <= limit]
@@ -337,6 +341,7 @@ def _simplest(among: list[Candidate]) -> Candidate | None:
 
 
 def _answer(best: Candidate, chosen: Candidate | None) -> str:
+    """The answer to the question of a family, of which `best` is the best candidate."""
     needs = f"{best.memory.peak / GIB:,.1f} GiB with {best.name} and train.recompute={best.recompute}"
     if not best.fits:
         return f"no: at least {needs}"

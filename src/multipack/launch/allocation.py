@@ -21,6 +21,7 @@ _MARKS: dict[Flavor, tuple[str, ...]] = {
     "openmpi": ("Open MPI", "OpenRTE", "PRRTE"),
     "mpich": ("HYDRA", "Intel(R) MPI", "MVAPICH"),
 }
+"""Texts in the path or version of a launcher that identify its flavor."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def parse_hostfile(text: str, source: str) -> dict[str, int]:
         Host → processes, in the order of the file. Lines of the same host add up; a line without a number counts 1.
     """
     slots: dict[str, int] = {}
-    # max_slots is Open MPI's upper limit, which slots never exceeds.
+    # max_slots, Open MPI's upper limit, is ignored: it is at least `slots`.
     entry = re.compile(r"([^\s,:\[\]#=]+)(?::([1-9]\d*))?((?:\s+(?:slots|max[_-]slots)=[1-9]\d*)*)\s*")
     for number, line in enumerate(text.splitlines(), 1):
         content = line.partition("#")[0].strip()

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from multipack.parallel.collectives import all_gather_single, reduce_scatter_single
 from multipack.parallel.world import World
 
 Operation = Literal[
@@ -87,18 +88,18 @@ def measure(
     total = piece * world.size
     size = piece if operation in ("all_gather", "gather") else total
     own = _values(world.rank, 0, size, world.size, dtype).to(world.device)
-    result = run_collective(operation, own, world)
+    result = call_collective(operation, own, world)
     exact = result is None or torch.equal(
         result.cpu(), _expected(operation, world.rank, world.size, piece, dtype)
     )
     del result
     for _ in range(WARM_UP - 1):
-        run_collective(operation, own, world)
+        call_collective(operation, own, world)
     world.barrier()
     world.synchronize()
     began = clock()
     for _ in range(repeats):
-        run_collective(operation, own, world)
+        call_collective(operation, own, world)
     world.synchronize()
     found = [json.loads(text) for text in world.gather(json.dumps([(clock() - began) / repeats, exact]))]
     slowest = max(seconds for seconds, _ in found)
@@ -108,8 +109,8 @@ def measure(
     return Bandwidth(operation, dtype, world.size, total * element, slowest, speed, bus, wrong)
 
 
-def run_collective(operation: Operation, own: Tensor, world: World) -> Tensor | None:
-    """Run a collective on this rank's tensor and return its result; None on ranks that receive nothing."""
+def call_collective(operation: Operation, own: Tensor, world: World) -> Tensor | None:
+    """Call a collective with a copy of this rank's tensor; returns its result, None on ranks that receive nothing."""
     rank, size = world.rank, world.size
     if size == 1:
         return own.clone()
@@ -126,13 +127,13 @@ def run_collective(operation: Operation, own: Tensor, world: World) -> Tensor | 
         case "broadcast":
             dist.broadcast(result, 0)
         case "all_gather":
-            dist.all_gather_into_tensor(result, own)
+            all_gather_single(result, own)
         case "gather":
             dist.gather(own, None if rank else list(result.chunk(size)), 0)
         case "scatter":
             dist.scatter(result, None if rank else list(own.chunk(size)), 0)
         case "reduce_scatter":
-            dist.reduce_scatter_tensor(result, own)
+            reduce_scatter_single(result, own)
         case "all_to_all":
             dist.all_to_all_single(result, own)
     return None if rank and operation in ("reduce", "gather") else result

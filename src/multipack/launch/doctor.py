@@ -110,6 +110,7 @@ def _packages(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
+    """The first three numbers of a version, to compare versions."""
     return tuple(int(number) for number in re.findall(r"\d+", version.split("+")[0])[:3])
 
 
@@ -149,9 +150,9 @@ def _attention(environment: Mapping[str, str]) -> Iterator[Finding]:
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in row.dtypes) or "all"
         elsewhere = bool(row.devices) and device not in row.devices
         detail = f"not on {device}" if elsewhere else f"{dtypes}; {row.note}"
-        yield Finding(
-            row.name, "ok", f"not installed ({row.needs}: {row.install})" if row.missing else detail
-        )
+        if row.missing:
+            detail = f"not installed ({row.needs}: {row.install})"
+        yield Finding(row.name, "ok", detail)
 
 
 def _launching(environment: Mapping[str, str]) -> Iterator[Finding]:

@@ -91,11 +91,14 @@ def check_restarts(words: Sequence[str], max_restarts: int) -> None:
 
 
 class Layout(NamedTuple):
-    """Names of hosts, that of rank 0 first (empty = this host, or unknown), their number, and processes on each."""
+    """Hosts and their processes."""
 
     hosts: tuple[str, ...]
+    """Names of hosts, that of rank 0 first; empty = this host, or unknown."""
     nodes: int
+    """Number of hosts."""
     per_node: int
+    """Number of processes on each host."""
 
 
 def launch_command(request: LaunchRequest, allocation: Allocation) -> list[str]:
@@ -118,7 +121,7 @@ def launch_command(request: LaunchRequest, allocation: Allocation) -> list[str]:
         start = _start(launcher, request, allocation, layout, request.cores)
         words = [f"{name}={value}" for name, value in variables.items()]
         return [*start, "env", *words, *multipack, *request.words]
-    # One `multipack launch` per host, which learns its node rank from the launcher and becomes torchrun.
+    # One `multipack launch` per host, which reads its node rank from the launcher's variables and becomes torchrun.
     one_each = layout._replace(per_node=1)
     start = _start(launcher, request, allocation, one_each, request.cores * layout.per_node)
     start += [*multipack, "launch", "--launcher", "torchrun", "--nodes", str(layout.nodes)]
@@ -132,8 +135,8 @@ def lay_out(request: LaunchRequest, allocation: Allocation) -> Layout:
     """Distribute processes evenly over hosts; see `launch_command`."""
     total, nodes, per_node = request.processes, request.nodes, request.processes_per_node
     hosts = list(allocation.hosts)
-    slots = set(allocation.hosts.values())
-    each = slots.pop() if len(slots) == 1 else 0
+    sizes = set(allocation.hosts.values())
+    each = sizes.pop() if len(sizes) == 1 else 0  # processes of every host; 0 = unknown, or they differ
     if not (total or per_node or (nodes and each)):
         total = 0 if nodes else allocation.processes
         if not total:
@@ -156,7 +159,7 @@ def lay_out(request: LaunchRequest, allocation: Allocation) -> Layout:
 
 
 def choose_launcher(request: LaunchRequest, allocation: Allocation, layout: Layout) -> str:
-    """The requested program or the default here; for torchrun on other hosts, what starts one on each."""
+    """The program to run: the requested or default launcher; for torchrun on other hosts, one that starts it there."""
     wanted, available = request.launcher, allocation.launchers
     if wanted not in ("auto", "torchrun"):
         if request.max_restarts:

@@ -39,7 +39,7 @@ class Memory:
         copies: parameters that autocast casts to the dtype of products.
         activations: tensors saved by blocks, embedding and last norm for all micro-batches in flight.
         loss: tensors saved by the loss: gradients of the hidden states and of the output matrix.
-        temporary: temporaries of the loss or of a block's backward pass, minus memory that is freed before.
+        temporary: temporary tensors of the loss or of a block's backward pass, minus memory that is freed before.
         host: shards in host memory with offload; not part of `peak`.
     """
 
@@ -143,7 +143,7 @@ class Workload:
         return residual + saved["log-sum-exp"] + self.slots * ((heads + products) * self.product + attention)
 
     def saved_outside(self, part: RankPart) -> int:
-        """Return the bytes saved outside of blocks: integers of the batch, rotary tables, the last norm's input."""
+        """Return the bytes saved outside of blocks: the batch, rotary tables, the last norm's input."""
         shape, here = self.shape, self.slots // self.config.tensor
         total = 4 * self.slots * 8  # tokens, targets, positions, rows with a target: int64
         if shape.positions == "rope":
@@ -174,10 +174,14 @@ def _memory_of_part(work: Workload, part: RankPart) -> Memory:
     moments //= divided["optimizer"]
     if config.strategy.divides_optimizer:  # by whole tensors
         moments = max(moments, 2 * _largest_tensor(shape, config.tensor))
-    state = (FLOAT32 * held // shards, FLOAT32 * held // shards, FLOAT32 * moments)
-    host, state = (sum(state), (0, 0, 0)) if config.offload == "cpu" else (0, state)
-    if config.pipeline > 1:
-        state = (state[0], FLOAT32 * held, state[2])
+    parameters = gradients = FLOAT32 * held // shards
+    optimizer = FLOAT32 * moments
+    host = 0
+    if config.offload == "cpu":
+        host = parameters + gradients + optimizer
+        parameters = gradients = optimizer = 0
+    if config.pipeline > 1:  # gradients are reduced once a step
+        gradients = FLOAT32 * held
     gathered = copies = loss = 0
     if config.uses_fsdp:
         keeps = config.strategy.keeps_gathered or config.pipeline > 1
@@ -197,7 +201,7 @@ def _memory_of_part(work: Workload, part: RankPart) -> Memory:
     freed = loss + (copies - copies // part.layers if work.recompute != "none" else 0)
     loss_temporary, block_temporary = _temporaries(work, block, outside)
     temporary = max(block_temporary - freed, loss_temporary if part.is_last else 0)
-    return Memory(*state, gathered, copies, activations, loss, temporary, host)
+    return Memory(parameters, gradients, optimizer, gathered, copies, activations, loss, temporary, host)
 
 
 def _temporaries(work: Workload, block: int, outside: int) -> tuple[int, int]:

@@ -24,10 +24,11 @@ class Traffic:
     """What a rank sends in a step for one purpose.
 
     Attributes:
-        method, kind: `data`, `tensor`, `context` or `pipeline`; and the collective, or `send`.
+        method: `data`, `tensor`, `context` or `pipeline`.
+        kind: name of the collective, or `send`.
         ranks: number of ranks that take part.
-        reach: consecutive ranks that contain them; a host's links are used if it holds all of these.
-        payload: bytes of all calls: whole tensors, before scattering or after gathering.
+        reach: number of consecutive ranks that contain them; a host that holds all of these uses its own links.
+        payload: bytes of all calls, of whole tensors: before scattering, or after gathering.
     """
 
     method: str
@@ -59,31 +60,31 @@ def _data(work: Workload, part: RankPart) -> Iterator[Traffic]:
     divided = config.divisions(work.world_size)
     blocks = part.layers * block_parameters(work.shape, config.tensor)
     outside = outside_parameters(work.shape, part, config.tensor)
-    held = FLOAT32 * (blocks + outside)
+    gradients = FLOAT32 * (blocks + outside)
     if not config.shards_parameters:
         ranks = divided["replicas"]
-        yield Traffic("data", "all_reduce", ranks, ranks * config.tensor, held)
-        if config.strategy.divides_optimizer:
-            yield Traffic("data", "broadcast", ranks, ranks * config.tensor, held)
+        yield Traffic("data", "all_reduce", ranks, ranks * config.tensor, gradients)
+        if config.strategy.divides_optimizer:  # new values of parameters have the size of gradients
+            yield Traffic("data", "broadcast", ranks, ranks * config.tensor, gradients)
         return
-    # Gathered for the forward and the backward pass; zero2 and pipelines keep what they gathered.
-    reduces, of_blocks, of_outside = micro_batches, 2 * micro_batches, micro_batches
+    # Blocks are gathered for the forward and for the backward pass; zero2 and pipelines keep gathered parameters.
+    reductions, block_gathers, outside_gathers = micro_batches, 2 * micro_batches, micro_batches
     if config.pipeline > 1:
-        reduces, of_blocks, of_outside = 1, micro_batches + 1, 1
+        reductions, block_gathers, outside_gathers = 1, micro_batches + 1, 1
     if config.strategy.keeps_gathered:
-        of_blocks = of_outside = 1
+        block_gathers = outside_gathers = 1
     shards, groups = divided["parameters"], divided["replicas"]
     reach = shards * config.tensor
-    gathered = work.product * (of_blocks * blocks + of_outside * outside)
+    gathered = work.product * (block_gathers * blocks + outside_gathers * outside)
     yield Traffic("data", "all_gather", shards, reach, gathered)
-    yield Traffic("data", "reduce_scatter", shards, reach, reduces * held)
-    yield Traffic("data", "all_reduce", groups, groups * reach, held // shards)
+    yield Traffic("data", "reduce_scatter", shards, reach, reductions * gradients)
+    yield Traffic("data", "all_reduce", groups, groups * reach, gradients // shards)
 
 
 def _tensor(work: Workload, part: RankPart) -> Iterator[Traffic]:
     ranks, hidden = work.config.tensor, work.slots * work.shape.d_model
     for kind in ("all_gather", "reduce_scatter"):
-        # Checkpointing repeats two of each forward, but the last reduce-scatter only if dropout follows it.
+        # Checkpointing repeats both of the forward pass, but the second reduce-scatter only if dropout follows it.
         again = 2 if kind == "all_gather" or work.shape.dropout else 1
         calls = part.layers * (4 + (again if work.recompute != "none" else 0)) + part.is_last
         size = calls * work.product + part.is_first * work.stream
@@ -108,6 +109,6 @@ def _pipeline(work: Workload, part: RankPart) -> Iterator[Traffic]:
     config = work.config
     hidden = work.slots // config.tensor * work.shape.d_model * work.stream
     inner = work.world_size // config.pipeline
-    # The last stage has no next one, and the first none before it.
+    # The last stage sends no hidden states, and the first stage no gradients.
     sends = (2 * config.stages // config.pipeline - part.is_first - part.is_last) * work.micro_batches
     yield Traffic("pipeline", "send", config.pipeline, config.pipeline * inner, sends * hidden)

@@ -33,9 +33,9 @@ Group = dist.ProcessGroup | None
 GRACE_SECONDS = 5.0
 """How long ranks whose collective failed wait for each other before they name the missing ones."""
 
-# Names since torch 2.13, where the older ones warn.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# torch 2.13 renamed these functions, and the older names warn.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def identity(tensor: Tensor, group: Group = None) -> Tensor:
@@ -78,7 +78,7 @@ def all_gather(tensor: Tensor, group: Group = None) -> Tensor:
 
     def move(own: Tensor) -> Tensor:
         whole = own.new_empty((dist.get_world_size(group) * own.shape[0], *own.shape[1:]))
-        run_collective("all_gather", _all_gather_single, group, whole, own.contiguous())
+        run_collective("all_gather", all_gather_single, group, whole, own.contiguous())
         return whole
 
     return _apply(tensor, move, lambda gradient: reduce_scatter(gradient, group))
@@ -101,7 +101,7 @@ def reduce_scatter(tensor: Tensor, group: Group = None) -> Tensor:
 
     def move(own: Tensor) -> Tensor:
         piece = own.new_empty((own.shape[0] // dist.get_world_size(group), *own.shape[1:]))
-        run_collective("reduce_scatter", _reduce_scatter_single, group, piece, own.contiguous())
+        run_collective("reduce_scatter", reduce_scatter_single, group, piece, own.contiguous())
         return piece
 
     return _apply(tensor, move, lambda gradient: all_gather(gradient, group))
