@@ -19,7 +19,7 @@ from multipack.parallel.mesh import Mesh, build_mesh
 from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.world import World
 from multipack.shapes import ModelShape
-from multipack.training.optimizer import build_optimizer, described
+from multipack.training.optimizer import build_optimizer, meta_parameters
 from multipack.training.settings import OptimizerConfig
 
 
@@ -43,7 +43,7 @@ def adamw(
     shapes: Mapping[str, tuple[int, ...]], parameters: Mapping[str, nn.Parameter]
 ) -> torch.optim.Optimizer:
     """AdamW as a run has it."""
-    return build_optimizer(parameters, OptimizerConfig(lr=1e-3), described(shapes))
+    return build_optimizer(parameters, OptimizerConfig(lr=1e-3), meta_parameters(shapes))
 
 
 def engine_of(

@@ -15,7 +15,7 @@ from multipack.parallel.build import build_engine
 from multipack.parallel.mesh import Mesh, build_mesh
 from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.world import World
-from multipack.training.optimizer import build_optimizer, described
+from multipack.training.optimizer import build_optimizer, meta_parameters
 from multipack.training.settings import OptimizerConfig
 
 SLOTS = 64
@@ -48,7 +48,7 @@ def packs_of(step, count):
 def optimizer_of(kind, blueprint, parameters):
     if kind == "sgd":
         return torch.optim.SGD(list(parameters.values()), lr=0.1)
-    return build_optimizer(parameters, OptimizerConfig(name=kind, lr=1e-3), described(blueprint.shapes))
+    return build_optimizer(parameters, OptimizerConfig(name=kind, lr=1e-3), meta_parameters(blueprint.shapes))
 
 
 def run(mesh, config, shape, optimizer, steps, count):

@@ -176,7 +176,7 @@ def test_an_error_is_raised_once_and_leaves_nothing(run, monkeypatch, background
             save_and_wait(2)
         if background:
             writer.save(*_content(3))
-            assert "step-00000003 was not written" in writer.abandon()
+            assert "step-00000003 was not written" in writer.finish_alone()
     assert list(run.checkpoints.iterdir()) == []
     save_and_wait(4)
     assert _weight(run) == 4.0

@@ -35,6 +35,7 @@ def test_every_rate_follows_its_definition():
     metrics = step_metrics(DATA, RESULT, slots=200, seconds=2.0, devices=4)
     assert metrics.pop("memory") > 0
     assert metrics == {
+        "dt": 2.0,
         "dtf": 0.5,
         "dtb": 1.0,
         "data_time": 0.125,

@@ -47,7 +47,7 @@ def test_a_file_with_another_beginning_is_refused_and_kept(run, content):
     log.close()
     run.samples.write_text(content)
     log = RunLog(run)
-    with pytest.raises(ValueError, match="does not begin with what this checkpoint saw"):
+    with pytest.raises(ValueError, match="does not begin with what this checkpoint recorded"):
         log.cut(marks)
     log.close()
     assert run.samples.read_text() == content

@@ -125,7 +125,7 @@ def calibrate(
     from multipack.reports.console import Console
     from multipack.training.calibrate import calibrate_documents
     from multipack.training.run_config import compose
-    from multipack.training.run_cost import cost_rows, doubt
+    from multipack.training.run_cost import cost_rows, noise_warning
 
     if save.exists():
         raise ValueError(f"--save {save} exists: choose another name, or move it away")
@@ -138,5 +138,5 @@ def calibrate(
         print_json({"saved": str(save), "cost": cost.to_dict(), "error": error})
         return
     where = f"{save} (plan.cost={save} in training, cost={save} in `multipack plan`)"
-    predictions = f"mean error {error:.1%}{doubt(error)}"
+    predictions = f"mean error {error:.1%}{noise_warning(error)}"
     console.section("calibration", [*cost_rows(cost), ("predictions", predictions), ("saved", where)])

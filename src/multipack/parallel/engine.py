@@ -9,6 +9,7 @@ pipeline's engine (pipeline.py) runs micro-batches in another order and inherits
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -321,6 +322,11 @@ class ModelEngine:
         state = self.state()
         tensors = {f"{group}.{name}": each for group in state for name, each in state[group].items()}
         return check_equal(tensors, self.world)
+
+    def nonfinite_parameters(self) -> list[str]:
+        """Names of the model's parameters with NaN or infinite values; equal on every rank; collective."""
+        own = [name for name, each in self.parameters.items() if not bool(local(each).isfinite().all())]
+        return sorted({name for text in self.world.gather(json.dumps(own)) for name in json.loads(text)})
 
     @torch.no_grad()
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:

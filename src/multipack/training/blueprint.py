@@ -17,7 +17,7 @@ from multipack.parallel.mesh import Mesh
 from multipack.parallel.stages import head_layers, split_layers
 from multipack.shapes import ModelShape
 from multipack.training.objective import Objective
-from multipack.training.optimizer import build_optimizer, described, freeze
+from multipack.training.optimizer import build_optimizer, freeze, meta_parameters
 from multipack.training.run_config import Config
 from multipack.training.weights import Reader
 
@@ -31,12 +31,12 @@ def open_engine(
     dtype: torch.dtype,
     clock: Callable[[], float],
 ) -> ModelEngine:
-    """Build this rank's part of the model and its optimizer; collective. Without `weights` they are drawn."""
+    """Build this rank's part of the model and its optimizer; collective. `weights` = None draws random weights."""
     shapes = _shapes(shape)
-    whole = described(shapes)
+    whole = meta_parameters(shapes)
 
     def build(blocks: tuple[int, int] | None) -> nn.Module:
-        if torch.get_default_device().type != "meta":  # where nothing is drawn
+        if torch.get_default_device().type != "meta":  # on which no numbers are drawn
             torch.manual_seed(config.train.seed)
         part = None if blocks is None else DecoderPart(*blocks, shape.layers)
         model = objective.decoder(shape, part)
@@ -72,15 +72,15 @@ def open_engine(
 
 
 def check_first_stage(config: Config, shape: ModelShape) -> None:
-    """Check that rules do not freeze the whole first stage of a pipeline; needs no process group.
+    """Check that `optimizer.rules` leave trained parameters in the first stage of a pipeline; needs no process group.
 
     Raises:
-        ValueError: see above; or a rule that matches no parameter.
+        ValueError: they leave none, or a rule matches no parameter.
     """
     stop = split_layers(shape.layers, config.parallel.stages, head_layers(shape))[0].stop
     with torch.device("meta"):
         first = dict(Decoder(shape, part=DecoderPart(0, stop, shape.layers)).named_parameters())
-    freeze(first, config.optimizer, described(_shapes(shape)))
+    freeze(first, config.optimizer, meta_parameters(_shapes(shape)))
     if not any(parameter.requires_grad for parameter in first.values()):
         parallel = config.parallel
         raise ValueError(

@@ -1,11 +1,11 @@
 """Calibration: the planner's cost fitted to measured times of a decoder on this device.
 
-    documents ─▶ plan ─▶ some packs ─┬─ every second one, with mixes ─▶ fit ─▶ cost.json
+    documents ─▶ plan ─▶ some packs ─┬─ every second one, and mixes ─▶ fit ─▶ cost.json
                                      └─ the others ─▶ predicted and measured times
 
     mixes of documents ─▶ forward + backward, timed ─▶ t = t₀ + α·tokens + β·Σ l(l+1) + γ·documents ─▶ CostModel
 
-`multipack calibrate --save cost.json` does it; `plan.cost=cost.json` uses it, see run_cost.py.
+`multipack calibrate --save cost.json` writes the cost, and `plan.cost=cost.json` plans with it (run_cost.py).
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ PACKS = 24
 BUDGET_SECONDS = 3.0
 """Time for all mixes: if packs of the full capacity would take longer, smaller ones are timed."""
 ROUNDS = 2
-"""Times that each micro-batch is timed; the smallest counts, because other work can only add to it."""
+"""Times that each micro-batch is timed; the smallest time counts, because other processes can only increase it."""
 _PARTS = (1, 2, 4, 8, 16, 64)
+"""Numbers of equal documents in a mix."""
 _SHARES = (1, 2, 4)
+"""Divisors of the number of tokens of a mix."""
 
 Timer = Callable[[list[int]], float]
 """Lengths of the documents of a micro-batch → seconds of its forward and backward pass."""
@@ -99,8 +101,8 @@ def calibrate(
         shape: of the decoder that it times.
         capacity: most tokens of a micro-batch.
         longest: most tokens of a document.
-        budget_seconds: approximate time for all of it, without `packs`.
-        packs: lengths of the documents of further micro-batches to time, real ones.
+        budget_seconds: approximate time for all micro-batches but `packs`.
+        packs: document lengths of further micro-batches to time, such as packs of a plan.
 
     Raises:
         ValueError: no cost can be fitted to the times.
@@ -127,10 +129,10 @@ def least_seconds(timer: Timer, batches: Sequence[list[int]]) -> list[float]:
 
 
 def mixes(tokens: int, longest: int) -> list[list[int]]:
-    """Lengths of the documents of about twenty micro-batches that differ in tokens, squares and documents.
+    """Document lengths of about twenty micro-batches that differ in tokens, squared lengths and number of documents.
 
-    `tokens`, its half and its quarter are each cut into equal documents, few and many, and into a long document with
-    short ones.
+    All, a half and a quarter of `tokens` are each divided into equal documents, few and many, and into one long and
+    many short ones.
     """
     found: dict[tuple[int, ...], None] = {}
     for share in _SHARES:

@@ -37,9 +37,11 @@ from multipack.training.checkpoint_tensors import Pieces, TensorFiles, checksum,
 FORMAT = 4
 """Version of the layout; 1 to 3 are of earlier versions of multipack."""
 DAMAGED = (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
-"""Errors of reading a file that holds something else than was written."""
+"""Errors that reading a damaged file may raise."""
 STATE = "state.json"
+"""File with the step, the progress and the checksums."""
 TENSORS = "tensors"
+"""Folder of the tensor files."""
 
 Files = dict[str, str]
 """Name of a file in a checkpoint → its sha256."""
@@ -68,10 +70,10 @@ def name_of(step: int) -> str:
 
 
 class CheckpointWriter:
-    """Writes a run's checkpoints in a thread. All methods but `abandon` are collective.
+    """Writes a run's checkpoints in a thread. All methods but `finish_alone` are collective.
 
-    In the background, training continues while a checkpoint is written: each rank first copies what it writes to CPU
-    memory. The next `save` waits for it; errors are raised there or by `wait`, on every rank.
+    In the background, training continues while a checkpoint is written: each rank first copies its pieces to CPU
+    memory. The next `save` waits for the checkpoint; errors are raised there or by `wait`, on every rank.
 
     Args:
         run: the run directory.
@@ -110,8 +112,8 @@ class CheckpointWriter:
 
         Args:
             step: number of steps taken.
-            tensors: this rank's tensors by group and name. Random number states are added.
-            progress: JSON values of the trainer; used on rank 0, like the following ones.
+            tensors: this rank's tensors by group and name. States of random number generators are added.
+            progress: JSON values of the trainer. Only rank 0 uses this and the following arguments.
             files: name → content of additional text files.
             best: whether its validation loss is the lowest so far.
 
@@ -123,11 +125,9 @@ class CheckpointWriter:
         """
         self.wait()
         world, final = self._world, self._run.checkpoints / name_of(step)
-        # Stopped again before the first step after a resume: the same state is there already.
-        chosen = world.on_main(lambda: "" if self._is_latest(final, best) else str(partial_path(final)))
-        if not chosen:
+        if not (folder := world.on_main(lambda: self._partial_folder(final, best))):
             return final
-        partial = Path(chosen)
+        partial = Path(folder)
         pieces = divide({**tensors, "rng": rng_state(world)}, world)
         if self._background:
             pieces = {name: (values.to("cpu", copy=True), at) for name, (values, at) in pieces.items()}
@@ -154,24 +154,25 @@ class CheckpointWriter:
         """
         if self._pending is None:
             return
-        for problem in self._world.gather(self.abandon()):
+        for problem in self._world.gather(self.finish_alone()):
             if problem:
                 raise ValueError(problem)
 
-    def abandon(self) -> str:
-        """Wait for this rank's thread without asking other ranks; returns its error, empty if there is none."""
+    def finish_alone(self) -> str:
+        """Wait for this rank's thread, but not for other ranks; returns its error, empty if there is none."""
         pending, self._pending = self._pending, None
         error = pending.exception() if pending is not None else None
         return f"checkpoint {self._writing} was not written: {error}" if error is not None else ""
 
-    def _is_latest(self, final: Path, best: bool) -> bool:
+    def _partial_folder(self, final: Path, best: bool) -> str:
+        """The temporary folder of a new checkpoint; empty if `latest` is already this one, which may become `best`."""
         latest = self._run.latest
-        found = (
-            final.is_dir() and latest.is_file() and latest.read_text(encoding="utf-8").strip() == final.name
-        )
-        if found and best:
+        if not (final.is_dir() and latest.is_file() and latest.read_text("utf-8").strip() == final.name):
+            return str(partial_path(final))
+        # The run was stopped again before the first step after a resume.
+        if best:
             self._run.point_to(final, self._run.best)
-        return found
+        return ""
 
     def _write(self, partial: Path, pieces: Pieces, complete: Callable[[Files], None]) -> None:
         """Write this rank's tensors; rank 0 completes the checkpoint after all ranks have written."""
@@ -198,7 +199,7 @@ class CheckpointWriter:
 def _complete(
     partial: Path, final: Path, written: Files, state: dict[str, Any], texts: Mapping[str, str]
 ) -> None:
-    """Add the text files to the tensors, and give the folder its name."""
+    """Add text files, checksums and `.complete` to the tensor files, and rename the folder."""
     if damage := _damage(partial, written, checked=()):
         raise ValueError(
             f"{damage} for rank 0, although another rank wrote it: the run directory must be on a file system that"
@@ -215,14 +216,14 @@ def _complete(
 
 
 def _prune(run: RunDirectory, newest: Path, keep: int) -> None:
-    """Remove what killed processes left and all but the newest checkpoints and the best."""
+    """Remove temporary folders of killed processes, and all checkpoints but the newest and the best."""
     leftovers = [*run.checkpoints.glob(f".step-*{PARTIAL}"), *run.checkpoints.glob(".step-*.old")]
     best = run.best.read_text(encoding="utf-8").strip() if run.best.is_file() else ""
     found = (path for path in run.checkpoints.glob("step-*") if path.name < newest.name)
     older = sorted(path for path in found if path.name != best)
     outdated = older[: max(len(older) - keep + 1, 0)] if keep else []
     for path in [*leftovers, *outdated]:
-        # One that cannot be removed, as where a file is open over NFS, is tried again after the next checkpoint.
+        # What cannot be removed now, such as a file that is open over NFS, is removed after the next checkpoint.
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -265,7 +266,7 @@ def _open(path: Path, world: World) -> Checkpoint:
 
 
 def _damage(path: Path, files: Files, checked: Sequence[str]) -> str:
-    """How files differ from those that were written; empty if they do not. Checksums are of the `checked` ones."""
+    """How files differ from those that were written, empty if they do not; checksums are compared for `checked`."""
     present = {f"{TENSORS}/{file.name}" for file in (path / TENSORS).glob("*.safetensors")}
     if unknown := present - files.keys():
         return f"{min(unknown)} is not listed in {STATE}"
@@ -286,7 +287,7 @@ def rng_state(world: World) -> dict[str, torch.Tensor]:
 
 
 def restore_rng(world: World, source: TensorFiles) -> bool:
-    """Set this rank's generators as they were, if they were saved.
+    """Set this rank's random number generators to their saved states, if there are any.
 
     Returns:
         False, on all ranks, if the checkpoint was written by fewer ranks.

@@ -11,7 +11,8 @@ header of a file gives the offsets of its pieces, so that no other index is need
 such as "model.head.weight" and "optimizer.head.weight.exp_avg".
 
 DCP does not write them: its ranks exchange pickled plans, and only after every rank has copied all that it holds.
-Here ranks first agree who writes which piece (as JSON), so that a checkpoint in the background copies each piece once.
+Here ranks first exchange, as JSON, which pieces they hold, so that a checkpoint in the background copies each piece
+once.
 """
 
 from __future__ import annotations
@@ -41,7 +42,6 @@ from multipack.parallel.world import World
 _OFFSETS = "DCP_SHARDING_INFO"
 """Entry of a file's header with the offsets of its pieces, as `HuggingFaceStorageReader` reads it."""
 
-
 Pieces = dict[str, tuple[Tensor, list[int]]]
 """Name of a tensor → the values of a part of it, and the index of the part's first element in the whole tensor."""
 
@@ -66,7 +66,7 @@ def divide(tensors: State, world: World) -> Pieces:
             if isinstance(tensor, DTensor):
                 place = tensor.shape, tensor.device_mesh, tensor.placements
                 offsets = list(compute_local_shape_and_global_offset(*place)[1])
-            # Where there are fewer rows than ranks, some hold nothing.
+            # If there are fewer rows than ranks, some ranks hold none.
             if values.numel() or not tensor.numel():
                 held[f"{group}.{name}"] = (values, offsets)
                 entries.append((f"{group}.{name}", offsets, values.numel(), values.nbytes, tensor.numel()))
@@ -126,9 +126,9 @@ def checksum(file: Path) -> str:
 
 
 class TensorFiles(HuggingFaceStorageReader):
-    """The tensors of a checkpoint, read when they are asked for; a `parallel.state.StateSource`.
+    """The tensors of a checkpoint, read on request; a `parallel.state.StateSource`.
 
-    Reading is not collective. A rank opens only files that hold something of what it asks for.
+    Reading is not collective. A rank opens only the files that hold a part of the requested tensors.
 
     Args:
         folder: of the files.

@@ -24,11 +24,10 @@ class Comparison:
     """Packed and padded steps over the same documents.
 
     Attributes:
-        ratio: packed tokens/s over padded tokens/s, padding not counted, over all steps together. (Single steps vary
-            as their documents do.)
-        packed_tokens_per_second: tokens of all steps over their time.
+        ratio: packed over padded tokens per second, over all steps together; padding does not count as tokens.
+        packed_tokens_per_second: tokens of all packed steps over their time.
         padded_tokens_per_second: the same for padded steps.
-        pad_factor: padded slots over tokens: the ratio if every slot cost the same.
+        pad_factor: slots of padded batches over tokens; the ratio if every slot cost the same.
         steps: number of pairs of steps.
         batch_size: documents in a padded batch.
     """
@@ -78,7 +77,7 @@ def compare_with_padding(
         batch_size: documents in a padded batch.
         steps: most pairs to time, after one untimed pair.
         seconds: start no further pair after this time (at least one is timed).
-        clock: seconds.
+        clock: returns seconds.
         padded_loss: loss function of padded steps; None = the model's own.
 
     Raises:

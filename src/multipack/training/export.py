@@ -87,7 +87,7 @@ def loading_code(folder: Path) -> str:
 
 
 def _converted(tensors: dict[str, Tensor], dtype: torch.dtype, source: Path) -> dict[str, Tensor]:
-    """The tensors in another type, converted one by one to save memory."""
+    """The tensors in another dtype, converted and removed from `tensors` one by one to save memory."""
     converted = {name: tensors.pop(name).to(dtype) for name in list(tensors)}
     broken = [name for name, tensor in converted.items() if not bool(torch.isfinite(tensor).all())]
     if broken:
@@ -101,7 +101,7 @@ def _converted(tensors: dict[str, Tensor], dtype: torch.dtype, source: Path) -> 
 def _texts(
     shape: ModelShape, tokenizer: Tokenizer, template: ChatTemplate | None, config: dict[str, Any]
 ) -> dict[str, str]:
-    """Contents of all files but the weights."""
+    """File name → content, of all files but the weights."""
     vocabulary = vocabulary_of(tokenizer)
     end = next((name for name, number in vocabulary.items() if number == tokenizer.end_id), "")
     begin, eos, turn = (
@@ -128,6 +128,7 @@ def _texts(
 
 
 def _notes(shape: ModelShape, tokenizer: Tokenizer) -> list[str]:
+    """Differences between the exported model in transformers and the trained one, for the report."""
     notes = []
     library = tokenizers.Tokenizer.from_str(tokenizer.to_json())
     if added := library.encode("", add_special_tokens=True).tokens:

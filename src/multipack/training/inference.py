@@ -72,7 +72,7 @@ def complete_batch(
     sampling: Sampling,
     listener: Listener | None = None,
 ) -> list[Completion]:
-    """Continue prompts in one batch, without the global random generator; see `generate_batch`.
+    """Continue prompts in one batch; see `generate_batch`. torch's global random generator is not used.
 
     Raises:
         ValueError: a prompt has no tokens, or characters that the tokenizer does not know; with several prompts the
@@ -104,12 +104,12 @@ def answer(
         model: a decoder that was trained on conversations.
         tokenizer: the model's tokenizer.
         template: the chat template of the model's training data.
-        messages: dicts with `role` and `content`; the last one is of the user.
-        sampling: options of sampling; the answer after i others uses a generator with seed + i.
+        messages: dicts with `role` and `content`; the last one has the role `user`.
+        sampling: options of sampling; the i-th answer of the conversation uses `seed + i`, from i = 0.
         listener: called with each new piece of the answer's text.
 
     Returns:
-        The answer, and the number of tokens read, of which the model sees at most the last `context`.
+        The answer, and the number of tokens of the conversation; the model sees at most the last `context` of them.
 
     Raises:
         ValueError: the template or the tokenizer rejects the text, or the tokenizer lacks a special token of the
@@ -124,11 +124,11 @@ def answer(
     ends = [] if tokenizer.end_id is None else [tokenizer.end_id]
     if template.end_of_turn:
         ends += encode((TextPart(template.end_of_turn, False, is_special=True),))
-    before = sum(message["role"] == "assistant" for message in messages)
+    answers = sum(message["role"] == "assistant" for message in messages)
     (completion,) = generate_batch(
         model,
         [ids],
-        replace(sampling, seed=sampling.seed + before),
+        replace(sampling, seed=sampling.seed + answers),
         end_ids=ends,
         tokenizer=tokenizer,
         listener=None if listener is None else lambda _, piece: listener(piece),
@@ -202,7 +202,7 @@ def print_completions(
     else:
         for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True), start=1):
             _print(f"=== {number} of {len(prompts)}\n{prompt}{completion.text}", end="\n")
-    _notes("prompt", sizes, completions, model, seconds if timing else None)
+    _print_notes("prompt", sizes, completions, model, seconds if timing else None)
 
 
 def converse(path: Path, system: str, sampling: Sampling, device: str = "auto", timing: bool = False) -> None:
@@ -234,24 +234,26 @@ def converse(path: Path, system: str, sampling: Sampling, device: str = "auto", 
         seconds = time.perf_counter() - start
         _print("", end="\n")
         if completion.reason == "length":
-            _note(f"cut after {sampling.max_tokens:,} tokens: --max-tokens allows more")
-        _notes("conversation", [read], [completion], model, seconds if timing else None)
+            _print_note(f"cut after {sampling.max_tokens:,} tokens: --max-tokens allows more")
+        _print_notes("conversation", [read], [completion], model, seconds if timing else None)
     if is_terminal:
         _print("", end="\n")
 
 
-def _notes(
+def _print_notes(
     what: str, sizes: Sequence[int], completions: Sequence[Completion], model: Decoder, seconds: float | None
 ) -> None:
-    """Print notes on texts that are longer than the context and, with `seconds`, on the speed."""
+    """Print notes on texts that are longer than the context and, unless `seconds` is None, on the speed."""
     context = model.shape.context
     for number, size in enumerate(sizes, start=1):
         if size > context:
             name = f"{what} {number}" if len(sizes) > 1 else f"the {what}"
-            _note(f"{name} has {size:,} tokens: the model sees the last {context:,} of them (model.context)")
+            _print_note(
+                f"{name} has {size:,} tokens: the model sees the last {context:,} of them (model.context)"
+            )
     if seconds is not None:
         new = sum(len(completion.tokens) for completion in completions)
-        _note(
+        _print_note(
             f"{new:,} tokens after {sum(sizes):,} of prompts in {seconds:.2f} s: {new / seconds:,.1f} tokens/s"
         )
 
@@ -262,5 +264,5 @@ def _print(text: str, end: str = "") -> None:
     sys.stdout.flush()
 
 
-def _note(text: str) -> None:
+def _print_note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)

@@ -19,7 +19,7 @@ LEGEND: dict[str, str] = {
     "dt": "seconds of the step, from one step's end to the next, without evaluations and checkpoints",
     "dtf": "seconds in forward passes (device synchronized)",
     "dtb": "seconds in backward passes, gradient synchronization included (device synchronized)",
-    "dto": "seconds clipping the gradient and in the optimizer (device synchronized)",
+    "dto": "seconds from the backward passes to the end of the step: clipping, optimizer, callbacks",
     "data_time": "seconds the step waited for its batches",
     "sps": "documents per second",
     "sps_per_device": "documents per second and device",
@@ -27,7 +27,7 @@ LEGEND: dict[str, str] = {
     "tps_per_device": "tokens per second and device",
     "target_tokens": "target tokens of the step: what the loss is divided by, unless it is a mean over documents",
     "padding": "share of token slots without a token of a document",
-    "mfu": "model FLOPs of the packed documents over the devices' matmul peak, measured on a CPU, in percent",
+    "mfu": "model FLOPs of the packed documents over the devices' matmul peak, published or measured, in percent",
     "memory": "peak memory of this process, GiB",
     "cost_spread": "predicted cost of the most loaded rank over the mean, minus 1",
     "train_loss": "mean loss since the last evaluation, weighted as loss",
@@ -52,9 +52,10 @@ SKIPPED = "1 where the step was skipped: fp16 overflow, or a spike of loss or gr
 def step_metrics(
     data: StepData, result: StepResult, slots: float, seconds: float, devices: int
 ) -> dict[str, float]:
-    """Metrics of a step that follow from its documents, its computed slots and its seconds, over all `devices`."""
+    """Metrics of a step that follow from its documents, computed slots and seconds; those per device for `devices`."""
     tokens, documents, time = int(data.lengths.sum()), len(data.documents), max(seconds, 1e-12)
     return {
+        "dt": seconds,
         "dtf": result.forward_seconds,
         "dtb": result.backward_seconds,
         "data_time": data.wait_seconds,
@@ -70,7 +71,7 @@ def step_metrics(
 
 
 def peak_memory_bytes() -> int:
-    """Peak memory of this process in bytes: on the GPU if one is used, else resident in main memory."""
+    """Peak memory of this process in bytes: allocated on the GPU if it uses one, else resident in main memory."""
     if torch.cuda.is_available() and torch.cuda.memory_allocated():
         return torch.cuda.max_memory_allocated()
     usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -78,5 +79,5 @@ def peak_memory_bytes() -> int:
 
 
 def format_line(metrics: Mapping[str, float]) -> str:
-    """`step=10 loss=3.154310 dt=0.282833 …`, metrics in the order given."""
+    """Metrics as one line, in the order given: `step=10 loss=3.1543 dt=0.2828 …`."""
     return " ".join(f"{name}={value:{FORMATS.get(name, '.4f')}}" for name, value in metrics.items())

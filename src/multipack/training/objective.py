@@ -4,7 +4,7 @@
                                                          └─▶ RUN/reference.safetensors, which a resumed run reads
 
 An objective defines the decoder, the collator and the metrics. The training loop, the engine and the plan do not depend
-on it: to them a model takes a batch and returns a summed loss.
+on it: they only need a model that takes a batch and returns a summed loss.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Objective:
     Attributes:
         train_settings: fields of `TrainConfig` that the objective sets.
         legend: metric → meaning, of the metrics that the objective adds.
-        run_files: name → content of additional files for a new run directory, known after `views`.
+        run_files: name → content of additional files for a new run directory; complete after `views` was called.
 
     Raises:
         ValueError: a setting does not apply to this objective.
@@ -113,7 +113,7 @@ class Preferences(Objective):
     """Direct preference optimization of pairs; see models/dpo.py. A pair counts as one document."""
 
     collator_type = PreferenceCollator
-    # Padding would make two rows of a pair.
+    # A padded batch has a row per document, and a pair needs both of its documents in one.
     train_settings = MappingProxyType({"loss_weighting": "document", "compare_padding": False})
     legend = MappingProxyType(
         {
@@ -215,7 +215,7 @@ class Preferences(Objective):
                 values[numbers] = log_probabilities.cpu().numpy()
             done += len(numbers)
             progress(done, -(-len(documents) // mesh.data_size), "pairs of the reference")
-        # Each row is zero on all ranks but the one that computed it.
+        # On every other rank than the one that computed a row, the row is zero.
         values = np.array(mesh.world.sum(values.ravel().tolist())).reshape(-1, 2)
         if not np.isfinite(values).all():
             first = int(np.flatnonzero(~np.isfinite(values).all(axis=1))[0])
@@ -227,7 +227,7 @@ class Preferences(Objective):
 
     @contextmanager
     def _reference_model(self, engine: ModelEngine) -> Iterator[tuple[nn.Module, Mesh]]:
-        """The reference model in evaluation mode and the precision of forward passes, and the ranks that hold it."""
+        """Context of the reference model, in evaluation mode and the run's precision, and of the ranks that hold it."""
         setting, tokenizer = self.config.preference.reference, self.corpus.tokenizer
         if not setting:
             with engine.evaluating() as trained:
@@ -245,7 +245,7 @@ class Preferences(Objective):
             yield model.eval().to(device), Mesh.plain(engine.world)
 
     def metrics(self, engine: ModelEngine, training: bool = True) -> dict[str, float]:
-        """Mean rewards. All ranks of a model replica count its pairs, which does not change means."""
+        """Mean rewards. Every rank of a model replica counts its pairs, which does not change the means."""
         (decoder,) = engine.modules
         tally = engine.world.sum(cast(PreferenceDecoder, decoder).take_tally(training))
         return preference_metrics(tally, "" if training else "val_")

@@ -3,8 +3,8 @@
     'optimizer.rules=[embedding lr=0.5, *.bias lr=2 weight_decay=0, blocks.0 freeze]'
 
 The first rule whose pattern matches a parameter's name, or the name of a module that holds it, applies. Without a rule
-the learning rate is scaled by 1, and tensors with two or more dimensions decay. Another optimizer is a function and a
-row in `OPTIMIZERS`.
+the learning rate is scaled by 1, and tensors with two or more dimensions decay. Another optimizer is a function, a row
+in `OPTIMIZERS`, and its name in settings.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multipack.training.rules import Rule, read_rule, useless
+from multipack.training.rules import Rule, read_rule, unused_message
 from multipack.training.settings import OptimizerConfig
 
 FUSED_DEVICES = {"cpu", "cuda", "xpu", "mps"}
@@ -31,7 +31,7 @@ class Treatment:
         lr_scale: factor of the learning rate.
         weight_decay: decoupled weight decay.
         frozen: not trained.
-        is_matrix: a matrix of a block that Muon updates.
+        is_matrix: a matrix of a block, for optimizers that treat these apart, such as Muon; False under AdamW.
     """
 
     lr_scale: float
@@ -56,16 +56,16 @@ def treatments(parameters: Mapping[str, Tensor], config: OptimizerConfig) -> dic
             used.add(rule)
             scale, frozen = rule.lr_scale, frozen or rule.freeze
             decay = decay if rule.weight_decay is None else rule.weight_decay
-        matrix = config.name == "muon" and parameter.dim() == 2 and name.startswith("blocks.")
+        matrix = config.name != "adamw" and parameter.dim() == 2 and name.startswith("blocks.")
         found[name] = Treatment(1.0, 0.0, True) if frozen else Treatment(scale, decay, False, matrix)
     for number, rule in enumerate(rules):
         if rule not in used or rule in rules[:number]:
-            raise ValueError(useless(rule, rules[:number], list(parameters)))
+            raise ValueError(unused_message(rule, rules[:number], list(parameters)))
     return found
 
 
-def described(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, nn.Parameter]:
-    """Parameters without values, for what depends only on names and shapes of a whole model."""
+def meta_parameters(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, nn.Parameter]:
+    """Parameters on the meta device, for functions that need only names and shapes of a whole model."""
     return {name: nn.Parameter(torch.empty(shape, device="meta")) for name, shape in shapes.items()}
 
 
@@ -74,14 +74,15 @@ def freeze(
     config: OptimizerConfig,
     whole: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Treatment]:
-    """Set requires_grad=False on frozen parameters; returns the treatment of each parameter.
-
-    To be called before the model is wrapped: DDP and FSDP read requires_grad once.
+    """Set requires_grad=False on frozen parameters. Call it before DDP or FSDP, which read requires_grad once.
 
     Args:
         parameters: of this rank, by name.
         config: the rules.
-        whole: all parameters of the model, which rules are matched with; None = `parameters`.
+        whole: all parameters of the model, to match rules with; None = `parameters`.
+
+    Returns:
+        Name → treatment of each of this rank's parameters.
 
     Raises:
         ValueError: see `treatments`; or every parameter is frozen.
@@ -104,9 +105,9 @@ def build_optimizer(
     Each group has `lr_scale` beside torch's settings; schedules multiply learning rates by it.
 
     Args:
-        model: or its parameters by name; where ranks hold parts, this rank's.
+        model: the model, or this rank's parameters of it by name.
         config: settings and rules.
-        whole: all parameters of the model, which rules are matched with; None = `model`'s.
+        whole: all parameters of the model, to match rules with; None = those of `model`.
 
     Raises:
         ValueError: see `freeze`; or `optimizer.fused=true` where the device has no such kernel.
@@ -116,7 +117,7 @@ def build_optimizer(
     for name, treatment in freeze(named, config, whole).items():
         if named[name].requires_grad:
             groups.setdefault(treatment, []).append(named[name])
-    described_groups = [
+    described = [
         {
             "params": parameters,
             "weight_decay": treatment.weight_decay,
@@ -126,7 +127,8 @@ def build_optimizer(
         }
         for treatment, parameters in groups.items()
     ]
-    return OPTIMIZERS[config.name](described_groups, config)
+    _, build = OPTIMIZERS[config.name]
+    return build(described, config)
 
 
 def _adamw(groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -162,11 +164,9 @@ def _muon(groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> torch.op
     return CombinedOptimizer([muon, _adamw(others, config)])
 
 
-OPTIMIZERS: dict[str, Callable[[Sequence[dict[str, Any]], OptimizerConfig], torch.optim.Optimizer]] = {
-    "adamw": _adamw,
-    "muon": _muon,
-}
-"""`optimizer.name` → a function of parameter groups and settings."""
+Builder = Callable[[Sequence[dict[str, Any]], OptimizerConfig], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, tuple[str, Builder]] = {"adamw": ("AdamW", _adamw), "muon": ("Muon", _muon)}
+"""`optimizer.name` → name of the algorithm, and a function of parameter groups and settings."""
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
@@ -191,18 +191,18 @@ class CombinedOptimizer(torch.optim.Optimizer):
 
 def optimizer_text(parameters: Mapping[str, Tensor], config: OptimizerConfig) -> str:
     """One line for the run header: tensors and parameters that decay, do not decay, and are frozen."""
-    found = treatments(parameters, config)
+    found, (algorithm, _) = treatments(parameters, config), OPTIMIZERS[config.name]
     kinds = {
         "decayed": [n for n, t in found.items() if t.weight_decay and not t.frozen],
         "not decayed": [n for n, t in found.items() if not t.weight_decay and not t.frozen],
         "frozen": [n for n, t in found.items() if t.frozen],
         "with another learning rate": [n for n, t in found.items() if t.lr_scale != 1.0],
-        "by Muon": [n for n, t in found.items() if t.is_matrix],
+        f"by {algorithm}": [n for n, t in found.items() if t.is_matrix],
     }
     counted = [
         f"{kind}: {len(names)} tensors, {sum(parameters[name].numel() for name in names):,} parameters"
         for kind, names in kinds.items()
         if names or kind in ("decayed", "not decayed")
     ]
-    name = "Muon and AdamW" if config.name == "muon" else "AdamW"
+    name = algorithm if config.name == "adamw" else f"{algorithm} and AdamW"
     return f"{name}, lr {config.lr:g}; " + "; ".join(counted)

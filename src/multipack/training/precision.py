@@ -35,16 +35,20 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     if device.type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        # torch has no public function for it; without the private ones fp32 is always correct.
-        asks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-        native = any(getattr(torch.cpu, name, lambda: False)() for name in asks)
+        # torch has only private functions for this; if they are missing, fp32 is always correct.
+        checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+        native = any(getattr(torch.cpu, name, lambda: False)() for name in checks)
     return torch.bfloat16 if native else torch.float32
 
 
 def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.4, size: int = 0) -> float:
-    """FLOP/s of one device: published for known GPUs, else the fastest of repeated square matmuls.
+    """Peak FLOP/s of one device: published for bf16 on known GPUs, else the fastest of repeated square matmuls.
 
-    Takes at most `seconds`, with `size` rows and columns; 0 = 768 on a CPU, 8192 on a GPU.
+    Args:
+        device: where to measure.
+        dtype: dtype of the matrices.
+        seconds: time after which no further matmul starts.
+        size: rows and columns of the matrices; 0 = 768 on a CPU, 8192 on a GPU.
     """
     if device.type == "cuda" and dtype == torch.bfloat16:
         name = torch.cuda.get_device_name(device)
@@ -52,7 +56,7 @@ def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.4, 
         if published:
             return 1e12 * published[0]
     n = size or (8192 if device.type == "cuda" else 768)
-    # A generator of its own leaves the run's random numbers alone.
+    # A separate generator: measuring must not change the run's random numbers.
     generator = torch.Generator().manual_seed(0)
     a = torch.randn(n, n, generator=generator).to(device, dtype)
     b = torch.randn(n, n, generator=generator).to(device, dtype)
@@ -75,7 +79,7 @@ def mean_peak(world: World, dtype: torch.dtype, seconds: float = 0.4) -> float:
 
 @contextmanager
 def deterministic(wanted: bool, device: torch.device) -> Iterator[None]:
-    """A context in which torch uses only deterministic kernels, if `wanted`; operations without one raise.
+    """Context in which torch uses only deterministic kernels, if `wanted`; operations without one raise an error.
 
     A CPU run repeats bit for bit with the same number of threads, a GPU run on the same device and libraries.
 

@@ -15,14 +15,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Rule:
-    """An exception for parameters; None = as without a rule.
+    """An exception for some parameters.
 
     Attributes:
-        text: of the rule.
+        text: the rule as it was given.
         pattern: a glob on names of parameters, or of modules with all their parameters.
         lr_scale: factor of the learning rate.
-        weight_decay: decoupled weight decay.
-        freeze: do not train.
+        weight_decay: decoupled weight decay; None = that of a parameter without a rule.
+        freeze: whether the parameters are not trained.
     """
 
     text: str
@@ -65,8 +65,8 @@ def read_rule(text: str) -> Rule:
     return Rule(text, pattern, **settings)
 
 
-def useless(rule: Rule, before: Sequence[Rule], names: Sequence[str]) -> str:
-    """The error message for a rule that applies to no parameter."""
+def unused_message(rule: Rule, before: Sequence[Rule], names: Sequence[str]) -> str:
+    """The error message for a rule that applies to no parameter, given earlier rules and names of parameters."""
     taken = [name for name in names if rule.matches(name)]
     if taken:
         earlier = next(other for other in before if other.matches(taken[0]))

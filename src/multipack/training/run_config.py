@@ -51,7 +51,7 @@ HINTS: dict[str, str] = {
 """wordplay's settings without an equivalent → what to set instead."""
 
 FIXED_AT_START = ("train.init_from", "preference.reference", "plan.packs_per_step", "plan.micro_batches")
-"""Words that `train.resume=auto` ignores when it resumes: initial checkpoints, and packs for a number of ranks."""
+"""Settings that `train.resume=auto` ignores when it resumes: they have an effect on a new run only."""
 
 FREE_ON_RESUME = {"plan.packs_per_step", "plan.micro_batches", "model.attention", "model.dropout"}
 """Settings of plan and model that a resumed run may change."""
@@ -259,7 +259,7 @@ def compose_run(words: Iterable[str]) -> Config:
 
 
 def _initial_model(settings: dict[str, str]) -> dict[str, Any] | None:
-    """The model settings of the weights in train.init_from, without the vocabulary; None if words set a shape."""
+    """Model settings of the weights in train.init_from, without the vocabulary; None if `settings` set a shape."""
     path = settings.get("train.init_from", "")
     free = {"model.attention", "model.dropout"}
     shaped = any(key == "model" or (key.startswith("model.") and key not in free) for key in settings)
@@ -275,7 +275,10 @@ def _initial_model(settings: dict[str, str]) -> dict[str, Any] | None:
 
 
 def _resolve_weights(config: Config) -> Config:
-    """Replace runs by their latest checkpoints, which change later; take the weights' tokenizer if none is set."""
+    """Replace runs by their latest checkpoints, which may change later, and use the tokenizer of `train.init_from`.
+
+    Its tokenizer is used if neither the settings nor a store choose one.
+    """
     train, preference = config.train, config.preference
     if preference.reference:
         preference.reference = str(_weights(preference.reference, "preference.reference"))
@@ -289,6 +292,7 @@ def _resolve_weights(config: Config) -> Config:
 
 
 def _weights(path: str, setting: str) -> Path:
+    """The folder of the weights at the path in a setting."""
     try:
         return weights_folder(Path(path).expanduser())
     except FileNotFoundError as error:
@@ -296,7 +300,7 @@ def _weights(path: str, setting: str) -> Path:
 
 
 def _check_unchanged(before: dict[str, Any], settings: dict[str, str]) -> None:
-    """Check that words do not change settings of plan or model of a saved run.
+    """Check that `settings` do not change plan or model of the saved run with the configuration `before`.
 
     Raises:
         ConfigError: a setting differs; the message names it.

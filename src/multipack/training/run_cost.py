@@ -38,12 +38,12 @@ def run_cost(config: Config, shape: ModelShape, run: RunDirectory) -> CostModel:
 
 
 def cost_files(model: CostModel) -> dict[str, bytes]:
-    """Files of a run directory that plans with a measured cost; none for FLOPs."""
+    """File name → content, of the run directory of a run with a measured cost; none for FLOPs."""
     return {COST_FILE: json.dumps(model.to_dict(), indent=1).encode()} if model.timed else {}
 
 
 def cost_rows(model: CostModel) -> list[tuple[str, str]]:
-    """Report rows: measured coefficients and the cost that follows; none for FLOPs."""
+    """Report rows (name, text): measured coefficients and the resulting cost; none for FLOPs."""
     timed = model.timed
     if timed is None:
         return []
@@ -53,12 +53,12 @@ def cost_rows(model: CostModel) -> list[tuple[str, str]]:
             "measured times",
             f"{1e3 * timed.micro_batch:.3g} ms per micro-batch, {1e6 * timed.token:.4g} µs per token,"
             f" {1e9 * timed.pair:.4g} ns per l(l+1), {1e6 * timed.document:.4g} µs per document"
-            f" (error {100 * timed.error:.1f} %{doubt(timed.error)})",
+            f" (error {100 * timed.error:.1f} %{noise_warning(timed.error)})",
         ),
         ("cost of l tokens", f"{model.formula}; by FLOPs alone {flops.formula}"),
     ]
 
 
-def doubt(error: float) -> str:
-    """A question to append to the error of a fit, if that is large."""
+def noise_warning(error: float) -> str:
+    """Text to append to the relative error of a fit: a warning if the error is large, else empty."""
     return "; was the machine busy?" if error > NOISY else ""

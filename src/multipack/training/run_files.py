@@ -31,7 +31,7 @@ class RunFiles:
     ) -> None:
         self.run, self._world, self._config = run, world, config
         self.log: RunLog | None = None
-        # The configuration that starts such a run anew, in a directory of its own.
+        # With this configuration the same run can be started again, in another directory.
         train = replace(config.train, resume="false", eval_only=False)
         self._texts = {
             "config.yaml": config_yaml(replace(config, train=train, out="")),
@@ -53,10 +53,13 @@ class RunFiles:
         )
 
     def check_origin(self, progress: Mapping[str, Any]) -> list[str]:
-        """Check that a checkpoint was written with the same documents and tokenizer; returns notes for the header.
+        """Check that a checkpoint was written with the same documents and tokenizer.
+
+        Returns:
+            Notes for the header of the run.
 
         Raises:
-            ValueError: it was written with others.
+            ValueError: documents or tokenizer differ.
         """
         for what, digest in self._origin["corpus"].items():
             saved = progress["corpus"][what]
@@ -74,11 +77,11 @@ class RunFiles:
         ]
 
     def open(self, files: Mapping[str, bytes], resumed: Checkpoint | None, best_step: int) -> None:
-        """Create the run directory with `files`, or truncate its log to what the checkpoint saw; on rank 0.
+        """Create the run directory with `files`, or truncate its log to the checkpoint's; called on rank 0.
 
         Raises:
             FileExistsError: a new run's directory is not empty.
-            ValueError: another process writes to it, or its files belong to another course of the run.
+            ValueError: another process writes to it, or the log does not begin with that of the checkpoint.
         """
         run, config, is_new = self.run, self._texts["config.yaml"], self._config.train.resume == "false"
         if is_new:
@@ -96,27 +99,27 @@ class RunFiles:
         best = run.checkpoints / name_of(best_step)
         if best.is_dir():
             run.point_to(best, run.best)
-        elif best_step >= 0:  # the best checkpoint of a course that is abandoned
+        elif best_step >= 0:  # `best` names a checkpoint after the resumed one
             run.best.unlink(missing_ok=True)
 
     def save(
-        self, step: int, tensors: State, describe: Callable[[], dict[str, Any]], *, best: bool, last: bool
+        self, step: int, tensors: State, progress: Callable[[], dict[str, Any]], *, best: bool, last: bool
     ) -> None:
         """Write a checkpoint; collective. With `train.checkpoint_async` in the background, except the last one.
 
-        `describe` returns the progress of the trainer as plain values; it is called on rank 0.
+        `progress` returns the progress of the trainer as plain values; it is called on rank 0.
 
         Raises:
             ValueError: this checkpoint, or the previous one in the background, could not be written.
         """
-        progress = dict(self._origin)
+        values = dict(self._origin)
 
-        def complete() -> None:
+        def add_progress() -> None:
             assert self.log is not None
-            progress.update(describe(), marks=self.log.marks())
+            values.update(progress(), marks=self.log.marks())
 
-        self._world.on_main(complete)
-        self._writer.save(step, tensors, progress, self._texts, best)
+        self._world.on_main(add_progress)
+        self._writer.save(step, tensors, values, self._texts, best)
         if last:
             self._writer.wait()
 
@@ -124,14 +127,14 @@ class RunFiles:
         """Wait for a checkpoint in the background and close the log.
 
         Returns:
-            After a failure, why that checkpoint could not be written, because other ranks may not be there to agree.
+            After a failure, when other ranks may be gone: why that checkpoint could not be written; otherwise empty.
 
         Raises:
-            ValueError: on every rank: that checkpoint could not be written.
+            ValueError: on every rank, without a failure: that checkpoint could not be written.
         """
         try:
             if failed:
-                return self._writer.abandon()
+                return self._writer.finish_alone()
             self._writer.wait()
             return ""
         finally:

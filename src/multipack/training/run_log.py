@@ -12,10 +12,10 @@ from typing import Any
 from multipack.run import RunDirectory
 
 Mark = dict[str, Any]
-"""{"bytes": size of a file at some time, "sha256": of these bytes}."""
+"""{"bytes": size of a file when a checkpoint was written, "sha256": hash of these bytes}."""
 
 NOTHING: Mark = {"bytes": 0, "sha256": hashlib.sha256(b"").hexdigest()}
-"""The mark of an empty file: where a run without a checkpoint begins again."""
+"""The mark of an empty file, for a run that resumes without a checkpoint."""
 
 
 class RunLog:
@@ -51,7 +51,7 @@ class RunLog:
         self._digests[name].update(text.encode())
 
     def marks(self) -> dict[str, Mark]:
-        """Size and hash of both files, which are on disk afterwards."""
+        """Flush both files to disk; returns the mark of each by name."""
         for file in self._files.values():
             os.fsync(file.fileno())
         return {
@@ -60,18 +60,18 @@ class RunLog:
         }
 
     def cut(self, marks: Mapping[str, Mark] | None) -> None:
-        """Truncate both files to marks of a checkpoint, or to nothing; both are checked before either is changed.
+        """Truncate both files to the marks of a checkpoint, None = to nothing; both are checked before either changes.
 
         Raises:
-            ValueError: a file has changed since, or belongs to another course of the run.
+            ValueError: a file does not begin with the content that the checkpoint recorded.
         """
         marks = dict.fromkeys(self._files, NOTHING) if marks is None else marks
         kept = {name: path.read_bytes()[: marks[name]["bytes"]] for name, path in self._paths.items()}
         for name, path in self._paths.items():
             if hashlib.sha256(kept[name]).hexdigest() != marks[name]["sha256"]:
                 raise ValueError(
-                    f"{path} does not begin with what this checkpoint saw: it was edited, or the run was resumed from"
-                    " an older checkpoint since and took another course. Resume the latest one, or a copy of the run"
+                    f"{path} does not begin with what this checkpoint recorded: it was edited, or the run was resumed"
+                    " from an older checkpoint since. Resume the latest checkpoint, or a copy of the run"
                 )
         for name, file in self._files.items():
             file.truncate(len(kept[name]))

@@ -1,4 +1,4 @@
-"""Functions that build the parts of a run from its configuration; `Trainer` puts the parts together."""
+"""Builds the parts of a run from its configuration, for `Trainer`."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from multipack.training.callbacks.spikes import SpikeGuard
 from multipack.training.callbacks.trackers import TrackedRun, Tracking, check_trackers
 from multipack.training.checkpoint import Checkpoint, load_checkpoint
 from multipack.training.feed import EpochFeed, StreamFeed
+from multipack.training.inference import find_template
 from multipack.training.objective import Objective
 from multipack.training.rules import read_rule
 from multipack.training.run_config import Config
@@ -56,8 +57,8 @@ def check_model(config: Config, processes: int, console: Console) -> None:
             tokenizer = find_tokenizer(
                 config.data, config.tokenizer, limit=config.document_limit, progress=advance
             )
-        begun = config.train.init_from
-        rows = initial_shape(Path(begun).expanduser()).vocabulary_size if begun else 0
+        path = config.train.init_from
+        rows = initial_shape(Path(path).expanduser()).vocabulary_size if path else 0
         size = max(rows, tokenizer.vocabulary_size)
     shape = config.shape_with(size)
     parallel.check(shape, processes, config.plan.capacity)
@@ -66,9 +67,16 @@ def check_model(config: Config, processes: int, console: Console) -> None:
 
 
 def open_run(config: Config, world: World) -> tuple[RunDirectory, Checkpoint | None]:
-    """The run directory, and the checkpoint that the run resumes from; None = the run starts with step 1."""
+    """The run directory, and the checkpoint that the run resumes from; None = the run starts with step 1.
+
+    Raises:
+        FileExistsError: the directory of a new run is not empty.
+        ValueError: the checkpoint is damaged.
+    """
     if config.train.resume == "false":
-        return RunDirectory(config.out), None
+        run = RunDirectory(config.out)
+        world.on_main(run.check_free)
+        return run, None
     run, path = find_run(config.out if config.train.resume == "true" else config.train.resume)
     if path is None and not run.has_checkpoints:
         return run, None  # stopped before its first checkpoint
@@ -136,16 +144,31 @@ def shape_of(config: Config, tokenizer: Tokenizer, initial: Initial | None = Non
     return config.shape_with(size or max(rows, tokenizer.vocabulary_size))
 
 
+def chat_template_of(corpus: Corpus, folder: Path | None) -> str:
+    """The chat template of the documents, or of the checkpoint or export in `folder`; empty if neither has one."""
+    if corpus.chat_template or folder is None:
+        return corpus.chat_template
+    template = find_template(folder)
+    return template.to_json() if template else ""
+
+
 class Feeds:
     """The packs of a run on this rank, of training steps and of evaluations.
 
-    `resumed` is the run directory if the run continues from a checkpoint.
+    Args:
+        config: configuration of the run.
+        objective: its documents and collator.
+        engine: engine of the model, which still has its initial weights.
+        cost_model: cost of documents, for the plan.
+        console: prints progress.
+        clock: returns seconds.
+        resumed: the run directory, if the run continues from a checkpoint.
 
     Attributes:
         training: the global steps to train on.
         steps: number of the last step of the run.
-        validation: validation packs; None if the run does not evaluate.
-        validation_steps: global steps of an evaluation.
+        validation: loader of validation packs; None if the run does not evaluate.
+        validation_steps: number of global steps of an evaluation.
         notes: notes for the header of the run.
 
     Raises:

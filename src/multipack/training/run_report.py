@@ -1,4 +1,4 @@
-"""What a run prints: the header with everything to know about the run later, and the closing report."""
+"""What a run prints: the header, from which the run can be understood later, and the closing report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from multipack.planning.report import padded_share, report
 from multipack.reports.summary import Rows, report_rows
 from multipack.training.compare import Comparison
 from multipack.training.metrics import LEGEND, PREDICTED, SKIPPED
-from multipack.training.optimizer import described, optimizer_text
+from multipack.training.optimizer import meta_parameters, optimizer_text
 from multipack.training.precision import DTYPES
 from multipack.training.run_cost import cost_rows
 from multipack.training.schedule import schedule_text
@@ -26,7 +26,7 @@ from multipack.training.trainer import Trainer
 
 
 def print_header(run: Trainer, seconds: float) -> None:
-    """Print what the run is, its plan, and the legend of metrics; `seconds` were spent on building it."""
+    """Print the run's header, its plan, and the legend of metrics; building the run took `seconds`."""
     console, config = run.console, run.config
     console.section("run", header_rows(run))
     if console.enabled:
@@ -72,7 +72,7 @@ def print_result(run: Trainer, stopped_by: signal.Signals | None, comparison: Co
 def header_rows(run: Trainer) -> Rows:
     """The device, the software, the model, the optimizer and the data of a run."""
     world, config, shape = run.world, run.config, run.shape
-    parameters = described(run.engine.shapes)
+    parameters = meta_parameters(run.engine.shapes)
     threads = torch.get_num_threads()
     cpu = f"{threads} thread{'s' if threads > 1 else ''}"
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else cpu
@@ -136,7 +136,7 @@ def plan_rows(run: Trainer) -> Rows:
 
 
 def corpus_notes(corpus: Corpus) -> Rows:
-    """Documents that were cut, dropped or skipped on their way from the source; so far, if documents arrive."""
+    """Rows on documents that were cut, dropped or skipped; of a stream those that have arrived so far."""
     arriving = corpus.arriving
     train_fit, skipped = (
         (corpus.train_fit, corpus.skipped) if arriving is None else (arriving.report, arriving.skipped)

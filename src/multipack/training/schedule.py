@@ -14,7 +14,7 @@ from multipack.training.settings import OptimizerConfig
 
 
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
-    """Learning rate of a step, from 1, of a run of `steps` steps.
+    """Learning rate of step `step`, counted from 1, in a run of `steps` steps.
 
     `wsd` (warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395) stays at its peak and decays over the last
     `decay_share` of the steps, linearly or as 1 − √progress (Hägele et al. 2024, arXiv:2405.18392): a run can be
@@ -29,15 +29,17 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
     floor = _floor(config)
     if config.schedule == "cosine":
         return floor + 0.5 * (config.lr - floor) * (1 + math.cos(math.pi * progress))
-    bent = config.schedule == "wsd" and config.decay_shape == "sqrt"
-    return floor + (config.lr - floor) * (1 - (math.sqrt(progress) if bent else progress))
+    if config.schedule == "wsd" and config.decay_shape == "sqrt":
+        progress = math.sqrt(progress)
+    return floor + (config.lr - floor) * (1 - progress)
 
 
 def rate_factor(config: OptimizerConfig, targets_per_step: float) -> float:
-    """Factor of all learning rates of a run for the mean target tokens of its steps: 1 at the reference.
+    """Factor of all learning rates of a run, from the mean number of target tokens in its steps.
 
-    With κ times the reference's targets in a step the factor is κ (`linear`: Goyal et al. 2017, arXiv:1706.02677,
-    for SGD) or √κ (`sqrt`: Malladi et al. 2022, arXiv:2205.10287, for Adam). Adam's betas and epsilon are not scaled.
+    With κ times `optimizer.reference_tokens` targets in a step the factor is κ (`linear`: Goyal et al. 2017,
+    arXiv:1706.02677, for SGD) or √κ (`sqrt`: Malladi et al. 2022, arXiv:2205.10287, for Adam). Adam's betas and epsilon
+    are not scaled.
     """
     if config.lr_scaling == "none":
         return 1.0
@@ -76,4 +78,5 @@ def _decay(steps: int, config: OptimizerConfig) -> tuple[int, int]:
 
 
 def _floor(config: OptimizerConfig) -> float:
+    """The learning rate at the end of the decay."""
     return config.min_lr if config.min_lr >= 0 else config.lr / 10

@@ -90,7 +90,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Check ranges."""
-        # YAML's booleans and an empty word mean what they look like.
+        # YAML reads true and false as booleans, and an empty value means false.
         self.resume = {"True": "true", "False": "false", "": "false"}.get(self.resume, self.resume)
         _check(self, "train", "steps", "eval_every", "eval_packs", "checkpoint_every", "keep_checkpoints")
         _check(self, "train", "prefetch", "seed", "sample_tokens", "sample_temperature", "sample_top_k")
@@ -243,6 +243,7 @@ class PreferenceConfig:
 
 
 def _check(group: object, prefix: str, *names: str, least: float = 0, below: float = math.inf) -> None:
+    """Raise a ValueError for the first of these fields that is not in [least, below)."""
     for name in names:
         value = getattr(group, name)
         if not least <= value < below:

@@ -43,7 +43,7 @@ class RunResult:
 
 
 def train(config: Config, clock: Callable[[], float] = time.perf_counter) -> RunResult:
-    """Train a model, from reading documents to the last checkpoint.
+    """Train a model: read documents, plan, train, evaluate, save checkpoints, and print a report.
 
     Args:
         config: configuration of the run; see `multipack.training.run_config.compose_run`.
@@ -73,7 +73,7 @@ def train(config: Config, clock: Callable[[], float] = time.perf_counter) -> Run
                 trainer.loop()
             if trainer.feed.late:
                 raise ValueError(f"{trainer.feed.late} (the run is saved after step {trainer.step})")
-            # Everything is saved: from here on a signal ends the process immediately.
+            # The loop has saved everything, and `trainer.stop` no longer handles signals: they end the process.
             stopped = trainer.stop.signal
             compared = stopped is None and trainer.step > first
             result = RunResult(

@@ -1,4 +1,4 @@
-"""`Trainer`: the parts of a run, its progress, and one loop over global steps for every parallel strategy.
+"""`Trainer`: builds the parts of a run, and has one loop over global steps for every parallel strategy.
 
 config ─▶ corpus ─▶ sampler (plan) ─▶ loader ─▶ feed
    └────▶ shape ──▶ blueprint ─▶ engine (model, optimizer)
@@ -8,7 +8,6 @@ for each step:  feed ▸ forward_backward ▸ clip ▸ step ▸ record ▸ (eval
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 import time
@@ -26,14 +25,13 @@ from multipack.models.decoder import Decoder
 from multipack.models.sampling import Sampling
 from multipack.parallel.engine import StepResult
 from multipack.parallel.mesh import build_mesh
-from multipack.parallel.state import local
 from multipack.parallel.world import World
 from multipack.reports.console import Console
 from multipack.training.blueprint import open_engine
 from multipack.training.callbacks.callback import Callbacks, NonFiniteLoss
 from multipack.training.checkpoint import Checkpoint, restore_rng
 from multipack.training.feed import StepData
-from multipack.training.inference import complete_batch, find_template
+from multipack.training.inference import complete_batch
 from multipack.training.metrics import LEGEND, format_line, step_metrics
 from multipack.training.objective import objective_of
 from multipack.training.precision import DTYPES, mean_peak, resolve_dtype
@@ -43,6 +41,7 @@ from multipack.training.run_files import RunFiles
 from multipack.training.run_parts import (
     Feeds,
     build_callbacks,
+    chat_template_of,
     open_run,
     packs_per_step,
     read_documents,
@@ -56,8 +55,8 @@ from multipack.training.weights import begin_from, initial_weights
 class Trainer:
     """Builds a run, restores it from its checkpoint, and trains it.
 
-    Files are written only after all parts are built and the checkpoint is loaded. Evaluating a saved run changes
-    nothing of it.
+    Files are written only after all parts are built and the checkpoint is loaded. `train.eval_only` does not change a
+    saved run.
 
     Args:
         config: configuration of the run; see `compose_run`.
@@ -74,9 +73,9 @@ class Trainer:
         saved, evaluated, best_step: steps of the last checkpoint, the last evaluation and the best one; -1 = none.
         val_loss, best: validation losses of this process's last evaluation, and the lowest so far.
         running: summed loss since the last evaluation, and what it is divided by.
-        ending: why the loop stops before its last step; empty while it continues.
-        interrupted: all ranks have agreed to stop because one received a signal.
-        stop: the signal to stop that this rank received, if any.
+        ending: reason to stop before the last step; empty while the loop continues.
+        interrupted: whether a rank received a signal, or waited too long for documents; equal on every rank.
+        stop: records the signal that asks to stop.
 
     Raises:
         ValueError: the configuration does not fit the documents, the device or the saved run.
@@ -94,8 +93,6 @@ class Trainer:
         out = world.from_main(config.out or f"runs/{time.strftime('%Y-%m-%d_%H-%M-%S')}")
         config = replace(config, out=out)
         self.run, self.resumed = open_run(config, world)
-        if config.train.resume == "false":
-            world.on_main(self.run.check_free)
         self.mesh = build_mesh(config.parallel, world)
         packs, self.notes = packs_per_step(config, self.mesh)
         self.corpus = read_documents(config, self.mesh, console)
@@ -113,8 +110,7 @@ class Trainer:
         )
         self.cost_model = run_cost(config, self.shape, self.run)
         before = self.resumed.path if self.resumed else initial.folder if initial else None
-        template = None if before is None or self.corpus.chat_template else find_template(before)
-        self.chat_template = template.to_json() if template else self.corpus.chat_template
+        template = chat_template_of(self.corpus, before)
         weights = None
         if initial is not None:
             weights, note = begin_from(initial, self.shape, self.corpus.tokenizer)
@@ -126,8 +122,8 @@ class Trainer:
         self.notes += self.feeds.notes
         # From here on ranks draw their own random numbers (dropout), each from a reproducible stream.
         torch.manual_seed(int(np.random.SeedSequence([config.train.seed, world.rank]).generate_state(1)[0]))
-        own = build_callbacks(config, world, self.run, self.feed.micro_batches, console.line)
-        self.callbacks = Callbacks(own)
+        callbacks = build_callbacks(config, world, self.run, self.feed.micro_batches, console.line)
+        self.callbacks = Callbacks(callbacks)
         self.lr_factor = rate_factor(config.optimizer, self.feed.targets_per_step)
         self.peak_flops = mean_peak(world, self.dtype)
         self.step, self.saved, self.evaluated, self.best_step = 0, -1, -1, -1
@@ -135,15 +131,14 @@ class Trainer:
         self.best: float | None = None
         self.running: list[float] = [0.0, 0]
         self.ending, self.interrupted, self.loss = "", False, math.nan
-        self.files = RunFiles(self.run, world, config, self.corpus, self.chat_template)
+        self.files = RunFiles(self.run, world, config, self.corpus, template)
         if self.resumed is not None:
             self._restore(self.resumed)
         if not config.train.eval_only or config.train.resume == "false":
             files = cost_files(self.cost_model) | ({} if self.resumed else self.objective.run_files)
             world.on_main(lambda: self.files.open(files, self.resumed, self.best_step))
         self.stop = StopRequest(self.feed.interrupt)
-        # Time at which the last step, evaluation or checkpoint ended.
-        self._mark = clock()
+        self._mark = clock()  # when the last step, evaluation or checkpoint ended
 
     def loop(self) -> None:
         """Train until the last step, or until a signal, a callback or the end of the documents ends the run."""
@@ -234,14 +229,10 @@ class Trainer:
             NonFiniteLoss: the weights are not finite; nothing was written.
             ValueError: this checkpoint, or the previous one in the background, could not be written.
         """
-        state = self.engine.state()
-        state["callbacks"] = self.callbacks.all_tensors()
-        broken = [name for name, each in state["model"].items() if not bool(local(each).isfinite().all())]
-        ranks = self.world.gather(json.dumps(broken))
-        everywhere = sorted({name for text in ranks for name in json.loads(text)})
-        if everywhere:
-            count, first = len(everywhere), ", ".join(everywhere[:3])
+        if broken := self.engine.nonfinite_parameters():
+            count, first = len(broken), ", ".join(broken[:3])
             self.diverged(f"after step {self.step} {count} weight tensors are not finite ({first})", [])
+        state = self.engine.state() | {"callbacks": self.callbacks.all_tensors()}
         best, last = self.best_step == self.step, self._is_last()
         self.files.save(self.step, state, self._progress, best=best, last=last)
         self.saved = self.step
@@ -257,7 +248,7 @@ class Trainer:
             self.feeds.close()
 
     def diverged(self, what: str, documents: list[int]) -> NoReturn:
-        """Raise NonFiniteLoss, naming documents."""
+        """Raise NonFiniteLoss with a message on `what`, and the names of these documents."""
         names = [f"{number} ({self.feed.names(number)})" for number in documents[:20]]
         more = f" and {len(documents) - 20} more" if len(documents) > 20 else ""
         of = f" Its documents: {', '.join(names)}{more}." if names else ""
@@ -280,18 +271,22 @@ class Trainer:
                     advance(self.step, self.steps, f"loss {self.loss:.3f}")
                 elif self.feed.ended:
                     self.ending = "the stream of documents has ended"
-                else:  # a rank received a signal, or gave up, while it waited for documents
+                else:  # while waiting for documents, a rank received a signal or exceeded its timeout
                     self._interrupt()
 
     def _watch(self, data: StepData, index: int) -> None:
-        """Call the callbacks after a micro-batch."""
+        """Call the callbacks after micro-batch `index` of a step."""
         own = sum(batch.denominator for batch in data.micro_batches[: index + 1])
         self.callbacks.micro_batch(index, self.engine, float(own), float(data.denominator))
 
     def _agree(self, data: StepData, result: StepResult) -> tuple[float, float]:
         """Sum loss and slots of a step over all ranks, and share stop signals, in one all-reduce.
 
-        Raises NonFiniteLoss on every rank if the loss of a pack is not finite, with the pack's documents.
+        Returns:
+            Summed loss and number of slots of the step.
+
+        Raises:
+            NonFiniteLoss: on every rank, if the loss of a pack is not finite; names the pack's documents.
         """
         mesh, finite = self.mesh, [math.isfinite(loss) for loss in result.losses]
         broken = np.zeros((len(finite), mesh.data_size))
@@ -301,18 +296,15 @@ class Trainer:
         own = [loss, float(slots), float(self.stop.signal or 0), *broken.ravel().tolist()]
         loss_sum, all_slots, asked, *flags = self.world.sum(own)
         if any(flags):
-            documents = [
-                int(number) for pack, flag in enumerate(flags) if flag for number in data.packs[pack]
-            ]
-            self.diverged(
-                f"the loss of step {self.step + 1} is not finite; the step was not applied", documents
-            )
+            documents = np.concatenate([data.packs[pack] for pack, flag in enumerate(flags) if flag]).tolist()
+            what = f"the loss of step {self.step + 1}"
+            self.diverged(f"{what} is not finite; the step was not applied", documents)
         if asked:
             self._interrupt()
         return loss_sum, all_slots
 
     def _interrupt(self) -> None:
-        """End the run after this step without an evaluation, because a rank received a signal; called on all ranks."""
+        """End the run after this step without an evaluation; called on all ranks if one received a signal."""
         self.stop.signal = self.stop.signal or signal.SIGTERM  # if another rank received it
         self.ending, self.interrupted = self.stop.signal.name, True
 
@@ -329,14 +321,13 @@ class Trainer:
     def _record(
         self, data: StepData, result: StepResult, middle: float, slots: float, metrics: dict[str, float]
     ) -> None:
-        """Write the record of the step that has just ended; its backward passes ended at `middle`, in seconds."""
+        """Write the record of the step that has just ended; `middle` is the clock's value after its backward passes."""
         self.world.synchronize()
         now = self.clock()
         seconds, self._mark = now - self._mark, now
         flops, peak = self.cost_model.flops(data.lengths), self.peak_flops * self.world.size
         values = {
             "step": self.step,
-            "dt": seconds,
             "dto": now - middle,
             "mfu": 100.0 * flops / max(seconds, 1e-12) / peak if peak else 0.0,
             **step_metrics(data, result, slots, seconds, self.world.size),
@@ -372,7 +363,7 @@ class Trainer:
         return self._is_last() or self._is_best() or (every > 0 and self.step % every == 0)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
-        """Load the checkpoint of a run of the same documents."""
+        """Load a checkpoint into all parts of the run."""
         progress, weighting = checkpoint.progress, self.config.train.loss_weighting
         self.notes += self.files.check_origin(progress)
         self.engine.load_state(checkpoint.source)

@@ -26,13 +26,14 @@ from multipack.models.pretrained import CONFIG, open_weights
 from multipack.parallel.world import World
 from multipack.run import find_run, is_export, weights_folder
 from multipack.shapes import ModelShape
+from multipack.training.callbacks.averaging import MovingAverage
 from multipack.training.checkpoint import Checkpoint, load_checkpoint
 
 Weights = Literal["latest", "best", "ema"]
 """Which weights of a run: the newest, those with the lowest validation loss, or the newest moving average."""
 Reader = Callable[[str], Tensor]
 """Name of a parameter of the decoder → its value, which is read at each call."""
-AVERAGE = "average."
+AVERAGE = f"{MovingAverage.name}."
 """Prefix of averaged weights in a checkpoint's group "callbacks"."""
 
 
@@ -108,7 +109,7 @@ def initial_weights(path: Path, weights: Weights = "latest", world: World | None
 
 
 def _reader(checkpoint: Checkpoint, averaged: bool) -> Reader:
-    """Reads the weights of a checkpoint, or their averages; frozen weights have no average."""
+    """A function that reads weights of a checkpoint, or their averages; frozen weights have no average."""
     averages = checkpoint.source.shapes("callbacks") if averaged else {}
     if averaged and not any(name.startswith(AVERAGE) for name in averages):
         raise ValueError(
@@ -138,7 +139,7 @@ def begin_from(
         setting: the setting that names these weights, for messages.
 
     Returns:
-        A function that reads a parameter, and one line that says what was done.
+        A function that reads a parameter, and a note for the header of the run.
 
     Raises:
         ValueError: the shape or the tokenizer differs; the message names the settings.
@@ -174,7 +175,7 @@ def vocabulary_of(tokenizer: Tokenizer) -> dict[str, int]:
 
 def _check_same_shape(initial: Initial, shape: ModelShape, setting: str) -> None:
     ours, theirs = _effective(shape), _effective(initial.shape)
-    # One of context and rope_theta is missing, depending on the positions.
+    # `_effective` leaves out context or rope_theta, depending on the positions.
     differing = [
         f"model.{name}={ours[name]} (there {theirs[name]})"
         for name in ours
@@ -202,7 +203,7 @@ def _effective(shape: ModelShape) -> dict[str, Any]:
 
 
 def _known_rows(initial: Initial, tokenizer: Tokenizer, setting: str) -> set[int]:
-    """Numbers of the tokens that `initial` was trained with; all rows if it has no tokenizer."""
+    """Numbers of the tokens of `initial`'s tokenizer; all rows of its vocabulary if it has none."""
     rows = initial.shape.vocabulary_size
     if initial.tokenizer is None:
         if tokenizer.vocabulary_size > rows:

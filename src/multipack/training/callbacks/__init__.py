@@ -1,1 +1,1 @@
-"""Callbacks of the training loop, one a file. A new one is a subclass of `Callback` and a row in `build_callbacks`."""
+"""Callbacks of the training loop, one a file. To add one, subclass `Callback` and append it in `build_callbacks`."""

@@ -17,9 +17,9 @@ from multipack.training.callbacks.gradients import trainable
 class MovingAverage(Callback):
     """EMA of all trainable weights in float32, over the applied steps.
 
-    After t steps it is Σ decay^(t−i) · w_i / Σ decay^(t−i) over the weights w_i after step i. The weights sum to 1, so
-    the random initial weights have no part in it (the bias correction of Adam: Kingma & Ba 2015, arXiv:1412.6980,
-    section 3). A rank averages what it holds of the weights; replicas hold equal averages.
+    After t steps it is Σ decay^(t−i) · w_i / Σ decay^(t−i) over the weights w_i after step i: the factors sum to 1, and
+    the random initial weights are not included (as in Adam's bias correction: Kingma & Ba 2015, arXiv:1412.6980,
+    section 3). Each rank averages its parts of the weights; replicas hold equal averages.
 
     Args:
         decay: share of the average that a step keeps; 0.999 averages about 1,000 steps.

@@ -25,7 +25,7 @@ Fill = Callable[[Mapping[str, Tensor]], None]
 
 
 class RunStopped(RuntimeError):
-    """The run must stop: the current step was not applied, and the last checkpoint is valid."""
+    """The run must stop; the last checkpoint is valid."""
 
 
 class NonFiniteLoss(RunStopped):
@@ -46,12 +46,13 @@ class Callback:
         """Called before the batches of `step` (from 1) are fetched."""
 
     def micro_batch(self, index: int, engine: ModelEngine, own: float, whole: float) -> None:
-        """Called after the backward pass of each micro-batch except the last: gradients are still this rank's own.
+        """Called after the backward pass of each micro-batch except the last: gradients are not yet synchronized.
 
         Args:
-            index: of the micro-batch on this rank, from 0.
-            engine: its parameters hold the gradient of the summed loss / `whole`, times ranks and loss scale.
-            own: share of the step's denominator in this rank's micro-batches up to this one.
+            index: index of the micro-batch on this rank, from 0.
+            engine: its parameters hold this rank's gradient of the summed loss / `whole`, times `mesh.gradient_size`
+                and loss scale.
+            own: part of the step's denominator in this rank's micro-batches up to this one.
             whole: the step's denominator.
         """
 
@@ -77,7 +78,7 @@ class Callback:
         """Called with the generated text of an evaluation; on rank 0 only."""
 
     def weight_sets(self, engine: ModelEngine) -> Sequence[tuple[str, AbstractContextManager[None]]]:
-        """Further weights to evaluate: a suffix for `val_loss`, and a context in which the model has them."""
+        """Further weights to evaluate: pairs of a suffix for `val_loss` and a context in which the model has them."""
         return []
 
     def stop_reason(self, step: int, val_loss: float) -> str:
@@ -107,7 +108,7 @@ class Callback:
         """
 
     def close(self, failed: bool) -> None:
-        """Called at the end of the run; `failed`: by an exception."""
+        """Called at the end of the run; `failed` is True if an exception ended it."""
 
 
 def _union(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from multipack.training.callbacks.callback import Callback
 class EarlyStopping(Callback):
     """Stops the run after `patience` evaluations without an improvement.
 
-    An improvement lowers the loss of the last improvement by more than `min_improvement`, so that small steps count
-    once they add up.
+    An evaluation improves the loss if it is lower than at the last improvement by more than `min_improvement`, so that
+    several small decreases together count.
     """
 
     name = "stopping"
@@ -18,8 +18,8 @@ class EarlyStopping(Callback):
     def __init__(self, patience: int, min_improvement: float = 0.0) -> None:
         self.patience = patience
         self.min_improvement = min_improvement
-        self.improved: tuple[int, float] | None = None
-        self.without = 0
+        self.improved: tuple[int, float] | None = None  # step and loss of the last improvement
+        self.without = 0  # evaluations since
 
     def stop_reason(self, step: int, val_loss: float) -> str:
         """See `Callback`."""

@@ -13,7 +13,7 @@ from multipack.training.callbacks.callback import Callback
 
 
 def trainable(engine: ModelEngine) -> dict[str, Tensor]:
-    """The live parameters that are trained, by name."""
+    """This rank's parameters that are trained, by name."""
     return {name: tensor for name, tensor in engine.parameters.items() if tensor.requires_grad}
 
 
@@ -27,8 +27,8 @@ class LayerNorms(Callback):
 
     name = "layer_norms"
     legend: Mapping[str, str] = {
-        "grad_norm/PART": "norm of the gradient of a block, of the embedding or the head, before clipping",
-        "weight_norm/PART": "norm of its weights",
+        "grad_norm/LAYER": "norm of the gradient of a block, of the embedding or the head, before clipping",
+        "weight_norm/LAYER": "norm of its weights",
     }
 
     @torch.no_grad()
@@ -80,8 +80,8 @@ class GradientNoise(Callback):
     def __init__(self) -> None:
         self.steps = 0
         self.means = {"squares": 0.0, "inverses": 0.0, "whole_square": 0.0, "whole_inverse": 0.0}
-        self._small: tuple[float, float] | None = None
-        self._whole = 0.0
+        self._small: tuple[float, float] | None = None  # |g_b|² and 1 / b of this rank
+        self._whole = 0.0  # B
 
     def before_step(self, step: int) -> None:
         """See `Callback`."""

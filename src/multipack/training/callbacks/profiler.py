@@ -18,9 +18,12 @@ TRACED_STEPS = 3
 
 
 class Trace(Callback):
-    """Profiles a few steps of this process and writes one trace. A resumed run keeps the trace that it has.
+    """Profiles a few steps of this process and writes one trace. A resumed run keeps its earlier trace.
 
-    Writes to `path`; None = this rank writes no trace. On a CUDA `device` its kernels are traced too.
+    Args:
+        path: file to write; None = this rank writes no trace.
+        device: device of the model; CUDA kernels are traced too.
+        report: prints messages.
     """
 
     name = "trace"

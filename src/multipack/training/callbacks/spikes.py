@@ -13,7 +13,7 @@ from multipack.training.metrics import SKIPPED
 DECAY = 0.98
 """Decay of the statistics per step: they cover about 50 steps."""
 WARM_UP = 20
-"""Steps that fill the statistics before steps are judged."""
+"""Number of steps in the statistics before a step can be a spike."""
 MOST_IN_A_ROW = 10
 """Stop after this many consecutive skipped steps."""
 SMALLEST_DEVIATION = 1e-3
@@ -90,6 +90,7 @@ class SpikeGuard(Callback):
         return False
 
     def _jump(self, name: str, value: float) -> str:
+        """How a value exceeds its limit, for a message; empty if it does not."""
         moments = self._moments[name]
         deviation = max(math.sqrt(moments.variance), SMALLEST_DEVIATION * abs(moments.mean))
         limit = moments.mean + self.factor * deviation

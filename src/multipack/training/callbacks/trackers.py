@@ -1,7 +1,8 @@
-"""Trackers: where records go beside metrics.jsonl. A new one is a class like `Tracker` and a row in `TRACKERS`.
+"""Trackers: services and files that get a run's records beside metrics.jsonl.
 
-Trackers begin with the first record, when the run directory exists. The ids of their runs are part of checkpoints, so
-that a resumed run continues in the same ones. A tracker that raises is reported once and left out.
+To add one, write a class like `Tracker`, its row in `TRACKERS`, and its name in settings.py. Trackers start with the
+first record, when the run directory exists. The ids of their runs are part of checkpoints, so that a resumed run
+continues in the same ones. A tracker that raises is reported once and no longer used.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ class TrackedRun:
     """A run, as trackers show it.
 
     Attributes:
-        config: names of run, project and group.
+        config: settings of trackers.
         path: the run directory.
         settings: the run's configuration, nested by groups.
-        run_id: of the tracker's run to continue; empty = a new one.
-        step: of the first record to come.
-        resumed: an earlier process already sent records.
+        run_id: id of the tracker's run to continue; empty = a new one.
+        step: step of the first record.
+        resumed: whether an earlier process of the run already sent records.
     """
 
     config: TrackConfig
@@ -216,7 +217,7 @@ TRACKERS: dict[str, tuple[str, Callable[[TrackedRun], Tracker]]] = {
     "mlflow": ("mlflow", MlflowTracker),
     "trackio": ("trackio", TrackioTracker),
 }
-"""Name in `track.to` → module that it needs, and tracker; settings.py has the same names."""
+"""Name in `track.to` → module to import, and tracker; settings.py has the same names."""
 
 
 def check_trackers(config: TrackConfig) -> None:
@@ -239,7 +240,7 @@ class Tracking(Callback):
 
     Args:
         run: the run, as trackers show it.
-        report: prints which tracker failed, and how.
+        report: prints which tracker failed, and why.
     """
 
     name = "trackers"
@@ -267,7 +268,7 @@ class Tracking(Callback):
             try:
                 tracker.close(failed)
             except Exception as error:
-                self._tell(name, error)
+                self._report_failure(name, error)
         self._begun.clear()
 
     def _forward(self, step: int, call: Callable[[Tracker], None]) -> None:
@@ -279,7 +280,7 @@ class Tracking(Callback):
                     self._begun[name] = self._begin(name, step)
                 call(self._begun[name])
             except Exception as error:
-                self._tell(name, error)
+                self._report_failure(name, error)
                 self._failed.add(name)
                 if name in self._begun:
                     with suppress(Exception):
@@ -292,7 +293,7 @@ class Tracking(Callback):
         self.run_ids[name] = tracker.run_id
         return tracker
 
-    def _tell(self, name: str, error: Exception) -> None:
+    def _report_failure(self, name: str, error: Exception) -> None:
         reason = " ".join(str(error).split()) or type(error).__name__
         self._report(
             f"tracker {name} failed: {reason}; the run continues without it, and metrics.jsonl has all records"
