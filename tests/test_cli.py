@@ -118,7 +118,7 @@ def test_the_printed_command_trains_with_the_same_settings(run, lengths_file):
 
 
 def test_compilation_is_announced(run, lengths_file, monkeypatch):
-    monkeypatch.setattr("multipack.planning.report.cached", lambda *rooms: False)
+    monkeypatch.setattr("multipack.planning.report._WAIT", 0.0)
     for command, words in (("plan", ["plan.capacity=1000"]), ("pack", ["capacity=1000"])):
         quiet = run(command, str(lengths_file), *words, "--json")
         json.loads(quiet.stdout)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from multipack.planning.cost import CostModel
-from multipack.shapes import PLANNING_ONLY, SHAPES, ModelShape
+from multipack.shapes import OPTIONAL, SHAPES, ModelShape
 
 
 def published(kind, layers, heads, kv_heads, d_model, d_ff, vocabulary, context, **others):
@@ -92,9 +92,9 @@ def test_published_active_parameters():
 
 def test_neutral_defaults_leave_dense_shapes_as_they_were():
     shape = ModelShape()
-    assert all(getattr(shape, name) == 0 for name in PLANNING_ONLY)
+    assert all(getattr(shape, name) == 0 for name in OPTIONAL)
     assert shape.token_parameters == shape.layers * shape.layer_parameters
-    before = {name: value for name, value in shape.to_dict().items() if name not in PLANNING_ONLY}
+    before = {name: value for name, value in shape.to_dict().items() if name not in OPTIONAL}
     assert ModelShape(**before) == shape
     assert ModelShape(**SHAPES["deepseek-v3"].to_dict()) == SHAPES["deepseek-v3"]
 

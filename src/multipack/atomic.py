@@ -1,9 +1,7 @@
-"""Files and folders that appear as a whole or not at all, also if their writer is killed.
+"""Files and folders that appear whole or not at all, even if their writer is killed; the cache folder; file locks.
 
 atomic_folder(store)      .store.1f3a9c.partial/ …  ──fsync, rename──▶  store/
 killed while writing      .store.1f3a9c.partial/    removed by the next writer of the same path
-
-Also the user's cache folder, and locks between processes.
 """
 
 from __future__ import annotations
@@ -19,19 +17,19 @@ from contextlib import contextmanager
 from pathlib import Path
 
 PARTIAL = ".partial"
-"""Suffix of files and folders that are being written; none of them is ever read."""
+"""Suffix of files and folders that are being written; they are never read."""
 
 
 def write_atomically(path: Path, content: bytes, exclusive: bool = False) -> None:
     """Write a file so that `path` has the old content or the new one, never a part of it.
 
     Args:
-        path: its folder is created if needed.
-        content: of the file.
-        exclusive: fail if there is a file already.
+        path: the file; its folder is created if needed.
+        content: its new content.
+        exclusive: fail if the file exists.
 
     Raises:
-        FileExistsError: with `exclusive`, of several writers all but the first.
+        FileExistsError: with `exclusive`, in all of several concurrent writers but the first.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = partial_path(path)
@@ -50,7 +48,7 @@ def write_atomically(path: Path, content: bytes, exclusive: bool = False) -> Non
 
 
 def partial_path(path: Path) -> Path:
-    """A new name beside `path` for what will become `path`."""
+    """An unused path beside `path`, for content that is renamed to `path` when it is complete."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
 
 
@@ -58,8 +56,8 @@ def partial_path(path: Path) -> Path:
 def atomic_folder(path: Path) -> Iterator[Path]:
     """A new folder beside `path` that becomes `path` when the block ends without an exception.
 
-    The block syncs the files that it writes; the folder itself is synced here. What a killed writer of the same path
-    left is removed first, so only one process at a time may write it.
+    The block syncs the files that it writes; the folder itself is synced here. Partial folders of killed writers of the
+    same path are removed first, so only one process at a time may write it.
 
     Raises:
         OSError: `path` exists and is not an empty folder.
@@ -77,14 +75,14 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 
 def is_free(path: Path, leftovers: bool = False) -> bool:
-    """Whether `path` does not exist or is an empty folder; with `leftovers`, what killed writers left is ignored."""
+    """Whether `path` does not exist or is an empty folder; `leftovers` allows partial files of killed writers in it."""
     if not path.is_dir():
         return not path.exists()
     return all(leftovers and entry.name.endswith(PARTIAL) for entry in path.iterdir())
 
 
 def move_into_place(partial: Path, path: Path, replace: bool = False) -> None:
-    """Give a complete folder its name, with `replace` also if another folder has it."""
+    """Rename a complete folder to `path`; `replace` allows that another folder is there."""
     sync_folder(partial)
     if not replace or is_free(path):
         # Fails if another process has made a folder of this name meanwhile.
@@ -102,7 +100,7 @@ def move_into_place(partial: Path, path: Path, replace: bool = False) -> None:
 
 
 def sweep(path: Path) -> None:
-    """Remove what killed writers of `path` left beside it, and restore a folder that they were about to replace.
+    """Remove partial folders that killed writers of `path` left, and restore a folder that they were about to replace.
 
     No other process may be writing `path`.
     """
@@ -126,10 +124,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def cache_folder(chosen: str = "") -> Path:
-    """The folder of trained tokenizers and token stores: `chosen`, or the user's cache folder; it is not created.
+    """The folder of trained tokenizers and token stores, which may not exist: `chosen`, or the user's cache folder.
 
-    The user's is `$XDG_CACHE_HOME/multipack` if that variable holds an absolute path (the XDG base directory
-    specification requires one), else `~/.cache/multipack`.
+    That is `$XDG_CACHE_HOME/multipack` if the variable holds an absolute path (the XDG base directory specification
+    requires one), else `~/.cache/multipack`.
     """
     if chosen:
         return Path(chosen).expanduser()
@@ -139,7 +137,7 @@ def cache_folder(chosen: str = "") -> Path:
 
 @contextmanager
 def locked(path: Path, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
-    """Hold an exclusive lock between processes on the file `path`, which is created and remains.
+    """Context that holds an exclusive lock between processes on the file `path`, which is created and not removed.
 
     The operating system releases the lock when its process ends or is killed.
 

@@ -1,7 +1,7 @@
 """Layout of a run directory. Training writes it; reports, resume, generation and export read it.
 
     RUN/
-      config.yaml       the resolved configuration; `multipack train config=RUN/config.yaml` starts such a run anew
+      config.yaml       the resolved configuration; `multipack train config=RUN/config.yaml` starts an equal run
       metrics.jsonl     one record per step and evaluation, in full precision
       samples.txt       generated text of evaluations
       trace.json        with train.profile; reference.safetensors with preference pairs
@@ -10,7 +10,7 @@
         best            the name of the one with the lowest validation loss
         step-00000100/  see training/checkpoint.py
 
-Files whose names begin with a dot are being written.
+Files and folders whose names end with `.partial` are being written.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import Any
 from multipack.atomic import is_free, write_atomically
 
 COMPLETE = ".complete"
-"""The file of a checkpoint that is written last: without it no checkpoint is loaded, however it was copied."""
+"""The file of a checkpoint that is written last: a checkpoint without it is incomplete and is not loaded."""
 
 
 class RunDirectory:
-    """Paths of a run, and how its directory and pointers are made.
+    """The paths of a run.
 
     Args:
         path: the directory, which need not exist.
@@ -52,7 +52,7 @@ class RunDirectory:
 
     @property
     def has_checkpoints(self) -> bool:
-        """Whether there is a checkpoint, complete or not, that a run which begins again would lose."""
+        """Whether there is a checkpoint, complete or not; a new run in this directory would lose it."""
         return self.latest.is_file() or any(self.checkpoints.glob("step-*"))
 
     def check_free(self) -> None:
@@ -68,21 +68,21 @@ class RunDirectory:
             )
 
     def create(self, config_yaml: str) -> None:
-        """Make the directory of a new run; of several processes that try, one succeeds. See `check_free`."""
+        """Make the directory of a new run; if several processes try, one succeeds. See `check_free`."""
         self.check_free()
-        # The configuration comes first: a process killed before it leaves no run.
+        # The configuration comes first: a process that is killed before this leaves no run directory.
         write_atomically(self.config, config_yaml.encode(), exclusive=True)
         self.checkpoints.mkdir(exist_ok=True)
 
     def point_to(self, checkpoint: Path, pointer: Path | None = None) -> None:
-        """Let `latest` (or another pointer) name `checkpoint`."""
+        """Write the name of `checkpoint` into `latest`, or into another pointer file."""
         write_atomically(pointer or self.latest, f"{checkpoint.name}\n".encode())
 
     def latest_checkpoint(self) -> Path:
         """The folder of the newest complete checkpoint.
 
         Raises:
-            FileNotFoundError: this is no run directory, it has no checkpoint, or `latest` names one that is gone.
+            FileNotFoundError: this is no run directory, it has no checkpoint, or `latest` names a missing one.
         """
         if not self.config.is_file():
             raise FileNotFoundError(f"{self.path} is not a run directory: it has no config.yaml")
@@ -96,22 +96,23 @@ class RunDirectory:
         """The folder of the checkpoint with the lowest validation loss.
 
         Raises:
-            FileNotFoundError: the run was never evaluated (train.eval_every), or the checkpoint is gone.
+            FileNotFoundError: the run was never evaluated (train.eval_every), or the checkpoint is missing.
         """
         return self._named(self.best, "it was never evaluated (train.eval_every); take the latest")
 
-    def _named(self, pointer: Path, without: str) -> Path:
+    def _named(self, pointer: Path, hint: str) -> Path:
+        """The checkpoint that a pointer file names; `hint` ends the error message if there are no checkpoints."""
         name = pointer.read_text(encoding="utf-8", errors="replace").strip() if pointer.is_file() else ""
         if name and (self.checkpoints / name).is_dir():
             return self.checkpoints / name
         found = sorted(path.name for path in self.checkpoints.glob("step-*"))
-        advice = f"name one of {', '.join(found[-3:])} in {self.checkpoints}" if found else without
+        advice = f"name one of {', '.join(found[-3:])} in {self.checkpoints}" if found else hint
         raise FileNotFoundError(
             f"{self.path} has no complete checkpoint that checkpoints/{pointer.name} names: {advice}"
         )
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """The records of metrics.jsonl in order, without a last line that was cut short."""
+        """The records of metrics.jsonl in order, up to a line that is incomplete because its writer was killed."""
         if not self.metrics.exists():
             return
         for line in self.metrics.read_text(encoding="utf-8").splitlines():
@@ -122,9 +123,8 @@ class RunDirectory:
 
 
 def config_yaml(config: Any) -> str:
-    """A configuration (any dataclass of dataclasses) as the YAML that `config=FILE` reads back."""
-    # Imported where it is needed: most users of this module only need paths.
-    from omegaconf import OmegaConf
+    """A configuration (any dataclass of dataclasses) as YAML, which `config=FILE` reads."""
+    from omegaconf import OmegaConf  # most users of this module only need paths
 
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 

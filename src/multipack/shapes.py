@@ -1,10 +1,10 @@
-"""`ModelShape`: the dimensions and variant of a decoder as plain data, shared by cost model, decoder and reports.
+"""`ModelShape`: the dimensions and options of a decoder as plain data, shared by cost model, decoder and reports.
 
 This module imports no torch. Presets have the published dimensions of each model, so that
 `plan(..., cost=CostModel.from_shape(SHAPES["llama-8b"]))` needs no weights. `ModelShape.from_huggingface` reads the
 dimensions of any other decoder from its config.json.
 
-A shape may have mixtures of experts, windows in some layers and latent attention, because the planner needs their
+A shape may describe mixtures of experts, windows in some layers and latent attention, because the planner needs their
 cost. `Decoder` supports only dense layers with the same attention in all of them, and raises an error for other shapes.
 """
 
@@ -92,7 +92,7 @@ class ModelShape:
         if self.kv_heads == 0:
             object.__setattr__(self, "kv_heads", self.heads)
         sizes = ("layers", "heads", "kv_heads", "d_model", "d_ff", "context")
-        for name in (*sizes, "vocabulary_size", "head_dim", *PLANNING_ONLY):
+        for name in (*sizes, "vocabulary_size", "head_dim", *OPTIONAL):
             if getattr(self, name) < (least := int(name in sizes)):
                 raise ValueError(f"model.{name} must be at least {least}, got {getattr(self, name)}")
         if self.heads % self.kv_heads:
@@ -112,11 +112,11 @@ class ModelShape:
             raise ValueError(f"rotary positions need an even head width, got {rotary_width}")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"model.dropout must be in [0, 1), got {self.dropout}")
-        self._check_planning_only()
+        self._check_optional()
 
-    def _check_planning_only(self) -> None:
-        """Check that mixtures, windows and latent attention are described completely."""
-        for switch, names in _BELONG.items():
+    def _check_optional(self) -> None:
+        """Check that mixtures of experts, windows and latent attention are described completely."""
+        for switch, names in _DEPENDENT.items():
             stray = [name for name in names if getattr(self, name)]
             if stray and not getattr(self, switch):
                 raise ValueError(
@@ -153,6 +153,7 @@ class ModelShape:
             shape = cls.from_huggingface(name)
         if shape is None:
             return None
+        # 0 stays equal to `heads` if another word changes `heads`.
         return {**shape.to_dict(), "kv_heads": 0 if shape.kv_heads == shape.heads else shape.kv_heads}
 
     @staticmethod
@@ -214,7 +215,7 @@ class ModelShape:
     def layer_parameters(self) -> int:
         """Number of matrix elements of one block that a token is multiplied with: P in the cost formula.
 
-        Biases and norms are not counted. In a mixture of experts: of a block with experts, including its router.
+        Biases and norms are not counted. In a mixture of experts it is that of a block with experts, with its router.
         """
         return self.attention_parameters + (
             self._mixture(self.experts_per_token) if self.experts else self._feed_forward(self.d_ff)
@@ -237,11 +238,11 @@ class ModelShape:
     def _feed_forward(self, width: int) -> int:
         return (3 if self.gated else 2) * self.d_model * width
 
-    def _mixture(self, experts: int) -> int:
-        """Matrix elements of the router, this number of routed experts, and the shared experts."""
+    def _mixture(self, routed: int) -> int:
+        """Matrix elements of the router, of `routed` of the routed experts, and of the shared experts."""
         width = self.expert_width or self.d_ff
         shared = self.shared_experts * self._feed_forward(self.shared_width or width)
-        return self.d_model * self.experts + experts * self._feed_forward(width) + shared
+        return self.d_model * self.experts + routed * self._feed_forward(width) + shared
 
     def with_vocabulary(self, size: int) -> ModelShape:
         """The same shape for a vocabulary of `size` tokens."""
@@ -252,21 +253,21 @@ class ModelShape:
         return asdict(self)
 
 
-_BELONG: dict[str, tuple[str, ...]] = {
+_DEPENDENT: dict[str, tuple[str, ...]] = {
     "experts": ("experts_per_token", "expert_width", "shared_experts", "dense_layers"),
     "shared_experts": ("shared_width",),
     "window": ("window_layers",),
     "kv_rank": ("query_rank", "nope_width", "rope_width", "value_width"),
 }
-"""Switch → fields that have an effect only if it is set."""
+"""Field → fields that have an effect only if it is not 0."""
 
-PLANNING_ONLY: tuple[str, ...] = (
+OPTIONAL: tuple[str, ...] = (
     "experts",
     "window",
     "kv_rank",
-    *(name for names in _BELONG.values() for name in names),
+    *(name for names in _DEPENDENT.values() for name in names),
 )
-"""Fields of models whose cost the planner knows and that the decoder builds in part (`window`) or not at all."""
+"""Fields of mixtures of experts, windows and latent attention; 0 in a decoder without them."""
 
 
 def _gpt2(layers: int, heads: int, d_model: int) -> ModelShape:
@@ -343,5 +344,5 @@ SHAPES: dict[str, ModelShape] = {
         value_width=128,
     ),
 }
-"""Presets: `tiny` and `small` of our own, then published widths. Those with experts serve planning only
+"""Presets: two small shapes for tests and first runs, then published models. Those with experts are for planning only
 (`mixtral-8x7b`, `gpt-oss-20b`, and `deepseek-v3` without its head for multi-token prediction)."""

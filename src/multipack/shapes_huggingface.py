@@ -27,7 +27,7 @@ SIZES: dict[str, tuple[str, ...]] = {
     "vocabulary_size": ("vocab_size", "vocab_size"),
     "context": ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"),
 }
-"""Field that every model has → its names in config.json files: Llama's first, then GPT-2's."""
+"""Field that every model has → its names in config.json files: Llama's first, GPT-2's second, then others."""
 
 _NAMES: dict[str, tuple[str, ...]] = {
     **SIZES,
@@ -69,14 +69,15 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """Model type → defaults of fields that its files may omit."""
 
-_LARGEST_JSON = 1 << 26
+_MAX_BYTES = 1 << 26
+"""Maximum size of a JSON file."""
 
 _UNKNOWN_COST = (
     *("is_encoder_decoder", "attention_chunk_size", "attention_types", "index_topk", "altup_num_inputs"),
     *("layers_block_type", "hybrid_override_pattern", "attn_layer_period", "ssm_cfg", "mamba_d_state"),
     "linear_num_key_heads",
 )
-"""Fields of models that the cost formula does not cover: encoders, chunked or selected keys, recurrences."""
+"""Fields of models that the cost formula does not cover: encoders, chunked or sparse attention, recurrences."""
 
 
 def fields_of(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
@@ -91,7 +92,7 @@ def fields_of(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     """
     given = source if isinstance(source, Mapping) else read_json(Path(source))
     text = _mapping(given, "text_config")
-    if text:  # the language model of a model of images and text
+    if text:  # the language model inside a multimodal model
         given = {"model_type": f"{given.get('model_type')}_text", **text}
     kind = str(given.get("model_type", "?"))
     filled = {**_DEFAULTS.get(kind, {}), **given}
@@ -197,7 +198,7 @@ def _number(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ValueError(f"the configuration's {name} must be an integer from 0 on, got {value!r}")
+            raise ValueError(f"the configuration's {name} must be an integer of at least 0, got {value!r}")
         return value
     return 0
 
@@ -212,8 +213,8 @@ def read_json(path: Path) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise FileNotFoundError(f"{file} does not exist; give a model's config.json, or its folder")
-    if file.stat().st_size > _LARGEST_JSON:
-        raise ValueError(f"{file} is larger than {_LARGEST_JSON:,} bytes")
+    if file.stat().st_size > _MAX_BYTES:
+        raise ValueError(f"{file} is larger than {_MAX_BYTES:,} bytes")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

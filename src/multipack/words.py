@@ -11,7 +11,8 @@ A group (a dataclass that is a field of the schema) may define
 - `preset(name) -> dict | None` and `preset_names() -> list[str]`: the values of `group=NAME`, and legal names; without
   them, or if `preset` returns None, the values are in the file `multipack/presets/<group>/<name>.yaml`,
 - `PRESET_HINT`: text for error messages on what `group=` accepts besides preset names,
-- `EXCLUSIVE`: names of fields of which only one may be given; a word for one sets the others to 0.
+- `EXCLUSIVE`: names of fields of which only one may be given as a word. A later field takes precedence over the earlier
+  ones unless it is 0, so a word for one of them sets the later ones to 0.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def merge(
         schema: the dataclass; every field has a default.
         words: `group=preset`, `group.key=value`, `key=value` or `config=FILE`, in any order.
         base: values that replace defaults, nested by groups.
-        translate: (key, value) of a word → key and value in terms of the schema.
+        translate: (key, value) of a word → (key, value) of the schema.
 
     Raises:
         ConfigError: a word is invalid; the message names the field and the nearest legal name or value.
@@ -133,7 +134,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested groups to a dict with full names, `group.key`, as keys."""
+    """Return the values of nested groups by full name, `group.key`."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
@@ -156,7 +157,7 @@ def _groups(schema: type) -> dict[str, type]:
 
 
 def _excluded(groups: dict[str, type], given: dict[str, str]) -> dict[str, Any]:
-    """Zeros for the exclusive alternatives of given fields, by full name.
+    """Full name → 0 of the fields that a given field sets to 0; see `EXCLUSIVE` above.
 
     Raises:
         ConfigError: two exclusive fields were given.
@@ -167,8 +168,8 @@ def _excluded(groups: dict[str, type], given: dict[str, str]) -> dict[str, Any]:
         chosen = [name for name in names if name in given]
         if len(chosen) > 1:
             raise ConfigError(f"set {' or '.join(chosen)}, not both")
-        if chosen and chosen[0] != names[-1]:  # the last one takes precedence over the others anyway
-            zeros |= {name: 0 for name in names if name != chosen[0]}
+        if chosen:
+            zeros |= dict.fromkeys(names[names.index(chosen[0]) + 1 :], 0)
     return zeros
 
 

@@ -28,22 +28,22 @@ app = typer.Typer(
 )
 for command in (train, config, prepare, plan, pack, calibrate, generate, export):
     app.command()(command)
-for tool in (advise, launch, submit, doctor, version):
+for tool in (advise, launch, submit, doctor, version):  # another name: mypy infers the type of the first
     app.command()(tool)
 app.add_typer(bench, name="bench")
 
 
 def main() -> None:
-    """Run the command line. Errors of the user are one line on standard error, with exit code 2."""
+    """Run the command line. Errors that a user can fix are one line on standard error, with exit code 2."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A character of a sample that the locale lacks must not end a run.
             stream.reconfigure(errors="replace")
-    # OpenMP reads these when torch is loaded. Threads that spin for long slow down every step if another process needs
-    # a core; short spinning costs nothing on an idle machine.
+    # OpenMP reads these when torch is loaded. Threads that wait by spinning for long slow down every step if another
+    # process needs a core; short spinning costs nothing on an idle machine.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    # By default oneDNN caches 1,024 compiled bfloat16 products; packs differ in shape, so they would fill gigabytes.
+    # By default oneDNN caches 1,024 compiled bfloat16 products; packs differ in shape, so that it would take gigabytes.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     # Required by train.deterministic; cuBLAS reads it when it is loaded.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -68,9 +68,9 @@ def main() -> None:
 
 
 def _exit_with_usage(error: Any) -> NoReturn:
-    """Exit because the words of a command are wrong; without a command, print the help text."""
+    """Exit because the arguments of a command are wrong."""
     message, context = str(error.format_message()).strip(), getattr(error, "ctx", None)
-    if "\n" in message:
+    if "\n" in message:  # the help text, because no command is given
         print(message, file=sys.stderr)
         sys.exit(error.exit_code)
     command = context.command_path if context is not None else "multipack"

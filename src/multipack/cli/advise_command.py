@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Annotated
 
-from multipack.cli.command_options import Json, argument, print_json, shows
+from multipack.cli.command_options import Json, argument, print_json, settings_option
 
 if TYPE_CHECKING:
     from multipack.launch.advise import Advice, Candidate
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 COLUMNS = ["", " param", "grads", "state", "copies", "saved", " peak", " sent", "recompute", "parallelism"]
+"""Numbers are aligned to the right of their column's name; spaces make room for them."""
 
 
 def advise(
@@ -21,7 +22,7 @@ def advise(
         argument("SETTING", "model=PRESET, devices=NUMBER, memory=80GiB, link=slow, capacity=TOKENS, …"),
     ] = None,
     as_json: Json = False,
-    settings: Annotated[bool, shows("AdviseRequest", module="multipack.launch.advise")] = False,
+    settings: Annotated[bool, settings_option("AdviseRequest", module="multipack.launch.advise")] = False,
 ) -> None:
     """Recommend a parallelism for a model and its devices, with reasons and the training command.
 
@@ -84,10 +85,10 @@ def _show(console: Console, advice: Advice) -> None:
 
 
 def _cells(row: Candidate, chosen: bool) -> list[str]:
-    held = row.memory
-    copies, saved = held.gathered + held.copies, held.activations + held.loss
+    memory = row.memory
+    copies, saved = memory.gathered + memory.copies, memory.activations + memory.loss
     sent = sum(each.sent for each in row.traffic)
-    sizes = (held.parameters, held.gradients, held.optimizer, copies, saved, held.peak, sent)
+    sizes = (memory.parameters, memory.gradients, memory.optimizer, copies, saved, memory.peak, sent)
     cells = [f"{size / GIB:.{0 if size >= 1000 * GIB else 1}f}" for size in sizes]
     aligned = [cell.rjust(len(column)) for cell, column in zip(cells, COLUMNS[1:], strict=False)]
     mark = "→" if chosen else " " if row.fits else "×"

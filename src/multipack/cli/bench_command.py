@@ -20,7 +20,7 @@ app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 
 COLUMNS = ("operation", "bytes", "microseconds", "algorithm GB/s", "bus GB/s", "result")
 TIMEOUT_SECONDS = 300.0
-"""Timeout of one collective, for the largest message over the slowest link."""
+"""Timeout of one collective: enough for a large message over a slow link."""
 
 
 @app.command()
@@ -62,7 +62,7 @@ def collectives(
     wanted = [_bytes(word.strip()) for word in sizes.split(",")]
     ranks = find_ranks(os.environ)
     if ranks.launcher == "none":
-        _start(processes, device)
+        _restart_by_torchrun(processes, device)
     if processes not in (0, ranks.size):
         raise ValueError(f"-n {processes}: {ranks.launcher} started {ranks.size} processes; leave -n out")
     with connected(cast("Device", device), TIMEOUT_SECONDS) as world:
@@ -75,7 +75,7 @@ def collectives(
         print_json([asdict(row) for row in found])
     elif world.is_main:
         processes_text = f"{world.size} process{'es' * (world.size > 1)}"
-        title = f"collectives of {processes_text}, {world.backend} on {world.device.type}, {dtype}"
+        title = f"collectives between {processes_text}, {world.backend} on {world.device.type}, {dtype}"
         Console().table(title, COLUMNS, [_cells(row) for row in found])
     wrong = [row for row in found if row.wrong_ranks]
     if wrong:
@@ -84,7 +84,7 @@ def collectives(
         fail(f"{message} ({len(wrong)} of {len(found)} measurements are wrong)", 3)
 
 
-def _start(processes: int, device: str) -> NoReturn:
+def _restart_by_torchrun(processes: int, device: str) -> NoReturn:
     """Replace this process by torchrun with the same command.
 
     Raises:

@@ -15,7 +15,7 @@ import typer
 
 
 def argument(name: str, text: str) -> Any:
-    """Return an argument whose default is not shown in the help text."""
+    """Return a positional argument whose default is not shown in the help text."""
     return typer.Argument(metavar=name, help=text, show_default=False)
 
 
@@ -25,7 +25,7 @@ Words = Annotated[
 
 
 def fail(message: str, code: int) -> NoReturn:
-    """Exit with one line on standard error."""
+    """Print one line on standard error and exit with `code`."""
     from multipack.parallel.ranks import find_ranks
 
     try:
@@ -39,7 +39,7 @@ def fail(message: str, code: int) -> NoReturn:
 
 
 def nearest(word: str, choices: Collection[str]) -> str:
-    """Return `; did you mean …?` with the nearest choice, or nothing."""
+    """Return `; did you mean …?` with the choice nearest to `word`; empty if none is near."""
     close = difflib.get_close_matches(word, choices, 1)
     return f"; did you mean {close[0]}?" if close else ""
 
@@ -49,8 +49,14 @@ def option(text: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=text, show_default=False, **more)
 
 
-def shows(schema: str, *groups: str, module: str = "multipack.training.run_config") -> Any:
-    """Return the option --settings, which prints the fields of a dataclass, or only some of its groups."""
+def settings_option(schema: str, *groups: str, module: str = "multipack.training.run_config") -> Any:
+    """Return the option --settings, which prints the fields of a dataclass and exits.
+
+    Args:
+        schema: name of the dataclass, imported only when the option is used.
+        groups: groups of fields to print; none = all fields.
+        module: its module.
+    """
 
     def show(value: bool) -> None:
         if not value:
@@ -70,7 +76,7 @@ def shows(schema: str, *groups: str, module: str = "multipack.training.run_confi
     )
 
 
-Settings = Annotated[bool, shows("Config")]
+Settings = Annotated[bool, settings_option("Config")]
 Json = Annotated[bool, typer.Option("--json", help="Print only the report, as JSON.")]
 Source = Annotated[str, argument("LENGTHS", "A .npy file of integers, or the folder of a token store.")]
 

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from multipack.cli.command_options import Json, Source, argument, print_json, shows
+from multipack.cli.command_options import Json, Source, argument, print_json, settings_option
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from multipack.cli.plan_settings import PlanCommand
+    from multipack.cli.plan_settings import PackCommand, PlanCommand
+    from multipack.planning.packing import Packs
     from multipack.planning.plan import Plan
 
 SETTINGS = "multipack.cli.plan_settings"
@@ -33,10 +34,12 @@ def plan(
         bool, typer.Option("--explore", help="Print a table of windows, budgets and grouping.")
     ] = False,
     as_json: Json = False,
-    picture: Annotated[bool, typer.Option("--picture", help="Draw 24 documents and 8 packs, not 4.")] = False,
+    picture: Annotated[
+        bool, typer.Option("--picture", help="Draw 24 documents and 8 packs; default: 4 of each.")
+    ] = False,
     step: Annotated[int, typer.Option(help="The global step to draw; -1 = the last.")] = 0,
     tokens_per_character: Annotated[int, typer.Option(min=0, help="Scale of the picture; 0 = fit.")] = 0,
-    settings: Annotated[bool, shows("PlanCommand", module=SETTINGS)] = False,
+    settings: Annotated[bool, settings_option("PlanCommand", module=SETTINGS)] = False,
 ) -> None:
     """Plan an epoch: report how well it packs and balances, and draw one step.
 
@@ -59,49 +62,51 @@ def plan(
     from multipack.reports.summary import report_rows
     from multipack.words import merge
 
-    wanted = merge(PlanCommand, words or [])
-    lengths, targets, fit = read_lengths(Path(source), wanted.plan.capacity, data=wanted.data)
-    options, cost = wanted.plan.for_ranks(wanted.world_size), wanted.cost_model()
+    command = merge(PlanCommand, words or [])
+    lengths, targets, fit = read_lengths(Path(source), command.plan.capacity, data=command.data)
+    options, cost = command.plan.for_ranks(command.world_size), command.cost_model()
     console = Console(stream=sys.stderr if as_json else None)
-    compile_planner(options, wanted.world_size, wanted.sync, console.line)
+    compile_planner(options, command.world_size, command.sync, console.line)
     if explore:
-        _explore(source, lengths, wanted, as_json)
+        _explore(source, lengths, command, as_json)
         return
-    made = make_plan(
-        lengths, targets=targets, seed=wanted.seed, epoch=wanted.epoch, cost=cost, options=options
+    planned = make_plan(
+        lengths, targets=targets, seed=command.seed, epoch=command.epoch, cost=cost, options=options
     )
-    drawn = "" if as_json else _draw(made, step, tokens_per_character, picture, console.columns)
+    drawn = "" if as_json else _draw(planned, step, tokens_per_character, picture, console.columns)
     cut = 0 if fit is None or fit.policy == "drop" else fit.documents
-    found = report(made, wanted.world_size, wanted.sync, wanted.sample or None, split_documents=cut)
-    advice, share = advise(made, found), padded_share(lengths, wanted.padded_batch_size, wanted.seed)
+    measured = report(planned, command.world_size, command.sync, command.sample or None, split_documents=cut)
+    advice, share = advise(planned, measured), padded_share(lengths, command.padded_batch_size, command.seed)
     if as_json:
-        more = {"advice": advice, "padded_share": share, "fingerprint": made.fingerprint}
-        print_json(found.to_dict() | more)
+        more = {"advice": advice, "padded_share": share, "fingerprint": planned.fingerprint}
+        print_json(measured.to_dict() | more)
         return
-    rows = report_rows(found, share, wanted.padded_batch_size, wanted.world_size, wanted.plan, advice)
+    rows = report_rows(measured, share, command.padded_batch_size, command.world_size, command.plan, advice)
     fit_rows = [("too long", fit.describe())] if fit is not None and fit.describe() else []
     console.section(f"plan of {source}", [*rows, *fit_rows])
     head, _, pictures = drawn.partition("\n")
     console.paragraph(f"\n{head}")
     console.line(f"{pictures}\n")
-    console.line(f"to train with this plan:\n  {training_command(Path(source), wanted)}")
+    console.line(f"to train with this plan:\n  {training_command(Path(source), command)}")
 
 
-def _draw(made: Plan, step: int, tokens_per_character: int, whole: bool, columns: int) -> str:
-    """Return the picture of a step: about 30 lines, or more with `whole`."""
+def _draw(planned: Plan, step: int, tokens_per_character: int, large: bool, columns: int) -> str:
+    """Return the picture of a step: about 30 lines, or more with `large`."""
     from multipack.reports.picture import draw_step
 
-    if not -made.num_steps <= step < made.num_steps:
+    steps = planned.num_steps
+    if not -steps <= step < steps:
         raise ValueError(
-            f"--step {step}: the plan has {made.num_steps:,} steps; use 0 … {made.num_steps - 1}, or -1 for the last"
+            f"--step {step}: the plan has {steps:,} steps; use 0 … {steps - 1}, or -1 for the last"
         )
-    sizes = {} if whole else {"max_documents": 4, "max_packs": 4}
+    sizes = {} if large else {"max_documents": 4, "max_packs": 4}
     columns = max(min(columns - 8, 72), 8)
     scale = tokens_per_character or None
-    return draw_step(made, step, tokens_per_character=scale, columns=columns, **sizes)
+    return draw_step(planned, step, tokens_per_character=scale, columns=columns, **sizes)
 
 
-def _explore(source: str, lengths: NDArray[np.int64], wanted: PlanCommand, as_json: bool) -> None:
+def _explore(source: str, lengths: NDArray[np.int64], command: PlanCommand, as_json: bool) -> None:
+    """Print plans with other windows, budgets and grouping."""
     from multipack.planning.advice import explore
     from multipack.reports.console import Console
     from multipack.reports.summary import explore_notes, explore_table
@@ -110,19 +115,19 @@ def _explore(source: str, lengths: NDArray[np.int64], wanted: PlanCommand, as_js
     with console.progress("exploring") as advance:
         rows = explore(
             lengths,
-            world_size=wanted.world_size,
-            sync=wanted.sync,
-            sample=-(-wanted.sample // 3) or None,
+            world_size=command.world_size,
+            sync=command.sync,
+            sample=-(-command.sample // 3) or None,
             progress=(lambda *done: None) if as_json else advance,
-            seed=wanted.seed,
-            epoch=wanted.epoch,
-            cost=wanted.cost_model(),
-            options=wanted.plan.for_ranks(wanted.world_size),
+            seed=command.seed,
+            epoch=command.epoch,
+            cost=command.cost_model(),
+            options=command.plan.for_ranks(command.world_size),
         )
     if as_json:
         print_json([row.to_dict() for row in rows])
         return
-    ranks = f", {wanted.world_size} ranks, sync={wanted.sync}" if wanted.world_size > 1 else ""
+    ranks = f", {command.world_size} ranks, sync={command.sync}" if command.world_size > 1 else ""
     console.table(f"plans of {source}{ranks}", *explore_table(rows))
     console.line()
     for note in explore_notes(rows):
@@ -135,7 +140,7 @@ def pack(
         list[str] | None, argument("SETTING", "capacity=TOKENS, method=NAME, out=FILE.npz, …")
     ] = None,
     as_json: Json = False,
-    settings: Annotated[bool, shows("PackCommand", module=SETTINGS)] = False,
+    settings: Annotated[bool, settings_option("PackCommand", module=SETTINGS)] = False,
 ) -> None:
     """Pack documents in any order, and prove a lower bound on the number of packs.
 
@@ -150,40 +155,61 @@ def pack(
     import numpy as np
 
     from multipack.atomic import write_atomically
-    from multipack.cli.plan_settings import PackCommand, pack_rows
+    from multipack.cli.plan_settings import PackCommand
     from multipack.data.corpus_report import read_lengths
     from multipack.planning.packing import pack as make_packs
     from multipack.planning.report import compile_packer
     from multipack.reports.console import Console
     from multipack.words import merge
 
-    wanted = merge(PackCommand, words or [])
-    lengths = read_lengths(Path(source), wanted.capacity, wanted.histogram).lengths
-    limit = wanted.max_documents or None
+    command = merge(PackCommand, words or [])
+    lengths = read_lengths(Path(source), command.capacity, command.histogram).lengths
+    limit = command.max_documents or None
     console = Console(stream=sys.stderr if as_json else None)
-    compile_packer(wanted.capacity, wanted.method, limit, console.line)
+    compile_packer(command.capacity, command.method, limit, console.line)
     started = time.perf_counter()
-    packs = make_packs(lengths, wanted.capacity, wanted.method, limit, wanted.time_budget)
+    packs = make_packs(lengths, command.capacity, command.method, limit, command.time_budget)
     seconds = time.perf_counter() - started
-    if wanted.out:
+    if command.out:
         with io.BytesIO() as buffer:
             bound = packs.lower_bound or 0
             np.savez(
-                buffer, order=packs.order, offsets=packs.offsets, lower_bound=bound, capacity=wanted.capacity
+                buffer, order=packs.order, offsets=packs.offsets, lower_bound=bound, capacity=command.capacity
             )
-            write_atomically(Path(wanted.out), buffer.getvalue())
+            write_atomically(Path(command.out), buffer.getvalue())
     if not as_json:
-        console.section(f"packs of {source}", pack_rows(packs, lengths, wanted, seconds))
+        console.section(f"packs of {source}", _pack_rows(packs, lengths, command, seconds))
         return
     tokens = int(lengths.sum())
     shown = {
-        **asdict(wanted),
+        **asdict(command),
         "documents": len(lengths),
         "tokens": tokens,
         "packs": len(packs),
         "lower_bound": packs.lower_bound,
         "gap": packs.gap,
-        "filled": tokens / (len(packs) * wanted.capacity),
+        "filled": tokens / (len(packs) * command.capacity),
         "seconds": seconds,
     }
     print_json(shown)
+
+
+def _pack_rows(
+    packs: Packs, lengths: NDArray[np.int64], command: PackCommand, seconds: float
+) -> list[tuple[str, str]]:
+    """Return the rows of text about packs."""
+    tokens, bound = int(lengths.sum()), packs.lower_bound or 0
+    gap = len(packs) - bound
+    proven = (
+        "this is the minimum" if gap == 0 else f"at most {gap:,} more than needed ({gap / len(packs):.3%})"
+    )
+    return [
+        ("documents", f"{len(lengths):,} of {int(lengths.min()):,} … {int(lengths.max()):,} tokens"),
+        ("tokens", f"{tokens:,}"),
+        ("packs", f"{len(packs):,} of at most {command.capacity:,} tokens, by {command.method}"),
+        ("proven bound", f"{bound:,} packs are a lower bound: {proven}"),
+        ("filled", f"{tokens / (len(packs) * command.capacity):.4%} of the slots hold tokens"),
+        ("largest pack", f"{int(packs.sizes().max()):,} documents"),
+        ("packed in", f"{seconds:.3f} s"),
+        *([("written to", command.out)] if command.out else []),
+    ]

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
 
 from multipack.data.corpus_report import LengthsConfig
 from multipack.planning.cost import CostModel
-from multipack.planning.options import PlanOptions
+from multipack.planning.options import PlanOptions, Sync
 from multipack.planning.packing import Method
 from multipack.shapes import SHAPES, ModelShape
 from multipack.words import changed_words
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from multipack.planning.packing import Packs
 
 
 @dataclass
@@ -31,8 +24,8 @@ class PlanCommand:
     """File of a cost model fitted to measured times (JSON of `multipack calibrate`); empty = the model's FLOPs."""
     world_size: int = 1
     """Data-parallel ranks of the report."""
-    sync: Literal["micro", "step", "pipeline"] = "micro"
-    """Sync points of ranks: every micro-batch (FSDP), pipeline, or once per step (DDP)."""
+    sync: Sync = "micro"
+    """Sync points: every micro-batch (`micro`: FSDP; `pipeline`), or once per `step` (DDP)."""
     seed: int = 0
     """Random seed of the order of documents."""
     epoch: int = 0
@@ -103,38 +96,17 @@ class PackCommand:
             raise ValueError(f"out={self.out} exists: choose another name, or move it away")
 
 
-def training_command(source: Path, wanted: PlanCommand) -> str:
-    """Return the command that trains with a plan's settings; `data=…` if only lengths are known."""
+def training_command(source: Path, command: PlanCommand) -> str:
+    """Return the shell command that trains with a plan's settings; with `data=…` if `source` holds only lengths."""
     words = [f"data=store data.path={source}" if source.is_dir() else "data=…"]
-    words += changed_words("data", wanted.data, LengthsConfig())
-    words.append(f"plan.capacity={wanted.plan.capacity}")
-    plan = replace(wanted.plan, capacity=PlanOptions().capacity)
+    words += changed_words("data", command.data, LengthsConfig())
+    words.append(f"plan.capacity={command.plan.capacity}")
+    plan = replace(command.plan, capacity=PlanOptions().capacity)
     if plan.micro_batches:  # they determine packs_per_step
         plan = replace(plan, packs_per_step=PlanOptions().packs_per_step)
     words += changed_words("plan", plan, PlanOptions())
-    words += [f"train.seed={wanted.seed}"] if wanted.seed > 0 else []
-    ranks = wanted.world_size
+    words += [f"train.seed={command.seed}"] if command.seed > 0 else []
+    ranks = command.world_size
     hosts = "" if ranks <= 8 else "--nnodes … "
     launch = "" if ranks == 1 else f"torchrun {hosts}--nproc-per-node {'…' if hosts else ranks} -m "
     return f"{launch}multipack train {' '.join(words)}"
-
-
-def pack_rows(
-    packs: Packs, lengths: NDArray[np.int64], wanted: PackCommand, seconds: float
-) -> list[tuple[str, str]]:
-    """Return the rows of a packing."""
-    tokens, bound = int(lengths.sum()), packs.lower_bound or 0
-    gap = len(packs) - bound
-    proven = (
-        "this is the minimum" if gap == 0 else f"at most {gap:,} more than needed ({gap / len(packs):.3%})"
-    )
-    return [
-        ("documents", f"{len(lengths):,} of {int(lengths.min()):,} … {int(lengths.max()):,} tokens"),
-        ("tokens", f"{tokens:,}"),
-        ("packs", f"{len(packs):,} of at most {wanted.capacity:,} tokens, by {wanted.method}"),
-        ("proven bound", f"{bound:,} packs are a lower bound: {proven}"),
-        ("filled", f"{tokens / (len(packs) * wanted.capacity):.4%} of the slots hold tokens"),
-        ("largest pack", f"{int(packs.sizes().max()):,} documents"),
-        ("packed in", f"{seconds:.3f} s"),
-        *([("written to", wanted.out)] if wanted.out else []),
-    ]

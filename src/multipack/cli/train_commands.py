@@ -8,7 +8,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from multipack.cli.command_options import Json, Settings, Words, fail, print_json, shows
+from multipack.cli.command_options import Json, Settings, Words, fail, print_json, settings_option
 
 
 def train(words: Words = None, settings: Settings = False) -> None:
@@ -54,7 +54,7 @@ def prepare(
     engine: Annotated[str, typer.Option(help="local, or ray: all parts as tasks of a cluster.")] = "local",
     report: Annotated[Path | None, typer.Option(help="Report on this store; prepare nothing.")] = None,
     as_json: Json = False,
-    settings: Annotated[bool, shows("Config", "data", "tokenizer")] = False,
+    settings: Annotated[bool, settings_option("Config", "data", "tokenizer")] = False,
 ) -> None:
     """Tokenize documents into a token store, a folder of memory-mapped shards.
 
@@ -75,7 +75,7 @@ def prepare(
     from multipack.data.corpus_report import report_corpus
     from multipack.data.prepare import prepare as run
     from multipack.reports.console import Console
-    from multipack.reports.summary import tell_store
+    from multipack.reports.summary import print_store
     from multipack.training.run_config import compose
 
     console, path = Console(stream=sys.stderr if as_json else None), report
@@ -86,7 +86,7 @@ def prepare(
                 composed.data,
                 composed.tokenizer,
                 store,
-                lambda *progress: advance(*progress),
+                advance,
                 engine=cast("Any", engine),
                 shards=shards,
                 part=part,
@@ -98,7 +98,7 @@ def prepare(
     if as_json:
         print_json({"folder": str(path), **found.to_dict()})
     else:
-        tell_store(console, path, found)
+        print_store(console, path, found)
 
 
 def calibrate(
@@ -107,9 +107,9 @@ def calibrate(
         Path, typer.Option(help="File for the fitted cost; must not exist.", show_default=True)
     ] = Path("cost.json"),
     as_json: Json = False,
-    settings: Annotated[bool, shows("Config", "data", "tokenizer", "model", "plan")] = False,
+    settings: Annotated[bool, settings_option("Config", "data", "tokenizer", "model", "plan")] = False,
 ) -> None:
-    """Time packs on this device, and fit the planner's cost to the times.
+    """Time packs on this device, and fit the planner's cost model to the times.
 
     [bold]Examples[/bold]
 

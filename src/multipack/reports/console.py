@@ -21,10 +21,10 @@ from rich.progress import (
 )
 from rich.text import Text
 
-HARMLESS = {code: "�" for code in [*range(32), *range(127, 160)] if code not in (9, 10)}
-"""Control characters → a visible replacement: text of a model must not control the terminal."""
+CONTROL_CHARACTERS = {code: "�" for code in [*range(32), *range(127, 160)] if code not in (9, 10)}
+"""For `str.translate`: control characters → �, because text of a model must not control the terminal."""
 
-_NARROWEST = 24
+_MIN_WIDTH = 24
 """Minimum width of wrapped text."""
 
 
@@ -33,10 +33,10 @@ def wrapped(text: str, columns: int, indent: int = 0) -> str:
 
     Args:
         text: the text; existing line breaks are kept.
-        columns: maximum width of a line.
-        indent: columns before the text: reserved in the first line, filled with spaces in all others.
+        columns: maximum width of a line, including the indent.
+        indent: columns before the text; the first line is returned without them.
     """
-    width = max(columns - indent, _NARROWEST)
+    width = max(columns - indent, _MIN_WIDTH)
     wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
     lines = [line for part in text.split("\n") for line in wrapper.wrap(part) or [""]]
     return f"\n{' ' * indent}".join(lines)
@@ -60,7 +60,7 @@ class Console:
         self.all_ranks = all_ranks
         self.enabled = rank == 0 or all_ranks
         out = stream or sys.stdout
-        self._terminal = bool(getattr(out, "isatty", lambda: False)())
+        self._is_terminal = bool(getattr(out, "isatty", lambda: False)())
         self.columns = shutil.get_terminal_size((80, 24)).columns
         self._rich = RichConsole(file=out, highlight=False, markup=False, soft_wrap=True)
 
@@ -68,7 +68,7 @@ class Console:
         """Print text unchanged; with `all_ranks`, every line is prefixed with time and rank."""
         if not self.enabled:
             return
-        text = text.translate(HARMLESS)
+        text = text.translate(CONTROL_CHARACTERS)
         if self.all_ranks:
             stamp = datetime.now().strftime("%H:%M:%S.%f")[:-3]
             text = "\n".join(f"[{stamp}][rank {self.rank}] {part}" for part in text.split("\n"))
@@ -90,7 +90,7 @@ class Console:
             self.line(f"  {'  '.join([*aligned, shown])}".rstrip())
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Print a section whose first row are the names of columns."""
+        """Print a section whose first row has the names of the columns."""
         self.section(title, [columns, *rows])
 
     @contextmanager
@@ -100,7 +100,7 @@ class Console:
         Yields:
             A function that moves the bar; lines printed meanwhile appear above it.
         """
-        if not (self.enabled and self._terminal) or self.all_ranks:
+        if not (self.enabled and self._is_terminal) or self.all_ranks:
             yield lambda done, total=None, note="": None
             return
         bar = Progress(

@@ -1,7 +1,7 @@
-"""Draw a step of a plan as text: its documents in order, padded, and packed.
+"""A step of a plan drawn as text: its documents in order, padded, and packed.
 
-Each document has a letter and padding is X; the first line states the tokens per character. Modeled on the picture on
-Axolotl's multipack page.
+Each document has a letter, and padding is X; the first line states the tokens per character. Modeled on the picture in
+Axolotl's documentation of multipack.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ LETTERS = (string.ascii_letters.swapcase() + string.digits).replace("X", "").rep
 BATCH_SIZE = 4
 """Documents of a padded batch."""
 
-_LINES = 4
-"""Minimum number of lines for the packs of a step."""
+_MIN_ROWS = 4
+"""Minimum number of rows of all packs together: a single pack has this number of rows."""
 
 
 def draw_step(
@@ -43,14 +43,14 @@ def draw_step(
     Args:
         plan: the plan.
         step: index of the step; negative indices count from the last step.
-        tokens_per_character: None = the smallest power of two at which the longest document fits into `columns`, and
-            a full pack into one row (four rows for one pack, two for two).
+        tokens_per_character: None = the smallest power of two at which the longest document fits into one row, and a
+            full pack into one row (a single pack into four rows, two packs into two rows each).
         columns: maximum characters of a row.
-        max_documents: maximum number of rows of the first two pictures; a line counts the other documents.
-        max_packs: maximum number of packs drawn; a line counts the others.
+        max_documents: maximum number of rows of the first two pictures; a line states how many documents are missing.
+        max_packs: maximum number of packs drawn; a line states how many are missing.
 
     Returns:
-        Lines of text. A document shorter than half a character may have no letter in its pack.
+        Lines of text. A document of less than half the tokens of a character may have no letter in its pack.
 
     Raises:
         ValueError: `tokens_per_character` is below 1, or so small that a pack exceeds 10,000 characters.
@@ -86,8 +86,9 @@ def draw_step(
 
 def _scale(plan: Plan, packs: Packs, columns: int, given: int | None) -> int:
     """The tokens per character; see `draw_step`."""
-    row = max(-(-plan.capacity // max(1, _LINES // len(packs))), int(plan.lengths[packs.order].max()))
-    fitting = 1 << (-(-row // columns) - 1).bit_length()
+    rows_of_pack = max(1, _MIN_ROWS // len(packs))
+    row_tokens = max(-(-plan.capacity // rows_of_pack), int(plan.lengths[packs.order].max()))
+    fitting = 1 << (-(-row_tokens // columns) - 1).bit_length()
     scale = fitting if given is None else given
     check_integer("tokens_per_character", scale)
     if plan.capacity > 10_000 * scale:
@@ -101,7 +102,7 @@ def _scale(plan: Plan, packs: Packs, columns: int, given: int | None) -> int:
 def _batches(
     lengths: NDArray[np.int64], widths: NDArray[np.int64], scale: int, max_documents: int
 ) -> list[str]:
-    """One row per document, padded to its width, with brackets around batches; documents not drawn are counted."""
+    """One row per document, padded to its width (both in tokens), with brackets around batches."""
     lines = []
     for row, (length, width) in enumerate(zip(lengths[:max_documents], widths, strict=False)):
         place, last = row % BATCH_SIZE, min(BATCH_SIZE, len(lengths) - row + row % BATCH_SIZE) - 1
@@ -116,19 +117,19 @@ def _batches(
 def _packed(
     lengths: NDArray[np.int64], letters: list[str], capacity: int, scale: int, columns: int
 ) -> list[str]:
-    """The rows of a pack: its documents, free slots as padding, and cu_seqlens below."""
+    """The rows of a pack: its documents, free slots as padding, and `cu_seqlens` below."""
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
     edges = (cu_seqlens + scale // 2) // scale
     text = "".join(letter * int(count) for letter, count in zip(letters, np.diff(edges), strict=True))
     text = text.ljust(-(-capacity // scale), "X")
-    row = -(-len(text) // -(-len(text) // columns))  # as few rows as possible, of equal width
-    rows = [f"    {text[start : start + row]}" for start in range(0, len(text), row)]
+    width = -(-len(text) // -(-len(text) // columns))  # as few rows as possible, of equal width
+    rows = [f"    {text[start : start + width]}" for start in range(0, len(text), width)]
     rows[0] = "  [" + rows[0][3:]
     rows[-1] += " ]"
     label = "cu_seqlens "
     starts = label + " ".join(str(start) for start in cu_seqlens)
     lines = textwrap.wrap(
-        starts, max(row, 40), subsequent_indent=" " * len(label), max_lines=2, placeholder=" …"
+        starts, max(width, 40), subsequent_indent=" " * len(label), max_lines=2, placeholder=" …"
     )
     if lines[-1].endswith("…"):
         lines[-1] += f" {cu_seqlens[-1]}"

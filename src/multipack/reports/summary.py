@@ -16,14 +16,13 @@ if TYPE_CHECKING:
     from multipack.planning.report import PlanReport
 
 Rows = list[tuple[str, str]]
-
-_MEASURED = "per step in forward and backward passes, from measured times"
+"""(name, value) of each row."""
 
 
 def settings_text(
     rows: Sequence[tuple[str, str, str, str]], presets: Mapping[str, Sequence[str]], columns: int
 ) -> str:
-    """Return a table of settings, by group.
+    """Return a table of settings by group, as text.
 
     Args:
         rows: (key, type, default, meaning) of each setting.
@@ -32,7 +31,7 @@ def settings_text(
     """
     width = max(len(key) for key, *_ in rows)
     lines: list[str] = []
-    for group, several in groupby(rows, lambda row: row[0].rpartition(".")[0].partition(".")[0]):
+    for group, several in groupby(rows, lambda row: row[0].split(".")[0] if "." in row[0] else ""):
         names = "|".join(presets.get(group, ()))
         heading = f"{group}={names}" if names else group
         lines += ["", _wrapped_choices(heading, columns, 2)] if group else [""]
@@ -54,7 +53,7 @@ def _wrapped_choices(text: str, columns: int, indent: int) -> str:
 
 def report_rows(
     report: PlanReport,
-    share: float,
+    padded_share: float,
     batch_size: int,
     ranks: int,
     options: PlanOptions,
@@ -64,19 +63,20 @@ def report_rows(
 
     Args:
         report: report of the plan for `ranks` ranks.
-        share: share of real tokens in padded random batches of `batch_size` documents.
+        padded_share: share of real tokens in padded random batches of `batch_size` documents.
         batch_size: documents of a padded batch.
         ranks: number of data-parallel ranks.
         options: options of the plan; with a budget below the capacity, lower bounds hold for full packs only.
         advice: sentences that recommend other settings.
     """
     full = options.budget in (0, options.capacity)
-    least = "lower bound" if full else "lower bound for full packs"
+    bound = "lower bound" if full else "lower bound for full packs"
+    predicted = "per step in forward and backward passes, from measured times"
     return [
         ("documents", f"{report.documents:,}"),
         ("tokens", f"{report.tokens:,}"),
-        ("packs", f"{report.packs:,} ({least} {report.minimum_packs:,})"),
-        ("global steps", f"{report.steps:,} ({least} {report.minimum_steps:,})"),
+        ("packs", f"{report.packs:,} ({bound} {report.minimum_packs:,})"),
+        ("global steps", f"{report.steps:,} ({bound} {report.minimum_steps:,})"),
         (
             "packing efficiency",
             f"{report.efficiency:.2%} of all slots hold tokens;"
@@ -85,14 +85,14 @@ def report_rows(
         *(_balance_rows(report, ranks) if ranks > 1 else []),
         *_order_rows(report),
         ("dropped", f"{report.dropped_documents:,} documents, {report.dropped_tokens:,} tokens"),
-        *_some("carried", report.carried_documents, "documents, trained first in the next epoch"),
-        *_some("split", report.split_documents, "documents longer than a pack, truncated or split"),
+        *_count_row("carried", report.carried_documents, "documents, trained first in the next epoch"),
+        *_count_row("split", report.split_documents, "documents longer than a pack, truncated or split"),
         ("padding", f"{report.padding:.2%} of the slots, if every pack is padded to the capacity"),
         (
             "padding instead",
-            f"{share:.1%} real tokens in random batches of {batch_size} padded to the longest document",
+            f"{padded_share:.1%} real tokens in random batches of {batch_size} padded to the longest document",
         ),
-        *([] if report.step_seconds is None else [("predicted", f"{report.step_seconds:.4g} s {_MEASURED}")]),
+        *([] if report.step_seconds is None else [("predicted", f"{report.step_seconds:.4g} s {predicted}")]),
         (
             "planned in",
             f"{report.seconds:.2f} s" if report.seconds >= 0.1 else f"{1000 * report.seconds:.1f} ms",
@@ -102,7 +102,7 @@ def report_rows(
 
 
 def _balance_rows(report: PlanReport, ranks: int) -> Rows:
-    """Return the rows about balance between ranks, which a single rank does not need."""
+    """Return the rows about balance between ranks, for more than one rank."""
     sampled = report.measured_steps < report.steps
     return [
         (
@@ -134,6 +134,7 @@ def _balance_rows(report: PlanReport, ranks: int) -> Rows:
 
 
 def _order_rows(report: PlanReport) -> Rows:
+    """Return the rows about randomness: how far documents are from their places in the order."""
     moved = (
         f"steps between a document's place in the order and its step: median {report.displacement_median:.1f},"
         f" 99 % {report.displacement_p99:.1f}, maximum {report.displacement_max:.1f};"
@@ -145,13 +146,13 @@ def _order_rows(report: PlanReport) -> Rows:
     return [("displacement", moved), ("mean length", spread)]
 
 
-def _some(name: str, count: int, what: str) -> Rows:
+def _count_row(name: str, count: int, meaning: str) -> Rows:
     """Return one row, or none for a count of 0."""
-    return [(name, f"{count:,} {what}")] if count else []
+    return [(name, f"{count:,} {meaning}")] if count else []
 
 
 def explore_table(rows: Sequence[Choice]) -> tuple[list[str], list[list[str]]]:
-    """Return columns and cells of `explore`; an arrow marks the given settings."""
+    """Return names of columns, and rows of cells, of `multipack plan --explore`; an arrow marks the given settings."""
     columns = ["window", "budget", "group", "steps", "filled", "cost util.", "ceiling", "moved", "spread"]
     cells = [
         [
@@ -171,7 +172,7 @@ def explore_table(rows: Sequence[Choice]) -> tuple[list[str], list[list[str]]]:
 
 
 def explore_notes(rows: Sequence[Choice]) -> list[str]:
-    """Return explanations of the table of `explore`."""
+    """Return explanations of the table of `explore_table`."""
     reports = [row.report for row in rows]
     sampled = [each.measured_steps for each in reports if each.measured_steps < each.steps]
     measured = f" Measured over at most {max(sampled):,} evenly spaced steps of each plan." if sampled else ""
@@ -179,8 +180,8 @@ def explore_notes(rows: Sequence[Choice]) -> list[str]:
         "Fill: fewer steps and more filled slots are better;"
         f" the lower bound is {min(each.minimum_steps for each in reports):,} steps.",
         f"Balance: cost util. is the mean cost of a rank / maximum; ceiling is its upper bound.{measured}",
-        "Randomness: moved is the number of steps within which 99 % of the documents stay of their place in the order;"
-        " spread compares mean lengths of steps with random steps (1); above 1, similar lengths share steps.",
+        "Randomness: 99 % of the documents are at most `moved` steps from their place in the order; spread compares the"
+        " mean lengths of steps with those of random steps (1): above 1, similar lengths share steps.",
         "The arrow marks the given settings.",
     ]
 
@@ -189,7 +190,9 @@ def store_rows(path: Path, report: CorpusReport) -> Rows:
     """Return the rows about a token store, complete or not."""
     documents = f"{report.documents:,}{' preference pairs' if report.pairs else ''}"
     shards = f"{report.shards:,} shards{'' if report.is_complete else ' so far'}"
-    left_out = [row for reason, count in report.skipped.items() for row in _some("left out", count, reason)]
+    left_out = [
+        row for reason, count in report.skipped.items() for row in _count_row("left out", count, reason)
+    ]
     return [
         ("folder", str(path)),
         *([("stores", shards)] if report.shards > 1 or not report.is_complete else []),
@@ -222,7 +225,7 @@ def _length_rows(report: CorpusReport) -> Rows:
     ]
 
 
-def tell_store(console: Console, path: Path, report: CorpusReport) -> None:
+def print_store(console: Console, path: Path, report: CorpusReport) -> None:
     """Print the rows of a token store and a histogram of its document lengths."""
     console.section("token store", store_rows(path, report))
     if report.is_stream:

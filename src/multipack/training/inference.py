@@ -20,7 +20,7 @@ from multipack.models.decoder import Decoder
 from multipack.models.families import build_decoder
 from multipack.models.generate import Completion, Listener, generate_batch
 from multipack.models.sampling import Sampling
-from multipack.reports.console import HARMLESS
+from multipack.reports.console import CONTROL_CHARACTERS
 from multipack.run import weights_folder
 from multipack.training.weights import initial_weights
 
@@ -260,7 +260,7 @@ def _print_notes(
 
 def _print(text: str, end: str = "") -> None:
     """Print to standard output; to a terminal without control characters, which a model may generate."""
-    sys.stdout.write((text.translate(HARMLESS) if sys.stdout.isatty() else text) + end)
+    sys.stdout.write((text.translate(CONTROL_CHARACTERS) if sys.stdout.isatty() else text) + end)
     sys.stdout.flush()
 
 
