@@ -23,6 +23,17 @@ def config(tmp_path):
     return make
 
 
+@pytest.fixture(scope="session")
+def content():
+    """Name, tokens and ranges of targets of each document of a store."""
+
+    def read(store):
+        numbers = range(store.num_documents)
+        return [(store.name(n), store.tokens_of(n).tolist(), store.spans_of(n).tolist()) for n in numbers]
+
+    return read
+
+
 @pytest.fixture
 def write_store(tmp_path, monkeypatch):
     """Writes a store of bytes: documents are lists of (length, is_target) parts, tokens count up from 0."""

@@ -7,9 +7,9 @@ import re
 import pytest
 
 from multipack.data import corpus as module
+from multipack.data import stdlib
 from multipack.data.corpus import load_corpus
 from multipack.data.corpus_report import LengthsConfig, read_lengths
-from multipack.data.data_config import DataConfig
 from multipack.data.documents import Documents
 from multipack.data.prepare import prepare
 from multipack.data.shards import HEADER
@@ -185,21 +185,21 @@ def test_tinyshakespeare(shared_data, config):
     assert (
         "".join(texts(corpus.train)) == (shared_data / "text" / "tinyshakespeare.txt").read_text()[:1_003_854]
     )
-    corpus = load_corpus(config(source="text", path=path, documents="blank_line"), BYTE, limit=4096)
-    assert (len(corpus.train), len(corpus.validation)) == (6500, 722)
 
 
-def test_the_standard_library(monkeypatch):
-    corpus = load_corpus(DataConfig(), AUTO, limit=1024)
+def test_the_standard_library(config, monkeypatch):
+    root, names = stdlib.library_files()
+    monkeypatch.setattr(stdlib, "library_files", lambda: (root, names[:60]))
+    corpus = load_corpus(config(), AUTO, limit=256)
     assert re.fullmatch(
         r"Python 3\.\d+\.\S+ standard library, [\d,]+ functions with docstring", corpus.description
     )
     assert corpus.tokenizer.vocabulary_size == 2048
-    assert len(corpus.train) + len(corpus.validation) > 4000
-    assert corpus.train.lengths.max() == 1024
+    assert len(corpus.train) + len(corpus.validation) > 100
+    assert corpus.train.lengths.max() == 256
     assert corpus.train_fit.documents > 10  # auto: functions longer than the limit are split
     assert len(corpus.prompts) == 3
     assert all(prompt.lstrip().startswith(("def ", "async def ")) for prompt in corpus.prompts)
     monkeypatch.setitem(module.prepare.__globals__, "_write_part", None)
-    again = load_corpus(DataConfig(), AUTO, limit=1024)  # from the cache
+    again = load_corpus(config(), AUTO, limit=256)  # from the cache
     assert again.train.fingerprint == corpus.train.fingerprint

@@ -70,17 +70,12 @@ def folder(tmp_path):
     return str(path)
 
 
-def documents(store):
-    numbers = range(store.num_documents)
-    return [(store.name(n), store.tokens_of(n).tolist(), store.spans_of(n).tolist()) for n in numbers]
-
-
-def check(config, folder, tmp_path):
+def check(config, folder, tmp_path, content):
     data = config(source="jsonl", path=folder)
     whole = TokenStore(prepare(data, BPE, tmp_path / "whole"))
     calls = []
     store = TokenStore(prepare(data, BPE, tmp_path / "ray", lambda *call: calls.append(call), engine="ray"))
-    assert documents(store) == documents(whole)
+    assert content(store) == content(whole)
     assert (store.skipped, store.description) == (
         whole.skipped,
         whole.description,
@@ -90,8 +85,8 @@ def check(config, folder, tmp_path):
     assert prepare(data, BPE, tmp_path / "ray", engine="ray") == tmp_path / "ray"  # and is reused
 
 
-def test_parts_are_tasks(here, config, folder, tmp_path):
-    check(config, folder, tmp_path)
+def test_parts_are_tasks(here, config, folder, tmp_path, content):
+    check(config, folder, tmp_path, content)
     assert 3 < here.calls <= 6
 
 
@@ -106,12 +101,12 @@ def test_bad_input_is_one_line(here, config, folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_on_a_cluster(config, folder, tmp_path, monkeypatch):
+def test_on_a_cluster(config, folder, tmp_path, monkeypatch, content):
     ray = pytest.importorskip("ray", reason='needs `pip install "multipack[ray]"`')
     monkeypatch.setattr(ray_engine, "PART_BYTES", 300)
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
     try:
-        check(config, folder, tmp_path)
+        check(config, folder, tmp_path, content)
         assert ray.is_initialized()  # the cluster of the caller stays connected
     finally:
         ray.shutdown()

@@ -109,19 +109,10 @@ def _check_options(
     for is_wrong, message in (
         (not 1 <= number <= parts, f"--part {part}: i/n, part i of n, such as 1/16 to 16/16"),
         (shards < 0, f"--shards {shards}: at least 1 (or 0: by the number of tokens)"),
-        (
-            is_divided and shards > 0,
-            f"{given} and --shards {shards}: parts have shards of their own; leave it out",
-        ),
-        (
-            is_divided and data.dedup,
-            f"data.dedup=true finds duplicates in one process only: leave {given} out",
-        ),
+        (is_divided and shards > 0, f"{given}: parts have shards of their own; leave --shards {shards} out"),
+        (is_divided and data.dedup, f"{given}: data.dedup=true finds duplicates within one process only"),
         (is_stream and is_divided, f"{given} divides documents, and a stream is one: set data.documents"),
-        (
-            is_stream and data.dedup,
-            "data.dedup=true leaves out documents, and a stream is one: set data.documents",
-        ),
+        (is_stream and data.dedup, "data.dedup=true: a stream is one document; divide it by data.documents"),
         (engine == "ray" and parts > 1, "--engine ray runs all parts: leave --part out"),
         (parts > 1 and out is None, "--part needs the folder of the store: name it with --store"),
     ):

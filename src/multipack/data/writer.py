@@ -221,11 +221,7 @@ class StoreWriter:
         self._builder_read = 0
 
     def add(self, name: str, parts: Sequence[EncodedPart]) -> None:
-        """Add a document.
-
-        Args:
-            name: for messages.
-            parts: its tokens in pieces, each with whether they are targets.
+        """Add a document: its name, and its tokens in pieces, each with whether they are targets.
 
         Raises:
             ValueError: the document has no tokens, or a token outside the vocabulary.
@@ -264,7 +260,7 @@ class StoreWriter:
         if kind is None:
             if len(self._builder) or not self.is_finished:
                 self._write_shard(self.skipped)
-        elif issubclass(kind, ValueError) and self.header.parts == 1:
+        elif issubclass(kind, ValueError) and self.header.parts == 1 and not self.is_finished:
             remove_store(self.path)
 
 
