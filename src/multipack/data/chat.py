@@ -36,9 +36,8 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from multipack.data.data_config import BUILT_IN_TEMPLATES, DataConfig
-from multipack.data.records import Message, read_messages
 from multipack.data.shards import CHAT_TEMPLATE
-from multipack.data.texts import TextPart
+from multipack.data.texts import Message, TextPart
 from multipack.data.tokenizer import TokenizerConfig, byte_tokenizer, load_tokenizer
 
 FIRST_CODE = 0x100000
@@ -108,7 +107,7 @@ class ChatTemplate:
         """Render a conversation and divide it at special tokens and at the ends of answers.
 
         Args:
-            messages: see `read_messages`.
+            messages: dicts with `role`, `content` (text), and what the template reads besides.
             tools: descriptions of the tools that may be called.
             first_target: index of the first message whose answer is a target; earlier answers are context.
 
@@ -116,9 +115,9 @@ class ChatTemplate:
             The parts in order. Their joined text equals the output of `apply_chat_template` of transformers.
 
         Raises:
-            ValueError: messages are malformed, the template rejects them, or answers cannot be located in its output.
+            ValueError: the template rejects the messages, or answers cannot be located in its output.
         """
-        chat = _Chat(self, read_messages(list(messages)), tools)
+        chat = _Chat(self, messages, tools)
         return self._cut(chat.write(), chat, first_target)
 
     def prompt_parts(
@@ -128,7 +127,7 @@ class ChatTemplate:
 
         The text is divided as by `parts`, so that it is tokenized as in training. No part is a target.
         """
-        chat = _Chat(self, read_messages(list(messages)), tools)
+        chat = _Chat(self, messages, tools)
         return self._cut(chat.write(None, True), chat, len(chat.messages))
 
     @cached_property
@@ -239,7 +238,9 @@ class _Answer(NamedTuple):
 class _Chat:
     """One conversation whose text is protected against being read as special tokens."""
 
-    def __init__(self, template: ChatTemplate, messages: list[Message], tools: Sequence[Any] | None) -> None:
+    def __init__(
+        self, template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Any] | None
+    ) -> None:
         self.template = template
         self._codes: dict[str, str] = {}  # protected text → private-use character
         self.messages = [{**self._protect(message), "role": message["role"]} for message in messages]

@@ -16,16 +16,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from itertools import chain, takewhile
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from multipack.data.data_config import DataConfig
-from multipack.data.texts import SourceDocument, TextPart
+from multipack.data.texts import Message, SourceDocument, TextPart
 
 Form = Literal["text", "completion", "chat", "preference"]
-Message = dict[str, Any]
-"""`role`, `content` (text), and other entries that a template may read: `tool_calls`, `tool_call_id`, `name`, …"""
 FORMS: tuple[tuple[Form, tuple[str, ...]], ...] = (
     ("preference", ("chosen", "rejected")),
     ("chat", ("messages",)),
@@ -51,46 +48,19 @@ SHAREGPT_ROLES = {
 }
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The form of the records of a source.
-
-    Attributes:
-        form: text, completion, chat or preference.
-        fields: names of the fields in order: text; prompt, completion; messages; or context, chosen, rejected, where
-            the context may be missing.
-        is_chat: whether the fields hold messages, which a template renders.
-        tools: name of the field of callable tools, which a record may lack.
-    """
-
-    form: Form
-    fields: tuple[str, ...]
-    is_chat: bool
-    tools: str = "tools"
-
-    @property
-    def answers(self) -> tuple[str, ...]:
-        """The fields that are targets; those before them are context."""
-        return self.fields[-2:] if self.form == "preference" else self.fields[-1:]
-
-    @property
-    def context(self) -> tuple[str, ...]:
-        """The field before the answers, if there is one."""
-        return self.fields[: -len(self.answers)]
-
-    def __str__(self) -> str:
-        return " → ".join([*self.context, " | ".join(self.answers)])
-
-
 class RecordReader:
-    """Makes documents of the records of one source.
+    """Makes documents of the records of one source; the first record decides the form of all.
 
     Args:
         config: `format`, `fields`, `between` and `chat_template` are read.
         open_template: opens the `ChatTemplate` when the first record holds messages.
 
     Attributes:
-        shape: form of the records; None before the first record.
+        form: text, completion, chat or preference; None before the first record.
+        context: name of the field before the answers, if there is one.
+        answers: names of the fields that are targets: one, or chosen and rejected.
+        is_chat: whether the fields hold messages, which a template renders.
+        tools: name of the field of callable tools, which a record may lack.
         template: the `ChatTemplate`; None before the first record, and without messages.
         chat_template: the template as JSON; empty without one.
         special_tokens: names of its special tokens.
@@ -98,20 +68,24 @@ class RecordReader:
 
     def __init__(self, config: DataConfig, open_template: Callable[[], Any]) -> None:
         self._config, self._open_template = config, open_template
-        self.shape: Shape | None = None
-        self.template: Any = None
-        self.chat_template = ""
-        self.special_tokens: tuple[str, ...] = ()
+        self.form: Form | None = None
+        self.context, self.answers, self.tools = tuple[str, ...](), tuple[str, ...](), "tools"
+        self.is_chat, self.template = False, cast(Any, None)
+        self.chat_template, self.special_tokens = "", tuple[str, ...]()
 
     @property
     def pairs(self) -> bool:
         """Whether the documents are preference pairs."""
-        return self.shape is not None and self.shape.form == "preference"
+        return self.form == "preference"
+
+    def describe(self) -> str:
+        """The fields, and the name of the template."""
+        fields = " → ".join([*self.context, " | ".join(self.answers)]) or "nothing"
+        return f"{fields}, {self.template.name}" if self.is_chat else fields
 
     def columns(self, names: Iterable[str]) -> list[str]:
         """The columns of a table that are read; all of them if a field is missing, so that the error can list them."""
-        names = list(names)
-        fields = self.shape.fields if self.shape is not None else tuple(self._config.fields)
+        names, fields = list(names), (*self.context, *self.answers) or tuple(self._config.fields)
         required = [fields] if fields else [known for _, known in FORMS]
         if not any({*some} <= {*names} for some in required):
             return names
@@ -127,98 +101,93 @@ class RecordReader:
             where: file and line, for errors.
         """
         try:
+            if self.form is None:
+                self._begin(record)
             return self._documents(record, name)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
 
+    def _begin(self, record: dict[str, Any]) -> None:
+        """Take form and fields from the configuration, or else the first of `FORMS` that the record has."""
+        form: Any = self._config.format
+        fields = tuple(self._config.fields)
+        if fields and form == "auto":
+            is_list = len(fields) == 1 and isinstance(record.get(fields[0]), list)
+            form = "chat" if is_list else ("text", "completion", "preference")[len(fields) - 1]
+        elif not fields:
+            known = [entry for entry in FORMS if form in ("auto", entry[0])]
+            found = [entry for entry in known if {*entry[1]} <= record.keys()]
+            if not found and form == "auto":
+                raise ValueError(
+                    "neither `text` nor `prompt` and `completion` nor `messages` nor `chosen` and `rejected` among the"
+                    f" fields ({', '.join(record) or 'none'}); name the fields to read in data.fields"
+                )
+            form, fields = (found or known)[0]
+            if form == "preference":
+                fields = (*[name for name in CONTEXTS if name in record][:1], *fields)
+        if form == "chat":
+            self.tools, fields = (*fields[1:], "tools")[0], fields[:1]
+        count = 2 if form == "preference" else 1
+        self.context, self.answers = fields[:-count], fields[-count:]
+        has_messages = any(isinstance(record.get(name), list | dict) for name in fields)
+        self.is_chat = form == "chat" or (form != "text" and has_messages)
+        if self.is_chat:
+            self.template = self._open_template()
+            self.chat_template, self.special_tokens = self.template.to_json(), self.template.special_tokens
+        elif self._config.chat_template:
+            raise ValueError(
+                f"data.chat_template={self._config.chat_template} is for messages, but this is {form}"
+                f" ({self.describe()}); leave it out, or name the field of the messages in data.fields, with"
+                " data.format=chat"
+            )
+        self.form = form
+
     def _documents(self, record: dict[str, Any], name: str) -> list[SourceDocument] | list[str]:
-        shape = self.shape or self._begin(record)
         context: Any
         answers: Any
-        if shape.is_chat:
-            context, answers = _messages(record, shape)
+        if self.is_chat:
+            context, answers = self._messages(record)
         else:
-            context = [_text(record, field) for field in shape.context]
-            answers = [_text(record, field) for field in shape.answers]
+            context = [_text(record, field) for field in self.context]
+            answers = [_text(record, field) for field in self.answers]
         if len(answers) == 2 and answers[0] == answers[1]:
             return ["pairs of equal answers"]
         if not all(map(_has_answer, answers)):
-            return [WITHOUT_ANSWER[shape.form]]
+            return [WITHOUT_ANSWER[self.form or "text"]]
         found: list[tuple[TextPart, ...]]
-        if shape.is_chat:
-            tools = read_tools(record.get(shape.tools), shape.tools)
+        if self.is_chat:
+            tools = read_tools(record.get(self.tools), self.tools)
             found = [self.template.parts(context + answer, tools, len(context)) for answer in answers]
         else:
             prompt = [TextPart(text + self._config.between, False) for text in context]
             found = [(*prompt, TextPart(answer, True)) for answer in answers]
-        return [SourceDocument(name, parts, closed=shape.is_chat) for parts in found]
+        return [SourceDocument(name, parts, closed=self.is_chat) for parts in found]
 
-    def _begin(self, record: dict[str, Any]) -> Shape:
-        shape = _shape(self._config, record)
-        if shape.is_chat:
-            self.template = template = self._open_template()
-            self.chat_template, self.special_tokens = template.to_json(), template.special_tokens
-        elif self._config.chat_template:
-            raise ValueError(
-                f"data.chat_template={self._config.chat_template} is for messages, but this is {shape.form} ({shape});"
-                " leave it out, or name the field of the messages in data.fields, with data.format=chat"
-            )
-        self.shape = shape
-        return shape
+    def _messages(self, record: dict[str, Any]) -> tuple[list[Message], list[list[Message]]]:
+        """Context and answers of a record; its field `system` begins the context.
 
-
-def _shape(config: DataConfig, record: dict[str, Any]) -> Shape:
-    """The form and fields of a record: those of the configuration, or else of the first of `FORMS` that it has."""
-    form: Any = config.format
-    fields = tuple(config.fields)
-    if fields and form == "auto":
-        is_list = len(fields) == 1 and isinstance(record.get(fields[0]), list)
-        form = "chat" if is_list else ("text", "completion", "preference")[len(fields) - 1]
-    elif not fields:
-        known = [entry for entry in FORMS if form in ("auto", entry[0])]
-        found = [entry for entry in known if {*entry[1]} <= record.keys()]
-        if not found and form == "auto":
-            raise ValueError(
-                "neither `text` nor `prompt` and `completion` nor `messages` nor `chosen` and `rejected` among the"
-                f" fields ({', '.join(record) or 'none'}); name the fields to read in data.fields"
-            )
-        form, fields = (found or known)[0]
-        if form == "preference":
-            fields = (*[name for name in CONTEXTS if name in record][:1], *fields)
-    if form == "chat":
-        return Shape(form, fields[:1], True, *fields[1:])
-    is_chat = form != "text" and any(isinstance(record.get(name), list | dict) for name in fields)
-    return Shape(form, fields, is_chat)
-
-
-def _messages(record: dict[str, Any], shape: Shape) -> tuple[list[Message], list[list[Message]]]:
-    """Context and answers of a record of messages; the field `system` of a record begins its context."""
-    role = "" if shape.form == "chat" else "assistant"
-    context = [
-        message for field in shape.context for message in read_messages(_field(record, field), field, "user")
-    ]
-    answers = [read_messages(_field(record, field), field, role) for field in shape.answers]
-    if shape.form == "preference":
-        context, answers = _without_common(context, answers, shape)
-    if record.get("system") and [entry["role"] for entry in (context or answers[0])[:1]] != ["system"]:
-        context = [{"role": "system", "content": _text(record, "system")}, *context]
-    return context, answers
-
-
-def _without_common(
-    context: list[Message], answers: list[list[Message]], shape: Shape
-) -> tuple[list[Message], list[list[Message]]]:
-    """Context and answers; where the answers are whole conversations, their common beginning is the context."""
-    first, second = answers
-    if first == second or all(answer and answer[0]["role"] == "assistant" for answer in answers):
+        Preferences may be whole conversations: their common beginning is the context.
+        """
+        role = "" if self.form == "chat" else "assistant"
+        context = [
+            entry for field in self.context for entry in read_messages(_field(record, field), field, "user")
+        ]
+        answers = [read_messages(_field(record, field), field, role) for field in self.answers]
+        first, second = answers[0], answers[-1]
+        are_answers = all(answer and answer[0]["role"] == "assistant" for answer in answers)
+        if self.pairs and first != second and not are_answers:
+            if context and first[: len(context)] != context:
+                chosen, rejected = self.answers
+                raise ValueError(
+                    f"{chosen} is a whole conversation that does not begin with {self.context[0]}; give"
+                    f" data.fields=[{chosen},{rejected}] alone"
+                )
+            same = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+            common = sum(1 for _ in same)
+            context, answers = first[:common], [answer[common:] for answer in answers]
+        if record.get("system") and [entry["role"] for entry in (context or answers[0])[:1]] != ["system"]:
+            context = [{"role": "system", "content": _text(record, "system")}, *context]
         return context, answers
-    if context and first[: len(context)] != context:
-        raise ValueError(
-            f"{shape.fields[-2]} is a whole conversation that does not begin with {shape.fields[0]}; give"
-            f" data.fields=[{shape.fields[-2]},{shape.fields[-1]}] alone"
-        )
-    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
-    return first[:common], [answer[common:] for answer in answers]
 
 
 def _field(record: dict[str, Any], field: str) -> Any:

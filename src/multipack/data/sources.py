@@ -175,7 +175,7 @@ class Source:
 
     def _begun(self) -> RecordReader:
         """The record reader; reads the first record if the form of the records is not yet known."""
-        if self.records.shape is None and self.config.source in RECORDS:
+        if self.records.form is None and self.config.source in RECORDS:
             next(iter(self), None)
         return self.records
 
@@ -199,10 +199,10 @@ class Source:
         """Sha256 of the settings that determine the documents, and of each file's name, size and modification time."""
         config, records = self.config, self._begun()
         parts: list[object] = [config.source, config.division, config.separator]
-        if records.shape is not None:
-            shape, template = records.shape, records.template
-            identity = template.identity if template is not None else ""
-            parts += [shape.form, shape.fields, shape.tools, config.between, identity]
+        if records.form is not None:
+            fields = (*records.context, *records.answers)
+            identity = records.template.identity if records.is_chat else ""
+            parts += [records.form, fields, records.tools, config.between, identity]
         if config.source == "stdlib":
             parts.append(self.name)
         if self.dataset is not None:
@@ -220,10 +220,7 @@ class Source:
             return f"{self.name}, {{documents}} functions with docstring"
         if self.config.source == "text":
             return f"{self.name}, {{documents}} documents by {self.config.division.replace('_', ' ')}"
-        form = str(self.records.shape or "nothing")
-        if self.records.template is not None:
-            form += f", {self.records.template.name}"
-        return f"{self.name}, {{documents}} documents ({form})"
+        return f"{self.name}, {{documents}} documents ({self.records.describe()})"
 
 
 def open_source(config: DataConfig, tokenizer: TokenizerConfig | None = None) -> Source:

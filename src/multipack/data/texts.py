@@ -19,6 +19,10 @@ WORD_END = re.compile(r"(?s).*[^\W_](?=\s)")
 """Matches up to the last letter or digit that white space follows."""
 
 
+Message = dict[str, Any]
+"""`role`, `content` (text), and other entries that a template may read: `tool_calls`, `tool_call_id`, `name`, …"""
+
+
 class TextPart(NamedTuple):
     """A piece of a document's text, tokenized separately.
 

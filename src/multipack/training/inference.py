@@ -12,9 +12,8 @@ from pathlib import Path
 import torch
 
 from multipack.data.chat import ChatTemplate
-from multipack.data.records import Message
 from multipack.data.shards import CHAT_TEMPLATE
-from multipack.data.texts import TextPart
+from multipack.data.texts import Message, TextPart
 from multipack.data.tokenizer import Tokenizer
 from multipack.models.decoder import Decoder
 from multipack.models.families import build_decoder
