@@ -7,7 +7,6 @@ from collections import OrderedDict
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -20,7 +19,6 @@ from multipack.run import RunDirectory
 from multipack.training import checkpoint as checkpoint_module
 from multipack.training import checkpoint_tensors
 from multipack.training.checkpoint import CheckpointWriter, load_checkpoint, name_of
-from multipack.training.checkpoint_tensors import divide
 
 SHAPES = {
     "even": (8, 6),
@@ -158,20 +156,6 @@ def test_every_rank_writes_one_file_and_nothing_is_written_twice(saved):
     assert needed < held < needed + 4 * 5000
 
 
-def _bytes_to_copy(world):
-    line = init_device_mesh("cpu", (2,))
-    model = {f"replicated.{number}": torch.ones(10) for number in range(4)}
-    model["sharded"] = distribute_tensor(torch.ones(10, 2), line, [Shard(0)])
-    return {name: values.nbytes for name, (values, _) in divide({"model": model}, world).items()}
-
-
-def test_before_the_copy_each_piece_belongs_to_one_rank(pools):
-    """With `checkpoint_async` a rank copies what it writes, not all that it holds."""
-    first, second = pools(2).run(_bytes_to_copy)
-    assert first.keys() & second.keys() == {"model.sharded"}
-    assert sum(first.values()) == sum(second.values()) == (4 * 40 + 80) / 2
-
-
 def _files_opened(world, path):
     """Files whose values a rank reads; headers were read before."""
     import safetensors
@@ -294,25 +278,6 @@ def test_a_rank_that_cannot_write_fails_all_and_leaves_latest(pools, run, backgr
     # At once, the failed save is over and the third was written; in the background the third never began.
     assert run.latest_checkpoint().name == name_of(1 if background else 3)
     assert not list(run.checkpoints.glob(".step-*"))
-
-
-def _fill_wrongly(world, path):
-    source = load_checkpoint(path).source
-    line = init_device_mesh("cpu", (world.size,))
-    errors = []
-    for name, shape in (("even", (6, 8)), ("missing", (2, 2))):
-        try:
-            source.fill("model", {name: distribute_tensor(torch.zeros(shape), line, [Shard(0)])})
-        except ValueError as error:
-            errors.append(str(error))
-    dist.barrier()
-    return errors
-
-
-def test_other_shapes_and_names_are_refused(pools, saved):
-    for shape, name in pools(2).run(_fill_wrongly, saved):
-        assert "model.even" in shape
-        assert "model.missing" in name
 
 
 def _killed_before_the_marker(world, path):

@@ -157,30 +157,6 @@ def test_selective_recomputes_no_product_and_no_attention(shape, documents, pack
     assert sum(calls["selective"].values()) > sum(calls["none"].values())
 
 
-class Experts(torch.nn.Module):
-    """Another feed-forward, whose products are not plain matrix products."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.experts = torch.nn.Parameter(torch.randn(3, width, width))
-
-    def forward(self, x):
-        return torch.einsum("td,edf->etf", x, self.experts).relu().sum(0)
-
-    def matrices(self):
-        return []
-
-
-@pytest.mark.parametrize(("kind", "tiles"), [("full", 1), ("selective", 1), ("selective", 3)])
-def test_another_feed_forward(model, documents, pack, kind, tiles):
-    for block in model.blocks:
-        block.feed_forward = Experts(model.shape.d_model)
-    expected = results(model, pack(documents))
-    tile_layers(model, tiles)
-    recompute_blocks(model, kind)
-    close(results(model, pack(documents)), expected, 1e-5)
-
-
 def test_evaluation_recomputes_nothing(model, documents, pack):
     recompute_blocks(model, "full")
     model.eval()

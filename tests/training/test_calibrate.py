@@ -116,9 +116,3 @@ def test_the_command_saves_a_cost_that_plans_and_trains(words, exact, tmp_path):
     (out / COST_FILE).unlink()
     with pytest.raises(ValueError, match=r"cost\.json is missing"):
         train(compose_run(resume))
-
-
-def test_an_unknown_cost_is_refused():
-    for cost in ("flop", "measured"):
-        with pytest.raises(ValueError, match=rf"plan\.cost='{cost}'.*\.json"):
-            compose([f"plan.cost={cost}"])

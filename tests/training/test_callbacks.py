@@ -293,24 +293,10 @@ def _noisy_step(noise, engine, micro_batches):
     return found
 
 
-def test_the_noise_of_a_known_covariance_is_found():
-    """In fp16, whose gradients are scaled; the next test is in fp32."""
-    draw = torch.Generator().manual_seed(3)
-    deviations = torch.tensor([1.0, 2.0, 0.5, 1.0, 3.0, 1.5])
-    mean = torch.full((6,), 0.5)
-    noise, engine = GradientNoise(), _engine(Distance(6), torch.float16)
-    assert engine.loss_scale > 1
-    noise.decay = 0.9999
-    for step in range(700):
-        sizes = [4 + step % 3, 1 + step % 7, 9]  # micro-batches of different sizes
-        batches = [mean + deviations * torch.randn(rows, 6, generator=draw) for rows in sizes]
-        found = _noisy_step(noise, engine, batches)
-    expected = float(deviations.square().sum() / mean.square().sum())  # θ stays 0
-    assert found["gradient_noise"] == pytest.approx(expected, rel=0.15)
-
-
-def test_a_single_step_follows_the_equations_of_the_appendix():
-    noise, engine = GradientNoise(), _engine(Distance(3))
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 1e-2)])
+def test_a_single_step_follows_the_equations_of_the_appendix(dtype, tolerance):
+    """Gradients of fp16 are scaled; tests/distributed/test_observers.py finds the noise of a known covariance."""
+    noise, engine = GradientNoise(), _engine(Distance(3), dtype)
     small = torch.tensor([[1.0, 0.0, 2.0]])
     rest = torch.tensor([[1.0, 1.0, 2.0], [1.0, 0.5, 1.0], [1.0, 0.5, 1.0]])
     found = _noisy_step(noise, engine, [small, rest])["gradient_noise"]
@@ -318,7 +304,7 @@ def test_a_single_step_follows_the_equations_of_the_appendix():
     big_square = float(torch.cat([small, rest]).mean(0).square().sum())
     trace = (small_square - big_square) / (1 / 1 - 1 / 4)
     square = (4 * big_square - 1 * small_square) / (4 - 1)
-    assert found == pytest.approx(trace / square, rel=1e-5)
+    assert found == pytest.approx(trace / square, rel=tolerance)
 
 
 def test_noise_that_cannot_be_estimated_is_not_reported():

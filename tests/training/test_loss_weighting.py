@@ -1,7 +1,6 @@
 """Runs whose loss is a mean over documents, and runs whose documents are aligned."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from multipack.data.batch import IGNORE
 from multipack.data.collate import PackedCollator
 from multipack.training.run_config import compose, compose_run
 from multipack.training.train import train
-from multipack.words import ConfigError
 
 DOCUMENT = "train.loss_weighting=document"
 
@@ -58,28 +56,6 @@ def test_a_resumed_run_may_change_its_weighting_and_says_so(finished, capsys, fi
     train(compose_run([f"out={finished}", "train.resume=true", "train.steps=8", DOCUMENT]))
     assert "train.loss_weighting changes from token to document" in capsys.readouterr().out
     assert len(files(finished).losses) == 8
-
-
-def test_illegal_settings_are_refused(words):
-    for word, message in ((f"{DOCUMENT}s", "loss_weighting"), ("plan.align=512", r"plan\.capacity=256")):
-        with pytest.raises(ConfigError, match=message):
-            compose([*words, word])
-
-
-def test_aligned_packs_have_the_losses_of_unaligned_ones(trainer):
-    aligned = trainer("plan.align=16")
-    data = next(iter(aligned.feed))
-    collate = replace(PackedCollator.of(aligned.feed.plan), align=1)
-    documents = aligned.corpus.train
-    with aligned.engine.evaluating() as model:
-        padded = [float(model(batch)) for batch in data.micro_batches]
-        plain = [
-            float(model(collate([documents[int(number)] for number in pack])))
-            for pack in aligned.feed.sampler.deal_of(0)
-        ]
-    assert padded == pytest.approx(plain, rel=1e-6)
-    assert all(not length % 16 for batch in data.micro_batches for length in batch.lengths)
-    assert aligned.feed.plan.fingerprint != trainer().feed.plan.fingerprint
 
 
 def test_an_aligned_run_counts_tokens_and_reports_the_rest_as_padding(

@@ -1,10 +1,7 @@
 """Trackers: fakes that fail in every hook, and each real one, offline, where its package is installed."""
 
 import json
-import os
 import sqlite3
-import subprocess
-import sys
 
 import pytest
 
@@ -202,45 +199,17 @@ def test_mlflow_keeps_a_run_and_continues_it(tmp_path):
     assert (samples / "step-00000004.txt").read_text() == "words of step 4"
 
 
-TRACKIO = """
-import sys
-from pathlib import Path
-from multipack.training.callbacks.trackers import TrackedRun, Tracking
-from multipack.training.settings import TrackConfig
-
-state = None
-for first in (0, 2):
-    config = TrackConfig(to=["trackio"], mode="offline", project="packs", group="sweep-3")
-    about = TrackedRun(config, Path(sys.argv[1]) / "run-7", {"train": {"steps": 6}})
-    callback = Tracking(about, lambda line: sys.exit(line))
-    if state:
-        callback.load_state(state)
-    for step in range(first, first + 2):
-        callback.record({"step": step, "loss": 4.0 - step})
-        callback.sample(step, "words")
-    state = callback.state()
-    callback.close(failed=False)
-assert state == {"run_ids": {"trackio": "run-7"}}, state
-"""
-
-
-def test_trackio_keeps_a_run_in_its_database(tmp_path):
+def test_trackio_keeps_a_run_and_continues_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read as the package is imported
     pytest.importorskip("trackio", reason="the extra trackio is not installed")
-    # In a process of its own: trackio reads where its database is when it is imported.
-    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio")}
-    done = subprocess.run(
-        [sys.executable, "-c", TRACKIO, str(tmp_path)], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    state = _track(tmp_path, "trackio", last=1, project="packs")
+    assert state == {"run_ids": {"trackio": "run-7"}}
+    _track(tmp_path, "trackio", state, first=2, last=3, project="packs")
     with sqlite3.connect(tmp_path / "trackio" / "packs.db") as database:
         rows = database.execute("SELECT run_name, step, metrics FROM metrics ORDER BY step").fetchall()
-        configs = database.execute("SELECT run_name, config FROM configs").fetchall()
-    losses = {
-        (name, step): values["loss"] for name, step, text in rows if "loss" in (values := json.loads(text))
-    }
-    assert losses == {("run-7", step): 4.0 - step for step in range(4)}
-    assert {name for name, _ in configs} == {"run-7"}
-    assert any("sweep-3" in (text if isinstance(text, str) else text.decode()) for _, text in configs)
+    losses = {step: values["loss"] for _, step, text in rows if "loss" in (values := json.loads(text))}
+    assert losses == {step: 4.0 - step for step in range(4)}
+    assert {name for name, *_ in rows} == {"run-7"}
 
 
 def test_an_offline_trackio_run_is_never_sent_to_a_space(tmp_path, monkeypatch):

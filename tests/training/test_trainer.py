@@ -89,18 +89,6 @@ def test_the_saved_configuration_starts_the_same_run_again(finished, tmp_path, f
     assert files(tmp_path / "again").untimed == files(finished).untimed
 
 
-def test_times_come_from_the_given_clock(words, tmp_path, files, changed):
-    """Each reading of the clock is one second: every time in the log is a number of readings."""
-    ticks, out = itertools.count(), tmp_path / "run"
-    config = compose(changed(words, "train.steps=3", "train.eval_every=0", f"out={out}"))
-    train(config, clock=lambda: float(next(ticks)))
-    for record in files(out).steps:
-        # Four micro-batches with three readings each; waiting, clipping and the end of the step.
-        assert (record["dtf"], record["dtb"], record["dto"]) == (4.0, 4.0, 1.0)
-        assert (record["data_time"], record["dt"]) == (1.0, 16.0)
-        assert record["sps"] * record["dt"] == pytest.approx(round(record["sps"] * record["dt"]))
-
-
 @pytest.mark.parametrize(
     "more", [CALLBACKS, ["optimizer.name=muon", "train.loss_weighting=document"]], ids=["adamw", "muon"]
 )
@@ -132,6 +120,7 @@ def test_resuming_continues_across_epochs(words, tmp_path, files, changed):
     assert files(whole).losses == losses
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_as_if_it_had_not_been(finished, words, tmp_path, files, changed):
     out = tmp_path / "killed"
     program = [sys.executable, "-m", "multipack", "train", *changed(words, "log.every=1"), f"out={out}"]

@@ -1,0 +1,19 @@
+"""Bytes that ranks send in a step, counted as they are handed to collectives, against those that `advise` predicts."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from parallel_tables import traffic
+
+
+def counted(world, case):
+    return traffic.count(world, {}, traffic.Case(*case))
+
+
+@pytest.mark.parametrize("case", [traffic.CASES[number] for number in (1, 3, 4, 5, 6, 8)], ids=str)
+def test_counted_bytes_are_predicted(pools, case):
+    found = max(pools(case.ranks).run(counted, tuple(case)), key=lambda each: each[1].total())
+    assert traffic.compared(case, *found)[-2:] == pytest.approx([1, 1], rel=traffic.CLOSE)
