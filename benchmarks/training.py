@@ -43,8 +43,6 @@ from multipack.models.decoder import Decoder
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.world import World
-from multipack.planning.options import PlanOptions
-from multipack.planning.report import compile_planner
 from multipack.shapes import ModelShape
 from multipack.training.optimizer import build_optimizer
 from multipack.training.settings import OptimizerConfig
@@ -290,8 +288,6 @@ def main() -> None:
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     shape = ModelShape(layers=4, heads=4, d_model=256, d_ff=704, vocabulary_size=257 * 8)
-    # Compiled before anything is timed: a plan's loops, as a run of two packs a step needs them.
-    compile_planner(PlanOptions(capacity=LONGEST, packs_per_step=2), 1, "step", print)
     named = sets(options.documents, 257)
     peers = [compare(name, documents, shape, options) for name, documents in named.items()]
     write_result(options.out, {"peers": peers, "shape": shape.to_dict()})

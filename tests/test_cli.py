@@ -117,14 +117,6 @@ def test_the_printed_command_trains_with_the_same_settings(run, lengths_file):
     assert sorted(settings.split()) == sorted([*words, "train.seed=4"])
 
 
-def test_compilation_is_announced(run, lengths_file, monkeypatch):
-    monkeypatch.setattr("multipack.planning.report._WAIT", 0.0)
-    for command, words in (("plan", ["plan.capacity=1000"]), ("pack", ["capacity=1000"])):
-        quiet = run(command, str(lengths_file), *words, "--json")
-        json.loads(quiet.stdout)
-        assert quiet.stderr.startswith("compiling the planner")
-
-
 def test_the_cost_of_a_plan_is_a_presets_or_a_files(run, lengths_file, tmp_path):
     words = ["plan", str(lengths_file), "plan.capacity=2048", "plan.packs_per_step=4", "world_size=4"]
 

@@ -14,9 +14,6 @@ from hypothesis import strategies as st
 from multipack.planning import kernels
 from multipack.planning.cost import CostModel
 from multipack.planning.kernels import balancing, compiled, placing
-from multipack.planning.options import PlanOptions
-from multipack.planning.plan import plan
-from multipack.planning.report import COMPILING, compile_planner
 
 CASES = settings(deadline=None, max_examples=60)
 FOLDER = Path(kernels.__file__).parent
@@ -159,18 +156,3 @@ def test_kernels_call_only_kernels_of_their_own_file():
         modules = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
         own = {module for module in modules if module.startswith("multipack.")}
         assert own <= {"multipack.planning.kernels", "multipack.planning.kernels.fit"}, path
-
-
-def test_kernels_are_compiled_ahead():
-    said = []
-    options = PlanOptions(capacity=4096, packs_per_step=8)
-    compile_planner(options, 8)
-    before = {name: len(v.signatures) for name, v in vars(placing).items() if hasattr(v, "signatures")}
-    lengths = np.random.default_rng(0).lognormal(6, 1.2, 3000).astype(int).clip(1, 4096)
-    plan(lengths, options=options).deal(0, 8)
-    after = {name: len(v.signatures) for name, v in vars(placing).items() if hasattr(v, "signatures")}
-    assert after == before
-    compile_planner(options, 8, tell=said.append)
-    assert said in ([], [COMPILING])  # silent where a cache folder can be written to
-    compile_planner(PlanOptions(capacity=2**27, packs_per_step=4096, budget=2**26, align=2**20), 2048)
-    compile_planner(PlanOptions(capacity=2, packs_per_step=1, max_documents=1))

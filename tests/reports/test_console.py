@@ -1,5 +1,6 @@
 import io
 import re
+import time
 
 from multipack.reports.console import Console
 
@@ -84,3 +85,14 @@ def test_control_characters_cannot_steer_the_terminal():
     out = io.StringIO()
     Console(stream=out).line("a\x1b[2Jb\x07cd\0\ne")
     assert out.getvalue() == "a�[2Jb�cd�\ne\n"
+
+
+def test_a_notice_is_printed_only_if_a_block_takes_long():
+    out = io.StringIO()
+    console = Console(stream=out)
+    with console.notice("never", seconds=60):
+        pass
+    with console.notice("at once", seconds=0):
+        while not out.getvalue():
+            time.sleep(0.001)
+    assert out.getvalue() == "at once\n"

@@ -57,8 +57,8 @@ def plan(
     from multipack.data.corpus_report import read_lengths
     from multipack.planning.advice import advise
     from multipack.planning.plan import plan as make_plan
-    from multipack.planning.report import compile_planner, padded_share, report
-    from multipack.reports.console import Console
+    from multipack.planning.report import padded_share, report
+    from multipack.reports.console import PLANNING, Console
     from multipack.reports.summary import report_rows
     from multipack.words import merge
 
@@ -66,16 +66,18 @@ def plan(
     lengths, targets, fit = read_lengths(Path(source), command.plan.capacity, data=command.data)
     options, cost = command.plan.for_ranks(command.world_size), command.cost_model()
     console = Console(stream=sys.stderr if as_json else None)
-    compile_planner(options, command.world_size, command.sync, console.line)
     if explore:
         _explore(source, lengths, command, as_json)
         return
-    planned = make_plan(
-        lengths, targets=targets, seed=command.seed, epoch=command.epoch, cost=cost, options=options
-    )
-    drawn = "" if as_json else _draw(planned, step, tokens_per_character, picture, console.columns)
     cut = 0 if fit is None or fit.policy == "drop" else fit.documents
-    measured = report(planned, command.world_size, command.sync, command.sample or None, split_documents=cut)
+    with console.notice(PLANNING):
+        planned = make_plan(
+            lengths, targets=targets, seed=command.seed, epoch=command.epoch, cost=cost, options=options
+        )
+        measured = report(
+            planned, command.world_size, command.sync, command.sample or None, split_documents=cut
+        )
+    drawn = "" if as_json else _draw(planned, step, tokens_per_character, picture, console.columns)
     advice, share = advise(planned, measured), padded_share(lengths, command.padded_batch_size, command.seed)
     if as_json:
         more = {"advice": advice, "padded_share": share, "fingerprint": planned.fingerprint}
@@ -158,17 +160,16 @@ def pack(
     from multipack.cli.plan_settings import PackCommand
     from multipack.data.corpus_report import read_lengths
     from multipack.planning.packing import pack as make_packs
-    from multipack.planning.report import compile_packer
-    from multipack.reports.console import Console
+    from multipack.reports.console import PLANNING, Console
     from multipack.words import merge
 
     command = merge(PackCommand, words or [])
     lengths = read_lengths(Path(source), command.capacity, command.histogram).lengths
     limit = command.max_documents or None
     console = Console(stream=sys.stderr if as_json else None)
-    compile_packer(command.capacity, command.method, limit, console.line)
     started = time.perf_counter()
-    packs = make_packs(lengths, command.capacity, command.method, limit, command.time_budget)
+    with console.notice(PLANNING):
+        packs = make_packs(lengths, command.capacity, command.method, limit, command.time_budget)
     seconds = time.perf_counter() - started
     if command.out:
         with io.BytesIO() as buffer:

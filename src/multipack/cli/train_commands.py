@@ -121,7 +121,6 @@ def calibrate(
     nothing else on the machine during the measurement.
     """
     from multipack.parallel.world import connected
-    from multipack.planning.report import compile_planner
     from multipack.reports.console import Console
     from multipack.training.calibrate import calibrate_documents
     from multipack.training.run_config import compose
@@ -130,7 +129,6 @@ def calibrate(
     if save.exists():
         raise ValueError(f"--save {save} exists: choose another name, or move it away")
     wanted, console = compose(words or []), Console(stream=sys.stderr if as_json else None)
-    compile_planner(wanted.plan.for_ranks(1), 1, "step", console.line)
     with connected(wanted.train.device, wanted.parallel.timeout_seconds) as world:
         cost, error = calibrate_documents(wanted, world, console)
     cost.save(save)

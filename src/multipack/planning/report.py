@@ -12,10 +12,7 @@ have another ceiling.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from threading import Timer
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -24,18 +21,15 @@ from numpy.typing import ArrayLike, NDArray
 from multipack.planning.cost import CostModel
 from multipack.planning.deal import least_step_cost, rank_loads
 from multipack.planning.lengths import check_integer, check_lengths
-from multipack.planning.options import PlanOptions, Sync
-from multipack.planning.packing import Method, Packs, minimum_packs, pack
-from multipack.planning.plan import Plan, plan
+from multipack.planning.options import Sync
+from multipack.planning.packing import Packs, minimum_packs
+from multipack.planning.plan import Plan
 from multipack.planning.steps import BATCHES, permutation
 
 Integers = NDArray[np.int64]
 
 SAMPLE = 1000
 """Default maximum number of steps that a report assigns to ranks."""
-
-# Maximum capacity and packs per step of the plan that compiles kernels: costs of long documents might overflow.
-_CAPACITY, _PACKS = 8192, 8
 
 
 @dataclass(frozen=True)
@@ -307,58 +301,3 @@ def seeded_order(plan: Plan, step: int) -> Integers:
     """(documents of the step,) document numbers in the order of the plan's epoch."""
     documents, first = plan.documents(step), plan.pack_offsets[plan.step_offsets[step % plan.num_steps]]
     return documents[np.argsort(plan.positions[first : first + len(documents)])]
-
-
-COMPILING = "compiling the planner, once: this takes some seconds …"
-_WAIT = 2.0  # seconds after which that is said: reading compiled kernels takes less
-
-
-def compile_planner(
-    options: PlanOptions,
-    ranks: int = 1,
-    sync: Sync = "micro",
-    tell: Callable[[str], None] = lambda line: None,
-) -> None:
-    """Compile the kernels of planning with these options, by planning a few synthetic documents.
-
-    Args:
-        options: options of the plan.
-        ranks: number of ranks that share a step.
-        sync: where ranks wait for each other.
-        tell: prints a line; called once if this takes seconds, because the cache holds no compiled kernels.
-
-    Raises:
-        ValueError: the options are invalid.
-    """
-    capacity = min(options.capacity, max(_CAPACITY, options.align))
-    packs = min(options.packs_per_step, _PACKS)
-    few = replace(options, capacity=capacity, packs_per_step=packs, budget=min(options.mean, capacity))
-    with _told(tell):
-        report(plan(_invented(few.longest), options=few), min(ranks, packs), sync)
-
-
-def compile_packer(
-    capacity: int,
-    method: Method,
-    max_documents: int | None = None,
-    tell: Callable[[str], None] = lambda line: None,
-) -> None:
-    """Compile the kernels of `pack`; see `compile_planner`."""
-    with _told(tell):
-        pack(_invented(capacity), capacity, method, max_documents, time_budget=1.0)
-
-
-def _invented(capacity: int) -> Integers:
-    """1,500 synthetic lengths, unordered, from e⁻⁶ to 1 of the capacity; most are short."""
-    return np.maximum(capacity * np.exp(-6 * (np.arange(1500) * 0.618 % 1)), 1).astype(np.int64)
-
-
-@contextmanager
-def _told(tell: Callable[[str], None]) -> Iterator[None]:
-    """Call `tell` if the block takes long."""
-    timer = Timer(_WAIT, tell, [COMPILING])
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from threading import Timer
 from typing import TextIO
 
 from rich.console import Console as RichConsole
@@ -23,6 +24,9 @@ from rich.text import Text
 
 CONTROL_CHARACTERS = {code: "�" for code in [*range(32), *range(127, 160)] if code not in (9, 10)}
 """For `str.translate`: control characters → �, because text of a model must not control the terminal."""
+
+PLANNING = "planning: the first plan on a machine also compiles the planner, which takes some seconds …"
+"""What `Console.notice` prints about a plan."""
 
 _MIN_WIDTH = 24
 """Minimum width of wrapped text."""
@@ -92,6 +96,16 @@ class Console:
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print a section whose first row has the names of the columns."""
         self.section(title, [columns, *rows])
+
+    @contextmanager
+    def notice(self, text: str, seconds: float = 2.0) -> Iterator[None]:
+        """Print a line if the block takes longer than this number of seconds."""
+        timer = Timer(seconds, self.line, [text])
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     @contextmanager
     def progress(self, title: str) -> Iterator[Advance]:

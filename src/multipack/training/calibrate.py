@@ -24,7 +24,7 @@ from multipack.models.decoder import Decoder
 from multipack.parallel.world import World
 from multipack.planning.cost import CostModel
 from multipack.planning.plan import plan as make_plan
-from multipack.reports.console import Console
+from multipack.reports.console import PLANNING, Console
 from multipack.shapes import ModelShape
 from multipack.training.precision import resolve_dtype
 from multipack.training.run_config import Config
@@ -58,7 +58,8 @@ def calibrate_documents(config: Config, world: World, console: Console) -> tuple
         corpus = load_corpus(config.data, config.tokenizer, limit=config.document_limit, progress=advance)
     shape = shape_of(config, corpus.tokenizer)
     cost, options = CostModel.from_shape(shape), config.plan.for_ranks(1)
-    made = make_plan(corpus.train.lengths, options=options, cost=cost, seed=config.train.seed)
+    with console.notice(PLANNING):
+        made = make_plan(corpus.train.lengths, options=options, cost=cost, seed=config.train.seed)
     packs = [made.slots[pack] for step in _spaced(made.num_steps) for pack in made.packs(step) if len(pack)]
     chosen = [packs[index].tolist() for index in _spaced(len(packs))]
     if len(chosen) < 4:

@@ -12,7 +12,6 @@ import torch
 
 from multipack.parallel.ranks import find_ranks
 from multipack.parallel.world import connected
-from multipack.planning.report import compile_planner
 from multipack.reports.console import Console
 from multipack.training.callbacks.callback import RunStopped
 from multipack.training.compare import Comparison, compare_with_padding
@@ -58,8 +57,6 @@ def train(config: Config, clock: Callable[[], float] = time.perf_counter) -> Run
     ranks = find_ranks(os.environ)
     console = Console(ranks.rank, config.log.all_ranks)
     config.check(ranks.size)
-    data_ranks = config.parallel.data_size(ranks.size)
-    compile_planner(config.plan.for_ranks(data_ranks), data_ranks, config.parallel.sync, console.line)
     check_model(config, ranks.size, console)
     with (
         connected(config.train.device, config.parallel.timeout_seconds) as world,

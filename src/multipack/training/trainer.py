@@ -26,7 +26,7 @@ from multipack.models.sampling import Sampling
 from multipack.parallel.engine import StepResult
 from multipack.parallel.mesh import build_mesh
 from multipack.parallel.world import World
-from multipack.reports.console import Console
+from multipack.reports.console import PLANNING, Console
 from multipack.training.blueprint import open_engine
 from multipack.training.callbacks.callback import Callbacks, NonFiniteLoss
 from multipack.training.checkpoint import Checkpoint, restore_rng
@@ -117,7 +117,8 @@ class Trainer:
             self.notes.append(note)
         self.engine = open_engine(config, self.objective, self.shape, weights, self.mesh, self.dtype, clock)
         folder = self.run.path if self.resumed is not None else None
-        self.feeds = Feeds(config, self.objective, self.engine, self.cost_model, console, clock, folder)
+        with console.notice(PLANNING):
+            self.feeds = Feeds(config, self.objective, self.engine, self.cost_model, console, clock, folder)
         self.feed, self.steps = self.feeds.training, self.feeds.steps
         self.notes += self.feeds.notes
         # From here on ranks draw their own random numbers (dropout), each from a reproducible stream.
