@@ -21,6 +21,7 @@ def test_what_fits_is_left_alone(documents):
         assert report.describe() == ""
     fitted, report = documents.fit(8, "split")
     assert "2 documents longer than 8 tokens split into 4 pieces" in report.describe()
+    assert documents.take([]).fit(8)[1].without_targets == 0
     assert report.without_targets == 2  # the piece that is all prompt, and the piece of one token
 
 
@@ -53,11 +54,6 @@ def test_policies_shorten_and_report(documents):
         assert list(astuple(report)[2:]) == expected
         assert report.describe().startswith(line)
     assert documents.fit(8, "truncate_left")[0].names(0) == "doc0 [tokens 4 to 12 of 12]"
-
-
-def test_an_empty_view_fits(documents):
-    fitted, report = documents.take([]).fit(8)
-    assert (len(fitted), report.without_targets) == (0, 0)
 
 
 def test_pieces_begin_with_the_prompt(write_store):

@@ -61,22 +61,17 @@ def folder(tmp_path):
     return str(path)
 
 
-def content(path):
+def files(path):
     return {file.name: file.read_bytes() for file in sorted(path.iterdir())}
-
-
-def documents(store):
-    numbers = range(store.num_documents)
-    return [(store.name(n), store.tokens_of(n).tolist(), store.spans_of(n).tolist()) for n in numbers]
 
 
 # --- what is in a store ----------------------------------------------------------------------------------
 
 
-def test_documents_end_with_an_end_token_that_is_a_target(config, pairs, text_file):
+def test_documents_end_with_an_end_token_that_is_a_target(config, pairs, text_file, content):
     store = TokenStore(prepare(config(source="jsonl", path=pairs), BYTE))
     assert store.num_documents == 20
-    assert documents(store)[4] == ("pairs.jsonl:5", [*b"Q4\naaaaa", 256], [[3, 9]])
+    assert content(store)[4] == ("pairs.jsonl:5", [*b"Q4\naaaaa", 256], [[3, 9]])
     assert store.description == "pairs.jsonl, 20 documents (prompt → completion)"
     assert store.header.split_by == "document"
     data = config(source="text", path=text_file("ab<>c<><>d"), separator="<>")
@@ -109,16 +104,6 @@ def test_a_stream_of_several_shards_is_one_document_a_shard(config, text_file, t
     joined = np.concatenate([parts.tokens_of(number) for number in range(parts.num_documents)])
     assert joined.tolist() == whole.tokens_of(0).tolist()
     assert all(len(parts.spans_of(number)) == 1 for number in range(parts.num_documents))
-
-
-def test_preference_pairs_are_two_documents(config, text_file):
-    lines = [
-        json.dumps({"prompt": f"Q{n}", "chosen": "good" * n, "rejected": "bad" * (n + 1)}) for n in range(5)
-    ]
-    store = TokenStore(prepare(config(source="jsonl", path=text_file("\n".join(lines), "p.jsonl")), BYTE))
-    assert (store.has_pairs, store.num_documents) == (True, 8)
-    assert store.skipped == {"pairs with an empty answer": 1}
-    assert [store.tokens_of(n).tolist() for n in (0, 1)] == [[*b"Q1\ngood", 256], [*b"Q1\nbadbad", 256]]
 
 
 # --- reading and reuse -----------------------------------------------------------------------------------
@@ -168,10 +153,10 @@ def test_a_store_is_made_once(config, pairs, monkeypatch):
     Path(pairs).write_text(json.dumps({"text": "other"}))
     assert prepare(data, BYTE) != path
     assert len(made) == 4
-    before, shard = content(path := prepare(data, BYTE)), next(path.glob("shard*"))
+    before, shard = files(path := prepare(data, BYTE)), next(path.glob("shard*"))
     shard.write_bytes(shard.read_bytes()[:-2])  # a damaged store is made again
     assert prepare(data, BYTE) == path
-    assert content(path) == before
+    assert files(path) == before
 
 
 def test_other_files_and_stores_are_never_overwritten(config, pairs, text_file, tmp_path):
@@ -186,11 +171,11 @@ def test_other_files_and_stores_are_never_overwritten(config, pairs, text_file, 
             prepare(data, BYTE, path)
     assert file.read_text() == (folder / "precious.txt").read_text() == "precious"
     assert prepare(data, BYTE, out) == out
-    before = content(out)
+    before = files(out)
     for part in ("1/1", "1/2"):
         with pytest.raises(ValueError, match="holds a token store of other documents"):
             prepare(other, BYTE, out, part=part)
-    assert content(out) == before
+    assert files(out) == before
 
 
 def test_bad_input_leaves_no_store(config, text_file, tmp_path):
@@ -213,13 +198,13 @@ def test_bad_input_leaves_no_store(config, text_file, tmp_path):
 
 
 @pytest.mark.parametrize("dedup", [False, True])
-def test_shards_hold_the_documents_of_one(config, corpus, tmp_path, dedup):
+def test_shards_hold_the_documents_of_one(config, corpus, tmp_path, dedup, content):
     data = config(source="jsonl", path=corpus, dedup=dedup)
     whole = TokenStore(prepare(data, BYTE, tmp_path / "whole"))
     for shards in (2, 5):
         store = TokenStore(prepare(data, BYTE, tmp_path / f"{shards}", shards=shards))
         assert 1 < len(store.shards) <= shards
-        assert documents(store) == documents(whole)
+        assert content(store) == content(whole)
         assert store.checksum == whole.checksum
         assert (store.skipped, store.header.key) == (whole.skipped, whole.header.key)
     assert whole.skipped["empty completions"] == 129
@@ -240,7 +225,7 @@ def test_shards_appear_one_by_one_and_the_header_last(config, corpus, tmp_path):
 
 
 @pytest.mark.parametrize("order", [[1, 2, 3], [3, 1, 2]])
-def test_parts_in_any_order_are_one_store(config, folder, tmp_path, order):
+def test_parts_in_any_order_are_one_store(config, folder, tmp_path, order, content):
     data = config(source="jsonl", path=folder)
     whole = TokenStore(prepare(data, BYTE, tmp_path / "whole"))
     for number in order:
@@ -248,13 +233,12 @@ def test_parts_in_any_order_are_one_store(config, folder, tmp_path, order):
             TokenStore(tmp_path / "out")
         prepare(data, BYTE, tmp_path / "out", part=f"{number}/3")
     store = TokenStore(prepare(data, BYTE, tmp_path / "out", part="2/3"))
-    assert documents(store) == documents(whole)
+    assert content(store) == content(whole)
     assert store.skipped == whole.skipped == {"files of other kinds": 1, "empty documents": 7}
     assert store.description == whole.description
     assert len(store.shards) == 3
-    one = config(source="jsonl", path=f"{folder}/3.jsonl")
     for number in (1, 2, 3):  # more parts than files
-        prepare(one, BYTE, tmp_path / "one", part=f"{number}/3")
+        prepare(config(source="jsonl", path=f"{folder}/3.jsonl"), BYTE, tmp_path / "one", part=f"{number}/3")
     assert TokenStore(tmp_path / "one").num_documents == 12
 
 
@@ -322,7 +306,7 @@ def test_a_killed_prepare_is_continued(config, corpus, tmp_path, small_shards, f
     assert "are there from an interrupted prepare" in told[0]
     whole = tmp_path / "whole"
     prepare(data, BYTE, whole, **options)
-    assert content(out) == content(whole)
+    assert files(out) == files(whole)
     if not options:  # and nothing was tokenized again
         assert len(calls) == -(-(TokenStore(whole).num_documents - there.num_documents) // 10)
 
@@ -337,7 +321,7 @@ def test_killed_again_and_again_at_any_moment(config, corpus, tmp_path, small_sh
         process.join(60)
     prepare(data, BYTE, out)
     TokenStore(out).verify()
-    assert content(out) == content(prepare(data, BYTE, tmp_path / "whole"))
+    assert files(out) == files(prepare(data, BYTE, tmp_path / "whole"))
 
 
 def test_shards_of_other_documents_are_not_used_and_damaged_ones_made_again(
@@ -353,9 +337,9 @@ def test_shards_of_other_documents_are_not_used_and_damaged_ones_made_again(
     with pytest.raises(ValueError, match="holds a token store of other documents"):
         prepare(other, BYTE, out)
     prepare(data, BYTE, out)
-    found = content(out)
+    found = files(out)
     assert found.pop("precious.txt") == b"precious"
-    assert found == content(prepare(data, BYTE, tmp_path / "whole"))
+    assert found == files(prepare(data, BYTE, tmp_path / "whole"))
 
 
 def _prepare(path, cache, marks):
@@ -451,15 +435,12 @@ def test_the_first_of_duplicates_remains(documents, pairs):
     assert source.skipped.total() == len(items) // step - len(expected)
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
+def test_documents_with_other_tokens_or_targets_are_no_duplicates():
+    for first, second in (
         ((TextPart("ab", True),), (TextPart("a", True), TextPart("b", True))),
         ((TextPart("ab", True),), (TextPart("ab", False),)),
         ((TextPart("<e>", True),), (TextPart("<e>", True, True),)),
         ((TextPart("a\0", True), TextPart("b", True)), (TextPart("a", True), TextPart("\0b", True))),
-    ],
-)
-def test_documents_with_other_tokens_or_targets_are_no_duplicates(first, second):
-    items = [SourceDocument("a", first), SourceDocument("b", second), SourceDocument("c", first)]
-    assert [one.name for (one,) in items_of(ListSource(items))] == ["a", "b"]
+    ):
+        items = [SourceDocument("a", first), SourceDocument("b", second), SourceDocument("c", first)]
+        assert [one.name for (one,) in items_of(ListSource(items))] == ["a", "b"]
