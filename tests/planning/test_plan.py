@@ -167,7 +167,7 @@ GOLDEN = {
         {"balance": "joint", "tail": "drop", "window": 1},
         152,
         "4ab9506967a9dde1",
-        "32c32326b12e6dca",
+        "5847178d5e125527",
     ),
     "carry, not grouped": (
         {"tail": "carry", "group": False, "window": 16, "carried": [7, 3]},

@@ -166,15 +166,9 @@ class _Step:
         """Number of packs of all ranks."""
         return self.ranks * self.micro_batches
 
-    def place(self, lengths: Integers, costs: Integers, packs: int, joined: int = 1) -> Integers:
-        """(documents,) the pack of each document, −1 if it does not fit; `joined` packs count as one."""
-        capacity, limit = self.options.capacity, self.options.max_documents or len(self.lengths)
-        return place(lengths, costs, packs, joined * capacity, joined * limit)
-
     def arrange(self, own: Integers) -> Integers:
         """The best of some arrangements, each balanced; the search ends with one that is proven close to the best."""
-        best, least = own, -1
-        capacity = self.options.capacity
+        capacity, best, least = self.options.capacity, own, -1
         goal = least_step_cost(self.lengths, self.costs, self.ranks, self.micro_batches, capacity, self.sync)
         for placed in self._arrangements(own):
             if placed.min() < 0:
@@ -189,57 +183,34 @@ class _Step:
         return best
 
     def _arrangements(self, own: Integers) -> Iterator[Integers]:
-        """Arrangements to begin with; −1 for documents that did not fit."""
-        if self.sync == "step" and self.micro_batches > 1:
-            yield self._ranks_first()
-        yield self._numbered(self.place(self.lengths, self.costs, self.packs))
+        """Arrangements to begin with; −1 for documents that did not fit. The step's own packs always fit."""
+        yield self._numbered(self._place(1))
         if self.sync != "step" and self.micro_batches > 1:
-            yield self._by_slot()
+            yield self._place(self.micro_batches)
         yield self._numbered(own)
 
-    def _ranks_first(self) -> Integers:
-        """Each document to the least loaded rank; then each rank's documents into packs of similar tokens.
-
-        A rank with a long document has cheap packs beside it, which equal packs would not allow.
-        """
-        each, options = self.micro_batches, self.options
-        ranks = self.place(self.lengths, self.costs, self.ranks, each)
-        placed = np.full(len(ranks), -1, dtype=np.int64)
-        for rank in range(self.ranks):
-            documents = np.flatnonzero(ranks == rank)
-            if len(documents):
-                lengths = self.lengths[documents]
-                slots = self.place(lengths, lengths, each)
-                placed[documents] = np.where(slots < 0, -1, slots * self.ranks + rank)
-        if placed.min() < 0:
-            everything = np.ones(len(placed), dtype=np.bool_)
-            limit = options.max_documents or len(placed)
-            balancing.gather(placed, self.lengths, everything, self.packs, options.capacity, limit, -1)
-        return placed
-
-    def _by_slot(self) -> Integers:
-        """Micro-batch after micro-batch, each with the longest documents left.
+    def _place(self, points: int) -> Integers:
+        """Place the documents into equally many packs of each sync point, one after the other, the longest first.
 
         A micro-batch takes as long as its most loaded pack. So each gets as many documents as let all its packs cost as
         much as the longest document left, or as the mean of the packs left; or more where the others have no room.
         """
+        packs, capacity = self.packs // points, self.options.capacity
+        limit = self.options.max_documents or len(self.lengths)
         tokens, cost = np.append(0, np.cumsum(self.lengths)), np.append(0, np.cumsum(self.costs))
         placed, start = np.full(len(self.lengths), -1, dtype=np.int64), 0
-        for slot in range(self.micro_batches):
-            left = self.micro_batches - slot
+        for point in range(points):
+            left = points - point
             if start == len(placed):
                 break
-            even = -(-int(cost[-1] - cost[start]) // (self.ranks * left))
-            limit = int(cost[start]) + self.ranks * max(int(self.costs[start]), even)
-            room = int(tokens[-1]) - (left - 1) * self.ranks * self.options.capacity
-            stop = max(
-                int(np.searchsorted(cost, limit, side="right")) - 1, int(np.searchsorted(tokens, room))
-            )
-            stop = len(placed) if left == 1 else stop
-            inside = slice(start, stop)
-            packs = self.place(self.lengths[inside], self.costs[inside], self.ranks)
-            placed[inside] = np.where(packs < 0, -1, packs + slot * self.ranks)
-            start = stop
+            even = -(-int(cost[-1] - cost[start]) // (packs * left))
+            most = int(cost[start]) + packs * max(int(self.costs[start]), even)
+            room = int(tokens[-1]) - (left - 1) * packs * capacity
+            stop = max(int(np.searchsorted(cost, most, side="right")) - 1, int(np.searchsorted(tokens, room)))
+            inside = slice(start, len(placed) if left == 1 else stop)
+            found = place(self.lengths[inside], self.costs[inside], packs, capacity, limit)
+            placed[inside] = np.where(found < 0, -1, point * packs + found)
+            start = inside.stop
         return placed
 
     def _numbered(self, placed: Integers) -> Integers:

@@ -137,7 +137,7 @@ def best_fit(histogram: Histogram, capacity: int, max_documents: int) -> Pattern
     """
     room = min(capacity, histogram.tokens)
     table = np.zeros(room + 1, dtype=np.int64)
-    bits = tuple(np.zeros((room >> 6 * level) + 1, dtype=np.uint64) for level in range(1, kernels.LEVELS + 1))
+    bits = np.zeros((room >> 6) + 1, dtype=np.uint64)
     opened, packs, newest, runs = kernels.best_fit(*histogram, room, max_documents, table, bits)
     order = np.argsort(opened)
     return Patterns(*kernels.unroll(order, newest, runs), packs[order])

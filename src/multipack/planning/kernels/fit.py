@@ -8,19 +8,16 @@ were opened.
     1         4      32    1×15                  the last document of 15 tokens opened pack 4
     2         5–9    9     1×14, 2×12
 
-Groups of equal room form a *queue*. Five levels of bits mark the queues that are not empty, so that the smallest room
-of at least l tokens is found in a few instructions:
+Groups of equal room form a *queue*. A bit marks each queue that is not empty, so that the smallest room of at least
+l tokens is found 64 rooms at a time:
 
     room      0  1  2  3  4  5  6  7 …
     last      −  7  −  −  2  −  −  9             the queue's last group; after[last] is its first
     after     group 2 → 5 → 0 → 2                the next group of the same queue, circular
-    level 0   0  1  0  0  1  0  0  1             one bit a room, 64 to a word
-    level 1   1 …                                one bit a word of level 0; and so on
+    bits      0  1  0  0  1  0  0  1             one bit a room, 64 to a word
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,31 +26,13 @@ from multipack.planning.kernels import compiled
 
 Integers = NDArray[np.int64]
 Words = NDArray[np.uint64]
-LEVELS = 5
-"""Levels of bits: 64^5 is above the largest capacity."""
-Bits = tuple[Words, ...]
 
 
 @compiled
-def trailing_zeros(word: Any) -> int:
-    """Number of zero bits below the lowest bit that is set; the word is not 0."""
-    zeros = 0
-    word = np.uint64(word)
-    for width in (32, 16, 8, 4, 2, 1):
-        mask = (np.uint64(1) << np.uint64(width)) - np.uint64(1)
-        if word & mask == np.uint64(0):
-            word >>= np.uint64(width)
-            zeros += width
-    return zeros
-
-
-@compiled
-def _enqueue(room: int, group: int, last: Integers, after: Integers, bits: Bits) -> None:
+def _enqueue(room: int, group: int, last: Integers, after: Integers, bits: Words) -> None:
     """Append a group to the queue of a room. Groups count from 1, so that a table of zeros is empty."""
     if last[room] == 0:
-        for level in range(LEVELS):
-            bit = room >> (6 * level)
-            bits[level][bit >> 6] |= np.uint64(1) << np.uint64(bit & 63)
+        bits[room >> 6] |= np.uint64(1) << np.uint64(room & 63)
         after[group] = group
     else:
         after[group] = after[last[room]]
@@ -62,36 +41,27 @@ def _enqueue(room: int, group: int, last: Integers, after: Integers, bits: Bits)
 
 
 @compiled
-def _dequeue(room: int, last: Integers, after: Integers, bits: Bits) -> None:
+def _dequeue(room: int, last: Integers, after: Integers, bits: Words) -> None:
     """Remove the first group of the queue of a room."""
     first = after[last[room]]
     if first != last[room]:
         after[last[room]] = after[first]
         return
     last[room] = 0
-    for level in range(LEVELS):
-        bit = room >> (6 * level)
-        bits[level][bit >> 6] &= ~(np.uint64(1) << np.uint64(bit & 63))
-        if bits[level][bit >> 6] != 0:
-            return
+    bits[room >> 6] &= ~(np.uint64(1) << np.uint64(room & 63))
 
 
 @compiled
-def _smallest_room(length: int, bits: Bits) -> int:
+def _smallest_room(length: int, last: Integers, bits: Words) -> int:
     """The smallest room ≥ length whose queue is not empty; −1 if there is none."""
-    start = length
-    for level in range(LEVELS):
-        word = start >> 6
-        if word >= len(bits[level]):
-            return -1
-        shift = np.uint64(start & 63)
-        left = bits[level][word] >> shift << shift
-        if left != 0:
-            found = word * 64 + trailing_zeros(left)
-            for lower in range(level - 1, -1, -1):
-                found = found * 64 + trailing_zeros(bits[lower][found])
-            return found
-        start = word + 1
+    room = length
+    while room < len(last):
+        if bits[room >> 6] >> np.uint64(room & 63) == 0:
+            room = (room | 63) + 1
+        elif last[room] == 0:
+            room += 1
+        else:
+            return room
     return -1
 
 
@@ -154,7 +124,7 @@ def first_fit(lengths: Integers, capacity: int, max_documents: int) -> tuple[Int
 
 @compiled
 def best_fit(
-    values: Integers, counts: Integers, capacity: int, max_documents: int, last: Integers, bits: Bits
+    values: Integers, counts: Integers, capacity: int, max_documents: int, last: Integers, bits: Words
 ) -> tuple[Integers, Integers, Integers, Integers]:
     """Exact best fit decreasing on a histogram: every document into the smallest room that fits, or into a new pack.
 
@@ -169,7 +139,7 @@ def best_fit(
         capacity: tokens of a pack.
         max_documents: most documents of a pack.
         last: (capacity + 1,) zeros.
-        bits: zeros: one bit per room, and one per word of the level before.
+        bits: zeros: one bit per room.
 
     Returns:
         (groups,) first pack of each group; (groups,) its number of packs; (groups,) its latest run; (runs, 3) index of
@@ -186,7 +156,7 @@ def best_fit(
     for number in range(len(values)):
         value, left = values[number], counts[number]
         while left > 0:
-            room = _smallest_room(value, bits)
+            room = _smallest_room(value, last, bits)
             if room >= 0:
                 group = after[last[room]]
             else:
