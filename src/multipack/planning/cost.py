@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -212,11 +212,9 @@ class CostModel:
                 " plan them in several parts"
             )
 
-    def key(self) -> int | dict[str, int]:
-        """Plain values that determine the costs: `linear` alone if the others have their defaults."""
-        neutral = {"quadratic": 1, "sliding": 0, "window": 0, "constant": 0}
-        other = {name: getattr(self, name) for name, plain in neutral.items() if getattr(self, name) != plain}
-        return {"linear": self.linear, **other} if other else self.linear
+    def key(self) -> dict[str, int]:
+        """Plain values that determine the costs."""
+        return {name: getattr(self, name) for name in (*WEIGHTS, "window")}
 
     @property
     def formula(self) -> str:
@@ -263,24 +261,10 @@ class CostModel:
         return float(np.dot(coefficients, _terms(check_lengths(lengths))))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON, the argument of `from_dict`."""
+        """Plain values for JSON."""
         plain = {each.name: getattr(self, each.name) for each in fields(self)}
         shape, timed = self.shape and self.shape.to_dict(), self.timed and asdict(self.timed)
         return plain | {"shape": shape, "timed": timed}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> CostModel:
-        """The model that `to_dict` wrote.
-
-        Raises:
-            ValueError: keys are missing or unknown, or a value is invalid.
-        """
-        parts: dict[str, Any] = {"shape": ModelShape, "timed": Seconds}
-        try:
-            made = {name: values[name] and part(**values[name]) for name, part in parts.items()}
-            return cls(**{**values, **made})
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"a key is missing, unknown or of another version: {error}") from None
 
     def save(self, path: str | Path) -> None:
         """Write the model as JSON, atomically."""
@@ -296,10 +280,10 @@ class CostModel:
         """
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
-            if not isinstance(values, dict):
-                raise ValueError(f"it holds {type(values).__name__}, not an object")
-            return cls.from_dict(values)
-        except ValueError as error:
+            shape, timed = values["shape"], values["timed"]
+            made = {"shape": shape and ModelShape(**shape), "timed": timed and Seconds(**timed)}
+            return cls(**{**values, **made})
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a saved cost model: {error}") from None
 
 
