@@ -162,11 +162,13 @@ def test_one_process_of_a_host_verifies(config, pairs, tmp_path):
 
 def test_lengths_of_a_store_are_those_of_training(write_store):
     store = write_store([[(3, False), (9, True)], [(4, True)]])
-    assert read_lengths(store.path, 16).targets.tolist() == [9, 3]
-    found = read_lengths(store.path, 8, data=LengthsConfig("split", overlap=1, repeat_prompt=True))
+    assert read_lengths(store.path, 16)[1].tolist() == [9, 3]
+    lengths, targets, fit = read_lengths(
+        store.path, 8, data=LengthsConfig("split", overlap=1, repeat_prompt=True)
+    )
     documents, report = Documents.whole(store).fit(8, "split", 1, True)
-    assert found.lengths.tolist() == documents.lengths.tolist() == [8, 8, 4]
-    assert (found.targets.tolist(), found.fit) == (documents.target_counts.tolist(), report)
+    assert lengths.tolist() == documents.lengths.tolist() == [8, 8, 4]
+    assert (targets.tolist(), fit) == (documents.target_counts.tolist(), report)
 
 
 # --- real corpora ----------------------------------------------------------------------------------------

@@ -1,12 +1,11 @@
 import json
-from dataclasses import astuple
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from multipack.cli import app
-from multipack.data.corpus_report import CAPACITIES, report_corpus
+from multipack.data.corpus_report import CAPACITIES, CorpusReport
 from multipack.data.prepare import prepare
 from multipack.data.shards import shard_name
 from multipack.data.tokenizer import TokenizerConfig, byte_tokenizer
@@ -19,7 +18,7 @@ BYTE = TokenizerConfig("byte")
 def test_the_figures_of_a_corpus(write_store):
     draw = np.random.default_rng(3)
     lengths = [int(length) for length in np.clip(draw.lognormal(5, 1.5, 300), 2, 5000)]
-    report = report_corpus(write_store([[(1, False), (length - 1, True)] for length in lengths]).path)
+    report = CorpusReport(write_store([[(1, False), (length - 1, True)] for length in lengths]).path)
     assert (report.documents, report.tokens) == (300, sum(lengths))
     assert report.targets == sum(lengths) - 300
     assert report.target_share == report.targets / report.tokens
@@ -36,7 +35,7 @@ def test_the_figures_of_a_corpus(write_store):
         for capacity in CAPACITIES
         if (longer := [length for length in lengths if length > capacity])
     ]
-    assert [astuple(entry) for entry in report.excess] == expected
+    assert report.excess == expected
     assert expected[-1][0] == 4096
     assert json.loads(json.dumps(report.to_dict()))["histogram"][0]["first"] == report.histogram[0].first
     assert (report.shards, report.is_complete, report.pairs) == (1, True, False)
@@ -45,15 +44,15 @@ def test_the_figures_of_a_corpus(write_store):
 def test_shards_are_reported_as_one_corpus(config, text_file, tmp_path):
     lines = [json.dumps({"text": "a" * (n % 17 + 1)}) for n in range(40)]
     data = config(source="jsonl", path=text_file("\n\n".join(lines), "c.jsonl"), dedup=True)
-    whole = report_corpus(prepare(data, BYTE, tmp_path / "whole"))
+    whole = CorpusReport(prepare(data, BYTE, tmp_path / "whole"))
     folder = prepare(data, BYTE, tmp_path / "shards", shards=4)
-    shards = report_corpus(folder)
+    shards = CorpusReport(folder)
     equal = ("documents", "tokens", "targets", "longest_name", "skipped", "histogram", "description", "p99")
     assert [getattr(shards, name) for name in equal] == [getattr(whole, name) for name in equal]
     assert (shards.shards, shards.duplicates) == (2, 23)
     assert shards.skipped == {"blank lines": 39, "duplicates": 23}
     (folder / shard_name(0, 1)).unlink()
-    growing = report_corpus(folder)
+    growing = CorpusReport(folder)
     assert (growing.is_complete, growing.description) == (False, "1 shards so far")
     assert ("stores", "1 shards so far") in store_rows(folder, growing)
 
@@ -61,7 +60,7 @@ def test_shards_are_reported_as_one_corpus(config, text_file, tmp_path):
 def test_what_people_see(config, text_file, tmp_path):
     lines = [json.dumps({"prompt": "Q", "completion": "a" * (3 + 600 * (n == 7))}) for n in range(16)]
     data = config(source="jsonl", path=text_file("\n".join(lines), "c.jsonl"), dedup=True)
-    report = report_corpus(prepare(data, BYTE, tmp_path / "out"))
+    report = CorpusReport(prepare(data, BYTE, tmp_path / "out"))
     rows = dict(store_rows(tmp_path / "out", report))
     assert (rows["documents"], rows["left out"]) == ("2", "14 duplicates")
     assert rows["longest"] == "606 tokens: c.jsonl:8"
@@ -72,7 +71,7 @@ def test_what_people_see(config, text_file, tmp_path):
     assert max(map(len, drawn)) <= 60
     assert [line.count("█") > 20 for line in drawn] == [True, *[False] * 6, True]
     stream = config(source="text", path=text_file("abc " * 400), documents="stream")
-    report = report_corpus(path := prepare(stream, BYTE, tmp_path / "stream"))
+    report = CorpusReport(path := prepare(stream, BYTE, tmp_path / "stream"))
     rows = dict(store_rows(path, report))
     assert rows["documents"] == "one stream, which training cuts into blocks"
     assert not {"lengths", "longest", "too long"} & rows.keys()
@@ -80,11 +79,11 @@ def test_what_people_see(config, text_file, tmp_path):
 
 def test_there_must_be_a_corpus(tmp_path):
     with pytest.raises(ValueError, match="not a token store"):
-        report_corpus(tmp_path)
+        CorpusReport(tmp_path)
     with StoreWriter(tmp_path / "empty", byte_tokenizer()):
         pass
     with pytest.raises(ValueError, match="has no documents"):
-        report_corpus(tmp_path / "empty")
+        CorpusReport(tmp_path / "empty")
 
 
 def test_the_command_line_reports_what_it_prepares(text_file, tmp_path):
@@ -96,7 +95,7 @@ def test_the_command_line_reports_what_it_prepares(text_file, tmp_path):
     assert CliRunner().invoke(app, ["prepare", "--report", str(folder)]).output == shown.output
     told = json.loads(CliRunner().invoke(app, ["prepare", "--report", str(folder), "--json"]).stdout)
     assert (told["documents"], told["duplicates"], told["shards"]) == (20, 0, 2)
-    assert told["histogram"] == report_corpus(folder).to_dict()["histogram"]
+    assert told["histogram"] == CorpusReport(folder).to_dict()["histogram"]
     for more in (words, ["--engine", "ray"], ["--shards", "2"]):
         refused = CliRunner().invoke(app, ["prepare", *more, "--report", str(folder)])
         assert "only reports: leave out settings and all options but --json" in str(refused.exception)

@@ -164,7 +164,7 @@ def pack(
     from multipack.words import merge
 
     command = merge(PackCommand, words or [])
-    lengths = read_lengths(Path(source), command.capacity, command.histogram).lengths
+    lengths = read_lengths(Path(source), command.capacity, command.histogram)[0]
     limit = command.max_documents or None
     console = Console(stream=sys.stderr if as_json else None)
     started = time.perf_counter()

@@ -72,7 +72,7 @@ def prepare(
 
     `multipack prepare --settings` lists all settings.
     """
-    from multipack.data.corpus_report import report_corpus
+    from multipack.data.corpus_report import CorpusReport
     from multipack.data.prepare import prepare as run
     from multipack.reports.console import Console
     from multipack.reports.summary import print_store
@@ -94,7 +94,7 @@ def prepare(
             )
     elif words or store or shards or part != "1/1" or engine != "local":
         raise ValueError(f"--report {report} only reports: leave out settings and all options but --json")
-    found = report_corpus(path)
+    found = CorpusReport(path)
     if as_json:
         print_json({"folder": str(path), **found.to_dict()})
     else:
