@@ -39,7 +39,7 @@ def text(parts, of=lambda part: True):
 
 
 def render(template, messages, tools=None, prompt=False):
-    return text(template.prompt_parts(messages, tools) if prompt else template.parts(messages, tools))
+    return text(template.parts(messages, tools, add_generation_prompt=prompt))
 
 
 def targets(parts):
@@ -101,7 +101,10 @@ def test_messages_before_the_first_target_are_context():
 
 def test_a_prompt_is_cut_as_in_training():
     for template in (CHATML, UNMARKED, LLAMA3, PLAIN):
-        prompt, whole = template.prompt_parts(CHAT[:4]), template.parts(CHAT)  # cut alike, so tokenized alike
+        prompt, whole = (
+            template.parts(CHAT[:4], add_generation_prompt=True),
+            template.parts(CHAT),
+        )
         last = max(number for number, part in enumerate(whole) if part.is_target and not part.is_special)
         assert prompt == tuple(part._replace(is_target=False) for part in whole[:last])
 
@@ -176,7 +179,7 @@ def test_a_template_that_rewrites_earlier_messages_needs_marks():
     template = ChatTemplate(source, [], name="mine.jinja")
     with pytest.raises(ValueError, match=r"mine\.jinja writes message 2 .*\{% generation %\}"):
         template.parts(CHAT)
-    assert text(template.prompt_parts(CHAT[:2])) == "[system]BE BRIEF.[user]Hi[assistant]"
+    assert render(template, CHAT[:2], None, True) == "[system]BE BRIEF.[user]Hi[assistant]"
     marked = source.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
     assert targets(ChatTemplate(marked, []).parts(CHAT)) == "4"
     with pytest.raises(ValueError, match="1 generation blocks for 2 answers"):

@@ -124,7 +124,7 @@ def test_the_thread_ends_with_the_iteration(make, end, threads):
     elif end == "garbage":
         del batches
     elif end == "again":
-        iter(loader)
+        content(loader)
     else:
         loader.load_state_dict(state)
     assert not threads()

@@ -16,7 +16,7 @@ from multipack.data import texts as room
 from multipack.data.data_config import DataConfig
 from multipack.data.sources import open_dataset, open_source
 from multipack.data.stdlib import library_files, parse_file
-from multipack.data.texts import paragraphs, separated, stretches
+from multipack.data.texts import divided, separated, stretches
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {"a": 1}}]}
@@ -151,9 +151,8 @@ def test_the_size_of_chunks_changes_nothing(text, chunk):
         assert all(a.isalnum() and b.isspace() for a, b in zip(before, after, strict=True))
     assert [ended for _, ended in pieces] == [False] * (len(pieces) - 1) + [True] * bool(pieces)
     expected = [part for part in text.split("\n") if part.strip()]
-    assert [
-        line for _, part in paragraphs(io.StringIO(text, newline="")) for line in part.split("\n")
-    ] == expected
+    paragraphs = divided(io.StringIO(text, newline=""), "", "blank_line", "")
+    assert [line for _, part, _ in paragraphs for line in part.split("\n")] == expected
 
 
 def test_a_stream_marks_the_ends_of_files(tmp_path, config):

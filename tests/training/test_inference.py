@@ -150,7 +150,7 @@ def test_a_template_is_found_beside_the_weights_or_in_the_tokenizers_configurati
     template = find_template(tmp_path)
     assert template.source == TURNS
     assert template.end_of_turn == "<|over|>"
-    assert template.prompt_parts([{"role": "user", "content": "a"}])[0] == TextPart("<|turn|>", False, True)
+    assert template.parts([{"role": "user", "content": "a"}])[0] == TextPart("<|turn|>", False, True)
     (tmp_path / "chat_template.json").write_text(TEMPLATE.to_json())
     assert find_template(tmp_path).special_tokens == TEMPLATE.special_tokens
 

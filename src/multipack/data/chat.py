@@ -26,7 +26,7 @@ from functools import cached_property
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import nodes
@@ -50,6 +50,7 @@ _FORMAT = "multipack chat template 2"
 _BUILT_IN = {"chatml": ("", "<|im_end|>"), "llama3": ("<|begin_of_text|>", "<|eot_id|>")}
 """bos_token and eos_token of built-in templates; `plain` uses only the tokenizer's end token."""
 _LOOKS_SPECIAL = re.compile(r"<\|\w+\|>")
+_Answers = list[tuple[int, int, bool]]  # begin and end of answers in the output, and whether they are targets
 
 
 class ChatTemplate:
@@ -103,6 +104,7 @@ class ChatTemplate:
         messages: Sequence[Message],
         tools: Sequence[Any] | None = None,
         first_target: int = 0,
+        add_generation_prompt: bool = False,
     ) -> tuple[TextPart, ...]:
         """Render a conversation and divide it at special tokens and at the ends of answers.
 
@@ -110,6 +112,8 @@ class ChatTemplate:
             messages: dicts with `role`, `content` (text), and what the template reads besides.
             tools: descriptions of the tools that may be called.
             first_target: index of the first message whose answer is a target; earlier answers are context.
+            add_generation_prompt: append the beginning of an answer. No part is a target then, but the text is divided
+                as in training, so that it is tokenized equally.
 
         Returns:
             The parts in order. Their joined text equals the output of `apply_chat_template` of transformers.
@@ -118,17 +122,8 @@ class ChatTemplate:
             ValueError: the template rejects the messages, or answers cannot be located in its output.
         """
         chat = _Chat(self, messages, tools)
-        return self._cut(chat.write(), chat, first_target)
-
-    def prompt_parts(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None = None
-    ) -> tuple[TextPart, ...]:
-        """Render a conversation and the generation prompt.
-
-        The text is divided as by `parts`, so that it is tokenized as in training. No part is a target.
-        """
-        chat = _Chat(self, messages, tools)
-        return self._cut(chat.write(None, True), chat, len(chat.messages))
+        written = chat.write(None, add_generation_prompt)
+        return self._cut(written, chat, len(messages) if add_generation_prompt else first_target)
 
     @cached_property
     def end_of_turn(self) -> str:
@@ -168,19 +163,18 @@ class ChatTemplate:
         answers = find(written, chat, first_target)
         special = dict(match.span() for match in self._names.finditer(text))
         inside = {position for start, end in special.items() for position in range(start + 1, end)}
-        edges = {edge for answer in answers for edge in (answer.start, answer.end)} - inside
+        edges = {edge for begin, end, _ in answers for edge in (begin, end)} - inside
         cuts = sorted({0, len(text), *special, *special.values(), *edges})
-        targets = [answer for answer in answers if answer.is_target]
         return tuple(
             TextPart(
                 chat.restore(text[start:stop]),
-                is_target=any(answer.start <= start < answer.end for answer in targets),
+                is_target=any(is_target and begin <= start < end for begin, end, is_target in answers),
                 is_special=start in special,
             )
             for start, stop in pairwise(cuts)
         )
 
-    def _marked(self, written: str, chat: _Chat, first_target: int) -> list[_Answer]:
+    def _marked(self, written: str, chat: _Chat, first_target: int) -> _Answers:
         """The ranges of `{% generation %}` blocks in the text without their marks."""
         marks = list(re.finditer(f"[{OPEN}{CLOSE}]", written))
         if "".join(mark.group() for mark in marks) != (OPEN + CLOSE) * (len(marks) // 2):
@@ -194,9 +188,9 @@ class ChatTemplate:
                 f"{self.name} writes {len(ranges)} generation blocks for {len(turns)} answers, so that"
                 " the block of the last answer cannot be found"
             )
-        return [_Answer(*span, number >= context) for number, span in enumerate(ranges)]
+        return [(*span, number >= context) for number, span in enumerate(ranges)]
 
-    def _between_prefixes(self, text: str, chat: _Chat, first_target: int) -> list[_Answer]:
+    def _between_prefixes(self, text: str, chat: _Chat, first_target: int) -> _Answers:
         """The ranges of answers in the output of a template without marks.
 
         White space after the special token that ends an answer is no target.
@@ -217,7 +211,7 @@ class ChatTemplate:
                     (match.end() for match in self._names.finditer(upto, len(before))), default=len(upto)
                 )
                 end = len(upto) if upto[end:].strip() else end
-                answers.append(_Answer(len(before), end, is_target))
+                answers.append((len(before), end, is_target))
             elif is_target:
                 raise ValueError(
                     f"{self.name} writes message {number} of a conversation differently when more"
@@ -225,14 +219,6 @@ class ChatTemplate:
                     " {% generation %} … {% endgeneration %}, or choose another data.chat_template"
                 )
         return answers
-
-
-class _Answer(NamedTuple):
-    """Range of an answer's characters in the output of a template."""
-
-    start: int
-    end: int
-    is_target: bool
 
 
 class _Chat:

@@ -52,7 +52,7 @@ def prefetched(items: Iterator[Made], size: int) -> Generator[Made]:
 class PackedLoader:
     """Iterates the batches of the sampler's current epoch.
 
-    One iteration at a time: a new iteration ends the previous one.
+    One iteration at a time: the first batch of a new iteration ends the previous one.
 
     Args:
         documents: indexed by the sampler's numbers.
@@ -83,10 +83,6 @@ class PackedLoader:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[PackedBatch]:
-        self.close()
-        return self._hand_out()
-
-    def _hand_out(self) -> Iterator[PackedBatch]:
         # Runs when the first batch is requested: an iterator that is never used does not move the sampler.
         self.close()
         items = self._current = prefetched(self._items(), self._prefetch)

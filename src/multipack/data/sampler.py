@@ -52,6 +52,11 @@ class PackedBatchSampler(Sampler[list[int]]):
         sync: where ranks wait for each other: `micro`, `step` or `pipeline`.
         options, cost, loss_weighting, **named: as in `multipack.plan`; packs_per_step counts the packs of all ranks.
 
+    Attributes:
+        epoch: the current epoch; `set_epoch` changes it.
+        steps_per_epoch: global steps of every epoch.
+        micro_batches: packs of this rank in a step.
+
     Raises:
         ValueError: what `multipack.plan` refuses; a rank outside the world; more ranks than packs of a step.
     """
@@ -94,7 +99,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         self.longest = first.longest
         self.loss_weighting = first.loss_weighting
         self.align = first.align
-        self._epoch = 0
+        self.epoch = 0
         self._carried: dict[int, NDArray[np.int64]] = {0: np.empty(0, dtype=np.int64)}
         self._plan: Plan | None = None
         self._dealt: dict[tuple[int, int], Packs] = {}
@@ -102,16 +107,20 @@ class PackedBatchSampler(Sampler[list[int]]):
         self._resume = 0  # where the next iterator starts
 
     @property
-    def epoch(self) -> int:
-        """The current epoch."""
-        return self._epoch
-
-    @property
     def plan(self) -> Plan:
-        """The current epoch's plan."""
-        if self._plan is None or self._plan.epoch != self._epoch:
-            self._plan = self._plan_of(self._epoch)
-        return self._plan
+        """The current epoch's plan; with `tail="carry"` the epochs before it are planned too, if necessary."""
+        made, epoch = self._plan, self.epoch
+        if made is not None and made.epoch == epoch:
+            return made
+        first = max(number for number in self._carried if number <= epoch) if self._carries else epoch
+        for number in range(first, epoch + 1):
+            carried, steps = self._carried.get(number), self.steps_per_epoch
+            made = plan(self._lengths, **self._options, epoch=number, carried=carried, steps=steps)
+            if self._carries:
+                self._carried[number + 1] = made.carried
+        assert made is not None
+        self._plan = made
+        return made
 
     @property
     def sampler(self) -> PackedBatchSampler:
@@ -128,13 +137,13 @@ class PackedBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         start, self._resume = self._resume, 0
-        epoch = self._epoch
+        epoch = self.epoch
         for position in range(start, len(self)):
             step, micro_batch = divmod(position, self.micro_batches)
             documents = self.deal_of(step)[micro_batch * self.world_size + self.rank]
             self._position = position + 1
             yield documents.tolist()
-            if self._epoch != epoch:
+            if self.epoch != epoch:
                 return
 
     def deal_of(self, step: int) -> Packs:
@@ -142,8 +151,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         plan, recent = self.plan, self._dealt
         key = (plan.epoch, step)
         if key not in recent:
-            # A prefetching thread is some steps ahead of the trainer: what both ask for is kept. The dictionary is
-            # replaced, never changed, so that each sees a whole one.
+            # A prefetching thread is some steps ahead of the trainer. The dictionary is replaced, never changed.
             kept = list(recent.items())[-(DEALT_STEPS - 1) :]
             self._dealt = recent = {**dict(kept), key: plan.deal(step, self.world_size, self.sync)}
         return recent[key]
@@ -151,8 +159,8 @@ class PackedBatchSampler(Sampler[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch; the current epoch keeps its position."""
         epoch = check_integer("epoch", epoch, 0)
-        if epoch != self._epoch:
-            self._epoch, self._position, self._resume = epoch, 0, 0
+        if epoch != self.epoch:
+            self.epoch, self._position, self._resume = epoch, 0, 0
 
     def state_dict(self) -> dict[str, Any]:
         """Where iteration stands: after the last list that was yielded.
@@ -212,7 +220,7 @@ class PackedBatchSampler(Sampler[list[int]]):
                 f"the saved sampler state carries {len(carried)} documents, but nothing is carried here"
             )
         self._carried[epoch] = carried
-        self._epoch, self._position, self._resume = epoch, position, position
+        self.epoch, self._position, self._resume = epoch, position, position
         self._plan, self._dealt = None, {}
 
     def _steps_of_any_order(self, first: Plan) -> int:
@@ -234,15 +242,3 @@ class PackedBatchSampler(Sampler[list[int]]):
             except ValueError:
                 return enough
         return steps
-
-    def _plan_of(self, epoch: int) -> Plan:
-        """Plan an epoch; with `tail="carry"`, the epochs before it too, as far as they are not known."""
-        known = max(number for number in self._carried if number <= epoch) if self._carries else epoch
-        for number in range(known, epoch + 1):
-            carried = self._carried.get(number)
-            made = plan(
-                self._lengths, **self._options, epoch=number, carried=carried, steps=self.steps_per_epoch
-            )
-            if self._carries:
-                self._carried[number + 1] = made.carried
-        return made

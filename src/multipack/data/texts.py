@@ -69,11 +69,15 @@ def find_files(path: str, suffixes: tuple[str, ...]) -> tuple[Path, list[str], i
     Returns:
         The root, the sorted paths relative to it ("" for a root that is a file), and the number of ignored files.
     """
+
+    def is_hidden(name: str) -> bool:
+        return name.startswith(".")
+
     root = Path(path).expanduser()
     if root.is_file():
         return root, [""], 0
     if root.is_dir():
-        found = [name for name in files_below(root, _is_hidden) if not _is_hidden(Path(name).name)]
+        found = [name for name in files_below(root, is_hidden) if not is_hidden(Path(name).name)]
         names = [name for name in found if name.lower().removesuffix(".gz").endswith(suffixes)]
         if not names:
             raise ValueError(
@@ -92,10 +96,6 @@ def find_files(path: str, suffixes: tuple[str, ...]) -> tuple[Path, list[str], i
     return folder, names, 0
 
 
-def _is_hidden(name: str) -> bool:
-    return name.startswith(".")
-
-
 def files_below(root: Path, is_skipped: Callable[[str], bool]) -> list[str]:
     """The sorted paths, relative to a folder, of the files in it and in all subfolders whose names are not skipped."""
     names = []
@@ -107,22 +107,18 @@ def files_below(root: Path, is_skipped: Callable[[str], bool]) -> list[str]:
 
 def divided(text: TextIO, name: str, division: str, separator: str) -> Iterator[tuple[str, str, bool]]:
     """Documents of one file: name, text, and whether the document ends there; see `data.documents`."""
-    if division == "blank_line":
-        yield from ((f"{name}:{line}", content, True) for line, content in paragraphs(text))
+    if division == "blank_line":  # documents are runs of other lines, named by the first one's number
+        for is_text, run in groupby(enumerate(text, 1), key=lambda line: bool(line[1].strip())):
+            if is_text:
+                numbers, lines = zip(*run, strict=True)
+                yield f"{name}:{numbers[0]}", "".join(lines).rstrip("\r\n"), True
     elif division == "separator":
-        yield from ((f"{name}#{n}", content, True) for n, content in enumerate(separated(text, separator), 1))
+        for number, content in enumerate(separated(text, separator), 1):
+            yield f"{name}#{number}", content, True
     elif division == "stream":
         yield from ((name, content, ended) for content, ended in stretches(text))
     else:
         yield name, text.read(), True
-
-
-def paragraphs(text: TextIO) -> Iterator[tuple[int, str]]:
-    """Runs of lines that are not blank: the number of the first line, and the text without its last line end."""
-    for is_text, run in groupby(enumerate(text, 1), key=lambda line: bool(line[1].strip())):
-        if is_text:
-            numbers, lines = zip(*run, strict=True)
-            yield numbers[0], "".join(lines).rstrip("\r\n")
 
 
 def separated(text: TextIO, separator: str) -> Iterator[str]:
@@ -145,10 +141,7 @@ def stretches(text: TextIO) -> Iterator[tuple[str, bool]]:
     while chunk := text.read(CHUNK):
         rest += chunk
         word_end = WORD_END.match(rest, max(len(rest) - 65_536, 0))
-        if word_end:
-            cut = word_end.end()
-        else:
-            cut = len(rest) - 1 if len(rest) >= 16 * CHUNK else 0
+        cut = word_end.end() if word_end else len(rest) - 1 if len(rest) >= 16 * CHUNK else 0
         if cut:
             yield rest[:cut], False
             rest = rest[cut:]

@@ -119,7 +119,7 @@ def answer(
         (encoded,) = tokenizer.encode_parts([parts])
         return [token for tokens, _ in encoded for token in tokens]
 
-    ids = encode(template.prompt_parts(messages))
+    ids = encode(template.parts(messages, add_generation_prompt=True))
     ends = [] if tokenizer.end_id is None else [tokenizer.end_id]
     if template.end_of_turn:
         ends += encode((TextPart(template.end_of_turn, False, is_special=True),))
