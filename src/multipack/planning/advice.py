@@ -14,7 +14,7 @@ plan's own documents, from several places of the epoch, with the bound that the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from multipack.planning.cost import CostModel
 from multipack.planning.deal import least_step_cost
-from multipack.planning.lengths import check_integer, check_lengths
+from multipack.planning.lengths import check_lengths
 from multipack.planning.options import PlanOptions, Sync
 from multipack.planning.plan import Plan, plan
 from multipack.planning.report import PlanReport, report
@@ -196,9 +196,6 @@ def explore(
     options: PlanOptions | None = None,
     world_size: int = 1,
     sync: Sync = "micro",
-    windows: Sequence[int] = WINDOWS,
-    budgets: Sequence[int | None] | None = None,
-    groups: Sequence[bool] = (True, False),
     sample: int | None = _ROW_SAMPLE,
     progress: Callable[[int, int, str], None] = lambda done, total, note: None,
     seed: int = 0,
@@ -206,21 +203,19 @@ def explore(
     cost: CostModel | ModelShape | None = None,
     **named: Any,
 ) -> list[Choice]:
-    """Plan an epoch with every combination of window, budget and grouping.
+    """Plan an epoch with several windows, with the capacity and 15/16 of it as budgets, with and without grouping.
 
     Args:
         lengths: (documents,) tokens of each document.
         options: as in `plan`; its window, budget and group are tried too.
-        world_size: data-parallel ranks.
+        world_size: number of data-parallel ranks.
         sync: where ranks wait for each other.
-        windows: steps planned together.
-        budgets: mean tokens of a pack, None for the capacity. None for all = the capacity, and 15/16 of it.
-        groups: values of `group`.
-        sample: steps to deal for a row at most; None = every step. Fewer are dealt where they have many documents.
+        sample: maximum number of steps to deal for a row; None = every step. Fewer are dealt where they have many
+            documents.
         progress: called with (rows done, rows in all, the next row).
-        seed: of the order.
-        epoch: of the order.
-        cost: of documents.
+        seed: seed of the order.
+        epoch: epoch of the order.
+        cost: cost of documents, as in `plan`.
         **named: options by name.
 
     Returns:
@@ -228,26 +223,23 @@ def explore(
         chosen: other grouping in a window of one step, and windows wider than one that covers the whole epoch.
 
     Raises:
-        ValueError: what `plan` or `report` refuse for one of the combinations.
+        ValueError: an option is invalid, or a plan or its report is impossible for one of the rows.
     """
     given = PlanOptions.of(options, named)
     checked = check_lengths(lengths, given.capacity)
     own = (given.window, given.mean, given.group)
-    if budgets is None:
-        budgets = (given.capacity, max(given.capacity * 15 // 16, 1))
-    aims = {own[1], *(given.capacity if each is None else check_integer("budget", each) for each in budgets)}
     choices = [
         (window, budget, group)
-        for budget in sorted(aims, reverse=True)
-        for window in sorted({own[0], *(check_integer("window", window) for window in windows)})
-        for group in dict.fromkeys((own[2], *groups))
-        if window > 1 or group == own[2]
+        for budget in sorted({given.mean, given.capacity, max(given.capacity * 15 // 16, 1)}, reverse=True)
+        for window in sorted({given.window, *WINDOWS})
+        for group in (True, False)
+        if window > 1 or group == given.group
     ]
     rows: list[Choice] = []
-    whole: set[tuple[int, bool]] = set()  # of which a window has covered the whole epoch
+    complete: set[tuple[int, bool]] = set()  # (budget, group) for which a window has covered the whole epoch
     for done, (window, budget, group) in enumerate(choices):
         chosen = (window, budget, group) == own
-        if (budget, group) in whole and not chosen:
+        if (budget, group) in complete and not chosen:
             continue
         progress(done, len(choices), f"window {window}, budget {budget:,}")
         changed = replace(given, window=window, budget=budget, group=group)
@@ -255,6 +247,6 @@ def explore(
         dealt = sample and min(sample, max(_ROW_DOCUMENTS * made.num_steps // made.num_documents, _ROW_LEAST))
         rows.append(Choice(window, budget, group, chosen, report(made, world_size, sync, sample=dealt)))
         if window >= made.num_steps:
-            whole.add((budget, group))
+            complete.add((budget, group))
     progress(len(choices), len(choices), "")
     return rows
