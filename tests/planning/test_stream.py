@@ -243,8 +243,8 @@ def test_states_are_checked():
     state = through_json(made.state_dict())
     with pytest.raises(ValueError, match="capacity was 256 and is 512"):
         stream(capacity=512).load_state_dict(state)
-    with pytest.raises(ValueError, match="lacks queue"):
-        stream().load_state_dict({key: value for key, value in state.items() if key != "queue"})
+    with pytest.raises(ValueError, match="damaged"):
+        stream().load_state_dict({key: value for key, value in state.items() if key != "rows"})
     for change in (
         {"rows": [[0, 0, 0, -1, 5]]},
         {"rows": [[1]]},
@@ -252,7 +252,7 @@ def test_states_are_checked():
         {"window": -1},
     ):
         with pytest.raises(ValueError, match="saved stream state"):
-            stream().load_state_dict({**state, "queue": {**state["queue"], **change}})
+            stream().load_state_dict({**state, **change})
     with pytest.raises(ValueError, match="99 steps were taken from a window of 4"):
         stream().load_state_dict({**state, "taken": 99})
     arrays = PackStream([np.zeros(5), np.zeros(7)], **OPTIONS)

@@ -46,34 +46,22 @@ _END = object()
 
 @dataclass(frozen=True, eq=False)
 class _Queue:
-    """The documents in memory when a window begins, and the position of the source after them.
-
-    Attributes:
-        rows: for each document [position in the source, tokens, target tokens, seen, item], deferred documents first;
-            seen is the first step of the window that first deferred it, or −1.
-        deferred: number of deferred documents.
-        window: index of the window, from 1; 0 before the first one.
-        step: number of steps before the window.
-        position: number of documents read from the source.
-        dropped: number of these that were too long.
-        dropped_tokens: number of tokens of the documents that were too long.
-        longest_wait: maximum number of steps that a document has waited before the window.
-        ended: whether the source is exhausted.
-        source: the source's own state, or None.
-        epoch: epoch of the order.
-    """
+    """The documents in memory when a window begins, and the position of the source after them."""
 
     rows: list[list[Any]] = field(default_factory=list)
-    deferred: int = 0
-    window: int = 0
-    step: int = 0
-    position: int = 0
-    dropped: int = 0
+    """[position in the source, tokens, target tokens, seen, item] of each document, deferred documents first; seen is
+    the first step of the window that first deferred it, or −1."""
+    deferred: int = 0  # documents
+    window: int = 0  # index of the window, from 1; 0 before the first one
+    step: int = 0  # steps before the window
+    taken: int = 0  # steps of the window that were taken
+    position: int = 0  # documents read from the source
+    dropped: int = 0  # of these, documents that were too long
     dropped_tokens: int = 0
-    longest_wait: int = 0
-    ended: bool = False
-    source: Any = None
+    longest_wait: int = 0  # of documents in the steps before the window
     epoch: int = 0
+    ended: bool = False  # whether the source is exhausted
+    source: Any = None  # the source's own state
 
     @cached_property
     def table(self) -> Integers:
@@ -82,23 +70,30 @@ class _Queue:
 
     @classmethod
     def from_dict(cls, values: Any) -> _Queue:
-        """The queue of a saved state.
-
-        Raises:
-            ValueError: `values` is not such a queue.
-        """
+        """The queue of a saved state; `ValueError` if it is damaged."""
         try:
             queue = cls(**{name: values[name] for name in cls.__dataclass_fields__})
-            names = ("deferred", "window", "step", "position", "longest_wait", "epoch")
-            counts = [getattr(queue, name) for name in names]
-            whole = all(isinstance(count, int) and count >= 0 for count in counts)
-            legal = whole and queue.deferred <= len(queue.rows) and all(len(row) == 5 for row in queue.rows)
+            counts = [check_integer(name, values[name], 0) for name in _COUNTS]
+            legal = counts[0] <= len(queue.rows) and all(len(row) == 5 for row in queue.rows)
             legal = legal and bool((queue.table >= [0, 1, 0, -1]).all())
         except (KeyError, TypeError, ValueError):
             legal = False
         if not legal:
             raise ValueError("the saved stream state is damaged: its documents or counts do not fit together")
         return queue
+
+
+_COUNTS = (
+    "deferred",
+    "window",
+    "step",
+    "taken",
+    "position",
+    "dropped",
+    "dropped_tokens",
+    "longest_wait",
+    "epoch",
+)
 
 
 class StreamStep:
@@ -124,10 +119,8 @@ class StreamStep:
         first, last = steps.step_offsets[self._index : self._index + 2]
         offsets = steps.pack_offsets[first : last + 1]
         entries = steps.entries[offsets[0] : offsets[-1]]
-        self.number, self.items = (
-            queue.step + self._index,
-            [queue.rows[entry][4] for entry in entries.tolist()],
-        )
+        self.number = queue.step + self._index
+        self.items = [queue.rows[entry][4] for entry in entries.tolist()]
         self.positions, self.lengths, targets, _ = queue.table[entries].T
         self.packs = Packs(np.arange(len(entries), dtype=np.int64), offsets - offsets[0])
         self.tokens, self.targets = int(self.lengths.sum()), int(targets.sum())
@@ -144,7 +137,7 @@ class StreamStep:
 
     def state_dict(self) -> dict[str, Any]:
         """The stream's state after this step, however far it was read ahead: plain values."""
-        return self._stream._state(self._queue, self._index + 1)
+        return self._stream._state(replace(self._queue, taken=self._index + 1))
 
     def __repr__(self) -> str:
         return f"StreamStep({self.number:,}: {len(self):,} documents of {self.tokens:,} tokens)"
@@ -260,14 +253,10 @@ class PackStream:
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the last step that was yielded; loaders that read ahead use `step.state_dict()`."""
-        return self._state(self._queue, self._taken)
+        return self._state(replace(self._queue, taken=self._taken))
 
-    def _state(self, queue: _Queue, taken: int) -> dict[str, Any]:
-        """Plain values of a state: a queue, and the number of steps taken from its window.
-
-        Raises:
-            ValueError: JSON does not preserve an item.
-        """
+    def _state(self, queue: _Queue) -> dict[str, Any]:
+        """Plain values of a state; `ValueError` if JSON does not preserve an item."""
         try:
             is_plain = json.loads(json.dumps(queue.rows)) == queue.rows
         except (TypeError, ValueError):
@@ -277,8 +266,7 @@ class PackStream:
                 "the state of a stream holds its documents, and one of these is not plain data: make items of lists,"
                 " dictionaries with text keys, text and numbers"
             )
-        values = {name: getattr(queue, name) for name in _Queue.__dataclass_fields__}
-        return {"options": self.key, "taken": taken, "queue": values}
+        return {"options": self.key, **{name: getattr(queue, name) for name in _Queue.__dataclass_fields__}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state with exactly the steps that followed it.
@@ -288,10 +276,7 @@ class PackStream:
         Raises:
             ValueError: the state is damaged, or belongs to a stream with other options, which the message names.
         """
-        missing = [key for key in ("options", "taken", "queue") if key not in state]
-        if missing:
-            raise ValueError(f"the saved stream state lacks {', '.join(missing)}")
-        theirs = state["options"] if isinstance(state["options"], dict) else {}
+        queue, theirs = _Queue.from_dict(state), state.get("options", {})
         differences = [
             f"{name} was {short(theirs.get(name))} and is {short(value)}"
             for name, value in self.key.items()
@@ -302,8 +287,7 @@ class PackStream:
                 f"the saved stream state belongs to another stream: {', '.join(differences)}; continue with the same"
                 " options, or start a new stream"
             )
-        taken = check_integer("the saved stream state's taken", state["taken"], 0)
-        self._begin(_Queue.from_dict(state["queue"]), taken)
+        self._begin(queue)
 
     def __iter__(self) -> Iterator[StreamStep]:
         """Yield the steps from the current position."""
@@ -324,20 +308,15 @@ class PackStream:
             self._taken += 1
             yield step
 
-    def _begin(self, queue: _Queue, taken: int = 0) -> None:
-        """Continue at a state.
-
-        Raises:
-            ValueError: the window has fewer steps than were taken.
-        """
+    def _begin(self, queue: _Queue) -> None:
+        """Continue at a state; `ValueError` if the window has fewer steps than were taken."""
         self._finished, self._iterator = False, None
         self._plan(queue)
-        if taken > len(self._steps.step_sizes):
+        if queue.taken > len(self._steps.step_sizes):
             raise ValueError(
-                f"the saved stream state contradicts itself: {taken} steps were taken from a window of"
+                f"the saved stream state is damaged: {queue.taken} steps were taken from a window of"
                 f" {len(self._steps.step_sizes)}"
             )
-        self._taken = taken
 
     def _plan(self, queue: _Queue) -> None:
         """Plan the steps of a window: full steps, or all remaining ones after the source has ended."""
@@ -355,7 +334,7 @@ class PackStream:
         counts = np.diff(made.pack_offsets[made.step_offsets])
         step, seen = queue.step + np.repeat(np.arange(len(counts)), counts), queue.table[made.entries, 3]
         self.longest_wait = int((step - seen)[seen >= 0].max(initial=queue.longest_wait))
-        self._queue, self._steps, self._balanced, self._taken = queue, made, balanced, 0
+        self._queue, self._steps, self._balanced, self._taken = queue, made, balanced, queue.taken
 
     def _next_queue(self) -> _Queue:
         """The queue of the next window: the documents left by the current one, and new documents."""
@@ -387,6 +366,7 @@ class PackStream:
             deferred=len(made.deferred),
             window=before.window + 1,
             step=before.step + len(made.step_sizes),
+            taken=0,
             longest_wait=self.longest_wait,
             position=position,
             dropped=dropped,
@@ -441,6 +421,3 @@ class PackStream:
                 f"{name} has {length} tokens, of which at most {length - 1} are targets, got {targets}"
             )
         return [position, length, targets, -1, item]
-
-
-__all__ = ["Overlong", "PackStream", "StreamStep"]
