@@ -27,7 +27,7 @@ import tokenizers
 
 from multipack.data.data_config import DataConfig
 from multipack.data.prepare import prepare
-from multipack.data.sources import open_source
+from multipack.data.sources import Source
 from multipack.data.store import TokenStore
 from multipack.data.tokenizer import TokenizerConfig, train_bpe
 from result import parser_of, write_result
@@ -39,7 +39,7 @@ RATES = ("tokens_per_second", "tokens_per_cpu_second")
 
 def pairs() -> list[tuple[str, str]]:
     """Prompts and completions."""
-    found = [(document.parts[0].text, document.parts[-1].text) for document in open_source(DataConfig())]
+    found = [(document.parts[0].text, document.parts[-1].text) for document in Source(DataConfig())]
     if CONVERSATIONS.is_file():
         with gzip.open(CONVERSATIONS, "rt", encoding="utf-8") as file:
             for line in file:

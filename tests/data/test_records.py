@@ -3,7 +3,7 @@ import json
 import pytest
 
 from multipack.data.records import read_messages, without_nulls
-from multipack.data.sources import open_source
+from multipack.data.sources import Source
 from multipack.data.tokenizer import TokenizerConfig
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
@@ -17,7 +17,7 @@ def read(config, text_file):
 
     def make(*records, tokenizer=None, **fields):
         path = text_file("".join(json.dumps(record) + "\n" for record in records), "a.jsonl")
-        return open_source(config(source="jsonl", path=path, **fields), tokenizer)
+        return Source(config(source="jsonl", path=path, **fields), tokenizer)
 
     return make
 
@@ -191,7 +191,7 @@ def test_the_identity_depends_on_form_and_template(config, text_file):
     paths = [text_file(json.dumps(record), f"{number}.jsonl") for number, record in enumerate((chat, pair))]
 
     def identity(number, tokenizer=None, **fields):
-        return open_source(config(source="jsonl", path=paths[number], **fields), tokenizer).identity
+        return Source(config(source="jsonl", path=paths[number], **fields), tokenizer).identity
 
     found = [
         identity(0),
@@ -203,7 +203,7 @@ def test_the_identity_depends_on_form_and_template(config, text_file):
     ]
     assert len(set(found)) == len(found)
     assert identity(0) == found[0] == identity(0, chat_template="chatml")
-    empty = open_source(config(source="jsonl", path=text_file("", "empty.jsonl")))
+    empty = Source(config(source="jsonl", path=text_file("", "empty.jsonl")))
     assert (empty.special_tokens, empty.pairs, empty.chat_template) == ((), False, "")
 
 
@@ -211,7 +211,7 @@ def test_the_identity_depends_on_form_and_template(config, text_file):
 
 
 def test_preferences(shared_data, config):
-    source = open_source(config(source="jsonl", path=str(shared_data / "text" / "dpo_en_demo_300.json.gz")))
+    source = Source(config(source="jsonl", path=str(shared_data / "text" / "dpo_en_demo_300.json.gz")))
     documents = list(source)
     assert len(documents) == 600
     assert source.skipped == {}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from multipack.data import texts as room
 from multipack.data.data_config import DataConfig
-from multipack.data.sources import open_dataset, open_source
+from multipack.data.sources import Source, open_dataset
 from multipack.data.stdlib import library_files, parse_file
 from multipack.data.texts import divided, separated, stretches
 
@@ -63,7 +63,7 @@ def test_files_of_a_folder_are_sorted_documents(tmp_path, config):
     for name, text in {"b.txt": "B", "a/z.md": "Z", "a.txt": "A", ".hidden/x.txt": "X", "c.bin": "C"}.items():
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "in" / name).write_text(text)
-    source = open_source(config(source="text", path=str(tmp_path / "in")))
+    source = Source(config(source="text", path=str(tmp_path / "in")))
     assert names(source) == ["a.txt", "a/z.md", "b.txt"]
     assert texts(source) == ["A", "Z", "B"]
     assert source.skipped == {"files of other kinds": 1}
@@ -78,7 +78,7 @@ def test_patterns_select_files(tmp_path, config, monkeypatch):
         (tmp_path / name).write_bytes(gzip.compress(record) if name.endswith("gz") else record)
 
     def found(pattern):
-        return names(open_source(config(source="jsonl", path=pattern)))
+        return names(Source(config(source="jsonl", path=pattern)))
 
     assert found(str(tmp_path / "a/**/*.jsonl*")) == ["b/y.jsonl.gz:1", "x.jsonl:1"]
     assert found(str(tmp_path / "c[1].txt")) == ["c[1].txt:1"]  # a file of this name is no pattern
@@ -90,24 +90,24 @@ def test_patterns_select_files(tmp_path, config, monkeypatch):
 
 def test_unreadable_files_are_named(config, text_file, tmp_path):
     with pytest.raises(ValueError, match=r"latin\.txt is not UTF-8"):
-        list(open_source(config(source="text", path=text_file(b"caf\xe9", "latin.txt"))))
+        list(Source(config(source="text", path=text_file(b"caf\xe9", "latin.txt"))))
     for kind in ("text", "jsonl"):
         for broken in (b"not gzip", gzip.compress(bytes(100_000))[:60]):
             with pytest.raises(ValueError, match=r"b\.txt\.gz: broken gzip"):
-                list(open_source(config(source=kind, path=text_file(broken, "b.txt.gz"))))
+                list(Source(config(source=kind, path=text_file(broken, "b.txt.gz"))))
     with pytest.raises(ValueError, match=r"data\.path=.*nowhere"):
-        open_source(config(source="text", path=str(tmp_path / "nowhere")))
+        Source(config(source="text", path=str(tmp_path / "nowhere")))
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "x.bin").write_bytes(b"x")
     with pytest.raises(ValueError, match=r"no \.txt, .* file .*1 files of other kinds"):
-        open_source(config(source="text", path=str(tmp_path / "empty")))
+        Source(config(source="text", path=str(tmp_path / "empty")))
     with pytest.raises(ValueError, match="already tokenized"):
-        open_source(config(source="store", path="x"))
+        Source(config(source="store", path="x"))
 
 
 def test_the_identity_depends_on_settings_and_on_size_and_time_of_files(config, text_file, monkeypatch):
     def of(**fields):
-        return open_source(config(source="text", path=path, **fields)).identity
+        return Source(config(source="text", path=path, **fields)).identity
 
     path = text_file("a\n\nb")
     first = of()
@@ -125,12 +125,10 @@ def test_the_identity_depends_on_settings_and_on_size_and_time_of_files(config, 
 
 def test_blank_lines_and_separators_divide_text(config, text_file):
     path = text_file("\n\none\ntwo\n\n \t\n\nthree\r\n\r\nfour")
-    source = open_source(config(source="text", path=path, documents="blank_line"))
+    source = Source(config(source="text", path=path, documents="blank_line"))
     assert texts(source) == ["one\ntwo", "three", "four"]
     assert names(source) == ["text.txt:3", "text.txt:8", "text.txt:10"]
-    source = open_source(
-        config(source="text", path=text_file("a<end>b\n<end><end> \n<end>c"), separator="<end>")
-    )
+    source = Source(config(source="text", path=text_file("a<end>b\n<end><end> \n<end>c"), separator="<end>"))
     assert texts(source) == ["a", "b\n", "c"]
     assert names(source) == ["text.txt#1", "text.txt#2", "text.txt#5"]
     assert source.skipped == {"empty documents": 2}
@@ -158,7 +156,7 @@ def test_the_size_of_chunks_changes_nothing(text, chunk):
 def test_a_stream_marks_the_ends_of_files(tmp_path, config):
     for name, text in {"a.txt": "one", "b.txt": "", "c.txt": " "}.items():
         (tmp_path / name).write_text(text)
-    source = open_source(config(source="text", path=str(tmp_path), block_size=8))
+    source = Source(config(source="text", path=str(tmp_path), block_size=8))
     assert source.is_stream
     assert [(document.parts[0].text, document.ended) for document in source] == [("one", True), (" ", True)]
     assert source.skipped == {"empty files": 1}
@@ -166,7 +164,7 @@ def test_a_stream_marks_the_ends_of_files(tmp_path, config):
 
 def test_gzip_and_byte_order_marks_are_removed_and_a_changed_file_is_refused(config, text_file):
     path = text_file(gzip.compress(b"\xef\xbb\xbfline one\r\nline two"), "t.txt.gz")
-    source = open_source(config(source="text", path=path))
+    source = Source(config(source="text", path=path))
     assert texts(source) == ["line one\r\nline two"]
     text_file(gzip.compress(b"another"), "t.txt.gz")
     with pytest.raises(ValueError, match="has changed since"):
@@ -179,13 +177,13 @@ def test_gzip_and_byte_order_marks_are_removed_and_a_changed_file_is_refused(con
 def test_a_file_holds_lines_or_a_list(config, text_file):
     content = json.dumps([{"text": "a"}, {"text": "b"}], indent=1).encode()
     for name, stored in {"a.json": b"\xef\xbb\xbf\n" + content, "b.json.gz": gzip.compress(content)}.items():
-        source = open_source(config(source="jsonl", path=text_file(stored, name)))
+        source = Source(config(source="jsonl", path=text_file(stored, name)))
         assert list(zip(names(source), texts(source), strict=True)) == [
             (f"{name}:1", "a"),
             (f"{name}:2", "b"),
         ]
         assert source.done == source.total
-    lines = open_source(config(source="jsonl", path=text_file('{"text": "a"}\n\n{"text": "b"}\n', "c.json")))
+    lines = Source(config(source="jsonl", path=text_file('{"text": "a"}\n\n{"text": "b"}\n', "c.json")))
     for _ in range(2):
         assert names(lines) == ["c.json:1", "c.json:3"]
         assert lines.skipped == {"blank lines": 1}
@@ -204,7 +202,7 @@ MALFORMED = [
 
 def test_malformed_records_are_named_by_file_and_place(config, text_file):
     def read(content, name):
-        return list(open_source(config(source="jsonl", path=text_file(content, name))))
+        return list(Source(config(source="jsonl", path=text_file(content, name))))
 
     for line, complaint in MALFORMED:
         with pytest.raises(ValueError, match=rf"bad\.jsonl, line 2: .*{complaint}"):
@@ -220,13 +218,13 @@ def test_malformed_records_are_named_by_file_and_place(config, text_file):
 def test_real_files(shared_data, config):
     folder = shared_data / "text"
     path = str(folder / "gsm8k_train.jsonl.gz")
-    source = open_source(config(source="jsonl", path=path, fields=["question", "answer"]))
+    source = Source(config(source="jsonl", path=path, fields=["question", "answer"]))
     documents = list(source)
     assert len(documents) == 7473
     assert documents[0].name == "gsm8k_train.jsonl.gz:1"
     assert [part.is_target for part in documents[0].parts] == [False, True]
     assert source.done == source.total
-    source = open_source(config(source="jsonl", path=str(folder / "instructlab_sdg_6000.jsonl.gz")))
+    source = Source(config(source="jsonl", path=str(folder / "instructlab_sdg_6000.jsonl.gz")))
     documents = list(itertools.islice(source, 500))
     assert source.skipped == {}
     assert all([part.is_target for part in d.parts][-4:] == [False, True, True, False] for d in documents)
@@ -240,7 +238,7 @@ def test_only_used_columns_are_read_row_group_by_row_group(write_parquet, config
 
     rows = [{"text": f"{number:09}" * 1000, "vector": [0.5] * 9} for number in range(2000)]  # 18 MB
     path = write_parquet(rows, row_group_size=50, compression="none", use_dictionary=False)
-    source = open_source(config(source="parquet", path=path))
+    source = Source(config(source="parquet", path=path))
     before, most = pyarrow.total_allocated_bytes(), 0
     for document, row in zip(source, rows, strict=True):
         assert document.parts[0].text == row["text"]
@@ -255,8 +253,8 @@ def test_only_used_columns_are_read_row_group_by_row_group(write_parquet, config
 def test_chats_are_the_same_in_parquet_and_jsonl(write_parquet, config, text_file):
     lines = text_file(jsonl(*CHATS), "a.jsonl")
     for template in ("", "llama3"):
-        table = open_source(config(source="parquet", path=write_parquet(CHATS), chat_template=template))
-        objects = open_source(config(source="jsonl", path=lines, chat_template=template))
+        table = Source(config(source="parquet", path=write_parquet(CHATS), chat_template=template))
+        objects = Source(config(source="jsonl", path=lines, chat_template=template))
         assert [document.parts for document in table] == [document.parts for document in objects]
         assert table.skipped == objects.skipped == {"conversations without an answer": 1}
         assert table.chat_template == objects.chat_template
@@ -265,7 +263,7 @@ def test_chats_are_the_same_in_parquet_and_jsonl(write_parquet, config, text_fil
 
 def test_bad_parquet_files_and_rows_are_named(write_parquet, config, tmp_path, monkeypatch):
     def read(path, **fields):
-        list(open_source(config(source="parquet", path=str(path), **fields)))
+        list(Source(config(source="parquet", path=str(path), **fields)))
 
     (tmp_path / "no.parquet").write_bytes(b"PAR1 not a file PAR1")
     with pytest.raises(ValueError, match=r"no\.parquet, after row 0: not a complete Parquet file"):
@@ -290,7 +288,7 @@ def test_a_saved_data_set_is_read_row_by_row(datasets, config, tmp_path):
     datasets.Dataset.from_list(CHATS).save_to_disk(tmp_path / "other")
 
     def read(name="set", **fields):
-        return open_source(config(source="huggingface", path=str(tmp_path / name), **fields))
+        return Source(config(source="huggingface", path=str(tmp_path / name), **fields))
 
     source = read()
     (document,) = source
@@ -312,7 +310,7 @@ def test_parts_of_a_data_set_are_selected_by_name(datasets, config, tmp_path, mo
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "set")
 
     def read(**fields):
-        return open_source(config(source="huggingface", path=str(tmp_path / "set"), **fields))
+        return Source(config(source="huggingface", path=str(tmp_path / "set"), **fields))
 
     assert texts(read(part="test")) == ["test"]
     with pytest.raises(ValueError, match=r"data\.part='dev'.* the parts train, test"):
@@ -379,11 +377,11 @@ def test_a_function_becomes_signature_with_docstring_and_body(tmp_path):
 
 
 def test_the_library_of_this_python_has_hundreds_of_pairs():
-    source = open_source(DataConfig())
+    source = Source(DataConfig())
     assert source.total > 1e6
     assert len(source.files) > 300
     assert not [file for file in source.files if file.name.startswith(("test/", "site-packages/"))]
-    assert source.identity == open_source(DataConfig()).identity
+    assert source.identity == Source(DataConfig()).identity
     source.files = [file for file in source.files if file.name[0] in "cfh"]
     documents = list(source)
     assert len(documents) > 500
@@ -395,14 +393,14 @@ def test_the_library_of_this_python_has_hundreds_of_pairs():
 def test_tests_and_packages_are_left_out_and_broken_files_are_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(ValueError, match=r"no standard library sources in .*data\.source=text"):
-        open_source(DataConfig())
+        Source(DataConfig())
     for name in ("a.py", "site-packages/b.py", "test/c.py", "tests/d.py", "config-3/e.py", "pkg/f.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(SOURCE)
     (tmp_path / "broken.py").write_text("def f(:\n")
     (tmp_path / "encoding.py").write_bytes(b"# coding: utf-8\nx = '\xff'\n")
     assert library_files()[1] == ["a.py", "broken.py", "encoding.py", "pkg/f.py"]
-    source = open_source(DataConfig())
+    source = Source(DataConfig())
     for _ in range(2):
         assert len(list(source)) == 6
         assert source.skipped == {"files that do not parse": 2}

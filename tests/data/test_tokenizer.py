@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from multipack.data import tokenizer as room
 from multipack.data.data_config import DataConfig
-from multipack.data.sources import open_source
+from multipack.data.sources import Source
 from multipack.data.texts import TextPart
 from multipack.data.tokenizer import (
     Tokenizer,
@@ -101,7 +101,7 @@ def test_special_parts_are_one_token_and_text_never_is(tokenizer):
 def test_special_tokens_of_chats_are_trained_in(config, text_file, tmp_path):
     record = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
     path = text_file(json.dumps(record) + "\n", "a.jsonl")
-    source = open_source(config(source="jsonl", path=path))
+    source = Source(config(source="jsonl", path=path))
     for kind in ("bpe", "char", "byte"):
         tokenizer = build_tokenizer(TokenizerConfig(kind, vocabulary_size=280), source, tmp_path)
         (encoded,) = tokenizer.encode_parts([document.parts for document in source])
@@ -202,7 +202,7 @@ def test_impossible_requests_are_refused_by_name(call, complaint):
 @pytest.fixture
 def source(text_file):
     def make(text="one two three " * 50):
-        return open_source(DataConfig(source="text", path=text_file(text)))
+        return Source(DataConfig(source="text", path=text_file(text)))
 
     return make
 

@@ -22,7 +22,7 @@ from multipack.data.documents import Documents
 from multipack.data.mixture import Share, mix
 from multipack.data.overlong import FitReport
 from multipack.data.prepare import prepare
-from multipack.data.sources import open_dataset, open_source
+from multipack.data.sources import Source, open_dataset
 from multipack.data.staging import stage, verify_once
 from multipack.data.store import TokenStore
 from multipack.data.tokenizer import Progress, Tokenizer, TokenizerConfig, build_tokenizer
@@ -148,7 +148,7 @@ def find_tokenizer(
         return _load_stream(data, tokenizer, limit).tokenizer
     if data.source in ("store", "mixture"):
         return _open((data.paths or [data.path])[0], tokenizer).tokenizer
-    return build_tokenizer(tokenizer, open_source(data, tokenizer), cache_folder(data.cache), progress)
+    return build_tokenizer(tokenizer, Source(data, tokenizer), cache_folder(data.cache), progress)
 
 
 def _divided(

@@ -23,7 +23,7 @@ from multipack.atomic import cache_folder, is_free, locked
 from multipack.data.data_config import DataConfig, check_choice
 from multipack.data.ray_engine import count_parts, run_parts
 from multipack.data.shards import HEADER, StoreHeader
-from multipack.data.sources import Source, open_source
+from multipack.data.sources import Source
 from multipack.data.store import TokenStore
 from multipack.data.texts import SourceDocument
 from multipack.data.tokenizer import Progress, Tokenizer, TokenizerConfig, build_tokenizer
@@ -73,7 +73,7 @@ def prepare(
     tokenizer.check()
     check_choice("--engine", engine, get_args(EngineName))
     number, parts = _check_options(data, engine, shards, part, out)
-    source = open_source(data, tokenizer)
+    source = Source(data, tokenizer)
     cache = cache_folder(data.cache)
     if out is not None and not (is_free(out, leftovers=True) or (out / HEADER).is_file()):  # before the work
         raise ValueError(f"{out} exists and is not a token store; choose another folder for the store")
@@ -214,7 +214,7 @@ def _part_writer(
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a task has one core
         try:
             os.chdir(folder)  # relative paths are those of the caller
-            source, there = open_source(data, config), Tokenizer(*definition)
+            source, there = Source(data, config), Tokenizer(*definition)
             if _job_key(data, source, there) != key:
                 return f"{data.path}: this machine has other files or another version of tokenizers than the caller"
             _write_part(path, source, there, key, part, parts)

@@ -49,6 +49,8 @@ class SourceFile(NamedTuple):
 class Source:
     """The documents of a `DataConfig`, read from the start at each iteration, one in memory at a time.
 
+    Files are listed but not read before the first iteration.
+
     Args:
         config: describes the source.
         tokenizer: provides the chat template and its end token if `config` names no template.
@@ -65,10 +67,15 @@ class Source:
         skipped: reason → number of entries that the last iteration skipped.
 
     Raises:
-        ValueError: there is no file at `config.path`, or the documents are already tokenized.
+        ValueError: a setting is wrong, there is no file at `config.path`, or the documents are already tokenized.
     """
 
     def __init__(self, config: DataConfig, tokenizer: TokenizerConfig | None = None) -> None:
+        config.check()
+        if config.stream:
+            raise ValueError(
+                "data.stream=true is for training while records arrive; leave it out to prepare a store"
+            )
         self.config = config
         self.records = RecordReader(config, partial(open_template, config, tokenizer or TokenizerConfig()))
         self.files: list[SourceFile] = []
@@ -83,21 +90,17 @@ class Source:
             self.unit, self.total = "rows", len(self.dataset)
             if Path(config.path).expanduser().exists():
                 self.name = Path(config.path).name
-        elif config.source in READERS:
-            self._find_files()
-        else:
+            return
+        if config.source not in READERS:
             place = config.path or ", ".join(config.paths)
             raise ValueError(
                 f"data.source={config.source}: {place} is already tokenized; there is no text to read"
             )
-
-    def _find_files(self) -> None:
-        if self.config.source == "stdlib":
+        if config.source == "stdlib":
             root, names = stdlib.library_files()
             self.name = f"Python {platform.python_version()} standard library"
         else:
-            suffixes = READERS[self.config.source][1]
-            root, names, self._ignored = find_files(self.config.path, suffixes)
+            root, names, self._ignored = find_files(config.path, READERS[config.source][1])
             self.name = root.name or str(root)
         for name in names:
             path = root / name if name else root
@@ -221,16 +224,6 @@ class Source:
         if self.config.source == "text":
             return f"{self.name}, {{documents}} documents by {self.config.division.replace('_', ' ')}"
         return f"{self.name}, {{documents}} documents ({self.records.describe()})"
-
-
-def open_source(config: DataConfig, tokenizer: TokenizerConfig | None = None) -> Source:
-    """Check a configuration and open its source; files are listed but not read. See `Source`."""
-    config.check()
-    if config.stream:
-        raise ValueError(
-            "data.stream=true is for training while records arrive; leave it out to prepare a store"
-        )
-    return Source(config, tokenizer)
 
 
 def open_template(config: DataConfig, tokenizer: TokenizerConfig) -> Any:
