@@ -18,7 +18,7 @@ from multipack.training.checkpoint import CheckpointWriter, load_checkpoint
 from multipack.training.export import export
 from multipack.training.run_config import compose, compose_run
 from multipack.training.train import train
-from multipack.training.weights import begin_from, initial_weights
+from multipack.training.weights import adapt_weights, find_weights
 
 SHAPE = ModelShape(2, 2, 2, 16, 24, vocabulary_size=257, context=64)
 
@@ -42,13 +42,13 @@ def test_a_sharded_checkpoint_is_exported_to_one_file_and_starts_a_run(pools, tm
     expected = Decoder(SHAPE).state_dict()
     export(run.path, tmp_path / "out")
     for folder in (run.path, tmp_path / "out"):
-        found = initial_weights(folder)
-        read_tensor, _ = begin_from(found, found.shape, byte_tokenizer())
+        found = find_weights(folder)
+        read_tensor, _ = adapt_weights(found, found.shape, byte_tokenizer())
         for name, tensor in expected.items():
             assert torch.equal(read_tensor(name), tensor), name
     read = []
     monkeypatch.setattr(checkpoint_tensors.TensorFiles, "tensor", lambda self, group, name: read.append(name))
-    read_tensor, _ = begin_from(initial_weights(run.path), SHAPE, byte_tokenizer())
+    read_tensor, _ = adapt_weights(find_weights(run.path), SHAPE, byte_tokenizer())
     # Nothing is read before it is used, and then that tensor alone.
     assert not read
     read_tensor("norm.weight")

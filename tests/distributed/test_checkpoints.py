@@ -83,7 +83,7 @@ def _divided(world):
 
 def _save(world, path, step=3, keep=2, background=False):
     files = {"config.yaml": "a: 1\n"}
-    writer = CheckpointWriter(RunDirectory(path), world, keep, background, timeout_seconds=20)
+    writer = CheckpointWriter(RunDirectory(path), world, keep, background)
     final = writer.save(step, _divided(world), {"at": step}, files)
     writer.wait()
     return str(final)
@@ -205,7 +205,7 @@ def _content(world, step, value):
 def _in_the_background(world, path):
     """The thread is held up: `save` has returned, weights change, and `latest` still names the previous one."""
     run, may_write, before = RunDirectory(path), threading.Event(), checkpoint_tensors.save_safetensors
-    writer = CheckpointWriter(run, world, keep=0, background=True, timeout_seconds=20)
+    writer = CheckpointWriter(run, world, keep=0, background=True)
 
     def held_up(*arguments):
         may_write.wait(20)
@@ -242,7 +242,7 @@ def test_in_the_background_a_checkpoint_is_what_it_was_when_asked_for(pools, run
 
 def _disk_full(world, path, background):
     """Rank 1 cannot write its second checkpoint; returns the errors of each rank, and of which call they are."""
-    writer = CheckpointWriter(RunDirectory(path), world, 0, background, timeout_seconds=20)
+    writer = CheckpointWriter(RunDirectory(path), world, 0, background)
     writer.save(*_content(world, 1, 1))
     writer.wait()
     before, errors = checkpoint_tensors.save_safetensors, []

@@ -22,7 +22,7 @@ from multipack.shapes import ModelShape
 from multipack.training import export as export_module
 from multipack.training.export import export, loading_code
 from multipack.training.inference import find_template, load_run
-from multipack.training.weights import initial_weights
+from multipack.training.weights import find_weights
 
 LLAMA = ModelShape(2, 2, 1, 16, 24, vocabulary_size=264, tied=False, context=64)
 GPT2 = ModelShape(
@@ -132,7 +132,7 @@ def test_weights_in_half_precision(run, tmp_path, dtype, expected):
     assert {tensor.dtype for tensor in kept.values()} == {expected}
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert f"torch.{config['dtype']}" == str(expected)
-    found = initial_weights(tmp_path / "out").read("norm.weight")
+    found = find_weights(tmp_path / "out").read("norm.weight")
     assert torch.equal(found, model.norm.weight.to(expected).float())
 
 

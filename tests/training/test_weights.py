@@ -16,7 +16,7 @@ from multipack.run import RunDirectory, config_yaml
 from multipack.shapes import ModelShape
 from multipack.training.checkpoint import CheckpointWriter
 from multipack.training.run_config import compose
-from multipack.training.weights import Initial, begin_from, initial_shape, initial_weights
+from multipack.training.weights import TrainedWeights, adapt_weights, find_weights, trained_shape
 
 SHAPE = ModelShape(2, 2, 1, 16, 24, vocabulary_size=257, tied=False)
 
@@ -55,7 +55,7 @@ def export(tmp_path, model):
 @pytest.fixture
 def initial(model):
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    return Initial(Path("runs/a"), SHAPE, state.__getitem__, byte_tokenizer())
+    return TrainedWeights(Path("runs/a"), SHAPE, state.__getitem__, byte_tokenizer())
 
 
 def same(found, model, factor):
@@ -64,27 +64,27 @@ def same(found, model, factor):
 
 
 def test_weights_of_a_run(run, model):
-    latest = initial_weights(run.path)
-    assert latest.shape == initial_shape(run.path) == SHAPE
+    latest = find_weights(run.path)
+    assert latest.shape == trained_shape(run.path) == SHAPE
     assert (latest.folder, latest.step) == (run.checkpoints / "step-00000008", 8)
     assert latest.tokenizer.hash == byte_tokenizer().hash
     assert same(latest, model, lambda name: 2)
     assert list(latest.state()) == list(model.state_dict())
-    best = initial_weights(run.path, "best")
-    assert best.step == initial_weights(run.checkpoints / "step-00000004").step == 4
+    best = find_weights(run.path, "best")
+    assert best.step == find_weights(run.checkpoints / "step-00000004").step == 4
     assert same(best, model, lambda name: 1)
     # Frozen weights have no average; they are those of the checkpoint.
-    average = initial_weights(run.path, "ema")
+    average = find_weights(run.path, "ema")
     assert same(average, model, lambda name: 2 if "norm" in name else 0.5)
 
 
 def test_weights_of_a_hugging_face_folder(export, model):
-    found = initial_weights(export)
-    assert found.shape == initial_shape(export) == replace(SHAPE, head_dim=8)
+    found = find_weights(export)
+    assert found.shape == trained_shape(export) == replace(SHAPE, head_dim=8)
     assert found.tokenizer is None
     assert same(found, model, lambda name: 1)
     byte_tokenizer().save(export / "tokenizer.json")
-    assert initial_weights(export).tokenizer.vocabulary_size == 257
+    assert find_weights(export).tokenizer.vocabulary_size == 257
 
 
 def test_missing_and_damaged_weights_are_refused(run, export, tmp_path):
@@ -98,23 +98,23 @@ def test_missing_and_damaged_weights_are_refused(run, export, tmp_path):
     ]
     for error, path, weights, message in refusals:
         with pytest.raises(error, match=message):
-            initial_weights(path, weights)
+            find_weights(path, weights)
     run.best.unlink()
     with pytest.raises(FileNotFoundError, match="checkpoints/best names"):
-        initial_weights(run.path, "best")
+        find_weights(run.path, "best")
     config = run.latest_checkpoint() / "config.yaml"
     config.write_text(config.read_text().replace("d_ff: 24", "d_ff: 25"))
     with pytest.raises(ValueError, match=r"config\.yaml is not what was written"):
-        initial_weights(run.path)
+        find_weights(run.path)
     config.write_text("model: 3\n")
     with pytest.raises(ValueError, match="does not describe a model"):
-        initial_shape(run.path)
+        trained_shape(run.path)
 
 
 def test_the_same_shape_and_tokenizer_keep_the_weights(initial):
     # None of these changes a weight.
     shape = replace(SHAPE, dropout=0.1, head_dim=8, context=99)
-    read, note = begin_from(initial, shape, byte_tokenizer())
+    read, note = adapt_weights(initial, shape, byte_tokenizer())
     assert all(read(name) is tensor for name, tensor in initial.state().items())
     assert "rows of the vocabulary" not in note
 
@@ -122,7 +122,7 @@ def test_the_same_shape_and_tokenizer_keep_the_weights(initial):
 def test_new_tokens_start_as_the_mean_of_the_others(initial, chat_tokenizer):
     tokenizer = chat_tokenizer("<|im_start|>", "<|im_end|>")
     shape = SHAPE.with_vocabulary(320)
-    read, note = begin_from(initial, shape, tokenizer)
+    read, note = adapt_weights(initial, shape, tokenizer)
     assert "63 rows of the vocabulary are new" in note
     for name in ("embedding.weight", "head.weight"):
         assert torch.equal(read(name)[:257], initial.read(name))
@@ -133,7 +133,7 @@ def test_rows_without_a_token_are_new_when_a_token_gets_them(initial, chat_token
     wide = replace(SHAPE, vocabulary_size=264)
     rows = torch.randn(264, 16)
     padded = replace(initial, shape=wide, read=lambda name: rows)
-    read, _ = begin_from(padded, wide, chat_tokenizer("<|im_end|>"))
+    read, _ = adapt_weights(padded, wide, chat_tokenizer("<|im_end|>"))
     torch.testing.assert_close(read("head.weight")[257], rows[:257].mean(0))
     assert torch.equal(read("head.weight")[258:], rows[258:])
 
@@ -141,13 +141,13 @@ def test_rows_without_a_token_are_new_when_a_token_gets_them(initial, chat_token
 def test_a_tokenizer_that_does_not_fit_is_refused(initial, chat_tokenizer):
     other = train_bpe(iter(["some text to make pairs of, some more text"]), 280)
     with pytest.raises(ValueError, match=r"257 tokens of .*tokenizer=file tokenizer\.path="):
-        begin_from(initial, SHAPE.with_vocabulary(other.vocabulary_size), other)
+        adapt_weights(initial, SHAPE.with_vocabulary(other.vocabulary_size), other)
     grown = chat_tokenizer("<|im_end|>")
     unknown = replace(initial, tokenizer=None)
-    read, _ = begin_from(unknown, SHAPE, byte_tokenizer())
+    read, _ = adapt_weights(unknown, SHAPE, byte_tokenizer())
     assert torch.equal(read("head.weight"), initial.read("head.weight"))
     with pytest.raises(ValueError, match=r"has 257 and no tokenizer\.json that says which"):
-        begin_from(unknown, SHAPE.with_vocabulary(258), grown)
+        adapt_weights(unknown, SHAPE.with_vocabulary(258), grown)
 
 
 @pytest.mark.parametrize(
@@ -164,4 +164,4 @@ def test_a_tokenizer_that_does_not_fit_is_refused(initial, chat_tokenizer):
 )
 def test_another_shape_is_refused_by_its_settings(initial, change, message):
     with pytest.raises(ValueError, match=message):
-        begin_from(initial, replace(SHAPE, **change), byte_tokenizer())
+        adapt_weights(initial, replace(SHAPE, **change), byte_tokenizer())

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -89,23 +90,33 @@ def build_engine(
         made = _optimizer(optimizer, dict(model.named_parameters()), mesh, config)
         call = replicate(model, mesh.axis("dp_replicate")) if mesh.world.size > 1 else model
         return ModelEngine([model], made, mesh, dtype, call=call, clock=clock)
-    if mesh.sizes["pp"] > 1:
-        return _pipeline_engine(blueprint, optimizer, mesh, config, dtype, micro_batches, clock)
-    model, share = _apply_strategies(blueprint, None, mesh, config, dtype)
+    built = [
+        _apply_strategies(blueprint, each, mesh, config, dtype) for each in _stages(blueprint, mesh, config)
+    ]
+    modules, share = [module for module, _ in built], built[0][1]
     host = torch.device("cpu") if config.offload == "cpu" else None
-    materialize([model], blueprint.initial, blueprint.shapes, mesh.world, host)
-    call = model if config.uses_fsdp else replicate(model, mesh.axis("dp_replicate"))
-    return ModelEngine(
-        [model],
-        _optimizer(optimizer, dict(model.named_parameters()), mesh, config),
+    materialize(modules, blueprint.initial, blueprint.shapes, mesh.world, host)
+    parameters = {name: each for module in modules for name, each in module.named_parameters()}
+    made = _optimizer(optimizer, parameters, mesh, config)
+    options: dict[str, Any] = {"share": share, "shapes": blueprint.shapes, "clock": clock}
+    options["build_whole"] = lambda: blueprint.build(None)
+    if mesh.sizes["pp"] == 1:
+        call = modules[0] if config.uses_fsdp else replicate(modules[0], mesh.axis("dp_replicate"))
+        keep = config.strategy.keeps_gathered
+        return ModelEngine(modules, made, mesh, dtype, call=call, keep_gathered=keep, **options)
+    # Imported here: torch's pipelining imports its compiler, which other runs need not wait for.
+    from multipack.parallel.pipeline import PipelineEngine
+
+    return PipelineEngine(
+        modules,
+        made,
         mesh,
         dtype,
-        share=share,
-        call=call,
-        keep_gathered=config.strategy.keeps_gathered,
-        shapes=blueprint.shapes,
-        build_whole=lambda: blueprint.build(None),
-        clock=clock,
+        schedule=config.schedule,
+        micro_batches=micro_batches,
+        width=blueprint.width,
+        hidden_dtype=dtype if config.shards_parameters else torch.float32,
+        **options,
     )
 
 
@@ -128,41 +139,13 @@ def replicate(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     )
 
 
-def _pipeline_engine(
-    blueprint: Blueprint,
-    optimizer: OptimizerFactory,
-    mesh: Mesh,
-    config: ParallelConfig,
-    dtype: torch.dtype,
-    micro_batches: int,
-    clock: Callable[[], float],
-) -> ModelEngine:
-    """Build this rank's stages, each divided and sharded as a whole model is, and their engine."""
-    # Imported here: torch's pipelining imports its compiler, which other runs need not wait for.
-    from multipack.parallel.pipeline import PipelineEngine
-
+def _stages(blueprint: Blueprint, mesh: Mesh, config: ParallelConfig) -> list[tuple[int, int] | None]:
+    """Blocks of each pipeline stage of this rank, as arguments of `Blueprint.build`; [None] without a pipeline."""
+    if mesh.sizes["pp"] == 1:
+        return [None]
     ranges = split_layers(blueprint.layers, config.stages, blueprint.head_layers)
     numbers = stages_of_rank(mesh.coordinate("pp"), mesh.sizes["pp"], config.schedule)
-    blocks = [(ranges[number].start, ranges[number].stop) for number in numbers]
-    built = [_apply_strategies(blueprint, each, mesh, config, dtype) for each in blocks]
-    stages, share = [stage for stage, _ in built], built[0][1]
-    host = torch.device("cpu") if config.offload == "cpu" else None
-    materialize(stages, blueprint.initial, blueprint.shapes, mesh.world, host)
-    parameters = {name: each for stage in stages for name, each in stage.named_parameters()}
-    return PipelineEngine(
-        stages,
-        _optimizer(optimizer, parameters, mesh, config),
-        mesh,
-        dtype,
-        schedule=config.schedule,
-        micro_batches=micro_batches,
-        width=blueprint.width,
-        hidden_dtype=dtype if config.shards_parameters else torch.float32,
-        share=share,
-        shapes=blueprint.shapes,
-        build_whole=lambda: blueprint.build(None),
-        clock=clock,
-    )
+    return [(ranges[number].start, ranges[number].stop) for number in numbers]
 
 
 def _apply_strategies(

@@ -16,10 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from multipack.parallel.state import local, piece_of
+from multipack.parallel.state import local, local_range, piece_of
 from multipack.parallel.world import World
 
 
@@ -117,15 +115,10 @@ def check_equal(tensors: Mapping[str, Tensor], world: World) -> str:
 
 def _piece_name(name: str, tensor: Tensor) -> str:
     """A tensor's name and, for a shard, its part of the whole: rows 2:4 of all columns are `[2:4, 0:8]`."""
-    if not isinstance(tensor, DTensor):
+    held = local_range(tensor)
+    if [each.stop - each.start for each in held] == list(tensor.shape):
         return name
-    sizes, offsets = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    if tuple(sizes) == tuple(tensor.shape):
-        return name
-    ranges = (f"{offset}:{offset + size}" for size, offset in zip(sizes, offsets, strict=True))
-    return f"{name}[{', '.join(ranges)}]"
+    return f"{name}[{', '.join(f'{each.start}:{each.stop}' for each in held)}]"
 
 
 def _hash(tensor: Tensor) -> str:

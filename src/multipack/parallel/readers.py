@@ -46,7 +46,6 @@ def open_loader(
     *,
     readers: int = 0,
     prefetch: int = 2,
-    timeout_seconds: float = 600.0,
 ) -> PackedLoader:
     """The loader of a rank: of its own documents, or of packs that a reader scatters; collective over all ranks.
 
@@ -57,11 +56,10 @@ def open_loader(
         mesh: the ranks.
         readers: data-parallel ranks that read; 0 = every rank reads its own packs.
         prefetch: batches made ahead.
-        timeout_seconds: how long a round waits for a missing rank.
     """
     if not readers or mesh.world.size == 1:
         return PackedLoader(documents, sampler, collator, prefetch)
-    return ScatteredLoader(documents, sampler, collator, prefetch, mesh, readers, timeout_seconds)
+    return ScatteredLoader(documents, sampler, collator, prefetch, mesh, readers)
 
 
 class ScatteredLoader(PackedLoader):
@@ -82,7 +80,6 @@ class ScatteredLoader(PackedLoader):
         prefetch: int,
         mesh: Mesh,
         readers: int,
-        timeout_seconds: float,
     ) -> None:
         super().__init__(documents, sampler, collator, prefetch)
         self._rank = mesh.world.rank
@@ -93,7 +90,7 @@ class ScatteredLoader(PackedLoader):
         # Only its members make a group: under nccl, torch would involve the other ranks in collectives.
         self._group = dist.new_group(
             list(self.data_ranks),
-            timeout=timedelta(seconds=timeout_seconds),
+            timeout=timedelta(seconds=mesh.world.timeout_seconds),
             backend="gloo",
             use_local_synchronization=True,
         )

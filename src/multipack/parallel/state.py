@@ -118,14 +118,18 @@ def full_tensor(tensor: Tensor) -> Tensor:
         log.setLevel(level)
 
 
+def local_range(tensor: Tensor) -> tuple[slice, ...]:
+    """The part of the whole tensor that this rank holds, as a slice of each dimension."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    place = tensor.shape, tensor.device_mesh, tensor.placements
+    sizes, offsets = compute_local_shape_and_global_offset(*place)
+    return tuple(slice(offset, offset + size) for size, offset in zip(sizes, offsets, strict=True))
+
+
 def piece_of(whole: Tensor, like: Tensor) -> Tensor:
     """The part of `whole` that this rank holds if it is sharded like `like`: a view."""
-    if not isinstance(like, DTensor):
-        return whole
-    sizes, offsets = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
-    for dim, (size, offset) in enumerate(zip(sizes, offsets, strict=True)):
-        whole = whole.narrow(dim, offset, size)
-    return whole
+    return whole[local_range(like)]
 
 
 @torch.no_grad()

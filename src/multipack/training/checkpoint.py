@@ -80,22 +80,14 @@ class CheckpointWriter:
         world: all ranks of the run.
         keep: number of newest checkpoints to keep, besides the best; 0 = all.
         background: whether `save` returns before the checkpoint is written.
-        timeout_seconds: how long ranks wait for each other while they write.
     """
 
-    def __init__(
-        self,
-        run: RunDirectory,
-        world: World,
-        keep: int,
-        background: bool = False,
-        timeout_seconds: float = 600.0,
-    ) -> None:
+    def __init__(self, run: RunDirectory, world: World, keep: int, background: bool = False) -> None:
         self._run, self._world, self._keep, self._background = run, world, keep, background
         self._group: dist.ProcessGroup | None = None
         # Training continues to use the default group, and the thread exchanges text on the CPU.
         if world.size > 1 and (background or world.backend != "gloo"):
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout_seconds))
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[None] | None = None
         self._writing = ""

@@ -33,10 +33,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from multipack.parallel.state import State, local
+from multipack.parallel.state import State, local, local_range
 from multipack.parallel.world import World
 
 _OFFSETS = "DCP_SHARDING_INFO"
@@ -62,10 +60,7 @@ def divide(tensors: State, world: World) -> Pieces:
     entries: list[tuple[str, list[int], int, int, int]] = []
     for group, named in tensors.items():
         for name, tensor in named.items():
-            values, offsets = local(tensor.detach()), [0] * tensor.dim()
-            if isinstance(tensor, DTensor):
-                place = tensor.shape, tensor.device_mesh, tensor.placements
-                offsets = list(compute_local_shape_and_global_offset(*place)[1])
+            values, offsets = local(tensor.detach()), [each.start for each in local_range(tensor)]
             # If there are fewer rows than ranks, some ranks hold none.
             if values.numel() or not tensor.numel():
                 held[f"{group}.{name}"] = (values, offsets)

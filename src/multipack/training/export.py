@@ -27,7 +27,7 @@ from multipack.shapes import ModelShape
 from multipack.training.checkpoint_tensors import save_safetensors
 from multipack.training.inference import find_template
 from multipack.training.precision import DTYPES
-from multipack.training.weights import Weights, initial_weights, vocabulary_of
+from multipack.training.weights import Weights, find_weights, vocabulary_of
 
 
 def export(path: Path, folder: Path, weights: str = "latest", dtype: str = "fp32") -> list[tuple[str, str]]:
@@ -53,14 +53,14 @@ def export(path: Path, folder: Path, weights: str = "latest", dtype: str = "fp32
             raise ValueError(f"--{name} {value}: one of {', '.join(choices)}")
     if not is_free(folder):
         raise FileExistsError(f"{folder} exists and is not empty: choose another folder, or move it away")
-    initial = initial_weights(path, cast(Weights, weights))
-    shape, tokenizer = initial.shape, initial.tokenizer
+    trained = find_weights(path, cast(Weights, weights))
+    shape, tokenizer = trained.shape, trained.tokenizer
     if tokenizer is None:
         raise ValueError(f"{path} has no tokenizer.json, which an export needs")
     # Raises if transformers has no such model, before anything is written.
     config = {**config_of(shape), "dtype": str(DTYPES[dtype]).removeprefix("torch.")}
-    tensors = _converted(to_huggingface(shape, initial.state()), DTYPES[dtype], initial.folder)
-    template = find_template(initial.folder)
+    tensors = _converted(to_huggingface(shape, trained.state()), DTYPES[dtype], trained.folder)
+    template = find_template(trained.folder)
     texts = _texts(shape, tokenizer, template, config)
     with atomic_folder(folder) as partial:
         save_safetensors(partial / WEIGHTS, tensors, {"format": "pt"})
@@ -69,7 +69,7 @@ def export(path: Path, folder: Path, weights: str = "latest", dtype: str = "fp32
     parameters = sum(tensor.numel() for tensor in tensors.values())
     return [
         ("folder", str(folder)),
-        ("weights of", str(initial.folder)),
+        ("weights of", str(trained.folder)),
         ("model", f"{config['architectures'][0]}, {parameters:,} parameters in {dtype}"),
         *((name, f"{(folder / name).stat().st_size:,} bytes") for name in (WEIGHTS, *texts)),
         ("chat template", template.name if template is not None else "none"),

@@ -21,7 +21,7 @@ from multipack.models.generate import Completion, Listener, generate_batch
 from multipack.models.sampling import Sampling
 from multipack.reports.console import CONTROL_CHARACTERS
 from multipack.run import weights_folder
-from multipack.training.weights import initial_weights
+from multipack.training.weights import find_weights
 
 
 def load_run(path: Path, device: str = "cpu") -> tuple[Decoder, Tokenizer]:
@@ -42,10 +42,10 @@ def load_run(path: Path, device: str = "cpu") -> tuple[Decoder, Tokenizer]:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).strip().split("\n")[0]
         raise ValueError(f"--device {device} cannot be used here ({reason}); --device cpu can") from error
-    initial = initial_weights(path)
-    if initial.tokenizer is None:
+    trained = find_weights(path)
+    if trained.tokenizer is None:
         raise ValueError(f"{path} has no tokenizer.json: without it no text can be read or written")
-    return build_decoder(initial.shape, initial.state()).to(where), initial.tokenizer
+    return build_decoder(trained.shape, trained.state()).to(where), trained.tokenizer
 
 
 def find_template(path: Path) -> ChatTemplate | None:

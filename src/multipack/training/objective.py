@@ -35,7 +35,7 @@ from multipack.parallel.mesh import Mesh
 from multipack.shapes import ModelShape
 from multipack.training.run_config import Config
 from multipack.training.settings import PreferenceConfig
-from multipack.training.weights import begin_from, initial_weights
+from multipack.training.weights import adapt_weights, find_weights
 
 Values = NDArray[np.float64]
 
@@ -234,10 +234,10 @@ class Preferences(Objective):
                 yield trained, engine.mesh
             return
         # Every rank holds this model whole; its shape may differ from that of the model to train.
-        initial = initial_weights(Path(setting).expanduser(), world=engine.world)
+        initial = find_weights(Path(setting).expanduser(), world=engine.world)
         size = max(initial.shape.vocabulary_size, tokenizer.vocabulary_size)
         shape, device, dtype = initial.shape.with_vocabulary(size), engine.world.device, engine.dtype
-        read, _ = begin_from(initial, shape, tokenizer, "preference.reference")
+        read, _ = adapt_weights(initial, shape, tokenizer, "preference.reference")
         with torch.device("meta"):
             model = PreferenceDecoder(shape)
         model.load_state_dict({name: read(name) for name, _ in model.named_parameters()}, assign=True)
@@ -246,8 +246,7 @@ class Preferences(Objective):
 
     def metrics(self, engine: ModelEngine, training: bool = True) -> dict[str, float]:
         """Mean rewards. Every rank of a model replica counts its pairs, which does not change the means."""
-        (decoder,) = engine.modules
-        tally = engine.world.sum(cast(PreferenceDecoder, decoder).take_tally(training))
+        tally = engine.world.sum(cast(PreferenceDecoder, engine.model).take_tally(training))
         return preference_metrics(tally, "" if training else "val_")
 
 

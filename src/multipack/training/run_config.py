@@ -267,9 +267,9 @@ def _initial_model(settings: dict[str, str]) -> dict[str, Any] | None:
         return None
     folder = _weights(path, "train.init_from")
     if is_export(folder):
-        from multipack.training.weights import initial_shape  # imports torch
+        from multipack.training.weights import trained_shape  # imports torch
 
-        return {"model": {**initial_shape(folder).to_dict(), "vocabulary_size": 0}}
+        return {"model": {**trained_shape(folder).to_dict(), "vocabulary_size": 0}}
     model = read_yaml(folder / "config.yaml").get("model", {})
     return {"model": {**model, "attention": "auto", "vocabulary_size": 0}}
 

@@ -32,9 +32,9 @@ class RunFiles:
         self.run, self._world, self._config = run, world, config
         self.log: RunLog | None = None
         # With this configuration the same run can be started again, in another directory.
-        train = replace(config.train, resume="false", eval_only=False)
+        again = replace(config.train, resume="false", eval_only=False)
         self._texts = {
-            "config.yaml": config_yaml(replace(config, train=train, out="")),
+            "config.yaml": config_yaml(replace(config, train=again, out="")),
             "tokenizer.json": corpus.tokenizer.to_json(),
             **({CHAT_TEMPLATE: chat_template} if chat_template else {}),
         }
@@ -44,13 +44,8 @@ class RunFiles:
             "world_size": world.size,
             "threads": torch.get_num_threads(),
         }
-        self._writer = CheckpointWriter(
-            run,
-            world,
-            config.train.keep_checkpoints,
-            config.train.checkpoint_async,
-            config.parallel.timeout_seconds,
-        )
+        train = config.train
+        self._writer = CheckpointWriter(run, world, train.keep_checkpoints, train.checkpoint_async)
 
     def check_origin(self, progress: Mapping[str, Any]) -> list[str]:
         """Check that a checkpoint was written with the same documents and tokenizer.

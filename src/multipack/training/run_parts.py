@@ -37,7 +37,7 @@ from multipack.training.inference import find_template
 from multipack.training.objective import Objective
 from multipack.training.rules import read_rule
 from multipack.training.run_config import Config
-from multipack.training.weights import Initial, initial_shape
+from multipack.training.weights import TrainedWeights, trained_shape
 
 
 def check_model(config: Config, processes: int, console: Console) -> None:
@@ -58,7 +58,7 @@ def check_model(config: Config, processes: int, console: Console) -> None:
                 config.data, config.tokenizer, limit=config.document_limit, progress=advance
             )
         path = config.train.init_from
-        rows = initial_shape(Path(path).expanduser()).vocabulary_size if path else 0
+        rows = trained_shape(Path(path).expanduser()).vocabulary_size if path else 0
         size = max(rows, tokenizer.vocabulary_size)
     shape = config.shape_with(size)
     parallel.check(shape, processes, config.plan.capacity)
@@ -128,7 +128,7 @@ def read_documents(config: Config, mesh: Mesh, console: Console) -> Corpus:
     return corpus
 
 
-def shape_of(config: Config, tokenizer: Tokenizer, initial: Initial | None = None) -> ModelShape:
+def shape_of(config: Config, tokenizer: Tokenizer, initial: TrainedWeights | None = None) -> ModelShape:
     """The decoder's shape with its vocabulary.
 
     Raises:
@@ -243,7 +243,6 @@ class Feeds:
             self._mesh,
             readers=config.data.readers,
             prefetch=config.train.prefetch,
-            timeout_seconds=config.parallel.timeout_seconds,
         )
 
     def validation_loss(self) -> float:

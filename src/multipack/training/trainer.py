@@ -49,7 +49,7 @@ from multipack.training.run_parts import (
 )
 from multipack.training.schedule import learning_rate, rate_factor
 from multipack.training.stop_request import StopRequest
-from multipack.training.weights import begin_from, initial_weights
+from multipack.training.weights import adapt_weights, find_weights
 
 
 class Trainer:
@@ -98,7 +98,7 @@ class Trainer:
         self.corpus = read_documents(config, self.mesh, console)
         self.objective = objective_of(config, self.corpus)
         starts_from = config.train.init_from if self.resumed is None else ""
-        initial = initial_weights(Path(starts_from).expanduser(), world=world) if starts_from else None
+        initial = find_weights(Path(starts_from).expanduser(), world=world) if starts_from else None
         self.shape = shape_of(config, self.corpus.tokenizer, initial)
         self.dtype = resolve_dtype(config.train.dtype, world.device)
         dtype: Any = next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
@@ -113,7 +113,7 @@ class Trainer:
         template = chat_template_of(self.corpus, before)
         weights = None
         if initial is not None:
-            weights, note = begin_from(initial, self.shape, self.corpus.tokenizer)
+            weights, note = adapt_weights(initial, self.shape, self.corpus.tokenizer)
             self.notes.append(note)
         self.engine = open_engine(config, self.objective, self.shape, weights, self.mesh, self.dtype, clock)
         folder = self.run.path if self.resumed is not None else None

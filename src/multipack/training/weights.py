@@ -1,4 +1,4 @@
-"""Read the trained weights of a run, a checkpoint, an export or any other Hugging Face folder.
+"""Trained weights of a run, a checkpoint, an export or any other Hugging Face folder.
 
     RUN                     its latest checkpoint (or its best, or the moving average of its weights)
     RUN/checkpoints/step-…  that checkpoint
@@ -38,7 +38,7 @@ AVERAGE = f"{MovingAverage.name}."
 
 
 @dataclass(frozen=True)
-class Initial:
+class TrainedWeights:
     """Trained weights with their shape and tokenizer.
 
     Attributes:
@@ -60,11 +60,11 @@ class Initial:
         return {name: self.read(name) for name in parameter_shapes(self.shape)}
 
 
-def initial_shape(path: Path) -> ModelShape:
+def trained_shape(path: Path) -> ModelShape:
     """The shape of the decoder at `path`, without reading weights.
 
     Raises:
-        FileNotFoundError, ValueError: see `initial_weights`.
+        FileNotFoundError, ValueError: see `find_weights`.
     """
     if is_export(path):
         return decoder_shape(path / CONFIG)
@@ -77,7 +77,7 @@ def initial_shape(path: Path) -> ModelShape:
         raise ValueError(f"{file} does not describe a model: {error}") from error
 
 
-def initial_weights(path: Path, weights: Weights = "latest", world: World | None = None) -> Initial:
+def find_weights(path: Path, weights: Weights = "latest", world: World | None = None) -> TrainedWeights:
     """Weights from a run, a checkpoint or a Hugging Face folder.
 
     Args:
@@ -96,7 +96,7 @@ def initial_weights(path: Path, weights: Weights = "latest", world: World | None
             )
         tokenizer = Tokenizer.load(path) if (path / "tokenizer.json").is_file() else None
         shape, readers = open_weights(path)
-        return Initial(path, shape, lambda name: readers[name](), tokenizer)
+        return TrainedWeights(path, shape, lambda name: readers[name](), tokenizer)
     folder = weights_folder(path)
     if weights == "best":
         run, named = find_run(path)
@@ -105,7 +105,7 @@ def initial_weights(path: Path, weights: Weights = "latest", world: World | None
         folder = run.best_checkpoint()
     checkpoint = load_checkpoint(folder, world)
     read = _reader(checkpoint, averaged=weights == "ema")
-    return Initial(folder, initial_shape(folder), read, Tokenizer.load(folder), checkpoint.step)
+    return TrainedWeights(folder, trained_shape(folder), read, Tokenizer.load(folder), checkpoint.step)
 
 
 def _reader(checkpoint: Checkpoint, averaged: bool) -> Reader:
@@ -124,16 +124,16 @@ def _reader(checkpoint: Checkpoint, averaged: bool) -> Reader:
     return read
 
 
-def begin_from(
-    initial: Initial, shape: ModelShape, tokenizer: Tokenizer, setting: str = "train.init_from"
+def adapt_weights(
+    initial: TrainedWeights, shape: ModelShape, tokenizer: Tokenizer, setting: str = "train.init_from"
 ) -> tuple[Reader, str]:
-    """The weights with which a run of this shape and tokenizer starts.
+    """Adapt trained weights to the vocabulary of a run that starts with them.
 
     New rows of the vocabulary get the mean of the known rows, so that the logit of a new token is neither the largest
     nor far away (Hewitt 2021, "Initializing New Word Embeddings for Pretrained Language Models").
 
     Args:
-        initial: see `initial_weights`.
+        initial: see `find_weights`.
         shape: of the run's decoder, with rows for the whole tokenizer.
         tokenizer: of the run's documents. Every token of the initial tokenizer must have the same number in it.
         setting: the setting that names these weights, for messages.
@@ -173,7 +173,7 @@ def vocabulary_of(tokenizer: Tokenizer) -> dict[str, int]:
     return tokenizers.Tokenizer.from_str(tokenizer.to_json()).get_vocab()
 
 
-def _check_same_shape(initial: Initial, shape: ModelShape, setting: str) -> None:
+def _check_same_shape(initial: TrainedWeights, shape: ModelShape, setting: str) -> None:
     ours, theirs = _effective(shape), _effective(initial.shape)
     # `_effective` leaves out context or rope_theta, depending on the positions.
     differing = [
@@ -202,7 +202,7 @@ def _effective(shape: ModelShape) -> dict[str, Any]:
     return found
 
 
-def _known_rows(initial: Initial, tokenizer: Tokenizer, setting: str) -> set[int]:
+def _known_rows(initial: TrainedWeights, tokenizer: Tokenizer, setting: str) -> set[int]:
     """Numbers of the tokens of `initial`'s tokenizer; all rows of its vocabulary if it has none."""
     rows = initial.shape.vocabulary_size
     if initial.tokenizer is None:
