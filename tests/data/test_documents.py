@@ -113,10 +113,6 @@ def test_split_by_position_cuts_where_it_must(small):
 
 
 def test_impossible_splits_are_refused(small):
-    for split in (small.split, small.split_by_position):
-        for fraction in (1.0, -0.1, float("nan")):
-            with pytest.raises(ValueError, match="at least 0 and less than 1"):
-                split(fraction)
     with pytest.raises(ValueError, match=r"data\.validation=0\.5: 1 document .* cannot be split"):
         small.take([0]).split(0.5)
     with pytest.raises(ValueError, match=r"data\.validation=0\.5 .* each needs 2"):
@@ -158,7 +154,7 @@ def test_pairs_are_one_item_of_two_documents(pairs, small):
 
 def test_pairs_are_never_cut(pairs):
     for policy in ("truncate", "truncate_left", "split"):
-        with pytest.raises(ValueError, match=r"data\.overlong=drop \(a preference pair cannot be shortened"):
+        with pytest.raises(ValueError, match=r"data\.overlong=drop \(a preference pair is not shortened"):
             pairs.fit(10, policy)
         assert pairs.fit(11, policy)[0].fingerprint == pairs.fingerprint
     with pytest.raises(ValueError, match=r"data\.overlong=drop \(a preference pair"):

@@ -203,13 +203,12 @@ class Documents:
         """Two views, by document: the pieces of one document stay together. Order is kept.
 
         Args:
-            fraction: share of the documents in the second view; rounded, at least one document, and not all.
+            fraction: share of the documents in the second view, less than 1; rounded, at least one document, not all.
             seed: seed of the choice.
 
         Raises:
-            ValueError: a fraction outside [0, 1), or more than 0 of fewer than two documents.
+            ValueError: a fraction above 0 of fewer than two documents.
         """
-        _check_fraction(fraction)
         numbers = np.unique(self.pieces["document"])
         if fraction and len(numbers) < 2:
             raise ValueError(
@@ -225,9 +224,8 @@ class Documents:
         """Two views, by position: the first int(tokens · (1 − fraction)) tokens, and the rest.
 
         Raises:
-            ValueError: a fraction outside [0, 1), or one that leaves a view less than 2 tokens.
+            ValueError: a fraction above 0 that leaves a view less than 2 tokens.
         """
-        _check_fraction(fraction)
         border = int(self.num_tokens * (1.0 - fraction))
         if fraction and min(border, self.num_tokens - border) < 2:
             raise ValueError(
@@ -296,9 +294,7 @@ class Documents:
             return self, FitReport(limit, policy, without_targets=int((self.target_counts == 0).sum()))
         are_pairs = self.store.has_pairs
         if policy == "error" or (are_pairs and policy != "drop"):
-            policies = (
-                "drop (a preference pair cannot be shortened)" if are_pairs else "truncate, split or drop"
-            )
+            policies = "drop (a preference pair is not shortened)" if are_pairs else "truncate, split or drop"
             first = int(long[0])
             raise ValueError(
                 f"document {first:,} ({self.names(first)}) has {int(self.lengths[first]):,} tokens, more than the limit"
@@ -308,12 +304,13 @@ class Documents:
         prompt = np.zeros_like(self.lengths)
         if policy == "split" and repeat_prompt:
             prompt[long] = [self.prompt_length(number) for number in long.tolist()]
-        if len(full := np.flatnonzero(prompt + overlap >= limit)):
-            raise ValueError(
-                f"{self.names(int(full[0]))} has a prompt of {int(prompt[full[0]]):,} tokens, which leaves no room for"
-                f" new tokens in pieces of {limit:,} with data.overlap={overlap:,} ({len(full):,} such documents): set"
-                f" data.repeat_prompt=false, or raise {_ROOM}"
-            )
+            if len(full := np.flatnonzero(prompt + overlap >= limit)):
+                first = int(full[0])
+                raise ValueError(
+                    f"{self.names(first)} has a prompt of {int(prompt[first]):,} tokens, which leaves no room for new"
+                    f" tokens in pieces of {limit:,} with data.overlap={overlap:,} ({len(full):,} such documents): set"
+                    f" data.repeat_prompt=false, or raise {_ROOM}"
+                )
         cuts = POLICIES[policy].cut(self.lengths, limit, overlap, prompt)
         if not len(cuts):
             raise ValueError(
@@ -332,8 +329,3 @@ class Documents:
 
     def __repr__(self) -> str:
         return f"Documents({len(self):,} documents, {self.num_tokens:,} tokens, {str(self.store.path)!r})"
-
-
-def _check_fraction(fraction: float) -> None:
-    if not 0.0 <= fraction < 1.0:
-        raise ValueError(f"data.validation={fraction}: a share, at least 0 and less than 1")

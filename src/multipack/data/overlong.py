@@ -89,15 +89,12 @@ def split(lengths: Integers, limit: int, overlap: int = 0, prompt: Integers | in
 
 
 class Policy(NamedTuple):
-    """A row of `POLICIES`.
-
-    Attributes:
-        cut: function of (lengths, limit, overlap, prompt) that returns pieces whose `document` numbers the lengths.
-        result: what became of longer documents, with `{pieces}` and `{tokens}` of the `FitReport`.
-    """
+    """A row of `POLICIES`."""
 
     cut: Callable[[Integers, int, int, Integers], Pieces]
+    """Function of (lengths, limit, overlap, prompt) that returns pieces whose `document` numbers the lengths."""
     result: str
+    """What was done to longer documents, with `{pieces}` and `{tokens}` of the `FitReport`."""
 
 
 POLICIES = {

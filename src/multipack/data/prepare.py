@@ -85,8 +85,9 @@ def prepare(
         if _is_complete(path, key):  # another process may have been faster
             return path
         parts = parts if engine == "local" else count_parts(source.total, len(source.files))
-        if out is None and not _is_begun(path, key, parts):
-            remove_store(path)  # damaged, or of another version
+        begun = StoreHeader.find(path)
+        if out is None and (begun is None or begun.parts != parts):
+            remove_store(path)  # damaged, of another version, or divided otherwise
         if engine == "local":
             _write_part(path, source, made, key, number - 1, parts, shards, progress, tell)
             return path
@@ -138,12 +139,6 @@ def _is_complete(path: Path, key: str) -> bool:
         return TokenStore(path).header.key == key
     except ValueError:
         return False
-
-
-def _is_begun(path: Path, key: str, parts: int) -> bool:
-    """Whether a store of this job is at `path`, complete or not."""
-    header = StoreHeader.find(path)
-    return header is not None and (header.key, header.parts) == (key, parts)
 
 
 def _write_part(

@@ -110,15 +110,15 @@ class Shard:
 
     def hash(self) -> int:
         """Hash of tokens, targets and names of the documents; see `chain`."""
-        return chain((self._digest(document), 1) for document in range(len(self)))
-
-    def _digest(self, document: int) -> int:
-        tokens, spans = self.tokens_of(document), self.spans_of(document)
-        name = self.names[self.name_offsets[document] : self.name_offsets[document + 1]]
-        digest = hashlib.blake2b(f"{len(tokens)} {len(spans)} ".encode() + name.tobytes(), digest_size=15)
-        digest.update(tokens.data)
-        digest.update(spans.data)
-        return int.from_bytes(digest.digest(), "big")
+        digests = list[tuple[int, int]]()
+        for document in range(len(self)):
+            tokens, spans = self.tokens_of(document), self.spans_of(document)
+            name = self.names[self.name_offsets[document] : self.name_offsets[document + 1]]
+            digest = hashlib.blake2b(f"{len(tokens)} {len(spans)} ".encode() + name.tobytes(), digest_size=15)
+            digest.update(tokens.data)
+            digest.update(spans.data)
+            digests.append((int.from_bytes(digest.digest(), "big"), 1))
+        return chain(digests)
 
     def check(self) -> None:
         """Check that the offsets match the arrays.

@@ -26,9 +26,6 @@ from multipack.data.store import TokenStore
 from multipack.data.tokenizer import Progress
 from multipack.data.writer import remove_store
 
-MEMORY = "memory"
-"""Value of `data.stage` that is no folder."""
-
 
 def verify_once(stores: Sequence[TokenStore], cache: Path, progress: Progress | None = None) -> None:
     """Compare the content of stores with their hashes, once a host while sizes and times of change stay the same.
@@ -73,11 +70,11 @@ def stage(
     if not where:
         return list(stores), ""
     total = sum({store.checksum: store.bytes for store in stores}.values())
-    if where == MEMORY:
+    if where == "memory":
         free = available_memory()
         if free is not None and total > free:
             raise ValueError(
-                f"data.stage={MEMORY}: the token stores have {total:,} bytes, of which each process of a host holds a"
+                f"data.stage=memory: the token stores have {total:,} bytes, of which each process of a host holds a"
                 f" copy, and {free:,} are free: set data.stage=/dev/shm (one copy a host), a local folder, or nothing"
             )
         return [store.in_memory() for store in stores], (
