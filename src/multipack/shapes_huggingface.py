@@ -149,11 +149,7 @@ def _check_known(kind: str, config: Mapping[str, Any]) -> None:
 
 
 def _layers_that_differ(config: Mapping[str, Any], found: dict[str, int]) -> dict[str, int]:
-    """The fields `window`, `window_layers` and `dense_layers`, where they apply.
-
-    Raises:
-        ValueError: `layer_types` is not a list of known types, one per layer.
-    """
+    """The fields `window`, `window_layers` and `dense_layers`, of models whose layers differ."""
     layers = found["layers"]
     window = _number(config, ("sliding_window",)) if config.get("use_sliding_window", True) else 0
     kinds, pattern = config.get("layer_types"), _number(config, ("sliding_window_pattern",))
@@ -188,11 +184,7 @@ def _mapping(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _number(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
-    """The value of the first of these fields that is present; 0 if none is.
-
-    Raises:
-        ValueError: the value is not an integer of at least 0.
-    """
+    """The value of the first of these fields that is present, an integer of at least 0; 0 if none is."""
     for name in names:
         value = config.get(name)
         if value is None:

@@ -32,6 +32,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 Schema = TypeVar("Schema")
 Pair = tuple[str, str]
+"""(key, value) of a word."""
 
 
 class ConfigError(ValueError):
@@ -157,11 +158,7 @@ def _groups(schema: type) -> dict[str, type]:
 
 
 def _excluded(groups: dict[str, type], given: dict[str, str]) -> dict[str, Any]:
-    """Full name → 0 of the fields that a given field sets to 0; see `EXCLUSIVE` above.
-
-    Raises:
-        ConfigError: two exclusive fields were given.
-    """
+    """Full name → 0, of the fields that a given field sets to 0; see `EXCLUSIVE` above."""
     zeros: dict[str, Any] = {}
     for group, kind in groups.items():
         names = [f"{group}.{name}" for name in getattr(kind, "EXCLUSIVE", ())]
@@ -181,11 +178,7 @@ def _preset_names(group: str, kind: Any) -> list[str]:
 
 
 def _preset(group: str, kind: Any, name: str) -> dict[str, Any]:
-    """The values that `group=NAME` sets, nested by groups; a file may also set fields of other groups.
-
-    Raises:
-        ConfigError: there is no such preset.
-    """
+    """The values that `group=NAME` sets, nested by groups; a file may also set fields of other groups."""
     own = kind.preset(name) if hasattr(kind, "preset") else None
     if own is not None:
         return {group: own}

@@ -54,7 +54,7 @@ def test_shards_are_reported_as_one_corpus(config, text_file, tmp_path):
     (folder / shard_name(0, 1)).unlink()
     growing = CorpusReport(folder)
     assert (growing.is_complete, growing.description) == (False, "1 shards so far")
-    assert ("stores", "1 shards so far") in store_rows(folder, growing)
+    assert ("shards", "1 so far") in store_rows(folder, growing)
 
 
 def test_what_people_see(config, text_file, tmp_path):
@@ -91,7 +91,7 @@ def test_the_command_line_reports_what_it_prepares(text_file, tmp_path):
     words = ["data=jsonl", f"data.path={text_file(chr(10).join(lines), 'c.jsonl')}", "tokenizer=byte"]
     folder = tmp_path / "out"
     shown = CliRunner().invoke(app, ["prepare", *words, "--store", str(folder), "--shards", "2"])
-    assert "2 shards" in shown.output
+    assert "shards      2\n" in shown.output
     assert CliRunner().invoke(app, ["prepare", "--report", str(folder)]).output == shown.output
     told = json.loads(CliRunner().invoke(app, ["prepare", "--report", str(folder), "--json"]).stdout)
     assert (told["documents"], told["duplicates"], told["shards"]) == (20, 0, 2)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from multipack.models.decoder import Decoder
 from multipack.models.generate import PACK_TOKENS, generate, generate_batch
-from multipack.models.kv_cache import SMALLEST, KeyValueCache
+from multipack.models.kv_cache import INITIAL_CAPACITY, KeyValueCache
 from multipack.models.sampling import Sampling
 
 LONG = 256
@@ -46,7 +46,7 @@ def test_logits_equal_those_of_the_whole_text(model, single, dtype, tolerance):
         assert batch.position_ids.tolist() == [position]
         rows.append(model.hidden(batch, cache))
     assert cache.lengths == [150]
-    assert cache.capacity == 4 * SMALLEST == LONG
+    assert cache.capacity == 4 * INITIAL_CAPACITY == LONG
     found = F.linear(torch.cat(rows), model.output_weight)
     expected = model.logits(single(ids))
     assert (found - expected).abs().max() <= tolerance * expected.abs().max()

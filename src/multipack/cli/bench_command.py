@@ -85,11 +85,7 @@ def collectives(
 
 
 def _restart_by_torchrun(processes: int, device: str) -> NoReturn:
-    """Replace this process by torchrun with the same command.
-
-    Raises:
-        ValueError: there are fewer GPUs than processes.
-    """
+    """Replace this process by torchrun with the same command."""
     import torch
 
     from multipack.launch.allocation import Allocation
@@ -112,11 +108,7 @@ def _cells(row: Bandwidth) -> list[str]:
 
 
 def _bytes(word: str) -> int:
-    """Return the number of bytes of a size such as `4096`, `64KiB`, `16MiB` or `1GiB`.
-
-    Raises:
-        ValueError: `word` is not a size.
-    """
+    """Return the number of bytes of a size such as `4096`, `64KiB`, `16MiB` or `1GiB`."""
     match = re.fullmatch(r"(\d+) ?(B|KiB|MiB|GiB)?", word)
     if match is None or int(match[1]) < 1:
         raise ValueError(

@@ -50,12 +50,9 @@ def option(text: str, *names: str, **more: Any) -> Any:
 
 
 def settings_option(schema: str, *groups: str, module: str = "multipack.training.run_config") -> Any:
-    """Return the option --settings, which prints the fields of a dataclass and exits.
+    """Return the option --settings, which prints the fields of a dataclass, or only those of some groups.
 
-    Args:
-        schema: name of the dataclass, imported only when the option is used.
-        groups: groups of fields to print; none = all fields.
-        module: its module.
+    The dataclass is given by name and module, because it is imported only when the option is used.
     """
 
     def show(value: bool) -> None:

@@ -20,11 +20,7 @@ Restarts = Annotated[
 
 
 def _check_words(context: typer.Context, words: Sequence[str], max_restarts: int) -> None:
-    """Check the name of the command, and that it continues its run after a restart.
-
-    Raises:
-        ValueError: the command is unknown, or would begin its run again; the message says what to write.
-    """
+    """Check the name of the command, and that it resumes its run after a restart."""
     from multipack.launch.launcher import check_restarts
 
     commands: Any = context.find_root().command
@@ -35,11 +31,7 @@ def _check_words(context: typer.Context, words: Sequence[str], max_restarts: int
 
 
 def _check_run(words: Sequence[str], processes: int) -> None:
-    """Check the settings of `train` for this number of processes, before any of them starts.
-
-    Raises:
-        ValueError: a setting is invalid; the message names it and the nearest choice.
-    """
+    """Check the settings of `train` for this number of processes, before any of them starts."""
     from multipack.training.run_config import compose_run
 
     if words and words[0] == "train" and not any(word.startswith("-") for word in words):

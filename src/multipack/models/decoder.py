@@ -277,11 +277,7 @@ def initial_parameters(shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
 
 
 def _draw(name: str, module: nn.Module, shape: ModelShape) -> None:
-    """Initialize a module's own parameters.
-
-    Raises:
-        ValueError: a module of this type has no initialization rule and would keep uninitialized memory.
-    """
+    """Initialize a module's own parameters; a module without a rule would keep uninitialized memory."""
     if isinstance(module, nn.Linear | nn.Embedding):
         writes_residual = name.endswith((".attention.output", ".feed_forward.down"))
         std = INITIAL_STD / (2 * shape.layers) ** 0.5 if writes_residual else INITIAL_STD

@@ -159,12 +159,8 @@ def to_huggingface(shape: ModelShape, state: Mapping[str, Tensor]) -> dict[str, 
                 joined = parts[0] if len(parts) == 1 else torch.cat(parts)
                 is_transposed = transposed and kind == "weight"
                 converted[f"{theirs}.{kind}"] = (joined.t() if is_transposed else joined).contiguous()
-        if (
-            family is GPT2
-            and f"{theirs}.weight" in converted
-            and ours[0] not in ("embedding", "positions", "head")
-        ):
-            weight = converted[f"{theirs}.weight"]
+        weight = converted.get(f"{theirs}.weight")
+        if weight is not None and family is GPT2 and ours[0] not in ("embedding", "positions", "head"):
             converted.setdefault(f"{theirs}.bias", weight.new_zeros(weight.shape[-1]))
     return converted
 

@@ -22,7 +22,7 @@ from multipack.ops.attention import attention
 from multipack.ops.autocast import autocast_dtype
 from multipack.shapes import ModelShape
 
-SMALLEST = 64
+INITIAL_CAPACITY = 64
 """Initial capacity of a row in tokens; it doubles when it is full."""
 
 
@@ -113,7 +113,7 @@ class KeyValueCache:
         self.lengths, longest = lengths, max(lengths)
         if longest <= self.capacity:
             return
-        capacity = min(max(longest, 2 * self.capacity, SMALLEST), self.limit)
+        capacity = min(max(longest, 2 * self.capacity, INITIAL_CAPACITY), self.limit)
         for layer, stored in enumerate(self.stored):
             # Zeros, because the probability 0 of a masked column times a NaN in uninitialized memory would be NaN.
             self.stored[layer] = stored.new_zeros(*stored.shape[:3], capacity, stored.shape[4])

@@ -26,7 +26,7 @@ CONTROL_CHARACTERS = {code: "�" for code in [*range(32), *range(127, 160)] if 
 """For `str.translate`: control characters → �, because text of a model must not control the terminal."""
 
 PLANNING = "planning: the first plan on a machine also compiles the planner, which takes some seconds …"
-"""What `Console.notice` prints about a plan."""
+"""Text for `Console.notice` while a plan is made."""
 
 _MIN_WIDTH = 24
 """Minimum width of wrapped text."""

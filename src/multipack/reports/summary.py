@@ -189,13 +189,11 @@ def explore_notes(rows: Sequence[Choice]) -> list[str]:
 def store_rows(path: Path, report: CorpusReport) -> Rows:
     """Return the rows about a token store, complete or not."""
     documents = f"{report.documents:,}{' preference pairs' if report.pairs else ''}"
-    shards = f"{report.shards:,} shards{'' if report.is_complete else ' so far'}"
-    left_out = [
-        row for reason, count in report.skipped.items() for row in _count_row("left out", count, reason)
-    ]
+    shards = f"{report.shards:,}{'' if report.is_complete else ' so far'}"
+    left_out = [("left out", f"{count:,} {reason}") for reason, count in report.skipped.items() if count]
     return [
         ("folder", str(path)),
-        *([("stores", shards)] if report.shards > 1 or not report.is_complete else []),
+        *([("shards", shards)] if report.shards > 1 or not report.is_complete else []),
         ("corpus", report.description),
         ("documents", "one stream, which training cuts into blocks" if report.is_stream else documents),
         ("tokens", f"{report.tokens:,}"),

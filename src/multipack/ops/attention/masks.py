@@ -62,7 +62,7 @@ def mask_4d(batch: PackedBatch, dtype: torch.dtype | None = None, window: int | 
         batch: the pack, with the bounds of its documents.
         dtype: None = boolean, True for visible tokens; a floating dtype = additive: 0 for visible tokens, the most
             negative number of the dtype for others.
-        window: tokens that each position sees, including itself; None = all earlier tokens of the document.
+        window: tokens that each position sees, itself included; None = its whole document up to itself.
 
     Returns:
         (1, 1, T, T) on the batch's device: T² elements.
