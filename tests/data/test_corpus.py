@@ -1,7 +1,7 @@
 """The documents of a run: from a source or a prepared store, split, fitted; full verification once a host."""
 
 import json
-import multiprocessing
+import os
 import re
 
 import pytest
@@ -137,27 +137,18 @@ def test_content_is_verified_on_request(config, pairs, tmp_path):
         load_corpus(config(source="store", path=str(out)), AUTO, limit=64)
 
 
-def _load(data, counts):
-    verify = TokenStore.verify
-    TokenStore.verify = lambda *given: counts.put(1) or verify(*given)
-    load_corpus(data, AUTO, limit=64)
-
-
-def test_one_process_of_a_host_verifies(config, pairs, tmp_path):
-    out = prepare(config(source="jsonl", path=pairs), BYTE, tmp_path / "out")
-    data, fork = config(source="store", path=str(out), verify="full"), multiprocessing.get_context("fork")
-    counts = fork.Queue()
-    processes = [fork.Process(target=_load, args=(data, counts)) for _ in range(3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-    assert counts.get(timeout=5) == 1
-    assert counts.empty()
-    shard = next(out.glob("shard*"))
-    shard.write_bytes(shard.read_bytes())  # another time of change
-    _load(data, counts)
-    assert counts.get(timeout=5) == 1
+def test_a_store_is_verified_once_until_its_files_change(config, pairs, tmp_path, monkeypatch):
+    out, calls, verify = (
+        prepare(config(source="jsonl", path=pairs), BYTE, tmp_path / "out"),
+        [],
+        TokenStore.verify,
+    )
+    monkeypatch.setattr(TokenStore, "verify", lambda *given: calls.append(given) or verify(*given))
+    data = config(source="store", path=str(out), verify="full")
+    for time in (1, 1, 2):
+        os.utime(next(out.glob("shard*")), (time, time))
+        load_corpus(data, AUTO, limit=64)
+    assert len(calls) == 2
 
 
 def test_lengths_of_a_store_are_those_of_training(write_store):

@@ -3,6 +3,7 @@ import pytest
 from multipack.data.data_config import DataConfig
 
 TEXT, JSONL = {"source": "text", "path": "x"}, {"source": "jsonl", "path": "x"}
+STREAM = {"source": "huggingface", "path": "x", "stream": True}
 REFUSALS = [
     ({"source": "jsnl"}, r"data\.source='jsnl'.*nearest: jsonl"),
     ({"documents": "blank"}, r"data\.documents='blank'.*nearest: blank_line"),
@@ -32,11 +33,8 @@ REFUSALS = [
     ({"patience_seconds": 0.0}, r"data\.patience_seconds=0\.0"),
     ({"source": "store", "path": "x", "dedup": True}, r"data\.dedup=True.*multipack prepare"),
     ({"source": "mixture", "paths": ["x", "y"], "dedup": True}, r"data\.dedup=True.*multipack prepare"),
-    (
-        {"source": "huggingface", "path": "x", "stream": True, "dedup": True},
-        r"data\.dedup=True.*data\.stream",
-    ),
-    ({"source": "store", "path": "x", "stream": True, "readers": 2}, r"data\.readers=2.*data\.stream"),
+    ({**STREAM, "dedup": True}, r"data\.dedup=True.*data\.stream"),
+    ({**STREAM, "readers": 2}, r"data\.readers=2.*data\.stream"),
     ({"weigh_by": "documents"}, r"data\.weigh_by=documents.*data\.source=mixture"),
     ({"source": "mixture", "paths": ["x"]}, r"data\.paths=\['x'\].*two token stores"),
     ({"source": "mixture", "paths": ["x/a", "x/b/../a"]}, r"data\.paths.*each once"),

@@ -20,7 +20,7 @@ from multipack.data import writer as writer_module
 from multipack.data.corpus import load_corpus
 from multipack.data.data_config import DataConfig
 from multipack.data.prepare import items_of, prepare
-from multipack.data.shards import HEADER, Shard
+from multipack.data.shards import Shard
 from multipack.data.store import TokenStore
 from multipack.data.texts import SourceDocument, TextPart
 from multipack.data.tokenizer import TokenizerConfig, byte_tokenizer
@@ -109,35 +109,23 @@ def test_a_stream_of_several_shards_is_one_document_a_shard(config, text_file, t
 # --- reading and reuse -----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def opened(monkeypatch):
-    """Names of the files that are opened and hashed."""
-    found, real = [], builtins.open
+def test_a_source_is_read_once_and_once_more_for_a_tokenizer(config, pairs, monkeypatch):
+    opened, real, calls, size = [], builtins.open, [], Path(pairs).stat().st_size
     monkeypatch.setattr(
-        builtins, "open", lambda file, *rest, **more: found.append(str(file)) or real(file, *rest, **more)
+        builtins, "open", lambda file, *rest, **more: opened.append(str(file)) or real(file, *rest, **more)
     )
-    return found
-
-
-def test_a_source_is_read_once_and_once_more_for_a_tokenizer(config, pairs, opened):
-    calls, size = [], Path(pairs).stat().st_size
-    for tokenizer, passes in ((BYTE, 1), (BPE, 2)):
+    data = config(source="jsonl", path=pairs)
+    for tokenizer, passes in ((BPE, 2), (BYTE, 1)):
         opened.clear()
         calls.clear()
-        prepare(config(source="jsonl", path=pairs), tokenizer, progress=lambda *given: calls.append(given))
+        path = prepare(data, tokenizer, progress=lambda *given: calls.append(given))
         assert calls[-1] == (size, size, "bytes tokenized")
         assert ("bytes read for the tokenizer" in {unit for _, _, unit in calls}) == (passes == 2)
-        reads = [file for file in opened if file == pairs]
-        assert len(reads) <= passes + 1  # and the first record, which decides the form of all
-
-
-def test_a_prepared_store_is_opened_without_reading_its_source_or_hashing(config, pairs, opened, monkeypatch):
-    data = config(source="jsonl", path=pairs)
-    path = prepare(data, BYTE)
-    monkeypatch.setattr(Shard, "hash", None)
+        assert opened.count(pairs) <= passes + 1  # and the first record, which decides the form of all
+    monkeypatch.setattr(Shard, "hash", None)  # nothing is hashed when the store is used again
     opened.clear()
     assert prepare(data, BYTE) == path
-    assert opened.count(pairs) <= 1  # the first record
+    assert opened.count(pairs) <= 1
     assert load_corpus(data, BYTE, limit=64).store_path == path
 
 
@@ -197,31 +185,24 @@ def test_bad_input_leaves_no_store(config, text_file, tmp_path):
 # --- shards and parts ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dedup", [False, True])
-def test_shards_hold_the_documents_of_one(config, corpus, tmp_path, dedup, content):
-    data = config(source="jsonl", path=corpus, dedup=dedup)
+def test_shards_appear_one_by_one_and_hold_the_documents_of_one(config, corpus, tmp_path, content):
+    data, seen = config(source="jsonl", path=corpus, dedup=True), []
     whole = TokenStore(prepare(data, BYTE, tmp_path / "whole"))
     for shards in (2, 5):
-        store = TokenStore(prepare(data, BYTE, tmp_path / f"{shards}", shards=shards))
+        path = tmp_path / f"{shards}"
+
+        def look(done, total, unit, path=path):
+            store = TokenStore(path, growing=True)
+            seen.append(len(store.shards))
+            assert not store.is_complete
+
+        store = TokenStore(prepare(data, BYTE, path, look, shards=shards))
         assert 1 < len(store.shards) <= shards
         assert content(store) == content(whole)
         assert store.checksum == whole.checksum
         assert (store.skipped, store.header.key) == (whole.skipped, whole.header.key)
+    assert {0, 1, 2} <= set(seen)
     assert whole.skipped["empty completions"] == 129
-
-
-def test_shards_appear_one_by_one_and_the_header_last(config, corpus, tmp_path):
-    seen = []
-
-    def look(done, total, unit):
-        if (tmp_path / "out" / HEADER).is_file():
-            store = TokenStore(tmp_path / "out", growing=True)
-            seen.append((len(store.shards), store.is_complete))
-
-    prepare(config(source="jsonl", path=corpus), BYTE, tmp_path / "out", progress=look, shards=3)
-    assert {count for count, _ in seen} >= {1, 2}
-    assert not any(is_complete for _, is_complete in seen)
-    assert len(TokenStore(tmp_path / "out").shards) == 3
 
 
 @pytest.mark.parametrize("order", [[1, 2, 3], [3, 1, 2]])

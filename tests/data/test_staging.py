@@ -145,27 +145,6 @@ def test_folders_that_cannot_be_written(store, tmp_path, folder, monkeypatch):
             stage([store], str(folder))
 
 
-def _stage_together(path, folder, barrier, told):
-    store = TokenStore(path)
-    barrier.wait(30)
-    (staged,), line = stage([store], folder)
-    staged.verify()
-    told.put(line.endswith("copied now"))
-
-
-def test_one_process_copies_and_the_others_wait(store, folder):
-    fork = multiprocessing.get_context("fork")
-    barrier, told = fork.Barrier(4), fork.Queue()
-    arguments = (store.path, str(folder), barrier, told)
-    processes = [fork.Process(target=_stage_together, args=arguments) for _ in range(4)]
-    for process in processes:
-        process.start()
-    found = [told.get(timeout=60) for _ in processes]
-    for process in processes:
-        process.join(30)
-    assert sorted(found) == [False, False, False, True]
-
-
 def _stage_and_die(path, folder, at_byte):
     def progress(done, total, unit):
         if done >= at_byte:
