@@ -283,9 +283,6 @@ class ModelEngine:
     def load_state(self, source: StateSource) -> None:
         """Load a state saved from any mesh; collective.
 
-        Args:
-            source: the saved tensors.
-
         Raises:
             ValueError: names or shapes differ from this model's; the message lists the first few.
         """

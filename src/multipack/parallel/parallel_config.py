@@ -161,24 +161,17 @@ class ParallelConfig:
         return world_size // self.model_ranks
 
     def divisions(self, world_size: int) -> dict[str, int]:
-        """Number of parts into which the ranks of a run divide layers, tensors, tokens and state.
+        """Number of parts into which data-parallel ranks, and those that divide tokens, divide a model's state.
 
         Returns:
-            Number of parts of "layers", "tensors", "tokens" (of a pack), "parameters" and "gradients" (float32, between
-            steps) and "optimizer" (its state); and "replicas", the ranks that hold, and all-reduce, the same shards.
+            Number of parts of "parameters" (and gradients, between steps) and of the state of the "optimizer"; and
+            "replicas", the ranks that hold, and all-reduce, the same shards.
         """
         axes = self.axes(world_size)
         data = axes["dp_replicate"] * axes["dp_shard"] * axes["cp"]
         shards = axes["dp_shard"] * axes["cp"] if self.shards_parameters else 1
-        return {
-            "layers": axes["pp"],
-            "tensors": axes["tp"],
-            "tokens": axes["cp"],
-            "parameters": shards,
-            "gradients": shards,
-            "optimizer": data if self.strategy.divides_optimizer else shards,
-            "replicas": data // shards,
-        }
+        optimizer = data if self.strategy.divides_optimizer else shards
+        return {"parameters": shards, "optimizer": optimizer, "replicas": data // shards}
 
     def axes(self, world_size: int) -> dict[str, int]:
         """Number of ranks along every axis of the mesh, outermost first.

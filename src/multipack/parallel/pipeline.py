@@ -27,7 +27,6 @@ backward passes gathered.
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -73,7 +72,6 @@ class PipelineEngine(ModelEngine):
             stages exchange tensors of shape (T / ranks, d).
         hidden_dtype: dtype of these hidden states: float32 under autocast, the parameters' own in FSDP2's mixed
             precision.
-        clock: returns seconds; not used on GPUs.
     """
 
     def __init__(
@@ -87,7 +85,6 @@ class PipelineEngine(ModelEngine):
         micro_batches: int,
         width: int,
         hidden_dtype: torch.dtype = torch.float32,
-        clock: Callable[[], float] = time.perf_counter,
         **more: Any,
     ) -> None:
         self._rank, ranks = mesh.coordinate("pp"), mesh.sizes["pp"]
@@ -97,10 +94,10 @@ class PipelineEngine(ModelEngine):
         self._micro_batches = micro_batches
         self._width, self._hidden_dtype = width, hidden_dtype
         self._slots = 0  # of every pack, known after the first
-        self._training: ScheduledRun | None = None
+        self._training: ScheduleRunner | None = None
         self._holders = _shared_parameters(self._stages, ranks, self._group)
         duplicates = [name for name, holders in self._holders.items() if holders[0] != self._rank]
-        super().__init__(stages, optimizer, mesh, dtype, duplicates=duplicates, clock=clock, **more)
+        super().__init__(stages, optimizer, mesh, dtype, duplicates=duplicates, **more)
 
     def _accumulate(
         self, micro_batches: Sequence[Any], scale: float, watch: Callable[[int], None] | None
@@ -114,14 +111,13 @@ class PipelineEngine(ModelEngine):
         self._slots = self._slots or micro_batches[0].num_slots
         batches = self._shares(micro_batches, self._slots)
         if self._training is None:
-            self._training = self._scheduled(batches, trains=True)
-        run = self._training
-        losses = run.step(batches, self.autocast, scale)
+            self._training = self._runner_of(batches, trains=True)
+        losses = self._training.step(batches, self.autocast, scale)
         self._sum_shared_gradients()
         return StepResult(
             self._counted_once(losses),
-            run.seconds("forward"),
-            run.seconds("backward") + run.seconds("reduce"),
+            self._training.seconds("forward"),
+            self._training.seconds("backward") + self._training.seconds("reduce"),
         )
 
     def evaluate(self, micro_batches: Sequence[Any]) -> list[float]:
@@ -131,7 +127,7 @@ class PipelineEngine(ModelEngine):
         batches = self._shares(micro_batches, micro_batches[0].num_slots)
         with self.evaluating():
             # Built for each call: its buffers have this number and size, and are freed afterwards.
-            losses = self._scheduled(batches, trains=False).step(batches, self.autocast, 1.0)
+            losses = self._runner_of(batches, trains=False).step(batches, self.autocast, 1.0)
         return self._counted_once(losses)
 
     def _shares(self, micro_batches: Sequence[Any], slots: int) -> list[Any]:
@@ -145,9 +141,9 @@ class PipelineEngine(ModelEngine):
                 )
         return [self._share(batch).to(self.world.device, non_blocking=True) for batch in micro_batches]
 
-    def _scheduled(self, batches: Sequence[Any], *, trains: bool) -> ScheduledRun:
+    def _runner_of(self, batches: Sequence[Any], *, trains: bool) -> ScheduleRunner:
         shape = (batches[0].num_slots // self.mesh.sizes["tp"], self._width)
-        return ScheduledRun(
+        return ScheduleRunner(
             self._stages,
             self._group,
             self._schedule,
@@ -199,7 +195,7 @@ def _shared_parameters(
     return {name: held for name, held in holders.items() if name in names and len(held) > 1}
 
 
-class ScheduledRun:
+class ScheduleRunner:
     """A schedule over this rank's stages, for one number and one size of micro-batches.
 
     Training and evaluation have one each: torch's buffers differ in whether they require gradients.
@@ -282,11 +278,11 @@ class ScheduledRun:
 
 
 class Stage(PipelineStage):
-    """torch's stage, which takes its batch from the run and declares the shapes it sends and receives."""
+    """torch's stage, which takes its batch from the runner and declares the shapes it sends and receives."""
 
     def __init__(
         self,
-        run: ScheduledRun,
+        runner: ScheduleRunner,
         module: nn.Module,
         number: int,
         total: int,
@@ -295,7 +291,7 @@ class Stage(PipelineStage):
         bounded: bool,
         trains: bool,
     ) -> None:
-        shape, dtype = run.hidden
+        shape, dtype = runner.hidden
         hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=trains)
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         loss = torch.empty(1, dtype=exact, device="meta", requires_grad=trains)
@@ -303,47 +299,47 @@ class Stage(PipelineStage):
             module,
             number,
             total,
-            run.device,
+            runner.device,
             input_args=() if number == 0 else (hidden,),
             output_args=(loss,) if number == total - 1 else (hidden,),
             group=group,
         )
-        self._run: ScheduledRun = weakref.proxy(run)  # no cycle: buffers are freed with the run
-        self._receives = total - number if bounded else run.count
-        self._receives_gradients = 2 if bounded else run.count
+        self._runner: ScheduleRunner = weakref.proxy(runner)  # no cycle: buffers are freed with the runner
+        self._receives = total - number if bounded else runner.count
+        self._receives_gradients = 2 if bounded else runner.count
 
     def forward_maybe_with_nosync(self, *args: Tensor, number: Tensor) -> Tensor:
         """Call the stage's module with the pack of this number."""
         index = int(number)
-        began = self._run.clock.mark()
-        with self._run.autocast():
-            output: Tensor = super().forward_maybe_with_nosync(self._run.batches[index], *args)  # type: ignore[no-untyped-call]
+        began = self._runner.clock.mark()
+        with self._runner.autocast():
+            output: Tensor = super().forward_maybe_with_nosync(self._runner.batches[index], *args)  # type: ignore[no-untyped-call]
         if self.is_last:
-            self._run.losses[index] = output.detach()
+            self._runner.losses[index] = output.detach()
             output = torch.stack([output])  # torch's schedules need a batch dimension that is not a view
-        elif (tuple(output.shape), output.dtype) != self._run.hidden:
+        elif (tuple(output.shape), output.dtype) != self._runner.hidden:
             raise ValueError(
                 f"stage {self.stage_index} of the pipeline gave {tuple(output.shape)} of {output.dtype}, and the next"
-                f" one expects {self._run.hidden[0]} of {self._run.hidden[1]}"
+                f" one expects {self._runner.hidden[0]} of {self._runner.hidden[1]}"
             )
         else:
             output = output.contiguous()
-        self._run.record(self.stage_index, index, "forward", began)
+        self._runner.record(self.stage_index, index, "forward", began)
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """Time torch's backward pass of a micro-batch."""
-        began = self._run.clock.mark()
+        began = self._runner.clock.mark()
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         if self.has_backward:
-            self._run.record(self.stage_index, bwd_chunk_id, "backward", began)
+            self._runner.record(self.stage_index, bwd_chunk_id, "backward", began)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Time torch's reduction of gradients; forward-only schedules call it too."""
         if self.has_backward:
-            began = self._run.clock.mark()
+            began = self._runner.clock.mark()
             super().perform_reduce_grad(grad_scale_factor)
-            self._run.record(self.stage_index, -1, "reduce", began)
+            self._runner.record(self.stage_index, -1, "reduce", began)
 
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
         made = min(num_microbatches, self._receives)

@@ -68,10 +68,7 @@ Claim = tuple[str, dict[str, tuple[str, int]]]
 
 
 def find_ranks(environment: Mapping[str, str]) -> Ranks:
-    """The rank of this process; without a launcher's variables it is the only one.
-
-    Args:
-        environment: variables of this process.
+    """The rank of a process with these environment variables; without those of a launcher it is the only one.
 
     Raises:
         ValueError: two launchers disagree, a value is missing or not a number, or a rank is not below the size.

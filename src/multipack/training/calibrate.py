@@ -161,14 +161,7 @@ def _affordable(timer: Timer, capacity: int, longest: int, budget_seconds: float
 
 
 def decoder_timer(shape: ModelShape, attention: str, world: World, dtype: torch.dtype) -> Timer:
-    """A function that times the forward and backward pass of a decoder with drawn weights.
-
-    Args:
-        shape: of the decoder.
-        attention: its backend.
-        world: where it runs.
-        dtype: bf16 and fp16 run forward passes under autocast.
-    """
+    """A function that times forward and backward passes of a decoder with random weights, in autocast to `dtype`."""
     with world.device:
         model = Decoder(shape, attention=attention)
 

@@ -121,12 +121,9 @@ def checksum(file: Path) -> str:
 
 
 class TensorFiles(HuggingFaceStorageReader):
-    """The tensors of a checkpoint, read on request; a `parallel.state.StateSource`.
+    """The tensors of a checkpoint in a folder, read on request; a `parallel.state.StateSource`.
 
     Reading is not collective. A rank opens only the files that hold a part of the requested tensors.
-
-    Args:
-        folder: of the files.
 
     Raises:
         SafetensorError, OSError, ValueError, LookupError, TypeError: the header of a file is damaged.

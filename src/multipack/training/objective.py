@@ -46,10 +46,6 @@ REFERENCE = "reference.safetensors"
 class Objective:
     """Next-token prediction: cross-entropy of the target tokens, for pre-training and supervised fine-tuning.
 
-    Args:
-        config: configuration of the run.
-        corpus: its training and validation documents.
-
     Attributes:
         train_settings: fields of `TrainConfig` that the objective sets.
         legend: metric → meaning, of the metrics that the objective adds.

@@ -170,11 +170,7 @@ OPTIMIZERS: dict[str, tuple[str, Builder]] = {"adamw": ("AdamW", _adamw), "muon"
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
-    """Several optimizers of different parameters as one: `param_groups` and `state` are those of all.
-
-    Args:
-        parts: the optimizers.
-    """
+    """Several optimizers of different parameters as one: `param_groups` and `state` are those of all."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         self.parts = list(parts)

@@ -155,14 +155,8 @@ def chat_template_of(corpus: Corpus, folder: Path | None) -> str:
 class Feeds:
     """The packs of a run on this rank, of training steps and of evaluations.
 
-    Args:
-        config: configuration of the run.
-        objective: its documents and collator.
-        engine: engine of the model, which still has its initial weights.
-        cost_model: cost of documents, for the plan.
-        console: prints progress.
-        clock: returns seconds.
-        resumed: the run directory, if the run continues from a checkpoint.
+    The engine's model must still have its initial weights. `resumed` is the run directory, if the run continues from a
+    checkpoint.
 
     Attributes:
         training: the global steps to train on.

@@ -151,7 +151,7 @@ class Trainer:
                 self.save()
         for step, data in self._steps():
             result = engine.forward_backward(data.micro_batches, data.denominator, partial(self._watch, data))
-            loss_sum, slots = self._agree(data, result)
+            loss_sum, slots = self._sum_over_ranks(data, result)
             middle = self.clock()
             metrics = self.objective.metrics(engine) | callbacks.gradient(step, engine)
             norm = engine.clip(config.optimizer.clip)
@@ -280,7 +280,7 @@ class Trainer:
         own = sum(batch.denominator for batch in data.micro_batches[: index + 1])
         self.callbacks.micro_batch(index, self.engine, float(own), float(data.denominator))
 
-    def _agree(self, data: StepData, result: StepResult) -> tuple[float, float]:
+    def _sum_over_ranks(self, data: StepData, result: StepResult) -> tuple[float, float]:
         """Sum loss and slots of a step over all ranks, and share stop signals, in one all-reduce.
 
         Returns:

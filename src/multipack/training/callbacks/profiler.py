@@ -18,12 +18,9 @@ TRACED_STEPS = 3
 
 
 class Trace(Callback):
-    """Profiles a few steps of this process and writes one trace. A resumed run keeps its earlier trace.
+    """Profiles a few steps of this process and writes one trace to `path`; None = this rank writes none.
 
-    Args:
-        path: file to write; None = this rank writes no trace.
-        device: device of the model; CUDA kernels are traced too.
-        report: prints messages.
+    On a CUDA `device` its kernels are traced too. A resumed run keeps its earlier trace.
     """
 
     name = "trace"
