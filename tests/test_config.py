@@ -113,7 +113,7 @@ def test_what_contradicts_or_cannot_be_read_is_refused(tmp_path):
 
 
 def test_a_model_preset_leaves_the_vocabulary_to_the_tokenizer():
-    for name in SHAPES:
+    for name in ("tiny", "llama-8b"):
         assert compose([f"model={name}"]).model.vocabulary_size == 0
     assert set(preset_names(Config)["model"]) == set(SHAPES)
     assert merge(PlanCommand, ["model=gpt2"]).model.vocabulary_size == SHAPES["gpt2"].vocabulary_size
