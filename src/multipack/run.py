@@ -27,19 +27,7 @@ COMPLETE = ".complete"
 
 
 class RunDirectory:
-    """The paths of a run.
-
-    Args:
-        path: the directory, which need not exist.
-
-    Attributes:
-        config: the resolved configuration.
-        metrics: one JSON record per line.
-        samples: generated text.
-        checkpoints: folder of checkpoints.
-        latest: file with the name of the newest complete checkpoint.
-        best: file with the name of the complete checkpoint with the lowest validation loss.
-    """
+    """The directory of a run, which need not exist; attributes are the paths of the files and folders above."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
