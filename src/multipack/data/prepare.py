@@ -1,6 +1,6 @@
 """`prepare`: tokenize a source into a token store, or reuse the store that an earlier call made.
 
-    DataConfig ─▶ Source ─▶ items ─▶ batches ─▶ encode ─▶ StoreWriter ─▶ shards
+    DataConfig ─▶ Source ─▶ items ─▶ batches ─▶ StoreWriter ─▶ shards
 
 A source is read once, and once before to train its tokenizer if necessary. After an interruption the same call
 continues after the finished shards, with the same result. A source of several files can be prepared in parts, by any
@@ -93,9 +93,7 @@ def prepare(
             return path
         run_parts(_part_writer(path, data, tokenizer, made, key, parts), parts, progress or _silent)
         if not _is_complete(path, key):
-            raise ValueError(
-                f"{path}: not all parts are there; every machine of the cluster must see this folder"
-            )
+            raise ValueError(f"{path}: parts are missing; every machine of the cluster must see this folder")
     return path
 
 
@@ -134,7 +132,7 @@ def _job_key(data: DataConfig, source: Source, tokenizer: Tokenizer) -> str:
 
 
 def _is_complete(path: Path, key: str) -> bool:
-    """Whether the complete store of this job is at `path`, its files not truncated."""
+    """Whether the complete store of this job is at `path`."""
     try:
         return TokenStore(path).header.key == key
     except ValueError:

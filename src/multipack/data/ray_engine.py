@@ -37,15 +37,13 @@ def run_parts(write: Callable[[int], str], parts: int, progress: Progress) -> No
     try:
         import ray
     except ImportError as error:
-        raise ValueError(
-            f'--engine ray needs the package ray: pip install "multipack[ray]" ({error})'
-        ) from error
+        raise ValueError(f'--engine ray: pip install "multipack[ray]" ({error})') from error
     is_ours = not ray.is_initialized()
     if is_ours:
         ray.init(include_dashboard=False, log_to_driver=False, logging_level="error")
     waiting, done = list[Any](), 0
     try:
-        task, shared = ray.remote(num_cpus=1, max_retries=3)(_run), ray.put(write)
+        task, shared = ray.remote(num_cpus=1, max_retries=3)(lambda write, part: write(part)), ray.put(write)
         waiting = [task.remote(shared, part) for part in range(parts)]
         while waiting:
             finished, waiting = ray.wait(waiting)
@@ -64,7 +62,3 @@ def run_parts(write: Callable[[int], str], parts: int, progress: Progress) -> No
             ray.cancel(unfinished, force=True)
         if is_ours:
             ray.shutdown()
-
-
-def _run(write: Callable[[int], str], part: int) -> str:
-    return write(part)

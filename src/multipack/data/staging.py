@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import socket
 from collections.abc import Sequence
@@ -110,13 +111,10 @@ def _copy(store: TokenStore, copy: Path, progress: Progress | None) -> int:
     total, done = sum(missing.values()), 0
     if total > (free := shutil.disk_usage(copy.parent).free):
         raise ValueError(f"{total:,} bytes are to be copied, {free:,} are free")
-    copy.mkdir(exist_ok=True)
+    for left in copy.glob(f".*{PARTIAL}"):  # by a killed process
+        left.unlink()
     for name, size in missing.items():
-        partial_copy = copy / f".{name}{PARTIAL}"
-        shutil.copyfile(store.folder / name, partial_copy)
-        with open(partial_copy, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(partial_copy, copy / name)
+        write_atomically(copy / name, (store.folder / name).read_bytes())
         done += size
         if progress is not None:
             progress(done, total, "bytes copied")
@@ -125,9 +123,6 @@ def _copy(store: TokenStore, copy: Path, progress: Progress | None) -> int:
 
 def available_memory() -> int | None:
     """Bytes of memory that new allocations can have, as Linux estimates them; None if unknown."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    kibibytes = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    return 1024 * kibibytes[0] if kibibytes else None
+    file = Path("/proc/meminfo")
+    found = re.search(r"MemAvailable: *(\d+) kB", file.read_text()) if file.is_file() else None
+    return 1024 * int(found[1]) if found else None

@@ -73,10 +73,8 @@ class TokenStore:
         self.header = header or StoreHeader.read(self.folder)
         self.shards = find_shards(self.folder, self.header.parts) if shards is None else list(shards)
         lasts = [shard.skipped for shard in self.shards if shard.skipped is not None]
-        self.is_complete, self.skipped = (
-            len(lasts) == self.header.parts,
-            dict(sum(map(Counter, lasts), Counter())),
-        )
+        self.is_complete = len(lasts) == self.header.parts
+        self.skipped = dict(sum(map(Counter, lasts), Counter()))
         if shards is None and not (growing or self.is_complete):
             raise ValueError(
                 f"{self.folder} is not a complete token store ({len(self.shards):,} shards are there, and the last one"
@@ -102,7 +100,15 @@ class TokenStore:
         """
         first = stores[0]
         for other in stores[1:]:
-            _check_joinable(first, other)
+            if other.header.tokenizer_hash != first.header.tokenizer_hash:
+                raise ValueError(
+                    f"{first.path} with {first.header.tokenizer} and {other.path} with {other.header.tokenizer} have"
+                    " different tokenizers: prepare one of them again with tokenizer.kind=file and the other's path"
+                )
+            if other.has_pairs != first.has_pairs:
+                raise ValueError(
+                    f"only one of {first.path} and {other.path} holds preference pairs: train on one kind"
+                )
         templates = {store.header.chat_template for store in stores}
         header = replace(first.header, chat_template=templates.pop() if len(templates) == 1 else "")
         shards = [
@@ -176,11 +182,8 @@ class TokenStore:
         tokens = whole[start:stop]
         self.bytes_asked += 0 if shard.file is None else tokens.nbytes
         if len(tokens) and int(tokens.max()) >= self.vocabulary_size:
-            raise damaged(
-                self.path,
-                f"document {document} holds token {int(tokens.max()):,}, and the vocabulary has"
-                f" {self.vocabulary_size:,} tokens",
-            )
+            found = f"document {document} holds token {int(tokens.max()):,}"
+            raise damaged(self.path, f"{found}, and the vocabulary has {self.vocabulary_size:,} tokens")
         return tokens
 
     def spans_of(self, document: int) -> Integers:
@@ -223,18 +226,3 @@ class TokenStore:
 
     def __repr__(self) -> str:
         return f"TokenStore({str(self.path)!r}, {self.num_documents:,} documents, {self.num_tokens:,} tokens)"
-
-
-def _check_joinable(one: TokenStore, other: TokenStore) -> None:
-    if one.header.tokenizer_hash != other.header.tokenizer_hash:
-        used = " and ".join(
-            f"{store.path} with {store.header.tokenizer} (hash {store.header.tokenizer_hash[:12]})"
-            for store in (one, other)
-        )
-        raise ValueError(
-            f"stores of different tokenizers cannot be trained on together: {used}; prepare one of them again with"
-            " tokenizer.kind=file and the other's tokenizer.json"
-        )
-    if one.has_pairs != other.has_pairs:
-        pairs, plain = (one, other) if one.has_pairs else (other, one)
-        raise ValueError(f"{pairs.path} holds preference pairs and {plain.path} does not: train on one kind")
