@@ -86,6 +86,8 @@ def test_documents_that_are_too_long(config, pairs):
         load_corpus(config(source="jsonl", path=pairs), BYTE, limit=16)
     corpus = load_corpus(config(source="jsonl", path=pairs, overlong="drop"), BYTE, limit=16)
     assert corpus.train_fit.documents + corpus.validation_fit.documents == 9
+    with pytest.raises(ValueError, match=r"no documents to train on: 18 documents .* dropped"):
+        load_corpus(config(source="jsonl", path=pairs, overlong="drop"), BYTE, limit=3)
     corpus = load_corpus(config(source="jsonl", path=pairs, overlong="split"), BYTE, limit=16)
     assert corpus.train.num_tokens + corpus.validation.num_tokens == sum(range(5, 25)) + 10
 

@@ -29,7 +29,6 @@ def test_what_fits_is_left_alone(documents):
     ("limit", "fit", "complaint"),
     [
         (8, "error", r"0 \(doc0\) has 12 tokens.*2 of 3 documents.*data\.overlong=truncate, split or drop"),
-        (3, "drop", "leaves nothing: all 3 documents exceed 3 tokens"),
         (8, "shorten", "one of error, truncate, truncate_left, split, drop"),
         (0, "split", "pieces of 0"),
         (8, {"repeat_prompt": True}, r"doc0 has a prompt of 9 tokens.*pieces of 8"),

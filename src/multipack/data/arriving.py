@@ -175,12 +175,8 @@ class Arriving(ABC):
         return self._fit(whole)
 
     def _fit(self, documents: Documents) -> tuple[Documents, FitReport]:
-        """See `Documents.fit`, which raises if it would drop all documents; other chunks may have shorter ones."""
-        data, limit = self._data, self._limit
-        policy = documents.store.header.overlong if data.overlong == "auto" else data.overlong
-        if policy == "drop" and len(documents) and documents.lengths.min() > limit:
-            return documents.take([]), FitReport(limit, "drop", len(documents), tokens=documents.num_tokens)
-        return documents.fit(limit, policy, data.overlap, data.repeat_prompt)
+        data = self._data
+        return documents.fit(self._limit, data.overlong, data.overlap, data.repeat_prompt)
 
     def state_dict(self) -> dict[str, Any]:
         """The current position, as plain data."""

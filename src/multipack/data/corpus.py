@@ -120,14 +120,16 @@ def load_corpus(
         validation = Documents.joined(views[1])  # each store has those that it has alone
         shown = ", ".join(f"{share.name} {share.got:.1%}" for share in shares)
         description = f"mixture by {data.weigh_by}: {shown}"
-    store = train.store
+    store, train_fit = train.store, reduce(add, train_fits)
+    if not len(train):
+        raise ValueError(f"{store.path} has no documents to train on: {train_fit.describe()}")
     return Corpus(
         train=train,
         validation=validation,
         tokenizer=store.tokenizer,
         corpus_hash=store.checksum,
         description=description,
-        train_fit=reduce(add, train_fits),
+        train_fit=train_fit,
         validation_fit=reduce(add, validation_fits),
         skipped=store.skipped,
         prompts=_prompts(validation if len(validation) else train, store.tokenizer, limit),
@@ -207,8 +209,7 @@ def _check_tokenizer(store: TokenStore, config: TokenizerConfig) -> None:
     if not same:
         raise ValueError(
             f"{store.path} was tokenized with {store.header.tokenizer} (hash {store.header.tokenizer_hash[:12]}), but"
-            f" the configuration asks for {wanted}: set tokenizer.kind=auto to take the store's own, or prepare the"
-            " documents again"
+            f" the configuration asks for {wanted}: set tokenizer.kind=auto, or prepare the documents again"
         )
 
 
@@ -217,8 +218,8 @@ def _split(store: TokenStore, data: DataConfig, limit: int) -> tuple[Documents, 
     if store.header.split_by == "position":
         if block > limit:
             raise ValueError(
-                f"data.block_size={block:,} exceeds the limit of {limit:,} tokens for a document: raise plan.capacity"
-                f" (and the model's context), or set data.block_size={limit}"
+                f"data.block_size={block:,} exceeds the limit of {limit:,} tokens for a document: lower it, or raise"
+                " plan.capacity (and the model's context)"
             )
         train, validation = whole.split_by_position(data.validation)
         return train.cut(block), validation.cut(block)

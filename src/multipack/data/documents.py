@@ -112,9 +112,7 @@ class Documents:
             ValueError: it is a preference pair; the store is damaged.
         """
         if self.store.has_pairs:
-            raise ValueError(
-                f"{self.names(index)} is a preference pair: take documents from `pair`, or `PreferencePairs(documents)`"
-            )
+            raise ValueError(f"{self.names(index)} is a preference pair: `pair` gives its documents")
         document, start, length, prefix, context = self._piece(index)
         tokens = self.store.tokens_of(document, start, length - prefix)
         if prefix:
@@ -131,10 +129,7 @@ class Documents:
             ValueError: the store holds no pairs, or an answer has no target.
         """
         if not self.store.has_pairs:
-            raise ValueError(
-                f"{self.names(index)} is no preference pair; prepare the data with data.format=preference (prompt,"
-                " chosen, rejected)"
-            )
+            raise ValueError(f"{self.names(index)} is no preference pair: prepare data.format=preference")
         answers, first = list[Document](), self._piece(index)[0]
         for name, document in (("chosen", first), ("rejected", first + 1)):
             tokens, spans = self.store.tokens_of(document), self.store.spans_of(document)
@@ -258,9 +253,7 @@ class Documents:
         """
         mine = self.pieces[cuts["document"]]
         if mine["context"].any():
-            raise ValueError(
-                "pieces with repeated tokens cannot be cut again: cut or split the documents once"
-            )
+            raise ValueError("pieces with repeated tokens cannot be cut again")
         if self.store.has_pairs and (shorter := np.flatnonzero(cuts["length"] != mine["length"])).size:
             number = int(cuts["document"][shorter[0]])
             raise ValueError(f"{self.names(number)} is a preference pair, and a pair cannot be cut")
@@ -282,7 +275,7 @@ class Documents:
 
         Raises:
             ValueError: an unknown policy; a limit below 1; a document too long with policy `error`; a pair that would
-                be shortened; `drop` leaves no document; `split` leaves no room for new tokens.
+                be shortened; `split` leaves no room for new tokens.
         """
         policy = self.store.header.overlong if policy == "auto" else policy
         if policy not in ("error", *POLICIES):
@@ -311,13 +304,7 @@ class Documents:
                     f" tokens in pieces of {limit:,} with data.overlap={overlap:,} ({len(full):,} such documents): set"
                     f" data.repeat_prompt=false, or raise {_ROOM}"
                 )
-        cuts = POLICIES[policy].cut(self.lengths, limit, overlap, prompt)
-        if not len(cuts):
-            raise ValueError(
-                f"data.overlong={policy} leaves nothing: all {len(long):,} documents exceed {limit:,} tokens; raise"
-                f" {_ROOM}"
-            )
-        fitted = self._cut(cuts)
+        fitted = self._cut(POLICIES[policy].cut(self.lengths, limit, overlap, prompt))
         return fitted, FitReport(
             limit,
             policy,

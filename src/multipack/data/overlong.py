@@ -66,13 +66,7 @@ def split(lengths: Integers, limit: int, overlap: int = 0, prompt: Integers | in
     """Each document as pieces of at most `limit` tokens, in order; each of its targets is a target exactly once.
 
     The first piece has `limit` tokens. Each later piece has the prompt, the last `overlap` tokens of the piece before,
-    and new tokens.
-
-    Args:
-        lengths: (n,) tokens.
-        limit: most tokens of a piece.
-        overlap: tokens repeated from the piece before.
-        prompt: (n,) first tokens repeated in front of each later piece. Less than `limit` − `overlap`.
+    and new tokens. `prompt` (n,) is the number of tokens of each document's prompt, less than `limit` − `overlap`.
     """
     prompt = np.broadcast_to(prompt, lengths.shape)
     fresh = limit - overlap - prompt
