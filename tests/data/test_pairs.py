@@ -39,7 +39,7 @@ def test_a_pack_of_pairs_is_a_pack_of_their_answers(plan, documents):
     for name in ("input_ids", "targets", "position_ids", "cu_seqlens"):
         assert torch.equal(getattr(batch, name), getattr(plain, name)), name
     assert batch.lengths == (5, 6, 6, 3)
-    assert (batch.num_pairs, batch.denominator, batch.num_documents) == (2, 2, 4)
+    assert (batch.denominator, batch.num_documents) == (2, 4)
     assert (batch.reference.tolist(), batch.reference.dtype) == (reference.tolist(), torch.float64)
     moved = batch.to("meta")
     assert isinstance(moved, PreferenceBatch)

@@ -39,9 +39,9 @@ def test_messages_are_written_by_a_template(read):
     assert text(first.parts) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
     assert text(first.parts, targets=True) == "Hello<|im_end|>"
     assert text(second.parts, targets=True) == "Go away<|im_end|>"
-    assert (first.closed, source.pairs) == (True, False)
-    assert source.special_tokens == ("<|im_start|>", "<|im_end|>")
-    assert json.loads(source.chat_template)["name"] == "chatml"
+    assert (first.closed, source.records.pairs) == (True, False)
+    assert source.records.special_tokens == ("<|im_start|>", "<|im_end|>")
+    assert json.loads(source.records.chat_template)["name"] == "chatml"
     assert source.describe() == "a.jsonl, {documents} documents (messages, chatml)"
     named = {"dialog": [USER, ANSWER], "functions": [{"name": "f"}]}
     (document,) = read(named, fields=["dialog"])
@@ -99,7 +99,7 @@ def test_preferences_of_messages(read, record):
     assert text(chosen, targets=True) == "Hello<|im_end|>"
     assert text(rejected, targets=True) == "Go away<|im_end|>"
     assert all(document.closed for document in documents)
-    assert source.pairs
+    assert source.records.pairs
 
 
 def test_earlier_answers_of_a_preference_are_context(read):
@@ -113,7 +113,11 @@ def test_preferences_of_text(read):
     source = read({"prompt": "p", "chosen": "c", "rejected": "r"})
     expected = [(("p\n", False, False), (answer, True, False)) for answer in "cr"]
     assert halves(source) == expected
-    assert (next(iter(source)).closed, source.pairs, source.chat_template) == (False, True, "")
+    assert (next(iter(source)).closed, source.records.pairs, source.records.chat_template) == (
+        False,
+        True,
+        "",
+    )
     assert source.describe() == "a.jsonl, {documents} documents (prompt → chosen | rejected)"
     assert (
         halves(read({"a": "p", "b": "c", "c": "r"}, fields=["a", "b", "c"])) == expected
@@ -204,7 +208,7 @@ def test_the_identity_depends_on_form_and_template(config, text_file):
     assert len(set(found)) == len(found)
     assert identity(0) == found[0] == identity(0, chat_template="chatml")
     empty = Source(config(source="jsonl", path=text_file("", "empty.jsonl")))
-    assert (empty.special_tokens, empty.pairs, empty.chat_template) == ((), False, "")
+    assert (empty.records.special_tokens, empty.records.pairs, empty.records.chat_template) == ((), False, "")
 
 
 # --- real data -------------------------------------------------------------------------------------------------
@@ -215,7 +219,7 @@ def test_preferences(shared_data, config):
     documents = list(source)
     assert len(documents) == 600
     assert source.skipped == {}
-    assert source.pairs
+    assert source.records.pairs
     for pair in zip(documents[::2], documents[1::2], strict=True):
         chosen, rejected = halves(pair)
         assert text(chosen, targets=True) != text(rejected, targets=True)

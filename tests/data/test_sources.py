@@ -257,7 +257,7 @@ def test_chats_are_the_same_in_parquet_and_jsonl(write_parquet, config, text_fil
         objects = Source(config(source="jsonl", path=lines, chat_template=template))
         assert [document.parts for document in table] == [document.parts for document in objects]
         assert table.skipped == objects.skipped == {"conversations without an answer": 1}
-        assert table.chat_template == objects.chat_template
+        assert table.records.chat_template == objects.records.chat_template
         assert table.done == table.total
 
 

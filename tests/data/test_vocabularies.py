@@ -4,6 +4,7 @@ import importlib.util
 import json
 import random
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -52,9 +53,10 @@ def test_gpt2_equals_the_package(texts):
 def test_mistral_equals_the_package(texts):
     from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 
-    from multipack.data.vocabularies import tekken_path
+    from multipack.data.vocabularies import TEKKEN
 
-    file = tekken_path("")
+    (package,) = importlib.util.find_spec("mistral_common").submodule_search_locations
+    file = Path(package) / "data" / TEKKEN
     theirs = Tekkenizer.from_file(file)
     tokenizer = load_tokenizer(TokenizerConfig("mistral"))
     assert (tokenizer.vocabulary_size, tokenizer.end_id) == (131_072, 2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from multipack.data.collate import PreferenceCollator, PreferencePair
+from multipack.data.collate import PreferenceCollator
 from multipack.data.documents import Document
 from multipack.models.dpo import PreferenceDecoder, preference_metrics
 
@@ -29,7 +29,7 @@ def pairs():
             tokens = np.concatenate([begin, draw.integers(0, VOCABULARY, size)]).astype(np.uint16)
             answers.append(Document(tokens, np.array([[prompt, prompt + size]], dtype=np.int64)))
         reference = -3.0 * draw.random(2) * (chosen, rejected)
-        made.append(PreferencePair(*answers, reference))
+        made.append((*answers, reference))
     return made
 
 
@@ -43,7 +43,7 @@ def decoder(shape, model):
 
 def padded_loss(model, pairs, beta, label_smoothing=0.0):
     """The usual computation: one row per answer, with a mask of the targets."""
-    answers = [half for pair in pairs for half in (pair.chosen, pair.rejected)]
+    answers = [half for chosen, rejected, _ in pairs for half in (chosen, rejected)]
     log_probabilities = []
     for answer in answers:
         batch = PreferenceCollator.of(PLAN).packed([answer])
@@ -53,7 +53,7 @@ def padded_loss(model, pairs, beta, label_smoothing=0.0):
         )
         log_probabilities.append((each[:, 0] * torch.from_numpy(answer.shifted_targets() >= 0)).sum())
     policy = torch.stack(log_probabilities).view(-1, 2)
-    reference = torch.from_numpy(np.stack([pair.reference for pair in pairs])).to(policy.dtype)
+    reference = torch.from_numpy(np.stack([reference for _, _, reference in pairs])).to(policy.dtype)
     ratios = policy - reference
     x = beta * (ratios[:, 0] - ratios[:, 1])
     loss = -(1 - label_smoothing) * torch.log(torch.sigmoid(x)) - label_smoothing * torch.log(
@@ -88,7 +88,7 @@ def test_a_pack_without_pairs_is_zero_and_reaches_every_parameter(decoder):
 
 
 def test_without_reference_values_it_returns_log_probabilities(decoder, pairs, pack, documents):
-    unknown = [PreferencePair(pair.chosen, pair.rejected) for pair in pairs]
+    unknown = [(chosen, rejected, None) for chosen, rejected, _ in pairs]
     batch = PreferenceCollator.of(PLAN)(unknown)
     with torch.no_grad():
         found = decoder.eval()(batch)
@@ -106,7 +106,7 @@ def test_metrics_are_means_over_pairs_by_mode(decoder, pairs):
     decoder(collate(pairs[3:]))
     decoder.eval()(collate(pairs[:1]))
     policy = padded_loss(decoder, pairs, 0.3)[1].detach()
-    rewards = 0.3 * (policy.double() - torch.from_numpy(np.stack([pair.reference for pair in pairs])))
+    rewards = 0.3 * (policy.double() - torch.from_numpy(np.stack([reference for _, _, reference in pairs])))
     expected = {
         "reward_accuracy": float((rewards[:, 0] > rewards[:, 1]).double().mean()),
         "reward_margin": float((rewards[:, 0] - rewards[:, 1]).mean()),

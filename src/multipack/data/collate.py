@@ -158,19 +158,8 @@ def pad_documents(
 # --- preference pairs ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class PreferencePair:
-    """Two answers to one prompt.
-
-    Attributes:
-        chosen: the prompt and the better answer.
-        rejected: the prompt and the other answer.
-        reference: (2,) float64 log-probabilities of both answers under the reference model; None = not known yet.
-    """
-
-    chosen: Document
-    rejected: Document
-    reference: NDArray[np.float64] | None = None
+PreferencePair = tuple[Document, Document, NDArray[np.float64] | None]
+"""The chosen and the rejected answer, each after the prompt, and (2,) log-probabilities under the reference model."""
 
 
 @dataclass(frozen=True)
@@ -185,14 +174,9 @@ class PreferenceBatch(PackedBatch):
     reference: Tensor | None = None
 
     @property
-    def num_pairs(self) -> int:
-        """Pairs in this pack."""
-        return self.num_documents // 2
-
-    @property
     def denominator(self) -> int:
         """This pack's share of the loss's denominator: its pairs."""
-        return self.num_pairs
+        return self.num_documents // 2
 
 
 class PreferencePairs:
@@ -225,7 +209,7 @@ class PreferencePairs:
             ValueError: the documents are no pairs, or an answer has no target.
         """
         chosen, rejected = self.documents.pair(index)
-        return PreferencePair(chosen, rejected, None if self.reference is None else self.reference[index])
+        return chosen, rejected, None if self.reference is None else self.reference[index]
 
 
 @dataclass(frozen=True)
@@ -257,10 +241,10 @@ class PreferenceCollator:
         Raises:
             ValueError: more than the plan allows in a pack; only some pairs have reference values.
         """
-        known = [pair.reference for pair in pairs if pair.reference is not None]
+        known = [reference for _, _, reference in pairs if reference is not None]
         if known and len(known) < len(pairs):
             raise ValueError(f"only {len(known)} of {len(pairs)} pairs have reference values")
-        batch = self.packed([answer for pair in pairs for answer in (pair.chosen, pair.rejected)])
+        batch = self.packed([answer for chosen, rejected, _ in pairs for answer in (chosen, rejected)])
         # A pack without pairs counts as one whose values are known.
         values = torch.from_numpy(np.array(known, dtype=np.float64).reshape(-1, 2))
         return PreferenceBatch(**vars(batch), reference=values if len(known) == len(pairs) else None)

@@ -92,11 +92,8 @@ def mix(
         The view, and the share of each source.
 
     Raises:
-        ValueError: a source without documents; weights for an epoch of more than `MOST_DOCUMENTS` documents.
+        ValueError: weights for an epoch of more than `MOST_DOCUMENTS` documents.
     """
-    for source, name in zip(sources, names, strict=True):
-        if not len(source):
-            raise ValueError(f"{name} has no documents to train on: leave it out of data.paths")
     if not all(0 < weight < math.inf for weight in weights):
         raise ValueError(f"data.weights={list(weights)}: positive numbers")
     sizes = [len(source) if weigh_by == "documents" else source.num_tokens for source in sources]

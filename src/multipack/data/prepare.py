@@ -156,11 +156,11 @@ def _write_part(
         path,
         tokenizer,
         part=part,
-        chat_template=source.chat_template,
+        chat_template=source.records.chat_template,
         key=key,
         split_by="position" if source.is_stream else "document",
         overlong=source.overlong,
-        pairs=source.pairs,
+        pairs=source.records.pairs,
         parts=parts,
         description=source.describe(),
     ) as writer:
@@ -171,7 +171,7 @@ def _write_part(
             tokens = sum(len(shard.tokens) for shard in writer.shards)
             tell(f"{writer.read:,} documents ({tokens:,} tokens) are there from an interrupted prepare")
         read = _fill(writer, source, shards, progress or _silent)
-        kept = writer.num_documents // (2 if source.pairs else 1)
+        kept = writer.num_documents // (2 if source.records.pairs else 1)
         writer.skipped = dict(source.skipped)
         if read > kept and not source.is_stream:
             writer.skipped["documents without tokens"] = read - kept
@@ -226,7 +226,9 @@ def items_of(source: Source) -> Iterator[Item]:
     with a probability of about 10⁻¹⁵.)
     """
     seen, documents = set[bytes](), iter(source)
-    for item in zip(documents, documents, strict=True) if source.pairs else zip(documents, strict=True):
+    for item in (
+        zip(documents, documents, strict=True) if source.records.pairs else zip(documents, strict=True)
+    ):
         if source.config.dedup:
             content = [(document.parts, document.ended, document.closed) for document in item]
             digest = hashlib.blake2b(repr(content).encode(), digest_size=16).digest()

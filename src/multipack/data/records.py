@@ -93,13 +93,7 @@ class RecordReader:
         return [name for name in names if name in wanted]
 
     def documents(self, record: dict[str, Any], name: str, where: str) -> list[SourceDocument] | list[str]:
-        """The documents of a record (of a preference pair two), or the reason why it has none.
-
-        Args:
-            record: field → value.
-            name: name of the document.
-            where: file and line, for errors.
-        """
+        """The documents of a record (of a preference pair two), or the reason why it has none; `where` names it."""
         try:
             if self.form is None:
                 self._begin(record)
@@ -219,15 +213,9 @@ def _has_answer(answer: str | list[Message]) -> bool:
 
 
 def read_messages(value: Any, field: str = "messages", role: str = "") -> list[Message]:
-    """The messages of one conversation in one notation: `role` and `content`.
+    """The messages of one conversation, as `role` and `content`: of a list, of one message, or of text.
 
-    Args:
-        value: a list of messages, one message, or text.
-        field: the record's field, for errors.
-        role: role of a `value` that is text; empty: text is an error.
-
-    Raises:
-        ValueError: an entry is no message, a role is unknown, or a content is not text.
+    Text becomes the content of a message of `role`; without a role it is an error. `field` names the value in errors.
     """
     if isinstance(value, str) and role:
         return [{"role": role, "content": value}]

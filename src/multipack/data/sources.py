@@ -59,7 +59,7 @@ class Source:
         config: as given.
         files: files to read, sorted by name; empty for a Hugging Face data set.
         dataset: the open data set of `data.source=huggingface`.
-        records: makes documents of records.
+        reader: makes documents of records; see `records`.
         name: name of the source, for messages.
         unit: unit of `done` and `total`: bytes of files, or rows.
         total: size of the source, in `unit`.
@@ -77,7 +77,7 @@ class Source:
                 "data.stream=true is for training while records arrive; leave it out to prepare a store"
             )
         self.config = config
-        self.records = RecordReader(config, partial(open_template, config, tokenizer or TokenizerConfig()))
+        self.reader = RecordReader(config, partial(open_template, config, tokenizer or TokenizerConfig()))
         self.files: list[SourceFile] = []
         self.dataset: Any = None
         self.name, self.unit, self.total = config.path, "bytes", 0
@@ -170,37 +170,23 @@ class Source:
 
     def _read_rows(self) -> Iterator[Found]:
         """Rows of a Hugging Face data set; only the required columns are read."""
-        rows = self.dataset.select_columns(self.records.columns(self.dataset.column_names))
+        rows = self.dataset.select_columns(self.reader.columns(self.dataset.column_names))
         for number, record in enumerate(rows, 1):
             self._done += 1
             name, where = f"{self.name}:{number}", f"{self.config.path}, row {number}"
-            yield from self.records.documents(without_nulls(dict(record)), name, where)
+            yield from self.reader.documents(without_nulls(dict(record)), name, where)
 
-    def _begun(self) -> RecordReader:
-        """The record reader; reads the first record if the form of the records is not yet known."""
-        if self.records.form is None and self.config.source in RECORDS:
+    @property
+    def records(self) -> RecordReader:
+        """What makes documents of records; the first record is read if it was not yet, because it decides the form."""
+        if self.reader.form is None and self.config.source in RECORDS:
             next(iter(self), None)
-        return self.records
-
-    @property
-    def pairs(self) -> bool:
-        """Whether the documents are preference pairs."""
-        return self._begun().pairs
-
-    @property
-    def chat_template(self) -> str:
-        """The template of chats (`ChatTemplate.to_json`); empty without chats."""
-        return self._begun().chat_template
-
-    @property
-    def special_tokens(self) -> tuple[str, ...]:
-        """Names of the special tokens in the documents."""
-        return self._begun().special_tokens
+        return self.reader
 
     @cached_property
     def identity(self) -> str:
         """Sha256 of the settings that determine the documents, and of each file's name, size and modification time."""
-        config, records = self.config, self._begun()
+        config, records = self.config, self.records
         parts: list[object] = [config.source, config.division, config.separator]
         if records.form is not None:
             fields = (*records.context, *records.answers)
@@ -260,12 +246,11 @@ def read_text(source: Source, file: SourceFile, content: BinaryIO) -> Iterator[F
 
 def read_jsonl(source: Source, file: SourceFile, content: BinaryIO) -> Iterator[Found]:
     """One JSON object per line; a `.json` file may hold a list of objects instead."""
-    for number, place, record in json_records(content, file.path):
+    for number, where, record in json_records(content, file.path):
         if record is None:
             yield "blank lines"
         else:
-            where = f"{file.path}, {place} {number}"
-            yield from source.records.documents(record, f"{file.name}:{number}", where)
+            yield from source.reader.documents(record, f"{file.name}:{number}", where)
 
 
 def read_parquet(source: Source, file: SourceFile, content: BinaryIO) -> Iterator[Found]:
@@ -278,12 +263,12 @@ def read_parquet(source: Source, file: SourceFile, content: BinaryIO) -> Iterato
     number = 0
     try:
         table = parquet.ParquetFile(content)
-        columns = source.records.columns(table.schema_arrow.names)
+        columns = source.reader.columns(table.schema_arrow.names)
         for batch in table.iter_batches(batch_size=1024, columns=columns, use_threads=False):
             for record in batch.to_pylist():
                 number += 1
                 name, where = f"{file.name}:{number}", f"{file.path}, row {number}"
-                yield from source.records.documents(without_nulls(record), name, where)
+                yield from source.reader.documents(without_nulls(record), name, where)
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{file.path}, after row {number}: not a complete Parquet file: {error}") from error
 

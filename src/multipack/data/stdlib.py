@@ -21,14 +21,8 @@ from pathlib import Path
 from multipack.data.texts import files_below
 
 SKIPPED_FOLDERS = (
-    "site-packages",
-    "dist-packages",
-    "idle_test",
-    "lib2to3",
-    "ensurepip",
-    "turtledemo",
-    "lib-dynload",
-    "__pycache__",
+    *("site-packages", "dist-packages", "idle_test", "lib2to3"),
+    *("ensurepip", "turtledemo", "lib-dynload", "__pycache__"),
 )
 """Folders of tests, generated files or other packages; folders named `test…` or `config-…` are skipped too."""
 

@@ -150,15 +150,16 @@ def stretches(text: TextIO) -> Iterator[tuple[str, bool]]:
 
 
 def json_records(content: Any, path: Path) -> Iterator[tuple[int, str, dict[str, Any] | None]]:
-    """Records of a file: number, `line` or `record` (what is numbered), and the object (None = a blank line)."""
+    """Records of a file: number, place for messages, and the object (None = a blank line)."""
     begin = content.peek(16).removeprefix(codecs.BOM_UTF8).lstrip()
     if path.name.lower().removesuffix(".gz").endswith(".json") and begin.startswith(b"["):
         for number, record in enumerate(_parse(content.read(), str(path)), 1):
-            yield number, "record", _object(record, f"{path}, record {number}")
+            where = f"{path}, record {number}"
+            yield number, where, _object(record, where)
         return
     for number, line in enumerate(content, 1):
         where = f"{path}, line {number}"
-        yield number, "line", _object(_parse(line, where), where) if line.strip() else None
+        yield number, where, _object(_parse(line, where), where) if line.strip() else None
 
 
 def _parse(content: bytes, where: str) -> Any:

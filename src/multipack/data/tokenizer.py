@@ -220,9 +220,6 @@ class Tokenizer:
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 
-    def __repr__(self) -> str:
-        return f"Tokenizer({self.name!r}, vocabulary_size={self.vocabulary_size}, hash={self.hash[:12]})"
-
 
 def _token(value: Any) -> str:
     """The name of a token in tokenizer_config.json: text, or an object with `content`."""
@@ -300,7 +297,7 @@ def build_tokenizer(
     """
     config.check()
     if not config.is_trained:
-        return load_tokenizer(config, source.special_tokens)
+        return load_tokenizer(config, source.records.special_tokens)
     recipe = f"multipack tokenizer 1, {config.name}, {source.identity}"
     path = cache / "tokenizers" / f"{hashlib.sha256(recipe.encode()).hexdigest()[:32]}.json"
     if not path.exists():
@@ -308,9 +305,9 @@ def build_tokenizer(
             if not path.exists():
                 texts = _texts(source, progress)
                 if config.kind == "char":
-                    trained = character_tokenizer(texts, source.special_tokens)
+                    trained = character_tokenizer(texts, source.records.special_tokens)
                 else:
-                    trained = train_bpe(texts, config.vocabulary_size, source.special_tokens)
+                    trained = train_bpe(texts, config.vocabulary_size, source.records.special_tokens)
                 trained.save(path)
     return Tokenizer.load(path, config.name)
 
@@ -328,11 +325,7 @@ def _texts(source: Any, progress: Progress | None) -> Iterator[str]:
 
 
 def load_tokenizer(config: TokenizerConfig, special_tokens: Sequence[str] = ()) -> Tokenizer:
-    """Load a tokenizer that is not trained on the corpus.
-
-    Args:
-        config: a tokenizer of a kind that is not trained.
-        special_tokens: special tokens of the chat template; `kind=byte` and `kind=file` add those that they lack.
+    """Load a tokenizer that is not trained; `kind=byte` and `kind=file` add the `special_tokens` that they lack.
 
     Raises:
         ImportError: a package that `config.kind` needs is not installed.

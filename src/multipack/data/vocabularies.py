@@ -81,24 +81,18 @@ def read_gpt2(path: str = "") -> Vocabulary:
     return library.to_str(), {}
 
 
-def tekken_path(path: str) -> Path:
-    """The file of `kind=mistral`: `path`, or the package's own."""
-    folder = _package_folder("mistral_common", "tokenizer.kind=mistral", "mistral-common", "mistral")
-    file = Path(path).expanduser() if path else folder / "data" / TEKKEN
-    if not file.is_file():
-        raise ValueError(
-            f"tokenizer.path={path}: there is no tekken.json (empty: {TEKKEN} of mistral-common)"
-        )
-    return file
-
-
 def read_mistral(path: str) -> Vocabulary:
     """A tekken.json as byte-level BPE: special tokens first, then byte sequences by rank.
 
     Tekken's encoder joins the two neighbors whose union has the lowest rank. One merge for each way to cut a token into
     two tokens, in the order of the unions' ranks, is equivalent. A text that is one token is not cut at all.
     """
-    file = tekken_path(path)
+    folder = _package_folder("mistral_common", "tokenizer.kind=mistral", "mistral-common", "mistral")
+    file = Path(path).expanduser() if path else folder / "data" / TEKKEN
+    if not file.is_file():
+        raise ValueError(
+            f"tokenizer.path={path}: there is no tekken.json (empty: {TEKKEN} of mistral-common)"
+        )
     from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 
     try:
