@@ -9,6 +9,7 @@ import signal
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -360,7 +361,7 @@ class ListSource:
     config = DataConfig(dedup=True)
 
     def __init__(self, items, pairs=False):
-        self.items, self.pairs, self.skipped = items, pairs, Counter()
+        self.items, self.records, self.skipped = items, SimpleNamespace(pairs=pairs), Counter()
 
     def __iter__(self):
         return iter(self.items)
