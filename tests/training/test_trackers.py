@@ -161,6 +161,7 @@ def test_tensorboard_writes_event_files_and_hides_repeated_steps(tmp_path):
     assert "    words of step 5" in texts
 
 
+@pytest.mark.slow  # its service takes seconds to start and to end
 def test_wandb_writes_an_offline_run_with_all_its_names(tmp_path):
     wandb = pytest.importorskip("wandb", reason="the extra wandb is not installed")
     names = {"project": "packs", "entity": "a-team", "group": "sweep-3", "name": "the-run"}
