@@ -109,15 +109,7 @@ def load_corpus(
     train, validation, shares = trains[0], validations[0], tuple[Share, ...]()
     description = stores[0].description
     if data.source == "mixture":
-        names = _names([store.path for store in stores])
-        joined = TokenStore.joined(stores[0].path.parent, stores, names)
-        first = np.cumsum([0, *(store.num_documents for store in stores[:-1])]).tolist()
-        views = [
-            [view.within(joined, start) for view, start in zip(each, first, strict=True)]
-            for each in (trains, validations)
-        ]
-        train, shares = mix(views[0], names, data.weights, data.weigh_by, data.mixture_ends, data.split_seed)
-        validation = Documents.joined(views[1])  # each store has those that it has alone
+        train, validation, shares = _mixed(stores, trains, validations, data)
         shown = ", ".join(f"{share.name} {share.got:.1%}" for share in shares)
         description = f"mixture by {data.weigh_by}: {shown}"
     store, train_fit = train.store, reduce(add, train_fits)
@@ -164,10 +156,21 @@ def _divided(
     return train, validation, train_fit, validation_fit
 
 
-def _names(paths: Sequence[Path]) -> list[str]:
-    """Names of the stores: their paths below the folder that holds all of them."""
-    absolute = [path.absolute() for path in paths]
-    return [str(path.relative_to(os.path.commonpath(absolute))) for path in absolute]
+def _mixed(
+    stores: Sequence[TokenStore],
+    trains: Sequence[Documents],
+    validations: Sequence[Documents],
+    data: DataConfig,
+) -> tuple[Documents, Documents, tuple[Share, ...]]:
+    """The mixture to train on, and all validation documents, as views of the joined stores."""
+    paths = [store.path.absolute() for store in stores]
+    names = [str(path.relative_to(os.path.commonpath(paths))) for path in paths]
+    joined = TokenStore.joined(stores[0].path.parent, stores, names)
+    first = np.cumsum([0, *(store.num_documents for store in stores[:-1])]).tolist()
+    own = [view.within(joined, start) for view, start in zip(trains, first, strict=True)]
+    train, shares = mix(own, names, data.weights, data.weigh_by, data.mixture_ends, data.split_seed)
+    held = [view.within(joined, start) for view, start in zip(validations, first, strict=True)]
+    return train, Documents.joined(held), shares
 
 
 def _load_stream(data: DataConfig, tokenizer: TokenizerConfig, limit: int) -> Corpus:

@@ -170,7 +170,17 @@ def _write_part(
         if writer.read:
             tokens = sum(len(shard.tokens) for shard in writer.shards)
             tell(f"{writer.read:,} documents ({tokens:,} tokens) are there from an interrupted prepare")
-        read = _fill(writer, source, shards, progress or _silent)
+        items, characters = items_of(source), BATCH_CHARACTERS
+        if shards and source.unit == "bytes":  # a small source has small batches, for as many shards
+            characters = max(1, min(characters, source.total // shards // 8))
+        read = sum(1 for _ in islice(items, writer.read))
+        for batch in batches(items, characters):
+            writer.add_batch(batch)
+            read += len(batch)
+            if source.total * (len(writer.shards) + 1) <= source.done * shards < source.total * shards:
+                writer.end_shard()
+            if progress is not None:
+                progress(source.done, source.total, f"{source.unit} tokenized")
         kept = writer.num_documents // (2 if source.records.pairs else 1)
         writer.skipped = dict(source.skipped)
         if read > kept and not source.is_stream:
@@ -180,21 +190,6 @@ def _write_part(
             reasons = ", ".join(f"{count:,} {reason}" for reason, count in writer.skipped.items())
             where = f"data.path={data.path}" if data.path else f"data.source={data.source}"
             raise ValueError(f"{where}: there are no documents{f' ({reasons})' if reasons else ''}")
-
-
-def _fill(writer: StoreWriter, source: Source, shards: int, progress: Progress) -> int:
-    """Tokenize what is not in the writer's shards yet; returns the number of documents (or pairs) of the source."""
-    items, characters = items_of(source), BATCH_CHARACTERS
-    if shards and source.unit == "bytes":  # small sources have small batches, to be divided into many shards
-        characters = max(1, min(characters, source.total // shards // 8))
-    read = sum(1 for _ in islice(items, writer.read))
-    for batch in batches(items, characters):
-        writer.add_batch(batch)
-        read += len(batch)
-        if source.total * (len(writer.shards) + 1) <= source.done * shards < source.total * shards:
-            writer.end_shard()
-        progress(source.done, source.total, f"{source.unit} tokenized")
-    return read
 
 
 def _part_writer(

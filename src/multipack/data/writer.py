@@ -34,8 +34,6 @@ from multipack.data.tokenizer import Tokenizer
 
 SHARD_TOKENS = 1 << 25
 """Tokens after which a shard is written: what a kill costs at most, and what is held in memory (2 or 4 bytes each)."""
-EncodedPart = tuple[Sequence[int], bool]
-"""Tokens, and whether they are targets."""
 
 
 class ShardBuilder:
@@ -59,8 +57,8 @@ class ShardBuilder:
         """Number of tokens of all documents."""
         return len(self._tokens)
 
-    def add(self, name: str, parts: Sequence[EncodedPart]) -> None:
-        """Add a document; neighboring parts that are targets become one range.
+    def add(self, name: str, parts: Sequence[tuple[Sequence[int], bool]]) -> None:
+        """Add a document from its tokens in parts, each with whether they are targets.
 
         Raises:
             ValueError: it has no tokens.
@@ -220,7 +218,7 @@ class StoreWriter:
         self._builder = ShardBuilder(self.header.vocabulary_size, self.header.split_by == "position")
         self._builder_read = 0
 
-    def add(self, name: str, parts: Sequence[EncodedPart]) -> None:
+    def add(self, name: str, parts: Sequence[tuple[Sequence[int], bool]]) -> None:
         """Add a document: its name, and its tokens in pieces, each with whether they are targets.
 
         Raises:
