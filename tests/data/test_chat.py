@@ -132,7 +132,7 @@ CONVERSATION = st.lists(
 
 
 @pytest.mark.parametrize("template", [CHATML, LLAMA3, UNMARKED], ids=["chatml", "llama3", "unmarked"])
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(messages=CONVERSATION)
 def test_no_message_can_spell_a_special_token(template, messages):
     parts = template.parts(messages)

@@ -138,11 +138,3 @@ def test_a_collator_takes_from_a_plan_what_both_must_agree_in():
 def test_impossible_packs_are_refused(options, documents, complaint):
     with pytest.raises(ValueError, match=complaint):
         PackedCollator(**{"max_documents": 3, "max_seqlen": 8, **options})(documents)
-
-
-def test_to_moves_tensors_and_keeps_the_rest():
-    batch = PackedCollator(max_documents=3, max_seqlen=6, loss_weighting="document")([A, B])
-    moved = batch.to("meta")
-    assert {each.device.type for each in (moved.input_ids, moved.cu_seqlens, moved.weights)} == {"meta"}
-    assert moved.lengths == batch.lengths
-    assert PackedCollator(max_documents=3, max_seqlen=6)([A, B]).to("meta").weights is None

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -21,17 +20,6 @@ def draws(monkeypatch):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def test_random_draws_miss_what_the_formula_predicts(draws):
-    lengths = draws.lengths_of(4000)
-    for ranks in (1, 2, 8):
-        assert draws.coverage(draws.planned(lengths, ranks), 4000) == (0.0, 0.0)
-        for replacement in (True, False):
-            seen = draws.drawn(lengths, ranks, replacement, epoch=0)
-            expected = draws.expected_coverage(len(seen), 4000, ranks, replacement)
-            # Five standard deviations of a binomial count, an upper bound of the true one.
-            assert draws.coverage(seen, 4000) == pytest.approx(expected, abs=5 * np.sqrt(0.25 / 4000))
 
 
 def test_the_benchmark_runs_and_the_page_shows_its_figures(draws, tmp_path, monkeypatch):

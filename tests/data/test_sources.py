@@ -134,7 +134,7 @@ def test_blank_lines_and_separators_divide_text(config, text_file):
     assert source.skipped == {"empty documents": 2}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(st.text(alphabet="ab<>\n ", max_size=60), st.integers(1, 7))
 def test_the_size_of_chunks_changes_nothing(text, chunk):
     before, room.CHUNK = room.CHUNK, chunk

@@ -1,7 +1,6 @@
 """Tokenizers of other packages: each test needs the package that it is about."""
 
 import importlib.util
-import json
 import random
 import sys
 from pathlib import Path
@@ -132,14 +131,3 @@ def test_a_kind_that_must_be_trained_is_refused():
         with pytest.raises(ValueError, match=rf"tokenizer\.kind={kind} is trained on a complete corpus"):
             load_tokenizer(TokenizerConfig(kind))
     assert load_tokenizer(TokenizerConfig("byte"), ["<x>"]).special_id("<x>") == 257
-
-
-def test_a_file_and_the_files_beside_it(tmp_path):
-    byte_tokenizer(["<x>"]).save(tmp_path / "tokenizer.json")
-    found = load_tokenizer(TokenizerConfig("file", str(tmp_path / "tokenizer.json")))
-    assert (found.special_tokens, found.bos_token, found.eos_token) == ((END, "<x>"), "", END)
-    fields = {"chat_template": {"default": "D"}, "eos_token": None}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
-    assert load_tokenizer(TokenizerConfig("file", str(tmp_path))).chat_template == "D"
-    with pytest.raises(ValueError, match=r"there is no tokenizer\.json"):
-        load_tokenizer(TokenizerConfig("file", str(tmp_path / "nowhere")))

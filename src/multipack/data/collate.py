@@ -64,16 +64,13 @@ class PackedCollator:
         check_integer("align", self.align)
         check_integer("multiple", self.multiple)
         check_choice("loss_weighting", self.loss_weighting, LossWeighting)
-        if self.pad_to is not None and self.pad_to % self.multiple:
-            raise ValueError(
-                f"pad_to={self.pad_to:,} is not a multiple of {self.multiple}: ranks could not divide a pack's slots"
-            )
-        if self.pad_to is not None and self.pad_to % self.align:
-            below = self.pad_to // self.align * self.align
-            raise ValueError(
-                f"pad_to={self.pad_to:,} is not a multiple of align={self.align}: the padding document at the end"
-                f" must be aligned too; use {below or self.align:,}"
-            )
+        for name in ("align", "multiple"):
+            factor = getattr(self, name)
+            if self.pad_to is not None and self.pad_to % factor:
+                nearest = self.pad_to // factor * factor or factor
+                raise ValueError(
+                    f"pad_to={self.pad_to:,} is not a multiple of {name}={factor}; use {nearest:,}"
+                )
 
     @classmethod
     def of(

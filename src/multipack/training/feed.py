@@ -147,9 +147,8 @@ class StreamFeed:
         _check_stream(config, mesh)
         options = config.plan.for_ranks(mesh.data_size)
         self.arriving, self.mesh = arriving, mesh
-        self.interrupt = (
-            arriving.interrupt
-        )  # ends the iteration on all ranks, with the state after the last step
+        # Ends the iteration on all ranks, with the state after the last step.
+        self.interrupt = arriving.interrupt
         self.stream = PackStream(
             arriving,
             options=options,
