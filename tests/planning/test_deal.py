@@ -155,22 +155,3 @@ def test_ranks_that_do_not_divide_the_packs_wait_little():
     for sync, share in (("step", 0.99), ("micro", 0.9)):
         totals = made.deal(0, 48, sync).totals(costs)
         assert totals.sum() / (48 * step_cost(totals, 48, sync)) > share
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.data())
-def test_nearly_full_packs_stay_within_the_capacity(data):
-    """Arrangements that do not find room for every document are not used."""
-    capacity = 256
-    pieces = []
-    for _ in range(data.draw(st.integers(2, 6))):  # packs that are full to the last token
-        cuts = sorted(data.draw(st.lists(st.integers(1, capacity - 1), min_size=1, max_size=5, unique=True)))
-        pieces.append(np.diff([0, *cuts, capacity]))
-    lengths = np.concatenate(pieces)
-    own = np.repeat(np.arange(len(pieces)), [len(piece) for piece in pieces])
-    for world in range(1, len(pieces) + 1):
-        for sync in SYNCS:
-            balance = data.draw(st.sampled_from(["cost", "joint"]))
-            dealt, _ = dealt_packs(lengths, own, 99, world, -(-len(pieces) // world), capacity, sync, balance)
-            assert sorted(dealt.order.tolist()) == list(range(len(lengths)))
-            assert dealt.totals(lengths).max() <= capacity

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multipack.planning.fewest import SCALE, fewest, fill
+from multipack.planning.fewest import SCALE, fewest
 from multipack.planning.histogram import Histogram, best_fit, count, simple_bound
 from multipack.planning.kernels.fit import hand_out
 from multipack.planning.kernels.search import knapsack
@@ -113,29 +113,6 @@ def test_the_knapsack_is_exact(data):
     # Farley's bound holds for any weights.
     if heaviest:
         assert -(-int(counts @ weights) // heaviest) <= optimum(lengths, capacity, limit)
-
-
-def test_full_packs_by_hand():
-    """Best fit makes 4 + 3, 3 + 2 + 2 and 2; 4 + 2 + 2 and 3 + 3 + 2 are full."""
-    histogram = count(np.array([4, 3, 3, 2, 2, 2]))
-    assert best_fit(histogram, 8, 6).num_packs == 3
-    made = fill(histogram, 8, 6, 10, 1_000)
-    assert made.packs.tolist() == [1, 1]
-    assert made.numbers.tolist() == [0, 2, 1, 2]
-    assert made.copies.tolist() == [1, 2, 2, 1]
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.data())
-def test_full_packs_hold_every_document_once(data):
-    capacity = data.draw(st.integers(1, 300))
-    lengths = data.draw(st.lists(st.integers(1, capacity), min_size=1, max_size=60))
-    limit = data.draw(st.sampled_from([1, 3, 60]))
-    effort = data.draw(st.sampled_from([(0, 0), (5, 100), (5, 10**6), (10_000, 10**6)]))
-    histogram = count(np.array(lengths))
-    made = fill(histogram, capacity, limit, *effort)
-    assert check_packs(histogram, capacity, limit, made) == made.num_packs
-    assert (made.columns(len(histogram.values)) @ made.packs).tolist() == histogram.counts.tolist()
 
 
 def test_the_linear_program_proves_more_than_the_tokens():

@@ -63,13 +63,6 @@ def test_gaps_are_filled_with_the_longest_that_fits():
     assert totals(placed, lengths, 2).tolist() == [59, 60]  # 50 + 9, 40 + 20
 
 
-@CASES
-@given(st.lists(st.integers(1, 1 << 27), min_size=1, max_size=200))
-def test_falling_order_is_stable(lengths):
-    order = placing.falling(np.array(lengths)).tolist()
-    assert order == sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
-
-
 def balance(placed, lengths, loads, ranks, slots=1, capacity=1 << 40, limit=999, half=5, attempts=99):
     loads = np.stack([loads, np.zeros_like(loads)]) if loads.ndim == 1 else loads
     balancing.balance(placed, lengths, loads, capacity, limit, ranks, slots, half, attempts, 24, 0)

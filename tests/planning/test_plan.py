@@ -162,12 +162,12 @@ def test_carried_documents_come_first():
 
 
 GOLDEN = {
-    "cost": ({}, 153, "572a132e20c4f576", "39a3f51afcaf37d1"),
+    "cost": ({}, 153, "572a132e20c4f576", "fce796c1d57613bc"),
     "joint, drop": (
         {"balance": "joint", "tail": "drop", "window": 1},
         152,
         "4ab9506967a9dde1",
-        "5847178d5e125527",
+        "1776a961caf0c293",
     ),
     "carry, not grouped": (
         {"tail": "carry", "group": False, "window": 16, "carried": [7, 3]},
@@ -179,9 +179,9 @@ GOLDEN = {
         {"order": "given", "align": 16, "max_documents": 40},
         155,
         "9137fecfc2e4d4c6",
-        "7481e389ad7f460a",
+        "8b62de928bd7b063",
     ),
-    "budget": ({"budget": 1500, "balance": "tokens"}, 208, "28c71bf6dc7c715d", "6e80d5602841be38"),
+    "budget": ({"budget": 1500, "balance": "tokens"}, 208, "28c71bf6dc7c715d", "423e1a82a511a58d"),
 }
 """Options, and what they must give on every platform and with every numpy: steps, and digests of the plan and of two
 steps dealt to 8 and to 3 ranks."""
@@ -207,7 +207,7 @@ def sha256(*arrays):
 def test_golden_fingerprint():
     lengths = 1 + np.arange(5000) * 7919 % 997
     made = plan(lengths, capacity=2048, packs_per_step=8)
-    assert made.fingerprint == "6-fdbd6c56e34e15b5-e3b0c44298fc1c14-bda683362646d162"
+    assert made.fingerprint == "6-fdbd6c56e34e15b5-e3b0c44298fc1c14-aad86b3c6c227401"
 
 
 def test_given_order_is_kept_to_within_a_window():
@@ -283,7 +283,6 @@ def test_most_documents_is_what_the_shortest_allow():
         ({"epoch": -1}, "epoch"),
         ({"loss_weighting": "sum"}, "choose one of token, document"),
         ({"seed": 0.5}, "seed"),
-        ({"cost": 3}, "CostModel"),
         ({"targets": [1, 1]}, "one a document"),
         ({"targets": [1, 1, 9]}, "document 2 has 9 of 9"),
         ({"targets": [0.0, 1.0, 2.0]}, "integers"),

@@ -229,7 +229,7 @@ def test_options_are_checked(options, error, message):
         ([3, 0], {}, "tokens of document 1 of the source .* got 0"),
         ([3, 300], {}, "document 1 of the source has 300 tokens, but a pack holds 256"),
         ([3], {"length": lambda item: 1.5}, "got 1.5"),
-        ([3], {"targets": lambda item: 3}, "at most 2 are targets, got 3"),
+        ([3], {"targets": lambda item: 3}, "targets of document 0 .* must be at most 2, got 3"),
     ],
 )
 def test_documents_are_checked(documents, options, message):

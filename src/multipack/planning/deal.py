@@ -11,7 +11,6 @@ again do not. The step's own packs, which always fit, are the result where no ot
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -214,18 +213,17 @@ class _Step:
         return placed
 
     def _numbered(self, placed: Integers) -> Integers:
-        """Packs get micro-batch and rank: those of similar cost share a sync point, or ranks add up to equal loads."""
-        totals = sums(placed, self.costs, self.packs)
-        order = np.argsort(-totals, kind="stable")
-        number = np.empty(self.packs, dtype=np.int64)
-        number[order] = np.arange(self.packs)
+        """Packs get micro-batch and rank: those of similar cost share a micro-batch.
+
+        Where ranks synchronize once a step, each second micro-batch is in rising order, so that ranks add up to similar
+        loads.
+        """
+        order = np.argsort(-sums(placed, self.costs, self.packs), kind="stable")
+        places = np.arange(self.packs).reshape(-1, self.ranks)
         if self.sync == "step":
-            heap = [(0, 0, rank) for rank in range(self.ranks)]  # load, packs, rank
-            for pack in order.tolist():
-                load, count, rank = heapq.heappop(heap)
-                number[pack] = count * self.ranks + rank
-                if count + 1 < self.micro_batches:
-                    heapq.heappush(heap, (load + int(totals[pack]), count + 1, rank))
+            places[1::2] = places[1::2, ::-1].copy()
+        number = np.empty(self.packs, dtype=np.int64)
+        number[order] = places.ravel()
         return np.where(placed < 0, -1, number[placed])
 
     def _balance(self, placed: Integers) -> None:

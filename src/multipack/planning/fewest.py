@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,7 +82,7 @@ def fewest(
     if max_documents < capacity // int(histogram.values[-1]):
         layers = max_documents
     if not search.is_over and distinct <= MAX_LENGTHS and distinct * layers * capacity <= MAX_ENTRIES:
-        _solve(search)
+        search.solve()
     return search.best, search.bound
 
 
@@ -99,29 +98,23 @@ def fill(histogram: Histogram, capacity: int, max_documents: int, nodes: int, tr
     return Patterns(*kernels.fill(*histogram, room, max_documents, nodes, tries))
 
 
-@dataclass
 class _Search:
     """The documents, the best packing so far, and the proven bound."""
 
-    histogram: Histogram
-    capacity: int
-    max_documents: int
-    deadline: float
-    bound: int = field(init=False)
-    best: Patterns = field(init=False)
+    def __init__(self, histogram: Histogram, capacity: int, max_documents: int, deadline: float) -> None:
+        self.histogram, self.limits, self.deadline = histogram, (capacity, max_documents), deadline
+        self.bound = simple_bound(histogram, *self.limits)
+        self.best = best_fit(histogram, *self.limits)
 
-    def __post_init__(self) -> None:
-        self.bound = simple_bound(self.histogram, self.capacity, self.max_documents)
-        self.best = best_fit(self.histogram, self.capacity, self.max_documents)
+    @property
+    def seconds_left(self) -> float:
+        """CPU seconds left of the time budget."""
+        return self.deadline - time.process_time()
 
     @property
     def is_over(self) -> bool:
         """Whether the packing is proven optimal, or the time budget is exhausted."""
-        return self.best.num_packs <= self.bound or self.seconds_left() <= 0
-
-    def seconds_left(self) -> float:
-        """CPU seconds left of the time budget."""
-        return self.deadline - time.process_time()
+        return self.best.num_packs <= self.bound or self.seconds_left <= 0
 
     def offer(self, packing: Patterns) -> None:
         """Keep a packing if it has fewer packs."""
@@ -132,77 +125,70 @@ class _Search:
         """Offer packings of `fill`. Efforts for which no time is left are skipped. Returns whether one was better."""
         before = self.best
         for nodes, tries in efforts:
-            if not self.is_over and tries * 1e-8 < self.seconds_left():
-                self.offer(fill(self.histogram, self.capacity, self.max_documents, nodes, tries))
+            if not self.is_over and tries * 1e-8 < self.seconds_left:
+                self.offer(fill(self.histogram, *self.limits, nodes, tries))
         return self.best is not before
 
-    def complete(self, begun: Patterns) -> None:
-        """Offer packs of some documents, with the remaining documents packed by best fit and `fill`."""
-        counts = self.histogram.counts
-        counts = np.maximum(counts - begun.columns(len(counts)) @ begun.packs, 0)
-        rest = (Histogram(self.histogram.values, counts), self.capacity, self.max_documents)
-        if not counts.any():
-            self.offer(begun)
-            return
-        for packing in (best_fit(*rest), *(fill(*rest, *effort) for effort in QUICK)):
-            self.offer(Patterns.join(begun, packing))
+    def solve(self) -> None:
+        """Solve the linear program, round its solution down, and solve it again for the remaining documents.
 
+        These are few: a basic solution has at most as many fractional values as there are lengths. The loop ends when
+        the bound of the rest shows that no better packing follows.
+        """
+        values, counts = self.histogram
+        columns = self.best.columns(len(counts))
+        fixed = Patterns.of(columns[:, :0], counts[:0])
+        while not self.is_over and counts.any():
+            enough = self.best.num_packs - fixed.num_packs
+            columns, packs, bound = self.generate(counts, columns, enough)
+            if fixed.num_packs == 0:
+                self.bound = max(self.bound, bound)
+            if bound >= enough or len(packs) == 0:
+                return
+            times = np.floor(packs + 1e-6).astype(np.int64)
+            if not times.any():
+                times = ((packs > ROUND_UP) | (packs == packs.max())).astype(np.int64)
+            used = np.flatnonzero(times)
+            fixed = Patterns.join(fixed, Patterns.of(columns[:, used], times[used]))
+            counts = np.maximum(counts - columns[:, used] @ times[used], 0)
+            if not counts.any():
+                self.offer(fixed)
+                return
+            rest = Histogram(values, counts)
+            for packing in (
+                best_fit(rest, *self.limits),
+                *(fill(rest, *self.limits, *each) for each in QUICK),
+            ):
+                self.offer(Patterns.join(fixed, packing))
 
-def _solve(search: _Search) -> None:
-    """Solve the linear program and round its solution.
+    def generate(
+        self, counts: Integers, columns: Integers, enough: int
+    ) -> tuple[Integers, NDArray[np.float64], int]:
+        """Solve the linear program for `counts` by column generation, until the bound reaches `enough` packs.
 
-    The documents left over after rounding down are a small problem: a basic solution has at most as many fractional
-    values as there are lengths. The loop ends when the bound of the rest shows that no better packing follows.
-    """
-    counts = search.histogram.counts
-    columns = search.best.columns(len(counts))
-    fixed = Patterns.of(columns[:, :0], counts[:0])
-    while not search.is_over and counts.any():
-        enough = search.best.num_packs - fixed.num_packs
-        columns, packs, bound = _generate(search, counts, columns, enough)
-        if fixed.num_packs == 0:
-            search.bound = max(search.bound, bound)
-        if bound >= enough or len(packs) == 0:
-            return
-        times = np.floor(packs + 1e-6).astype(np.int64)
-        if not times.any():
-            times = ((packs > ROUND_UP) | (packs == packs.max())).astype(np.int64)
-        used = np.flatnonzero(times)
-        fixed = Patterns.join(fixed, Patterns.of(columns[:, used], times[used]))
-        search.complete(fixed)
-        counts = np.maximum(counts - columns[:, used] @ times[used], 0)
+        Every length that has documents occurs in `columns`, the (distinct, patterns) first patterns.
 
-
-def _generate(
-    search: _Search, counts: Integers, columns: Integers, enough: int
-) -> tuple[Integers, NDArray[np.float64], int]:
-    """Solve the linear program for `counts` by column generation, until the bound reaches `enough` packs.
-
-    Every length that has documents occurs in `columns`, the (distinct, patterns) first patterns.
-
-    Returns:
-        (distinct, patterns) documents of each length in a pack of each pattern; (patterns,) packs of each pattern,
-        empty if the time budget was exhausted before; a proven lower bound on the number of packs.
-    """
-    bound, packs = 0, np.zeros(0)
-    while (left := search.seconds_left()) > 0:
-        ones, limit = np.ones(columns.shape[1]), {"time_limit": left}
-        primal = linprog(ones, A_ub=-columns, b_ub=-counts, method="highs-ds", options=limit)
-        if primal.status != 0:
-            break
-        packs = primal.x
-        duals = np.maximum(-primal.ineqlin.marginals, 0)
-        weights = np.floor(duals * SCALE).astype(np.int64)
-        heaviest, found = kernels.knapsack(
-            search.histogram.values, weights, search.capacity, search.max_documents
-        )
-        # Python integers do not overflow.
-        total = sum(map(int.__mul__, counts.tolist(), weights.tolist()))
-        bound = max(bound, -(-total // max(int(heaviest), 1)))
-        added = found[found @ duals > 1 + TOLERANCE]
-        if len(added) == 0 or bound >= min(enough, math.ceil(primal.fun - 1e-6)):
-            break
-        if columns.shape[1] > COLUMNS_PER_LENGTH * len(counts):
-            columns, packs = columns[:, packs > 0], packs[packs > 0]
-        columns = np.hstack([columns, np.unique(added, axis=0).T])
-    return columns[:, : len(packs)], packs, bound
+        Returns:
+            (distinct, patterns) documents of each length in a pack of each pattern; (patterns,) packs of each pattern,
+            empty if the time budget was exhausted before; a proven lower bound on the number of packs.
+        """
+        bound, packs = 0, np.zeros(0)
+        while (left := self.seconds_left) > 0:
+            ones, limit = np.ones(columns.shape[1]), {"time_limit": left}
+            primal = linprog(ones, A_ub=-columns, b_ub=-counts, method="highs-ds", options=limit)
+            if primal.status != 0:
+                break
+            packs = primal.x
+            duals = np.maximum(-primal.ineqlin.marginals, 0)
+            weights = np.floor(duals * SCALE).astype(np.int64)
+            heaviest, found = kernels.knapsack(self.histogram.values, weights, *self.limits)
+            # Python integers do not overflow.
+            total = sum(map(int.__mul__, counts.tolist(), weights.tolist()))
+            bound = max(bound, -(-total // max(int(heaviest), 1)))
+            added = found[found @ duals > 1 + TOLERANCE]
+            if len(added) == 0 or bound >= min(enough, math.ceil(primal.fun - 1e-6)):
+                break
+            if columns.shape[1] > COLUMNS_PER_LENGTH * len(counts):
+                columns, packs = columns[:, packs > 0], packs[packs > 0]
+            columns = np.hstack([columns, np.unique(added, axis=0).T])
+        return columns[:, : len(packs)], packs, bound

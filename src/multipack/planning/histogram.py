@@ -77,9 +77,7 @@ def simple_bound(histogram: Histogram, capacity: int, max_documents: int) -> int
     documents = np.concatenate([[0], np.cumsum(counts)])  # of the longest lengths
     tokens = np.concatenate([[0], np.cumsum(values * counts)])
     bound = max(-(-int(tokens[-1]) // capacity), -(-int(documents[-1]) // max_documents))
-    above_half = int(
-        np.searchsorted(-values, -(capacity // 2))
-    )  # number of lengths above half of the capacity
+    above_half = int(np.searchsorted(-values, -(capacity // 2)))  # number of lengths above half the capacity
     shortest = values[above_half:]
     alone = np.searchsorted(-values, -(capacity - shortest))
     until = np.arange(above_half, len(values)) + 1

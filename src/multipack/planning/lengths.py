@@ -68,14 +68,16 @@ def packs_from(pack_of: NDArray[np.int64], packs: int) -> Packs:
     return Packs(np.argsort(pack_of, kind="stable"), offsets)
 
 
-def check_integer(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
+def check_integer(name: str, value: Any, least: int | None = 1, most: int | None = None) -> int:
     """`value` as an int.
 
     Raises:
         ValueError: not a whole number, below `least`, or above `most`.
     """
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+    is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not is_whole or (least is not None and value < least):
+        bound = "" if least is None else f" of at least {least}"
+        raise ValueError(f"{name} must be a whole number{bound}, got {value!r}")
     if most is not None and value > most:
         raise ValueError(f"{name} must be at most {most:,}, got {value:,}")
     return int(value)

@@ -14,7 +14,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from multipack.planning.cost import CostModel
 from multipack.planning.lengths import LARGEST_CAPACITY, check_integer, check_integers
-from multipack.shapes import ModelShape
 
 Integers = NDArray[np.int64]
 
@@ -148,14 +147,10 @@ class PlanOptions:
             balanced: the cost that packs are equalized in.
             steps: number of steps, where it was given.
         """
-        names = ("capacity", "packs_per_step", "window", "order", "tail", "balance", "max_documents", "group")
-        return {
-            **{name: getattr(self, name) for name in names},
-            "align": self.align,
-            "budget": self.mean,
-            "steps": steps,
-            "cost": balanced.key() if self.balance == "cost" else self.balance,
-        }
+        names = {field.name for field in fields(self)} - {"micro_batches", "effort"}
+        values = {name: getattr(self, name) for name in names}
+        cost = balanced.key() if self.balance == "cost" else self.balance
+        return values | {"budget": self.mean, "steps": steps, "cost": cost}
 
     def full_steps(self, tokens: int, documents: int) -> int:
         """Steps that are filled by this many tokens, or by this many documents where their number is limited."""
@@ -186,12 +181,7 @@ class PlanOptions:
         return chosen
 
     def most_documents(self, slots: Integers, repeated: bool) -> int:
-        """Maximum documents that any pack of these documents can hold.
-
-        Args:
-            slots: (documents,) of every document.
-            repeated: documents may occur several times in an epoch, because they are carried from the one before.
-        """
+        """Maximum documents of a pack; `repeated`: a document may occur several times, because it is carried over."""
         if repeated:
             most = self.capacity // int(slots.min())
         else:
@@ -209,30 +199,6 @@ def check_choice(name: str, value: Any, choices: Any) -> None:
     """
     if value not in get_args(choices):
         raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(get_args(choices))}")
-
-
-def check_seed(seed: int) -> int:
-    """A seed as a Python integer.
-
-    Raises:
-        ValueError: not an integer.
-    """
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
-        raise ValueError(f"seed must be an integer, got {seed!r}")
-    return int(seed)
-
-
-def cost_model_of(cost: CostModel | ModelShape | None) -> CostModel:
-    """A cost model from a `cost=` argument; None = Llama 3 8B.
-
-    Raises:
-        ValueError: another type.
-    """
-    if isinstance(cost, CostModel):
-        return cost
-    if cost is None or isinstance(cost, ModelShape):
-        return CostModel.from_shape(cost)
-    raise ValueError(f"cost must be a CostModel, a ModelShape or None, got {type(cost).__name__}")
 
 
 def check_targets(targets: ArrayLike, lengths: Integers) -> Integers:

@@ -25,9 +25,7 @@ from multipack.planning.options import (
     Sync,
     check_carried,
     check_choice,
-    check_seed,
     check_targets,
-    cost_model_of,
     fingerprint_of,
 )
 from multipack.planning.steps import StepRules, divide_epoch, offsets_of, permutation
@@ -141,10 +139,6 @@ class Plan:
         first, last = self._packs_of(step)
         return Packs(self.documents(step), self.pack_offsets[first : last + 1] - self.pack_offsets[first])
 
-    def costs(self, documents: Integers) -> Integers:
-        """(documents,) int64 cost of each of these documents that is balanced between packs; see `balanced`."""
-        return self.balanced.cost(self.slots[documents])
-
     def tokens(self, step: int) -> int:
         """Number of tokens of a step's documents."""
         return int(self.lengths[self.documents(step)].sum())
@@ -251,10 +245,10 @@ def plan(
     """
     started = time.perf_counter()
     chosen = PlanOptions.of(options, named)
-    seed, epoch = check_seed(seed), check_integer("epoch", epoch, 0)
+    seed, epoch = check_integer("seed", seed, None), check_integer("epoch", epoch, 0)
     steps = None if steps is None else check_integer("steps", steps)
     check_choice("loss_weighting", loss_weighting, LossWeighting)
-    cost_model = cost_model_of(cost)
+    cost_model = cost if isinstance(cost, CostModel) else CostModel.from_shape(cost)
     checked = check_lengths(lengths, chosen.capacity, chosen.align)
     slots = chosen.slots(checked)
     balanced = chosen.balanced_cost(cost_model, slots)

@@ -205,14 +205,14 @@ def _window(
     most: int,
     number: int,
 ) -> Division:
-    """Make the steps of a window.
+    """Make `width` steps, fewer if there are fewer entries, of a sequence whose slots sum up to `ends`.
 
     Args:
-        ends: (entries + 1,) cumulative sum of the slots of the sequence, from 0.
+        ends: (entries + 1,) cumulative sum, from 0.
         start: first position that no window has considered.
         deferred: positions before `start` without a pack, ascending.
         rules: options and costs.
-        width: number of steps; fewer are made if there are fewer entries.
+        width: number of steps.
         aim: number of slots to place.
         most: maximum number of entries to place.
         number: index of the window, which with seed and epoch determines its random numbers.
@@ -298,18 +298,15 @@ def _pack(
         found[found >= packs] = -1
         balancing.gather(found, slots, wanted, packs, capacity, limit, spare)
         placing.fill_empty(found, packs)
-        missed_tight = int(slots[wanted & (found < 0)].sum())
-        kept = not (deferred & (found < 0)).any()
-        if kept and (2 * missed_tight <= missed or (last and missed_tight < missed)):
+        still = int(slots[wanted & (found < 0)].sum())
+        fewer = still < missed if last else 2 * still <= missed
+        if fewer and not (deferred & (found < 0)).any():
             best = found
     if 1 < packs <= _MOST_BALANCED:
-        excess, loads = (
-            int(costs[best >= 0].sum()) // packs // _SIMILAR,
-            np.stack([costs, np.zeros_like(costs)]),
-        )
-        balancing.balance(
-            best, slots, loads, capacity, limit, packs, 1, _HALF, _ATTEMPTS * packs, _FAILURES, excess
-        )
+        excess = int(costs[best >= 0].sum()) // packs // _SIMILAR
+        loads = np.stack([costs, np.zeros_like(costs)])
+        attempts = _ATTEMPTS * packs
+        balancing.balance(best, slots, loads, capacity, limit, packs, 1, _HALF, attempts, _FAILURES, excess)
     return best
 
 
@@ -353,19 +350,13 @@ def _arrange(
 
 
 def divide_epoch(ends: Integers, rules: StepRules, steps: int | None) -> tuple[Division, int]:
-    """Divide a sequence by the option `tail`, or into exactly `steps` steps.
+    """Divide a sequence by the option `tail`, or into exactly `steps` steps; and the number of steps planned together.
 
     keep     the fewest steps that hold all documents, evenly filled
     drop     full steps only; documents are left over
     carry    full steps only; documents left over begin the next epoch
 
-    Args:
-        ends: (entries + 1,) cumulative sum of the slots of the sequence, from 0.
-        rules: options and costs.
-        steps: number of steps; None = determined by `tail`. With `keep`, windows become wider until all documents fit.
-
-    Returns:
-        The steps, and the number of steps planned together.
+    With `keep` and `steps`, windows become wider until all documents fit.
 
     Raises:
         ValueError: there are more steps than documents, the documents fill no step, or the steps cannot hold all
@@ -395,18 +386,11 @@ def divide_epoch(ends: Integers, rules: StepRules, steps: int | None) -> tuple[D
             del made  # one at a time: each is as large as the rest of a plan
             made = divide(ends, rules, taken, options.needed_steps, width=width)
         return made, width
-    width, needed = min(width, steps), min(options.needed_steps(slots, entries), steps)
-    while width < steps:
-        # Search the number of steps to spread over evenly; documents that do not fit add further steps.
-        low, high, even = needed, steps, steps
-        while low <= high:
-            made = divide(ends, rules, even, options.needed_steps, width=width)
-            if len(made.step_sizes) == steps:
-                return made, width
-            low, high = (even + 1, high) if len(made.step_sizes) < steps else (low, even - 1)
-            even = (low + high) // 2
+    width = min(width, steps)
+    made = divide(ends, rules, steps, no_more, width=width)
+    while len(made.left(entries)) and width < steps:
         width = min(2 * width, steps)
-    made = divide(ends, rules, steps, no_more, width=steps)
+        made = divide(ends, rules, steps, no_more, width=width)
     if len(made.left(entries)):
         falling = -np.sort(-np.diff(ends))
         packs = fit.first_fit(falling, options.capacity, options.max_documents or entries)[1]
@@ -414,4 +398,4 @@ def divide_epoch(ends: Integers, rules: StepRules, steps: int | None) -> tuple[D
             f"steps={steps:,} are too few for every document: first fit needs {packs:,} packs, which is"
             f" {-(-packs // options.packs_per_step):,} steps of packs_per_step={options.packs_per_step}"
         )
-    return made, steps
+    return made, width

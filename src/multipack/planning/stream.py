@@ -29,8 +29,6 @@ from multipack.planning.options import (
     PlanOptions,
     Sync,
     check_choice,
-    check_seed,
-    cost_model_of,
     short,
 )
 from multipack.planning.plan import denominator_of
@@ -131,16 +129,12 @@ class StreamStep:
 
     def deal(self, data_parallel_size: int, sync: Sync = "micro") -> Packs:
         """The documents arranged for ranks, as `Plan.deal` does: pack m · ranks + r is rank r's micro-batch m."""
-        options = self._stream.options
-        slots = options.slots(self.lengths)
+        options, slots = self._stream.options, self._stream.options.slots(self.lengths)
         return deal_packs(self.packs, slots, self._balanced, options, data_parallel_size, sync)
 
     def state_dict(self) -> dict[str, Any]:
         """The stream's state after this step, however far it was read ahead: plain values."""
         return self._stream._state(replace(self._queue, taken=self._index + 1))
-
-    def __repr__(self) -> str:
-        return f"StreamStep({self.number:,}: {len(self):,} documents of {self.tokens:,} tokens)"
 
 
 class PackStream:
@@ -202,19 +196,23 @@ class PackStream:
             )
         check_choice("overlong", overlong, Overlong)
         check_choice("loss_weighting", loss_weighting, LossWeighting)
-        self.seed, self.loss_weighting, self.options = check_seed(seed), loss_weighting, chosen
+        self.seed, self.loss_weighting, self.options = (
+            check_integer("seed", seed, None),
+            loss_weighting,
+            chosen,
+        )
         self.align, self.longest = chosen.align, chosen.longest
         most = chosen.capacity // chosen.align
         self.most_documents = min(chosen.max_documents or most, most)
         self._documents, self._length, self._targets, self._overlong = documents, length, targets, overlong
-        self._cost_model = cost_model_of(cost)
-        self.key = {
+        self._cost_model = cost if isinstance(cost, CostModel) else CostModel.from_shape(cost)
+        own = {
             "algorithm": ALGORITHM,
-            **chosen.key(self._cost_model),
             "seed": self.seed,
             "overlong": overlong,
             "targets": targets is not None,
         }
+        self.key = chosen.key(self._cost_model) | own
         self._taken, self._was_read, self._finished = 0, False, False
         self._iterator: Iterator[Any] | None = None
         self._begin(_Queue())
@@ -413,11 +411,6 @@ class PackStream:
                 f"{name} has {length:,} tokens, but a pack holds {self.longest:,}; raise capacity, cut such documents"
                 " before, or set overlong='drop' to leave them out, counted"
             )
-        targets = length - 1
-        if self._targets is not None:
-            targets = check_integer(f"the number of targets of {name}", self._targets(item), 0)
-        if targets >= length:
-            raise ValueError(
-                f"{name} has {length} tokens, of which at most {length - 1} are targets, got {targets}"
-            )
-        return [position, length, targets, -1, item]
+        most = length - 1
+        targets = most if self._targets is None else self._targets(item)
+        return [position, length, check_integer(f"the targets of {name}", targets, 0, most), -1, item]

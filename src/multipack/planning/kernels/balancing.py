@@ -28,36 +28,23 @@ _COLLECTIONS = 200  # times that free tokens of many packs are brought into one,
 _TRIES = 4  # successive collections that were not enough for a document, after which no more are made
 _GIVERS = 128  # packs that give their free tokens in one of them
 _SLACK = 4096  # a pack that gives free tokens keeps 1/4096 of the capacity
-_GATHER_HALF = (
-    6  # documents in a half when free tokens pass from one pack to another; one more after a failure
-)
+_GATHER_HALF = 6  # documents in a half when free tokens pass between packs; one more after a failure
 
 
 class State(NamedTuple):
     """Packs and their sums, which every move updates. The documents of a pack are a linked list, longest first."""
 
-    placed: Integers
-    """(documents,) pack of each document, −1 for none."""
-    lengths: Integers
-    """(documents,) tokens, descending."""
-    loads: Integers
-    """(2, documents) loads of each document."""
-    head: Integers
-    """(packs,) first document of each pack, or −1."""
-    after: Integers
-    """(documents,) next document of the pack, or −1."""
-    tokens: Integers
-    """(packs,) tokens of each pack."""
-    sizes: Integers
-    """(packs,) documents of each pack."""
-    totals: Integers
-    """(2, ranks) loads of each rank."""
-    capacity: int
-    """Maximum tokens of a pack."""
-    max_documents: int
-    """Maximum documents of a pack."""
-    seed: Integers
-    """(1,) state of the random numbers that draw documents."""
+    placed: Integers  # (documents,) pack of each document, −1 for none
+    lengths: Integers  # (documents,) tokens, descending
+    loads: Integers  # (2, documents) loads of each document
+    head: Integers  # (packs,) first document of each pack, or −1
+    after: Integers  # (documents,) next document of the pack, or −1
+    tokens: Integers  # (packs,) tokens of each pack
+    sizes: Integers  # (packs,) documents of each pack
+    totals: Integers  # (2, ranks) loads of each rank
+    capacity: int  # maximum tokens of a pack
+    max_documents: int  # maximum documents of a pack
+    seed: Integers  # (1,) state of the random numbers that draw documents
 
 
 @compiled
@@ -260,18 +247,9 @@ def balance(
     The rank whose load exceeds the mean most is rearranged with the rank where that load is least; after a failure with
     the next one. No pack becomes empty.
 
-    Args:
-        placed: (documents,) pack of each document, or −1.
-        lengths: (documents,) tokens, descending.
-        loads: (2, documents) loads.
-        capacity: maximum tokens of a pack.
-        max_documents: maximum documents of a pack.
-        ranks: number of ranks, at least 2.
-        slots: packs of each rank.
-        half: number of documents in each half of the search, which takes time and memory of 2^half.
-        attempts: maximum number of pairs of packs to try.
-        failures: number of successive failures at which to stop.
-        excess: largest load minus the mean at which to stop.
+    `placed`, `lengths` and `loads` are those of `State`. Each of at least 2 `ranks` has `slots` packs. `half` is the
+    number of documents in each half of the search, which takes time and memory of 2^half. The search ends after this
+    many attempts, or successive failures, or when the largest load exceeds the mean by at most `excess`.
     """
     state = _state(placed, lengths, loads, ranks * slots, ranks, capacity, max_documents)
     mean = np.zeros(2, dtype=np.int64)
@@ -350,16 +328,9 @@ def gather(
     the longest `wanted` document without a pack.
 
     Then, if `spare` is not negative, packs are filled up in the same way: the longest document without a pack, wanted
-    or not, that fits into the emptiest pack finds a place there, while more than `spare` tokens are free.
+    or not, that fits into the emptiest pack finds a place there, while more than `spare` tokens of all packs are free.
 
-    Args:
-        placed: (documents,) pack of each, or −1.
-        lengths: (documents,) tokens, descending.
-        wanted: (documents,) must be placed if possible; the others only fill up.
-        packs: number of packs.
-        capacity: maximum tokens of a pack.
-        max_documents: maximum documents of a pack.
-        spare: free tokens of all packs together to keep; −1 = do not fill up.
+    `placed` and `lengths` are those of `State`; `wanted` says of each document whether it must be placed if possible.
     """
     loads, nothing = np.zeros((2, len(placed)), dtype=np.int64), np.zeros(packs, dtype=np.bool_)
     for document in range(len(placed)):

@@ -133,13 +133,8 @@ def best_fit(
     places of a pack at once, and those of a group of equal packs one after another. Of equal rooms the first in its
     queue is taken first.
 
-    Args:
-        values: (distinct,) lengths, falling.
-        counts: (distinct,) documents of each.
-        capacity: tokens of a pack.
-        max_documents: most documents of a pack.
-        last: (capacity + 1,) zeros.
-        bits: zeros: one bit per room.
+    `values` are (distinct,) lengths, falling, with `counts` documents of each; `last` and `bits` are zeros for
+    capacity + 1 rooms.
 
     Returns:
         (groups,) first pack of each group; (groups,) its number of packs; (groups,) its latest run; (runs, 3) index of
@@ -228,13 +223,8 @@ def hand_out(
 ) -> tuple[Integers, Integers]:
     """Fill patterns with documents, pack after pack. Places for more documents than there are stay empty.
 
-    Args:
-        by_length: (documents,) document numbers by falling length.
-        counts: (distinct,) documents of each length, longest first.
-        starts: (patterns + 1,) offsets of the patterns' runs.
-        numbers: (runs,) index of the length.
-        copies: (runs,) documents of it.
-        packs: (patterns,) number of packs.
+    `by_length` are document numbers by falling length, `counts` the documents of each length; the others are the fields
+    of `Patterns`.
 
     Returns:
         (documents,) document numbers, pack after pack, and (packs + 1,) offsets of packs; no pack is empty.

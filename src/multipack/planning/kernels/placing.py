@@ -112,15 +112,8 @@ def place(
 ) -> Integers:
     """(documents,) pack of each document, −1 for none: spread by cost, then room gathered for what did not fit.
 
-    Args:
-        lengths: (documents,) falling.
-        costs: (documents,) falling.
-        packs: packs.
-        capacity: maximum tokens of a pack.
-        max_documents: maximum documents of a pack.
-        visit: documents in the order in which they choose; None = longest first.
-        wanted: (documents,) to be placed; the others only fill gaps. None = all.
-        spare: free tokens to keep when gaps are filled; −1 = do not fill gaps.
+    `lengths` and `costs` are falling. Documents choose in the order of `visit`, by default the longest first. Those
+    that are not `wanted` only fill gaps, while more than `spare` tokens are free; see `balancing.gather`.
     """
     if visit is None:
         visit = np.arange(len(lengths), dtype=np.int64)

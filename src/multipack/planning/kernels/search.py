@@ -84,13 +84,7 @@ def fill(
 
     A pattern is used as often as there are documents for it. After all tries, packs are filled greedily.
 
-    Args:
-        values: (distinct,) lengths, falling.
-        counts: (distinct,) documents of each, also 0.
-        capacity: tokens of a pack.
-        max_documents: most documents of a pack.
-        nodes: documents that the search for one pack tries.
-        tries: documents that all searches try.
+    The search for one pack tries about `nodes` documents, all searches `tries`. Counts may be 0.
 
     Returns:
         The fields of `Patterns`: starts (patterns + 1,), numbers (runs,), copies (runs,), packs (patterns,).
@@ -134,11 +128,7 @@ def knapsack(values: Integers, weights: Integers, capacity: int, max_documents: 
     A length may occur in a pack any number of times. If `max_documents` can bind, there is a table of rooms for each
     number of documents; otherwise one table suffices.
 
-    Args:
-        values: (distinct,) lengths, falling.
-        weights: (distinct,) weight of a document of each length, at least 0.
-        capacity: tokens of a pack.
-        max_documents: most documents of a pack.
+    `weights` are those of a document of each length of `values`, falling, and at least 0.
 
     Returns:
         The greatest weight, and (distinct + 1, distinct) documents of each length in packs: for each length a heaviest
@@ -147,9 +137,8 @@ def knapsack(values: Integers, weights: Integers, capacity: int, max_documents: 
     distinct, binds = len(values), max_documents < capacity // values[-1]
     layers = max_documents if binds else 1
     heaviest = np.zeros((layers + 1, capacity + 1), dtype=np.int64)
-    last = np.full(
-        (layers + 1, capacity + 1), -1, dtype=np.int32
-    )  # a length in the heaviest pack; −1: a free token
+    # A length in the heaviest pack; −1: a free token.
+    last = np.full((layers + 1, capacity + 1), -1, dtype=np.int32)
     for layer in range(1, layers + 1):
         before = layer - 1 if binds else layer
         for room in range(values[-1], capacity + 1):
