@@ -246,7 +246,7 @@ def test_names_files_and_defaults(tmp_path):
     assert resolve().name == "chatml"
     assert resolve(chat_template="llama3").special_tokens == LLAMA3.special_tokens
     assert resolve(chat_template="plain").special_tokens == (END,)
-    assert resolve(TokenizerConfig("gpt2"), chat_template="plain").end_of_turn == END
+    assert resolve(TokenizerConfig("byte"), chat_template="plain").end_of_turn == END
     file = tmp_path / "mine.jinja"
     file.write_text("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}")
     template = resolve(chat_template=str(file), special_tokens=["<|end|>", "<|user|>"])

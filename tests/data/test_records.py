@@ -4,7 +4,6 @@ import pytest
 
 from multipack.data.records import read_messages, without_nulls
 from multipack.data.sources import Source
-from multipack.data.tokenizer import TokenizerConfig
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 OTHER = {"role": "assistant", "content": "Go away"}
@@ -15,9 +14,9 @@ SYSTEM = {"role": "system", "content": "Be nice."}
 def read(config, text_file):
     """The source of records, written as JSONL."""
 
-    def make(*records, tokenizer=None, **fields):
+    def make(*records, **fields):
         path = text_file("".join(json.dumps(record) + "\n" for record in records), "a.jsonl")
-        return Source(config(source="jsonl", path=path, **fields), tokenizer)
+        return Source(config(source="jsonl", path=path, **fields))
 
     return make
 
@@ -194,13 +193,13 @@ def test_the_identity_depends_on_form_and_template(config, text_file):
     chat, pair = {"messages": [USER, ANSWER]}, {"prompt": "p", "chosen": "c", "rejected": "r"}
     paths = [text_file(json.dumps(record), f"{number}.jsonl") for number, record in enumerate((chat, pair))]
 
-    def identity(number, tokenizer=None, **fields):
-        return Source(config(source="jsonl", path=paths[number], **fields), tokenizer).identity
+    def identity(number, **fields):
+        return Source(config(source="jsonl", path=paths[number], **fields)).identity
 
     found = [
         identity(0),
         identity(0, chat_template="llama3"),
-        identity(0, TokenizerConfig("gpt2"), chat_template="plain"),
+        identity(0, chat_template="plain"),
         identity(1),
         identity(1, between=""),
         identity(1, fields=["chosen", "rejected"], format="preference"),

@@ -110,9 +110,8 @@ class PackedCollator:
         starts = np.cumsum(sizes) - sizes
         input_ids = np.full(slots, self.pad_id, dtype=np.int64)
         targets = np.full(slots, IGNORE, dtype=np.int64)
-        for start, length, document in zip(
-            starts, lengths, documents, strict=False
-        ):  # padding has no document
+        # The last size may be that of padding, which has no document.
+        for start, length, document in zip(starts, lengths, documents, strict=False):
             input_ids[start : start + length] = document.tokens
             targets[start : start + length] = document.shifted_targets()
         cu_seqlens = np.full(self.max_documents + 2, slots, dtype=np.int32)
@@ -199,12 +198,7 @@ class PreferencePairs:
         return len(self.documents)
 
     def __getitem__(self, index: int) -> PreferencePair:
-        """Pair `index`.
-
-        Raises:
-            IndexError: there is none.
-            ValueError: the documents are no pairs, or an answer has no target.
-        """
+        """Pair `index`; `ValueError` if the documents are no pairs, or an answer has no target."""
         chosen, rejected = self.documents.pair(index)
         return chosen, rejected, None if self.reference is None else self.reference[index]
 

@@ -74,22 +74,15 @@ def mix(
     ends: Ends = "all",
     seed: int = 0,
 ) -> tuple[Documents, tuple[Share, ...]]:
-    """One epoch of a mixture, its sources evenly interleaved.
+    """One epoch of a mixture, its sources evenly interleaved, and the share of each source.
+
+    `sources` are views of one store, none of them empty. With `ends="all"` the epoch is the shortest that shows every
+    document, with `first` the longest that repeats none; `seed` chooses the documents that are repeated or left out.
+    Without weights every document is shown once.
 
     By documents, the number of documents of the epoch is divided in proportion to the weights, and the rest from
     rounding goes to the largest remainders (Hamilton's method). By tokens, each source gives documents until its share
     is reached; the last one exceeds it by less than its own tokens.
-
-    Args:
-        sources: views of one store, none of them empty.
-        names: names of the sources.
-        weights: positive, in any unit; empty = every document once.
-        weigh_by: unit of the shares.
-        ends: `all`: the shortest epoch that shows every document; `first`: the longest one that repeats none.
-        seed: seed of the choice of documents that are repeated or left out.
-
-    Returns:
-        The view, and the share of each source.
 
     Raises:
         ValueError: weights for an epoch of more than `MOST_DOCUMENTS` documents.

@@ -163,10 +163,7 @@ class PackedBatchSampler(Sampler[list[int]]):
             self.epoch, self._position, self._resume = epoch, 0, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Where iteration stands: after the last list that was yielded.
-
-        A loader that prefetches is ahead of what was trained on; `state_at` gives the state of any step.
-        """
+        """The state after the last list that was yielded; a loader that prefetches is ahead of what was trained on."""
         return self.state_at(*divmod(self._position, self.micro_batches))
 
     def state_at(self, step: int, micro_batch: int = 0) -> dict[str, Any]:

@@ -209,11 +209,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path, name: str = "") -> Tokenizer:
-        """Read a `tokenizer.json`, or that of a folder, and the files of transformers beside it.
-
-        Raises:
-            ValueError: it is missing or malformed.
-        """
+        """Read a `tokenizer.json`, or that of a folder, and the files beside it; `ValueError` if it is malformed."""
         definition, config = read_file(str(path))
         try:
             return cls(definition, name or f"file {path.name}", config)
@@ -295,33 +291,30 @@ def build_tokenizer(
     A trained tokenizer is kept in `cache/tokenizers`, under a hash of corpus and settings. One process trains it while
     others that need the same one wait. Raises as `load_tokenizer`, and if the corpus has no text.
     """
+
+    def texts() -> Iterator[str]:
+        for number, document in enumerate(source):
+            yield from (part.text for part in document.parts if not part.is_special)
+            if progress is not None and number % 256 == 0:
+                progress(source.done, source.total, f"{source.unit} read for the tokenizer")
+
     config.check()
+    special_tokens = source.records.special_tokens
     if not config.is_trained:
-        return load_tokenizer(config, source.records.special_tokens)
+        return load_tokenizer(config, special_tokens)
     recipe = f"multipack tokenizer 1, {config.name}, {source.identity}"
     path = cache / "tokenizers" / f"{hashlib.sha256(recipe.encode()).hexdigest()[:32]}.json"
     if not path.exists():
         with locked(path.with_suffix(".lock")):
             if not path.exists():
-                texts = _texts(source, progress)
                 if config.kind == "char":
-                    trained = character_tokenizer(texts, source.records.special_tokens)
+                    trained = character_tokenizer(texts(), special_tokens)
                 else:
-                    trained = train_bpe(texts, config.vocabulary_size, source.records.special_tokens)
+                    trained = train_bpe(texts(), config.vocabulary_size, special_tokens)
                 trained.save(path)
+                if progress is not None:
+                    progress(source.total, source.total, f"{source.unit} read for the tokenizer")
     return Tokenizer.load(path, config.name)
-
-
-def _texts(source: Any, progress: Progress | None) -> Iterator[str]:
-    """The text of all documents of a `Source`, without special tokens."""
-    for number, document in enumerate(source):
-        for part in document.parts:
-            if not part.is_special:
-                yield part.text
-        if progress is not None and number % 256 == 0:
-            progress(source.done, source.total, f"{source.unit} read for the tokenizer")
-    if progress is not None:
-        progress(source.total, source.total, f"{source.unit} read for the tokenizer")
 
 
 def load_tokenizer(config: TokenizerConfig, special_tokens: Sequence[str] = ()) -> Tokenizer:
