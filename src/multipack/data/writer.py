@@ -203,9 +203,13 @@ class StoreWriter:
                 self.shards.append(shard)
         except ValueError:  # a damaged shard: it and those after it are made again
             pass
-        for file in self.path.glob(f"*{shard_name(self._part, 0)[:10]}-*"):
-            if file.name.endswith(PARTIAL) or file.name >= self._next_file().name:
+        own = shard_name(self._part, 0)[:10]
+        for file in self.path.glob(f"{own}-*"):
+            if file.name >= self._next_file().name:
                 file.unlink(missing_ok=True)
+        # What killed writers left; of several parts, others may be writing the header now.
+        for file in self.path.glob(f".*{PARTIAL}" if self.header.parts == 1 else f".{own}-*{PARTIAL}"):
+            file.unlink(missing_ok=True)
         return self
 
     def _continues(self) -> bool:
