@@ -164,20 +164,6 @@ def test_lengths_of_a_store_are_those_of_training(write_store):
     assert (targets.tolist(), fit) == (documents.target_counts.tolist(), report)
 
 
-# --- real corpora ----------------------------------------------------------------------------------------
-
-
-def test_tinyshakespeare(shared_data, config):
-    path = str(shared_data / "text" / "tinyshakespeare.txt")
-    corpus = load_corpus(config(source="text", path=path, block_size=1024), CHAR, limit=1024)
-    assert corpus.tokenizer.vocabulary_size == 65
-    assert (corpus.train.num_tokens, corpus.validation.num_tokens) == (1_003_854, 111_540)
-    assert (len(corpus.train), len(corpus.validation)) == (981, 109)
-    assert (
-        "".join(texts(corpus.train)) == (shared_data / "text" / "tinyshakespeare.txt").read_text()[:1_003_854]
-    )
-
-
 def test_the_standard_library(config, monkeypatch):
     root, names = stdlib.library_files()
     monkeypatch.setattr(stdlib, "library_files", lambda: (root, names[:60]))

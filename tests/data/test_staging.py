@@ -64,6 +64,7 @@ def test_a_store_in_memory_is_the_same_store(store, write_store, monkeypatch, co
     assert size > 2 * store.num_tokens
     assert "read into memory" in line
     assert content(pickle.loads(pickle.dumps(held))) == content(store)
+    assert held.shard(1).checksum == store.shard(1).checksum != store.checksum
     for each in (held, other):
         shutil.rmtree(each.path)
     assert (len(content(held)), len(content(joined))) == (60, 61)  # without any file

@@ -105,13 +105,6 @@ def test_stores_travel_to_other_processes(three, content):
     assert TokenStore(moved).checksum == three.checksum
 
 
-def test_documents_in_memory_are_a_store(three, content):
-    shard = three.shards[1].in_memory()
-    store = TokenStore(three.path, header=three.header, shards=[shard])
-    assert content(store) == content(pickle.loads(pickle.dumps(store))) == content(three)[1:3]
-    assert store.checksum == three.shard(1).checksum
-
-
 def test_a_growing_store_has_the_shards_that_are_there(three):
     assert TokenStore(three.path, growing=True).is_complete
     for missing, there in ((3, 5), (1, 1)):  # up to the first gap

@@ -85,12 +85,10 @@ def load_corpus(
         tokenizer: the tokenizer; `auto` takes that of a store.
         limit: most tokens of a document: the capacity of a pack, or the model's context if that is less.
         progress: see `prepare`.
-        reads: whether this process reads tokens. One that receives packs from another (`data.readers`) neither copies
-            nor verifies; it plans from lengths and ranges of targets.
+        reads: whether this process reads tokens; one that receives packs from others neither copies nor verifies.
 
     Raises:
-        ValueError: see `prepare` and `TokenStore`; a store of another tokenizer; too few documents to validate on;
-            documents that are too long with `data.overlong=error`.
+        ValueError: see `prepare` and `TokenStore`; a store of another tokenizer; too few or too long documents.
     """
     data.check()
     tokenizer.check()

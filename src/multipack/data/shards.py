@@ -178,11 +178,7 @@ def write_shard(path: Path, shard: Shard, read: int, skipped: dict[str, int] | N
 
 
 def open_shard(path: Path, label: str = "") -> Shard:
-    """Map a shard; its hash is not compared.
-
-    Args:
-        path: the file.
-        label: begins the names of its documents.
+    """Map a shard; its hash is not compared. `label` begins the names of its documents.
 
     Raises:
         ValueError: the file is not a shard, truncated or damaged.
@@ -276,7 +272,7 @@ class StoreHeader:
         file = folder / HEADER
         if not file.is_file():
             raise ValueError(
-                f"{folder} is not a token store (it has no {HEADER}); `multipack prepare` makes one"
+                f"{folder} is not a token store (it has no {HEADER}): `multipack prepare` makes one"
             )
         try:
             content = json.loads(file.read_bytes()) if file.stat().st_size <= _LARGEST_JSON else {}
@@ -310,12 +306,9 @@ def part_shards(folder: Path, part: int, known: Sequence[Shard] = ()) -> Iterato
 
 
 def find_shards(folder: Path, parts: int, known: Sequence[Shard] = ()) -> list[Shard]:
-    """The shards of a store that may still grow, in order, up to the first that is missing.
+    """The shards of a store of `parts` parts that may still grow, in order, up to the first that is missing.
 
-    Args:
-        folder: folder of the store.
-        parts: number of parts of the store.
-        known: shards that an earlier call has found; they are not opened again.
+    Those in `known` are not opened again.
 
     Raises:
         ValueError: a shard is damaged.

@@ -60,10 +60,7 @@ def stage(
 ) -> tuple[list[TokenStore], str]:
     """The same stores, copied to memory or to a folder of this host; and one line for people.
 
-    Args:
-        stores: stores that are folders.
-        where: `memory`, a folder, or empty: stores are read where they are.
-        progress: called with (bytes done, total, unit).
+    `where` is `memory`, a folder, or empty: stores are read where they are.
 
     Raises:
         ValueError: no room; the folder cannot be written.
@@ -91,7 +88,7 @@ def stage(
     except (OSError, ValueError) as error:
         raise ValueError(
             f"data.stage={where}: stores cannot be copied there ({error}): name a folder of this host with file locks"
-            " and enough room, such as /dev/shm or a local disk, or leave data.stage out"
+            " and room, such as /dev/shm, or leave data.stage out"
         ) from error
     if [copy.checksum for copy in copies] != [store.checksum for store in stores]:
         raise ValueError(f"data.stage={where}: a store was replaced while it was copied: start again")

@@ -89,10 +89,7 @@ class ShardBuilder:
     def add_batch(self, items: Sequence[Sequence[SourceDocument]], tokenizer: Tokenizer) -> None:
         """Tokenize and add documents, and an end token to those that do not end themselves.
 
-        Args:
-            items: documents that belong together: one each, or the two answers of a preference pair. Items in which a
-                document has no tokens are left out.
-            tokenizer: makes the tokens.
+        An item is one document, or the two answers of a preference pair; one without tokens is left out.
 
         Raises:
             ValueError: text that the tokenizer does not know; the message names its document.
