@@ -215,7 +215,6 @@ def test_an_iterator_is_read_once():
         ({"align": 512}, ValueError, "align=512"),
         ({"seed": 0.5}, ValueError, "seed"),
         ({"loss_weighting": "words"}, ValueError, "loss_weighting='words'"),
-        ({"documents": 5}, ValueError, "documents must be"),
     ],
 )
 def test_options_are_checked(options, error, message):

@@ -21,15 +21,10 @@ from multipack.planning.kernels import fit as kernels
 
 
 class Histogram(NamedTuple):
-    """Number of documents of each length.
+    """Number of documents of each length."""
 
-    Attributes:
-        values: (distinct,) int64 lengths in tokens, falling.
-        counts: (distinct,) int64 documents of each length.
-    """
-
-    values: NDArray[np.int64]
-    counts: NDArray[np.int64]
+    values: NDArray[np.int64]  # (distinct,) lengths in tokens, falling
+    counts: NDArray[np.int64]  # (distinct,) documents of each length
 
     @property
     def documents(self) -> int:
@@ -88,19 +83,12 @@ def simple_bound(histogram: Histogram, capacity: int, max_documents: int) -> int
 
 
 class Patterns(NamedTuple):
-    """Packs of a histogram's documents. Pattern p has the runs starts[p] … starts[p + 1] − 1.
+    """Packs of a histogram's documents. Pattern p has the runs starts[p] … starts[p + 1] − 1."""
 
-    Attributes:
-        starts: (patterns + 1,) int64.
-        numbers: (runs,) int64 index into the histogram's lengths.
-        copies: (runs,) int64 documents of that length in each pack.
-        packs: (patterns,) int64 number of packs.
-    """
-
-    starts: NDArray[np.int64]
-    numbers: NDArray[np.int64]
-    copies: NDArray[np.int64]
-    packs: NDArray[np.int64]
+    starts: NDArray[np.int64]  # (patterns + 1,)
+    numbers: NDArray[np.int64]  # (runs,) index into the histogram's lengths
+    copies: NDArray[np.int64]  # (runs,) documents of that length in each pack
+    packs: NDArray[np.int64]  # (patterns,) number of packs
 
     @property
     def num_packs(self) -> int:

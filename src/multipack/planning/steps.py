@@ -128,13 +128,8 @@ class Division:
         return np.concatenate([self.deferred, np.arange(self.next, entries, dtype=np.int64)])
 
 
-Extend = Callable[[int, int], int]
-"""(slots left, entries left) → number of further steps."""
-
-
-def no_more(slots: int, entries: int) -> int:
-    """The argument `extend` of `divide` for a fixed number of steps."""
-    return 0
+Extend = Callable[[int, int], int] | None
+"""(slots left, entries left) → number of further steps; None = no further ones."""
 
 
 def divide(
@@ -167,7 +162,7 @@ def divide(
         slots = int(ends[-1] - ends[last.next]) + int((ends[last.deferred + 1] - ends[last.deferred]).sum())
         count, rest = entries - last.next + len(last.deferred), steps - made
         if rest == 0:
-            more = min(extend(slots, count), count)
+            more = min(extend(slots, count), count) if extend else 0
             if more <= 0:
                 break
             steps += more
@@ -369,7 +364,7 @@ def divide_epoch(ends: Integers, rules: StepRules, steps: int | None) -> tuple[D
             f"steps={steps:,} are more than there are documents ({entries:,}): every step needs one"
         )
     if options.tail != "keep":
-        extend = options.full_steps if steps is None else no_more
+        extend = options.full_steps if steps is None else None
         steps = steps or min(options.full_steps(slots, entries), entries)
         if steps == 0:
             raise ValueError(
@@ -387,10 +382,10 @@ def divide_epoch(ends: Integers, rules: StepRules, steps: int | None) -> tuple[D
             made = divide(ends, rules, taken, options.needed_steps, width=width)
         return made, width
     width = min(width, steps)
-    made = divide(ends, rules, steps, no_more, width=width)
+    made = divide(ends, rules, steps, None, width=width)
     while len(made.left(entries)) and width < steps:
         width = min(2 * width, steps)
-        made = divide(ends, rules, steps, no_more, width=width)
+        made = divide(ends, rules, steps, None, width=width)
     if len(made.left(entries)):
         falling = -np.sort(-np.diff(ends))
         packs = fit.first_fit(falling, options.capacity, options.max_documents or entries)[1]

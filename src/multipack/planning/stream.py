@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -32,7 +32,7 @@ from multipack.planning.options import (
     short,
 )
 from multipack.planning.plan import denominator_of
-from multipack.planning.steps import AHEAD, Extend, StepRules, divide, no_more, offsets_of
+from multipack.planning.steps import AHEAD, Extend, StepRules, divide, offsets_of
 from multipack.shapes import ModelShape
 
 Integers = NDArray[np.int64]
@@ -70,28 +70,17 @@ class _Queue:
     def from_dict(cls, values: Any) -> _Queue:
         """The queue of a saved state; `ValueError` if it is damaged."""
         try:
-            queue = cls(**{name: values[name] for name in cls.__dataclass_fields__})
-            counts = [check_integer(name, values[name], 0) for name in _COUNTS]
-            legal = counts[0] <= len(queue.rows) and all(len(row) == 5 for row in queue.rows)
+            queue = cls(**{each.name: values[each.name] for each in fields(cls)})
+            for each in fields(cls):
+                if each.type == "int":
+                    check_integer(each.name, values[each.name], 0)
+            legal = queue.deferred <= len(queue.rows) and all(len(row) == 5 for row in queue.rows)
             legal = legal and bool((queue.table >= [0, 1, 0, -1]).all())
         except (KeyError, TypeError, ValueError):
             legal = False
         if not legal:
             raise ValueError("the saved stream state is damaged: its documents or counts do not fit together")
         return queue
-
-
-_COUNTS = (
-    "deferred",
-    "window",
-    "step",
-    "taken",
-    "position",
-    "dropped",
-    "dropped_tokens",
-    "longest_wait",
-    "epoch",
-)
 
 
 class StreamStep:
@@ -186,14 +175,8 @@ class PackStream:
         **named: Any,
     ) -> None:
         chosen = PlanOptions.of(options, named)
-        if not callable(documents) and not hasattr(documents, "__iter__"):
-            raise ValueError(
-                f"documents must be an iterable or a function of the position, got {type(documents).__name__}"
-            )
         if chosen.tail == "carry":
-            raise ValueError(
-                "tail='carry' carries documents into the next epoch; a stream takes keep or drop"
-            )
+            raise ValueError("a stream has tail keep or drop: carry is for the next epoch")
         check_choice("overlong", overlong, Overlong)
         check_choice("loss_weighting", loss_weighting, LossWeighting)
         self.seed, self.loss_weighting, self.options = (
@@ -264,7 +247,7 @@ class PackStream:
                 "the state of a stream holds its documents, and one of these is not plain data: make items of lists,"
                 " dictionaries with text keys, text and numbers"
             )
-        return {"options": self.key, **{name: getattr(queue, name) for name in _Queue.__dataclass_fields__}}
+        return {"options": self.key, **{each.name: getattr(queue, each.name) for each in fields(queue)}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state with exactly the steps that followed it.
@@ -323,7 +306,7 @@ class PackStream:
         ends, keep = offsets_of(slots), queue.ended and options.tail == "keep"
         balanced = options.balanced_cost(self._cost_model, slots) if len(slots) else self._cost_model
         steps = width if queue.window else 0
-        extend: Extend = no_more
+        extend: Extend = None
         if queue.ended:
             extend = options.needed_steps if keep else options.full_steps
             steps = min(extend(int(ends[-1]), len(slots)), len(slots))
