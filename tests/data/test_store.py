@@ -14,11 +14,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from multipack.data.documents import Documents
-from multipack.data.shards import (
-    HEADER,
-    open_shard,
-    shard_name,
-)
+from multipack.data.shards import HEADER, open_shard, shard_name
 from multipack.data.store import TokenStore
 from multipack.data.tokenizer import byte_tokenizer, character_tokenizer
 from multipack.data.writer import StoreWriter

@@ -173,13 +173,7 @@ class DataConfig:
 
 
 _DEFAULTS = DataConfig()
-_FIELD_COUNTS = {
-    "text": (1,),
-    "completion": (2,),
-    "chat": (1, 2),
-    "preference": (2, 3),
-    "auto": (1, 2, 3),
-}
+_FIELD_COUNTS = {"text": (1,), "completion": (2,), "chat": (1, 2), "preference": (2, 3), "auto": (1, 2, 3)}
 _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("validation", lambda value: 0 <= value < 1, "a share, at least 0 and less than 1"),
     ("block_size", lambda value: value == 0 or value >= 2, "at least 2 tokens (or 0: as many as fit)"),
