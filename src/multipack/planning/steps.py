@@ -381,11 +381,18 @@ def divide_epoch(ends: Integers, rules: StepRules, steps: int | None) -> tuple[D
             del made  # one at a time: each is as large as the rest of a plan
             made = divide(ends, rules, taken, options.needed_steps, width=width)
         return made, width
-    width = min(width, steps)
-    made = divide(ends, rules, steps, None, width=width)
-    while len(made.left(entries)) and width < steps:
+    width, needed = min(width, steps), min(options.needed_steps(slots, entries), steps)
+    while width < steps:
+        # Search the number of steps to spread over evenly; documents that do not fit add further steps.
+        low, high, even = needed, steps, steps
+        while low <= high:
+            made = divide(ends, rules, even, options.needed_steps, width=width)
+            if len(made.step_sizes) == steps:
+                return made, width
+            low, high = (even + 1, high) if len(made.step_sizes) < steps else (low, even - 1)
+            even = (low + high) // 2
         width = min(2 * width, steps)
-        made = divide(ends, rules, steps, None, width=width)
+    made = divide(ends, rules, steps, None, width=steps)
     if len(made.left(entries)):
         falling = -np.sort(-np.diff(ends))
         packs = fit.first_fit(falling, options.capacity, options.max_documents or entries)[1]
@@ -393,4 +400,4 @@ def divide_epoch(ends: Integers, rules: StepRules, steps: int | None) -> tuple[D
             f"steps={steps:,} are too few for every document: first fit needs {packs:,} packs, which is"
             f" {-(-packs // options.packs_per_step):,} steps of packs_per_step={options.packs_per_step}"
         )
-    return made, width
+    return made, steps
