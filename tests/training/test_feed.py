@@ -284,7 +284,7 @@ def test_a_run_whose_documents_are_late_is_saved_and_resumes(tmp_path, capsys):
 def test_impossible_settings_and_states_are_refused(folder):
     for words, message in (
         (["train.steps=0"], r"set train\.steps"),
-        (["plan.tail=carry"], "tail='carry'"),
+        (["plan.tail=carry"], "tail keep or drop"),
         (["plan.effort=2"], r"plan\.effort=2"),
     ):
         with pytest.raises(ValueError, match=message):
