@@ -79,39 +79,24 @@ def offsets_of(sizes: NDArray[Any]) -> Integers:
 
 @dataclass(frozen=True, eq=False)
 class StepRules:
-    """Settings shared by all windows of an epoch or a stream.
-
-    Attributes:
-        options: options of the plan.
-        price: slots of documents → costs that are balanced between packs.
-        seed, epoch: seed and epoch of the order.
-        even: whether steps are filled evenly, up to the capacity; otherwise each is filled as much as possible.
-    """
+    """Settings shared by all windows of an epoch or a stream."""
 
     options: PlanOptions
-    price: Callable[[Integers], Integers]
+    price: Callable[[Integers], Integers]  # slots of documents → costs that are balanced between packs
     seed: int
     epoch: int
-    even: bool
+    even: bool  # whether steps are filled evenly, up to the capacity; otherwise each is filled as much as possible
 
 
 @dataclass(frozen=True, eq=False)
 class Division:
-    """Steps made from the beginning of a sequence.
+    """Steps made from the beginning of a sequence."""
 
-    Attributes:
-        entries: positions in the sequence, pack after pack, step after step; unsigned integers.
-        pack_sizes: (packs,) number of entries of each pack.
-        step_sizes: (steps,) number of packs of each step.
-        next: first position that was not considered.
-        deferred: positions before `next` in no step, ascending.
-    """
-
-    entries: NDArray[Any]
-    pack_sizes: NDArray[Any]
-    step_sizes: NDArray[Any]
-    next: int
-    deferred: Integers
+    entries: NDArray[Any]  # positions in the sequence, pack after pack, step after step; unsigned integers
+    pack_sizes: NDArray[Any]  # (packs,) number of entries of each pack
+    step_sizes: NDArray[Any]  # (steps,) number of packs of each step
+    next: int  # first position that was not considered
+    deferred: Integers  # positions before `next` in no step, ascending
 
     @cached_property
     def pack_offsets(self) -> Integers:

@@ -336,13 +336,15 @@ def gather(
     for document in range(len(placed)):
         loads[0, document] = lengths[document]
     state = _state(placed, lengths, loads, packs, packs, capacity, max_documents)
-    failed, left = 0, _COLLECTIONS
+    failed, left, free = 0, _COLLECTIONS, packs * (capacity - capacity // _SLACK)
+    for pack in range(packs):
+        free -= state.tokens[pack]
     for document in range(len(placed)):
         if placed[document] >= 0 or not wanted[document]:
             continue
         taker = _emptiest(state, nothing, max_documents)
         while taker >= 0 and state.tokens[taker] + lengths[document] > capacity:
-            if failed == _TRIES or left == 0:
+            if failed == _TRIES or left == 0 or lengths[document] > free:
                 break
             _collect(state, taker, lengths[document], _GATHER_HALF + failed)
             failed, left, taker = failed + 1, left - 1, _emptiest(state, nothing, max_documents)
@@ -350,7 +352,7 @@ def gather(
             return
         if state.tokens[taker] + lengths[document] <= capacity:
             _move(state, document, taker)
-            failed = 0
+            failed, free = 0, free - lengths[document]
     failed = 0
     while spare >= 0 and left > 0:
         left -= 1
