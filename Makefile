@@ -16,15 +16,12 @@ help:
 train: $(VENV)/.installed
 	$(BIN)/multipack train $(ARGS)
 
-# Distributed tests start processes of their own, so they run one after another.
-FAST := -m "not slow and not cuda"
+PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadscope
 test: check
-	$(BIN)/python -m pytest $(FAST) --numprocesses $(JOBS) --dist loadscope --ignore tests/distributed --ignore tests/launch
-	$(BIN)/python -m pytest $(FAST) tests/distributed tests/launch
+	$(PYTEST) -m "not slow and not cuda"
 
 test-all: check
-	$(BIN)/python -m pytest -m "not cuda" --numprocesses $(JOBS) --dist loadscope --ignore tests/distributed --ignore tests/launch
-	$(BIN)/python -m pytest -m "not cuda" tests/distributed tests/launch
+	$(PYTEST) -m "not cuda"
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check src tests benchmarks docs

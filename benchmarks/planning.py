@@ -22,8 +22,8 @@ from planning_tables import compiling, epochs, large, openchat, packing
 from planning_tables.command import Suite
 
 NOTE = (
-    "The two cores were shared with four to ten other processes: CPU seconds are 2 to 2.5 times those of an idle"
-    " machine. The ceiling is looser than that of version 4."
+    "Bounds on CPU seconds were asked for a machine about 2.1 times as fast: on this one the planner before the rewrite"
+    " takes 35 instead of 16.9 s to compile, and its other times double as well."
 )
 
 SUITE = Suite(
