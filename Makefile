@@ -10,7 +10,7 @@ help:
 	@echo "make train     install into .venv and train a small model on Python's own standard library"
 	@echo "make test      format check, lint, types and the fast tests"
 	@echo "make test-all  the slow tests too"
-	@echo "make bench     every benchmark; JSON beside each script"
+	@echo "make bench     the benchmarks; JSON in benchmarks/results"
 	@echo "make clean     remove .venv and caches (runs/ stays)"
 
 train: $(VENV)/.installed
@@ -29,7 +29,7 @@ check: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
 bench: $(VENV)/.installed-dev
-	for script in attention precision padding overhead planning prepare generate training parallel; do $(BIN)/python benchmarks/$$script.py || exit 1; done
+	for script in attention draws precision padding overhead planning prepare generate training parallel; do $(BIN)/python benchmarks/$$script.py || exit 1; done
 
 install: $(VENV)/.installed-dev
 

@@ -33,8 +33,8 @@ def table(quick: bool) -> Table:
     made = Table(
         "overhead",
         f"every strategy in a process group of one, applied in full: the same decoder, packs of {slots:,} slots,"
-        f" CPU seconds, medians of {rounds} rounds in turns",
-        {"strategy": "", "CPU seconds a step": ".3f", "over plain": ".3f", "least": ".3f", "most": ".3f"},
+        f" CPU seconds, medians of {rounds} alternating rounds",
+        {"strategy": "", "CPU seconds per step": ".3f", "over plain": ".3f", "least": ".3f", "most": ".3f"},
     )
     with Ranks(1) as ranks:
         ((found),) = ranks.run(measure, shape, slots, rounds)
@@ -42,9 +42,9 @@ def table(quick: bool) -> Table:
         ratios = [own / plain for own, plain in zip(seconds, found["plain"], strict=True)]
         made.row(name, median(seconds), median(ratios), min(ratios), max(ratios))
     made.notes += [
-        "`plain, again` is plain training a second time: how far equal work differs here",
-        "tensor and pipeline parallelism come with FSDP2's groups of one rank, and context parallelism with DDP, as in"
-        " a run",
+        "`plain, again` is plain training a second time, which shows the error of the measurement",
+        "tensor and pipeline parallelism include FSDP2 with groups of one rank, and context parallelism includes DDP,"
+        " as in a run",
     ]
     return made
 

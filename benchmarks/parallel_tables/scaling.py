@@ -17,12 +17,12 @@ from planning_tables.table import Table
 
 PROCESSES = 2
 WAYS: dict[str, ParallelConfig | None] = {
-    "alone": None,
-    "side by side": None,
+    "one process": None,
+    "no communication": None,
     "ddp": ParallelConfig(),
     "zero3": ParallelConfig(data="zero3"),
 }
-"""One process while the other sleeps; both without communication; both together."""
+"""Row → parallelism. In the first row the other process sleeps; in both first rows none communicates."""
 
 
 def table(quick: bool) -> Table:
@@ -33,13 +33,13 @@ def table(quick: bool) -> Table:
         "scaling",
         f"weak scaling over {PROCESSES} processes of one thread: a decoder of {shape.layers} layers, width"
         f" {shape.d_model}, fp32, a pack of {slots:,} slots for each rank in a step; medians of {rounds} rounds",
-        {"way": "", "seconds a step": ".3f", "efficiency": ".1%", "of the floor": ".1%"}
-        | {"CPU seconds a step": ".3f", "every round": ""},
+        {"": "", "seconds per step": ".3f", "efficiency": ".1%", "over no communication": ".1%"}
+        | {"CPU seconds per step": ".3f", "seconds of each round": ""},
     )
     with Ranks(PROCESSES) as ranks:
         ranks.run(prepare, shape, slots)
         for way in WAYS:
-            ranks.run(timed, way, 1, only=[0] if way == "alone" else ())
+            ranks.run(timed, way, 1, only=[0] if way == "one process" else ())
         found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
         for turn in range(rounds):
             for place in range(len(WAYS)):
@@ -50,16 +50,16 @@ def table(quick: bool) -> Table:
         made.row(
             way,
             median(wall),
-            median(one / own for one, own in zip(walls["alone"], wall, strict=True)),
-            median(one / own for one, own in zip(walls["side by side"], wall, strict=True)),
+            median(one / own for one, own in zip(walls["one process"], wall, strict=True)),
+            median(one / own for one, own in zip(walls["no communication"], wall, strict=True)),
             median(cpu for _, cpu in found[way]),
             " ".join(f"{seconds:.2f}" for seconds in wall),
         )
     made.notes += [
-        "`alone`: each process in its turn while the other sleeps. `side by side`: both at once, without any"
-        " communication: the floor, what this machine itself loses (memory bandwidth, caches, clock)",
-        "a step lasts as long as its slower rank takes; efficiency is `alone` over it, round by round. CPU seconds are"
-        " a process's own and leave waiting out",
+        "one process: each process while the other sleeps. no communication: both processes compute at the same time;"
+        " the difference is the machine's own loss (memory bandwidth, caches, clock)",
+        "a step takes as long as its slower rank; efficiency is the time of one process over it, for each round. CPU"
+        " seconds are those of one process, without waiting",
     ]
     return made
 
@@ -74,9 +74,9 @@ def prepare(world: World, kept: dict[str, Any], shape: Any, slots: int) -> None:
 
 
 def timed(world: World, kept: dict[str, Any], way: str, steps: int) -> tuple[float, float]:
-    """Seconds of a step on this rank, on the wall and of the processor; ranks begin together, unless one is alone."""
+    """Wall and CPU seconds of a step on this rank; ranks begin together, except in `one process`."""
     engine, together = kept["engines"][way], 1 if WAYS[way] is None else world.size
-    if way != "alone":
+    if way != "one process":
         dist.barrier()
     wall, cpu = time.perf_counter(), time.process_time()
     for _ in range(steps):
@@ -85,10 +85,10 @@ def timed(world: World, kept: dict[str, Any], way: str, steps: int) -> tuple[flo
 
 
 def _round(ranks: Ranks, way: str, steps: int) -> tuple[float, float]:
-    """One measurement: the mean of ranks that are alone in turn, else the slower one."""
-    if way == "alone":
+    """One measurement: the slower rank; for `one process` the mean of the ranks, measured one after the other."""
+    if way == "one process":
         each = [ranks.run(timed, way, steps, only=[rank])[0] for rank in range(ranks.size)]
     else:
         each = ranks.run(timed, way, steps)
     walls, cpus = zip(*each, strict=True)
-    return (mean if way == "alone" else max)(walls), mean(cpus)
+    return (mean if way == "one process" else max)(walls), mean(cpus)

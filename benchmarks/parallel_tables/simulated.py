@@ -1,4 +1,4 @@
-"""Many ranks, simulated: what a step takes where ranks wait for the slowest, under a cost measured on this machine."""
+"""Simulated steps of many ranks, which wait for the slowest one, with a cost that was measured on this machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from planning_tables.table import Table
 
 MICRO_BATCHES = 4
 RANKS = (8, 64, 256, 1024)
-SYNCS: dict[Sync, str] = {"step": "once a step", "micro": "each micro-batch"}
+SYNCS: dict[Sync, str] = {"step": "each step", "micro": "each micro-batch"}
 STEPS = 2
 
 
@@ -50,10 +50,10 @@ def table(quick: bool) -> Table:
     assert timed is not None  # it was fitted
     made = Table(
         "simulated",
-        f"step time over perfect balance, {MICRO_BATCHES} packs a rank, means of up to {STEPS} steps",
-        dict.fromkeys(("documents", "synchronized"), "")
+        f"step time over perfect balance, {MICRO_BATCHES} packs per rank, means of up to {STEPS} steps",
+        dict.fromkeys(("documents", "sync point"), "")
         | dict.fromkeys(("capacity", "ranks"), ",")
-        | {"the plan": ".4f", "no less than": ".4f", "random dealing": ".3f", "CPU s to deal": ".2f"},
+        | {"plan": ".4f", "lower bound": ".4f", "random ranks": ".3f", "CPU s to deal": ".2f"},
     )
     for ranks in RANKS[:2] if quick else RANKS:
         for name, lengths, capacity in _sets(ranks):
@@ -64,14 +64,14 @@ def table(quick: bool) -> Table:
                 means = [float(np.mean([each[key] for each in found])) for key in found[0]]
                 made.row(name, when, capacity, ranks, *means)
     made.notes += [
-        f"seconds of a pack: {1e3 * timed.micro_batch:.2f} ms + {1e6 * timed.token:.2f} µs a token +"
-        f" {1e9 * timed.pair:.2f} ns an l(l + 1) + {1e6 * timed.document:.1f} µs a document, fitted to timed packs of a"
-        f" decoder of the preset `small` on this machine (error {timed.error:.1%})",
-        "once a step: ddp, zero1; each micro-batch: zero2, zero3 and hsdp, which gather there, and pipelines, which are"
-        " dealt the same packs so that stages keep step",
-        "no less than: proven for any arrangement of a step's documents in as many packs. Where it is well above 1, the"
-        " longest documents decide, and plan.budget would give the others room to catch up",
-        "random dealing: the plan's packs in random places",
+        f"seconds of a pack: {1e3 * timed.micro_batch:.2f} ms + {1e6 * timed.token:.2f} µs per token +"
+        f" {1e9 * timed.pair:.2f} ns per l(l + 1) + {1e6 * timed.document:.1f} µs per document, fitted to timed packs"
+        f" of a decoder of the preset `small` on this machine (error {timed.error:.1%})",
+        "sync point: each step with ddp and zero1; each micro-batch with zero2, zero3 and hsdp, which gather"
+        " parameters, and with pipelines, whose stages run in lockstep",
+        "lower bound: of any arrangement of the step's documents in as many packs. Where it is well above 1, the"
+        " longest documents dominate; plan.budget helps",
+        "random ranks: the plan's packs, assigned to ranks and micro-batches at random",
     ]
     return made
 

@@ -100,10 +100,10 @@ def table(quick: bool) -> Table:
     """Counted bytes over those of the formula, for every method."""
     made = Table(
         "traffic",
-        f"bytes that the rank which sends most sends in a step: {SHAPE.layers} layers, width {SHAPE.d_model},"
+        f"bytes sent in a step by the rank that sends most: {SHAPE.layers} layers, width {SHAPE.d_model},"
         f" {MICRO_BATCHES} packs of {SLOTS} slots for each data-parallel rank, fp32",
         dict.fromkeys(("parallel.…", "ranks", "calls"), "")
-        | {"counted": ",", "formula": ",", "counted / formula": ".3f", "worst kind": ".3f"},
+        | {"counted": ",", "formula": ",", "counted / formula": ".3f", "worst collective": ".3f"},
     )
     worst = 0.0
     for size in (2,) if quick else (2, 4):
@@ -116,10 +116,10 @@ def table(quick: bool) -> Table:
                     worst = max(worst, abs(row[5] - 1), abs(row[6] - 1))
     made.at_most("traffic: counted bytes off the formula, worst method and kind", worst, CLOSE, ".1%")
     made.notes += [
-        "counted: all that a step hands to collectives, norms for clipping included; `calls` are those of the kinds"
-        " that the formula has",
-        "a ring sends what documents that cross borders of ranks need: the formula is for one that fills the pack, and"
-        " an upper bound otherwise",
+        "counted: the payload of all collectives of a step, including norms for clipping. calls: of the collectives in"
+        " the formula",
+        "ring: only documents that cross a border between ranks are sent. The formula is exact for one document per"
+        " pack, and an upper bound otherwise",
     ]
     return made
 
@@ -140,7 +140,7 @@ def compared(case: Case, calls: Counter[str], sent: Counter[str]) -> list[Any]:
     worst = max(ratios, key=lambda ratio: abs(ratio - 1))
     total = sent.total()
     title = " ".join(f"{name}={value}" for name, value in case.words.items())
-    title += case.is_ring * f", {'a document a pack' if case.long else 'short documents'}"
+    title += case.is_ring * f", {'one document per pack' if case.long else 'short documents'}"
     return [title, case.ranks, named, total, formula.total(), total / formula.total(), worst]
 
 
