@@ -250,7 +250,7 @@ class GrowingFolder(Arriving):
             return False
         known = [] if self._store is None else self._store.shards
         header = StoreHeader.read(self._folder)
-        shards = find_shards(self._folder, header.parts, known)
+        shards = list(find_shards(self._folder, range(header.parts), known))
         if len(shards) == len(known):
             return False
         if header.split_by == "position":

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import permutations
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_origin, get_type_hints
+
+from multipack.planning.options import check_choice
 
 SourceName = Literal["stdlib", "text", "jsonl", "parquet", "huggingface", "store", "mixture"]
 RECORDS = ("jsonl", "parquet", "huggingface")
@@ -90,7 +91,7 @@ class DataConfig:
         """
         for name, kind in get_type_hints(DataConfig).items():
             if get_origin(kind) is Literal:
-                check_choice(f"data.{name}", getattr(self, name), get_args(kind))
+                check_choice(f"data.{name}", getattr(self, name), kind)
         for name, is_legal, legal in _RANGES:
             if not is_legal(value := getattr(self, name)):
                 raise ValueError(f"data.{name}={value}: {legal}")
@@ -194,10 +195,3 @@ _ONLY_WITH: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("paths weights weigh_by mixture_ends", ("mixture",), "set data.source=mixture"),
 )
 """Settings, the sources with which they have an effect, and what to do with the others."""
-
-
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raise `ValueError` unless `value` is one of `choices`; the message names the nearest one."""
-    if value not in choices:
-        near = difflib.get_close_matches(str(value), choices, 1, 0.0)
-        raise ValueError(f"{name}={value!r}: one of {', '.join(choices)} (nearest: {near[0]})")

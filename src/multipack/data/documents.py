@@ -19,18 +19,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from multipack.data.overlong import POLICIES, FitReport, Integers, Pieces, pieces_of, split
 from multipack.data.store import TokenStore
+from multipack.planning.steps import permutation
 
-_VALIDATION = 1 << 20  # random stream of the choice of validation documents
+_VALIDATION = 1 << 20  # in place of an epoch, for an order that no epoch has
 _ROOM = "plan.capacity (and model.context, where positions are learned)"
-
-
-def seeded_order(count: int, seed: int, stream: int) -> Integers:
-    """The numbers 0 … count − 1 in an order that follows from seed and stream, on every platform.
-
-    Sorts the raw output of numpy's Philox generator, which NEP 19 keeps unchanged.
-    """
-    key = np.array([seed % (1 << 64), stream], dtype=np.uint64)
-    return np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
 
 
 @dataclass(frozen=True)
@@ -211,7 +203,7 @@ class Documents:
                 " data.validation=0 (and train.eval_every=0), add documents, or divide a text with data.documents"
             )
         count = min(max(round(len(numbers) * fraction), 1 if fraction else 0), max(len(numbers) - 1, 0))
-        chosen = numbers[seeded_order(len(numbers), seed, _VALIDATION)[:count]]
+        chosen = numbers[permutation(seed, _VALIDATION, len(numbers))[:count]]
         second = np.isin(self.pieces["document"], chosen)
         return self._view(self.pieces[~second]), self._view(self.pieces[second])
 

@@ -20,14 +20,15 @@ from typing import Literal
 
 import numpy as np
 
-from multipack.data.documents import Documents, seeded_order
+from multipack.data.documents import Documents
 from multipack.data.overlong import Integers
+from multipack.planning.steps import permutation
 
 Unit = Literal["documents", "tokens"]
 Ends = Literal["all", "first"]
 MOST_DOCUMENTS = 1 << 30
 """Most documents of an epoch: a plan of more would not fit into memory."""
-_ROUNDS = 1 << 21  # random streams of the choices of repeated documents, one for each source
+_REPEATS = 1 << 21  # + number of a source: in place of an epoch, for an order that no epoch has
 
 
 @dataclass(frozen=True)
@@ -144,13 +145,13 @@ def _largest_remainders(total: int, shares: Sequence[Fraction]) -> list[int]:
 def _repeated(count: int, wanted: int, seed: int, source: int) -> Integers:
     """(wanted,) document numbers: 0 … count − 1 in each whole round, then a random choice of them."""
     rounds, rest = divmod(wanted, count)
-    drawn = seeded_order(count, seed, _ROUNDS + source)[:rest]
+    drawn = permutation(seed, _REPEATS + source, count)[:rest]
     return np.concatenate([np.tile(np.arange(count), rounds), np.sort(drawn)])
 
 
 def _count_until(lengths: Integers, wanted: Fraction, seed: int, source: int) -> int:
     """Least number of documents that `_repeated` needs to reach `wanted` tokens."""
     rounds, rest = divmod(wanted, int(lengths.sum()))
-    ends = np.cumsum(lengths[seeded_order(len(lengths), seed, _ROUNDS + source)])
+    ends = np.cumsum(lengths[permutation(seed, _REPEATS + source, len(lengths))])
     least = math.ceil(rest)
     return int(rounds) * len(lengths) + (int(np.searchsorted(ends, least)) + 1 if least else 0)

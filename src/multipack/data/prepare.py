@@ -15,12 +15,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import tokenizers
 
 from multipack.atomic import cache_folder, is_free, locked
-from multipack.data.data_config import DataConfig, check_choice
+from multipack.data.data_config import DataConfig
 from multipack.data.ray_engine import count_parts, run_parts
 from multipack.data.shards import HEADER, StoreHeader
 from multipack.data.sources import Source
@@ -28,6 +28,7 @@ from multipack.data.store import TokenStore
 from multipack.data.texts import SourceDocument
 from multipack.data.tokenizer import Progress, Tokenizer, TokenizerConfig, build_tokenizer
 from multipack.data.writer import StoreWriter, remove_store
+from multipack.planning.options import check_choice
 
 VERSION = 3
 """Version of how documents become tokens: stores of other versions are not reused."""
@@ -71,7 +72,7 @@ def prepare(
             package is missing.
     """
     tokenizer.check()
-    check_choice("--engine", engine, get_args(EngineName))
+    check_choice("--engine", engine, EngineName)
     number, parts = _check_options(data, engine, shards, part, out)
     source = Source(data, tokenizer)
     cache = cache_folder(data.cache)
@@ -108,7 +109,7 @@ def _check_options(
     for is_wrong, message in (
         (not 1 <= number <= parts, f"--part {part}: i/n, part i of n, such as 1/16 to 16/16"),
         (shards < 0, f"--shards {shards}: at least 1 (or 0: by the number of tokens)"),
-        (is_divided and shards > 0, f"{given}: parts have shards of their own; leave --shards {shards} out"),
+        (is_divided and shards > 0, f"{given}: each part has its own shards; leave --shards {shards} out"),
         (is_divided and data.dedup, f"{given}: data.dedup=true finds duplicates within one process only"),
         (is_stream and is_divided, f"{given} divides documents, and a stream is one: set data.documents"),
         (is_stream and data.dedup, "data.dedup=true: a stream is one document; divide it by data.documents"),

@@ -161,17 +161,18 @@ def damaged(place: object, reason: str) -> ValueError:
     return ValueError(f"{place}: {reason}: the store is damaged; remove it and prepare it again")
 
 
-def write_shard(path: Path, shard: Shard, read: int, skipped: dict[str, int] | None = None) -> None:
-    """Write a shard atomically; see `Shard` for `read` and `skipped`.
+def write_shard(path: Path, shard: Shard) -> None:
+    """Write a shard atomically.
 
     Raises:
         OSError: the file cannot be written; `filename` is its path.
     """
-    about = {"version": VERSION, "content": f"{shard.content:032x}", "read": read, "skipped": skipped}
+    content, read = f"{shard.content:032x}", shard.read
+    about = {"version": VERSION, "content": content, "read": read, "skipped": shard.skipped}
     # One key: the library writes several in a random order, and equal shards have equal bytes.
-    content = save({name: getattr(shard, name) for name in _ARRAYS}, {FORMAT: json.dumps(about)})
+    data = save({name: getattr(shard, name) for name in _ARRAYS}, {FORMAT: json.dumps(about)})
     try:
-        write_atomically(path, content)
+        write_atomically(path, data)
     except OSError as error:
         error.filename = str(path)  # the error of a full disk names no file
         raise
@@ -231,7 +232,7 @@ class StoreHeader:
         overlong: policy for documents longer than a pack if `data.overlong` is auto.
         pairs: whether documents 2i and 2i + 1 are the chosen and the rejected answer of preference pair i.
         parts: number of parts that are prepared separately.
-        description: one line about the source, in which `{documents}` stands for the number of documents.
+        description: one line about the source; `{documents}` in it is replaced by the number of documents.
     """
 
     vocabulary_size: int
@@ -291,32 +292,21 @@ class StoreHeader:
         return header
 
 
-def part_shards(folder: Path, part: int, known: Sequence[Shard] = ()) -> Iterator[Shard]:
-    """The shards of a part in order, up to the first that is missing; those in `known` are not opened again.
-
-    Raises:
-        ValueError: a shard is damaged.
-    """
-    opened = {shard.file: shard for shard in known}
-    for number in count():
-        file = folder / shard_name(part, number)
-        if file not in opened and not file.is_file():
-            return
-        yield opened[file] if file in opened else open_shard(file)
-
-
-def find_shards(folder: Path, parts: int, known: Sequence[Shard] = ()) -> list[Shard]:
-    """The shards of a store of `parts` parts that may still grow, in order, up to the first that is missing.
+def find_shards(folder: Path, parts: Iterable[int], known: Sequence[Shard] = ()) -> Iterator[Shard]:
+    """The shards of some parts of a store in order, up to the first that is missing.
 
     Those in `known` are not opened again.
 
     Raises:
         ValueError: a shard is damaged.
     """
-    found = list[Shard]()
-    for part in range(parts):
-        shards = list(part_shards(folder, part, known))
-        found += shards
-        if not shards or shards[-1].skipped is None:  # the part is not finished
-            break
-    return found
+    opened = {shard.file: shard for shard in known}
+    for part in parts:
+        for number in count():
+            file = folder / shard_name(part, number)
+            if file not in opened and not file.is_file():
+                return
+            shard = opened[file] if file in opened else open_shard(file)
+            yield shard
+            if shard.skipped is not None:  # the last one of its part
+                break

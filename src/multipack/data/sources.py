@@ -201,7 +201,7 @@ class Source:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def describe(self) -> str:
-        """One line about this source, in which `{documents}` stands for the number of its documents."""
+        """One line about this source, with `{documents}` in place of the number of its documents."""
         if self.is_stream:
             count = len(self.files)
             return f"{self.name}, one stream of {count:,} {'file' if count == 1 else 'files'}"

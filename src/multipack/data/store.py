@@ -71,7 +71,7 @@ class TokenStore:
         self.path = Path(path)
         self.folder = self.path if folder is None else Path(folder)
         self.header = header or StoreHeader.read(self.folder)
-        self.shards = find_shards(self.folder, self.header.parts) if shards is None else list(shards)
+        self.shards = list(find_shards(self.folder, range(self.header.parts)) if shards is None else shards)
         lasts = [shard.skipped for shard in self.shards if shard.skipped is not None]
         self.is_complete = len(lasts) == self.header.parts
         self.skipped = dict(sum(map(Counter, lasts), Counter()))

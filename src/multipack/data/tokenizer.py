@@ -16,15 +16,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from multipack.atomic import locked, write_atomically
-from multipack.data.data_config import check_choice
 from multipack.data.texts import TextPart
 from multipack.data.vocabularies import READERS, byte_alphabet, byte_level, read_file, without_prefix
+from multipack.planning.options import check_choice
 
 END = "<|endoftext|>"
 END_NAMES = (END, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>", "<|eot_id|>")
@@ -56,7 +56,7 @@ class TokenizerConfig:
 
     def check(self) -> None:
         """Check every setting and their combination; raises `ValueError`."""
-        check_choice("tokenizer.kind", self.kind, get_args(TokenizerKind))
+        check_choice("tokenizer.kind", self.kind, TokenizerKind)
         if self.kind in ("file", "transformers") and not self.path:
             raise ValueError(f"tokenizer.kind={self.kind} needs tokenizer.path=FILE_OR_FOLDER")
         if self.path and self.kind not in ("file", "transformers", "mistral"):

@@ -24,8 +24,8 @@ from multipack.data.shards import (
     TOKENIZER,
     Shard,
     StoreHeader,
+    find_shards,
     open_shard,
-    part_shards,
     shard_name,
     write_shard,
 )
@@ -42,12 +42,16 @@ class ShardBuilder:
     Args:
         vocabulary_size: every token is less than this.
         is_stream: whether all texts are stretches of one document, which has the name of the first one.
+
+    Attributes:
+        read: number of documents (or pairs) of the source that were given to `add_batch`.
     """
 
     def __init__(self, vocabulary_size: int, is_stream: bool = False) -> None:
         self._vocabulary_size, self._is_stream = vocabulary_size, is_stream
         self._tokens, self._spans, self._names = array("I"), array("q"), bytearray()
         self._offsets, self._span_offsets, self._name_offsets = (array("q", [0]) for _ in range(3))
+        self.read = 0
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
@@ -94,6 +98,7 @@ class ShardBuilder:
         Raises:
             ValueError: text that the tokenizer does not know; the message names its document.
         """
+        self.read += len(items)
         encoded = iter(_encode([document for item in items for document in item], tokenizer))
         for item in items:
             parts = [next(encoded) for _ in item]
@@ -104,8 +109,8 @@ class ShardBuilder:
                     each.append(([tokenizer.end_id], True))
                 self.add(document.name, each)
 
-    def build(self) -> Shard:
-        """The documents.
+    def build(self, skipped: dict[str, int] | None = None) -> Shard:
+        """The documents as a shard; see `Shard` for `skipped`.
 
         Raises:
             ValueError: a token outside the vocabulary.
@@ -122,6 +127,8 @@ class ShardBuilder:
             spans=np.array(self._spans, dtype=np.int64).reshape(-1, 2),
             tokens=tokens.astype("<u2" if self._vocabulary_size <= 1 << 16 else "<u4"),
             names=np.frombuffer(bytes(self._names), dtype=np.uint8),
+            read=self.read,
+            skipped=skipped,
         )
         return replace(shard, content=shard.hash())
 
@@ -185,8 +192,7 @@ class StoreWriter:
         return bool(self.shards) and self.shards[-1].skipped is not None
 
     def __enter__(self) -> StoreWriter:
-        # Another part of the same store may write its header between the first look and the second.
-        if not (self._continues() or is_free(self.path, leftovers=True) or self._continues()):
+        if not is_free(self.path, leftovers=True) and StoreHeader.find(self.path) != self.header:
             raise ValueError(
                 f"{self.path} holds a token store of other documents, another tokenizer or other parts, or something"
                 " else; remove it or choose another folder"
@@ -196,7 +202,7 @@ class StoreWriter:
         if self.header.chat_template:
             write_atomically(self.path / CHAT_TEMPLATE, self.header.chat_template.encode())
         try:
-            for shard in part_shards(self.path, self._part):
+            for shard in find_shards(self.path, [self._part]):
                 self.shards.append(shard)
         except ValueError:  # a damaged shard: it and those after it are made again
             pass
@@ -209,15 +215,11 @@ class StoreWriter:
             file.unlink(missing_ok=True)
         return self
 
-    def _continues(self) -> bool:
-        return StoreHeader.find(self.path) == self.header
-
     def _next_file(self) -> Path:
         return self.path / shard_name(self._part, len(self.shards))
 
     def _begin_shard(self) -> None:
         self._builder = ShardBuilder(self.header.vocabulary_size, self.header.split_by == "position")
-        self._builder_read = 0
 
     def add(self, name: str, parts: Sequence[tuple[Sequence[int], bool]]) -> None:
         """Add a document: its name, and its tokens in pieces, each with whether they are targets.
@@ -226,30 +228,27 @@ class StoreWriter:
             ValueError: the document has no tokens, or a token outside the vocabulary.
         """
         self._builder.add(name, parts)
-        self._count(1)
+        self._builder.read += 1
+        self._end_full_shard()
 
     def add_batch(self, items: Sequence[Sequence[SourceDocument]]) -> None:
         """Tokenize and add documents, or preference pairs; see `ShardBuilder.add_batch`."""
         self._builder.add_batch(items, self._tokenizer)
-        self._count(len(items))
+        self._end_full_shard()
 
-    def _count(self, read: int) -> None:
-        """Count `read` documents (or pairs) of the source, and write the shard if it is large enough."""
-        self._builder_read += read
+    def _end_full_shard(self) -> None:
         is_open_pair = self.header.pairs and len(self._builder) % 2
         if self._builder.num_tokens >= SHARD_TOKENS and not is_open_pair:
             self.end_shard()
 
-    def end_shard(self) -> None:
-        """Write the documents that were added as a shard; without any, do nothing."""
-        if len(self._builder):
-            self._write_shard()
-
-    def _write_shard(self, skipped: dict[str, int] | None = None) -> None:
+    def end_shard(self, skipped: dict[str, int] | None = None) -> None:
+        """Write the documents that were added, if any, as a shard; with `skipped` it is the last one of this part."""
+        if not len(self._builder) and (skipped is None or self.is_finished):
+            return
         if self.is_finished:
             raise RuntimeError(f"{self.path}: this part of the store is complete; choose another folder")
         file = self._next_file()
-        write_shard(file, self._builder.build(), self._builder_read, skipped)
+        write_shard(file, self._builder.build(skipped))
         self.shards.append(open_shard(file))
         self._begin_shard()
 
@@ -257,8 +256,7 @@ class StoreWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None:
-            if len(self._builder) or not self.is_finished:
-                self._write_shard(self.skipped)
+            self.end_shard(self.skipped)
         elif issubclass(kind, ValueError) and self.header.parts == 1 and not self.is_finished:
             remove_store(self.path)
 

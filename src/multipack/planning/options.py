@@ -195,10 +195,12 @@ def check_choice(name: str, value: Any, choices: Any) -> None:
     """Refuse a value that is not among the choices of a Literal.
 
     Raises:
-        ValueError: the message lists the choices.
+        ValueError: the message lists the choices, and names the nearest one.
     """
-    if value not in get_args(choices):
-        raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(get_args(choices))}")
+    known = get_args(choices)
+    if value not in known:
+        near = difflib.get_close_matches(str(value), known, 1, 0.0)[0]
+        raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(known)} (nearest: {near})")
 
 
 def check_targets(targets: ArrayLike, lengths: Integers) -> Integers:
