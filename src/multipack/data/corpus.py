@@ -25,7 +25,7 @@ from multipack.data.prepare import prepare
 from multipack.data.sources import Source, open_dataset
 from multipack.data.staging import stage, verify_once
 from multipack.data.store import TokenStore
-from multipack.data.tokenizer import Progress, Tokenizer, TokenizerConfig, build_tokenizer
+from multipack.data.tokenizer import Progress, Tokenizer, TokenizerConfig, build_tokenizer, silent
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def load_corpus(
     tokenizer: TokenizerConfig,
     *,
     limit: int,
-    progress: Progress | None = None,
+    progress: Progress = silent,
     reads: bool = True,
 ) -> Corpus:
     """The documents that a run trains and validates on; they are prepared first, if necessary.
@@ -130,7 +130,7 @@ def load_corpus(
 
 
 def find_tokenizer(
-    data: DataConfig, tokenizer: TokenizerConfig, *, limit: int, progress: Progress | None = None
+    data: DataConfig, tokenizer: TokenizerConfig, *, limit: int, progress: Progress = silent
 ) -> Tokenizer:
     """The tokenizer that `load_corpus` will have, before it tokenizes; one that must be trained is trained, and kept.
 

@@ -228,13 +228,7 @@ class Documents:
         )
 
     def cut(self, block_size: int) -> Documents:
-        """Every document as pieces of `block_size` tokens; only the last piece of each may be shorter.
-
-        Raises:
-            ValueError: a block size below 1.
-        """
-        if block_size < 1:
-            raise ValueError(f"blocks of {block_size} tokens")
+        """Every document as pieces of `block_size` (at least 1) tokens; the last piece of each may be shorter."""
         return self._cut(split(self.lengths, block_size))
 
     def _cut(self, cuts: Pieces) -> Documents:

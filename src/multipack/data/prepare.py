@@ -26,7 +26,7 @@ from multipack.data.shards import HEADER, StoreHeader
 from multipack.data.sources import Source
 from multipack.data.store import TokenStore
 from multipack.data.texts import SourceDocument
-from multipack.data.tokenizer import Progress, Tokenizer, TokenizerConfig, build_tokenizer
+from multipack.data.tokenizer import Progress, Tokenizer, TokenizerConfig, build_tokenizer, silent
 from multipack.data.writer import StoreWriter, remove_store
 from multipack.planning.options import check_choice
 
@@ -43,12 +43,12 @@ def prepare(
     data: DataConfig,
     tokenizer: TokenizerConfig,
     out: Path | None = None,
-    progress: Progress | None = None,
+    progress: Progress = silent,
     *,
     engine: EngineName = "local",
     shards: int = 0,
     part: str = "1/1",
-    tell: Callable[[str], None] | None = None,
+    tell: Callable[[str], None] = silent,
 ) -> Path:
     """Tokenize a source into a token store, or find the store that an earlier call made of the same source.
 
@@ -92,7 +92,7 @@ def prepare(
         if engine == "local":
             _write_part(path, source, made, key, number - 1, parts, shards, progress, tell)
             return path
-        run_parts(_part_writer(path, data, tokenizer, made, key, parts), parts, progress or _silent)
+        run_parts(_part_writer(path, data, tokenizer, made, key, parts), parts, progress)
         if not _is_complete(path, key):
             raise ValueError(f"{path}: parts are missing; every machine of the cluster must see this folder")
     return path
@@ -121,10 +121,6 @@ def _check_options(
     return number, parts
 
 
-def _silent(*_: object) -> None:
-    pass
-
-
 def _job_key(data: DataConfig, source: Source, tokenizer: Tokenizer) -> str:
     """Hash of source (names, sizes and modification times of its files), settings and tokenizer."""
     versions = f"{VERSION} tokenizers {tokenizers.__version__}"
@@ -145,14 +141,14 @@ def _write_part(
     source: Source,
     tokenizer: Tokenizer,
     key: str,
-    part: int = 0,
-    parts: int = 1,
+    part: int,
+    parts: int,
     shards: int = 0,
-    progress: Progress | None = None,
-    tell: Callable[[str], None] | None = None,
+    progress: Progress = silent,
+    tell: Callable[[str], None] = silent,
 ) -> None:
     """Write part `part` (from 0) of a store, continuing after its finished shards; the last one completes the store."""
-    source, tell = source.part(part, parts), tell or _silent
+    source = source.part(part, parts)
     with StoreWriter(
         path,
         tokenizer,
@@ -180,8 +176,7 @@ def _write_part(
             read += len(batch)
             if source.total * (len(writer.shards) + 1) <= source.done * shards < source.total * shards:
                 writer.end_shard()
-            if progress is not None:
-                progress(source.done, source.total, f"{source.unit} tokenized")
+            progress(source.done, source.total, f"{source.unit} tokenized")
         kept = writer.num_documents // (2 if source.records.pairs else 1)
         writer.skipped = dict(source.skipped)
         if read > kept and not source.is_stream:

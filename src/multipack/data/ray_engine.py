@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from multipack.data.tokenizer import Progress
+from multipack.data.vocabularies import import_extra
 
 PART_BYTES, MOST_PARTS = 256 << 20, 9999
 """Bytes of files of one part, about; they are more if there would be more parts than these."""
@@ -31,13 +32,11 @@ def run_parts(write: Callable[[int], str], parts: int, progress: Progress) -> No
     `progress` is called with (parts done, parts, unit).
 
     Raises:
-        ValueError: Ray is not installed; the error of a part.
+        ImportError: Ray is not installed.
+        ValueError: the error of a part.
         ChildProcessError: a task was killed more often than Ray tries again.
     """
-    try:
-        import ray
-    except ImportError as error:
-        raise ValueError(f'--engine ray: pip install "multipack[ray]" ({error})') from error
+    ray = import_extra("ray", "--engine ray", "ray")
     is_ours = not ray.is_initialized()
     if is_ours:
         ray.init(include_dashboard=False, log_to_driver=False, logging_level="error")

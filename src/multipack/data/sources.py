@@ -31,7 +31,7 @@ from multipack.data.data_config import RECORDS, DataConfig
 from multipack.data.records import RecordReader, without_nulls
 from multipack.data.texts import SourceDocument, TextPart, divided, find_files, json_records
 from multipack.data.tokenizer import TokenizerConfig
-from multipack.data.vocabularies import install_hint
+from multipack.data.vocabularies import import_extra
 
 Found = SourceDocument | str
 """A document, or the reason why an entry is skipped."""
@@ -255,11 +255,9 @@ def read_jsonl(source: Source, file: SourceFile, content: BinaryIO) -> Iterator[
 
 def read_parquet(source: Source, file: SourceFile, content: BinaryIO) -> Iterator[Found]:
     """Rows of a Parquet file; only the required columns are read, and at most one row group is in memory."""
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise ImportError(install_hint("data.source=parquet", "pyarrow", "parquet")) from error
+    pyarrow = import_extra("pyarrow", "data.source=parquet", "parquet")
+    from pyarrow import parquet
+
     number = 0
     try:
         table = parquet.ParquetFile(content)
@@ -278,10 +276,7 @@ def open_dataset(config: DataConfig) -> Any:
 
     `data.path` is a folder written by `save_to_disk`, or an argument of `load_dataset(path, subset, split=part)`.
     """
-    try:
-        import datasets
-    except ImportError as error:
-        raise ImportError(install_hint("data.source=huggingface", "datasets", "huggingface")) from error
+    datasets = import_extra("datasets", "data.source=huggingface", "huggingface")
     folder = Path(config.path).expanduser()
     is_saved = any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
     try:

@@ -24,11 +24,11 @@ from pathlib import Path
 from multipack.atomic import PARTIAL, locked, write_atomically
 from multipack.data.shards import CHAT_TEMPLATE, HEADER, SHARDS, TOKENIZER
 from multipack.data.store import TokenStore
-from multipack.data.tokenizer import Progress
+from multipack.data.tokenizer import Progress, silent
 from multipack.data.writer import remove_store
 
 
-def verify_once(stores: Sequence[TokenStore], cache: Path, progress: Progress | None = None) -> None:
+def verify_once(stores: Sequence[TokenStore], cache: Path, progress: Progress = silent) -> None:
     """Compare the content of stores with their hashes, once a host while sizes and times of change stay the same.
 
     One process of a host reads, under a lock, and leaves a stamp in `cache`; the others find it.
@@ -56,7 +56,7 @@ def verify_once(stores: Sequence[TokenStore], cache: Path, progress: Progress | 
 
 
 def stage(
-    stores: Sequence[TokenStore], where: str, progress: Progress | None = None
+    stores: Sequence[TokenStore], where: str, progress: Progress = silent
 ) -> tuple[list[TokenStore], str]:
     """The same stores, copied to memory or to a folder of this host; and one line for people.
 
@@ -80,9 +80,9 @@ def stage(
             " data.stage=/dev/shm keeps one copy for all processes of a host"
         )
     folder = Path(where).expanduser().absolute()
-    waiting = None if progress is None else partial(progress, 0, None, "waiting for a copy")
+    lock = folder / f".staging-{os.getuid()}.lock"
     try:
-        with locked(folder / f".staging-{os.getuid()}.lock", waiting):
+        with locked(lock, on_wait=partial(progress, 0, None, "waiting for a copy")):
             copied = sum(_copy(store, folder / store.checksum[:32], progress) for store in stores)
         copies = [TokenStore(store.path, folder / store.checksum[:32]) for store in stores]
     except (OSError, ValueError) as error:
@@ -96,7 +96,7 @@ def stage(
     return copies, f"tokens are read from {folder}: {total:,} bytes, {how}"
 
 
-def _copy(store: TokenStore, copy: Path, progress: Progress | None) -> int:
+def _copy(store: TokenStore, copy: Path, progress: Progress) -> int:
     """Copy the files of a store that are missing or of another size, the header last; returns their bytes."""
     names = [file.name for file in sorted(store.folder.glob(SHARDS))] + [CHAT_TEMPLATE, TOKENIZER, HEADER]
     sizes = {name: (store.folder / name).stat().st_size for name in names if (store.folder / name).is_file()}
@@ -113,8 +113,7 @@ def _copy(store: TokenStore, copy: Path, progress: Progress | None) -> int:
     for name, size in missing.items():
         write_atomically(copy / name, (store.folder / name).read_bytes())
         done += size
-        if progress is not None:
-            progress(done, total, "bytes copied")
+        progress(done, total, "bytes copied")
     return total
 
 

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multipack.data.shards import TOKENIZER, Integers, Shard, StoreHeader, chain, damaged, find_shards
-from multipack.data.tokenizer import Progress, Tokenizer
+from multipack.data.tokenizer import Progress, Tokenizer, silent
 
 
 class TokenStore:
@@ -209,7 +209,7 @@ class TokenStore:
         shard, number = self._find(document)
         return shard.name(number)
 
-    def verify(self, progress: Progress | None = None) -> None:
+    def verify(self, progress: Progress = silent) -> None:
         """Read everything, and compare it with the hashes in the shards.
 
         Raises:
@@ -220,8 +220,7 @@ class TokenStore:
             if shard.hash() != shard.content:
                 raise damaged(shard.file or self.path, "its content has changed (its hash differs)")
             done += shard.bytes
-            if progress is not None:
-                progress(done, self.bytes, "bytes verified")
+            progress(done, self.bytes, "bytes verified")
         _ = self.tokenizer
 
     def __repr__(self) -> str:

