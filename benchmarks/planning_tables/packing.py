@@ -81,7 +81,7 @@ def speed(quick: bool) -> Table:
         "": "", "documents": ",", "packs": ",", "gap": ",", "CPU s": ".4f", "documents a second": ",.0f",
         "ratio": ".1f",
     }  # fmt: skip
-    title = f"Best fit of lognormal (5.7, 1.0) lengths clipped to {CAPACITY:,}, in turns in one process"
+    title = f"Best fit of lognormal (5.7, 1.0) lengths clipped to {CAPACITY:,}, alternating in one process"
     made = Table("speed", title, columns)
     pack([1, 2, 3], 4)
     peers = {"LightBinPack obfd": missing("lightbinpack"), "TRL bfd": missing("trl", "datasets", "pyarrow")}

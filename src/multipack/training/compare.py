@@ -1,4 +1,4 @@
-"""The cost of padding, measured in the run itself: the same model and documents, packed and padded in turns."""
+"""The cost of padding, measured in the run itself by alternating packed and padded steps on the same documents."""
 
 from __future__ import annotations
 
