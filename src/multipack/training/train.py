@@ -97,7 +97,9 @@ def _compare_padding(trainer: Trainer) -> Comparison | None:
     settings, plan, console = trainer.config.train, trainer.feed.plan, trainer.console
     if plan is None or not settings.compare_padding or trainer.world.size > 1:
         return None
-    console.line("\nmeasuring the cost of padding: alternating packed and padded steps on the same documents …")
+    console.line(
+        "\nmeasuring the cost of padding: alternating packed and padded steps on the same documents …"
+    )
     size, clock = settings.padded_batch_size, trainer.clock
     try:
         return compare_with_padding(trainer.engine, trainer.corpus.train, plan, batch_size=size, clock=clock)
