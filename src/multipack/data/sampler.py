@@ -36,9 +36,9 @@ class PackedBatchSampler(Sampler[list[int]]):
     collated batch is a padding document without weight. Use it as `DataLoader(documents, batch_sampler=sampler,
     collate_fn=PackedCollator.of(sampler))`, and divide a step's summed loss by `sampler.plan.denominator(step)`.
 
-    The number of steps is fixed at the start: that of epoch 0, or with `tail="keep"` more if other orders need more.
-    With `tail="drop"` and `"carry"` later epochs are cut to it, or their steps are filled evenly; a queue of carried
-    documents may grow from epoch to epoch, and none is lost.
+    The number of steps is fixed at the start, by epoch 0. With `tail="keep"` an epoch whose documents do not fit has
+    wider windows. With `tail="drop"` and `"carry"` later epochs are cut to it, or their steps are filled evenly; a queue
+    of carried documents may grow from epoch to epoch, and none is lost.
 
     Calling `set_epoch` with the current epoch changes nothing. `load_state_dict` sets the position at which the next
     iterator starts; iterators after that one start at the beginning of the epoch.
@@ -221,16 +221,11 @@ class PackedBatchSampler(Sampler[list[int]]):
         self._plan, self._dealt = None, {}
 
     def _steps_of_any_order(self, first: Plan) -> int:
-        """Number of steps that suffices in every epoch.
+        """Number of steps that suffices in every epoch: those of the first one, unless only its order made them enough.
 
-        If the first epoch needed more steps than its tokens fill, two more epochs are planned, so that windows rarely
-        become wider. If all steps are planned together, the order does not matter: what suffices once always does.
+        If all steps are planned together, the order does not matter: what suffices once always does.
         """
         steps = first.num_steps
-        least = -(-int(first.slots.sum()) // (first.packs_per_step * first.capacity))
-        if steps > least + 1:
-            others = (plan(self._lengths, **self._options, epoch=epoch).num_steps for epoch in (1, 2))
-            steps = max(steps, *others)
         packs = len(pack(first.slots, first.capacity, "best_fit", first.options.max_documents or None))
         enough = -(-packs // first.packs_per_step)
         if steps < enough:

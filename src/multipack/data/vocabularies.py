@@ -130,19 +130,17 @@ READERS: dict[str, Callable[[str], Vocabulary]] = {
 `ValueError` if the path has no such vocabulary, or a malformed one."""
 
 
-def import_extra(module: str, setting: str, extra: str) -> Any:
-    """Import a module that is installed with an extra of multipack.
+def import_extra(package: str, setting: str, extra: str) -> Any:
+    """Import a package that is installed with an extra of multipack.
 
     Raises:
         ImportError: it is not installed; the message names the setting that needs it, and the extra.
     """
     try:
-        return importlib.import_module(module)
+        return importlib.import_module(package)
     except ImportError as error:
-        package = module.partition(".")[0].replace("_", "-")
-        raise ImportError(
-            f'{setting} needs the package {package}: pip install "multipack[{extra}]"'
-        ) from error
+        name = package.replace("_", "-")
+        raise ImportError(f'{setting} needs the package {name}: pip install "multipack[{extra}]"') from error
 
 
 # --- byte-level alphabet, and text that continues ----------------------------------------------------------
