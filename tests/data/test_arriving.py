@@ -295,7 +295,7 @@ def test_conversations_arrive_and_pairs_do_not(stream):
     chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]}
     arriving = stream([chat] * 3, chat_template="chatml")
     assert all(0 < item["targets"] < item["length"] - 1 for item in arriving)
-    assert "im_start" in arriving.chat_template
+    assert "im_start" in arriving.validation.store.header.chat_template
     with pytest.raises(ValueError, match=r"tokenizer\.kind=auto is trained on a complete corpus"):
         stream(tokenizer="auto")
     pair = {"prompt": "p", "chosen": "c", "rejected": "r"}

@@ -40,6 +40,10 @@ REFUSALS = [
     ({"source": "mixture", "paths": ["x/a", "x/b/../a"]}, r"data\.paths.*each once"),
     ({"source": "mixture", "paths": ["x", "x/shard-00000"]}, r"data\.paths.*none inside another"),
     ({"source": "mixture", "paths": ["x", "y"], "weights": [1.0]}, r"data\.weights=\[1\.0\]"),
+    (
+        {"source": "mixture", "paths": ["x", "y"], "weights": [1.0, float("nan")]},
+        r"data\.weights=\[1\.0, nan\]",
+    ),
 ]
 
 

@@ -59,8 +59,6 @@ def test_impossible_mixtures_are_refused(joint_of):
     sources = joint_of([1] * 1000, [1])
     with pytest.raises(ValueError, match=r"s1 is seen 9,999,000,000 times.*mixture_ends=first"):
         mix(sources, ["s0", "s1"], [1e-7, 1 - 1e-4], "tokens", "all")
-    with pytest.raises(ValueError, match="positive numbers"):
-        mix(sources, ["s0", "s1"], [1, float("nan")])
 
 
 @settings(deadline=None, max_examples=30)

@@ -354,7 +354,7 @@ def test_one_process_prepares_while_others_wait(pairs, tmp_path):
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
 parts = st.lists(st.builds(TextPart, texts, st.booleans(), st.just(False)), min_size=1, max_size=3).map(tuple)
-some = st.builds(SourceDocument, st.sampled_from(["a", "é", ""]), parts, st.booleans(), st.booleans())
+some = st.builds(SourceDocument, st.sampled_from(["a", "é", ""]), parts, st.booleans())
 
 
 class ListSource:
@@ -375,7 +375,7 @@ def expected_tokens(document, end):
         return None
     tokens = [byte for part in document.parts for byte in part.text.encode()]
     targets = [part.is_target for part in document.parts for _ in part.text.encode()]
-    if document.ended and not document.closed:
+    if document.takes_end:
         return [*tokens, end], [*targets, True]
     return tokens, targets
 
@@ -411,7 +411,7 @@ def test_the_first_of_duplicates_remains(documents, pairs):
     expected, seen = [], set()
     for at in range(0, len(items), step):
         item = tuple(items[at : at + step])
-        text = tuple((one.parts, one.ended, one.closed) for one in item)
+        text = tuple((one.parts, one.takes_end) for one in item)
         if text not in seen:
             expected.append(item)
             seen.add(text)

@@ -38,7 +38,7 @@ def test_messages_are_written_by_a_template(read):
     assert text(first.parts) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
     assert text(first.parts, targets=True) == "Hello<|im_end|>"
     assert text(second.parts, targets=True) == "Go away<|im_end|>"
-    assert (first.closed, source.records.pairs) == (True, False)
+    assert (first.takes_end, source.records.pairs) == (False, False)
     assert source.records.special_tokens == ("<|im_start|>", "<|im_end|>")
     assert json.loads(source.records.chat_template)["name"] == "chatml"
     assert source.describe() == "a.jsonl, {documents} documents (messages, chatml)"
@@ -75,7 +75,7 @@ def test_prompts_and_completions_may_be_messages(read):
     first, second = source
     assert text(first.parts, targets=True) == "Go away<|im_end|>"
     assert text(second.parts, targets=True) == "Hello<|im_end|>"
-    assert first.closed
+    assert not first.takes_end
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_preferences_of_messages(read, record):
     assert text(rejected) == f"{begin}Go away<|im_end|>\n"
     assert text(chosen, targets=True) == "Hello<|im_end|>"
     assert text(rejected, targets=True) == "Go away<|im_end|>"
-    assert all(document.closed for document in documents)
+    assert not any(document.takes_end for document in documents)
     assert source.records.pairs
 
 
@@ -112,8 +112,8 @@ def test_preferences_of_text(read):
     source = read({"prompt": "p", "chosen": "c", "rejected": "r"})
     expected = [(("p\n", False, False), (answer, True, False)) for answer in "cr"]
     assert halves(source) == expected
-    assert (next(iter(source)).closed, source.records.pairs, source.records.chat_template) == (
-        False,
+    assert (next(iter(source)).takes_end, source.records.pairs, source.records.chat_template) == (
+        True,
         True,
         "",
     )

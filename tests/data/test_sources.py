@@ -158,7 +158,10 @@ def test_a_stream_marks_the_ends_of_files(tmp_path, config):
         (tmp_path / name).write_text(text)
     source = Source(config(source="text", path=str(tmp_path), block_size=8))
     assert source.is_stream
-    assert [(document.parts[0].text, document.ended) for document in source] == [("one", True), (" ", True)]
+    assert [(document.parts[0].text, document.takes_end) for document in source] == [
+        ("one", True),
+        (" ", True),
+    ]
     assert source.skipped == {"empty files": 1}
 
 
@@ -196,7 +199,7 @@ MALFORMED = [
     (b'{"txt": "a"}', r"no field 'text', or null in it \(it has txt\)"),
     (b'{"text": 3}', "field 'text' is a int, not text"),
     (b'{"text": "\\ud800"}', "unpaired surrogate"),
-    (b'{"text": "\xff"}', "not UTF-8"),
+    (b'{"text": "\xff"}', "not JSON: 'utf-8' codec"),
 ]
 
 
@@ -207,11 +210,11 @@ def test_malformed_records_are_named_by_file_and_place(config, text_file):
     for line, complaint in MALFORMED:
         with pytest.raises(ValueError, match=rf"bad\.jsonl, line 2: .*{complaint}"):
             read(b'{"text": "good"}\n' + line + b"\n", "bad.jsonl")
-        if complaint not in ("not JSON", "not UTF-8"):
+        if not complaint.startswith("not JSON"):
             with pytest.raises(ValueError, match=rf"bad\.json, record 2: .*{complaint}"):
                 read(b'[{"text": "good"}, ' + line + b"]", "bad.json")
     for content in (b'[{"text": "a"}, {"text": ', b'[{"text": "a"}]\n[{"text": "b"}]', b'[{"text": "\xff"}]'):
-        with pytest.raises(ValueError, match=r"bad\.json: not (JSON|UTF-8)"):
+        with pytest.raises(ValueError, match=r"bad\.json: not JSON"):
             read(content, "bad.json")
 
 

@@ -70,7 +70,6 @@ class Arriving(ABC):
         start: position of the first chunk, as plain data.
         name: name of the stream, for messages.
         tokenizer: the tokenizer of the documents.
-        chat_template: the template of chats, as JSON; empty without chats.
         report: counts of shortened, divided and dropped documents, over all finished chunks.
         validation: the validation documents, none longer than `limit`.
         validation_fit: like `report`, for the validation documents.
@@ -83,7 +82,6 @@ class Arriving(ABC):
     start: Position
     name: str
     tokenizer: Tokenizer
-    chat_template: str = ""
 
     def __init__(self, data: DataConfig, limit: int) -> None:
         self._data, self._limit = data, limit
@@ -100,6 +98,7 @@ class Arriving(ABC):
                 f"{self.name} holds preference pairs, whose reference is computed over all of them first: prepare them"
                 " as a complete store, and leave data.stream out"
             )
+        self.tokenizer = first.tokenizer
         whole = Documents.whole(first, data.train_on_prompt)
         head = whole.take(np.arange(min(len(whole), HEAD)))
         if data.validation and len(head) < 2:
@@ -180,12 +179,11 @@ class Arriving(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """The current position, as plain data."""
-        report = list(astuple(self.report)[1:])
         return {
             "fingerprint": self.fingerprint,
             "begin": self._begin,
             "number": self._number,
-            "report": report,
+            "report": list(astuple(self.report)[1:]),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -215,8 +213,8 @@ class GrowingFolder(Arriving):
         self._folder = Path(data.path).expanduser()
         self.name = str(self._folder)
         self._store: TokenStore | None = None  # with the shards that are known
+        self._documents = lru_cache(OPEN_SHARDS)(self._open)
         super().__init__(data, limit)
-        self._documents_of = lru_cache(OPEN_SHARDS)(self._documents_of)  # type: ignore[method-assign]
 
     def _read(self, begin: Position) -> tuple[TokenStore | None, Position]:
         number, deadline = begin["shard"], time.monotonic() + self._data.patience_seconds
@@ -259,7 +257,6 @@ class GrowingFolder(Arriving):
                 " into documents (data.documents), or wait for it and leave data.stream out"
             )
         self._store = TokenStore(self._folder, header=header, shards=shards)
-        self.tokenizer, self.chat_template = self._store.tokenizer, header.chat_template
         return True
 
     def _item(self, documents: Documents, number: int) -> dict[str, Any]:
@@ -268,9 +265,10 @@ class GrowingFolder(Arriving):
 
     def document(self, item: dict[str, Any]) -> Document:
         """See `Arriving`."""
-        return self._documents_of(item["shard"])[item["number"]]
+        return self._documents(item["shard"])[item["number"]]
 
-    def _documents_of(self, shard: int) -> Documents:
+    def _open(self, shard: int) -> Documents:
+        """The training documents of a shard."""
         store, _ = self._read({"shard": shard})
         if store is None:
             raise ValueError(f"shard {shard} of {self.name} has disappeared, and its documents are needed")
@@ -299,6 +297,7 @@ class StreamedRecords(Arriving):
             load_tokenizer(tokenizer)  # raises the error that names the alternatives
         self.name = data.path
         self._open_records, self._tokenizer_config = open_records, tokenizer
+        self._tokenizer: Tokenizer | None = None
         self._reader = RecordReader(data, partial(open_template, data, tokenizer))
         self._source: Any = None
         self._rows: Iterator[Any] = iter(())
@@ -341,18 +340,25 @@ class StreamedRecords(Arriving):
                     documents.append(found)
                 else:
                     skipped[found] += 1
-        if not hasattr(self, "tokenizer"):  # the template of the first chunk decides its special tokens
-            self.tokenizer = load_tokenizer(self._tokenizer_config, self._reader.special_tokens)
-            self.chat_template = self._reader.chat_template
-        tokenizer, pairs = self.tokenizer, self._reader.pairs
+        if self._tokenizer is None:  # the template of the first chunk decides its special tokens
+            self._tokenizer = load_tokenizer(self._tokenizer_config, self._reader.special_tokens)
+        tokenizer, reader = self._tokenizer, self._reader
         builder = ShardBuilder(tokenizer.vocabulary_size)
         builder.add_batch([(document,) for document in documents], tokenizer)
         if without := len(documents) - len(builder):
             skipped["documents without tokens"] = without
         if not len(builder):
             return None, skipped
-        header = StoreHeader(tokenizer.vocabulary_size, tokenizer.name, tokenizer.hash, pairs=pairs)
-        return TokenStore(Path(self.name), header=header, shards=[builder.build()]), skipped
+        header = StoreHeader(
+            tokenizer.vocabulary_size,
+            tokenizer.name,
+            tokenizer.hash,
+            reader.chat_template,
+            pairs=reader.pairs,
+        )
+        store = TokenStore(Path(self.name), header=header, shards=[builder.build()])
+        store.tokenizer = tokenizer  # in memory, too
+        return store, skipped
 
     def _item(self, documents: Documents, number: int) -> dict[str, Any]:
         document = documents[number]

@@ -22,6 +22,7 @@ import datetime
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib import resources
 from itertools import pairwise
@@ -53,50 +54,45 @@ _LOOKS_SPECIAL = re.compile(r"<\|\w+\|>")
 _Answers = list[tuple[int, int, bool]]  # begin and end of answers in the output, and whether they are targets
 
 
+@dataclass
 class ChatTemplate:
     """A Jinja chat template and the special tokens that it writes.
 
-    Args:
+    Attributes:
         source: the template.
-        special_tokens: names of its special tokens, in addition to `bos_token` and `eos_token`.
+        special_tokens: names of its special tokens; `bos_token` and `eos_token` are added.
         bos_token: value of the variable `bos_token` in the template; empty = none.
         eos_token: value of the variable `eos_token` in the template; empty = none.
         name: name of the template in error messages.
-
-    Attributes:
-        special_tokens: names of all special tokens, including `bos_token` and `eos_token`.
-        source, bos_token, eos_token, name: as given.
 
     Raises:
         ValueError: the template is not valid Jinja, or contains reserved characters.
     """
 
-    def __init__(
-        self,
-        source: str,
-        special_tokens: Sequence[str],
-        bos_token: str = "",
-        eos_token: str = "",
-        name: str = "the chat template",
-    ) -> None:
-        self.source, self.name = source, name
-        self.bos_token, self.eos_token = bos_token, eos_token
-        self.special_tokens = tuple(filter(None, dict.fromkeys((*special_tokens, bos_token, eos_token))))
-        self._has_marks = _GENERATION.search(source) is not None
+    source: str
+    special_tokens: Sequence[str]
+    bos_token: str = ""
+    eos_token: str = ""
+    name: str = "the chat template"
+
+    def __post_init__(self) -> None:
+        names = (*self.special_tokens, self.bos_token, self.eos_token)
+        self.special_tokens = tuple(filter(None, dict.fromkeys(names)))
+        self._has_marks = _GENERATION.search(self.source) is not None
         longest_first = sorted(self.special_tokens, key=len, reverse=True)
         # Without names the pattern matches nothing.
         self._names = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self.protected = re.compile(f"{self._names.pattern}|{_CODES.pattern}")
-        if _CODES.search(source):
+        if _CODES.search(self.source):
             raise ValueError(
-                f"{name} contains characters of Unicode's last private-use plane, which multipack reserves"
+                f"{self.name} contains characters of Unicode's last private-use plane, which multipack reserves"
             )
         self._day = datetime.datetime.combine(datetime.date.today(), datetime.time())
         try:
-            self.program = _environment(self._day).from_string(source)
+            self.program = _environment(self._day).from_string(self.source)
         except (jinja2.TemplateSyntaxError, RecursionError) as error:
             raise ValueError(
-                f"{name}, line {getattr(error, 'lineno', 1)}: {getattr(error, 'message', error)}"
+                f"{self.name}, line {getattr(error, 'lineno', 1)}: {getattr(error, 'message', error)}"
             ) from error
 
     def parts(
@@ -141,9 +137,7 @@ class ChatTemplate:
 
     def to_json(self) -> str:
         """The template as JSON; `from_json` reads it."""
-        names = ("name", "special_tokens", "bos_token", "eos_token", "source")
-        fields = {"format": _FORMAT, **{name: getattr(self, name) for name in names}}
-        return json.dumps(fields, ensure_ascii=False, indent=1)
+        return json.dumps({"format": _FORMAT, **asdict(self)}, ensure_ascii=False, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> ChatTemplate:

@@ -64,7 +64,7 @@ class Corpus:
     @property
     def chat_template(self) -> str:
         """The template of its chats, as JSON; empty without chats."""
-        return self.train.store.header.chat_template if self.arriving is None else self.arriving.chat_template
+        return self.train.store.header.chat_template
 
 
 def load_corpus(
@@ -147,9 +147,24 @@ def _divided(
     store: TokenStore, data: DataConfig, limit: int
 ) -> tuple[Documents, Documents, FitReport, FitReport]:
     """Training and validation documents of one store, none of them too long, and what was done to those that were."""
-    train, validation = _split(store, data, limit)
+    whole, block = Documents.whole(store, data.train_on_prompt), data.block_size or limit
+    if store.header.split_by == "document":
+        if data.block_size:
+            raise ValueError(
+                f"data.block_size={data.block_size} cuts a stream, and {store.path} holds {len(whole):,} documents;"
+                " data.overlong=split cuts those that are too long"
+            )
+        views = whole.split(data.validation, data.split_seed)
+    else:
+        if block > limit:
+            raise ValueError(
+                f"data.block_size={block:,} exceeds the limit of {limit:,} tokens for a document: lower it, or raise"
+                " plan.capacity (and the model's context)"
+            )
+        train, validation = whole.split_by_position(data.validation)
+        views = train.cut(block), validation.cut(block)
     (train, train_fit), (validation, validation_fit) = (
-        view.fit(limit, data.overlong, data.overlap, data.repeat_prompt) for view in (train, validation)
+        view.fit(limit, data.overlong, data.overlap, data.repeat_prompt) for view in views
     )
     return train, validation, train_fit, validation_fit
 
@@ -212,24 +227,6 @@ def _check_tokenizer(store: TokenStore, config: TokenizerConfig) -> None:
             f"{store.path} was tokenized with {store.header.tokenizer} (hash {store.header.tokenizer_hash[:12]}), but"
             f" the configuration asks for {wanted}: set tokenizer.kind=auto, or prepare the documents again"
         )
-
-
-def _split(store: TokenStore, data: DataConfig, limit: int) -> tuple[Documents, Documents]:
-    whole, block = Documents.whole(store, data.train_on_prompt), data.block_size or limit
-    if store.header.split_by == "position":
-        if block > limit:
-            raise ValueError(
-                f"data.block_size={block:,} exceeds the limit of {limit:,} tokens for a document: lower it, or raise"
-                " plan.capacity (and the model's context)"
-            )
-        train, validation = whole.split_by_position(data.validation)
-        return train.cut(block), validation.cut(block)
-    if data.block_size:
-        raise ValueError(
-            f"data.block_size={data.block_size} cuts a stream, and {store.path} holds {len(whole):,} documents;"
-            " data.overlong=split cuts those that are too long"
-        )
-    return whole.split(data.validation, data.split_seed)
 
 
 def _prompts(documents: Documents, tokenizer: Tokenizer, limit: int, count: int = 3) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import permutations
@@ -160,7 +161,8 @@ class DataConfig:
             raise ValueError(
                 f"data.paths={self.paths}: a mixture needs two token stores or more, each once and none inside another"
             )
-        if self.weights and (len(self.weights) != len(self.paths) or min(self.weights) <= 0):
+        are_positive = all(0 < weight < math.inf for weight in self.weights)
+        if self.weights and not (are_positive and len(self.weights) == len(self.paths)):
             raise ValueError(
                 f"data.weights={self.weights}: one positive number for each of the {len(self.paths)} data.paths"
             )

@@ -71,8 +71,6 @@ class PackedLoader:
         collator: Callable[[Sequence[Any]], PackedBatch],
         prefetch: int = 2,
     ) -> None:
-        if prefetch < 0:
-            raise ValueError(f"prefetch={prefetch}: batches to collate ahead, 0 or more")
         self.documents = documents
         self.sampler = self.batch_sampler = sampler
         self._collator, self._prefetch = collator, prefetch

@@ -77,9 +77,9 @@ def mix(
 ) -> tuple[Documents, tuple[Share, ...]]:
     """One epoch of a mixture, its sources evenly interleaved, and the share of each source.
 
-    `sources` are views of one store, none of them empty. With `ends="all"` the epoch is the shortest that shows every
-    document, with `first` the longest that repeats none; `seed` chooses the documents that are repeated or left out.
-    Without weights every document is shown once.
+    `sources` are views of one store, none of them empty; `weights` are positive. With `ends="all"` the epoch is the
+    shortest that shows every document, with `first` the longest that repeats none; `seed` chooses the documents that
+    are repeated or left out. Without weights every document is shown once.
 
     By documents, the number of documents of the epoch is divided in proportion to the weights, and the rest from
     rounding goes to the largest remainders (Hamilton's method). By tokens, each source gives documents until its share
@@ -88,8 +88,6 @@ def mix(
     Raises:
         ValueError: weights for an epoch of more than `MOST_DOCUMENTS` documents.
     """
-    if not all(0 < weight < math.inf for weight in weights):
-        raise ValueError(f"data.weights={list(weights)}: positive numbers")
     sizes = [len(source) if weigh_by == "documents" else source.num_tokens for source in sources]
     # A weight is the decimal number that was written: 0.1 is a tenth.
     exact = [Fraction(str(weight)) for weight in weights] if weights else [Fraction(size) for size in sizes]

@@ -221,7 +221,7 @@ def items_of(source: Source) -> Iterator[Item]:
         zip(documents, documents, strict=True) if source.records.pairs else zip(documents, strict=True)
     ):
         if source.config.dedup:
-            content = [(document.parts, document.ended, document.closed) for document in item]
+            content = [(document.parts, document.takes_end) for document in item]
             digest = hashlib.blake2b(repr(content).encode(), digest_size=16).digest()
             if digest in seen:
                 source.skipped["duplicates"] += 1

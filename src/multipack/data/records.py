@@ -59,9 +59,8 @@ class RecordReader:
         form: text, completion, chat or preference; None before the first record.
         context: name of the field before the answers, if there is one.
         answers: names of the fields that are targets: one, or chosen and rejected.
-        is_chat: whether the fields hold messages, which a template renders.
         tools: name of the field of callable tools, which a record may lack.
-        template: the `ChatTemplate`; None before the first record, and without messages.
+        template: the `ChatTemplate` that renders messages; None before the first record, and if the fields hold text.
         chat_template: the template as JSON; empty without one.
         special_tokens: names of its special tokens.
     """
@@ -70,7 +69,7 @@ class RecordReader:
         self._config, self._open_template = config, open_template
         self.form: Form | None = None
         self.context, self.answers, self.tools = tuple[str, ...](), tuple[str, ...](), "tools"
-        self.is_chat, self.template = False, cast(Any, None)
+        self.template = cast(Any, None)
         self.chat_template, self.special_tokens = "", tuple[str, ...]()
 
     @property
@@ -81,7 +80,7 @@ class RecordReader:
     def describe(self) -> str:
         """The fields, and the name of the template."""
         fields = " → ".join([*self.context, " | ".join(self.answers)]) or "nothing"
-        return f"{fields}, {self.template.name}" if self.is_chat else fields
+        return f"{fields}, {self.template.name}" if self.template is not None else fields
 
     def columns(self, names: Iterable[str]) -> list[str]:
         """The columns of a table that are read; all of them if a field is missing, so that the error can list them."""
@@ -124,8 +123,7 @@ class RecordReader:
         count = 2 if form == "preference" else 1
         self.context, self.answers = fields[:-count], fields[-count:]
         has_messages = any(isinstance(record.get(name), list | dict) for name in fields)
-        self.is_chat = form == "chat" or (form != "text" and has_messages)
-        if self.is_chat:
+        if form == "chat" or (form != "text" and has_messages):
             self.template = self._open_template()
             self.chat_template, self.special_tokens = self.template.to_json(), self.template.special_tokens
         elif self._config.chat_template:
@@ -139,23 +137,23 @@ class RecordReader:
     def _documents(self, record: dict[str, Any], name: str) -> list[SourceDocument] | list[str]:
         context: Any
         answers: Any
-        if self.is_chat:
-            context, answers = self._messages(record)
-        else:
+        if self.template is None:
             context = [_text(record, field) for field in self.context]
             answers = [_text(record, field) for field in self.answers]
+        else:
+            context, answers = self._messages(record)
         if len(answers) == 2 and answers[0] == answers[1]:
             return ["pairs of equal answers"]
         if not all(map(_has_answer, answers)):
             return [WITHOUT_ANSWER[self.form or "text"]]
         found: list[tuple[TextPart, ...]]
-        if self.is_chat:
-            tools = read_tools(record.get(self.tools), self.tools)
-            found = [self.template.parts(context + answer, tools, len(context)) for answer in answers]
-        else:
+        if self.template is None:
             prompt = [TextPart(text + self._config.between, False) for text in context]
             found = [(*prompt, TextPart(answer, True)) for answer in answers]
-        return [SourceDocument(name, parts, closed=self.is_chat) for parts in found]
+        else:
+            tools = read_tools(record.get(self.tools), self.tools)
+            found = [self.template.parts(context + answer, tools, len(context)) for answer in answers]
+        return [SourceDocument(name, parts, takes_end=self.template is None) for parts in found]
 
     def _messages(self, record: dict[str, Any]) -> tuple[list[Message], list[list[Message]]]:
         """Context and answers of a record; its field `system` begins the context.

@@ -37,8 +37,8 @@ class PackedBatchSampler(Sampler[list[int]]):
     collate_fn=PackedCollator.of(sampler))`, and divide a step's summed loss by `sampler.plan.denominator(step)`.
 
     The number of steps is fixed at the start, by epoch 0. With `tail="keep"` an epoch whose documents do not fit has
-    wider windows. With `tail="drop"` and `"carry"` later epochs are cut to it, or their steps are filled evenly; a queue
-    of carried documents may grow from epoch to epoch, and none is lost.
+    wider windows. With `tail="drop"` and `"carry"` later epochs are cut to it, or their steps are filled evenly; a
+    queue of carried documents may grow from epoch to epoch, and none is lost.
 
     Calling `set_epoch` with the current epoch changes nothing. `load_state_dict` sets the position at which the next
     iterator starts; iterators after that one start at the beginning of the epoch.

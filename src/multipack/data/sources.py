@@ -190,7 +190,7 @@ class Source:
         parts: list[object] = [config.source, config.division, config.separator]
         if records.form is not None:
             fields = (*records.context, *records.answers)
-            identity = records.template.identity if records.is_chat else ""
+            identity = "" if records.template is None else records.template.identity
             parts += [records.form, fields, records.tools, config.between, identity]
         if config.source == "stdlib":
             parts.append(self.name)

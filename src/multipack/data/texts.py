@@ -45,14 +45,13 @@ class SourceDocument:
     Attributes:
         name: origin, for messages: `functools.py:reduce`, `train.jsonl:17`.
         parts: its text in pieces, in order.
-        ended: whether the text ends here (False: a stretch of a file that continues in the next document).
-        closed: whether the text marks its own end, as chat templates do: no end token is added.
+        takes_end: whether an end token is added. None follows a stretch of a file that continues in the next document,
+            and none a chat, whose template marks the end.
     """
 
     name: str
     parts: tuple[TextPart, ...]
-    ended: bool = True
-    closed: bool = False
+    takes_end: bool = True
 
     @property
     def characters(self) -> int:
@@ -165,8 +164,6 @@ def json_records(content: Any, path: Path) -> Iterator[tuple[int, str, dict[str,
 def _parse(content: bytes, where: str) -> Any:
     try:
         return json.loads(content.removeprefix(codecs.BOM_UTF8))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{where}: not UTF-8: {error}") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not JSON: {error}") from error
 

@@ -91,7 +91,7 @@ class ShardBuilder:
         self._span_offsets.append(len(self._spans) // 2)
 
     def add_batch(self, items: Sequence[Sequence[SourceDocument]], tokenizer: Tokenizer) -> None:
-        """Tokenize and add documents, and an end token to those that do not end themselves.
+        """Tokenize and add documents, and an end token to those that take one.
 
         An item is one document, or the two answers of a preference pair; one without tokens is left out.
 
@@ -105,7 +105,7 @@ class ShardBuilder:
             if not all(any(ids for ids, _ in each) for each in parts):
                 continue
             for document, each in zip(item, parts, strict=True):
-                if document.ended and not document.closed and tokenizer.end_id is not None:
+                if document.takes_end and tokenizer.end_id is not None:
                     each.append(([tokenizer.end_id], True))
                 self.add(document.name, each)
 
