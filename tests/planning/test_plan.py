@@ -162,24 +162,24 @@ def test_carried_documents_come_first():
 
 
 GOLDEN = {
-    "cost": ({}, 153, "572a132e20c4f576", "fce796c1d57613bc"),
+    "cost": ({}, 153, "2807751216e65adb", "56415f88013b5342"),
     "joint, drop": (
         {"balance": "joint", "tail": "drop", "window": 1},
         152,
-        "4ab9506967a9dde1",
-        "1776a961caf0c293",
+        "50aaab5a8435b7d3",
+        "dcb3eda17e6ef0c9",
     ),
     "carry, not grouped": (
         {"tail": "carry", "group": False, "window": 16, "carried": [7, 3]},
         152,
-        "7998e3bd19dbf81b",
-        "3e5b6b33881f925b",
+        "fcfc4f676625e14a",
+        "1aee85976ab593fd",
     ),
     "given, aligned": (
         {"order": "given", "align": 16, "max_documents": 40},
         155,
-        "9137fecfc2e4d4c6",
-        "8b62de928bd7b063",
+        "712e183da56be1aa",
+        "915b612ed6f60ff6",
     ),
     "budget": ({"budget": 1500, "balance": "tokens"}, 208, "28c71bf6dc7c715d", "423e1a82a511a58d"),
 }
@@ -207,7 +207,7 @@ def sha256(*arrays):
 def test_golden_fingerprint():
     lengths = 1 + np.arange(5000) * 7919 % 997
     made = plan(lengths, capacity=2048, packs_per_step=8)
-    assert made.fingerprint == "6-fdbd6c56e34e15b5-e3b0c44298fc1c14-aad86b3c6c227401"
+    assert made.fingerprint == "7-fdbd6c56e34e15b5-e3b0c44298fc1c14-aad86b3c6c227401"
 
 
 def test_given_order_is_kept_to_within_a_window():

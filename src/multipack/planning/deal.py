@@ -25,7 +25,7 @@ from multipack.planning.options import PlanOptions, Sync, check_choice
 
 Integers = NDArray[np.int64]
 
-DEALING = 5
+DEALING = 6
 """Version: changes whenever the same step is dealt differently. A run continues inside a step only with the same."""
 
 _CLOSE = 20_000  # packs are not rearranged within 1/20,000 of the proven minimum

@@ -24,7 +24,7 @@ LossWeighting = Literal["token", "document"]
 Sync = Literal["micro", "step", "pipeline"]
 """Where ranks wait for each other: at every micro-batch (`micro`, `pipeline`) or once a step (`step`)."""
 
-ALGORITHM = 6
+ALGORITHM = 7
 """Version of the planner: changes whenever the same options give other steps. Part of the fingerprint."""
 
 

@@ -270,13 +270,13 @@ def _pack(
     Deferred entries are placed first. If too many wanted slots are not placed, first fit is tried as well.
     """
     visit = np.concatenate([np.flatnonzero(deferred), np.flatnonzero(wanted & ~deferred)])
-    best = placing.place(slots, costs, packs, capacity, limit, visit, wanted, spare)
+    best = placing.place(slots, costs, packs, capacity, limit, visit, spare)
     missed = int(slots[wanted & (best < 0)].sum())
     if missed * _TOLERANCE > int(slots[wanted].sum()) or (last and missed):
         found = np.full(len(slots), -1, dtype=np.int64)
         found[wanted] = fit.first_fit(slots[wanted], capacity, limit)[0]
         found[found >= packs] = -1
-        balancing.gather(found, slots, wanted, packs, capacity, limit, spare)
+        balancing.gather(found, slots, packs, capacity, limit, spare)
         placing.fill_empty(found, packs)
         still = int(slots[wanted & (found < 0)].sum())
         fewer = still < missed if last else 2 * still <= missed

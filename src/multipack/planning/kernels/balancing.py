@@ -23,7 +23,6 @@ from multipack.planning.kernels import compiled
 Integers = NDArray[np.int64]
 
 _LOOKS = 16  # pairs of sums that are compared, for each sum of a list
-_GOOD = 100_000  # the first search is for a difference of 1/100,000 of the mean load
 _COLLECTIONS = 200  # times that free tokens of many packs are brought into one, in a window
 _TRIES = 4  # successive collections that were not enough for a document, after which no more are made
 _GIVERS = 128  # packs that give their free tokens in one of them
@@ -173,11 +172,11 @@ def _subset_sums(state: State, documents: Integers, y: int) -> Integers:
 
 
 @compiled
-def _best_subset(state: State, found: Integers, x: int, y: int, gap: int, other_gap: int, good: int) -> int:
+def _best_subset(state: State, found: Integers, x: int, y: int, gap: int, other_gap: int) -> int:
     """Find the documents of packs x and y that, moved to the other pack, lower the load of x by half of a gap.
 
-    What a move leaves is the larger of |gap − 2 · first load| and |other_gap − 2 · second load|. The search is first
-    for less than `good`, then for less than 8 times that, and so on; it is limited by the number of pairs compared.
+    What a move leaves is the larger of |gap − 2 · first load| and |other_gap − 2 · second load|. The search is limited
+    by the number of pairs of sums that are compared.
 
     Returns:
         The documents as bits; 0 if every move leaves at least what there is.
@@ -188,40 +187,35 @@ def _best_subset(state: State, found: Integers, x: int, y: int, gap: int, other_
     least_tokens, most_tokens = state.tokens[x] - state.capacity, state.capacity - state.tokens[y]
     fewest = max(state.sizes[x] - state.max_documents, 1 - state.sizes[y])
     most = min(state.max_documents - state.sizes[y], state.sizes[x] - 1)
-    worst, chosen, looks = max(abs(gap), abs(other_gap)), 0, 0
-    bound = min(good, worst)
-    while True:
-        best, start = bound, other_size
-        for index in range(size):
-            least_sum, most_sum = (gap - best) // 2 - low[0, index], (gap + best) // 2 - low[0, index]
-            while start > 0 and high[0, start - 1] >= least_sum:
-                start -= 1
-            here = start
-            while here < other_size and high[0, here] <= most_sum and looks < _LOOKS * size:
-                looks += 1
-                left = max(
-                    abs(gap - 2 * (low[0, index] + high[0, here])),
-                    abs(other_gap - 2 * (low[1, index] + high[1, here])),
-                )
-                tokens = low[2, index] + high[2, here]
-                if left < best and least_tokens <= tokens <= most_tokens:
-                    subset, documents = low[3, index] | (high[3, here] << half), 0
-                    for item in range(len(found)):
-                        if subset >> item & 1:
-                            documents += 1 if state.placed[found[item]] == x else -1
-                    if fewest <= documents <= most:
-                        best, chosen = left, subset
-                here += 1
-        if chosen or bound == worst or looks == _LOOKS * size:
-            return chosen
-        bound = min(8 * bound, worst)
+    best, chosen, looks, start = max(abs(gap), abs(other_gap)), 0, 0, other_size
+    for index in range(size):
+        least_sum, most_sum = (gap - best) // 2 - low[0, index], (gap + best) // 2 - low[0, index]
+        while start > 0 and high[0, start - 1] >= least_sum:
+            start -= 1
+        here = start
+        while here < other_size and high[0, here] <= most_sum and looks < _LOOKS * size:
+            looks += 1
+            left = max(
+                abs(gap - 2 * (low[0, index] + high[0, here])),
+                abs(other_gap - 2 * (low[1, index] + high[1, here])),
+            )
+            tokens = low[2, index] + high[2, here]
+            if left < best and least_tokens <= tokens <= most_tokens:
+                subset, documents = low[3, index] | (high[3, here] << half), 0
+                for item in range(len(found)):
+                    if subset >> item & 1:
+                        documents += 1 if state.placed[found[item]] == x else -1
+                if fewest <= documents <= most:
+                    best, chosen = left, subset
+            here += 1
+    return chosen
 
 
 @compiled
-def _rearrange(state: State, x: int, y: int, gap: int, other_gap: int, half: int, good: int) -> bool:
+def _rearrange(state: State, x: int, y: int, gap: int, other_gap: int, half: int) -> bool:
     """Move documents between packs x and y as `_best_subset` finds; whether any moved."""
     found = _candidates(state, x, y, half)
-    bits = _best_subset(state, found, x, y, gap, other_gap, good)
+    bits = _best_subset(state, found, x, y, gap, other_gap)
     for item in range(len(found)):
         if bits >> item & 1:
             _move(state, found[item], y if state.placed[found[item]] == x else x)
@@ -257,7 +251,6 @@ def balance(
         for rank in range(ranks):
             mean[row] += state.totals[row, rank]
         mean[row] //= ranks
-    good = max(mean[0] // _GOOD, 1)
     tried = np.zeros(ranks, dtype=np.bool_)
     failed = 0
     for _ in range(attempts):
@@ -278,7 +271,7 @@ def balance(
         x, y = _random(state) % slots * ranks + here, _random(state) % slots * ranks + there
         gap = state.totals[0, here] - state.totals[0, there]
         other_gap = state.totals[1, here] - state.totals[1, there]
-        failed = 0 if _rearrange(state, x, y, gap, other_gap, half, good) else failed + 1
+        failed = 0 if _rearrange(state, x, y, gap, other_gap, half) else failed + 1
 
 
 @compiled
@@ -295,8 +288,7 @@ def _emptiest(state: State, skipped: NDArray[np.bool_], max_documents: int) -> i
 @compiled
 def _collect(state: State, taker: int, enough: int, half: int) -> None:
     """Pass the free tokens of other packs, emptiest first, to one pack until it has enough."""
-    # Literal arguments would compile another version of a kernel: numbers below are computed.
-    done, good = np.zeros(len(state.tokens), dtype=np.bool_), state.capacity // _GOOD + 1
+    done = np.zeros(len(state.tokens), dtype=np.bool_)
     done[taker] = True
     for _ in range(_GIVERS):
         giver = _emptiest(state, done, len(state.placed) + 1)
@@ -306,45 +298,38 @@ def _collect(state: State, taker: int, enough: int, half: int) -> None:
             return
         done[giver] = True
         other_gap = state.totals[1, taker] - state.totals[1, giver]
-        _rearrange(state, taker, giver, 2 * min(room, missing), other_gap, half, good)
+        _rearrange(state, taker, giver, 2 * min(room, missing), other_gap, half)
 
 
 @compiled
 def gather(
-    placed: Integers,
-    lengths: Integers,
-    wanted: NDArray[np.bool_],
-    packs: int,
-    capacity: int,
-    max_documents: int,
-    spare: int,
+    placed: Integers, lengths: Integers, packs: int, capacity: int, max_documents: int, spare: int
 ) -> None:
-    """Find places for documents that have none by gathering scattered free tokens, in place.
+    """Find places, in place, for documents that fit into no pack: free tokens of all packs move into one of them.
 
-        |AAAAAABB··|   A for C fills the first pack and leaves     |CCCCCCCBB·|
-        |CCCCCCCDD·|   its room to the second                      |AAAAAADDEE|  ← E had no place
+    Where each of three packs has 2 free tokens, a document of 6 tokens fits into none of them. Two exchanges of an 8
+    for a 6 fill the first two packs and leave 6 free tokens in the third:
 
-    The emptiest pack exchanges documents with others, each of which is filled as far as possible, until it has room for
-    the longest `wanted` document without a pack.
+        pack 0   8 8 6 ··         8 8 8             8 8 8
+        pack 1   8 8 6 ··   ──▶   8 8 6 ··    ──▶   8 8 8
+        pack 2   8 8 6 ··         8 6 6 ····        6 6 6 ······
 
-    Then, if `spare` is not negative, packs are filled up in the same way: the longest document without a pack, wanted
-    or not, that fits into the emptiest pack finds a place there, while more than `spare` tokens of all packs are free.
-
-    `placed` and `lengths` are those of `State`; `wanted` says of each document whether it must be placed if possible.
+    Documents get a place longest first, and only while more than `spare` tokens of all packs stay free. `placed` and
+    `lengths` are those of `State`.
     """
     loads, nothing = np.zeros((2, len(placed)), dtype=np.int64), np.zeros(packs, dtype=np.bool_)
     for document in range(len(placed)):
         loads[0, document] = lengths[document]
     state = _state(placed, lengths, loads, packs, packs, capacity, max_documents)
-    failed, left, free = 0, _COLLECTIONS, packs * (capacity - capacity // _SLACK)
+    failed, left, free = 0, _COLLECTIONS, packs * capacity - spare
     for pack in range(packs):
         free -= state.tokens[pack]
     for document in range(len(placed)):
-        if placed[document] >= 0 or not wanted[document]:
+        if placed[document] >= 0 or lengths[document] > free:
             continue
         taker = _emptiest(state, nothing, max_documents)
         while taker >= 0 and state.tokens[taker] + lengths[document] > capacity:
-            if failed == _TRIES or left == 0 or lengths[document] > free:
+            if failed == _TRIES or left == 0:
                 break
             _collect(state, taker, lengths[document], _GATHER_HALF + failed)
             failed, left, taker = failed + 1, left - 1, _emptiest(state, nothing, max_documents)
@@ -353,21 +338,3 @@ def gather(
         if state.tokens[taker] + lengths[document] <= capacity:
             _move(state, document, taker)
             failed, free = 0, free - lengths[document]
-    failed = 0
-    while spare >= 0 and left > 0:
-        left -= 1
-        taker, room, best = _emptiest(state, nothing, max_documents), packs * capacity - spare, len(placed)
-        for pack in range(packs):
-            room -= state.tokens[pack]
-        if taker < 0 or room <= 0:
-            return
-        _collect(state, taker, min(room, capacity), _GATHER_HALF + failed)
-        if state.sizes[taker] == max_documents:
-            continue
-        room = min(room, capacity - state.tokens[taker])
-        for document in range(len(placed) - 1, -1, -1):
-            if placed[document] < 0 and lengths[document] <= room:
-                best = document
-        if best == len(placed):
-            return
-        _move(state, best, taker)
