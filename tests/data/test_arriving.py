@@ -161,7 +161,7 @@ def test_impossible_stores_settings_and_states_are_refused(folder, follow, tmp_p
     with pytest.raises(ValueError, match=r"document \d+ \(doc0\.\d+\) has \d+ tokens.* limit of 8"):
         list(follow(folder, limit=8))
     write_shard(tmp_path / "one", 0, [5])
-    with pytest.raises(ValueError, match=r"data\.validation=0\.5 holds back.*begins with 1"):
+    with pytest.raises(ValueError, match=r"data\.validation=0\.5: 1 document of .*cannot be split"):
         follow(tmp_path / "one", validation=0.5)
     state = follow(folder).state_dict()
     for options in ({"validation": 0.2}, {"limit": 50}):

@@ -131,7 +131,6 @@ def test_states_of_others_are_refused():
         (made, state | {"micro_batch": 3}, "outside an epoch"),
         (made, state | {"step": -1}, "at least 0"),
         (made, state | {"step": "1"}, "whole number"),
-        (made, state | {"carried": [1]}, "nothing is carried"),
         (made, {}, "lacks fingerprint"),
     ]
     whole = list(made)

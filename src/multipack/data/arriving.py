@@ -75,8 +75,7 @@ class Arriving(ABC):
         validation_fit: like `report`, for the validation documents.
 
     Raises:
-        ValueError: the first chunk has preference pairs, or too few documents to hold some back; see also
-            `Documents.fit`.
+        ValueError: the first chunk has preference pairs; see also `Documents.split` and `Documents.fit`.
     """
 
     start: Position
@@ -101,11 +100,6 @@ class Arriving(ABC):
         self.tokenizer = first.tokenizer
         whole = Documents.whole(first, data.train_on_prompt)
         head = whole.take(np.arange(min(len(whole), HEAD)))
-        if data.validation and len(head) < 2:
-            raise ValueError(
-                f"data.validation={data.validation} holds back some of the first documents, but {self.name} begins with"
-                f" {len(head)}: set data.validation=0 (and train.eval_every=0)"
-            )
         validation = head.split(data.validation, data.split_seed)[1]
         self._held, self._first_checksum = validation.pieces["document"], first.checksum
         self.validation, self.validation_fit = self._fit(validation)
@@ -293,8 +287,6 @@ class StreamedRecords(Arriving):
     def __init__(
         self, data: DataConfig, limit: int, tokenizer: TokenizerConfig, open_records: Callable[[], Any]
     ) -> None:
-        if tokenizer.is_trained:
-            load_tokenizer(tokenizer)  # raises the error that names the alternatives
         self.name = data.path
         self._open_records, self._tokenizer_config = open_records, tokenizer
         self._tokenizer: Tokenizer | None = None

@@ -181,18 +181,10 @@ class PreferencePairs:
     Args:
         documents: a view of a store of pairs.
         reference: (n, 2) float64 log-probabilities of each pair's answers; None = not known yet.
-
-    Raises:
-        ValueError: reference values of another number of pairs.
     """
 
     def __init__(self, documents: Documents, reference: NDArray[np.float64] | None = None) -> None:
-        if reference is not None and reference.shape != (len(documents), 2):
-            raise ValueError(
-                f"{len(documents):,} pairs need reference values ({len(documents)}, 2), got {reference.shape}"
-            )
-        self.documents = documents
-        self.reference = reference
+        self.documents, self.reference = documents, reference
 
     def __len__(self) -> int:
         return len(self.documents)
@@ -230,11 +222,9 @@ class PreferenceCollator:
         """Pack `pairs` in the order given.
 
         Raises:
-            ValueError: more than the plan allows in a pack; only some pairs have reference values.
+            ValueError: more than the plan allows in a pack.
         """
         known = [reference for _, _, reference in pairs if reference is not None]
-        if known and len(known) < len(pairs):
-            raise ValueError(f"only {len(known)} of {len(pairs)} pairs have reference values")
         batch = self.packed([answer for chosen, rejected, _ in pairs for answer in (chosen, rejected)])
         # A pack without pairs counts as one whose values are known.
         values = torch.from_numpy(np.array(known, dtype=np.float64).reshape(-1, 2))

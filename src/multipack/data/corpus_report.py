@@ -132,13 +132,8 @@ def read_lengths(
         unknown: all but the first token; and what was done to documents that were too long, None for a file.
 
     Raises:
-        ValueError: the file is not an array of lengths (or counts), or the folder is not a token store.
-        FileNotFoundError: there is nothing at `path`.
+        ValueError: there is no array of lengths (or counts) at `path`, and no token store.
     """
-    if not path.exists():
-        raise FileNotFoundError(
-            f"{path} does not exist; give lengths as a .npy file or a token store's folder"
-        )
     if path.is_dir():
         if histogram:
             raise ValueError(f"histogram=true reads a .npy file of counts, and {path} is a folder")
@@ -156,7 +151,8 @@ def read_lengths(
         numbers = np.load(path, allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
         raise ValueError(
-            f"{path} is not a .npy file of lengths: numpy.save(path, lengths) writes one, of whole numbers"
+            f"{path} is neither the folder of a token store nor a .npy file of lengths, as numpy.save(path, lengths)"
+            f" writes one: {error}"
         ) from error
     return _of_histogram(numbers, path) if histogram else check_lengths(numbers), None, None
 

@@ -81,27 +81,24 @@ def mix(
     shortest that shows every document, with `first` the longest that repeats none; `seed` chooses the documents that
     are repeated or left out. Without weights every document is shown once.
 
-    By documents, the number of documents of the epoch is divided in proportion to the weights, and the rest from
-    rounding goes to the largest remainders (Hamilton's method). By tokens, each source gives documents until its share
-    is reached; the last one exceeds it by less than its own tokens.
+    Each source gives documents until its share of the epoch's documents or tokens is reached; the last document exceeds
+    the share by less than its own size.
 
     Raises:
         ValueError: weights for an epoch of more than `MOST_DOCUMENTS` documents.
     """
-    sizes = [len(source) if weigh_by == "documents" else source.num_tokens for source in sources]
+    # (documents,) size of each document of each source, in the unit of the weights.
+    units = [np.ones_like(each.lengths) if weigh_by == "documents" else each.lengths for each in sources]
+    sizes = [int(unit.sum()) for unit in units]
     # A weight is the decimal number that was written: 0.1 is a tenth.
     exact = [Fraction(str(weight)) for weight in weights] if weights else [Fraction(size) for size in sizes]
     asked = [weight / sum(exact) for weight in exact]
     bound = max if ends == "all" else min
     total = bound(size / share for size, share in zip(sizes, asked, strict=True))
-    if weigh_by == "documents":
-        # Rounded up where every document is shown, so that no source gets fewer than it has.
-        counts = _largest_remainders(math.ceil(total) if ends == "all" else int(total), asked)
-    else:
-        counts = [
-            _count_until(source.lengths, total * share, seed, number)
-            for number, (source, share) in enumerate(zip(sources, asked, strict=True))
-        ]
+    counts = [
+        _count_until(unit, total * share, seed, number)
+        for number, (unit, share) in enumerate(zip(units, asked, strict=True))
+    ]
     if sum(counts) > MOST_DOCUMENTS:
         most = max(range(len(counts)), key=lambda number: counts[number] / len(sources[number]))
         raise ValueError(
@@ -109,13 +106,11 @@ def mix(
             f" {counts[most] / len(sources[most]):,.0f} times; at most {MOST_DOCUMENTS:,} can be planned: give larger"
             " weights to large stores, or set data.mixture_ends=first"
         )
-    views = [
-        source.take(_repeated(len(source), count, seed, number))
-        for number, (source, count) in enumerate(zip(sources, counts, strict=True))
-    ]
-    places = [(np.arange(len(view)) + 0.5) / len(view) for view in views]
+    chosen = [_repeated(len(units[number]), count, seed, number) for number, count in enumerate(counts)]
+    views = [source.take(documents) for source, documents in zip(sources, chosen, strict=True)]
+    places = [(np.arange(count) + 0.5) / count for count in counts]
     mixed = Documents.joined(views).take(np.argsort(np.concatenate(places), kind="stable"))
-    got = [len(view) if weigh_by == "documents" else view.num_tokens for view in views]
+    got = [int(unit[documents].sum()) for unit, documents in zip(units, chosen, strict=True)]
     shares = tuple(
         Share(
             name=names[number],
@@ -131,15 +126,6 @@ def mix(
     return mixed, shares
 
 
-def _largest_remainders(total: int, shares: Sequence[Fraction]) -> list[int]:
-    """`total` divided in proportion to `shares`, which sum to 1; of equal remainders the first is served first."""
-    counts = [int(total * share) for share in shares]
-    by_remainder = sorted(range(len(shares)), key=lambda number: counts[number] - total * shares[number])
-    for number in by_remainder[: total - sum(counts)]:
-        counts[number] += 1
-    return counts
-
-
 def _repeated(count: int, wanted: int, seed: int, source: int) -> Integers:
     """(wanted,) document numbers: 0 … count − 1 in each whole round, then a random choice of them."""
     rounds, rest = divmod(wanted, count)
@@ -147,9 +133,9 @@ def _repeated(count: int, wanted: int, seed: int, source: int) -> Integers:
     return np.concatenate([np.tile(np.arange(count), rounds), np.sort(drawn)])
 
 
-def _count_until(lengths: Integers, wanted: Fraction, seed: int, source: int) -> int:
-    """Least number of documents that `_repeated` needs to reach `wanted` tokens."""
-    rounds, rest = divmod(wanted, int(lengths.sum()))
-    ends = np.cumsum(lengths[permutation(seed, _REPEATS + source, len(lengths))])
+def _count_until(sizes: Integers, wanted: Fraction, seed: int, source: int) -> int:
+    """Least number of documents of these sizes that `_repeated` needs to reach a sum of `wanted`."""
+    rounds, rest = divmod(wanted, int(sizes.sum()))
+    sums = np.cumsum(sizes[permutation(seed, _REPEATS + source, len(sizes))])
     least = math.ceil(rest)
-    return int(rounds) * len(lengths) + (int(np.searchsorted(ends, least)) + 1 if least else 0)
+    return int(rounds) * len(sizes) + (int(np.searchsorted(sums, least)) + 1 if least else 0)

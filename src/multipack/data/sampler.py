@@ -211,12 +211,7 @@ class PackedBatchSampler(Sampler[list[int]]):
                 f"the saved position, step {step}, micro-batch {micro_batch}, is outside an epoch of"
                 f" {self.steps_per_epoch} steps of {self.micro_batches} micro-batches"
             )
-        carried = check_carried(state["carried"], len(self._lengths))
-        if len(carried) and (not self._carries or epoch == 0):
-            raise ValueError(
-                f"the saved sampler state carries {len(carried)} documents, but nothing is carried here"
-            )
-        self._carried[epoch] = carried
+        self._carried[epoch] = check_carried(state["carried"], len(self._lengths))
         self.epoch, self._position, self._resume = epoch, position, position
         self._plan, self._dealt = None, {}
 

@@ -68,10 +68,6 @@ class TokenizerConfig:
                 f"tokenizer.path={self.path!r} goes with tokenizer.kind=file, transformers or mistral, not with "
                 f"tokenizer.kind={self.kind}"
             )
-        if self.vocabulary_size < 257:
-            raise ValueError(
-                f"tokenizer.vocabulary_size={self.vocabulary_size}: at least 257 (256 bytes, an end token)"
-            )
 
     @property
     def name(self) -> str:
@@ -302,7 +298,6 @@ def build_tokenizer(
             if number % 256 == 0:
                 progress(source.done, source.total, f"{source.unit} read for the tokenizer")
 
-    config.check()
     special_tokens = source.records.special_tokens
     if not config.is_trained:
         return load_tokenizer(config, special_tokens)
