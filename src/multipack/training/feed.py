@@ -129,8 +129,7 @@ class StreamFeed:
     `targets_per_step` is that of full packs: the documents to come are unknown. `pad` gives all packs one shape.
 
     Raises:
-        ValueError: settings that need all documents at once, or more ranks than packs of a step; while iterating, ranks
-            that read different documents, or a malformed document.
+        ValueError: `plan.tail=carry`; while iterating, ranks that read different documents, or a malformed document.
     """
 
     plan: Plan | None = None
@@ -144,7 +143,6 @@ class StreamFeed:
         clock: Callable[[], float],
         pad: bool = False,
     ) -> None:
-        _check_stream(config, mesh)
         options = config.plan.for_ranks(mesh.data_size)
         self.arriving, self.mesh = arriving, mesh
         # Ends the iteration on all ranks, with the state after the last step.
@@ -249,25 +247,6 @@ class StreamFeed:
         self.arriving.interrupt()
         if self._steps is not None:
             self._steps.close()
-
-
-def _check_stream(config: Config, mesh: Mesh) -> None:
-    """Refuse settings that need all documents at once, and more ranks than packs of a step."""
-    ranks, options = mesh.data_size, config.plan.for_ranks(mesh.data_size)
-    for is_wrong, message in (
-        (not config.train.steps, "data.stream=true: the number of documents is unknown; set train.steps"),
-        (
-            options.effort != 1,
-            f"plan.effort={options.effort} needs all documents at once: leave it out of a stream",
-        ),
-        (
-            ranks > options.packs_per_step,
-            f"{ranks} data-parallel ranks cannot share plan.packs_per_step={options.packs_per_step} packs:"
-            f" set it to at least {ranks} (a multiple of {ranks} keeps all of them busy)",
-        ),
-    ):
-        if is_wrong:
-            raise ValueError(message)
 
 
 def _predictions(

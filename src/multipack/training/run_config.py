@@ -127,6 +127,12 @@ class Config:
         parallel.check(self.model, processes, self.plan.capacity, train.dtype)
         self._check_packs(processes)
         self._check_slots()
+        if self.data.stream and not train.steps:
+            raise ValueError("data.stream=true: the number of documents is unknown; set train.steps")
+        if self.data.stream and self.plan.effort != 1:
+            raise ValueError(
+                f"plan.effort={self.plan.effort} needs all documents at once: leave out data.stream"
+            )
         if parallel.context > 1 and parallel.context_method == "ring" and self.model.attention != "auto":
             raise ValueError(
                 f"model.attention={self.model.attention}: ring attention has its own kernels; use model.attention=auto,"
