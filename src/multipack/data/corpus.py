@@ -230,20 +230,15 @@ def _check_tokenizer(store: TokenStore, config: TokenizerConfig) -> None:
 
 
 def _prompts(documents: Documents, tokenizer: Tokenizer, limit: int, count: int = 3) -> tuple[str, ...]:
-    """Beginnings of the first documents: their prompts if these are short, else a few tokens.
-
-    There is at least one, unless no document begins with text.
-    """
-    few = 16 if tokenizer.vocabulary_size >= 1024 else 48
-    most = max(limit // 4, few)
-    short, cut = list[str](), list[str]()
+    """Beginnings of the first documents that begin with text: short prompts whole, of others a few tokens."""
+    few, prompts = 16 if tokenizer.vocabulary_size >= 1024 else 48, list[str]()
     for index in range(min(len(documents), 256)):
         document = documents.pair(index)[0] if documents.store.has_pairs else documents[index]
-        size = documents.prompt_length(index) or min(few, len(document.tokens))
-        text = tokenizer.decode(document.tokens[: size if size <= most else few].tolist())
-        text = text.rstrip("\N{REPLACEMENT CHARACTER}")
+        size = documents.prompt_length(index)
+        shown = size if 0 < size <= max(limit // 4, few) else few
+        text = tokenizer.decode(document.tokens[:shown].tolist()).rstrip("\N{REPLACEMENT CHARACTER}")
         if text:
-            (short if size <= most else cut).append(text)
-        if len(short) == count:
+            prompts.append(text)
+        if len(prompts) == count:
             break
-    return tuple((short or cut)[:count])
+    return tuple(prompts)

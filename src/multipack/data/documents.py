@@ -290,7 +290,7 @@ class Documents:
                     f" tokens in pieces of {limit:,} with data.overlap={overlap:,} ({len(full):,} such documents): set"
                     f" data.repeat_prompt=false, or raise {_ROOM}"
                 )
-        fitted = self._cut(POLICIES[policy].cut(self.lengths, limit, overlap, prompt))
+        fitted = self._cut(POLICIES[policy][0](self.lengths, limit, overlap, prompt))
         return fitted, FitReport(
             limit,
             policy,

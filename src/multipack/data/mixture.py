@@ -53,16 +53,11 @@ class Share:
     got: float
     left_out: int
 
-    @property
-    def times(self) -> float:
-        """Mean number of times that the epoch shows a document of this source."""
-        return self.documents / self.available
-
     def describe(self) -> str:
         """One line for people."""
         text = (
             f"{self.documents:,} documents, {self.tokens:,} tokens: {self.got:.2%} of the mixture (asked"
-            f" {self.asked:.2%}), {self.times:.2f} times its {self.available:,} documents"
+            f" {self.asked:.2%}), {self.documents / self.available:.2f} times its {self.available:,} documents"
         )
         return text + (f"; {self.left_out:,} documents left out" if self.left_out else "")
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from operator import add
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -82,21 +82,14 @@ def split(lengths: Integers, limit: int, overlap: int = 0, prompt: Integers | in
     return pieces_of(owner, begin - repeated, prefix + repeated + new, prefix, prefix + repeated)
 
 
-class Policy(NamedTuple):
-    """A row of `POLICIES`."""
-
-    cut: Callable[[Integers, int, int, Integers], Pieces]
-    """Function of (lengths, limit, overlap, prompt) that returns pieces whose `document` numbers the lengths."""
-    result: str
-    """What was done to longer documents, with `{pieces}` and `{tokens}` of the `FitReport`."""
-
-
-POLICIES = {
-    "truncate": Policy(truncate, "truncated ({tokens:,} tokens)"),
-    "truncate_left": Policy(truncate_left, "truncated at their beginning ({tokens:,} tokens)"),
-    "split": Policy(split, "split into {pieces:,} pieces ({tokens:,} tokens repeated)"),
-    "drop": Policy(drop, "dropped ({tokens:,} tokens)"),
+POLICIES: dict[str, tuple[Callable[[Integers, int, int, Integers], Pieces], str]] = {
+    "truncate": (truncate, "truncated ({tokens:,} tokens)"),
+    "truncate_left": (truncate_left, "truncated at their beginning ({tokens:,} tokens)"),
+    "split": (split, "split into {pieces:,} pieces ({tokens:,} tokens repeated)"),
+    "drop": (drop, "dropped ({tokens:,} tokens)"),
 }
+"""`data.overlong` → function of (lengths, limit, overlap, prompt) that returns pieces whose `document` numbers the
+lengths, and what it does to longer documents, with `{pieces}` and `{tokens}` of the `FitReport`."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +122,7 @@ class FitReport:
         """One line for people; empty if nothing was done."""
         found = []
         if self.documents:
-            result = POLICIES[self.policy].result.format(pieces=self.pieces, tokens=self.tokens)
+            result = POLICIES[self.policy][1].format(pieces=self.pieces, tokens=self.tokens)
             found.append(f"{self.documents:,} documents longer than {self.limit:,} tokens {result}")
         if self.without_targets:
             found.append(f"{self.without_targets:,} documents or pieces without a target")

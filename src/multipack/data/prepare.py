@@ -235,7 +235,7 @@ def batches(items: Iterable[Item], characters: int = BATCH_CHARACTERS) -> Iterat
     batch, size = list[Item](), 0
     for item in items:
         batch.append(item)
-        size += sum(document.characters for document in item)
+        size += sum(len(part.text) for document in item for part in document.parts)
         if size >= characters or len(batch) >= BATCH_DOCUMENTS:
             yield batch
             batch, size = [], 0

@@ -53,11 +53,6 @@ class SourceDocument:
     parts: tuple[TextPart, ...]
     takes_end: bool = True
 
-    @property
-    def characters(self) -> int:
-        """Length of the text."""
-        return sum(len(part.text) for part in self.parts)
-
 
 def find_files(path: str, suffixes: tuple[str, ...]) -> tuple[Path, list[str], int]:
     """A file, the files that match a pattern, or all files of a folder and its subfolders with one of `suffixes`.
