@@ -77,8 +77,8 @@ def load_corpus(
 ) -> Corpus:
     """The documents that a run trains and validates on; they are prepared first, if necessary.
 
-    Every rank calls this. A prepared store is opened by the sizes and times of change of its source's files; with
-    `data.verify=full` one process of each host compares its content with its hashes.
+    Every rank calls this. A prepared store is reused while its source's files have the same sizes and modification
+    times; with `data.verify=full` one process of each host compares its content with its hashes.
 
     Args:
         data: the source, or token stores, and how documents are divided.

@@ -110,12 +110,12 @@ class DataConfig:
     def _check_source(self) -> None:
         """Check that each setting that was changed has an effect with this source."""
         for names, sources, hint in _ONLY_WITH:
-            for name in names.split() if self.source not in sources else ():
-                if (value := getattr(self, name)) != getattr(_DEFAULTS, name):
-                    raise ValueError(
-                        f"data.{name}={value} has no effect with data.source={self.source}, only with"
-                        f" {', '.join(sources)}: {hint}"
-                    )
+            changed = [name for name in names.split() if getattr(self, name) != getattr(_DEFAULTS, name)]
+            if changed and self.source not in sources:
+                raise ValueError(
+                    f"data.{changed[0]}={getattr(self, changed[0])} has no effect with data.source={self.source}, only"
+                    f" with {', '.join(sources)}: {hint}"
+                )
         if self.source not in ("stdlib", "mixture") and not self.path:
             raise ValueError(f"data.source={self.source} needs data.path=FILE_OR_FOLDER")
         for name in ("stage", "readers", "dedup"):

@@ -83,16 +83,18 @@ def mix(
         ValueError: weights for an epoch of more than `MOST_DOCUMENTS` documents.
     """
     # (documents,) size of each document of each source, in the unit of the weights.
-    units = [np.ones_like(each.lengths) if weigh_by == "documents" else each.lengths for each in sources]
-    sizes = [int(unit.sum()) for unit in units]
+    sizes = [np.ones_like(each.lengths) if weigh_by == "documents" else each.lengths for each in sources]
+    available = [int(each.sum()) for each in sizes]
     # A weight is the decimal number that was written: 0.1 is a tenth.
-    exact = [Fraction(str(weight)) for weight in weights] if weights else [Fraction(size) for size in sizes]
+    exact = (
+        [Fraction(str(weight)) for weight in weights] if weights else [Fraction(size) for size in available]
+    )
     asked = [weight / sum(exact) for weight in exact]
     bound = max if ends == "all" else min
-    total = bound(size / share for size, share in zip(sizes, asked, strict=True))
+    total = bound(size / share for size, share in zip(available, asked, strict=True))
     counts = [
-        _count_until(unit, total * share, seed, number)
-        for number, (unit, share) in enumerate(zip(units, asked, strict=True))
+        _count_until(each, total * share, seed, number)
+        for number, (each, share) in enumerate(zip(sizes, asked, strict=True))
     ]
     if sum(counts) > MOST_DOCUMENTS:
         most = max(range(len(counts)), key=lambda number: counts[number] / len(sources[number]))
@@ -101,11 +103,11 @@ def mix(
             f" {counts[most] / len(sources[most]):,.0f} times; at most {MOST_DOCUMENTS:,} can be planned: give larger"
             " weights to large stores, or set data.mixture_ends=first"
         )
-    chosen = [_repeated(len(units[number]), count, seed, number) for number, count in enumerate(counts)]
+    chosen = [_repeated(len(sources[number]), count, seed, number) for number, count in enumerate(counts)]
     views = [source.take(documents) for source, documents in zip(sources, chosen, strict=True)]
     places = [(np.arange(count) + 0.5) / count for count in counts]
     mixed = Documents.joined(views).take(np.argsort(np.concatenate(places), kind="stable"))
-    got = [int(unit[documents].sum()) for unit, documents in zip(units, chosen, strict=True)]
+    got = [int(each[documents].sum()) for each, documents in zip(sizes, chosen, strict=True)]
     shares = tuple(
         Share(
             name=names[number],

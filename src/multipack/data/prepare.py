@@ -68,8 +68,8 @@ def prepare(
         The folder of the store.
 
     Raises:
-        ValueError: the settings contradict each other, the source is malformed or empty, `out` holds other files, or a
-            package is missing.
+        ImportError: a package that the source, the tokenizer or the engine needs is not installed.
+        ValueError: the settings contradict each other, the source is malformed or empty, or `out` holds other files.
     """
     tokenizer.check()
     check_choice("--engine", engine, EngineName)
@@ -78,11 +78,11 @@ def prepare(
     cache = cache_folder(data.cache)
     if out is not None and not (is_free(out, leftovers=True) or (out / HEADER).is_file()):  # before the work
         raise ValueError(f"{out} exists and is not a token store; choose another folder for the store")
-    made = build_tokenizer(tokenizer, source, cache, progress)
-    key = _job_key(data, source, made)
+    built = build_tokenizer(tokenizer, source, cache, progress)
+    key = _job_key(data, source, built)
     path = out if out is not None else cache / "stores" / key
-    place = hashlib.sha256(f"{path.absolute()} {part}".encode()).hexdigest()[:32]
-    with locked(cache / "stores" / f"{place}.lock"):
+    job = hashlib.sha256(f"{path.absolute()} {part}".encode()).hexdigest()[:32]
+    with locked(cache / "stores" / f"{job}.lock"):
         if _is_complete(path, key):  # another process may have been faster
             return path
         parts = parts if engine == "local" else count_parts(source.total, len(source.files))
@@ -90,9 +90,9 @@ def prepare(
         if out is None and (begun is None or begun.parts != parts):
             remove_store(path)  # damaged, of another version, or divided otherwise
         if engine == "local":
-            _write_part(path, source, made, key, number - 1, parts, shards, progress, tell)
+            _write_part(path, source, built, key, number - 1, parts, shards, progress, tell)
             return path
-        run_parts(_part_writer(path, data, tokenizer, made, key, parts), parts, progress)
+        run_parts(_part_writer(path, data, tokenizer, built, key, parts), parts, progress)
         if not _is_complete(path, key):
             raise ValueError(f"{path}: parts are missing; every machine of the cluster must see this folder")
     return path
@@ -198,10 +198,10 @@ def _part_writer(
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a task has one core
         try:
             os.chdir(folder)  # relative paths are those of the caller
-            source, there = Source(data, config), Tokenizer(*definition)
-            if _job_key(data, source, there) != key:
+            source, loaded = Source(data, config), Tokenizer(*definition)
+            if _job_key(data, source, loaded) != key:
                 return f"{data.path}: this machine has other files or another version of tokenizers than the caller"
-            _write_part(path, source, there, key, part, parts)
+            _write_part(path, source, loaded, key, part, parts)
         except (ValueError, OSError) as error:
             return str(error)
         return ""

@@ -181,8 +181,8 @@ class PackedBatchSampler(Sampler[list[int]]):
         At the beginning of a step the world size may differ: the remaining steps hold the same documents.
 
         Raises:
-            ValueError: the state belongs to other documents, options or another seed, is outside
-                the epoch, or is inside a step that another world size or sync had arranged.
+            ValueError: the state belongs to other documents, options or another seed, or is inside a step that was
+                dealt for another world size or sync.
         """
         needed = ("fingerprint", "seed", "epoch", "step", "micro_batch", "carried")
         missing = [key for key in needed if key not in state]
@@ -206,11 +206,6 @@ class PackedBatchSampler(Sampler[list[int]]):
                 f" {saved} (now {mine}); continue with those, or from the beginning of a step"
             )
         position = step * self.micro_batches + micro_batch
-        if micro_batch >= self.micro_batches or position > len(self):
-            raise ValueError(
-                f"the saved position, step {step}, micro-batch {micro_batch}, is outside an epoch of"
-                f" {self.steps_per_epoch} steps of {self.micro_batches} micro-batches"
-            )
         self._carried[epoch] = check_carried(state["carried"], len(self._lengths))
         self.epoch, self._position, self._resume = epoch, position, position
         self._plan, self._dealt = None, {}

@@ -147,8 +147,8 @@ class Shard:
 def chain(parts: Iterable[tuple[int, int]]) -> int:
     """Hash of a sequence of documents from the (hash, number of documents) of its parts.
 
-    The result is the same for every division into parts: Σ h(d) · BASE^(documents after d) modulo a prime. It tells
-    documents apart; it does not protect against forged ones.
+    The result is the same for every division into parts: Σ h(d) · BASE^(documents after d) modulo a prime (Karp and
+    Rabin 1987). It detects accidental changes, not forged documents.
     """
     total = 0
     for value, documents in parts:

@@ -155,10 +155,10 @@ class Source:
                 )
             with open(file.path, "rb") as raw:
                 self._open_file = raw
-                is_packed = file.path.name.lower().endswith(".gz")
+                is_gzip = file.path.name.lower().endswith(".gz")
                 try:
                     yield from read(
-                        self, file, cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if is_packed else raw
+                        self, file, cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if is_gzip else raw
                     )
                 except UnicodeDecodeError as error:
                     raise ValueError(f"{file.path} is not UTF-8 text: {error}") from error
@@ -178,7 +178,7 @@ class Source:
 
     @property
     def records(self) -> RecordReader:
-        """What makes documents of records; the first record is read if it was not yet, because it decides the form."""
+        """`reader`, after the first record, which decides the form; it is read if it was not yet."""
         if self.reader.form is None and self.config.source in RECORDS:
             next(iter(self), None)
         return self.reader

@@ -44,7 +44,7 @@ class ShardBuilder:
         is_stream: whether all texts are stretches of one document, which has the name of the first one.
 
     Attributes:
-        read: number of documents (or pairs) of the source that were given to `add_batch`.
+        read: number of documents (or pairs) of the source so far, including those without tokens.
     """
 
     def __init__(self, vocabulary_size: int, is_stream: bool = False) -> None:
