@@ -15,40 +15,55 @@ Integers = NDArray[np.int64]
 
 @compiled
 def spread(
-    lengths: Integers, costs: Integers, visit: Integers, packs: int, capacity: int, max_documents: int
+    lengths: Integers,
+    costs: Integers,
+    visit: Integers,
+    packs: int,
+    capacity: int,
+    max_documents: int,
 ) -> Integers:
     """Place documents, in the order of `visit`, into a fixed number of packs; −1 for those that do not fit.
 
     A document goes into the pack of least cost: longest processing time first (Graham 1969), when documents come in
-    falling order. A pack without room for the document at hand leaves the heap for good. Once the heap is empty, the
-    remaining documents have no place.
+    falling order. A pack without room for the document at hand leaves the heap for good. Once the heap is empty, each
+    document goes into the pack of least cost that has room for it.
     """
     rooms = np.full(packs, capacity, dtype=np.int64)
     sizes, cost = np.zeros(packs, dtype=np.int64), np.zeros(packs, dtype=np.int64)
+    heap, size = np.arange(packs), packs
     placed = np.full(len(lengths), -1, dtype=np.int64)
-    heap, size, turn = np.arange(packs), packs, 0
-    while size > 0 and turn < len(visit):
-        document, top = visit[turn], heap[0]
-        if rooms[top] >= lengths[document] and sizes[top] < max_documents:
-            placed[document] = top
-            rooms[top] -= lengths[document]
-            sizes[top] += 1
-            cost[top] += costs[document]
-            turn += 1
-        else:
-            size -= 1
-            top = heap[size]
-        node = 0  # the top became more costly, or was replaced: restore the heap
-        while 2 * node + 1 < size:
-            child = 2 * node + 1
-            left, right = heap[child], heap[min(child + 1, size - 1)]
-            if cost[right] < cost[left] or (cost[right] == cost[left] and right < left):
-                child, left = child + 1, right
-            if cost[top] < cost[left] or (cost[top] == cost[left] and top < left):
-                break
-            heap[node] = left
-            node = child
-        heap[node] = top
+    for document in visit:
+        length, pack = lengths[document], -1
+        while size > 0 and pack < 0:
+            top = heap[0]
+            if rooms[top] >= length and sizes[top] < max_documents:
+                pack = top
+                cost[top] += costs[document]
+            else:
+                size -= 1
+                top = heap[size]
+            node = 0  # the top became more costly, or was replaced: restore the heap
+            while 2 * node + 1 < size:
+                child = 2 * node + 1
+                left, right = heap[child], heap[min(child + 1, size - 1)]
+                if cost[right] < cost[left] or (cost[right] == cost[left] and right < left):
+                    child, left = child + 1, right
+                if cost[top] < cost[left] or (cost[top] == cost[left] and top < left):
+                    break
+                heap[node] = left
+                node = child
+            heap[node] = top
+        if pack < 0:
+            for other in range(packs):
+                fits = rooms[other] >= length and sizes[other] < max_documents
+                if fits and (pack < 0 or cost[other] < cost[pack]):
+                    pack = other
+            if pack < 0:
+                continue
+            cost[pack] += costs[document]
+        placed[document] = pack
+        rooms[pack] -= length
+        sizes[pack] += 1
     return placed
 
 
