@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multipack.planning.lengths import LARGEST_CAPACITY, check_lengths
-from multipack.planning.packing import Packs, minimum_packs, pack
+from multipack.planning.packing import Packs, pack
 
 METHODS = ["next_fit", "first_fit_decreasing", "best_fit_decreasing", "best_fit", "fewest"]
 
@@ -118,17 +118,17 @@ def test_bounds_are_martello_and_toths(data):
     capacity = data.draw(st.integers(1, 30))
     lengths = data.draw(st.lists(st.integers(1, capacity), min_size=1, max_size=9))
     limit = data.draw(st.one_of(st.none(), st.integers(1, 3)))
-    bound = minimum_packs(lengths, capacity, limit)
+    bound = pack(lengths, capacity, max_documents=limit).lower_bound
     assert bound == max(plain_l2(lengths, capacity), -(-len(lengths) // (limit or len(lengths))))
 
 
 def test_bounds_of_documents_that_exclude_each_other():
-    assert minimum_packs([51] * 10, 100) == 10
-    assert minimum_packs([50] * 10, 100) == 5
-    assert minimum_packs([34] * 9, 100) == 4  # tokens alone
-    assert minimum_packs([60, 60, 60, 45, 45, 45], 100) == 5  # 45 does not fit beside 60
-    assert minimum_packs([1] * 10, 100, 3) == 4
-    assert minimum_packs(np.full(20_000, 4097), 8192) == 20_000
+    assert pack([51] * 10, 100).lower_bound == 10
+    assert pack([50] * 10, 100).lower_bound == 5
+    assert pack([34] * 9, 100).lower_bound == 4  # tokens alone
+    assert pack([60, 60, 60, 45, 45, 45], 100).lower_bound == 5  # 45 does not fit beside 60
+    assert pack([1] * 10, 100, max_documents=3).lower_bound == 4
+    assert pack(np.full(20_000, 4097), 8192).lower_bound == 20_000
 
 
 def test_packs_are_a_sequence():

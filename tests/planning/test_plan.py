@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from multipack.planning import report as measure
 from multipack.planning.cost import CostModel
 from multipack.planning.options import PlanOptions
-from multipack.planning.packing import minimum_packs, pack
+from multipack.planning.packing import pack
 from multipack.planning.plan import Plan, plan
 from multipack.shapes import SHAPES
 
@@ -76,7 +76,7 @@ def check(made: Plan, lengths, options):
     counts = options.get("targets", lengths - 1)
     assert sum(made.targets(step) for step in range(made.num_steps)) == counts[made.order].sum()
     planned = made.slots[made.order]
-    bound = minimum_packs(planned, options["capacity"], options["max_documents"])
+    bound = pack(planned, options["capacity"], max_documents=options["max_documents"]).lower_bound
     assert -(-bound // options["packs_per_step"]) <= made.num_steps
 
 
@@ -396,7 +396,7 @@ def test_real_lengths_need_the_fewest_steps(name):
     lengths = np.load(DATA / f"{name}.npy")
     for capacity, window in ((8192, 4), (8192, 16), (32768, 4)):
         made = plan(lengths, capacity=capacity, packs_per_step=8, window=window)
-        assert made.num_steps == -(-minimum_packs(lengths, capacity) // 8)
+        assert made.num_steps == -(-pack(lengths, capacity).lower_bound // 8)
 
 
 @settings(deadline=None, max_examples=40)

@@ -125,8 +125,6 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
                 f"{', '.join(ranks)}: this sampler yields the batches of all ranks, and the host assigns batch b to"
                 " rank b % ranks; leave them out, or give the ranks to a DistributedSampler below it"
             )
-        if self.overlong_message:
-            LOG.warning(self.overlong_message)
         if kwargs:
             LOG.warning("these settings have no effect here: %s", ", ".join(sorted(kwargs)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
@@ -29,28 +30,26 @@ class HostSampler:
 
     Attributes:
         lengths: (documents,) int64 tokens of each document; with `overlong="alone"` at most those of a pack.
+        fits: (documents,) bool, whether a document is packed: false for those that are left out.
         overlong_documents: (documents,) int64 numbers of the documents that are longer than a pack.
-        overlong_message: a warning about these documents; empty if there are none.
         epoch: the current epoch.
     """
 
     def __init__(self, lengths: ArrayLike, capacity: int, overlong: Overlong, setting: str) -> None:
-        """Check the lengths; `setting` is the host's name of the capacity, for messages.
+        """Check the lengths, with a warning if documents are too long; `setting` is the host's name of the capacity.
 
         Raises:
             ValueError: there are no documents, one is too long and `overlong` is `error`, or none is left.
         """
         check_choice("overlong", overlong, Overlong)
         self.lengths = check_lengths(lengths)
-        self.fits = (self.lengths <= capacity) | (overlong == "alone")
-        self.overlong_documents = np.flatnonzero(self.lengths > capacity)
-        self.overlong_message = ""
+        long = self.lengths > capacity
+        self.fits, self.overlong_documents = ~long | (overlong == "alone"), np.flatnonzero(long)
         self.epoch = 0
         self._position = 0  # batches of this epoch that were yielded
         self._resume = 0  # first batch of the next iterator
-        if len(self.overlong_documents) == 0:
+        if not long.any():
             return
-        long = self.lengths > capacity
         if overlong == "error":
             raise ValueError(
                 f"{name_documents(self.lengths, long)}, but {setting}={capacity:,}; raise {setting} to"
@@ -59,9 +58,10 @@ class HostSampler:
         if not self.fits.any():
             raise ValueError(f"every document is longer than {setting}={capacity:,}: none is left to pack")
         effect = "are left out" if overlong == "drop" else "each have a separate bin that exceeds it"
-        self.overlong_message = (
+        warnings.warn(
             f"{len(self.overlong_documents):,} of {len(long):,} documents ({int(self.lengths[long].sum()):,} tokens)"
-            f" are longer than {setting}={capacity:,} and {effect}, because overlong={overlong!r}"
+            f" are longer than {setting}={capacity:,} and {effect}, because overlong={overlong!r}",
+            stacklevel=3,
         )
         if overlong == "alone":
             self.lengths = np.minimum(self.lengths, capacity)

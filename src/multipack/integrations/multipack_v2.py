@@ -13,7 +13,6 @@ again (`accelerator.prepare` would drop documents).
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -77,8 +76,6 @@ class MultipackDistributedBatchSampler(HostSampler, Sampler[Integers]):
         self.seed = check_integer("seed", seed, 0)
         self.drop_last, self.window = bool(drop_last), check_integer("window", window)
         self._documents = np.flatnonzero(self.fits)
-        if self.overlong_message:
-            warnings.warn(self.overlong_message, stacklevel=2)
         self.eff_total_used = self.eff_total_slots = 0
         self._plan: Plan | None = None
         self._length: int | None = None

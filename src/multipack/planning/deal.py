@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from multipack.planning.cost import CostModel
 from multipack.planning.kernels import balancing
-from multipack.planning.kernels.placing import falling, fill_empty, place, sums
-from multipack.planning.lengths import Packs, check_integer, packs_from
+from multipack.planning.kernels.placing import fill_empty, place, sums
+from multipack.planning.lengths import Packs, check_integer, longest_first, packs_from
 from multipack.planning.options import PlanOptions, Sync, check_choice
 
 Integers = NDArray[np.int64]
@@ -69,7 +69,7 @@ def least_step_cost(
         capacity: maximum tokens of a pack.
         sync: where ranks wait for each other.
     """
-    order = falling(lengths)
+    order = longest_first(lengths)
     lengths, costs = lengths[order], costs[order]
     if sync == "step":
         return least_maximum(lengths, costs, ranks, micro_batches * capacity)
@@ -140,7 +140,7 @@ def deal_packs(
     micro_batches = micro_batches_of(options.packs_per_step, ranks)
     check_choice("sync", sync, Sync)
     own = np.repeat(np.arange(len(packs)), packs.sizes())
-    order = falling(slots[packs.order])
+    order = longest_first(slots[packs.order])
     documents, placed = packs.order[order], own[order]
     lengths = slots[documents]
     step = _Step(lengths, balanced.cost(lengths), int(ranks), micro_batches, options, sync)

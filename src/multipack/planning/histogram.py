@@ -27,11 +27,6 @@ class Histogram(NamedTuple):
     counts: NDArray[np.int64]  # (distinct,) documents of each length
 
     @property
-    def documents(self) -> int:
-        """Number of documents."""
-        return int(self.counts.sum())
-
-    @property
     def tokens(self) -> int:
         """Number of tokens."""
         return int(self.values @ self.counts)
@@ -39,25 +34,15 @@ class Histogram(NamedTuple):
 
 def count(lengths: NDArray[np.int64]) -> Histogram:
     """The histogram of checked lengths."""
-    if _is_sparse(lengths):
+    if int(lengths.max()) > 16 * len(lengths) + (
+        1 << 16
+    ):  # a table of all lengths would be larger than the documents
         values, counts = np.unique(lengths, return_counts=True)
     else:
         dense = np.bincount(lengths)
         values = np.flatnonzero(dense)
         counts = dense[values]
     return Histogram(values[::-1].copy(), counts[::-1].astype(np.int64))
-
-
-def longest_first(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """(documents,) document numbers by falling length, equal lengths by rising number."""
-    if _is_sparse(lengths):
-        return np.argsort(-lengths, kind="stable")
-    return kernels.descending(lengths, int(lengths.max()))
-
-
-def _is_sparse(lengths: NDArray[np.int64]) -> bool:
-    """Whether a table over all lengths would cost more than sorting the documents."""
-    return int(lengths.max()) > 16 * len(lengths) + (1 << 16)
 
 
 def simple_bound(histogram: Histogram, capacity: int, max_documents: int) -> int:

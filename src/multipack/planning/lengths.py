@@ -15,6 +15,13 @@ LARGEST_CAPACITY = 1 << 27
 _NAMED = 5  # offending documents that a message names; the others are counted
 
 
+def offsets_of(sizes: NDArray[Any]) -> NDArray[np.int64]:
+    """(len + 1,) int64 cumulative sum of sizes, from 0."""
+    offsets = np.zeros(len(sizes) + 1, dtype=np.int64)
+    np.cumsum(sizes, out=offsets[1:])
+    return offsets
+
+
 @dataclass(frozen=True, eq=False)
 class Packs:
     """Packs as flat arrays: pack p holds the documents `order[offsets[p]:offsets[p + 1]]`.
@@ -56,16 +63,24 @@ class Packs:
 
     def totals(self, values: ArrayLike) -> NDArray[np.int64]:
         """(packs,) int64 sums over each pack of `values`, one value per document number (lengths, for example)."""
-        ends = np.zeros(len(self.order) + 1, dtype=np.int64)
-        np.cumsum(np.asarray(values)[self.order], out=ends[1:])
-        return np.diff(ends[self.offsets])
+        return np.diff(offsets_of(np.asarray(values)[self.order])[self.offsets])
 
 
 def packs_from(pack_of: NDArray[np.int64], packs: int) -> Packs:
     """`Packs` from the pack number of each document; the documents of a pack keep their order."""
-    offsets = np.zeros(packs + 1, dtype=np.int64)
-    np.cumsum(np.bincount(pack_of, minlength=packs), out=offsets[1:])
-    return Packs(np.argsort(pack_of, kind="stable"), offsets)
+    return Packs(np.argsort(pack_of, kind="stable"), offsets_of(np.bincount(pack_of, minlength=packs)))
+
+
+def longest_first(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """(documents,) document numbers by falling length, equal lengths by rising number."""
+    bits = len(lengths).bit_length()
+    keys = (int(lengths.max(initial=0)) - lengths) << bits
+    keys |= np.arange(
+        len(lengths), dtype=np.int64
+    )  # makes keys different, so that every sort gives the same order
+    keys.sort()
+    keys &= (1 << bits) - 1
+    return keys
 
 
 def check_integer(name: str, value: Any, least: int | None = 1, most: int | None = None) -> int:

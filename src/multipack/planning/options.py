@@ -81,25 +81,20 @@ class PlanOptions:
             object.__setattr__(self, name, check_integer(f"plan.{name}", getattr(self, name) or 0, 0))
         for name, choices in (("order", Order), ("tail", Tail), ("balance", Balance)):
             check_choice(f"plan.{name}", getattr(self, name), choices)
-        refusals = (
-            (
-                self.cost != "flops" and not str(self.cost).endswith(".json"),
-                f"plan.cost={self.cost!r}: flops, or a .json file saved by `multipack calibrate`",
-            ),
-            (
-                self.align > self.capacity,
+        if self.cost != "flops" and not str(self.cost).endswith(".json"):
+            raise ValueError(
+                f"plan.cost={self.cost!r}: flops, or a .json file saved by `multipack calibrate`"
+            )
+        if self.align > self.capacity:
+            raise ValueError(
                 f"plan.align={self.align} exceeds plan.capacity={self.capacity}: a document of one token would not fit;"
-                " lower plan.align or raise plan.capacity",
-            ),
-            (
-                self.budget > self.capacity,
+                " lower plan.align or raise plan.capacity"
+            )
+        if self.budget > self.capacity:
+            raise ValueError(
                 f"plan.budget={self.budget:,} is the mean of a pack and cannot exceed plan.capacity={self.capacity:,};"
-                " lower the budget or raise the capacity",
-            ),
-        )
-        for refused, message in refusals:
-            if refused:
-                raise ValueError(message)
+                " lower the budget or raise the capacity"
+            )
 
     @classmethod
     def of(cls, options: PlanOptions | None, named: Mapping[str, Any]) -> PlanOptions:

@@ -13,11 +13,11 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import ArrayLike
 
-from multipack.planning.histogram import best_fit, count, longest_first, simple_bound
+from multipack.planning.histogram import best_fit, count, simple_bound
 from multipack.planning.kernels import fit as kernels
-from multipack.planning.lengths import Packs, check_integer, check_lengths, packs_from
+from multipack.planning.lengths import Packs, check_integer, check_lengths, longest_first, packs_from
 
-__all__ = ["Method", "Packs", "minimum_packs", "pack", "packs_from"]
+__all__ = ["Method", "Packs", "pack", "packs_from"]
 
 Method = Literal["next_fit", "first_fit_decreasing", "best_fit_decreasing", "best_fit", "fewest"]
 
@@ -79,19 +79,3 @@ def pack(
             if packs < patterns.num_packs:
                 return replace(packs_from(placed, packs), lower_bound=bound)
     return Packs(*kernels.hand_out(by_length, histogram.counts, *patterns), bound)
-
-
-def minimum_packs(lengths: ArrayLike, capacity: int, max_documents: int | None = None) -> int:
-    """A proven lower bound on the packs that these documents need, in O(documents + longest).
-
-    Args:
-        lengths: (documents,) tokens of each document.
-        capacity: most tokens of a pack.
-        max_documents: most documents of a pack; None = no limit.
-
-    Raises:
-        ValueError: lengths that are not positive integers or exceed the capacity, a limit below 1.
-    """
-    checked = check_lengths(lengths, capacity)
-    limit = len(checked) if max_documents is None else check_integer("max_documents", max_documents)
-    return simple_bound(count(checked), capacity, limit)

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from multipack.planning.cost import CostModel
 from multipack.planning.deal import deal_packs, micro_batches_of
-from multipack.planning.lengths import Packs, check_integer, check_lengths
+from multipack.planning.lengths import Packs, check_integer, check_lengths, offsets_of
 from multipack.planning.options import (
     LossWeighting,
     PlanOptions,
@@ -28,7 +28,7 @@ from multipack.planning.options import (
     check_targets,
     fingerprint_of,
 )
-from multipack.planning.steps import StepRules, divide_epoch, offsets_of, permutation
+from multipack.planning.steps import StepRules, divide_epoch, permutation
 from multipack.shapes import ModelShape
 
 Integers = NDArray[np.int64]

@@ -20,9 +20,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from multipack.planning.cost import CostModel
 from multipack.planning.deal import least_step_cost, rank_loads
-from multipack.planning.lengths import check_integer, check_lengths
+from multipack.planning.histogram import count as histogram_of
+from multipack.planning.histogram import simple_bound
+from multipack.planning.lengths import Packs, check_integer, check_lengths
 from multipack.planning.options import Sync
-from multipack.planning.packing import Packs, minimum_packs
 from multipack.planning.plan import Plan
 from multipack.planning.steps import BATCHES, permutation
 
@@ -132,7 +133,7 @@ def report(
     steps = even(count, count if sample is None else check_integer("sample", sample))
     planned, moved = made.slots[order], displacement(made)
     tokens, last = int(made.lengths[order].sum()), made.tokens(count - 1) if count > 1 else 0
-    packs = minimum_packs(planned, made.capacity, made.options.max_documents or None)
+    packs = simple_bound(histogram_of(planned), made.capacity, made.options.max_documents or len(planned))
     return PlanReport(
         data_parallel_size=world,
         sync=sync,

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multipack.planning.kernels import balancing, fit, placing
+from multipack.planning.lengths import longest_first, offsets_of
 from multipack.planning.options import PlanOptions
 
 Integers = NDArray[np.int64]
@@ -68,13 +69,6 @@ def permutation(seed: int, epoch: int, count: int, stream: int = DOCUMENTS) -> I
     keys.sort()
     keys &= (np.uint64(1) << bits) - np.uint64(1)
     return keys.view(np.int64)
-
-
-def offsets_of(sizes: NDArray[Any]) -> Integers:
-    """(len + 1,) int64 cumulative sum of sizes, from 0."""
-    offsets = np.zeros(len(sizes) + 1, dtype=np.int64)
-    np.cumsum(sizes, out=offsets[1:])
-    return offsets
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,7 +207,7 @@ def _window(
         reach = min(stop + AHEAD, start + most - len(taken), max(near, stop))
     positions = np.concatenate([taken, np.arange(start, max(stop, reach), dtype=np.int64)])
     slots = ends[positions + 1] - ends[positions]
-    order = placing.falling(slots)
+    order = longest_first(slots)
     positions, slots = positions[order], slots[order]
     costs = rules.price(slots)
     room = min(options.capacity, int(slots.sum()))

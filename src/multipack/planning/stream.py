@@ -15,14 +15,14 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from multipack.planning.cost import CostModel
 from multipack.planning.deal import deal_packs
-from multipack.planning.lengths import Packs, check_integer
+from multipack.planning.lengths import Packs, check_integer, offsets_of
 from multipack.planning.options import (
     ALGORITHM,
     LossWeighting,
@@ -32,12 +32,10 @@ from multipack.planning.options import (
     short,
 )
 from multipack.planning.plan import denominator_of
-from multipack.planning.steps import AHEAD, Extend, StepRules, divide, offsets_of
+from multipack.planning.steps import AHEAD, Extend, StepRules, divide
 from multipack.shapes import ModelShape
 
 Integers = NDArray[np.int64]
-
-Overlong = Literal["error", "drop"]
 
 _END = object()
 
@@ -54,8 +52,6 @@ class _Queue:
     step: int = 0  # steps before the window
     taken: int = 0  # steps of the window that were taken
     position: int = 0  # documents read from the source
-    dropped: int = 0  # of these, documents that were too long
-    dropped_tokens: int = 0
     longest_wait: int = 0  # of documents in the steps before the window
     epoch: int = 0
     ended: bool = False  # whether the source is exhausted
@@ -145,7 +141,6 @@ class PackStream:
         targets: item → its number of target tokens; None = tokens − 1.
         cost: cost of documents, as in `multipack.plan`.
         seed: seed of the order; documents are shuffled within a window.
-        overlong: `error` raises for a document longer than a pack; `drop` drops and counts it.
         loss_weighting: as in `multipack.plan`.
         **named: options by name; capacity= and packs_per_step= are required without `options`.
 
@@ -170,31 +165,21 @@ class PackStream:
         targets: Callable[[Any], int] | None = None,
         cost: CostModel | ModelShape | None = None,
         seed: int = 0,
-        overlong: Overlong = "error",
         loss_weighting: LossWeighting = "token",
         **named: Any,
     ) -> None:
         chosen = PlanOptions.of(options, named)
         if chosen.tail == "carry":
             raise ValueError("a stream has tail keep or drop: carry is for the next epoch")
-        check_choice("overlong", overlong, Overlong)
         check_choice("loss_weighting", loss_weighting, LossWeighting)
-        self.seed, self.loss_weighting, self.options = (
-            check_integer("seed", seed, None),
-            loss_weighting,
-            chosen,
-        )
+        self.options, self.loss_weighting = chosen, loss_weighting
+        self.seed = check_integer("seed", seed, None)
         self.align, self.longest = chosen.align, chosen.longest
         most = chosen.capacity // chosen.align
         self.most_documents = min(chosen.max_documents or most, most)
-        self._documents, self._length, self._targets, self._overlong = documents, length, targets, overlong
+        self._documents, self._length, self._targets = documents, length, targets
         self._cost_model = cost if isinstance(cost, CostModel) else CostModel.from_shape(cost)
-        own = {
-            "algorithm": ALGORITHM,
-            "seed": self.seed,
-            "overlong": overlong,
-            "targets": targets is not None,
-        }
+        own = {"algorithm": ALGORITHM, "seed": self.seed, "targets": targets is not None}
         self.key = chosen.key(self._cost_model) | own
         self._taken, self._was_read, self._finished = 0, False, False
         self._iterator: Iterator[Any] | None = None
@@ -214,11 +199,6 @@ class PackStream:
     def position(self) -> int:
         """Number of documents read from the source."""
         return self._queue.position
-
-    @property
-    def dropped(self) -> tuple[int, int]:
-        """Number of documents that were too long, and of their tokens."""
-        return self._queue.dropped, self._queue.dropped_tokens
 
     @property
     def left(self) -> Integers:
@@ -330,15 +310,11 @@ class PackStream:
         ends = offsets_of(options.slots(np.array([row[1] for row in rows], dtype=np.int64)))
         slots, documents = wanted - int(ends[-1]), packs * self.most_documents - len(rows)
         ahead = AHEAD - max(len(rows) - int(np.searchsorted(ends, wanted)), 0)
-        position, dropped, dropped_tokens, item = before.position, before.dropped, before.dropped_tokens, None
+        position, item = before.position, None
         while ahead > 0 and (item := next(iterator, _END)) is not _END:
-            row = self._row(item, position)
-            if row[1] > self.longest:
-                dropped, dropped_tokens = dropped + 1, dropped_tokens + row[1]
-            else:
-                ahead -= slots <= 0 or documents <= 0
-                slots, documents = slots - -(-row[1] // self.align) * self.align, documents - 1
-                rows.append(row)
+            rows.append(self._row(item, position))
+            ahead -= slots <= 0 or documents <= 0
+            slots, documents = slots - -(-rows[-1][1] // self.align) * self.align, documents - 1
             position += 1
         source: Any = self._documents
         return replace(
@@ -350,8 +326,6 @@ class PackStream:
             taken=0,
             longest_wait=self.longest_wait,
             position=position,
-            dropped=dropped,
-            dropped_tokens=dropped_tokens,
             ended=item is _END,
             source=source.state_dict() if hasattr(source, "state_dict") else None,
         )
@@ -389,10 +363,10 @@ class PackStream:
         """
         name = f"document {position:,} of the source"
         length = check_integer(f"the number of tokens of {name}", self._length(item))
-        if length > self.longest and self._overlong == "error":
+        if length > self.longest:
             raise ValueError(
-                f"{name} has {length:,} tokens, but a pack holds {self.longest:,}; raise capacity, cut such documents"
-                " before, or set overlong='drop' to leave them out, counted"
+                f"{name} has {length:,} tokens, but a pack holds {self.longest:,}; raise capacity, or cut or leave out"
+                " such documents before"
             )
         most = length - 1
         targets = most if self._targets is None else self._targets(item)

@@ -66,22 +66,6 @@ def _smallest_room(length: int, last: Integers, bits: Words) -> int:
 
 
 @compiled
-def descending(lengths: Integers, longest: int) -> Integers:
-    """Document numbers by falling length, equal lengths in their own order (a counting sort)."""
-    starts = np.zeros(longest + 2, dtype=np.int64)
-    for length in lengths:
-        starts[longest - length + 1] += 1
-    for bucket in range(1, longest + 2):
-        starts[bucket] += starts[bucket - 1]
-    order = np.empty(len(lengths), dtype=np.int64)
-    for document in range(len(lengths)):
-        bucket = longest - lengths[document]
-        order[starts[bucket]] = document
-        starts[bucket] += 1
-    return order
-
-
-@compiled
 def next_fit(lengths: Integers, capacity: int, max_documents: int) -> tuple[Integers, int]:
     """Each document into the open pack, or into a new one. Returns each document's pack, and the number of packs."""
     packs = np.empty(len(lengths), dtype=np.int64)

@@ -67,16 +67,6 @@ def spread(
     return placed
 
 
-def falling(lengths: Integers) -> Integers:
-    """Numbers of the documents, longest first, equal lengths by rising number."""
-    bits = len(lengths).bit_length()
-    keys = (int(lengths.max(initial=0)) - lengths) << bits
-    keys |= np.arange(len(lengths), dtype=np.int64)
-    keys.sort()
-    keys &= (1 << bits) - 1
-    return keys
-
-
 def sums(placed: Integers, values: Integers, packs: int) -> Integers:
     """(packs,) int64 sum of `values` (one a document) over each pack; documents without a pack (−1) do not count."""
     total = np.zeros(packs, dtype=np.int64)
