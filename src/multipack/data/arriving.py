@@ -87,7 +87,6 @@ class Arriving(ABC):
         self.interrupted = False
         # The documents of the current chunk, what was done to them, and the position after it.
         self._chunk: tuple[Documents, FitReport, Position] | None
-        self._held = np.empty(0, dtype=np.int64)
         self.restart()
         first, end = self._read(self.start)
         if first is None:

@@ -217,9 +217,7 @@ def items_of(source: Source) -> Iterator[Item]:
     with a probability of about 10⁻¹⁵.)
     """
     seen, documents = set[bytes](), iter(source)
-    for item in (
-        zip(documents, documents, strict=True) if source.records.pairs else zip(documents, strict=True)
-    ):
+    for item in zip(*[documents] * (2 if source.records.pairs else 1), strict=True):
         if source.config.dedup:
             content = [(document.parts, document.takes_end) for document in item]
             digest = hashlib.blake2b(repr(content).encode(), digest_size=16).digest()
