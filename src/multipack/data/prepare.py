@@ -174,6 +174,7 @@ def _write_part(
         for batch in batches(items, characters):
             writer.add_batch(batch)
             read += len(batch)
+            # Shard i of `shards` ends when i / shards of the source is read; the last one ends with the writer.
             if source.total * (len(writer.shards) + 1) <= source.done * shards < source.total * shards:
                 writer.end_shard()
             progress(source.done, source.total, f"{source.unit} tokenized")

@@ -176,7 +176,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         return {"world_size": self.world_size, "sync": self.sync, "effort": effort, "dealing": DEALING}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken, in the next iterator.
+        """Continue at a saved position, in the next iterator.
 
         At the beginning of a step the world size may differ: the remaining steps hold the same documents.
 
@@ -192,7 +192,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         if state["seed"] != self._options["seed"]:
             raise ValueError(
                 f"the saved sampler state has seed {state['seed']!r}, but this sampler has seed"
-                f" {self._options['seed']!r}; use the saved seed to go on"
+                f" {self._options['seed']!r}; use the saved seed to continue"
             )
         epoch, step, micro_batch = (
             check_integer(f"the saved sampler state's {key}", state[key], 0)

@@ -35,7 +35,7 @@ HEADER, TOKENIZER, CHAT_TEMPLATE = "header.json", "tokenizer.json", "chat_templa
 SHARDS = "shard-*.safetensors"
 _ARRAYS = ("offsets", "span_offsets", "name_offsets", "spans", "tokens", "names")
 _DTYPES = {"U8": "<u1", "U16": "<u2", "U32": "<u4", "I64": "<i8"}
-_LARGEST_JSON = 1 << 26
+_LARGEST_JSON = 1 << 26  # bytes of a header
 _PRIME = (1 << 127) - 1
 _BASE = 0x5A17_93C4_E6B8_0D2F_1E8B_37D6_94A5_C263
 

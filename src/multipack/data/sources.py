@@ -83,8 +83,8 @@ class Source:
         self.name, self.unit, self.total = config.path, "bytes", 0
         self.overlong: Literal["error", "split"] = "split" if config.source == "stdlib" else "error"
         self.skipped = Counter[str]()
-        self._ignored = 0
-        self._done, self._open_file = 0, cast("BinaryIO | None", None)
+        self._ignored, self._done = 0, 0
+        self._open_file: BinaryIO | None = None
         if config.source == "huggingface":
             self.dataset = open_dataset(config)
             self.unit, self.total = "rows", len(self.dataset)
@@ -156,10 +156,9 @@ class Source:
             with open(file.path, "rb") as raw:
                 self._open_file = raw
                 is_gzip = file.path.name.lower().endswith(".gz")
+                content = cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if is_gzip else raw
                 try:
-                    yield from read(
-                        self, file, cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if is_gzip else raw
-                    )
+                    yield from read(self, file, content)
                 except UnicodeDecodeError as error:
                     raise ValueError(f"{file.path} is not UTF-8 text: {error}") from error
                 except (EOFError, OSError, zlib.error) as error:

@@ -123,7 +123,7 @@ class Tokenizer:
         added = [token["content"] for token in fields.get("added_tokens", ()) if token.get("special", False)]
         self._special = {content: vocabulary[content] for content in added}
         self.special_tokens = tuple(self._special)
-        self.bos_token, eos = (_token(self._config.get(name)) for name in ("bos_token", "eos_token"))
+        self.bos_token, eos = (_token(self._config.get(key)) for key in ("bos_token", "eos_token"))
         self.eos_token = eos or next((end for end in END_NAMES if end in self._special), "")
         self.chat_template = _template(self._config.get("chat_template"))
         self._continued, self._prefix_after_special = without_prefix(fields) or (self._library, False)
@@ -144,6 +144,7 @@ class Tokenizer:
         Raises:
             ValueError: this tokenizer lacks a special token or, if it is one of characters, a character of the text.
         """
+        # Each part, and whether it continues a text, so that no space is put before it.
         flat = [
             (part, number > 0 and not (parts[number - 1].is_special and self._prefix_after_special))
             for parts in documents
@@ -151,7 +152,7 @@ class Tokenizer:
         ]
         encoded = {}
         for continues, library in ((False, self._library), (True, self._continued)):
-            texts = [part.text for part, flag in flat if flag == continues and not part.is_special]
+            texts = [part.text for part, each in flat if each == continues and not part.is_special]
             encoded[continues] = iter(self._encode_batch(library, texts))
         ids = iter(
             [self.special_id(part.text)] if part.is_special else next(encoded[continues])

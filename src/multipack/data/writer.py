@@ -134,10 +134,11 @@ class ShardBuilder:
 
 
 def _encode(documents: Sequence[SourceDocument], tokenizer: Tokenizer) -> list[list[tuple[list[int], bool]]]:
+    """See `Tokenizer.encode_parts`; an error names its document."""
     try:
         return tokenizer.encode_parts([document.parts for document in documents])
     except ValueError:
-        for document in documents:  # finds the one to name
+        for document in documents:
             try:
                 tokenizer.encode_parts([document.parts])
             except ValueError as error:
