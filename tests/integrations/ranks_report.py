@@ -26,7 +26,6 @@ def main():
     report["trained"] = sorted(
         number for batch in own.generate_batches() for held in batch for number in held
     )
-    report["efficiency"], report["gathered"] = own.efficiency(), own.gather_efficiency()
 
     same = MultipackBatchSampler(SequentialSampler(lengths), 1, 4096, lengths)
     report["batches"] = [[sum(lengths[held].tolist()) for held in batch] for batch in same]

@@ -44,11 +44,6 @@ def test_ranks_with_different_shards_have_equal_numbers_of_batches(reports):
     assert reports[alone.index(max(alone))]["left_out"] > 0
 
 
-def test_the_estimate_is_the_same_on_all_ranks(reports):
-    best = max(report["efficiency"] for report in reports)
-    assert {report["gathered"] for report in reports} == {int(0.997 * best * 200) / 200}
-
-
 def test_a_rank_without_a_batch_stops_all(reports):
     assert all("too few for a batch of batch_size=2" in report["error"] for report in reports)
 

@@ -31,7 +31,7 @@ from multipack.integrations.host_sampler import (
     Overlong,
     check_state,
     full_steps,
-    reduced,
+    least_of_ranks,
     saved_integer,
     world_size,
 )
@@ -135,7 +135,7 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
             ValueError: a rank has no batch.
         """
         if self.len_across_ranks is None:
-            least = self.gather_len_batches(len(self._current().batches))
+            least = least_of_ranks(len(self._current().batches))
             if least == 0:
                 raise ValueError(
                     f"on one rank or more, documents are too few for a batch of batch_size={self.batch_size} bins;"
@@ -189,14 +189,6 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
         if self.total_token_slots == 0:
             self.generate_batches(set_stats=True)
         return self.total_tokens_used / self.total_token_slots if self.total_token_slots else 0.0
-
-    def gather_efficiency(self) -> float:
-        """99.7 % of the highest efficiency of a rank, rounded down to 0.5 %, as in Axolotl. A collective."""
-        return math.floor(0.997 * reduced(self.efficiency(), "max") * 200) / 200
-
-    def gather_len_batches(self, num: float) -> int:
-        """Minimum of `num` over all ranks, rounded down. A collective."""
-        return math.floor(reduced(num, "min"))
 
     def state_at(self, batch: int) -> dict[str, Any]:
         """The state before a batch of the epoch, for loaders that prefetch."""
@@ -284,8 +276,8 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
             made.batches = [held[first : first + size] for first in range(0, len(held), size)]
             made.left = order[bins.offsets[-1] :]
             return made
-        together = max(1, math.ceil(lengths.sum() / self.batch_max_len))
-        bins_planned = min(self.group_size * together // len(lengths), MOST_BINS)
+        needed_bins = max(1, math.ceil(lengths.sum() / self.batch_max_len))
+        bins_planned = min(self.group_size * needed_bins // len(lengths), MOST_BINS)
         side_by_side = ranks if len(lengths) >= ranks * size and not (number or 0) % ranks else 1
         options = PlanOptions(
             capacity=self.batch_max_len,

@@ -174,12 +174,12 @@ def replicas_and_rank(num_replicas: int | None, rank: int | None) -> tuple[int, 
     return replicas, number
 
 
-def reduced(value: float, how: Literal["min", "max"]) -> float:
-    """Reduce a value over all ranks to its minimum or maximum. A collective."""
+def least_of_ranks(value: int) -> int:
+    """The minimum of a value over all ranks. A collective."""
     if world_size() == 1:
-        return float(value)
+        return value
     on_host = dist.get_backend() in ("gloo", "mpi", "ucc", "undefined")
     device = torch.device("cpu") if on_host else torch.accelerator.current_accelerator()
-    box = torch.tensor([value], dtype=torch.float64, device=device)
-    dist.all_reduce(box, dist.ReduceOp.MIN if how == "min" else dist.ReduceOp.MAX)
-    return float(box.item())
+    box = torch.tensor([value], device=device)
+    dist.all_reduce(box, dist.ReduceOp.MIN)
+    return int(box.item())

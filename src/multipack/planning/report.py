@@ -18,10 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from multipack.planning import histogram
 from multipack.planning.cost import CostModel
 from multipack.planning.deal import least_step_cost, rank_loads
-from multipack.planning.histogram import count as histogram_of
-from multipack.planning.histogram import simple_bound
 from multipack.planning.lengths import Packs, check_integer, check_lengths
 from multipack.planning.options import Sync
 from multipack.planning.plan import Plan
@@ -133,7 +132,8 @@ def report(
     steps = even(count, count if sample is None else check_integer("sample", sample))
     planned, moved = made.slots[order], displacement(made)
     tokens, last = int(made.lengths[order].sum()), made.tokens(count - 1) if count > 1 else 0
-    packs = simple_bound(histogram_of(planned), made.capacity, made.options.max_documents or len(planned))
+    limit = made.options.max_documents or len(planned)
+    packs = histogram.simple_bound(histogram.count(planned), made.capacity, limit)
     return PlanReport(
         data_parallel_size=world,
         sync=sync,

@@ -23,14 +23,7 @@ from numpy.typing import NDArray
 from multipack.planning.cost import CostModel
 from multipack.planning.deal import deal_packs
 from multipack.planning.lengths import Packs, check_integer, offsets_of
-from multipack.planning.options import (
-    ALGORITHM,
-    LossWeighting,
-    PlanOptions,
-    Sync,
-    check_choice,
-    short,
-)
+from multipack.planning.options import ALGORITHM, LossWeighting, PlanOptions, Sync, check_choice, short
 from multipack.planning.plan import denominator_of
 from multipack.planning.steps import AHEAD, Extend, StepRules, divide
 from multipack.shapes import ModelShape

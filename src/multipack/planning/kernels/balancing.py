@@ -175,11 +175,11 @@ def _subset_sums(state: State, documents: Integers, y: int) -> Integers:
 def _best_subset(state: State, found: Integers, x: int, y: int, gap: int, other_gap: int) -> int:
     """Find the documents of packs x and y that, moved to the other pack, lower the load of x by half of a gap.
 
-    What a move leaves is the larger of |gap − 2 · first load| and |other_gap − 2 · second load|. The search is limited
-    by the number of pairs of sums that are compared.
+    The best move is that of the smallest remaining gap: the larger of |gap − 2 · first load| and |other_gap − 2 ·
+    second load|. The number of pairs of sums that are compared is limited.
 
     Returns:
-        The documents as bits; 0 if every move leaves at least what there is.
+        The documents as bits; 0 if no move was found that lowers the gap.
     """
     half = len(found) // 2
     low, high = _subset_sums(state, found[:half], y), _subset_sums(state, found[half:], y)
@@ -195,18 +195,18 @@ def _best_subset(state: State, found: Integers, x: int, y: int, gap: int, other_
         here = start
         while here < other_size and high[0, here] <= most_sum and looks < _LOOKS * size:
             looks += 1
-            left = max(
+            remaining = max(
                 abs(gap - 2 * (low[0, index] + high[0, here])),
                 abs(other_gap - 2 * (low[1, index] + high[1, here])),
             )
             tokens = low[2, index] + high[2, here]
-            if left < best and least_tokens <= tokens <= most_tokens:
+            if remaining < best and least_tokens <= tokens <= most_tokens:
                 subset, documents = low[3, index] | (high[3, here] << half), 0
                 for item in range(len(found)):
                     if subset >> item & 1:
                         documents += 1 if state.placed[found[item]] == x else -1
                 if fewest <= documents <= most:
-                    best, chosen = left, subset
+                    best, chosen = remaining, subset
             here += 1
     return chosen
 

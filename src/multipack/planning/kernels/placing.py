@@ -15,12 +15,7 @@ Integers = NDArray[np.int64]
 
 @compiled
 def spread(
-    lengths: Integers,
-    costs: Integers,
-    visit: Integers,
-    packs: int,
-    capacity: int,
-    max_documents: int,
+    lengths: Integers, costs: Integers, visit: Integers, packs: int, capacity: int, max_documents: int
 ) -> Integers:
     """Place documents, in the order of `visit`, into a fixed number of packs; −1 for those that do not fit.
 
