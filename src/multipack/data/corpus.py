@@ -187,6 +187,7 @@ def _mixed(
 
 
 def _load_stream(data: DataConfig, tokenizer: TokenizerConfig, limit: int) -> Corpus:
+    """The documents of a stream: those held back for validation, and an iterator over the others."""
     arriving: Arriving
     if data.source == "store":
         arriving = GrowingFolder(data, limit)
@@ -216,6 +217,7 @@ def _open(path: str, tokenizer: TokenizerConfig) -> TokenStore:
 
 
 def _check_tokenizer(store: TokenStore, config: TokenizerConfig) -> None:
+    """Refuse a store of another tokenizer than the one that was asked for."""
     if config.kind == "auto":
         return
     same, wanted = config.name == store.header.tokenizer, config.name

@@ -10,7 +10,7 @@ A view is one array of rows (document, start, length, prefix, context: `PIECE`),
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -130,9 +130,6 @@ class Documents:
                 raise ValueError(f"{self.names(index)}: the {name} answer has no target token: it is empty")
             answers.append(Document(tokens, spans))
         return answers[0], answers[1]
-
-    def __iter__(self) -> Iterator[Document]:
-        return (self[index] for index in range(len(self)))
 
     @cached_property
     def lengths(self) -> Integers:

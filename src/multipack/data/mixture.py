@@ -24,8 +24,6 @@ from multipack.data.documents import Documents
 from multipack.data.overlong import Integers
 from multipack.planning.steps import permutation
 
-Unit = Literal["documents", "tokens"]
-Ends = Literal["all", "first"]
 MOST_DOCUMENTS = 1 << 30
 """Most documents of an epoch: a plan of more would not fit into memory."""
 _REPEATS = 1 << 21  # + number of a source: in place of an epoch, for an order that no epoch has
@@ -66,8 +64,8 @@ def mix(
     sources: Sequence[Documents],
     names: Sequence[str],
     weights: Sequence[float] = (),
-    weigh_by: Unit = "tokens",
-    ends: Ends = "all",
+    weigh_by: Literal["documents", "tokens"] = "tokens",
+    ends: Literal["all", "first"] = "all",
     seed: int = 0,
 ) -> tuple[Documents, tuple[Share, ...]]:
     """One epoch of a mixture, its sources evenly interleaved, and the share of each source.
