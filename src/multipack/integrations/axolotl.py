@@ -136,21 +136,23 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
         """
         if self.len_across_ranks is None:
             least = least_of_ranks(len(self._current().batches))
-            if least == 0:
-                raise ValueError(
-                    f"on one rank or more, documents are too few for a batch of batch_size={self.batch_size} bins;"
-                    " use a smaller batch_size, or drop_last=False (for evaluation: eval_sample_packing: False)"
-                )
+            self._check_number(least)
             self.len_across_ranks = least
         return self.len_across_ranks
+
+    def _check_number(self, batches: int) -> None:
+        if batches == 0:
+            raise ValueError(
+                f"on one rank or more, documents are too few for a batch of batch_size={self.batch_size} bins;"
+                " use a smaller batch_size, or drop_last=False (for evaluation: eval_sample_packing: False)"
+            )
 
     def __iter__(self) -> Iterator[Bins]:  # type: ignore[override]
         """The batches of the epoch: lists of bins, which are lists of document numbers."""
         if self._epoch is not None and self._epoch.is_iterated:
             self._epoch = None
         batches = self.generate_batches(set_stats=True)
-        if not batches:
-            len(self)
+        self._check_number(len(batches))
         self._current().is_iterated = True
         if len(left := self.left_out):
             LOG.warning(
@@ -227,7 +229,7 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
     def _current(self) -> _Epoch:
         """The current epoch. The inner sampler is read once, and again if the host has replaced it."""
         known, length = self._epoch, self.len_across_ranks
-        if known is None or known.source not in (None, self.sampler):
+        if known is None or known.source not in (None, self.sampler):  # None: an order from a saved state
             yielded = np.array([int(number) for number in self.sampler], dtype=np.int64)
             order = self._checked_order(yielded, "the sampler")
             self._epoch = known = self._planned(

@@ -1,4 +1,4 @@
-"""Lengths and packs as arrays: checks of arguments, whose errors name the documents, and what packing returns."""
+"""Lengths and packs as arrays: `Packs`, the order by length, and checks whose errors name the documents."""
 
 from __future__ import annotations
 

@@ -161,9 +161,9 @@ def divide(
         )
         made += len(windows[-1].step_sizes)
     return Division(
-        np.concatenate([each.entries for each in windows]),
-        np.concatenate([each.pack_sizes for each in windows]),
-        np.concatenate([each.step_sizes for each in windows]),
+        np.concatenate([window.entries for window in windows]),
+        np.concatenate([window.pack_sizes for window in windows]),
+        np.concatenate([window.step_sizes for window in windows]),
         last.next,
         last.deferred,
     )
@@ -205,7 +205,7 @@ def _window(
         ahead = aim * (3 if width == 1 else 2) // 4  # a window of one step may defer a document twice
         near = int(np.searchsorted(ends, ends[stop] + ahead, side="right")) - 1
         reach = min(stop + AHEAD, start + most - len(taken), max(near, stop))
-    positions = np.concatenate([taken, np.arange(start, max(stop, reach), dtype=np.int64)])
+    positions = np.concatenate([taken, np.arange(start, reach, dtype=np.int64)])
     slots = ends[positions + 1] - ends[positions]
     order = longest_first(slots)
     positions, slots = positions[order], slots[order]
@@ -214,7 +214,7 @@ def _window(
     spare = packs * room - aim
     wanted, last = positions < stop, stop == len(ends) - 1
     placed = _pack(slots, costs, positions < start, wanted, packs, room, limit, spare, last)
-    furthest = max(start, stop, int(positions[placed >= 0].max()) + 1)
+    furthest = max(stop, int(positions[placed >= 0].max()) + 1)
     left = positions[(placed < 0) & (positions < furthest)]
     entries, pack_sizes, step_sizes = _arrange(positions, costs, placed, rules, width, number)
     entries = entries.astype(np.min_scalar_type(len(ends)))  # these arrays are as long as an epoch
@@ -261,7 +261,9 @@ def _pack(
 ) -> Integers:
     """(entries,) pack of each entry, entries in descending order of slots; −1 = not placed.
 
-    Deferred entries are placed first. If too many wanted slots are not placed, first fit is tried as well.
+    `deferred` entries are placed first. Those that are not `wanted`, from beyond the window, only fill gaps, while more
+    than `spare` slots of all packs are free. If too many wanted slots are not placed, or in the `last` window any of
+    them, first fit is tried as well.
     """
     visit = np.concatenate([np.flatnonzero(deferred), np.flatnonzero(wanted & ~deferred)])
     best = placing.place(slots, costs, packs, capacity, limit, visit, spare)

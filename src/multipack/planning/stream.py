@@ -298,6 +298,7 @@ class PackStream:
             row = before.rows[number]
             is_first = row[3] < 0 and place < len(made.deferred)
             rows.append([*row[:3], before.step, row[4]] if is_first else row)
+        # A window takes `slots` more slots or `documents` more documents; then `ahead` documents may fill its gaps.
         packs = options.packs_per_step * options.window
         wanted = packs * options.mean
         ends = offsets_of(options.slots(np.array([row[1] for row in rows], dtype=np.int64)))
