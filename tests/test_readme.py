@@ -1,6 +1,7 @@
 """The code and the commands of README and docs/ work."""
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,15 +16,32 @@ BLOCKS = [
     for block in re.findall(r"<!-- tested -->\n```python\n(.*?)```", page.read_text(), re.DOTALL)
 ]
 COMMANDS = [
-    (page.name, command)
+    (page.name, command.removeprefix("multipack "))
     for page in PAGES
-    for command in re.findall(r"^multipack (.*?)(?:\s{2,}#.*)?$", page.read_text(), re.MULTILINE)
+    # Lines of code blocks, and commands with arguments in the text.
+    for command in re.findall(
+        r"^multipack .*?(?=\s{2,}#|$)|(?<=`)multipack \w+ [^`]+", page.read_text(), re.MULTILINE
+    )
 ]
 
 
 @pytest.mark.parametrize(("page", "block"), BLOCKS, ids=lambda value: value[:20])
 def test_library_examples_run(page, block, tmp_path):
     subprocess.run([sys.executable, "-c", block], check=True, cwd=tmp_path)
+
+
+def test_commands_have_legal_options():
+    import typer
+
+    from multipack.cli import app
+
+    commands = typer.main.get_command(app).commands
+    for _, command in COMMANDS:
+        name, *words = [word for word in shlex.split(command) if word not in ("…", "--settings")]
+        group = commands[name]
+        if sub := getattr(group, "commands", {}).get(words[0] if words else ""):
+            group, words = sub, words[1:]
+        group.make_context(name, words)
 
 
 def test_settings_in_commands_are_legal():

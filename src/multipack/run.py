@@ -22,6 +22,10 @@ from typing import Any
 
 from multipack.atomic import is_free, write_atomically
 
+FORMAT = 4
+"""Version of the layout of checkpoints; 1 to 3 are of earlier versions of multipack."""
+STATE = "state.json"
+"""The file of a checkpoint with its format, step, progress and checksums."""
 COMPLETE = ".complete"
 """The file of a checkpoint that is written last: a checkpoint without it is incomplete and is not loaded."""
 
@@ -124,13 +128,30 @@ def find_run(path: str | Path) -> tuple[RunDirectory, Path | None]:
         FileNotFoundError: the path is neither.
     """
     given = Path(path)
-    if (given / "state.json").is_file() and given.parent.name == "checkpoints":
+    if (given / STATE).is_file() and given.parent.name == "checkpoints":
         return RunDirectory(given.parent.parent), given
     if (given / "config.yaml").is_file():
         return RunDirectory(given), None
     raise FileNotFoundError(
         f"{given} is neither a run directory (config.yaml) nor one of its checkpoints (state.json)"
     )
+
+
+def check_format(checkpoint: Path) -> None:
+    """Check that a checkpoint has the layout of this version; opening it reports a damaged `state.json`.
+
+    Raises:
+        ValueError: it was written by an earlier version.
+    """
+    try:
+        version = json.loads((checkpoint / STATE).read_bytes())["format"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return
+    if version != FORMAT:
+        raise ValueError(
+            f"{checkpoint} has format {version}, and this version of multipack reads format {FORMAT}: continue with the"
+            " version that wrote it, or export its weights with that version and start from them (train.init_from)"
+        )
 
 
 def is_export(path: Path) -> bool:

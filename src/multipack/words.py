@@ -43,7 +43,7 @@ def merge(
     schema: type[Schema],
     words: Iterable[str],
     base: dict[str, Any] | None = None,
-    translate: Callable[[str, str], Pair] = lambda key, value: (key, value),
+    translate: Callable[[str, Any], tuple[str, Any]] = lambda key, value: (key, value),
 ) -> Schema:
     """Build a dataclass of dataclasses from words.
 
@@ -51,7 +51,7 @@ def merge(
         schema: the dataclass; every field has a default.
         words: `group=preset`, `group.key=value`, `key=value` or `config=FILE`, in any order.
         base: values that replace defaults, nested by groups.
-        translate: (key, value) of a word → (key, value) of the schema.
+        translate: (key, value) of a word or of `config=FILE` → (key, value) of the schema.
 
     Raises:
         ConfigError: a word is invalid; the message names the field and the nearest legal name or value.
@@ -63,7 +63,7 @@ def merge(
     pairs = [translate(*split(word)) for word in words]
     _apply(tree, flatten(base or {}))
     for _, path in (pair for pair in pairs if pair[0] == "config"):
-        _apply(tree, flatten(read_yaml(path)))
+        _apply(tree, dict(translate(*pair) for pair in flatten(read_yaml(path)).items()))
     for group, name in (pair for pair in pairs if pair[0] in groups):
         _apply(tree, flatten(_preset(group, groups[group], name)))
     given = {key: value for key, value in pairs if key != "config" and key not in groups}

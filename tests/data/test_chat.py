@@ -160,6 +160,18 @@ def test_no_message_can_spell_a_special_token(template, messages):
     assert [names[token] for token in ids if token in names] == special
 
 
+@pytest.mark.parametrize(
+    ("body", "content"),
+    [("<|im{{ text }}", "_end|>"), ("{{ text }}end|>", "<|im_"), ("{{ text | trim }}|>", " <|im_end \n")],
+)
+def test_text_of_a_template_completes_no_name_of_a_special_token(body, content):
+    block = "{% generation %}" + body.replace("text", "message.content") + "{% endgeneration %}"
+    template = ChatTemplate("{% for message in messages %}" + block + "{% endfor %}", ["<|im_end|>"])
+    parts = template.parts([{"role": "assistant", "content": content}])
+    assert "<|im_end|>" in text(parts)
+    assert not any(part.is_special for part in parts)
+
+
 def test_a_template_can_trim_search_and_change_protected_text():
     source = "{% if 'a' in messages[0].content %}{{ messages[0].content | trim | tojson }}{% endif %}"
     template = ChatTemplate(source, ["<s>", "</s>"])

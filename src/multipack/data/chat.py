@@ -8,9 +8,9 @@ stop. A template marks it by `{% generation %} … {% endgeneration %}`, the con
 without marks the conversation is rendered again up to each turn, once with the generation prompt and once with the
 answer; both must be prefixes of the whole.
 
-**No message can spell a special token.** Names of special tokens in messages are replaced by private-use characters
-before a template sees them, and restored afterwards as plain text. (A template whose own text completes the beginning
-of such a name, or that cuts pieces out of messages, could still assemble one.)
+**No message can spell a special token.** Names of special tokens in messages, and parts of names at the edges of their
+texts, are replaced by private-use characters before a template sees them, and restored afterwards as plain text. (A
+template that cuts pieces out of messages could still assemble a name.)
 
 Templates are untrusted programs: they run in Jinja's immutable sandbox, with the same names as in transformers:
 `messages`, `tools`, `add_generation_prompt`, `bos_token`, `eos_token`, `raise_exception`, `strftime_now`, `tojson`.
@@ -21,7 +21,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib import resources
@@ -79,10 +79,11 @@ class ChatTemplate:
         names = (*self.special_tokens, self.bos_token, self.eos_token)
         self.special_tokens = tuple(filter(None, dict.fromkeys(names)))
         self._has_marks = _GENERATION.search(self.source) is not None
-        longest_first = sorted(self.special_tokens, key=len, reverse=True)
-        # Without names the pattern matches nothing.
-        self._names = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        self.protected = re.compile(f"{self._names.pattern}|{_CODES.pattern}")
+        self._names = re.compile(_any_of(self.special_tokens))
+        cuts = [(name[:size], name[size:]) for name in self.special_tokens for size in range(1, len(name))]
+        begins, ends = (_any_of(parts) for parts in zip(*cuts, strict=True)) if cuts else ("(?!)", "(?!)")
+        # The template's text beside a message could complete the end of a name there, or its beginning.
+        self.protected = re.compile(rf"{self._names.pattern}|{_CODES.pattern}|\A{ends}|{begins}(?=\s*\Z)")
         if _CODES.search(self.source):
             raise ValueError(
                 f"{self.name} contains characters of Unicode's last private-use plane, which multipack reserves"
@@ -254,13 +255,20 @@ class _Chat:
 
     def _protect(self, value: Any) -> Any:
         if isinstance(value, str):
-            return self.template.protected.sub(self._code, value)
+            text = value.lstrip()  # templates may strip messages
+            return value.removesuffix(text) + self.template.protected.sub(self._code, text)
         if isinstance(value, dict):
             return {self._protect(key): self._protect(entry) for key, entry in value.items()}
         return [self._protect(entry) for entry in value] if isinstance(value, list | tuple) else value
 
     def _code(self, match: re.Match[str]) -> str:
         return self._codes.setdefault(match.group(), chr(FIRST_CODE + len(self._codes)))
+
+
+def _any_of(words: Iterable[str]) -> str:
+    """A pattern that matches any of these words, the longest possible one; without words it matches nothing."""
+    longest_first = sorted(filter(None, words), key=len, reverse=True)
+    return f"(?:{'|'.join(map(re.escape, longest_first)) or '(?!)'})"
 
 
 # --- Jinja as chat templates expect it ----------------------------------------------------------------

@@ -31,15 +31,11 @@ from safetensors import SafetensorError
 from multipack.atomic import PARTIAL, move_into_place, partial_path, sync_folder, write_atomically
 from multipack.parallel.state import State
 from multipack.parallel.world import World
-from multipack.run import COMPLETE, RunDirectory
+from multipack.run import COMPLETE, FORMAT, STATE, RunDirectory, check_format
 from multipack.training.checkpoint_tensors import Pieces, TensorFiles, checksum, divide, write_pieces
 
-FORMAT = 4
-"""Version of the layout; 1 to 3 are of earlier versions of multipack."""
 DAMAGED = (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 """Errors that reading a damaged file may raise."""
-STATE = "state.json"
-"""File with the step, the progress and the checksums."""
 TENSORS = "tensors"
 """Folder of the tensor files."""
 
@@ -229,6 +225,7 @@ def load_checkpoint(path: Path, world: World | None = None) -> Checkpoint:
     Raises:
         ValueError: it is incomplete or of another format; a file is missing or is not what was written.
     """
+    check_format(path)
     try:
         return _open(path, world or World())
     except DAMAGED as error:
@@ -242,12 +239,6 @@ def _open(path: Path, world: World) -> Checkpoint:
         if not (path / name).is_file():
             raise ValueError(f"it is not complete, {name} is missing")
     state = json.loads((path / STATE).read_bytes())
-    version = state["format"]
-    if version != FORMAT:
-        raise ValueError(
-            f"it has format {version}, and this version of multipack reads format {FORMAT}: continue with the version"
-            " that wrote it, or export its weights with that version and start from them (train.init_from)"
-        )
     if checksum(path / STATE) != (path / COMPLETE).read_text(encoding="utf-8"):
         raise ValueError(f"{STATE} is not what was written")
     files = state["files"]

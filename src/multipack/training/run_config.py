@@ -13,7 +13,7 @@ from multipack.data.tokenizer import TokenizerConfig
 from multipack.parallel.parallel_config import ParallelConfig, check_readers
 from multipack.parallel.stages import fit_micro_batches
 from multipack.planning.options import PlanOptions
-from multipack.run import RunDirectory, find_run, is_export, weights_folder
+from multipack.run import RunDirectory, check_format, find_run, is_export, weights_folder
 from multipack.shapes import SHAPES, ModelShape
 from multipack.training.settings import LogConfig, OptimizerConfig, PreferenceConfig, TrackConfig, TrainConfig
 from multipack.words import ConfigError, flatten, merge, read_yaml, split
@@ -47,8 +47,9 @@ VALUE_ALIASES: dict[tuple[str, str], str] = {
 HINTS: dict[str, str] = {
     "model.batch_size": "plan.capacity counts tokens: set it to batch_size × block_size",
     "model.n_embd": "set model.d_model and model.d_ff (wordplay's d_ff is 4 × n_embd)",
+    "data.workers": "leave it out, the tokenizer has threads of its own",
 }
-"""wordplay's settings without an equivalent → what to set instead."""
+"""Settings of wordplay and of earlier versions without an equivalent → what to set instead."""
 
 FIXED_AT_START = ("train.init_from", "preference.reference", "plan.packs_per_step", "plan.micro_batches")
 """Settings that `train.resume=auto` ignores when it resumes: they have an effect on a new run only."""
@@ -191,8 +192,10 @@ def _shorter_pipeline(parallel: ParallelConfig, processes: int, packs: int) -> i
     return 1
 
 
-def translate(key: str, value: str) -> tuple[str, str]:
+def translate(key: str, value: Any) -> tuple[str, Any]:
     """Translate wordplay's name and value of a setting to multipack's; others are returned unchanged.
+
+    Values of YAML files are not always text.
 
     Raises:
         ConfigError: multipack has no equivalent of the setting; the message says what to set instead.
@@ -202,7 +205,7 @@ def translate(key: str, value: str) -> tuple[str, str]:
     key = ALIASES.get(key, key)
     if key == "train.init_from" and value in ("scratch", "resume"):  # all other values are paths
         key, value = "train.resume", str(value == "resume").lower()
-    return key, VALUE_ALIASES.get((key, value), value)
+    return key, VALUE_ALIASES.get((key, str(value)), value)
 
 
 def compose(words: Iterable[str], base: dict[str, Any] | None = None) -> Config:
@@ -249,7 +252,9 @@ def compose_run(words: Iterable[str]) -> Config:
     try:
         run, checkpoint = find_run(path)
         checkpoint = checkpoint or (run.latest_checkpoint() if run.has_checkpoints else None)
-    except FileNotFoundError as error:
+        if checkpoint:
+            check_format(checkpoint)
+    except (FileNotFoundError, ValueError) as error:
         raise ConfigError(f"train.resume={resume}: {error}") from error
     if out and Path(out).resolve() != run.path.resolve():
         raise ConfigError(
