@@ -44,11 +44,13 @@ def test_documents_in_exact_shares(joint_of):
     sources = joint_of([3] * 10, [5] * 4)
     view, (a, b) = mix(sources, ["a", "b"], [0.3, 0.1], "documents", "all")
     assert (a.documents, b.documents) == (12, 4)  # three to one, all of a and of b
-    assert (a.got, a.asked, a.left_out) == (0.75, 0.75, 0)
+    assert (a.actual, a.requested, a.left_out) == (0.75, 0.75, 0)
     counts = counts_of(view, sources)
     assert sorted(counts[0]) == [1] * 8 + [2] * 2
     assert counts[1] == [1] * 4
-    assert "12 documents, 36 tokens: 75.00% of the mixture (asked 75.00%), 1.20 times its 10" in a.describe()
+    assert (
+        "12 documents, 36 tokens: 75.00% of the mixture (requested 75.00%), 1.20 times its 10" in a.describe()
+    )
     owners = [0 if number < 10 else 1 for number in view.pieces["document"]]
     assert [sum(owners[:at]) for at in (4, 8, 12, 16)] == [1, 2, 3, 4]  # evenly interleaved
     _, (a, b) = mix(sources, ["a", "b"], [0.3, 0.05], "documents", "first")
@@ -91,7 +93,7 @@ def test_any_mixture_is_exact(joint_of, data):
     for share, source, p in zip(shares, sources, asked, strict=True):
         got, largest = (share.documents, 1) if unit == "documents" else (share.tokens, source.lengths.max())
         assert 0 <= got - total * p < largest
-    assert float(sum(share.got for share in shares)) == pytest.approx(1)
+    assert float(sum(share.actual for share in shares)) == pytest.approx(1)
     # The source that decides how long the epoch is, is seen whole, once.
     decisive = [size / p for size, p in zip(sizes, asked, strict=True)]
     place = decisive.index(max(decisive) if ends == "all" else min(decisive))

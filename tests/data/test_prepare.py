@@ -283,9 +283,9 @@ def test_a_killed_prepare_is_continued(config, corpus, tmp_path, small_shards, f
     there = TokenStore(out, growing=True)
     assert not there.is_complete
     assert there.num_documents >= 60
-    prepare(data, BYTE, out, lambda *given: calls.append(given), tell=told.append, **options)
+    prepare(data, BYTE, out, lambda *given: calls.append(given), report=told.append, **options)
     assert len(told) == 1
-    assert "are there from an interrupted prepare" in told[0]
+    assert "interrupted" in told[0]
     whole = tmp_path / "whole"
     prepare(data, BYTE, whole, **options)
     assert files(out) == files(whole)

@@ -295,7 +295,7 @@ def _noisy_step(noise, engine, micro_batches):
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 1e-2)])
 def test_a_single_step_follows_the_equations_of_the_appendix(dtype, tolerance):
-    """Gradients of fp16 are scaled; tests/distributed/test_observers.py finds the noise of a known covariance."""
+    """Gradients of fp16 are scaled; tests/distributed/test_callbacks_on_ranks.py has noise of a known covariance."""
     noise, engine = GradientNoise(), _engine(Distance(3), dtype)
     small = torch.tensor([[1.0, 0.0, 2.0]])
     rest = torch.tensor([[1.0, 1.0, 2.0], [1.0, 0.5, 1.0], [1.0, 0.5, 1.0]])

@@ -5,7 +5,7 @@ import torch
 
 from multipack.models.decoder import Decoder
 from multipack.shapes import ModelShape
-from multipack.training.optimizer import build_optimizer, optimizer_text, treatments
+from multipack.training.optimizer import build_optimizer, optimizer_text, parameter_options
 from multipack.training.rules import read_rule
 from multipack.training.run_config import compose
 from multipack.training.settings import OptimizerConfig
@@ -78,7 +78,7 @@ def test_fused_needs_a_kernel():
 
 def test_the_first_matching_rule_applies(model):
     rules = ["embedding lr=0.5", "blocks.0.*.bias lr=2 weight_decay=0.05", "blocks.0 freeze", "*.bias lr=3"]
-    found = treatments(dict(model.named_parameters()), OptimizerConfig(weight_decay=0.1, rules=rules))
+    found = parameter_options(dict(model.named_parameters()), OptimizerConfig(weight_decay=0.1, rules=rules))
     for name, lr_scale, decay, frozen in (
         ("embedding.weight", 0.5, 0.1, False),
         ("blocks.0.attention.query.bias", 2.0, 0.05, False),

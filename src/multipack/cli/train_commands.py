@@ -90,7 +90,7 @@ def prepare(
                 engine=cast("Any", engine),
                 shards=shards,
                 part=part,
-                tell=console.line,
+                report=console.line,
             )
     elif words or store or shards or part != "1/1" or engine != "local":
         raise ValueError(f"--report {report} only reports: leave out settings and all options but --json")

@@ -26,7 +26,7 @@ from multipack.planning.plan import Plan
 from multipack.planning.stream import PackStream
 
 Planned = Plan | PackStream | PackedBatchSampler
-"""What decides the settings of a collator."""
+"""What determines the settings of a collator."""
 
 
 @dataclass(frozen=True)

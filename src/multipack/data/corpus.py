@@ -108,7 +108,7 @@ def load_corpus(
     description = stores[0].description
     if data.source == "mixture":
         train, validation, shares = _mixed(stores, trains, validations, data)
-        shown = ", ".join(f"{share.name} {share.got:.1%}" for share in shares)
+        shown = ", ".join(f"{share.name} {share.actual:.1%}" for share in shares)
         description = f"mixture by {data.weigh_by}: {shown}"
     store, train_fit = train.store, reduce(add, train_fits)
     if not len(train):

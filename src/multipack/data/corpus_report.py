@@ -125,7 +125,7 @@ def read_lengths(
         capacity: most tokens of a pack: the stream of a store is cut into documents of this length, and other
             documents are treated as in training with the same `data`.
         histogram: the file counts documents by length: entry i is the number of documents of i + 1 tokens.
-        data: policy for long documents of a store; None = the default.
+        data: policy for long documents of a store; None = they keep their lengths.
 
     Returns:
         (documents,) tokens of each document, of a histogram in increasing order; (documents,) target tokens, or None if
@@ -137,11 +137,12 @@ def read_lengths(
     if path.is_dir():
         if histogram:
             raise ValueError(f"histogram=true reads a .npy file of counts, and {path} is a folder")
-        store, data = TokenStore(path), data or LengthsConfig()
+        store, fit = TokenStore(path), None
         documents = Documents.whole(store)
         if store.header.split_by == "position":
             documents = documents.cut(capacity)
-        documents, fit = documents.fit(capacity, data.overlong, data.overlap, data.repeat_prompt)
+        if data is not None:
+            documents, fit = documents.fit(capacity, data.overlong, data.overlap, data.repeat_prompt)
         return documents.lengths, documents.target_counts, fit
     if data is not None and data != LengthsConfig():
         raise ValueError(

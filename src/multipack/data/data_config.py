@@ -72,11 +72,11 @@ class DataConfig:
     repeat_prompt: bool = False
     """Begin each piece of a split document with the document's prompt."""
     stream: bool = False
-    """Train while documents arrive: from a growing folder of stores, or from a streamed data set."""
+    """Train while documents arrive: from a token store that is still growing, or from a streamed data set."""
     patience_seconds: float = 300.0
-    """Seconds that a stream waits for the next store of an incomplete folder before the run stops."""
+    """Seconds that a stream waits for the next shard of an incomplete store before the run stops."""
     verify: Literal["size", "full"] = "size"
-    """Check of a token store before it is used: sizes, or hashes too (`full`: read once a host, until files change)."""
+    """Check of a token store before use: sizes, or hashes too (`full`: once a host; of a stream by each reader)."""
     stage: str = ""
     """Copy token stores first: `memory` = into each process, or a folder of this host; empty = read in place."""
     readers: int = 0

@@ -38,8 +38,8 @@ class Share:
         available: its training documents (pieces, where long ones were split).
         documents: documents in the epoch; repetitions count.
         tokens: their tokens.
-        asked: share of the mixture that the weights ask for, of documents or tokens.
-        got: share that it has.
+        requested: share of the mixture that the weights request, of documents or tokens.
+        actual: share that it has.
         left_out: documents that are not in the epoch.
     """
 
@@ -47,15 +47,15 @@ class Share:
     available: int
     documents: int
     tokens: int
-    asked: float
-    got: float
+    requested: float
+    actual: float
     left_out: int
 
     def describe(self) -> str:
-        """One line for people."""
+        """One line for the console."""
         text = (
-            f"{self.documents:,} documents, {self.tokens:,} tokens: {self.got:.2%} of the mixture (asked"
-            f" {self.asked:.2%}), {self.documents / self.available:.2f} times its {self.available:,} documents"
+            f"{self.documents:,} documents, {self.tokens:,} tokens: {self.actual:.2%} of the mixture (requested"
+            f" {self.requested:.2%}), {self.documents / self.available:.2f} times its {self.available:,} documents"
         )
         return text + (f"; {self.left_out:,} documents left out" if self.left_out else "")
 
@@ -87,17 +87,17 @@ def mix(
     exact = (
         [Fraction(str(weight)) for weight in weights] if weights else [Fraction(size) for size in available]
     )
-    asked = [weight / sum(exact) for weight in exact]
+    requested = [weight / sum(exact) for weight in exact]
     bound = max if ends == "all" else min
-    total = bound(size / share for size, share in zip(available, asked, strict=True))
+    total = bound(size / share for size, share in zip(available, requested, strict=True))
     counts = [
         _count_until(each, total * share, seed, number)
-        for number, (each, share) in enumerate(zip(sizes, asked, strict=True))
+        for number, (each, share) in enumerate(zip(sizes, requested, strict=True))
     ]
     if sum(counts) > MOST_DOCUMENTS:
         most = max(range(len(counts)), key=lambda number: counts[number] / len(sources[number]))
         raise ValueError(
-            f"data.weights ask for an epoch of {sum(counts):,} documents, in which {names[most]} is seen"
+            f"data.weights request an epoch of {sum(counts):,} documents, in which {names[most]} is seen"
             f" {counts[most] / len(sources[most]):,.0f} times; at most {MOST_DOCUMENTS:,} can be planned: give larger"
             " weights to large stores, or set data.mixture_ends=first"
         )
@@ -105,15 +105,15 @@ def mix(
     views = [source.take(documents) for source, documents in zip(sources, chosen, strict=True)]
     places = [(np.arange(count) + 0.5) / count for count in counts]
     mixed = Documents.joined(views).take(np.argsort(np.concatenate(places), kind="stable"))
-    got = [int(each[documents].sum()) for each, documents in zip(sizes, chosen, strict=True)]
+    actual = [int(each[documents].sum()) for each, documents in zip(sizes, chosen, strict=True)]
     shares = tuple(
         Share(
             name=names[number],
             available=len(source),
             documents=len(view),
             tokens=view.num_tokens,
-            asked=float(asked[number]),
-            got=got[number] / sum(got),
+            requested=float(requested[number]),
+            actual=actual[number] / sum(actual),
             left_out=max(len(source) - len(view), 0),
         )
         for number, (source, view) in enumerate(zip(sources, views, strict=True))

@@ -119,7 +119,7 @@ class FitReport:
         return FitReport(self.limit, policy, *counts)
 
     def describe(self) -> str:
-        """One line for people; empty if nothing was done."""
+        """One line for the console; empty if nothing was done."""
         found = []
         if self.documents:
             result = POLICIES[self.policy][1].format(pieces=self.pieces, tokens=self.tokens)

@@ -48,7 +48,7 @@ def prepare(
     engine: EngineName = "local",
     shards: int = 0,
     part: str = "1/1",
-    tell: Callable[[str], None] = silent,
+    report: Callable[[str], None] = silent,
 ) -> Path:
     """Tokenize a source into a token store, or find the store that an earlier call made of the same source.
 
@@ -62,7 +62,7 @@ def prepare(
         engine: `local`, or `ray`: parts of the source as tasks of a Ray cluster.
         shards: approximate number of shards, each of at most `SHARD_TOKENS` tokens; 0 = as few as that allows.
         part: `i/n`: tokenize part i of n; all n parts are written to the same folder.
-        tell: called with a line of text if finished shards or parts are reused.
+        report: called with a line of text if finished shards or parts are reused.
 
     Returns:
         The folder of the store.
@@ -90,7 +90,7 @@ def prepare(
         if out is None and (begun is None or begun.parts != parts):
             remove_store(path)  # damaged, of another version, or divided otherwise
         if engine == "local":
-            _write_part(path, source, built, key, number - 1, parts, shards, progress, tell)
+            _write_part(path, source, built, key, number - 1, parts, shards, progress, report)
             return path
         run_parts(_part_writer(path, data, tokenizer, built, key, parts), parts, progress)
         if not _is_complete(path, key):
@@ -145,7 +145,7 @@ def _write_part(
     parts: int,
     shards: int = 0,
     progress: Progress = silent,
-    tell: Callable[[str], None] = silent,
+    report: Callable[[str], None] = silent,
 ) -> None:
     """Write part `part` (from 0) of a store, continuing after its finished shards; the last one completes the store."""
     source = source.part(part, parts)
@@ -162,11 +162,11 @@ def _write_part(
         description=source.describe(),
     ) as writer:
         if writer.is_finished:
-            tell(f"part {part + 1} of {parts} is there already")
+            report(f"part {part + 1} of {parts} is already finished")
             return
         if writer.read:
             tokens = sum(len(shard.tokens) for shard in writer.shards)
-            tell(f"{writer.read:,} documents ({tokens:,} tokens) are there from an interrupted prepare")
+            report(f"{writer.read:,} documents ({tokens:,} tokens) remain from an interrupted prepare")
         items, characters = items_of(source), BATCH_CHARACTERS
         if shards and source.unit == "bytes":  # a small source has small batches, for as many shards
             characters = max(1, min(characters, source.total // shards // 8))

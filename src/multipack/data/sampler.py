@@ -171,7 +171,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         return self.plan.state(step) | {"micro_batch": int(micro_batch)} | self._arrangement()
 
     def _arrangement(self) -> dict[str, Any]:
-        """What decides the micro-batches of a step."""
+        """What determines the micro-batches of a step."""
         effort = self.plan.options.effort
         return {"world_size": self.world_size, "sync": self.sync, "effort": effort, "dealing": DEALING}
 

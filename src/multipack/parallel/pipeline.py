@@ -1,6 +1,6 @@
 """Pipeline parallelism: ranks hold different layers, and several micro-batches are in progress at a time.
 
-    1f1b: 3 ranks, 4 micro-batches; numbers are forward passes, letters their backward passes, dots wait
+    1f1b: 3 ranks, 4 micro-batches; numbers are forward passes, letters their backward passes, dots are idle
 
     rank 0   0 1 2 . . a 3 b . c . d                   embedding, first blocks        hidden (T, d) →
     rank 1     0 1 . a 2 b 3 c . d                     blocks                         ← its gradient

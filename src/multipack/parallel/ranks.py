@@ -1,6 +1,6 @@
 """The rank of this process, read from its launcher's environment variables. Imports no torch.
 
-Each launcher has names of its own for the same numbers, a row of `LAUNCHERS`. Processes inherit variables, so that
+Each launcher uses different variable names, a row of `LAUNCHERS`. Processes inherit variables, so that
 those of several launchers may be set. Rows that apply must agree; otherwise an error names the variables. Rows are
 ignored in these cases:
 

@@ -10,9 +10,8 @@ The files have the layout of `torch.distributed.checkpoint` (DCP) with safetenso
 header of a file gives the offsets of its pieces, so that no other index is needed. Tensors are named "<group>.<name>",
 such as "model.head.weight" and "optimizer.head.weight.exp_avg".
 
-DCP does not write them: its ranks exchange pickled plans, and only after every rank has copied all that it holds.
-Here ranks first exchange, as JSON, which pieces they hold, so that a checkpoint in the background copies each piece
-once.
+DCP does not write them: its ranks agree on who writes what only after every rank has copied all that it holds. Here
+ranks first exchange which pieces they hold, so that a checkpoint in the background copies each piece once.
 """
 
 from __future__ import annotations

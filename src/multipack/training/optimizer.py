@@ -24,8 +24,8 @@ FUSED_DEVICES = {"cpu", "cuda", "xpu", "mps"}
 
 
 @dataclass(frozen=True)
-class Treatment:
-    """How the optimizer treats a parameter; parameters with equal treatments form a group.
+class ParameterOptions:
+    """Options of a parameter; parameters with equal options form a group of the optimizer.
 
     Attributes:
         lr_scale: factor of the learning rate.
@@ -40,8 +40,10 @@ class Treatment:
     is_matrix: bool = False
 
 
-def treatments(parameters: Mapping[str, Tensor], config: OptimizerConfig) -> dict[str, Treatment]:
-    """The treatment of each parameter, by name; parameters without requires_grad are frozen.
+def parameter_options(
+    parameters: Mapping[str, Tensor], config: OptimizerConfig
+) -> dict[str, ParameterOptions]:
+    """The options of each parameter, by name; parameters without requires_grad are frozen.
 
     Raises:
         ValueError: a rule applies to no parameter; the message has the nearest names.
@@ -57,7 +59,9 @@ def treatments(parameters: Mapping[str, Tensor], config: OptimizerConfig) -> dic
             scale, frozen = rule.lr_scale, frozen or rule.freeze
             decay = decay if rule.weight_decay is None else rule.weight_decay
         matrix = config.name != "adamw" and parameter.dim() == 2 and name.startswith("blocks.")
-        found[name] = Treatment(1.0, 0.0, True) if frozen else Treatment(scale, decay, False, matrix)
+        found[name] = (
+            ParameterOptions(1.0, 0.0, True) if frozen else ParameterOptions(scale, decay, False, matrix)
+        )
     for number, rule in enumerate(rules):
         if rule not in used or rule in rules[:number]:
             raise ValueError(unused_message(rule, rules[:number], list(parameters)))
@@ -73,7 +77,7 @@ def freeze(
     parameters: Mapping[str, nn.Parameter],
     config: OptimizerConfig,
     whole: Mapping[str, Tensor] | None = None,
-) -> dict[str, Treatment]:
+) -> dict[str, ParameterOptions]:
     """Set requires_grad=False on frozen parameters. Call it before DDP or FSDP, which read requires_grad once.
 
     Args:
@@ -85,9 +89,9 @@ def freeze(
         Name → treatment of each of this rank's parameters.
 
     Raises:
-        ValueError: see `treatments`; or every parameter is frozen.
+        ValueError: see `parameter_options`; or every parameter is frozen.
     """
-    found = treatments(whole or parameters, config)
+    found = parameter_options(whole or parameters, config)
     if all(treatment.frozen for treatment in found.values()):
         raise ValueError(f"optimizer.rules={config.rules} freeze every parameter: nothing is left to train")
     for name, parameter in parameters.items():
@@ -113,7 +117,7 @@ def build_optimizer(
         ValueError: see `freeze`; or `optimizer.fused=true` where the device has no such kernel.
     """
     named = dict(model.named_parameters()) if isinstance(model, nn.Module) else dict(model)
-    groups: dict[Treatment, list[nn.Parameter]] = {}
+    groups: dict[ParameterOptions, list[nn.Parameter]] = {}
     for name, treatment in freeze(named, config, whole).items():
         if named[name].requires_grad:
             groups.setdefault(treatment, []).append(named[name])
@@ -187,7 +191,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
 
 def optimizer_text(parameters: Mapping[str, Tensor], config: OptimizerConfig) -> str:
     """One line for the run header: tensors and parameters that decay, do not decay, and are frozen."""
-    found, (algorithm, _) = treatments(parameters, config), OPTIMIZERS[config.name]
+    found, (algorithm, _) = parameter_options(parameters, config), OPTIMIZERS[config.name]
     kinds = {
         "decayed": [n for n, t in found.items() if t.weight_decay and not t.frozen],
         "not decayed": [n for n, t in found.items() if not t.weight_decay and not t.frozen],

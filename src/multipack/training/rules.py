@@ -67,12 +67,12 @@ def read_rule(text: str) -> Rule:
 
 def unused_message(rule: Rule, before: Sequence[Rule], names: Sequence[str]) -> str:
     """The error message for a rule that applies to no parameter, given earlier rules and names of parameters."""
-    taken = [name for name in names if rule.matches(name)]
-    if taken:
-        earlier = next(other for other in before if other.matches(taken[0]))
+    matched = [name for name in names if rule.matches(name)]
+    if matched:
+        earlier = next(other for other in before if other.matches(matched[0]))
         return (
             f"optimizer.rules: {rule.text!r} has no effect, because earlier rules match all its parameters"
-            f" ({earlier.text!r} matches {taken[0]}): put it before them"
+            f" ({earlier.text!r} matches {matched[0]}): put it before them"
         )
     parts = [name.split(".") for name in names]
     known = dict.fromkeys(".".join(part[:count]) for part in parts for count in range(1, len(part) + 1))

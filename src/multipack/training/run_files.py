@@ -61,7 +61,7 @@ class RunFiles:
             if saved != digest:
                 raise ValueError(
                     f"the run was trained on other {what} (hash {saved[:12]}, now {digest[:12]});"
-                    " go on with the same ones, or start a new run with another out="
+                    " continue with the same ones, or start a new run with another out="
                 )
         processes, threads = progress["world_size"], progress["threads"]
         if (processes, threads) == (self._origin["world_size"], self._origin["threads"]):

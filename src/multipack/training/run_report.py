@@ -42,7 +42,7 @@ def print_header(run: Trainer, seconds: float) -> None:
     start = f"continuing after step {run.step}" if run.step else "starting"
     console.line(f"\nstart-up time {seconds:.1f} s; {start}, {run.steps} steps in all")
     if run.step >= run.steps and not config.train.eval_only:
-        console.line(f"nothing to train: the run has taken {run.step} steps; raise train.steps to go on")
+        console.line(f"nothing to train: the run has taken {run.step} steps; raise train.steps to continue")
 
 
 def print_result(run: Trainer, stopped_by: signal.Signals | None, comparison: Comparison | None) -> None:
@@ -54,7 +54,7 @@ def print_result(run: Trainer, stopped_by: signal.Signals | None, comparison: Co
         console.line(f"\nended after step {run.step} of {run.steps}: {run.ending}")
     if stopped_by is not None:
         console.line(
-            f"\n{stopped_by.name}: saved after step {run.step} of {run.steps}; go on with"
+            f"\n{stopped_by.name}: saved after step {run.step} of {run.steps}; resume with"
             f" `multipack train train.resume=true out={folder.path}`"
         )
     if comparison is not None:

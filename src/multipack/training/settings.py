@@ -30,7 +30,7 @@ class TrainConfig:
     eval_only: bool = False
     """Evaluate, write a sample, and stop."""
     checkpoint_every: int = 0
-    """Steps between checkpoints; 0 = at evaluations. The end of the run is always saved."""
+    """Steps between checkpoints; 0 = at evaluations. The lowest validation loss so far and the end are always saved."""
     keep_checkpoints: int = 2
     """Number of newest checkpoints to keep; 0 = all."""
     checkpoint_async: bool = False

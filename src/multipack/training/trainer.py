@@ -295,12 +295,12 @@ class Trainer:
         loss = sum(loss for loss, counts in zip(result.losses, finite, strict=True) if counts)
         slots = sum(batch.num_slots for batch in data.micro_batches) if mesh.is_replica_leader else 0
         own = [loss, float(slots), float(self.stop.signal or 0), *broken.ravel().tolist()]
-        loss_sum, all_slots, asked, *flags = self.world.sum(own)
+        loss_sum, all_slots, signals, *flags = self.world.sum(own)
         if any(flags):
             documents = np.concatenate([data.packs[pack] for pack, flag in enumerate(flags) if flag]).tolist()
             what = f"the loss of step {self.step + 1}"
             self.diverged(f"{what} is not finite; the step was not applied", documents)
-        if asked:
+        if signals:
             self._interrupt()
         return loss_sum, all_slots
 
