@@ -12,6 +12,7 @@ from multipack.planning.deal import deal_packs, least_step_cost, step_cost
 from multipack.planning.options import PlanOptions
 from multipack.planning.packing import packs_from
 from multipack.planning.plan import plan
+from multipack.shapes import SHAPES
 
 SYNCS = ["micro", "step", "pipeline"]
 
@@ -119,6 +120,17 @@ def test_ordinary_documents_are_balanced(world, sync):
         dealt = made.deal(step, world, sync)
         totals = dealt.totals(costs)
         assert step_cost(totals, world, sync) * world <= totals.sum() * 1.001
+
+
+@pytest.mark.parametrize("ranks", [8, 64])
+def test_ranks_that_synchronize_once_a_step_are_balanced_with_packs_of_few_documents(ranks):
+    """Documents of up to a whole pack, and a cost that is mostly quadratic: ranks with four packs each are equal."""
+    lengths = np.random.default_rng(3).lognormal(6.5, 1.5, 100 * ranks).clip(1, 16_384).astype(int)
+    cost = CostModel.from_shape(SHAPES["tiny"])
+    made = plan(lengths, capacity=16_384, packs_per_step=4 * ranks, window=2, cost=cost)
+    for step in range(made.num_steps - 1):
+        totals = made.deal(step, ranks, "step").totals(cost.cost(lengths))
+        assert step_cost(totals, ranks, "step") * ranks <= totals.sum() * 1.001
 
 
 def test_more_ranks_than_packs():

@@ -25,13 +25,13 @@ from multipack.planning.options import PlanOptions, Sync, check_choice
 
 Integers = NDArray[np.int64]
 
-DEALING = 6
+DEALING = 7
 """Version: changes whenever the same step is dealt differently. A run continues inside a step only with the same."""
 
 _CLOSE = 20_000  # packs are not rearranged within 1/20,000 of the proven minimum
 _HALF, _JOINT_HALF = 7, 8  # documents in a half when two packs are rearranged
-_ATTEMPTS = 10  # attempts for each rank
-_FAILURES = 24  # successive failures at which to stop, for each pack of a rank at the sync point
+_ATTEMPTS = 10  # attempts for each pack at the sync point
+_FAILURES = 24  # successive failures at which to stop, for each pair of packs of two ranks at the sync point
 _MOST_MORE = 3  # the half grows by log2(effort), at most by 3
 _SQUARES = 1000  # with `joint`, a difference of one token counts as much as this many squares
 
@@ -183,10 +183,23 @@ class _Step:
 
     def _arrangements(self, own: Integers) -> Iterator[Integers]:
         """Arrangements to begin with; −1 for documents that did not fit. The step's own packs always fit."""
+        if self.sync == "step" and self.micro_batches > 1:
+            yield self._by_rank()
         yield self._numbered(self._place(1))
         if self.sync != "step" and self.micro_batches > 1:
             yield self._place(self.micro_batches)
         yield self._numbered(own)
+
+    def _by_rank(self) -> Integers:
+        """Place the documents on ranks, the longest first, and those of each rank into its packs."""
+        capacity, limit = self.options.capacity, self.options.max_documents or len(self.lengths)
+        slots = self.micro_batches
+        ranks = place(self.lengths, self.costs, self.ranks, slots * capacity, slots * limit)
+        placed, order = np.full_like(ranks, -1), np.argsort(ranks, kind="stable")
+        for own in np.split(order, np.flatnonzero(np.diff(ranks[order])) + 1):
+            found = place(self.lengths[own], self.costs[own], slots, capacity, limit)
+            placed[own] = np.where(np.minimum(found, ranks[own]) < 0, -1, found * self.ranks + ranks[own])
+        return placed
 
     def _place(self, points: int) -> Integers:
         """Place the documents into equally many packs of each sync point, one after the other, the longest first.
@@ -246,8 +259,8 @@ class _Step:
                 self.ranks,
                 slots,
                 half=(_JOINT_HALF if joint else _HALF) + min(options.effort.bit_length() - 1, _MOST_MORE),
-                attempts=_ATTEMPTS * options.effort * self.ranks,
-                failures=_FAILURES * slots * options.effort,
+                attempts=_ATTEMPTS * options.effort * self.ranks * slots,
+                failures=_FAILURES * slots**2 * options.effort,
                 excess=0 if joint else max(goal + goal // _CLOSE - int(costs.sum()) // self.ranks, 0),
             )
             placed[inside] = packs + point * self.ranks
