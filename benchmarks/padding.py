@@ -1,4 +1,4 @@
-"""What padding costs: packed against padded training steps on the embedded corpus, by turns in one process.
+"""What padding costs: packed and padded training steps on the embedded corpus, alternating in one process.
 
     python benchmarks/padding.py --steps 10
 

@@ -86,7 +86,7 @@ def compare_with_padding(
     if engine.world.size != 1:
         raise ValueError("padding is compared in one process only: padded ranks would wait for each other")
     collate, model = PackedCollator.of(plan), cast(Any, engine.model)
-    own_loss = model.loss_function
+    own_loss = model.training_loss
     packed_total = padded_total = 0.0
     slots = tokens = timed = 0
     began = clock()
@@ -99,9 +99,9 @@ def compare_with_padding(
             documents, plan.documents(step), batch_size, seed=step, loss_weighting=plan.loss_weighting
         )
         packed_seconds = _timed_step(engine, packed, clock)
-        model.loss_function = padded_loss or own_loss
+        model.training_loss = padded_loss or own_loss
         padded_seconds = _timed_step(engine, padded, clock)
-        model.loss_function = own_loss
+        model.training_loss = own_loss
         if index == 0:
             continue
         timed += 1
