@@ -204,8 +204,8 @@ class _Step:
     def _place(self, points: int) -> Integers:
         """Place the documents into equally many packs of each sync point, one after the other, the longest first.
 
-        A micro-batch takes as long as its most loaded pack. So each gets as many documents as let all its packs cost as
-        much as the longest document left, or as the mean of the packs left; or more where the others have no room.
+        A micro-batch takes as long as its most loaded pack. So each gets the documents that fit and let all its packs
+        cost as much as the longest one left, or as the mean of the packs left; or more where the others have no room.
         """
         packs, capacity = self.packs // points, self.options.capacity
         limit = self.options.max_documents or len(self.lengths)
@@ -218,7 +218,9 @@ class _Step:
             even = -(-int(cost[-1] - cost[start]) // (packs * left))
             most = int(cost[start]) + packs * max(int(self.costs[start]), even)
             room = int(tokens[-1]) - (left - 1) * packs * capacity
-            stop = max(int(np.searchsorted(cost, most, side="right")) - 1, int(np.searchsorted(tokens, room)))
+            full = int(tokens[start]) + packs * (capacity - capacity // 32)  # with free tokens documents fit
+            ends = np.searchsorted(cost, most, side="right"), np.searchsorted(tokens, full, side="right")
+            stop = max(int(min(ends)) - 1, int(np.searchsorted(tokens, room)))
             inside = slice(start, len(placed) if left == 1 else stop)
             found = place(self.lengths[inside], self.costs[inside], packs, capacity, limit)
             placed[inside] = np.where(found < 0, -1, point * packs + found)
