@@ -2,8 +2,6 @@
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,8 +24,9 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize(("page", "block"), BLOCKS, ids=lambda value: value[:20])
-def test_library_examples_run(page, block, tmp_path):
-    subprocess.run([sys.executable, "-c", block], check=True, cwd=tmp_path)
+def test_library_examples_run(page, block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block, page, "exec"), {"__name__": "__main__"})
 
 
 def test_commands_have_legal_options():
@@ -35,13 +34,19 @@ def test_commands_have_legal_options():
 
     from multipack.cli import app
 
-    commands = typer.main.get_command(app).commands
-    for _, command in COMMANDS:
-        name, *words = [word for word in shlex.split(command) if word not in ("…", "--settings")]
-        group = commands[name]
-        if sub := getattr(group, "commands", {}).get(words[0] if words else ""):
-            group, words = sub, words[1:]
-        group.make_context(name, words)
+    wrong = []
+    for page, command in COMMANDS:
+        parser = typer.main.get_command(app)
+        words = [word for word in shlex.split(command) if word not in ("…", "--settings")]
+        while words and words[0] in getattr(parser, "commands", {}):
+            parser, words = parser.commands[words[0]], words[1:]
+        try:
+            parser.make_context(command, words)
+        except Exception as error:
+            wrong.append(f"{page}: {command}: {error}")
+    pages = {page for page, _ in COMMANDS}
+    assert {"README.md", "guide.md", "choosing.md", "parallel.md"} <= pages
+    assert not wrong, "\n".join(wrong)
 
 
 def test_settings_in_commands_are_legal():

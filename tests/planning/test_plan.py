@@ -283,6 +283,7 @@ def test_most_documents_is_what_the_shortest_allow():
         ({"epoch": -1}, "epoch"),
         ({"loss_weighting": "sum"}, "choose one of token, document"),
         ({"seed": 0.5}, "seed"),
+        ({"cost": "flops"}, "cost must be a CostModel or a ModelShape"),
         ({"targets": [1, 1]}, "one a document"),
         ({"targets": [1, 1, 9]}, "document 2 has 9 of 9"),
         ({"targets": [0.0, 1.0, 2.0]}, "integers"),

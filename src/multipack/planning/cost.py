@@ -156,6 +156,8 @@ class CostModel:
             recompute: `none` counts model FLOPs, `flash` and `full` executed FLOPs (see the module).
         """
         chosen = SHAPES["llama-8b"] if shape is None else shape
+        if not isinstance(chosen, ModelShape):
+            raise ValueError(f"cost must be a CostModel or a ModelShape, got {shape!r}")
         sliding = chosen.sliding_layers
         repeats = math.gcd(chosen.layers - sliding, sliding)  # of the same mix of layers
         matrices = MATRIX_FLOPS[recompute] * _matrices(chosen)

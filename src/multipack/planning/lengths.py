@@ -75,9 +75,7 @@ def longest_first(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """(documents,) document numbers by falling length, equal lengths by rising number."""
     bits = len(lengths).bit_length()
     keys = (int(lengths.max(initial=0)) - lengths) << bits
-    keys |= np.arange(
-        len(lengths), dtype=np.int64
-    )  # makes keys different, so that every sort gives the same order
+    keys |= np.arange(len(lengths), dtype=np.int64)  # keys differ, so that every sort gives the same order
     keys.sort()
     keys &= (1 << bits) - 1
     return keys

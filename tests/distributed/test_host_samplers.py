@@ -1,0 +1,65 @@
+"""The samplers of other tools on three ranks, which torch.distributed gives them: all have equally many batches."""
+
+import numpy as np
+import pytest
+from torch.utils.data import SequentialSampler
+
+from multipack.integrations.axolotl import MultipackBatchSampler
+from multipack.integrations.multipack_v2 import MultipackDistributedBatchSampler
+
+
+def _report(world):
+    """The batches of this rank's samplers, and what they say of them."""
+    lengths = np.clip(np.random.default_rng(0).lognormal(5.5, 1.0, 600), 1, 2048).astype(np.int64)
+    shards = np.array_split(np.arange(600), [100, 330])[world.rank]  # of very different sizes
+    report = {"shard": len(shards)}
+    own = MultipackBatchSampler(shards.tolist(), 2, 4096, lengths)
+    report["alone"] = len(own.generate_batches())
+    report["iterated"] = len(list(own))  # iteration before len, on every rank
+    report["len"], report["left_out"] = len(own), own.left_out.size
+    report["trained"] = [number for batch in own.generate_batches() for held in batch for number in held]
+
+    same = MultipackBatchSampler(SequentialSampler(lengths), 1, 4096, lengths)
+    report["batches"] = [[sum(lengths[held].tolist()) for held in batch] for batch in same]
+    report["squares"] = [
+        int((lengths[held] ** 2).sum()) for batch in same.generate_batches() for held in batch
+    ]
+
+    few = MultipackBatchSampler([[0, 1, 2], [3], [4, 5, 6]][world.rank], 2, 4096, lengths)
+    with pytest.raises(ValueError, match="too few for a batch of batch_size=2"):
+        len(few)
+
+    packed = MultipackDistributedBatchSampler(4096, lengths)
+    report["place"] = [packed.num_replicas, packed.rank]
+    report["documents"] = [batch.tolist() for batch in packed]
+    return report
+
+
+@pytest.fixture(scope="module")
+def reports(pools):
+    return pools(3).run(_report)
+
+
+def test_ranks_with_different_shards_have_equal_numbers_of_batches(reports):
+    alone = [report["alone"] for report in reports]
+    assert len(set(alone)) > 1
+    assert {report["len"] for report in reports} == {report["iterated"] for report in reports} == {min(alone)}
+    for report in reports:
+        assert len(report["trained"]) + report["left_out"] == report["shard"]
+    assert reports[alone.index(max(alone))]["left_out"] > 0
+
+
+def test_batches_side_by_side_are_equal_in_cost(reports):
+    """Hosts assign batch b to rank b % ranks; the same sampler on all ranks gives the same batches."""
+    assert reports[0]["batches"] == reports[1]["batches"] == reports[2]["batches"]
+    squares = np.array(reports[0]["squares"])
+    sides = squares[: len(squares) // 3 * 3].reshape(-1, 3)
+    mixed = np.random.default_rng(0).permutation(squares)[: sides.size].reshape(-1, 3)
+    assert np.ptp(sides, axis=1).mean() < np.ptp(mixed, axis=1).mean()
+
+
+def test_rank_and_replicas_come_from_the_group(reports):
+    assert [report["place"] for report in reports] == [[3, 0], [3, 1], [3, 2]]
+    assert len({len(report["documents"]) for report in reports}) == 1
+    held = [number for report in reports for batch in report["documents"] for number in batch]
+    assert sorted(held) == list(range(600))
