@@ -61,7 +61,7 @@ class Kernel:
 
     Attributes:
         attend: the function behind `forward`, which gets keys and values repeated to H heads.
-        gradients: the function behind `backward`, likewise; it returns gradients of the repeated keys and values.
+        gradients: the function behind `backward`; it returns gradients of the repeated keys and values.
     """
 
     attend: Callable[[Tensor, Tensor, Tensor, Bounds | None], tuple[Tensor, Tensor]]
