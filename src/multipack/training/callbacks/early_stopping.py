@@ -13,25 +13,25 @@ class EarlyStopping(Callback):
     """
 
     name = "stopping"
-    saved = ("improved", "evaluations_without")
+    saved = ("improved", "evaluations_since")
 
     def __init__(self, patience: int, min_improvement: float = 0.0) -> None:
         self.patience = patience
         self.min_improvement = min_improvement
         self.improved: tuple[int, float] | None = None  # step and loss of the last improvement
-        self.evaluations_without = 0  # improvement
+        self.evaluations_since = 0  # the last improvement
 
     def stop_reason(self, step: int, val_loss: float) -> str:
         """See `Callback`."""
         if self.improved is None or val_loss < self.improved[1] - self.min_improvement:
-            self.improved, self.evaluations_without = (step, val_loss), 0
+            self.improved, self.evaluations_since = (step, val_loss), 0
             return ""
-        self.evaluations_without += 1
-        if self.evaluations_without < self.patience:
+        self.evaluations_since += 1
+        if self.evaluations_since < self.patience:
             return ""
         margin = f" by more than {self.min_improvement:g}" if self.min_improvement else ""
         return (
-            f"the validation loss did not improve{margin} in {self.evaluations_without} evaluations"
+            f"the validation loss did not improve{margin} in {self.evaluations_since} evaluations"
             f" (train.patience={self.patience}): {self.improved[1]:.4f} after step {self.improved[0]},"
             f" {val_loss:.4f} now"
         )
