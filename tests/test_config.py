@@ -19,6 +19,15 @@ def test_defaults_compose_and_round_trip(tmp_path):
     assert compose([f"config={path}"]) == config
 
 
+def test_names_of_wordplay_and_of_earlier_versions_in_a_file(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("train: {max_iters: 7}\n")
+    assert compose([f"config={path}"]).train.steps == 7
+    path.write_text("data: {workers: 0}\n")
+    with pytest.raises(ConfigError, match=r"data\.workers has no equivalent here: leave it out"):
+        compose([f"config={path}"])
+
+
 def test_words_win_over_presets_over_files(tmp_path):
     path = tmp_path / "base.yaml"
     path.write_text("model:\n  layers: 9\n  heads: 8\n  d_model: 64\ntrain:\n  seed: 5\n")
