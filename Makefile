@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: help train test test-all check install bench clean
+.PHONY: help train test test-all drills check install bench clean
 
 help:
 	@echo "make train     install into .venv and train a small model on Python's own standard library"
 	@echo "make test      format check, lint, types and the fast tests"
 	@echo "make test-all  the slow tests too"
+	@echo "make drills    kills, damaged files, full disks and lost ranks; prints what was tried and what was lost"
 	@echo "make bench     the benchmarks; JSON in benchmarks/results"
 	@echo "make clean     remove .venv and caches (runs/ stays)"
 
@@ -18,10 +19,13 @@ train: $(VENV)/.installed
 
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadscope
 test: check
-	$(PYTEST) -m "not slow and not cuda"
+	$(PYTEST) -m "not slow and not cuda and not drill"
 
 test-all: check
-	$(PYTEST) -m "not cuda"
+	$(PYTEST) -m "not cuda and not drill"
+
+drills: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m drill tests/drills
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check src tests benchmarks docs
