@@ -1,6 +1,7 @@
 """The rules of ARCHITECTURE.md, held by reading the code's own imports."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -151,6 +152,8 @@ def test_nothing_unpickles():
         assert "pickle" not in {module.split(".")[0] for module in _imports(path)}, path
         assert "torch.load(" not in text, path
         assert "allow_pickle=True" not in text, path
+        # torch's collectives of objects: all_gather_object, broadcast_object_list and others
+        assert not re.search(r"(gather|broadcast|scatter|send|recv)_object", text), path
 
 
 def test_importing_multipack_is_light():

@@ -145,11 +145,12 @@ class Pool:
 def _serve(rank: int, size: int, port: int, timeout_seconds: float, connection: Any) -> None:
     """One process: join the others, run cases until there are no more, leave past a barrier."""
     import torch
-    from torch.distributed import device_mesh
+    from torch.distributed import device_mesh, distributed_c10d
 
     from multipack.parallel.world import connected
 
     device_mesh.init_device_mesh = functools.cache(device_mesh.init_device_mesh)
+    distributed_c10d._tensor_to_object = _refuse_to_unpickle
     torch.set_num_threads(1)  # processes share the cores: more threads would wait for each other, spinning
     os.environ.update(
         RANK=str(rank),
@@ -166,6 +167,10 @@ def _serve(rank: int, size: int, port: int, timeout_seconds: float, connection: 
             except BaseException:
                 answer = (None, traceback.format_exc())
             connection.send(answer)
+
+
+def _refuse_to_unpickle(*_: Any) -> None:
+    raise AssertionError("what ranks send each other is bytes, and nothing of it is unpickled")
 
 
 def _module(path: str) -> Any:

@@ -79,6 +79,29 @@ def test_groups_number_their_own_ranks(pools):
     assert pools(4).run(in_groups) == [[0, 1]] * 2 + [[2, 3]] * 2
 
 
+def bytes_of_every_length(world):
+    """Texts and bytes, some of them empty, over all ranks and over pairs of them."""
+    pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][world.rank // 2]
+    own = bytes(range(world.rank * 5))
+    assert collectives.gather_bytes(own, pair) == [bytes(range(rank * 5)) for rank in pair_of(world.rank)]
+    assert collectives.gather_bytes(b"") == [b""] * 4
+    assert world.gather("ü" * world.rank) == ["", "ü", "üü", "üüü"]
+    assert world.from_main(f"rank {world.rank}") == "rank 0"
+    source = pair_of(world.rank)[1]
+    assert collectives.broadcast_bytes(own, source, pair) == bytes(range(source * 5))
+    sent = [b"", b"to the second"] if world.rank == source else None
+    received = collectives.scatter_bytes(sent, source, pair)
+    assert received.numpy().tobytes() == [b"", b"to the second"][world.rank % 2]
+
+
+def pair_of(rank):
+    return [[0, 1], [2, 3]][rank // 2]
+
+
+def test_bytes_arrive_as_they_were_sent(pools):
+    pools(4).run(bytes_of_every_length)
+
+
 def one_is_missing(world, dies):
     """Collectives wait 2 s: enough for ranks that leave the same barrier on a busy machine."""
     world.barrier()

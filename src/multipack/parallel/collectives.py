@@ -1,4 +1,4 @@
-"""Differentiable collectives of tensor and context parallelism, each a function of a tensor.
+"""Differentiable collectives of tensor and context parallelism, each a function of a tensor; exchange of bytes.
 
     function          forward pass                         backward pass
     identity          nothing is sent                      all-reduce
@@ -20,7 +20,7 @@ that names them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -200,3 +200,63 @@ def missing_ranks(group: Group = None, seconds: float = GRACE_SECONDS) -> str:
     except dist.DistNetworkError:
         return "the process that holds the store (rank 0 or its launcher)"
     return ""
+
+
+# Bytes. torch's functions for objects unpickle what arrives, which runs code of any process that reaches the port.
+
+
+def gather_bytes(own: bytes, group: Group = None) -> list[bytes]:
+    """Every rank's bytes, by rank of the group."""
+    sizes = _tensor([len(own)], group).new_empty(dist.get_world_size(group))
+    all_gather_single(sizes, _tensor([len(own)], group), group=group)
+    lengths = sizes.tolist()
+    padded = _tensor(own.ljust(max(lengths), b"\0"), group)
+    received = padded.new_empty(len(lengths) * padded.numel())
+    all_gather_single(received, padded, group=group)
+    rows = received.cpu().reshape(len(lengths), -1)
+    return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]
+
+
+def broadcast_bytes(own: bytes, source: int = 0, group: Group = None) -> bytes:
+    """The bytes of rank `source` of the run, on every rank of the group."""
+    size = _tensor([len(own)], group)
+    dist.broadcast(size, source, group=group)
+    is_source = dist.get_rank() == source
+    content = _tensor(own if is_source else bytes(int(size)), group)
+    dist.broadcast(content, source, group=group)
+    return own if is_source else content.cpu().numpy().tobytes()
+
+
+def scatter_bytes(each: Sequence[bytes] | None, source: int, group: Group = None) -> Tensor:
+    """The entry for this rank of what rank `source` of the run has for every rank of the group.
+
+    Args:
+        each: bytes for each rank of the group; None on all ranks but the source.
+        source: rank of the run.
+        group: the ranks that take part.
+
+    Returns:
+        A tensor of bytes.
+    """
+    count = dist.get_world_size(group)
+    sizes = _tensor([len(entry) for entry in each] if each else [0] * count, group)
+    dist.broadcast(sizes, source, group=group)
+    lengths = sizes.tolist()
+    padded = [_tensor(entry.ljust(max(lengths), b"\0"), group) for entry in each] if each else None
+    own = torch.empty(max(lengths), dtype=torch.uint8, device=sizes.device)
+    dist.scatter(own, padded, source, group=group)
+    return own[: lengths[dist.get_rank(group)]]
+
+
+def _tensor(values: bytes | list[int], group: Group) -> Tensor:
+    """Bytes, or whole numbers, where the group's backend takes them."""
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    if isinstance(values, list):
+        return torch.tensor(values, dtype=torch.int64, device=device)
+    # A writable copy; frombuffer refuses empty buffers.
+    content = (
+        torch.frombuffer(bytearray(values), dtype=torch.uint8)
+        if values
+        else torch.empty(0, dtype=torch.uint8)
+    )
+    return content.to(device)

@@ -27,6 +27,7 @@ backward passes gathered.
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -43,6 +44,7 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
 )
 
+from multipack.parallel.collectives import gather_bytes
 from multipack.parallel.engine import DeviceClock, ModelEngine, StepResult
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.parallel_config import Schedule
@@ -186,8 +188,7 @@ def _shared_parameters(
         for name, parameter in module.named_parameters()
         if parameter.requires_grad
     ]
-    found: list[list[tuple[int, str]]] = [[] for _ in range(ranks)]
-    dist.all_gather_object(found, own, group=group)
+    found = [json.loads(pairs) for pairs in gather_bytes(json.dumps(own).encode(), group)]
     holders: dict[str, list[int]] = {}
     for number, name in sorted(pair for pairs in found for pair in pairs):
         holders.setdefault(name, []).append(number % ranks)

@@ -14,17 +14,27 @@ rounds, and finish them.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from multipack.data.batch import PackedBatch
 from multipack.data.loader import Item, PackedLoader
 from multipack.data.sampler import PackedBatchSampler
+from multipack.parallel.collectives import scatter_bytes
 from multipack.parallel.mesh import Mesh
+
+ALIGNMENT = 8
+"""Bytes to whose multiple every tensor begins in a message: those of the widest dtype."""
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.int64, torch.int32, torch.float32)}
+"""Dtypes of a batch's tensors."""
 
 
 def opens_tokens(mesh: Mesh, readers: int) -> bool:
@@ -103,18 +113,15 @@ class ScatteredLoader(PackedLoader):
 
     def _round(self, pack: int) -> PackedBatch:
         """Micro-batch number `pack` of this rank in the epoch; a reader makes those of all its ranks."""
-        packs = list(self._read(pack)) if self._rank == self.reader else None
-        received: list[Any] = [None]
+        packs = [_to_bytes(each) for each in self._read(pack)] if self._rank == self.reader else None
         try:
-            dist.scatter_object_list(received, packs, src=self.reader, group=self._group)
+            received = scatter_bytes(packs, self.reader, self._group)
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {self.reader} reads for rank {self._rank}, and pack {pack} did not arrive: look for an error"
                 f" on ranks {', '.join(map(str, self.data_ranks))} ({error})"
             ) from error
-        if isinstance(received[0], Exception):
-            raise received[0]
-        return received[0]  # type: ignore[no-any-return]
+        return _from_bytes(received)
 
     def _read(self, pack: int) -> Sequence[PackedBatch | Exception]:
         """A batch for each rank that this reader serves; in place of batches the error that prevents them."""
@@ -131,3 +138,44 @@ class ScatteredLoader(PackedLoader):
             message = f"rank {self.reader}, which reads: {error} (in a batch of the documents {documents})"
             return [kind(message)] * len(self.data_ranks)
         return [made[data_rank] for data_rank in self.data_ranks.values()]
+
+
+def _to_bytes(packed: PackedBatch | Exception) -> bytes:
+    """The length of a JSON header in 8 bytes, the header, and the tensors of a batch; of an error only the header."""
+    header: dict[str, Any] = {}
+    tensors: list[Tensor] = []
+    if isinstance(packed, Exception):
+        header["error"] = [isinstance(packed, ValueError), str(packed)]
+    else:
+        tensors = [value.contiguous() for value in vars(packed).values() if isinstance(value, Tensor)]
+        header["dtypes"] = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
+        header["shapes"] = [list(tensor.shape) for tensor in tensors]
+        header["fields"] = {
+            name: None if isinstance(value, Tensor) else [value] for name, value in vars(packed).items()
+        }
+    text = json.dumps(header).encode()
+    text = text.ljust(-(-len(text) // ALIGNMENT) * ALIGNMENT)
+    contents = [tensor.view(torch.uint8).numpy().tobytes() for tensor in tensors]
+    aligned = [content.ljust(-(-len(content) // ALIGNMENT) * ALIGNMENT, b"\0") for content in contents]
+    return b"".join([len(text).to_bytes(ALIGNMENT, "little"), text, *aligned])
+
+
+def _from_bytes(content: Tensor) -> PackedBatch:
+    """The batch of `_to_bytes`, whose tensors are views of `content`; raises the error, if it is one."""
+    at = ALIGNMENT + int.from_bytes(content[:ALIGNMENT].numpy().tobytes(), "little")
+    header = json.loads(content[ALIGNMENT:at].numpy().tobytes())
+    if "error" in header:
+        is_value_error, message = header["error"]
+        raise (ValueError if is_value_error else RuntimeError)(message)
+    tensors = []
+    for name, shape in zip(header["dtypes"], header["shapes"], strict=True):
+        dtype = DTYPES[name]
+        size = math.prod(shape) * dtype.itemsize
+        tensors.append(content[at : at + size].view(dtype).reshape(shape))
+        at += -(-size // ALIGNMENT) * ALIGNMENT
+    following = iter(tensors)
+    fields: dict[str, Any] = {}
+    for name, value in header["fields"].items():
+        plain = next(following) if value is None else value[0]
+        fields[name] = tuple(plain) if isinstance(plain, list) else plain
+    return PackedBatch(**fields)

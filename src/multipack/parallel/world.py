@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from multipack.parallel.collectives import broadcast_bytes, gather_bytes
 from multipack.parallel.parallel_config import Device
 from multipack.parallel.ranks import Ranks, find_ranks, rendezvous
 
@@ -101,17 +102,13 @@ class World:
         """Every rank's `text`, by rank; `group` is another group of all ranks."""
         if self.size == 1:
             return [text]
-        gathered: list[str] = [""] * self.size
-        dist.all_gather_object(gathered, text, group=group)
-        return gathered
+        return [each.decode() for each in gather_bytes(text.encode(), group)]
 
     def from_main(self, text: str) -> str:
         """Rank 0's `text`, on every rank."""
         if self.size == 1:
             return text
-        box = [text]
-        dist.broadcast_object_list(box, src=0, device=self.device)
-        return str(box[0])
+        return broadcast_bytes(text.encode()).decode()
 
     def on_main(self, function: Callable[[], str | None]) -> str:
         """Run `function` on rank 0 alone; every rank returns its result or raises its error.
