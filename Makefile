@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: help train test test-all drills check install bench clean
+.PHONY: help train test test-all drills check install bench gpu-check clean
 
 help:
 	@echo "make train     install into .venv and train a small model on Python's own standard library"
@@ -12,6 +12,7 @@ help:
 	@echo "make test-all  the slow tests too"
 	@echo "make drills    kills, damaged files, full disks and lost ranks; prints what was tried and what was lost"
 	@echo "make bench     the benchmarks; JSON in benchmarks/results"
+	@echo "make gpu-check  on a machine with a GPU: its tests and benchmarks, half an hour; JSON in benchmarks/results/gpu"
 	@echo "make clean     remove .venv and caches (runs/ stays)"
 
 train: $(VENV)/.installed
@@ -34,6 +35,10 @@ check: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-dev
 	for script in attention draws precision padding overhead planning prepare generate training parallel; do $(BIN)/python benchmarks/$$script.py || exit 1; done
+
+# Installs nothing: without .venv it runs on $(PYTHON), which must have torch and multipack's other dependencies.
+gpu-check:
+	PYTHONPATH=src $(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu_check.py $(ARGS)
 
 install: $(VENV)/.installed-dev
 

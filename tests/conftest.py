@@ -1,5 +1,6 @@
 """What every room's tests share: a small corpus, and the words of a run that takes a second."""
 
+import importlib.util
 import json
 import os
 from functools import partial
@@ -17,10 +18,22 @@ settings.register_profile("same", derandomize=True)  # every run draws the same 
 settings.load_profile("same")
 
 
+NEEDED = ("numba", "omegaconf", "rich", "safetensors", "scipy", "tokenizers", "torch", "typer")
+"""Packages without which most tests cannot be imported."""
+
+
 def pytest_configure(config):
-    """Only `pytest -m cuda` may see GPUs: all other tests compare with results of the CPU."""
-    if config.option.markexpr != "cuda":
+    """Hide GPUs from all tests but those of `-m cuda`, and name packages that are missing."""
+    # All other tests compare with results of the CPU. Processes that they start inherit this.
+    parts = config.option.markexpr.split(" and ")
+    if "cuda" not in parts or " or " in config.option.markexpr:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing and not all(Path(given.partition("::")[0]).is_file() for given in config.args):
+        raise pytest.UsageError(
+            f"{', '.join(missing)} not installed: pip install -e '.[dev]', or name the test files to run"
+            " (benchmarks/gpu_check.py does so for the cuda tests)"
+        )
 
 
 SHARED = Path(__file__).resolve().parents[1].parent / "shared" / "data"

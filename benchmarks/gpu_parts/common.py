@@ -1,0 +1,125 @@
+"""What the parts share: a command line, a corpus of random tokens, timed runs, and a file of figures."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from planning_tables.table import Asked
+from result import records_of, write_result
+
+
+def options_of(
+    doc: str | None, add: Callable[[argparse.ArgumentParser], object] = bool
+) -> argparse.Namespace:
+    """The command line of a part; `add` adds arguments of its own."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--small", action="store_true", help="seconds of work, to see that the part runs")
+    add(parser)
+    return parser.parse_args()
+
+
+def device_name(device: str) -> str:
+    """The name of the GPU, or `cpu`."""
+    return torch.cuda.get_device_name(device) if device == "cuda" else device
+
+
+def write_part(
+    options: argparse.Namespace, figures: dict[str, Any], asked: list[Asked] | None = None
+) -> None:
+    """Write the figures of a part, and those that are asked of it."""
+    judged = [asdict(each) for each in asked or []]
+    common = {"device": device_name(options.device), "small": options.small, "asked": judged}
+    write_result(options.out, {**common, **figures})
+
+
+def at_least(figure: str, reached: float, bound: float, options: argparse.Namespace) -> list[Asked]:
+    """A figure that is asked for on a GPU; nothing is asked of a small run."""
+    return [] if options.small else [Asked(figure, reached, bound, at_most=False, format=".2f")]
+
+
+def random_lengths(tokens: int, mean: float, longest: int, seed: int = 0) -> list[int]:
+    """Lognormal lengths of documents with this mean (before they are clipped) that hold about `tokens` tokens."""
+    spread = 0.9
+    draw = np.random.default_rng(seed).lognormal(
+        np.log(mean) - spread**2 / 2, spread, 2 + int(2 * tokens / mean)
+    )
+    lengths = draw.astype(np.int64).clip(2, longest)
+    return lengths[: int(np.searchsorted(lengths.cumsum(), tokens)) + 1].tolist()
+
+
+def write_store(folder: Path, lengths: list[int], vocabulary: int) -> np.ndarray:
+    """Write a token store of documents of random tokens; returns all tokens in a row."""
+    import tokenizers
+
+    from multipack.data.tokenizer import Tokenizer
+    from multipack.data.writer import StoreWriter
+
+    words = tokenizers.models.WordLevel({f"t{number}": number for number in range(vocabulary)})
+    tokens = np.random.default_rng(1).integers(0, vocabulary, sum(lengths), dtype=np.uint32)
+    ends = np.cumsum(lengths)
+    with StoreWriter(folder, Tokenizer(tokenizers.Tokenizer(words).to_str())) as writer:
+        for number, document in enumerate(np.split(tokens, ends[:-1])):
+            writer.add(str(number), [(document.tolist(), True)])
+    return tokens
+
+
+@dataclass(frozen=True)
+class Run:
+    """Figures of a run of the trainer, over the steps after those that compile and allocate.
+
+    Attributes:
+        tokens_per_second: tokens of documents over the time of the steps.
+        mfu: model FLOPs over the peak of the device, in percent.
+        step_seconds: median.
+        memory_gib: peak memory of the device.
+        seconds_of_first_steps: with compilation.
+    """
+
+    tokens_per_second: float
+    mfu: float
+    step_seconds: float
+    memory_gib: float
+    seconds_of_first_steps: float
+
+
+def timed_run(words: list[str], options: argparse.Namespace, skipped: int) -> Run:
+    """Train with these settings; the first `skipped` steps do not count."""
+    device = f"train.device={options.device}"
+    records = [record for record in records_of([*words, device, "train.eval_every=0"]) if "dt" in record]
+    counted = records[skipped:]
+    seconds = sum(record["dt"] for record in counted)
+    return Run(
+        tokens_per_second=sum(record["tps"] * record["dt"] for record in counted) / seconds,
+        mfu=sum(record["mfu"] * record["dt"] for record in counted) / seconds,
+        step_seconds=statistics.median(record["dt"] for record in counted),
+        memory_gib=max(record["memory"] for record in records),
+        seconds_of_first_steps=sum(record["dt"] for record in records[:skipped]),
+    )
+
+
+class Stopwatch:
+    """Seconds of work on a device: by CUDA events on a GPU, by the clock of the processor's time elsewhere."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def seconds(self, work: Callable[[], object], repeats: int) -> float:
+        """Median seconds of a call, after two calls that are not timed."""
+        from multipack.parallel.engine import DeviceClock
+
+        clock, marks = DeviceClock(torch.device(self.device)), []
+        for _ in range(repeats + 2):
+            began = clock.mark()
+            work()
+            marks.append((began, clock.mark()))
+        return statistics.median(clock.seconds(*each) for each in marks[2:])
