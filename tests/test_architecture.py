@@ -14,10 +14,10 @@ import multipack
 
 ROOT = Path(multipack.__file__).parent
 LEFT_OF = {
-    "words": "",
+    "words": "atomic",
     "atomic": "",
     "shapes": "words shapes_huggingface",
-    "shapes_huggingface": "",
+    "shapes_huggingface": "atomic",
     "run": "words atomic",
     "planning": "words atomic shapes",
     "data": "words atomic shapes planning",

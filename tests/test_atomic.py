@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from multipack.atomic import atomic_folder, is_free, move_into_place, sweep, write_atomically
+from multipack.atomic import atomic_folder, is_free, move_into_place, read_file, sweep, write_atomically
 
 
 def test_a_file_is_replaced_whole(tmp_path, monkeypatch):
@@ -70,3 +70,16 @@ def test_leftovers_of_killed_writers_can_be_ignored(tmp_path):
     (tmp_path / "a").write_text("")
     assert not is_free(tmp_path, leftovers=True)
     assert not is_free(tmp_path / "a", leftovers=True)
+
+
+def test_only_regular_files_of_a_bounded_size_are_read(tmp_path):
+    (tmp_path / "file").write_bytes(b"12345")
+    assert read_file(tmp_path / "file", 5) == b"12345"
+    with pytest.raises(ValueError, match="file is larger than 4 bytes"):
+        read_file(tmp_path / "file", 4)
+    os.mkfifo(tmp_path / "pipe")  # without a writer: opening it would wait
+    for path in (tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(ValueError, match="not a regular file"):
+            read_file(path)
+    with pytest.raises(IsADirectoryError, match=str(tmp_path)):
+        read_file(tmp_path)

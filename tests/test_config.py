@@ -1,5 +1,7 @@
 """Configurations composed from words, presets, files and saved runs."""
 
+import itertools
+import os
 import re
 from dataclasses import fields, is_dataclass
 
@@ -213,6 +215,56 @@ def test_yaml_booleans_and_packs_from_files_mean_what_they_look_like(tmp_path):
     path.write_text("out: ${oc.env:HOME}\n")
     with pytest.raises(ConfigError, match="cannot hold"):
         compose([f"config={path}"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'data: {fields: ["${oc.env:MULTIPACK_SECRET}"]}',
+        'optimizer: {rules: ["embedding lr=${oc.env:MULTIPACK_SECRET}"]}',
+        'data: {fields: [["a", "${oc.env:MULTIPACK_SECRET}"]]}',
+        'data: {fields: [{"${oc.env:MULTIPACK_SECRET}": 1}]}',
+        'data: {"${oc.env:MULTIPACK_SECRET}": 1}',
+        '"${oc.env:MULTIPACK_SECRET}": 1',
+        'model: ["${oc.env:MULTIPACK_SECRET}"]',
+    ],
+)
+def test_no_file_of_settings_reads_the_environment(tmp_path, monkeypatch, text):
+    """Neither in a list nor in a key, be it given by config=, or found in a run that is resumed."""
+    monkeypatch.setenv("MULTIPACK_SECRET", "7315")
+    run = RunDirectory(tmp_path / "run")
+    run.create(config_yaml(compose([])))
+    checkpoint = run.checkpoints / "step-00000001"
+    checkpoint.mkdir()
+    (checkpoint / "state.json").write_text("{}")
+    for file in (tmp_path / "file.yaml", run.config, checkpoint / "config.yaml"):
+        file.write_text(text)
+    for word in (
+        f"config={tmp_path / 'file.yaml'}",
+        f"train.resume={run.path}",
+        f"train.resume={checkpoint}",
+    ):
+        with pytest.raises(ConfigError) as refused:
+            compose_run([word])
+        assert "7315" not in str(refused.value)
+
+
+def test_files_of_settings_that_would_exhaust_a_reader_are_refused(tmp_path):
+    path, names = tmp_path / "bomb.yaml", "abcdefghi"
+    bomb = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+        f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n" for before, name in itertools.pairwise(names)
+    )
+    for text in (bomb, "data: " + "[" * 100_000, "- " * 100_000, "a: " * 1000, " " * (1 << 21)):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=re.escape(str(path))) as refused:
+            compose([f"config={path}"])
+        assert "\n" not in str(refused.value)
+    path.unlink()
+    os.mkfifo(path)
+    path.with_name("binary.yaml").write_bytes(b"\xff\xfe\x00")
+    for name in (path, path.with_name("binary.yaml"), tmp_path):
+        with pytest.raises(ConfigError, match=re.escape(f"config={name} cannot be read")):
+            compose([f"config={name}"])
 
 
 def test_steps_need_a_pack_for_each_rank():

@@ -1,6 +1,7 @@
 """Shapes: published parameter counts, refusals, and config.json files as they are found."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -99,6 +100,22 @@ def test_neutral_defaults_leave_dense_shapes_as_they_were():
     assert ModelShape(**SHAPES["deepseek-v3"].to_dict()) == SHAPES["deepseek-v3"]
 
 
+def test_sizes_beyond_any_model_are_refused():
+    for name, value in (
+        ("layers", 1 << 64),
+        ("heads", 1 << 40),
+        ("d_model", 10**30),
+        ("d_ff", 1 << 53),
+        ("vocabulary_size", 10**12),
+        ("context", 1 << 62),
+        ("norm_eps", float("nan")),
+        ("rope_theta", float("inf")),
+        ("rope_factor", 0.5),
+    ):
+        with pytest.raises(ValueError, match=rf"model\.{name} must be"):
+            ModelShape(**{name: value})
+
+
 def test_half_described_shapes_are_refused():
     latent = {"kv_rank": 8, "nope_width": 4, "value_width": 4}
     for fields, message in (
@@ -136,6 +153,34 @@ def test_published_files_give_the_presets(config, preset):
     names = ("layers", "heads", "kv_heads", "d_model", "context", "vocabulary_size", "tied")
     assert [getattr(shape, name) for name in names] == [getattr(known, name) for name in names]
     assert shape.sliding_layers == known.sliding_layers
+    assert (shape.qkv_bias, shape.rope_factor) == (known.qkv_bias, known.rope_factor)
+
+
+def test_published_files_give_what_the_decoder_builds():
+    scaling = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = 8192
+    small = published(
+        *("llama", 16, 32, 8, 2048, 8192, 128_256, 131_072),
+        head_dim=64,
+        rope_theta=500_000.0,
+        rope_scaling=scaling,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+    )
+    assert ModelShape.from_huggingface(small) == replace(SHAPES["llama-1b"], head_dim=64)
+    assert ModelShape.from_huggingface({**QWEN, "rms_norm_eps": 1e-6}) == SHAPES["qwen2.5-0.5b"]
+
+
+def test_scaled_rotation_is_read_from_both_spellings():
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = 8192
+    for name in ("rope_scaling", "rope_parameters"):
+        shape = ModelShape.from_huggingface({**LLAMA, name: scaling})
+        assert (shape.rope_factor, shape.rope_theta) == (8.0, 5e5)
+    with pytest.raises(ValueError, match="differ"):
+        ModelShape.from_huggingface(
+            {**LLAMA, "rope_scaling": scaling, "rope_parameters": {"rope_type": "default"}}
+        )
 
 
 def test_gpt2s_own_names():

@@ -12,12 +12,36 @@ import glob
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 PARTIAL = ".partial"
 """Suffix of files and folders that are being written; they are never read."""
+MOST_BYTES = 1 << 26
+"""Size of the largest JSON file that is read."""
+
+
+def read_file(path: Path, most: int = MOST_BYTES) -> bytes:
+    """The content of a regular file of at most `most` bytes.
+
+    Raises:
+        OSError: the file cannot be opened.
+        ValueError: it is a pipe or a device, which could be read without end, or larger.
+    """
+    with open(path, "rb", opener=_open_at_once) as file:
+        state = os.fstat(file.fileno())
+        if not stat.S_ISREG(state.st_mode):
+            raise ValueError(f"{path} is not a regular file")
+        if state.st_size > most:
+            raise ValueError(f"{path} is larger than {most:,} bytes")
+        return file.read()
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file; a pipe without a writer is opened, too, instead of being awaited."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def write_atomically(path: Path, content: bytes, exclusive: bool = False) -> None:

@@ -10,18 +10,24 @@ cost. `Decoder` supports only dense layers with the same attention in all of the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from multipack.shapes_huggingface import LLAMA3_SCALING as LLAMA3_SCALING
 from multipack.shapes_huggingface import SIZES as SIZES
 from multipack.shapes_huggingface import fields_of
+from multipack.shapes_huggingface import is_llama3 as is_llama3
 from multipack.shapes_huggingface import read_json as read_json
 
 Activation = Literal["gelu", "swiglu"]
 Norm = Literal["layernorm", "rmsnorm"]
 Positions = Literal["learned", "rope"]
+MOST_LAYERS, MOST_WIDTH = 1 << 12, 1 << 24
+"""Most layers and heads; largest width, vocabulary and context. Larger numbers are mistakes or damage, which would
+exhaust memory or overflow before another check."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +56,16 @@ class ModelShape:
     """Feed-forward activation: `gelu` (two matrices) or `swiglu` (gated, three matrices)."""
     bias: bool = False
     """Whether linear layers and LayerNorm have biases."""
+    qkv_bias: bool = False
+    """Whether the projections of query, key and value have biases, even if `bias` is false (Qwen2)."""
     tied: bool = True
     """Whether input and output embedding share their weights."""
     head_dim: int = 0
     """Width of one head; 0 = d_model / heads."""
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies."""
+    rope_factor: float = 1.0
+    """Divisor of low rotary frequencies, as in Llama 3.1 (8) and 3.2 (32) with a first context of 8,192; 1 = none."""
     norm_eps: float = 1e-5
     """Added to the variance before its square root."""
     dropout: float = 0.0
@@ -93,8 +103,9 @@ class ModelShape:
             object.__setattr__(self, "kv_heads", self.heads)
         sizes = ("layers", "heads", "kv_heads", "d_model", "d_ff", "context")
         for name in (*sizes, "vocabulary_size", "head_dim", *OPTIONAL):
-            if getattr(self, name) < (least := int(name in sizes)):
-                raise ValueError(f"model.{name} must be at least {least}, got {getattr(self, name)}")
+            most = MOST_LAYERS if name in ("layers", "heads", "kv_heads") else MOST_WIDTH
+            if not (least := int(name in sizes)) <= (value := getattr(self, name)) <= most:
+                raise ValueError(f"model.{name} must be between {least} and {most:,}, got {value}")
         if self.heads % self.kv_heads:
             legal = [k for k in range(1, self.heads + 1) if self.heads % k == 0]
             near = min(legal, key=lambda k: abs(k - self.kv_heads))
@@ -112,6 +123,11 @@ class ModelShape:
             raise ValueError(f"rotary positions need an even head width, got {rotary_width}")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"model.dropout must be in [0, 1), got {self.dropout}")
+        for name, lowest in (("rope_theta", 1.0), ("rope_factor", 1.0), ("norm_eps", 0.0)):
+            if not lowest <= getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"model.{name} must be a finite number of at least {lowest:g}, got {getattr(self, name)}"
+                )
         self._check_optional()
 
     def _check_optional(self) -> None:
@@ -297,7 +313,7 @@ def _llama(
 def _qwen(
     layers: int, heads: int, kv_heads: int, d_model: int, d_ff: int, context: int, **others: Any
 ) -> ModelShape:
-    family = {"rope_theta": 1_000_000.0, "norm_eps": 1e-6}
+    family = {"rope_theta": 1_000_000.0, "norm_eps": 1e-6, "qkv_bias": True}
     return _llama(layers, heads, kv_heads, d_model, d_ff, context, **{**family, **others})
 
 
@@ -312,11 +328,11 @@ SHAPES: dict[str, ModelShape] = {
     "gpt2-medium": _gpt2(24, 16, 1024),
     "gpt2-large": _gpt2(36, 20, 1280),
     "gpt2-xl": _gpt2(48, 25, 1600),
-    "llama-1b": _llama(16, 32, 8, 2048, 8192, 131_072, tied=True),
-    "llama-3b": _llama(28, 24, 8, 3072, 8192, 131_072, tied=True),
+    "llama-1b": _llama(16, 32, 8, 2048, 8192, 131_072, tied=True, rope_factor=32.0),
+    "llama-3b": _llama(28, 24, 8, 3072, 8192, 131_072, tied=True, rope_factor=32.0),
     "llama-8b": _llama(32, 32, 8, 4096, 14_336, 8192),
     "llama-70b": _llama(80, 64, 8, 8192, 28_672, 8192),
-    "llama-405b": _llama(126, 128, 8, 16_384, 53_248, 131_072),
+    "llama-405b": _llama(126, 128, 8, 16_384, 53_248, 131_072, rope_factor=8.0),
     "qwen2.5-0.5b": _qwen(24, 14, 2, 896, 4864, 32_768, vocabulary_size=151_936, tied=True),
     "qwen2.5-7b": _qwen(28, 28, 4, 3584, 18_944, 131_072, vocabulary_size=152_064),
     "mixtral-8x7b": _mixture(

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from multipack.atomic import read_file
+
 _GATED = (
     *("llama", "mistral", "mixtral", "phi3", "phimoe", "gpt_oss", "deepseek_v2", "deepseek_v3"),
     *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "smollm3"),
@@ -46,6 +48,12 @@ _NAMES: dict[str, tuple[str, ...]] = {
 }
 """Field → its names in config.json files."""
 
+LLAMA3_SCALING = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""What all Llama models with scaled rotary frequencies share; only their `factor` differs."""
 _EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps")
 _NO_WINDOW: dict[str, Any] = {"use_sliding_window": False}
 _TIED: dict[str, Any] = {"tie_word_embeddings": True}
@@ -68,9 +76,6 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"sliding_window_pattern": 2},
 }
 """Model type → defaults of fields that its files may omit."""
-
-_MAX_BYTES = 1 << 26
-"""Maximum size of a JSON file."""
 
 _UNKNOWN_COST = (
     *("is_encoder_decoder", "attention_chunk_size", "attention_types", "index_topk", "altup_num_inputs"),
@@ -125,12 +130,11 @@ def fields_of(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
         "norm": "layernorm" if kind in _PLAIN else "rmsnorm",
         "activation": "gelu" if kind in _PLAIN else "swiglu",
         "bias": kind in _PLAIN,
+        "qkv_bias": kind in ("qwen2", "qwen2_moe"),
         "tied": bool(config.get("tie_word_embeddings", False)),
-        # The cost does not depend on these two; a model with other frequencies in some layers is not an error.
-        "rope_theta": float(
-            config.get("rope_theta") or _mapping(config, "rope_parameters").get("rope_theta") or 10_000.0
-        ),
-        "norm_eps": float(next((config[name] for name in _EPSILONS if name in config), 1e-5)),
+        # The cost does not depend on these; a model with other frequencies in some layers is not an error.
+        **_rotation(config),
+        "norm_eps": _real(config, _EPSILONS, 1e-5),
     }
 
 
@@ -178,9 +182,33 @@ def _layers_that_differ(config: Mapping[str, Any], found: dict[str, int]) -> dic
     return fields
 
 
+def _rotation(config: Mapping[str, Any]) -> dict[str, float]:
+    """The fields `rope_theta` and `rope_factor`."""
+    both = [found for name in ("rope_parameters", "rope_scaling") if (found := _mapping(config, name))]
+    theta = next(filter(None, (_real(each, ("rope_theta",), 0.0) for each in (config, *both))), 10_000.0)
+    factors = {_real(each, ("factor",), 1.0) if is_llama3(each) else 1.0 for each in both} or {1.0}
+    if len(factors) > 1:
+        raise ValueError("the configuration's rope_parameters and rope_scaling differ")
+    return {"rope_theta": theta, "rope_factor": factors.pop()}
+
+
+def is_llama3(scaling: Mapping[str, Any]) -> bool:
+    """Whether this is the scaling of rotary frequencies of Llama 3.1 and later, which `rope_factor` describes."""
+    kind, shared = scaling.get("rope_type", scaling.get("type")), LLAMA3_SCALING
+    return kind == "llama3" and all(scaling.get(name) == value for name, value in shared.items())
+
+
 def _mapping(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     value = config.get(name)
     return value if isinstance(value, Mapping) else {}
+
+
+def _real(config: Mapping[str, Any], names: tuple[str, ...], default: float) -> float:
+    """The value of the first of these fields that is present; `default` if none is."""
+    value = next((config[name] for name in names if config.get(name) is not None), default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
+        raise ValueError(f"the configuration's {names[0]} must be a number, got {value!r}")
+    return float(value)
 
 
 def _number(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
@@ -205,10 +233,9 @@ def read_json(path: Path) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise FileNotFoundError(f"{file} does not exist; give a model's config.json, or its folder")
-    if file.stat().st_size > _MAX_BYTES:
-        raise ValueError(f"{file} is larger than {_MAX_BYTES:,} bytes")
+    text = read_file(file)
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON: {error}") from None
     if not isinstance(content, dict):

@@ -27,12 +27,17 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+
+from multipack.atomic import read_file
 
 Schema = TypeVar("Schema")
 Pair = tuple[str, str]
 """(key, value) of a word."""
+_MOST_BYTES, _MOST_LEVELS = 1 << 20, 32
+"""Bytes and nested levels of a YAML file: its parser would crash on a file of thousands of levels."""
 
 
 class ConfigError(ValueError):
@@ -128,9 +133,10 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         ConfigError: the file cannot be read, or is not YAML with `group:` and `key: value` lines.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"config={path} cannot be read: {error.strerror}") from error
+        text = read_file(Path(path), _MOST_BYTES).decode("utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"config={path} cannot be read: {reason}") from error
     return _parse_yaml(text, str(path))
 
 
@@ -196,6 +202,12 @@ def _preset(group: str, kind: Any, name: str) -> dict[str, Any]:
 
 def _parse_yaml(text: str, name: str) -> dict[str, Any]:
     try:
+        level = 0
+        for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+            level += isinstance(event, yaml.CollectionStartEvent)
+            level -= isinstance(event, yaml.CollectionEndEvent)
+            if level > _MOST_LEVELS:
+                raise ValueError(f"more than {_MOST_LEVELS} nested levels")
         parsed = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     except Exception as error:
         raise ConfigError(f"{name} is not YAML: {' '.join(str(error).split())}") from error
@@ -210,7 +222,7 @@ def _apply(tree: DictConfig, values: dict[str, Any]) -> None:
     for key, value in values.items():
         if key not in known:
             raise ConfigError(_unknown(key, tree, list(known)))
-        if isinstance(value, str) and "${" in value:  # an interpolation could read environment variables
+        if _interpolates(value):
             raise ConfigError(f"{key}={value}: settings cannot hold ${{…}}; write the value itself")
         if isinstance(known[key], list) and isinstance(value, str):
             value = [part for part in map(_unquoted, value.strip().strip("[]").split(",")) if part]
@@ -218,6 +230,15 @@ def _apply(tree: DictConfig, values: dict[str, Any]) -> None:
             OmegaConf.update(tree, key, value)
         except OmegaConfBaseException as error:
             raise ConfigError(f"{key}={value}: {_reason(error)}") from error
+
+
+def _interpolates(value: Any) -> bool:
+    """Whether a value has an interpolation, which could read environment variables, at any depth."""
+    if isinstance(value, dict):
+        return any(map(_interpolates, (*value, *value.values())))
+    if isinstance(value, list | tuple):
+        return any(map(_interpolates, value))
+    return isinstance(value, str) and "${" in value
 
 
 def _unquoted(part: str) -> str:

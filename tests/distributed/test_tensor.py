@@ -31,6 +31,7 @@ SHAPES = {
     "gpt-no-bias-untied": replace(GPT, bias=False, tied=False),
     "llama": LLAMA,
     "llama-tied-bias": replace(LLAMA, tied=True, bias=True, head_dim=6),
+    "qwen2": replace(LLAMA, qkv_bias=True),
 }
 SLOTS = 64
 
@@ -97,7 +98,8 @@ def once(world, name, autocast):
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), [("gpt", 2), ("gpt-no-bias-untied", 4), ("llama", 4), ("llama-tied-bias", 2)]
+    ("name", "size"),
+    [("gpt", 2), ("gpt-no-bias-untied", 4), ("llama", 4), ("llama-tied-bias", 2), ("qwen2", 2)],
 )
 def test_equals_one_process(pools, name, size):
     for errors in pools(size).run(once, name, False):

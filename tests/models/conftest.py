@@ -44,6 +44,8 @@ def make_shape(name: str) -> ModelShape:
         "llama": small,
         "llama-gqa": dataclasses.replace(small, kv_heads=2, head_dim=6),
         "llama-untied-bias": dataclasses.replace(small, kv_heads=1, tied=False, bias=True, rope_theta=50.0),
+        "llama3": dataclasses.replace(small, kv_heads=2, head_dim=16, rope_theta=5e5, rope_factor=32.0),
+        "qwen2": dataclasses.replace(small, kv_heads=2, qkv_bias=True),
     }[name]
 
 

@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 
 from multipack.models.decoder import Decoder
 from multipack.models.families import build_decoder, config_of, decoder_shape, to_huggingface
+from multipack.models.layers import rotary_tables
 from multipack.models.pretrained import open_weights
-from multipack.shapes import ModelShape
+from multipack.shapes import SHAPES, ModelShape
 
-ALL = pytest.mark.parametrize(
-    "shape", ["gpt2", "gpt2-no-bias", "llama", "llama-gqa", "llama-untied-bias"], indirect=True
-)
+NAMES = ["gpt2", "gpt2-no-bias", "llama", "llama-gqa", "llama-untied-bias", "llama3", "qwen2"]
+ALL = pytest.mark.parametrize("shape", NAMES, indirect=True)
 
 
 def load_weights(folder, dtype=torch.float32):
@@ -100,6 +100,44 @@ def test_files_of_transformers_give_the_same_logits_here(shape, tmp_path, same_l
     found, state = load_weights(tmp_path)
     assert found == shape_there(shape)
     same_logits(theirs, build_decoder(found, state))
+
+
+@pytest.mark.parametrize(
+    "kind", ["llama-1b", "llama-405b", "llama-8b", "qwen2.5-0.5b", "qwen2.5-7b", "gpt2", "gpt2-xl"]
+)
+def test_a_preset_is_the_model_of_its_name(transformers, kind, pack, documents, same_logits):
+    """Tensors, biases, positions and activations of transformers' model with the preset's settings, made small."""
+    preset = SHAPES[kind]
+    layers, width = 1, preset.head_width // 2 if preset.positions == "rope" else 4
+    heads, kv_heads = min(preset.heads // preset.kv_heads, 4), 1
+    if preset.positions == "learned":
+        heads = kv_heads = 2
+    small = {"layers": layers, "heads": heads, "kv_heads": kv_heads, "vocabulary_size": 50, "d_ff": 24}
+    small |= {"d_model": heads * width, "head_dim": width if preset.positions == "rope" else 0}
+    shape = dataclasses.replace(preset, **small)
+    made = transformers.AutoConfig.for_model(**config_of(shape))
+    assert made.model_type == {"l": "llama", "q": "qwen2", "g": "gpt2"}[kind[0]]
+    theirs = transformers.AutoModelForCausalLM.from_config(made, attn_implementation="eager")
+    model = Decoder(shape)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    theirs.load_state_dict(to_huggingface(shape, model.state_dict()), strict=not shape.tied)
+    theirs.tie_weights()
+    same_logits(theirs, model)
+
+
+def test_scaled_frequencies_differ_only_where_they_turn_slowly():
+    positions = torch.arange(100)
+    plain, scaled = (rotary_tables(positions, 128, 5e5, torch.float64, each)[0] for each in (1.0, 8.0))
+    turns = 8192 / (2 * torch.pi) / 5e5 ** (torch.arange(0, 128, 2, dtype=torch.float64) / 128)
+    angles = torch.arccos(scaled[1, 0]) / torch.arccos(plain[1, 0])
+    torch.testing.assert_close(angles[turns > 4], torch.ones_like(angles[turns > 4]), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        angles[turns < 1], torch.full_like(angles[turns < 1], 1 / 8), rtol=1e-2, atol=0
+    )
+    between = angles[(turns > 1) & (turns < 4)]
+    assert ((between > 1 / 8) & (between < 1)).all()
 
 
 @pytest.mark.parametrize("window", [1, 3])
@@ -187,7 +225,10 @@ GPT2_CONFIG = config_of(ModelShape(1, 2, 2, 16, 24, vocabulary_size=20, **GPT2))
 
 def test_unsupported_models_are_refused(tmp_path):
     for config, changes, named in (
-        (LLAMA_CONFIG, {"model_type": "qwen2"}, "qwen2.* llama, mistral, gpt2"),
+        (LLAMA_CONFIG, {"model_type": "qwen3"}, "qwen3.* llama, mistral, qwen2, gpt2"),
+        (LLAMA_CONFIG, {"use_sliding_window": True}, "use_sliding_window=True"),
+        (LLAMA_CONFIG, {"num_hidden_layers": 1 << 64}, r"model\.layers must be between 1 and"),
+        (LLAMA_CONFIG, {"hidden_size": 10**30}, r"model\.d_model must be between 1 and"),
         (LLAMA_CONFIG, {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         (LLAMA_CONFIG, {"attention_bias": True}, "attention_bias=True, mlp_bias=False"),
         (LLAMA_CONFIG, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling="),
@@ -213,6 +254,7 @@ def test_shapes_without_a_family_are_refused():
         ({"norm": "layernorm"}, r"Llama has no model\.norm=layernorm"),
         ({"positions": "learned"}, r"GPT-2 has no model\.norm=rmsnorm, model\.activation=swiglu"),
         ({"window": 8, "bias": True}, r"model\.window=8, model\.bias=True"),
+        ({"window": 8, "qkv_bias": True}, r"model\.window=8, model\.qkv_bias=True"),
         ({"window": 8, "window_layers": 1}, r"model\.window_layers=1"),
     ):
         shape = dataclasses.replace(ModelShape(2, 2, 2, 16, 24, vocabulary_size=20), **changes)

@@ -225,8 +225,9 @@ def _temporaries(work: Workload, block: int, outside: int) -> tuple[int, int]:
 def block_parameters(shape: ModelShape, tensor: int = 1) -> int:
     """Return the number of parameters of one block on a rank; `tensor` ranks divide matrices and some biases."""
     # Biases of the two matrices that sum over ranks are whole: they are added once, after the sum.
-    rows = (shape.heads + 2 * shape.kv_heads) * shape.head_width + (2 if shape.gated else 1) * shape.d_ff
-    divided, whole = shape.layer_parameters + rows * shape.bias, 2 * shape.d_model * shape.bias
+    rows = (shape.heads + 2 * shape.kv_heads) * shape.head_width * (shape.bias or shape.qkv_bias)
+    rows += (2 if shape.gated else 1) * shape.d_ff * shape.bias
+    divided, whole = shape.layer_parameters + rows, 2 * shape.d_model * shape.bias
     return divided // tensor + 2 * _norm_parameters(shape) + whole
 
 

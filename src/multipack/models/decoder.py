@@ -227,8 +227,10 @@ class Decoder(nn.Module):
         """
         if self.shape.positions == "learned":
             return None
-        width, theta = self.shape.head_width, self.shape.rope_theta
-        return rotary_tables(batch.position_ids, width, theta, at_least_float32(dtype))
+        shape, precise = self.shape, at_least_float32(dtype)
+        return rotary_tables(
+            batch.position_ids, shape.head_width, shape.rope_theta, precise, shape.rope_factor
+        )
 
     @property
     def output_weight(self) -> Tensor:

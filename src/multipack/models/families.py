@@ -1,4 +1,4 @@
-"""Conversion of a decoder's names, weights and configuration to and from Hugging Face's Llama, Mistral and GPT-2.
+"""Names, weights and configuration of a decoder, to and from Hugging Face's Llama, Mistral, Qwen2 and GPT-2.
 
 The tables `LLAMA` and `GPT2` pair Hugging Face's modules (`theirs`) with the decoder's (`ours`). GPT-2 stores matrices
 as (in, out), the transpose of the others. Both rotate the two halves of a head, so rows keep their order. pretrained.py
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from multipack.models.decoder import Decoder
-from multipack.shapes import SIZES, ModelShape, read_json
+from multipack.shapes import LLAMA3_SCALING, SIZES, ModelShape, is_llama3, read_json
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Family:
 
 
 LLAMA = Family(
-    model_types=("llama", "mistral"),
+    model_types=("llama", "mistral", "qwen2"),
     prefix="model.",
     layers="layers",
     outer={"embed_tokens": "embedding", "norm": "norm"},
@@ -82,7 +82,7 @@ LLAMA = Family(
     },
     transposed=frozenset(),
     ignored=re.compile(r".*\.rotary_emb\.inv_freq"),
-    supported={"hidden_act": ("silu", "swish")},
+    supported={"hidden_act": ("silu", "swish"), "use_sliding_window": (False,)},
 )
 GPT2 = Family(
     model_types=("gpt2",),
@@ -120,8 +120,8 @@ def family_of(shape: ModelShape) -> Family:
         family: [name for name, value in wanted.items() if getattr(shape, name) != value]
         for family, wanted in (("Llama", llama), ("GPT-2", gpt2))
     }
-    if shape.window and shape.bias:
-        differing["Llama"] += ["window", "bias"]
+    if shape.window and (shape.bias or shape.qkv_bias):
+        differing["Llama"] += ["window", "bias" if shape.bias else "qkv_bias"]
     if shape.sliding_layers not in (0, shape.layers):
         differing["Llama"].append("window_layers")
     if shape.window:
@@ -245,10 +245,19 @@ def config_of(shape: ModelShape) -> dict[str, Any]:
             "resid_pdrop": shape.dropout,
             "attn_pdrop": 0.0,
         }
-    biases = {"attention_bias": shape.bias, "mlp_bias": shape.bias}
+    architecture, kind = "LlamaForCausalLM", "llama"
+    own: dict[str, Any] = {"attention_bias": shape.bias, "mlp_bias": shape.bias}
+    if shape.window:
+        architecture, kind, own = "MistralForCausalLM", "mistral", {"sliding_window": shape.window}
+    elif shape.qkv_bias and not shape.bias:
+        architecture, kind, own = "Qwen2ForCausalLM", "qwen2", {"use_sliding_window": False}
+    rotation: dict[str, Any] = {"rope_type": "default"}
+    if shape.rope_factor != 1.0:
+        rotation = {"rope_type": "llama3", "factor": shape.rope_factor, **LLAMA3_SCALING}
+        own["rope_scaling"] = rotation
     return {
-        "architectures": ["MistralForCausalLM" if shape.window else "LlamaForCausalLM"],
-        "model_type": "mistral" if shape.window else "llama",
+        "architectures": [architecture],
+        "model_type": kind,
         **common,
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_width,
@@ -256,9 +265,9 @@ def config_of(shape: ModelShape) -> dict[str, Any]:
         "rms_norm_eps": shape.norm_eps,
         # Both spellings: transformers 4 reads the first, 5 the second.
         "rope_theta": shape.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "rope_parameters": {**rotation, "rope_theta": shape.rope_theta},
         "attention_dropout": 0.0,
-        **({"sliding_window": shape.window} if shape.window else biases),
+        **own,
     }
 
 
@@ -277,14 +286,11 @@ def decoder_shape(source: Mapping[str, Any] | Path) -> ModelShape:
     kind = config.get("model_type")
     known = {name: family for family in (LLAMA, GPT2) for name in family.model_types}
     if kind not in known:
-        why = " (it has biases in query, key and value only)" if kind == "qwen2" else ""
-        raise ValueError(
-            f"{where}: model_type={kind!r}{why} is not supported; choose one of {', '.join(known)}"
-        )
+        raise ValueError(f"{where}: model_type={kind!r} is not supported; choose one of {', '.join(known)}")
     family = known[kind]
     differing = [name for name, values in family.supported.items() if config.get(name) not in (None, *values)]
     differing += [
-        name for name in ("rope_scaling", "rope_parameters") if not _plain_rotation(config.get(name))
+        name for name in ("rope_scaling", "rope_parameters") if not _known_rotation(config.get(name))
     ]
     if config.get("quantization_config"):
         differing.append("quantization_config")
@@ -301,10 +307,10 @@ def decoder_shape(source: Mapping[str, Any] | Path) -> ModelShape:
     return replace(shape, bias=family is GPT2 or bool(config.get("attention_bias")), window_layers=0)
 
 
-def _plain_rotation(scaling: Any) -> bool:
+def _known_rotation(scaling: Any) -> bool:
     if scaling is None:
         return True
     if not isinstance(scaling, Mapping):
         return False
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    return bool(kind == "default" and scaling.get("partial_rotary_factor", 1.0) == 1.0)
+    is_plain = scaling.get("rope_type", scaling.get("type", "default")) == "default"
+    return (is_plain or is_llama3(scaling)) and scaling.get("partial_rotary_factor", 1.0) == 1.0

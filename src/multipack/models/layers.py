@@ -8,6 +8,7 @@ Tensors have no batch dimension: their first dimension is the T tokens of a pack
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from multipack.data.batch import PackedBatch
 from multipack.ops.attention import attention
 from multipack.ops.autocast import in_autocast_dtype
-from multipack.shapes import ModelShape
+from multipack.shapes import LLAMA3_SCALING, ModelShape
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines of the rotation angles, two (T, 1, D/2) tensors."""
@@ -95,9 +96,10 @@ class Attention(nn.Module):
         super().__init__()
         width = shape.head_width
         self.head_width, self.backend, self.window = width, backend, shape.window or None
-        self.query = nn.Linear(shape.d_model, shape.heads * width, bias=shape.bias)
-        self.key = nn.Linear(shape.d_model, shape.kv_heads * width, bias=shape.bias)
-        self.value = nn.Linear(shape.d_model, shape.kv_heads * width, bias=shape.bias)
+        bias = shape.bias or shape.qkv_bias
+        self.query = nn.Linear(shape.d_model, shape.heads * width, bias=bias)
+        self.key = nn.Linear(shape.d_model, shape.kv_heads * width, bias=bias)
+        self.value = nn.Linear(shape.d_model, shape.kv_heads * width, bias=bias)
         self.output = nn.Linear(shape.heads * width, shape.d_model, bias=shape.bias)
         self.attend: Attend = attention
 
@@ -148,7 +150,9 @@ class FeedForward(nn.Module):
         return [(each.shape[1], each.shape[0]) for each in pieces]
 
 
-def rotary_tables(position_ids: Tensor, width: int, theta: float, dtype: torch.dtype) -> Rotation:
+def rotary_tables(
+    position_ids: Tensor, width: int, theta: float, dtype: torch.dtype, factor: float = 1.0
+) -> Rotation:
     """Cosines and sines of position · θ^(−2i/D) for i < D/2 (RoPE: Su et al. 2021, arXiv:2104.09864).
 
     Args:
@@ -156,12 +160,19 @@ def rotary_tables(position_ids: Tensor, width: int, theta: float, dtype: torch.d
         width: D, the width of one head; even.
         theta: base of the frequencies.
         dtype: float32 or wider; bfloat16 has 8 significant bits, too few to distinguish neighboring positions.
+        factor: Llama 3's scaling: frequencies of less than 1 turn in 8,192 positions are divided by it, those of more
+            than 4 are kept, and those between are interpolated; 1 = none.
 
     Returns:
         Two (T, 1, D/2) tensors of `dtype`, ready to broadcast over heads.
     """
     exponents = torch.arange(0, width, 2, dtype=dtype, device=position_ids.device) / width
     frequencies = 1.0 / theta**exponents
+    if factor != 1.0:
+        turns = frequencies * (LLAMA3_SCALING["original_max_position_embeddings"] / (2 * math.pi))
+        low, high = LLAMA3_SCALING["low_freq_factor"], LLAMA3_SCALING["high_freq_factor"]
+        kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+        frequencies = frequencies * (kept + (1.0 - kept) / factor)
     angles = position_ids.to(dtype)[:, None, None] * frequencies
     return angles.cos(), angles.sin()
 
