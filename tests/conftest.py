@@ -90,6 +90,7 @@ def run_words(corpus_path, known_peak):
         "plan.packs_per_step=4",
         "train.steps=6",
         "train.eval_every=3",
+        "train.checkpoint_every=3",
         "train.dtype=fp32",
         "optimizer.lr=3e-3",
         "optimizer.warmup_steps=2",

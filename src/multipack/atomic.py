@@ -119,7 +119,7 @@ def move_into_place(partial: Path, path: Path, replace: bool = False) -> None:
         except BaseException:
             os.rename(old, path)
             raise
-        shutil.rmtree(old)
+        shutil.rmtree(old, ignore_errors=True)  # if it fails, the next writer's sweep removes it
     sync_folder(path.parent)
 
 

@@ -4,10 +4,11 @@
       config.yaml       the resolved configuration; `multipack train config=RUN/config.yaml` starts an equal run
       metrics.jsonl     one record per step and evaluation, in full precision
       samples.txt       generated text of evaluations
+      metrics.jsonl.cut, samples.txt.cut   what resuming from a checkpoint cut off the two, in order
       trace.json        with train.profile; reference.safetensors with preference pairs
       checkpoints/
         latest          the name of the newest complete checkpoint
-        best            the name of the one with the lowest validation loss
+        best            the name of the one with the lowest validation loss, of those saved at an evaluation
         step-00000100/  see training/checkpoint.py
 
 Files and folders whose names end with `.partial` are being written.
@@ -16,6 +17,7 @@ Files and folders whose names end with `.partial` are being written.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,16 @@ class RunDirectory:
         self.latest = self.checkpoints / "latest"
         self.best = self.checkpoints / "best"
 
+    def check_kinds(self) -> None:
+        """Check that nothing is in the place of a file or folder that is read, such as a pipe, which would never end.
+
+        Raises:
+            ValueError: a file is not a regular file, or `checkpoints` is not a folder.
+        """
+        check_regular(self.config, self.metrics, self.samples, self.latest, self.best)
+        if not self.checkpoints.is_dir() and os.path.lexists(self.checkpoints):
+            raise ValueError(f"{self.checkpoints} is not a folder: restore it from a copy of the run")
+
     @property
     def has_checkpoints(self) -> bool:
         """Whether there is a checkpoint, complete or not; a new run in this directory would lose it."""
@@ -62,46 +74,55 @@ class RunDirectory:
     def create(self, config_yaml: str) -> None:
         """Make the directory of a new run; if several processes try, one succeeds. See `check_free`."""
         self.check_free()
-        # The configuration comes first: a process that is killed before this leaves no run directory.
-        write_atomically(self.config, config_yaml.encode(), exclusive=True)
+        try:
+            # The configuration comes first: a process that is killed before this leaves no run directory.
+            write_atomically(self.config, config_yaml.encode(), exclusive=True)
+        except FileExistsError:  # another process was first
+            self.check_free()
+            raise
         self.checkpoints.mkdir(exist_ok=True)
 
     def point_to(self, checkpoint: Path, pointer: Path | None = None) -> None:
         """Write the name of `checkpoint` into `latest`, or into another pointer file."""
         write_atomically(pointer or self.latest, f"{checkpoint.name}\n".encode())
 
+    def complete_checkpoints(self) -> list[Path]:
+        """The folders of all complete checkpoints, by step."""
+        return sorted(marker.parent for marker in self.checkpoints.glob(f"step-*/{COMPLETE}"))
+
     def latest_checkpoint(self) -> Path:
-        """The folder of the newest complete checkpoint.
+        """The folder of the newest complete checkpoint: the one that `latest` names, if that file is there.
 
         Raises:
             FileNotFoundError: this is no run directory, it has no checkpoint, or `latest` names a missing one.
+            ValueError: something other than a file is in the place of one.
         """
         if not self.config.is_file():
             raise FileNotFoundError(f"{self.path} is not a run directory: it has no config.yaml")
         # A process may have been killed before it wrote the pointer, or a copy may have lost it.
-        complete = sorted(self.checkpoints.glob(f"step-*/{COMPLETE}"))
-        if complete and not self.latest.is_file():
-            return complete[-1].parent
+        if not os.path.lexists(self.latest) and (complete := self.complete_checkpoints()):
+            return check_checkpoint(complete[-1])
         return self._named(self.latest, "start the run anew with another out=")
 
     def best_checkpoint(self) -> Path:
         """The folder of the checkpoint with the lowest validation loss.
 
         Raises:
-            FileNotFoundError: the run was never evaluated (train.eval_every), or the checkpoint is missing.
+            FileNotFoundError: no checkpoint was saved at an evaluation (train.keep_best), or it is missing.
         """
-        return self._named(self.best, "it was never evaluated (train.eval_every); take the latest")
+        return self._named(
+            self.best, "none was saved at an evaluation (train.keep_best=true); take the latest"
+        )
 
     def _named(self, pointer: Path, hint: str) -> Path:
         """The checkpoint that a pointer file names; `hint` ends the error message if there are no checkpoints."""
+        self.check_kinds()
         name = pointer.read_text(encoding="utf-8", errors="replace").strip() if pointer.is_file() else ""
-        if name and (self.checkpoints / name).is_dir():
-            return self.checkpoints / name
-        found = sorted(path.name for path in self.checkpoints.glob("step-*"))
+        if name and "\0" not in name and (self.checkpoints / name).is_dir():
+            return check_checkpoint(self.checkpoints / name)
+        found = [path.name for path in self.complete_checkpoints()]
         advice = f"name one of {', '.join(found[-3:])} in {self.checkpoints}" if found else hint
-        raise FileNotFoundError(
-            f"{self.path} has no complete checkpoint that checkpoints/{pointer.name} names: {advice}"
-        )
+        raise FileNotFoundError(f"{pointer} names no checkpoint that is there ({name[:40]!r}): {advice}")
 
     def records(self) -> Iterator[dict[str, Any]]:
         """The records of metrics.jsonl in order, up to a line that is incomplete because its writer was killed."""
@@ -128,13 +149,37 @@ def find_run(path: str | Path) -> tuple[RunDirectory, Path | None]:
         FileNotFoundError: the path is neither.
     """
     given = Path(path)
-    if (given / STATE).is_file() and given.parent.name == "checkpoints":
-        return RunDirectory(given.parent.parent), given
-    if (given / "config.yaml").is_file():
-        return RunDirectory(given), None
+    if given.parent.name == "checkpoints" and given.name.startswith("step-") and given.is_dir():
+        return RunDirectory(given.parent.parent), check_checkpoint(given)
+    if os.path.lexists(given / "config.yaml"):
+        run = RunDirectory(given)
+        run.check_kinds()
+        return run, None
     raise FileNotFoundError(
-        f"{given} is neither a run directory (config.yaml) nor one of its checkpoints (state.json)"
+        f"{given} is neither a run directory (config.yaml) nor one of its checkpoints (checkpoints/step-…)"
     )
+
+
+def check_regular(*files: Path) -> None:
+    """Check that files are regular files or missing; opening a pipe would wait forever.
+
+    Raises:
+        ValueError: one is a folder, a pipe, a socket, a device, or a link to nothing.
+    """
+    for file in files:
+        if not file.is_file() and os.path.lexists(file):
+            raise ValueError(f"{file} is not a regular file: restore it from a copy, or remove it")
+
+
+def check_checkpoint(folder: Path) -> Path:
+    """The folder of a checkpoint, after checking that its files are regular files; contents are not read.
+
+    Raises:
+        ValueError: see `check_regular`.
+    """
+    files = (path for path in folder.rglob("*") if not path.is_dir())
+    check_regular(*files, folder / STATE, folder / "config.yaml")
+    return folder
 
 
 def check_format(checkpoint: Path) -> None:

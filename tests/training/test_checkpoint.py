@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 
 import pytest
 import torch
@@ -89,8 +90,46 @@ def test_a_lost_pointer_is_replaced_or_refused(run):
     assert run.has_checkpoints
     assert run.latest_checkpoint() == path
     (path / ".complete").unlink()
-    with pytest.raises(FileNotFoundError, match=name_of(3)):
+    with pytest.raises(FileNotFoundError, match="another out="):
         run.latest_checkpoint()
+
+
+@pytest.mark.parametrize(
+    "name", ["latest", "best", "step-00000003/config.yaml", "step-00000003/tensors/x", "../metrics.jsonl"]
+)
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("nowhere")], ids=["pipe", "link"])
+def test_a_pipe_in_the_place_of_a_file_is_refused(run, name, make):
+    path = run.checkpoints / name
+    _save(run, 3, best=True)
+    path.unlink(missing_ok=True)
+    make(path)
+    with pytest.raises(ValueError, match=rf"{path.name} is not a regular file"):
+        run.latest_checkpoint()
+
+
+def test_a_checkpoint_without_its_state_is_no_run(run):
+    path = _save(run, 3)
+    (path / "state.json").unlink()
+    assert find_run(path)[1] == path
+    with pytest.raises(ValueError, match=r"state\.json is missing"):
+        load_checkpoint(path)
+
+
+def test_what_cannot_be_removed_is_reported_once_and_ends_no_run(run, monkeypatch):
+    lines, remove = [], shutil.rmtree
+    (run.checkpoints / ".best.1f3a.partial").touch()
+    (run.checkpoints / ".step-00000001.1f3a.old").mkdir()
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: os.rmdir("/proc"))
+    writer = CheckpointWriter(run, World(), 1, report=lines.append)
+    for step in (2, 4, 6):
+        writer.save(*_content(step))
+    (line,) = lines
+    assert ".step-00000001.1f3a.old" in line
+    assert "could not be removed" in line
+    assert run.latest_checkpoint().name == name_of(6)
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    writer.save(*_content(8))
+    assert {path.name for path in run.checkpoints.iterdir()} == {"latest", name_of(8)}
 
 
 def test_only_an_abandoned_checkpoint_is_replaced(run):

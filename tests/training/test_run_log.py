@@ -32,10 +32,18 @@ def test_files_are_truncated_to_their_marks_and_grow_again(run):
     again.close()
     assert run.metrics.read_text() == '{"step": 1, "loss": 0.1}\n{"step": 2}\n'
     assert run.samples.read_text() == "=== step 1\none\n\n"
+    with run.metrics.open("a") as file:
+        file.write('{"step": 3, "lo')  # the writer was killed
     last = RunLog(run)
     last.cut(None)
     last.close()
     assert run.metrics.read_text() == run.samples.read_text() == ""
+    cut = run.path / "metrics.jsonl.cut", run.path / "samples.txt.cut"
+    assert (
+        cut[0].read_text()
+        == '{"step": 2, "loss": 0.2}\n{"step": 1, "loss": 0.1}\n{"step": 2}\n{"step": 3, "lo\n'
+    )
+    assert cut[1].read_text() == "=== step 2\ntwo\n\n=== step 1\none\n\n"
 
 
 @pytest.mark.parametrize("content", ["short", "other content, and longer than it was before"])

@@ -207,7 +207,7 @@ def test_a_spike_ends_the_command_in_one_line(words, tmp_path, monkeypatch, caps
             guard._moments = {name: spikes.RunningMoments(100, 0.0) for name in ("loss", "grad_norm")}
 
     monkeypatch.setattr(spikes.SpikeGuard, "after_step", after_step)
-    more = ["train.spike=stop", "train.eval_every=2", f"out={tmp_path / 'run'}"]
+    more = ["train.spike=stop", "train.eval_every=2", "train.checkpoint_every=2", f"out={tmp_path / 'run'}"]
     monkeypatch.setattr("sys.argv", ["multipack", "train", *words, *more])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -325,14 +325,25 @@ def _best(out):
     return run.best.read_text().strip() if run.best.is_file() else None
 
 
-def test_the_best_checkpoint_is_kept(words, tmp_path, val_losses):
+@pytest.mark.parametrize(
+    ("more", "best"), [("train.keep_best=true", 2), ("train.patience=9", 2), ("train.keep_best=false", 3)]
+)
+def test_the_best_checkpoint_is_kept(words, tmp_path, val_losses, more, best):
+    """Evaluations after which nothing is saved do not count."""
     out = tmp_path / "run"
-    val_losses += [5.0, 4.0, 3.0, 6.0, 7.0]
-    more = ["train.steps=4", "train.eval_every=1", "train.keep_checkpoints=1"]
-    train(compose([*words, *more, f"out={out}"]))
-    assert _best(out) == "step-00000002"
+    val_losses += [2.0, 4.0, 3.0, 6.0, 7.0]
+    each = ["train.steps=4", "train.eval_every=1", "train.keep_checkpoints=1"]
+    train(compose([*words, *each, more, f"out={out}"]))
+    assert _best(out) == f"step-{best:08d}"
     kept = {path.name for path in (out / "checkpoints").glob("step-*")}
-    assert kept == {"step-00000002", "step-00000004"}
+    assert kept == {f"step-{best:08d}", "step-00000004"}
+
+
+def test_checkpoints_have_an_interval_of_their_own(words, tmp_path):
+    more = ["train.checkpoint_every=0", "train.eval_every=1", "train.keep_checkpoints=0"]
+    train(compose([*words, *more, f"out={tmp_path / 'run'}"]))
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-00000006"]
+    assert _best(tmp_path / "run") == "step-00000006"
 
 
 def test_a_resumed_run_makes_up_for_the_best_evaluation(words, tmp_path, val_losses, watched, recorder):
@@ -342,7 +353,7 @@ def test_a_resumed_run_makes_up_for_the_best_evaluation(words, tmp_path, val_los
     out = tmp_path / "run"
     val_losses += [5.0]
     assert train(compose([*words, f"out={out}"])).step == 3
-    assert _best(out) is None  # the evaluation before the first step has no checkpoint
+    assert _best(out) is None
     watched.clear()
     val_losses += [3.0, 4.0]
     train(compose_run([f"out={out}", "train.resume=true", "train.keep_checkpoints=1"]))
@@ -353,7 +364,12 @@ def test_a_resumed_run_makes_up_for_the_best_evaluation(words, tmp_path, val_los
 def test_a_run_that_goes_back_forgets_the_best_of_the_abandoned_course(words, tmp_path, val_losses):
     out = tmp_path / "run"
     val_losses += [9.0, 4.0, 5.0, 3.0]
-    more = ["train.eval_every=1", "train.keep_checkpoints=0", "optimizer.decay_steps=4"]
+    more = [
+        "train.eval_every=1",
+        "train.keep_checkpoints=0",
+        "optimizer.decay_steps=4",
+        "train.checkpoint_every=1",
+    ]
     train(compose([*words, "train.steps=3", *more, f"out={out}"]))
     assert _best(out) == "step-00000003"
     val_losses += [4.5]

@@ -76,9 +76,18 @@ class CheckpointWriter:
         world: all ranks of the run.
         keep: number of newest checkpoints to keep, besides the best; 0 = all.
         background: whether `save` returns before the checkpoint is written.
+        report: called on rank 0 with a line of text if an old checkpoint cannot be removed, once.
     """
 
-    def __init__(self, run: RunDirectory, world: World, keep: int, background: bool = False) -> None:
+    def __init__(
+        self,
+        run: RunDirectory,
+        world: World,
+        keep: int,
+        background: bool = False,
+        report: Callable[[str], None] = print,
+    ) -> None:
+        self._report: Callable[[str], None] | None = report
         self._run, self._world, self._keep, self._background = run, world, keep, background
         self._group: dist.ProcessGroup | None = None
         # Training continues to use the default group, and the thread exchanges text on the CPU.
@@ -126,7 +135,10 @@ class CheckpointWriter:
             self._run.point_to(final)
             if best:
                 self._run.point_to(final, self._run.best)
-            _prune(self._run, final, self._keep)
+            problem = _prune(self._run, final, self._keep)
+            if problem and self._report is not None:
+                self._report(f"note: {problem}; training continues, and every checkpoint tries again")
+                self._report = None
 
         self._writing = final.name
         self._pending = self._thread.submit(self._write, partial, pieces, complete)
@@ -203,16 +215,26 @@ def _complete(
     move_into_place(partial, final, replace=True)
 
 
-def _prune(run: RunDirectory, newest: Path, keep: int) -> None:
-    """Remove temporary folders of killed processes, and all checkpoints but the newest and the best."""
-    leftovers = [*run.checkpoints.glob(f".step-*{PARTIAL}"), *run.checkpoints.glob(".step-*.old")]
-    best = run.best.read_text(encoding="utf-8").strip() if run.best.is_file() else ""
+def _prune(run: RunDirectory, newest: Path, keep: int) -> str:
+    """Remove what killed processes left, and all checkpoints but the newest and the best.
+
+    Returns:
+        The first path that could not be removed, such as a file that is open over NFS, and why; empty if there is none.
+    """
+    leftovers = [path for path in run.checkpoints.glob(".*") if path.suffix in (PARTIAL, ".old")]
+    best = run.best.read_text(encoding="utf-8", errors="replace").strip() if run.best.is_file() else ""
     found = (path for path in run.checkpoints.glob("step-*") if path.name < newest.name)
     older = sorted(path for path in found if path.name != best)
     outdated = older[: max(len(older) - keep + 1, 0)] if keep else []
-    for path in [*leftovers, *outdated]:
-        # What cannot be removed now, such as a file that is open over NFS, is removed after the next checkpoint.
-        shutil.rmtree(path, ignore_errors=True)
+    problem = ""
+    for path in [*outdated, *leftovers]:
+        try:
+            # No half of a checkpoint keeps its name.
+            path = path.rename(partial_path(path)) if path in outdated else path
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        except OSError as error:
+            problem = problem or f"{path} could not be removed ({error.strerror})"
+    return problem
 
 
 def load_checkpoint(path: Path, world: World | None = None) -> Checkpoint:

@@ -27,7 +27,13 @@ class RunFiles:
     """
 
     def __init__(
-        self, run: RunDirectory, world: World, config: Config, corpus: Corpus, chat_template: str
+        self,
+        run: RunDirectory,
+        world: World,
+        config: Config,
+        corpus: Corpus,
+        chat_template: str,
+        report: Callable[[str], None] = print,
     ) -> None:
         self.run, self._world, self._config = run, world, config
         self.log: RunLog | None = None
@@ -45,7 +51,7 @@ class RunFiles:
             "threads": torch.get_num_threads(),
         }
         train = config.train
-        self._writer = CheckpointWriter(run, world, train.keep_checkpoints, train.checkpoint_async)
+        self._writer = CheckpointWriter(run, world, train.keep_checkpoints, train.checkpoint_async, report)
 
     def check_origin(self, progress: Mapping[str, Any]) -> list[str]:
         """Check that a checkpoint was written with the same documents and tokenizer.
@@ -81,13 +87,12 @@ class RunFiles:
         run, config, is_new = self.run, self._texts["config.yaml"], self._config.train.resume == "false"
         if is_new:
             run.create(config)
+        self.log = RunLog(run)  # from here on no other process writes to the run
+        if not is_new:
+            self.log.cut(resumed.progress["marks"] if resumed else None)
+            write_atomically(run.config, config.encode())
         for name, content in files.items():
             write_atomically(run.path / name, content)
-        self.log = RunLog(run)
-        if is_new:
-            return
-        self.log.cut(resumed.progress["marks"] if resumed else None)
-        write_atomically(run.config, config.encode())
         if resumed is None:
             return
         run.point_to(resumed.path)

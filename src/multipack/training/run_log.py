@@ -1,4 +1,7 @@
-"""Append-only files of a run. Resuming truncates them to the size and hash that the checkpoint stores."""
+"""Append-only files of a run. Resuming truncates them to the size and hash that the checkpoint stores.
+
+What is cut off is first appended to `metrics.jsonl.cut` and `samples.txt.cut`, so that no record is ever lost.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,10 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from multipack.run import RunDirectory
+from multipack.run import RunDirectory, check_regular
 
 Mark = dict[str, Any]
 """{"bytes": size of a file when a checkpoint was written, "sha256": hash of these bytes}."""
@@ -26,6 +30,7 @@ class RunLog:
     """
 
     def __init__(self, run: RunDirectory) -> None:
+        run.check_kinds()
         self._paths = {"metrics": run.metrics, "samples": run.samples}
         self._files = {name: path.open("ab") for name, path in self._paths.items()}
         try:
@@ -66,14 +71,16 @@ class RunLog:
             ValueError: a file does not begin with the content that the checkpoint recorded.
         """
         marks = dict.fromkeys(self._files, NOTHING) if marks is None else marks
-        kept = {name: path.read_bytes()[: marks[name]["bytes"]] for name, path in self._paths.items()}
+        content = {name: path.read_bytes() for name, path in self._paths.items()}
+        kept = {name: whole[: marks[name]["bytes"]] for name, whole in content.items()}
         for name, path in self._paths.items():
             if hashlib.sha256(kept[name]).hexdigest() != marks[name]["sha256"]:
                 raise ValueError(
                     f"{path} does not begin with what this checkpoint recorded: it was edited, or the run was resumed"
-                    " from an older checkpoint since. Resume the latest checkpoint, or a copy of the run"
+                    " from an older checkpoint since. Resume another checkpoint, or a copy of the run"
                 )
         for name, file in self._files.items():
+            _keep(self._paths[name], content[name][len(kept[name]) :])
             file.truncate(len(kept[name]))
             file.seek(len(kept[name]))
             self._digests[name] = hashlib.sha256(kept[name])
@@ -82,3 +89,15 @@ class RunLog:
         """Close both files and release the lock."""
         for file in self._files.values():
             file.close()
+
+
+def _keep(path: Path, cut: bytes) -> None:
+    """Append what is about to be cut off the end of a file to the file `<name>.cut` beside it."""
+    if not cut:
+        return
+    copy = path.with_name(f"{path.name}.cut")
+    check_regular(copy)
+    with copy.open("ab") as file:
+        file.write(cut if cut.endswith(b"\n") else cut + b"\n")  # a killed writer leaves an incomplete line
+        file.flush()
+        os.fsync(file.fileno())

@@ -29,10 +29,12 @@ class TrainConfig:
     """Most validation packs of an evaluation, rounded up to whole global steps; 0 = all."""
     eval_only: bool = False
     """Evaluate, write a sample, and stop."""
-    checkpoint_every: int = 0
-    """Steps between checkpoints; 0 = at evaluations. The lowest validation loss so far and the end are always saved."""
+    checkpoint_every: int = 1000
+    """Steps between checkpoints; 0 = only at the end, where a run is always saved."""
     keep_checkpoints: int = 2
-    """Number of newest checkpoints to keep; 0 = all."""
+    """Number of newest checkpoints to keep, beside the best one; 0 = all."""
+    keep_best: bool = False
+    """Save at every evaluation with the lowest validation loss so far; always true with train.patience."""
     checkpoint_async: bool = False
     """Write checkpoints in the background, from a copy in host memory."""
     resume: str = "false"
@@ -99,6 +101,7 @@ class TrainConfig:
         _check(self, "train", "ema_decay", "label_smoothing", below=1)
         if self.steps == 0 and self.epochs <= 0:
             raise ValueError("set train.steps, or train.epochs above 0")
+        self.keep_best = self.keep_best or self.patience > 0
         if self.patience and not self.eval_every:
             raise ValueError(
                 f"train.patience={self.patience} counts evaluations: set train.eval_every above 0"

@@ -51,6 +51,9 @@ from multipack.training.schedule import learning_rate, rate_factor
 from multipack.training.stop_request import StopRequest
 from multipack.training.weights import adapt_weights, find_weights
 
+RESULTS = ("evaluated", "best", "best_step")
+"""Attributes of `Trainer` on evaluations, which a checkpoint stores."""
+
 
 class Trainer:
     """Builds a run, restores it from its checkpoint, and trains it.
@@ -70,8 +73,8 @@ class Trainer:
         lr_factor: factor of learning rates from `optimizer.lr_scaling`.
         peak_flops: peak of matrix products on one device, in FLOP/s.
         step, steps: number of steps taken, and of the last step of the run.
-        saved, evaluated, best_step: steps of the last checkpoint, the last evaluation and the best one; -1 = none.
-        val_loss, best: validation losses of this process's last evaluation, and the lowest so far.
+        saved, evaluated, best_step: steps of the last checkpoint, the last evaluation, the best checkpoint; -1 = none.
+        val_loss, best: validation losses of this process's last evaluation, and the lowest of a checkpoint so far.
         running: summed loss since the last evaluation, and what it is divided by.
         ending: reason to stop before the last step; empty while the loop continues.
         interrupted: whether a rank received a signal, or waited too long for documents; equal on every rank.
@@ -132,7 +135,7 @@ class Trainer:
         self.best: float | None = None
         self.running: list[float] = [0.0, 0]
         self.ending, self.interrupted, self.loss = "", False, math.nan
-        self.files = RunFiles(self.run, world, config, self.corpus, template)
+        self.files = RunFiles(self.run, world, config, self.corpus, template, console.line)
         if self.resumed is not None:
             self._restore(self.resumed)
         if not config.train.eval_only or config.train.resume == "false":
@@ -147,7 +150,7 @@ class Trainer:
         # An evaluation is due before the first step, or if the run was stopped between a step and its evaluation.
         if self._evaluation_due():
             self.evaluate()
-            if self.step and self._is_best():
+            if self._is_best():
                 self.save()
         for step, data in self._steps():
             result = engine.forward_backward(data.micro_batches, data.denominator, partial(self._watch, data))
@@ -170,7 +173,7 @@ class Trainer:
             self._record(data, result, middle, slots, metrics)
             if self._evaluation_due():
                 self.evaluate()
-            if self._checkpoint_due():
+            if self._checkpoint_due(self._is_best()):
                 self.save()
         if self.ending and not config.train.eval_only:  # the feed may have ended without a further step
             due = self._evaluation_due()
@@ -197,7 +200,9 @@ class Trainer:
             self.diverged(f"the validation loss after step {self.step} is not finite", [])
         self._publish(values)
         if not self.config.train.eval_only:
-            if self.best is None or self.val_loss < self.best:
+            # The best checkpoint is one of those that are saved: other evaluations do not count.
+            saved = self.step > 0 and (self.saved == self.step or self._checkpoint_due(best=True))
+            if saved and (self.best is None or self.val_loss < self.best):
                 self.best, self.best_step = self.val_loss, self.step
             self.ending = self.ending or self.callbacks.stop_reason(self.step, self.val_loss)
         self.sample()
@@ -234,10 +239,8 @@ class Trainer:
             count, first = len(broken), ", ".join(broken[:3])
             self.diverged(f"after step {self.step} {count} weight tensors are not finite ({first})", [])
         state = self.engine.state() | {"callbacks": self.callbacks.all_tensors()}
-        best, last = self.best_step == self.step, self._is_last()
-        self.files.save(self.step, state, self._progress, best=best, last=last)
-        self.saved = self.step
-        self._mark = self.clock()
+        self.files.save(self.step, state, self._progress, best=self._is_best(), last=self._is_last())
+        self.saved, self._mark = self.step, self.clock()
 
     def close(self, failed: bool = False) -> None:
         """Wait for a checkpoint in the background, stop threads, and close callbacks and files; collective."""
@@ -359,9 +362,10 @@ class Trainer:
         due = every > 0 and (self.step % every == 0 or self._is_last())
         return self.config.train.eval_only or (due and self.evaluated != self.step and not self.interrupted)
 
-    def _checkpoint_due(self) -> bool:
-        every = self.config.train.checkpoint_every or self.config.train.eval_every
-        return self._is_last() or self._is_best() or (every > 0 and self.step % every == 0)
+    def _checkpoint_due(self, best: bool) -> bool:
+        """Whether this step is saved; `best`: its validation loss is the lowest so far."""
+        train, every = self.config.train, self.config.train.checkpoint_every
+        return self._is_last() or (best and train.keep_best) or (every > 0 and self.step % every == 0)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Load a checkpoint into all parts of the run."""
@@ -370,8 +374,7 @@ class Trainer:
         self.engine.load_state(checkpoint.source)
         self.feed.load_state_dict(progress["data"])
         self.step = self.saved = checkpoint.step
-        self.evaluated, self.best = progress["evaluated"], progress["best"]
-        self.best_step = progress["best_step"]
+        self.evaluated, self.best, self.best_step = (progress[name] for name in RESULTS)
         *running, before = progress["running"]
         if before == weighting:
             self.running = running
@@ -392,8 +395,6 @@ class Trainer:
         return {
             "data": self.feed.state_dict(),
             "running": [*self.running, self.config.train.loss_weighting],
-            "evaluated": self.evaluated,
-            "best": self.best,
-            "best_step": self.best_step,
+            **{name: getattr(self, name) for name in RESULTS},
             "callbacks": self.callbacks.states(),
         }
