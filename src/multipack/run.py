@@ -104,6 +104,15 @@ class RunDirectory:
             return check_checkpoint(complete[-1])
         return self._named(self.latest, "start the run anew with another out=")
 
+    def advice(self) -> str:
+        """How a run that failed is continued, for its error message."""
+        if not (complete := self.complete_checkpoints()):
+            return "no checkpoint is complete yet"
+        return (
+            f"{complete[-1].name} is complete: resume with `multipack train train.resume=true out={self.path}` when"
+            " this is mended"
+        )
+
     def best_checkpoint(self) -> Path:
         """The folder of the checkpoint with the lowest validation loss.
 

@@ -121,15 +121,19 @@ def submit(
 
 
 def doctor(
+    path: Annotated[Path | None, argument("[RUN]", "Check this run directory instead.")] = None,
     as_json: Json = False,
     quick: Annotated[bool, typer.Option("--quick", help="Skip checks that start processes.")] = False,
 ) -> None:
-    """Check whether this machine can train, and print remedies. Exit code 1 = it cannot.
+    """Check whether this machine can train, or a run can resume, and print remedies.
+
+    Exit code 1 = it cannot. With RUN, all checksums are verified.
 
     [bold]Examples[/bold]
 
       multipack doctor
       multipack doctor --quick --json
+      multipack doctor runs/first
     """
     from collections import Counter
     from dataclasses import asdict
@@ -140,7 +144,13 @@ def doctor(
 
     console = Console(stream=sys.stderr if as_json else None)
     with console.progress("checking") as advance:
-        found = examine(os.environ, quick, lambda area: advance(0, note=area))
+        found: Sequence[Any]
+        if path is None:
+            found = examine(os.environ, quick, lambda area: advance(0, note=area))
+        else:
+            from multipack.training.run_doctor import examine_run
+
+            found = examine_run(path, lambda area: advance(0, note=area))
     counts = Counter(finding.status for finding in found)
     if as_json:
         print_json({"findings": [asdict(one) for one in found], "counts": counts})

@@ -162,7 +162,9 @@ class CheckpointWriter:
         """Wait for this rank's thread, but not for other ranks; returns its error, empty if there is none."""
         pending, self._pending = self._pending, None
         error = pending.exception() if pending is not None else None
-        return f"checkpoint {self._writing} was not written: {error}" if error is not None else ""
+        if error is None:
+            return ""
+        return f"{self._run.checkpoints / self._writing} was not written: {error}; {self._run.advice()}"
 
     def _partial_folder(self, final: Path, best: bool) -> str:
         """The temporary folder of a new checkpoint; empty if `latest` is already this one, which may become `best`."""
@@ -267,7 +269,10 @@ def _open(path: Path, world: World) -> Checkpoint:
     for damage in world.gather(_damage(path, files, list(files)[world.rank :: world.size])):
         if damage:
             raise ValueError(damage)
-    return Checkpoint(path, int(state["step"]), TensorFiles(path / TENSORS), dict(state["progress"]))
+    step, progress = state["step"], state["progress"]
+    if type(step) is not int or step < 0 or not isinstance(progress, dict):
+        raise ValueError(f"{STATE} has step {step!r} and progress {str(progress)[:40]!r}")
+    return Checkpoint(path, step, TensorFiles(path / TENSORS), progress)
 
 
 def _damage(path: Path, files: Files, checked: Sequence[str]) -> str:

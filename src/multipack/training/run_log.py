@@ -31,8 +31,8 @@ class RunLog:
 
     def __init__(self, run: RunDirectory) -> None:
         run.check_kinds()
-        self._paths = {"metrics": run.metrics, "samples": run.samples}
-        self._files = {name: path.open("ab") for name, path in self._paths.items()}
+        self._run, self._paths = run, _paths(run)
+        self._files = {name: path.open("ab", buffering=0) for name, path in self._paths.items()}
         try:
             fcntl.flock(self._files["metrics"], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -51,9 +51,16 @@ class RunLog:
         self._write("samples", f"=== step {step}\n{text}\n\n")
 
     def _write(self, name: str, text: str) -> None:
-        self._files[name].write(text.encode())
-        self._files[name].flush()  # so that other processes see whole lines
-        self._digests[name].update(text.encode())
+        content = text.encode()
+        left = memoryview(content)
+        try:
+            while left:  # a disk that is nearly full takes a part
+                left = left[self._files[name].write(left) :]
+        except OSError as error:
+            raise OSError(
+                f"{self._paths[name]} cannot be written: {error.strerror}; {self._run.advice()}"
+            ) from error
+        self._digests[name].update(content)
 
     def marks(self) -> dict[str, Mark]:
         """Flush both files to disk; returns the mark of each by name."""
@@ -70,25 +77,41 @@ class RunLog:
         Raises:
             ValueError: a file does not begin with the content that the checkpoint recorded.
         """
-        marks = dict.fromkeys(self._files, NOTHING) if marks is None else marks
-        content = {name: path.read_bytes() for name, path in self._paths.items()}
-        kept = {name: whole[: marks[name]["bytes"]] for name, whole in content.items()}
-        for name, path in self._paths.items():
-            if hashlib.sha256(kept[name]).hexdigest() != marks[name]["sha256"]:
-                raise ValueError(
-                    f"{path} does not begin with what this checkpoint recorded: it was edited, or the run was resumed"
-                    " from an older checkpoint since. Resume another checkpoint, or a copy of the run"
-                )
+        parts = divide_log(self._run, dict.fromkeys(self._files, NOTHING) if marks is None else marks)
         for name, file in self._files.items():
-            _keep(self._paths[name], content[name][len(kept[name]) :])
-            file.truncate(len(kept[name]))
-            file.seek(len(kept[name]))
-            self._digests[name] = hashlib.sha256(kept[name])
+            kept, cut = parts[name]
+            _keep(self._paths[name], cut)
+            file.truncate(len(kept))
+            file.seek(len(kept))
+            self._digests[name] = hashlib.sha256(kept)
 
     def close(self) -> None:
         """Close both files and release the lock."""
         for file in self._files.values():
             file.close()
+
+
+def _paths(run: RunDirectory) -> dict[str, Path]:
+    return {"metrics": run.metrics, "samples": run.samples}
+
+
+def divide_log(run: RunDirectory, marks: Mapping[str, Mark]) -> dict[str, tuple[bytes, bytes]]:
+    """The content of each file of a run's log, before and after the marks of a checkpoint.
+
+    Raises:
+        ValueError: a file does not begin with the content that the checkpoint recorded.
+        OSError: a file is missing.
+    """
+    parts = {}
+    for name, path in _paths(run).items():
+        content, size = path.read_bytes(), marks[name]["bytes"]
+        if hashlib.sha256(content[:size]).hexdigest() != marks[name]["sha256"]:
+            raise ValueError(
+                f"{path} does not begin with what this checkpoint recorded: it was edited, or the run was resumed from"
+                " an older checkpoint since. Resume another checkpoint, or a copy of the run"
+            )
+        parts[name] = content[:size], content[size:]
+    return parts
 
 
 def _keep(path: Path, cut: bytes) -> None:

@@ -35,6 +35,7 @@ from multipack.training.inference import complete_batch
 from multipack.training.metrics import LEGEND, format_line, step_metrics
 from multipack.training.objective import objective_of
 from multipack.training.precision import DTYPES, mean_peak, resolve_dtype
+from multipack.training.progress import checked_progress
 from multipack.training.run_config import Config
 from multipack.training.run_cost import cost_files, run_cost
 from multipack.training.run_files import RunFiles
@@ -176,8 +177,7 @@ class Trainer:
             if self._checkpoint_due(self._is_best()):
                 self.save()
         if self.ending and not config.train.eval_only:  # the feed may have ended without a further step
-            due = self._evaluation_due()
-            if due:
+            if due := self._evaluation_due():
                 self.evaluate()
             if due or self.step > self.saved:
                 self.save()
@@ -369,14 +369,14 @@ class Trainer:
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Load a checkpoint into all parts of the run."""
-        progress, weighting = checkpoint.progress, self.config.train.loss_weighting
+        progress = checked_progress(checkpoint, self.callbacks.states())
         self.notes += self.files.check_origin(progress)
         self.engine.load_state(checkpoint.source)
         self.feed.load_state_dict(progress["data"])
         self.step = self.saved = checkpoint.step
         self.evaluated, self.best, self.best_step = (progress[name] for name in RESULTS)
         *running, before = progress["running"]
-        if before == weighting:
+        if before == (weighting := self.config.train.loss_weighting):
             self.running = running
         else:
             self.notes.append(

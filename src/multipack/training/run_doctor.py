@@ -1,0 +1,174 @@
+"""`multipack doctor RUN`: is a run directory complete and undamaged, and where would the run resume?"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from multipack.atomic import PARTIAL
+from multipack.run import RunDirectory, find_run
+from multipack.training.checkpoint import Checkpoint, load_checkpoint
+from multipack.training.progress import checked_progress
+from multipack.training.run_config import compose
+from multipack.training.run_log import divide_log
+from multipack.words import read_yaml
+
+FINITE = ("loss", "val_loss", "train_loss", "lr")
+"""Values of records that are never infinite or NaN."""
+
+
+@dataclass(frozen=True)
+class RunFinding:
+    """One result, with the fields of `multipack.launch.doctor.Finding`; `fail` = something is damaged."""
+
+    name: str
+    status: Literal["ok", "warn", "fail"]
+    detail: str
+    remedy: str = ""
+    area: str = ""
+
+
+def examine_run(path: Path, progress: Callable[[str], None] = lambda area: None) -> list[RunFinding]:
+    """Check the files of a run without changing any.
+
+    Args:
+        path: the run directory, or one of its checkpoints.
+        progress: called with the name of a part before it is checked.
+
+    Raises:
+        FileNotFoundError: `path` is neither.
+        ValueError: something other than a file is in the place of one.
+    """
+    run, _ = find_run(path)
+    opened: dict[str, Checkpoint] = {}
+    found: list[RunFinding] = []
+    checks = {
+        "files": partial(_files, run),
+        "checkpoints": partial(_checkpoints, run, opened),
+        "records": partial(_records, run),
+        "resume": partial(_resume, run, opened),
+    }
+    for area, check in checks.items():
+        progress(area)
+        found += [replace(finding, area=area) for finding in check()]
+    return found
+
+
+def _files(run: RunDirectory) -> Iterator[RunFinding]:
+    """Check the configuration, permissions, and what killed processes left."""
+    try:
+        compose([], read_yaml(run.config))
+        yield RunFinding("config.yaml", "ok", "readable")
+    except (ValueError, OSError) as error:
+        yield RunFinding(
+            "config.yaml", "fail", str(error), "restore it, or copy config.yaml of the latest checkpoint"
+        )
+    folders = [path for path in (run.path, run.checkpoints) if path.is_dir()]
+    files = [path for path in run.path.rglob("*") if path.is_file()]
+    if closed := [path for path in folders if not os.access(path, os.R_OK | os.W_OK | os.X_OK)]:
+        yield RunFinding("permissions", "fail", f"{closed[0]} cannot be written", f"chmod u+rwx {closed[0]}")
+    elif closed := [path for path in files if not os.access(path, os.R_OK)]:
+        yield RunFinding("permissions", "fail", f"{closed[0]} cannot be read", f"chmod u+r {closed[0]}")
+    else:
+        yield RunFinding("permissions", "ok", "all files can be read, and folders written")
+    left = [path for folder in folders for path in folder.glob(".*") if path.suffix in (PARTIAL, ".old")]
+    if left:
+        names = ", ".join(path.name for path in left[:3])
+        remedy = (
+            "nothing: the next checkpoint removes what is in checkpoints/ (if no process is writing it now)"
+        )
+        yield RunFinding("leftovers", "warn", f"{len(left)} of killed processes: {names}", remedy)
+
+
+def _checkpoints(run: RunDirectory, opened: dict[str, Checkpoint]) -> Iterator[RunFinding]:
+    """Check every checkpoint and the pointers to them; those that are undamaged are added to `opened`."""
+    for path in sorted(run.checkpoints.glob("step-*")):
+        try:
+            opened[path.name] = load_checkpoint(find_run(path)[1] or path)
+            checked_progress(opened[path.name], {})
+            yield RunFinding(path.name, "ok", "complete, all checksums agree")
+        except (ValueError, OSError) as error:
+            opened.pop(path.name, None)
+            reason = (
+                str(error).removeprefix(f"checkpoint {path} cannot be read: ").partition("; resume from")[0]
+            )
+            yield RunFinding(path.name, "fail", reason, f"restore it from a copy, or remove it: rm -r {path}")
+    newest = max(opened, default="")
+    for pointer, needed in ((run.latest, True), (run.best, False)):
+        if not pointer.is_file():
+            if needed and newest:
+                remedy = f"echo {newest} > {pointer}"
+                yield RunFinding(
+                    pointer.name, "warn", "missing; the newest complete checkpoint is taken", remedy
+                )
+            continue
+        name = pointer.read_text(encoding="utf-8", errors="replace").strip()
+        remedy = f"echo {newest} > {pointer}" if needed and newest else f"rm {pointer}"
+        if name in opened:
+            yield RunFinding(pointer.name, "ok", name)
+        else:
+            yield RunFinding(
+                pointer.name, "fail", f"names {name[:40]!r}, which is not complete or damaged", remedy
+            )
+
+
+def _records(run: RunDirectory) -> Iterator[RunFinding]:
+    """Check that metrics.jsonl has every step once, in order, with finite losses."""
+    if not run.metrics.is_file():
+        yield RunFinding("metrics.jsonl", "fail", "missing", "restore it from a copy of the run")
+        return
+    problems, step, evaluated, steps = [], 0, -1, 0
+    lines = run.metrics.read_bytes().splitlines(keepends=True)
+    torn = bool(lines) and not lines[-1].endswith(b"\n")
+    for number, line in enumerate(lines[: len(lines) - torn], start=1):
+        try:
+            record = json.loads(line)
+            if broken := [name for name in FINITE if not math.isfinite(record.get(name, 0))]:
+                problems.append(f"line {number}: {broken[0]} is not finite")
+            at = record["step"]
+        except (ValueError, TypeError, AttributeError, LookupError):
+            problems.append(f"line {number} is no record")
+            continue
+        if "val_loss" in record and at == step and evaluated < at:
+            evaluated = at
+        elif "val_loss" in record or at != step + 1:
+            problems.append(f"line {number} has step {at} after step {step}")
+        if "val_loss" not in record:
+            step, steps = at, steps + 1
+    if problems:
+        more = f" ({len(problems)} lines in all)" if len(problems) > 1 else ""
+        yield RunFinding("metrics.jsonl", "fail", problems[0] + more, "restore it from a copy of the run")
+    else:
+        yield RunFinding("metrics.jsonl", "ok", f"{steps:,} steps, each once and in order")
+    if torn:
+        yield RunFinding(
+            "last line", "warn", "incomplete: its writer was killed", "nothing: resuming cuts it off"
+        )
+
+
+def _resume(run: RunDirectory, opened: dict[str, Checkpoint]) -> Iterator[RunFinding]:
+    """Say what `train.resume=true` does."""
+    command = f"multipack train train.resume=true out={run.path}"
+    if not run.has_checkpoints:
+        yield RunFinding("resume", "warn", "no checkpoint yet: the run starts again with step 1", command)
+        return
+    others = [path.name for path in run.complete_checkpoints() if path.name in opened]
+    try:
+        name = run.latest_checkpoint().name
+        checkpoint = opened[name]
+        later = divide_log(run, checkpoint.progress["marks"])["metrics"][1].count(b"\n")
+    except (OSError, ValueError, LookupError) as error:
+        reason = f"{error} is damaged" if isinstance(error, KeyError) else str(error)
+        remedy = "restore it from a copy of the run"
+        if others:
+            remedy = f"multipack train train.resume={run.checkpoints / others[-1]}"
+        yield RunFinding("resume", "fail", reason, remedy)
+        return
+    moved = f"; {later} later records move to metrics.jsonl.cut" if later else ""
+    yield RunFinding("resume", "ok", f"continues after step {checkpoint.step:,} ({name}){moved}")

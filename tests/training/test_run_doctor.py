@@ -1,0 +1,72 @@
+"""`multipack doctor RUN` finds what is damaged, says what resuming would do, and names the next command."""
+
+import os
+import shutil
+
+import pytest
+
+from multipack.cli import main
+from multipack.run import RunDirectory
+from multipack.training.run_config import compose_run
+from multipack.training.run_doctor import examine_run
+from multipack.training.train import train
+
+
+def _failed(path):
+    return {one.name: one for one in examine_run(path) if one.status == "fail"}
+
+
+def test_a_whole_run_has_no_findings_and_leftovers_are_named(finished):
+    found = examine_run(finished)
+    assert {one.status for one in found} == {"ok"}
+    details = {one.name: one.detail for one in found}
+    assert details["metrics.jsonl"] == "6 steps, each once and in order"
+    assert details["resume"] == "continues after step 6 (step-00000006)"
+    (finished / "checkpoints" / ".latest.1f3a.partial").touch()
+    with (finished / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "loss": 1.0}\n{"step": 8, "lo')
+    warned = {one.name: one.remedy for one in examine_run(finished) if one.status != "ok"}
+    assert warned.keys() == {"leftovers", "last line"}
+    assert not _failed(finished)
+
+
+@pytest.mark.parametrize(
+    ("damage", "names"),
+    [
+        (
+            lambda run: os.truncate(run.latest_checkpoint() / "tokenizer.json", 9),
+            {"step-00000006", "latest", "best"},
+        ),
+        (lambda run: shutil.rmtree(run.latest_checkpoint()), {"latest", "best", "resume"}),
+        (lambda run: run.best.write_bytes(b"\xff"), {"best"}),
+        (lambda run: run.latest.write_text("step-00000009"), {"latest", "resume"}),
+        (lambda run: run.config.write_text("train: {steps: -1}"), {"config.yaml"}),
+        (lambda run: run.metrics.unlink(), {"metrics.jsonl", "resume"}),
+        (lambda run: run.samples.write_text("other"), {"resume"}),
+        (lambda run: _edit(run.metrics, '"step": 2,', '"step": 3,'), {"metrics.jsonl", "resume"}),
+        (lambda run: _edit(run.metrics, '"loss": ', '"loss": NaN, "was": '), {"metrics.jsonl", "resume"}),
+    ],
+)
+def test_damage_is_named(finished, damage, names):
+    damage(RunDirectory(finished))
+    failed = _failed(finished)
+    assert names <= failed.keys() <= names | {"resume"}
+    assert all(one.remedy and "\n" not in one.detail + one.remedy for one in failed.values())
+
+
+def _edit(file, old, new):
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new))
+
+
+def test_the_command_that_is_recommended_continues_the_run(finished, monkeypatch, capsys, files):
+    before = files(finished).untimed
+    os.truncate(RunDirectory(finished).latest_checkpoint() / "config.yaml", 9)
+    monkeypatch.setattr("sys.argv", ["multipack", "doctor", str(finished)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    remedy = _failed(finished)["resume"].remedy
+    assert remedy.split()[-1] in "".join(capsys.readouterr().out.split())
+    train(compose_run(remedy.split()[2:]))
+    assert files(finished).untimed == before
