@@ -224,6 +224,8 @@ def _apply(tree: DictConfig, values: dict[str, Any]) -> None:
             raise ConfigError(_unknown(key, tree, list(known)))
         if _interpolates(value):
             raise ConfigError(f"{key}={value}: settings cannot hold ${{…}}; write the value itself")
+        if isinstance(known[key], str) and isinstance(value, bool):  # YAML's true and false
+            value = str(value).lower()
         if isinstance(known[key], list) and isinstance(value, str):
             value = [part for part in map(_unquoted, value.strip().strip("[]").split(",")) if part]
         try:

@@ -9,6 +9,7 @@ from contextlib import nullcontext, redirect_stdout
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from multipack.data.collate import PackedCollator
@@ -153,6 +154,20 @@ class Whole:
 
 def _whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+@torch.no_grad()
+def whole_parameters(engine):
+    """Name → whole value of every parameter, equal on every rank; collective."""
+    found = {}
+    for name, shape in engine.shapes.items():
+        value = torch.zeros(shape)
+        if name in engine.parameters and name not in engine.duplicates:
+            value = _whole(engine.parameters[name].detach()).clone(memory_format=torch.contiguous_format)
+        if engine.mesh.sizes["pp"] > 1:
+            dist.all_reduce(value, group=engine.mesh.axis("pp").get_group())  # other stages add zeros
+        found[name] = value
+    return found
 
 
 @torch.no_grad()

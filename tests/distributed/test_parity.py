@@ -72,7 +72,7 @@ def run(mesh, config, shape, optimizer, steps, count):
         engine.step(0.1 if optimizer == "sgd" else 1e-3)
     own = packs_of(99, count)[mesh.data_rank :: mesh.data_size]
     validation = mesh.world.sum([sum(engine.evaluate(own))])[0]
-    weights = {key: value.float().cpu().numpy() for key, value in engine.whole_parameters()}
+    weights = {key: value.float().cpu().numpy() for key, value in tiny.whole_parameters(engine).items()}
     return losses, norms, validation, weights
 
 

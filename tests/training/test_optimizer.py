@@ -126,7 +126,7 @@ def test_illegal_settings_are_refused_by_name():
     for rule in ("embedding lr=-1", "embedding weight_decay=inf", "embedding freeze lr=2"):
         with pytest.raises(ValueError, match=r"optimizer\.rules"):
             OptimizerConfig(rules=[rule])
-    for name, value in (("lr", 0.0), ("min_lr", 1.0), ("beta2", 1.0), ("momentum", 1.0), ("clip", -1.0)):
+    for name, value in (("lr", -1.0), ("min_lr", 1.0), ("beta2", 1.0), ("momentum", 1.0), ("clip", -1.0)):
         with pytest.raises(ValueError, match=f"optimizer.{name}"):
             OptimizerConfig(**{name: value})
     words = ["optimizer.name=muon", "parallel.data=zero3", "parallel.offload=cpu"]
@@ -138,7 +138,7 @@ def test_the_header_counts_parameters_by_treatment(model):
     named = dict(model.named_parameters())
     plain = optimizer_text(named, OptimizerConfig(lr=1e-3))
     decayed = sum(p.numel() for p in named.values() if p.dim() == 2)
-    assert plain.startswith("AdamW, lr 0.001; decayed: ")
+    assert plain.startswith("AdamW; decayed: ")
     assert f"{decayed:,} parameters; not decayed: " in plain
     ruled = optimizer_text(named, OptimizerConfig(rules=["norm freeze", "embedding lr=2 weight_decay=0"]))
     assert "frozen: 2 tensors, 32 parameters" in ruled

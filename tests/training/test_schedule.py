@@ -62,9 +62,32 @@ def test_the_header_shows_turning_points_and_scaling():
     scaled = {"lr_scaling": "sqrt", "reference_tokens": 1000}
     config = OptimizerConfig(lr=1e-3, warmup_steps=10, schedule="wsd", decay_shape="sqrt", **scaled)
     text = schedule_text(config, 100, 4000)
-    for part in ("peak lr 0.002 after 10 steps", "from step 80 to 0.0002 at step 100", "lr 0.001 x 2 (sqrt"):
+    for part in (
+        "wsd; warm-up to 0.002 at step 10",
+        "from step 80 to 0.0002 at step 100",
+        "lr 0.001 x 2 (sqrt",
+    ):
         assert part in text
-    assert schedule_text(OptimizerConfig(schedule="constant"), 9, 1).endswith("peak lr 0.002 after 20 steps")
+    assert schedule_text(OptimizerConfig(lr=0.002, schedule="constant", warmup_steps=0), 9, 1) == (
+        "constant; 0.002 from step 1"
+    )
+
+
+def test_the_warm_up_is_a_share_of_the_schedule_unless_given():
+    assert _rates(100, lr=1.0)[:4] == pytest.approx([1 / 3, 2 / 3, 1.0, 1.0], abs=1e-3)
+    assert _rates(1000, lr=1.0, decay_steps=100)[:3] == pytest.approx([1 / 3, 2 / 3, 1.0])
+    assert _rates(3, lr=1.0, schedule="constant") == [1.0] * 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"warmup_steps": 20}, {"warmup_steps": 6}, {"decay_steps": 40}, {"schedule": "wsd", "decay_steps": 9}],
+)
+def test_the_header_shows_where_a_run_ends_before_its_schedule(options):
+    config = OptimizerConfig(lr=1.0, **options)
+    ends = f"the run ends before, at step 6 with {learning_rate(6, 6, config):g}"
+    assert schedule_text(config, 6, 1).endswith(ends)
+    assert "before" not in schedule_text(config, 50, 1)
 
 
 def test_illegal_schedules_are_refused_by_name():
@@ -72,6 +95,7 @@ def test_illegal_schedules_are_refused_by_name():
         ({"lr_scaling": "sqrt"}, "optimizer.reference_tokens"),
         ({"schedule": "wsd", "decay_share": 0.0}, "optimizer.decay_share"),
         ({"decay_share": 1.5}, "optimizer.decay_share"),
+        ({"warmup_steps": 10, "decay_steps": 10}, "optimizer.decay_steps"),
     ):
         with pytest.raises(ValueError, match=name):
             OptimizerConfig(**options)

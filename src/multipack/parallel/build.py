@@ -99,7 +99,6 @@ def build_engine(
     parameters = {name: each for module in modules for name, each in module.named_parameters()}
     made = _optimizer(optimizer, parameters, mesh, config)
     options: dict[str, Any] = {"share": share, "shapes": blueprint.shapes, "clock": clock}
-    options["build_whole"] = lambda: blueprint.build(None)
     if mesh.sizes["pp"] == 1:
         call = modules[0] if config.uses_fsdp else replicate(modules[0], mesh.axis("dp_replicate"))
         keep = config.strategy.keeps_gathered

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from multipack.parallel.fsdp import synchronizing
@@ -30,7 +29,6 @@ from multipack.parallel.state import (
     StateSource,
     create_optimizer_state,
     difference,
-    full_tensor,
     local,
     optimizer_state,
     slot_difference,
@@ -98,13 +96,14 @@ class ModelEngine:
         call: module that is called in training instead of `modules[0]` (DDP's wrapper).
         share: a pack → this rank's part of it; `divide_context` returns it.
         keep_gathered: keep gathered parameters until the last backward pass of a step; see `synchronizing`.
-        shapes: names and shapes of the whole model's parameters, in one order on every rank; None = `modules` hold all.
+        shapes: names and shapes of the whole model's parameters, in one order on every rank; None = each rank holds and
+            computes the whole model.
         duplicates: names of this rank's parameters that another stage of its pipeline also holds and counts.
-        build_whole: builds the whole model without values, for `gathered`; None = `modules` hold the whole model.
         clock: returns seconds; replaced in tests.
 
     Attributes:
         parameters: this rank's parameters, by name.
+        is_whole: whether each rank holds the whole model and computes it alone, as for samples of text.
         overflowed: whether the gradient of this step exceeded fp16's range, so that the step must be discarded.
     """
 
@@ -120,7 +119,6 @@ class ModelEngine:
         keep_gathered: bool = False,
         shapes: Mapping[str, tuple[int, ...]] | None = None,
         duplicates: Collection[str] = (),
-        build_whole: Callable[[], nn.Module] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.modules = list(modules)
@@ -129,9 +127,10 @@ class ModelEngine:
         self.parameters = {name: each for module in self.modules for name, each in module.named_parameters()}
         self.shapes = dict(shapes or {name: tuple(each.shape) for name, each in self.parameters.items()})
         self.duplicates = frozenset(duplicates)
+        self.is_whole = shapes is None
         self.overflowed = False
         self._call = call or self.modules[0]
-        self._share, self._build_whole = share, build_whole
+        self._share = share
         self._synchronizing = synchronizing(self._call, keep=keep_gathered)
         self._scaler = LossScaler(dtype == torch.float16)
         self._clock = DeviceClock(mesh.world.device, clock)
@@ -214,11 +213,11 @@ class ModelEngine:
         """Losses on the first of the tensor-parallel ranks, which all compute the same loss; zeros on the others."""
         return losses if self.mesh.coordinate("tp") == 0 else [0.0] * len(losses)
 
-    def autocast(self, device: torch.device | None = None) -> AbstractContextManager[Any]:
-        """Context of forward passes in the run's precision; `device` = None is the rank's."""
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Context of forward passes in the run's precision."""
         if self.dtype == torch.float32:
             return nullcontext()
-        return torch.autocast((device or self.world.device).type, dtype=self.dtype)
+        return torch.autocast(self.world.device.type, dtype=self.dtype)
 
     def gradients(self) -> dict[str, Tensor]:
         """Gradients of this rank's parameters, by name; parameters without a gradient are omitted."""
@@ -324,45 +323,6 @@ class ModelEngine:
         """Names of the model's parameters with NaN or infinite values; equal on every rank; collective."""
         own = [name for name, each in self.parameters.items() if not bool(local(each).isfinite().all())]
         return sorted({name for text in self.world.gather(json.dumps(own)) for name in json.loads(text)})
-
-    @torch.no_grad()
-    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and whole values of all parameters, one at a time and equal on every rank; collective."""
-        for name, shape in self.shapes.items():
-            own = self.parameters.get(name)
-            if own is not None and name not in self.duplicates:
-                value = full_tensor(own.detach().to(self.world.device))  # offloaded shards cannot be gathered
-            else:
-                value = torch.zeros(shape, device=self.world.device)
-            if self.mesh.sizes["pp"] > 1:
-                value = value.clone(memory_format=torch.contiguous_format)
-                dist.all_reduce(value, group=self.mesh.axis("pp").get_group())  # other stages add zeros
-            yield name, value
-
-    @contextmanager
-    def gathered(self) -> Iterator[nn.Module | None]:
-        """Context with the whole model on rank 0 in evaluation mode, without gradients; collective.
-
-        For work that is not divided among ranks, such as sampling text. The model is on rank 0's device if it takes at
-        most half of the free memory, otherwise on the host; other ranks get None.
-        """
-        if self._build_whole is None:
-            with self.evaluating() as model:
-                yield model if self.world.is_main else None
-            return
-        device, size = self.world.device, 4 * sum(math.prod(shape) for shape in self.shapes.values())
-        if device.type == "cuda" and size > torch.cuda.mem_get_info(device)[0] / 2:
-            device = torch.device("cpu")
-        values = {name: value.to(device) for name, value in self.whole_parameters() if self.world.is_main}
-        if not self.world.is_main:
-            yield None
-            return
-        with torch.device("meta"):  # draws no random numbers
-            model = self._build_whole()
-        model.load_state_dict(values, assign=True)
-        model.eval()
-        with torch.no_grad(), self.autocast(device):
-            yield model
 
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:

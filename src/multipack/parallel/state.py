@@ -9,7 +9,6 @@ all of its parameters: a rank may hold several stages of a pipeline, and under Z
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
@@ -102,20 +101,6 @@ def difference(
 def local(tensor: Tensor) -> Tensor:
     """The part of a tensor that this rank holds; it shares memory with the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that may be sharded; collective if it is."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach()
-    log = logging.getLogger("torch.distributed.tensor._redistribute")
-    level = log.level
-    # torch warns on every rank that nested shards are gathered dimension by dimension.
-    log.setLevel(logging.ERROR)
-    try:
-        return tensor.full_tensor()
-    finally:
-        log.setLevel(level)
 
 
 def local_range(tensor: Tensor) -> tuple[slice, ...]:

@@ -55,7 +55,7 @@ def open_engine(
         freeze(dict(model.named_parameters()), config.optimizer, whole)
         tile_layers(model, config.train.tiles)
         recompute_blocks(model, config.train.recompute)
-        if config.train.compile:
+        if config.train.compile == "true":
             compile_blocks(model)
 
     return build_engine(

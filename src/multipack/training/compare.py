@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -65,10 +66,11 @@ def compare_with_padding(
     seconds: float = 40.0,
     clock: Callable[[], float] = time.perf_counter,
     padded_loss: Callable[..., Tensor] | None = None,
+    pad_to: int | None = None,
 ) -> Comparison:
     """Time whole steps (forward, backward, clipping, optimizer with learning rate 0) both ways, in alternation.
 
-    To be called after a run: the optimizer's moments change, the weights do not.
+    Weights and the optimizer's state stay as they are; a copy of the state is in host memory meanwhile.
 
     Args:
         engine: of a world with one process.
@@ -79,38 +81,40 @@ def compare_with_padding(
         seconds: start no further pair after this time (at least one is timed).
         clock: returns seconds.
         padded_loss: loss function of padded steps; None = the model's own.
+        pad_to: slots of every pack; None = packs are not padded.
 
     Raises:
         ValueError: there is more than one process.
     """
     if engine.world.size != 1:
         raise ValueError("padding is compared in one process only: padded ranks would wait for each other")
-    collate, model = PackedCollator.of(plan), cast(Any, engine.model)
+    collate, model = PackedCollator.of(plan, pad_to), cast(Any, engine.model)
     own_loss = model.training_loss
     packed_total = padded_total = 0.0
     slots = tokens = timed = 0
     began = clock()
-    for index in range(min(steps, plan.num_steps) + 1):
-        step = max(index - 1, 0)  # the first pair warms up and is repeated
-        packed = [
-            collate([documents[int(number)] for number in pack]) for pack in plan.packs(step) if len(pack)
-        ]
-        padded = padded_batches(
-            documents, plan.documents(step), batch_size, seed=step, loss_weighting=plan.loss_weighting
-        )
-        packed_seconds = _timed_step(engine, packed, clock)
-        model.training_loss = padded_loss or own_loss
-        padded_seconds = _timed_step(engine, padded, clock)
-        model.training_loss = own_loss
-        if index == 0:
-            continue
-        timed += 1
-        packed_total += packed_seconds
-        padded_total += padded_seconds
-        tokens += sum(batch.num_tokens for batch in padded)
-        slots += sum(batch.num_slots for batch in padded)
-        if clock() - began > seconds:
-            break
+    with _restored(engine):
+        for index in range(min(steps, plan.num_steps) + 1):
+            step = max(index - 1, 0)  # the first pair warms up and is repeated
+            packed = [
+                collate([documents[int(number)] for number in pack]) for pack in plan.packs(step) if len(pack)
+            ]
+            padded = padded_batches(
+                documents, plan.documents(step), batch_size, seed=step, loss_weighting=plan.loss_weighting
+            )
+            packed_seconds = _timed_step(engine, packed, clock)
+            model.training_loss = padded_loss or own_loss
+            padded_seconds = _timed_step(engine, padded, clock)
+            model.training_loss = own_loss
+            if index == 0:
+                continue
+            timed += 1
+            packed_total += packed_seconds
+            padded_total += padded_seconds
+            tokens += sum(batch.num_tokens for batch in padded)
+            slots += sum(batch.num_slots for batch in padded)
+            if clock() - began > seconds:
+                break
     return Comparison(
         ratio=padded_total / packed_total,
         packed_tokens_per_second=tokens / packed_total,
@@ -119,6 +123,24 @@ def compare_with_padding(
         steps=timed,
         batch_size=batch_size,
     )
+
+
+@contextmanager
+def _restored(engine: ModelEngine) -> Iterator[None]:
+    """Context after which optimizer state, gradients and the loss function are as before; weights must not change."""
+    model = cast(Any, engine.model)
+    own_loss = model.training_loss
+    before = {name: each.detach().to("cpu", copy=True) for name, each in engine.state()["optimizer"].items()}
+    try:
+        yield
+    finally:
+        model.training_loss = own_loss
+        engine.discard()
+        for name, each in engine.state()["optimizer"].items():
+            if name in before:
+                each.detach().copy_(before[name])
+            else:  # the optimizer had not taken a step
+                each.detach().zero_()
 
 
 def _timed_step(engine: ModelEngine, batches: Sequence[PackedBatch], clock: Callable[[], float]) -> float:

@@ -48,6 +48,7 @@ class Objective:
 
     Attributes:
         train_settings: fields of `TrainConfig` that the objective sets.
+        fine_tuning_lr: peak learning rate from given weights, where none is set.
         legend: metric → meaning, of the metrics that the objective adds.
         run_files: name → content of additional files for a new run directory; complete after `views` was called.
 
@@ -57,6 +58,7 @@ class Objective:
 
     collator_type: type[PackedCollator] | type[PreferenceCollator] = PackedCollator
     train_settings: Mapping[str, Any] = MappingProxyType({})
+    fine_tuning_lr = 2e-5
     legend: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, config: Config, corpus: Corpus) -> None:
@@ -110,7 +112,8 @@ class Preferences(Objective):
 
     collator_type = PreferenceCollator
     # A padded batch has a row per document, and a pair needs both of its documents in one.
-    train_settings = MappingProxyType({"loss_weighting": "document", "compare_padding": False})
+    train_settings = MappingProxyType({"loss_weighting": "document", "compare_padding": "false"})
+    fine_tuning_lr = 1e-6
     legend = MappingProxyType(
         {
             "reward_accuracy": "share of pairs whose chosen answer has the higher reward",
@@ -129,6 +132,10 @@ class Preferences(Objective):
                     f"parallel.{name}={getattr(parallel, name)} splits documents or layers, and the loss of preference"
                     " pairs needs both answers on one rank: use parallel.data=zero3 or parallel.tensor"
                 )
+        if train.compare_padding == "true":
+            raise ValueError(
+                "train.compare_padding=true is about single documents, and these are pairs: omit it"
+            )
         for name in ("label_smoothing", "z_loss"):
             if getattr(train, name):
                 raise ValueError(

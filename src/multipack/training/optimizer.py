@@ -205,4 +205,4 @@ def optimizer_text(parameters: Mapping[str, Tensor], config: OptimizerConfig) ->
         if names or kind in ("decayed", "not decayed")
     ]
     name = algorithm if config.name == "adamw" else f"{algorithm} and AdamW"
-    return f"{name}, lr {config.lr:g}; " + "; ".join(counted)
+    return f"{name}; " + "; ".join(counted)

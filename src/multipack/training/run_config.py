@@ -109,8 +109,8 @@ class Config:
 
     @property
     def pack_slots(self) -> int | None:
-        """Number of slots of every pack if all packs have one shape; None if they differ."""
-        return self.plan.longest if self.train.fixed_shape or self.parallel.pipeline > 1 else None
+        """Number of slots of every pack if all packs have one shape; None if they differ, or `fixed_shape` is auto."""
+        return self.plan.longest if self.train.fixed_shape == "true" or self.parallel.pipeline > 1 else None
 
     def shape_with(self, vocabulary_size: int) -> ModelShape:
         """The decoder's shape with this vocabulary."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import socket
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from multipack.data.corpus import Corpus, find_tokenizer, load_corpus
 from multipack.data.documents import Documents
@@ -35,8 +38,10 @@ from multipack.training.checkpoint import Checkpoint, load_checkpoint
 from multipack.training.feed import EpochFeed, StreamFeed
 from multipack.training.inference import find_template
 from multipack.training.objective import Objective
+from multipack.training.precision import DTYPES, resolve_dtype
 from multipack.training.rules import read_rule
 from multipack.training.run_config import Config
+from multipack.training.settings import NEW_MODEL_LR
 from multipack.training.weights import TrainedWeights, trained_shape
 
 
@@ -95,7 +100,7 @@ def packs_per_step(config: Config, mesh: Mesh) -> tuple[int, list[str]]:
             f"plan.packs_per_step is {packs}, so that the {parallel.pipeline} ranks of a pipeline have {fitting}"
             " micro-batches each"
         )
-    if parallel.pipeline > 1 and not config.train.fixed_shape:
+    if parallel.pipeline > 1 and config.train.fixed_shape != "true":
         notes.append(f"packs are padded to plan.capacity={config.plan.capacity}: pipelines need one shape")
     if parallel.tensor > 1:
         hosts = mesh.world.gather(socket.gethostname())
@@ -142,6 +147,45 @@ def shape_of(config: Config, tokenizer: Tokenizer, initial: TrainedWeights | Non
         )
     rows = initial.shape.vocabulary_size if initial is not None else 0  # may exceed the number of tokens
     return config.shape_with(size or max(rows, tokenizer.vocabulary_size))
+
+
+def resolve(
+    config: Config, objective: Objective, shape: ModelShape, packs: int, world: World
+) -> tuple[Config, torch.dtype, list[str]]:
+    """Choose what settings leave to the run: by the device, the initial weights and the kind of documents.
+
+    Returns:
+        The configuration with vocabulary, packs of a step, dtype and all choices; the dtype; notes for the header.
+    """
+    train, optimizer, notes = config.train, config.optimizer, list[str]()
+    dtype = resolve_dtype(train.dtype, world.device)
+    on_gpu = world.device.type == "cuda"
+    # Ranks divide the slots of packs of one shape: where they cannot, packs keep the shapes that they have.
+    divides = config.plan.longest % config.parallel.token_multiple == 0
+    automatic = {
+        "fixed_shape": on_gpu and divides,
+        "compile": on_gpu and importlib.util.find_spec("triton") is not None,
+    }
+    changes: dict[str, Any] = {"dtype": next(name for name, each in DTYPES.items() if each == dtype)}
+    changes |= {
+        name: str(chosen).lower() for name, chosen in automatic.items() if getattr(train, name) == "auto"
+    }
+    if not optimizer.lr:
+        lr = objective.fine_tuning_lr if train.init_from else NEW_MODEL_LR
+        optimizer = replace(optimizer, lr=lr)
+        if train.init_from:
+            notes.append(f"optimizer.lr is {lr:g}, the default of runs that start from train.init_from")
+    return (
+        replace(
+            config,
+            model=replace(config.model, vocabulary_size=shape.vocabulary_size),
+            train=replace(train, **changes | dict(objective.train_settings)),
+            optimizer=optimizer,
+            plan=replace(config.plan, packs_per_step=packs, micro_batches=0),
+        ),
+        dtype,
+        notes,
+    )
 
 
 def chat_template_of(corpus: Corpus, folder: Path | None) -> str:
@@ -208,6 +252,12 @@ class Feeds:
         self.validation, self.validation_steps = self._loader(views[1], sampler), sampler.steps_per_epoch
         if limit:
             self.validation_steps = min(self.validation_steps, -(-limit // sampler.plan.packs_per_step))
+        alike = self.validation_steps // 3  # a forward pass is about a third of a step
+        if alike > train.eval_every > 0:
+            self.notes.append(
+                f"an evaluation takes about as long as {alike:,} steps, and there is one every {train.eval_every}:"
+                " train.eval_packs limits it, train.eval_every makes it rarer"
+            )
 
     def _sampler(self, documents: Documents, kind: str, **changes: Any) -> PackedBatchSampler:
         config, ranks = self._config, self._mesh.data_size

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import platform
 import signal
-from typing import Any
 
 import numpy as np
 import torch
 
 import multipack
 from multipack.data.corpus import Corpus
-from multipack.ops.attention import select
+from multipack.ops.attention.table import BACKENDS, backend_index
 from multipack.parallel.world import hosts
 from multipack.planning.advice import advise
 from multipack.planning.report import padded_share, report
@@ -20,6 +19,7 @@ from multipack.training.compare import Comparison
 from multipack.training.metrics import LEGEND, PREDICTED, SKIPPED
 from multipack.training.optimizer import meta_parameters, optimizer_text
 from multipack.training.precision import DTYPES
+from multipack.training.run_config import Config
 from multipack.training.run_cost import cost_rows
 from multipack.training.schedule import schedule_text
 from multipack.training.trainer import Trainer
@@ -96,9 +96,11 @@ def header_rows(run: Trainer) -> Rows:
             f"{family} style, {shape.layers} layers, width {shape.d_model}, {shape.heads} heads"
             f" ({shape.kv_heads} kv), feed-forward {shape.d_ff}, vocabulary {shape.vocabulary_size:,}",
         ),
-        ("parameters", f"{count:,} ({config.train.dtype})"),
+        ("parameters", f"{count:,} in fp32"),
+        ("execution", _execution(config)),
         ("optimizer", optimizer_text(parameters, config.optimizer)),
         ("learning rate", schedule_text(config.optimizer, run.steps, run.feed.targets_per_step)),
+        ("evaluation", _evaluation(run)),
         *cost_rows(run.cost_model),
         ("seed", str(config.train.seed)),
         ("corpus", run.corpus.description),
@@ -106,6 +108,31 @@ def header_rows(run: Trainer) -> Rows:
         ("tokenizer", f"{tokenizer.vocabulary_size:,} tokens, hash {tokenizer.hash[:16]}"),
         ("run directory", str(run.run.path)),
     ]
+
+
+def _execution(config: Config) -> str:
+    """How steps are computed: precision, shapes of packs, compilation, activation checkpointing."""
+    train, slots = config.train, config.pack_slots
+    parts = [
+        f"forward passes in {train.dtype}",
+        f"packs padded to {slots:,} slots" if slots else "packs of varying sizes",
+        "blocks compiled" if train.compile == "true" else "not compiled",
+    ]
+    parts += [f"activation checkpointing: {train.recompute}"] if train.recompute != "none" else []
+    parts += [f"{train.tiles} tiles"] if train.tiles > 1 else []
+    return ", ".join(parts + ["deterministic"] * train.deterministic)
+
+
+def _evaluation(run: Trainer) -> str:
+    """When the run evaluates, and on how much."""
+    train, feeds = run.config.train, run.feeds
+    if feeds.validation is None:
+        return "never"
+    packs = feeds.validation_steps * run.config.plan.packs_per_step
+    when = f"before the first step, every {train.eval_every} steps and after the last"
+    sampled = train.sample_tokens if run.engine.is_whole else 0
+    sample = f", with a sample of up to {sampled} tokens" if sampled else ""
+    return f"{'once' if train.eval_only else when}: up to {packs:,} packs{sample}"
 
 
 def plan_rows(run: Trainer) -> Rows:
@@ -165,7 +192,15 @@ def _attention_backend(run: Trainer) -> str:
     config, shape = run.config, run.shape
     if config.parallel.context > 1 and config.parallel.context_method == "ring":
         return "ring"
-    options: Any = {"device": run.world.device, "dtype": DTYPES[config.train.dtype]}
-    q = torch.empty(1, shape.heads, shape.head_width, requires_grad=True, **options)
-    kv = torch.empty(1, shape.kv_heads, shape.head_width, **options)
-    return select(config.model.attention, q, kv, kv, shape.window or None).name
+    width, window, compiled = shape.head_width, shape.window or None, config.train.compile == "true"
+    call = (
+        run.world.device,
+        DTYPES[config.train.dtype],
+        shape.heads,
+        shape.kv_heads,
+        width,
+        window,
+        True,
+        compiled,
+    )
+    return BACKENDS[backend_index(config.model.attention, *call)].name

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from multipack.training.settings import OptimizerConfig
+from multipack.training.settings import WARMUP_SHARE, OptimizerConfig
 
 
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
@@ -20,8 +20,8 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
     `decay_share` of the steps, linearly or as 1 − √progress (Hägele et al. 2024, arXiv:2405.18392): a run can be
     extended from any checkpoint before the decay.
     """
-    if step <= config.warmup_steps:
-        return config.lr * step / config.warmup_steps
+    if step <= (warmup := warmup_steps(steps, config)):
+        return config.lr * step / warmup
     if config.schedule == "constant":
         return config.lr
     begin, last = _decay(steps, config)
@@ -32,6 +32,13 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
     if config.schedule == "wsd" and config.decay_shape == "sqrt":
         progress = math.sqrt(progress)
     return floor + (config.lr - floor) * (1 - progress)
+
+
+def warmup_steps(steps: int, config: OptimizerConfig) -> int:
+    """Steps of the warm-up in a run of `steps` steps: `optimizer.warmup_steps`, or a share of the schedule."""
+    if config.warmup_steps >= 0:
+        return config.warmup_steps
+    return math.ceil(WARMUP_SHARE * (config.decay_steps or steps))
 
 
 def rate_factor(config: OptimizerConfig, targets_per_step: float) -> float:
@@ -54,13 +61,17 @@ def rate_factor(config: OptimizerConfig, targets_per_step: float) -> float:
 def schedule_text(config: OptimizerConfig, steps: int, targets_per_step: float) -> str:
     """One line for the run header: the schedule, its turning points, and the scaling of the rate."""
     factor = rate_factor(config, targets_per_step)
-    begin, last = _decay(steps, config)
-    parts = [f"{config.schedule}, peak lr {factor * config.lr:g} after {config.warmup_steps} steps"]
+    warmup, (begin, last) = warmup_steps(steps, config), _decay(steps, config)
+    peak, floor = factor * config.lr, factor * _floor(config)
+    parts = [config.schedule, f"warm-up to {peak:g} at step {warmup}" if warmup else f"{peak:g} from step 1"]
     if config.schedule == "wsd":
         shape = "1 - sqrt" if config.decay_shape == "sqrt" else "linear"
-        parts.append(f"{shape} decay from step {begin} to {factor * _floor(config):g} at step {last}")
+        parts.append(f"{shape} decay from step {begin} to {floor:g} at step {last}")
     elif config.schedule != "constant":
-        parts.append(f"{factor * _floor(config):g} at step {last}")
+        parts.append(f"{floor:g} at step {last}")
+    if warmup >= steps or (last > steps and config.schedule != "constant"):
+        ends = factor * learning_rate(steps, steps, config)
+        parts.append(f"the run ends before, at step {steps} with {ends:g}")
     if config.lr_scaling != "none":
         parts.append(
             f"lr {config.lr:g} x {factor:.3g} ({config.lr_scaling} in"
@@ -71,10 +82,10 @@ def schedule_text(config: OptimizerConfig, steps: int, targets_per_step: float) 
 
 def _decay(steps: int, config: OptimizerConfig) -> tuple[int, int]:
     """The step after which the decay begins, and the step in which it ends."""
-    last = config.decay_steps or steps
+    warmup, last = warmup_steps(steps, config), config.decay_steps or steps
     if config.schedule != "wsd":
-        return config.warmup_steps, last
-    return max(config.warmup_steps, last - round(config.decay_share * last)), last
+        return warmup, last
+    return max(warmup, last - round(config.decay_share * last)), last
 
 
 def _floor(config: OptimizerConfig) -> float:

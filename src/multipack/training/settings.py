@@ -15,6 +15,14 @@ TRACKER_NAMES = ("tensorboard", "wandb", "mlflow", "trackio")
 """What `track.to` accepts; see `training/callbacks/trackers.py`."""
 
 
+Choice = Literal["auto", "true", "false"]
+"""A setting that the run chooses where it is `auto`; see `resolve` in run_parts.py."""
+NEW_MODEL_LR = 2e-3
+"""Peak learning rate of models that start from random weights, where none is given."""
+WARMUP_SHARE = 0.03
+"""Share of the schedule that is warm-up, where optimizer.warmup_steps is negative."""
+
+
 @dataclass
 class TrainConfig:
     """Length, evaluation, checkpoints, precision and guards of a run."""
@@ -50,21 +58,21 @@ class TrainConfig:
     sample_prompt: str = ""
     """Prompt of samples; empty = the beginning of a validation document."""
     sample_tokens: int = 64
-    """Tokens of a sample; 0 = no samples."""
+    """Tokens of a sample; 0 = no samples. Runs whose ranks divide the model write none: see `multipack generate`."""
     sample_temperature: float = 0.8
     """Temperature of samples; 0 = greedy."""
     sample_top_k: int = 50
     """Samples draw from this many most likely tokens; 0 = all."""
-    compare_padding: bool = True
-    """At the end, measure the cost of padding (one process only)."""
+    compare_padding: Choice = "auto"
+    """At the end, measure the cost of padding, in one process; auto = with data.source=stdlib."""
     padded_batch_size: int = 8
     """Documents in a padded batch, for the comparison with padding."""
-    fixed_shape: bool = False
-    """Pad every pack to plan.capacity, so that all batches have one shape."""
+    fixed_shape: Choice = "auto"
+    """Pad every pack to plan.capacity, so that all batches have one shape; auto = on GPUs."""
     prefetch: int = 2
     """Packs collated ahead in a background thread; 0 = none."""
-    compile: bool = False
-    """Compile every block with torch.compile: slower first steps, faster others."""
+    compile: Choice = "auto"
+    """Compile every block with torch.compile: slower first steps, faster others; auto = on GPUs."""
     recompute: Literal["none", "full", "selective"] = "none"
     """Activation checkpointing: recompute whole blocks (full) or cheap operations (selective) in the backward pass."""
     tiles: int = 1
@@ -92,8 +100,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Check ranges."""
-        # YAML reads true and false as booleans, and an empty value means false.
-        self.resume = {"True": "true", "False": "false", "": "false"}.get(self.resume, self.resume)
+        self.resume = self.resume or "false"
         _check(self, "train", "steps", "eval_every", "eval_packs", "checkpoint_every", "keep_checkpoints")
         _check(self, "train", "prefetch", "seed", "sample_tokens", "sample_temperature", "sample_top_k")
         _check(self, "train", "z_loss", "patience", "min_improvement")
@@ -134,16 +141,16 @@ class OptimizerConfig:
 
     name: Literal["adamw", "muon"] = "adamw"
     """AdamW for all parameters, or Muon for the matrices of blocks with AdamW for the rest."""
-    lr: float = 2e-3
-    """Peak learning rate."""
+    lr: float = 0.0
+    """Peak learning rate; 0 = 2e-3, with train.init_from 2e-5, with train.init_from on preference pairs 1e-6."""
     min_lr: float = -1.0
     """Learning rate at the end of the schedule; negative = a tenth of optimizer.lr."""
     lr_scaling: Literal["none", "sqrt", "linear"] = "none"
     """Scale learning rates with the targets of a step: not, by the square root, or linearly."""
     reference_tokens: int = 0
     """Targets of a step that optimizer.lr was tuned for; needed by optimizer.lr_scaling."""
-    warmup_steps: int = 20
-    """Steps in which the learning rate rises linearly to its peak."""
+    warmup_steps: int = -1
+    """Steps in which the learning rate rises linearly to its peak; negative = 3 % of the schedule."""
     decay_steps: int = 0
     """Step at which the schedule reaches min_lr; 0 = the last step of the run."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
@@ -171,11 +178,16 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         """Check ranges."""
-        if self.lr <= 0:
-            raise ValueError(f"optimizer.lr={self.lr} must be positive")
-        if self.min_lr > self.lr:
-            raise ValueError(f"optimizer.min_lr={self.min_lr} must not exceed optimizer.lr={self.lr}")
-        _check(self, "optimizer", "clip", "weight_decay", "warmup_steps", "decay_steps")
+        _check(self, "optimizer", "lr", "clip", "weight_decay", "decay_steps")
+        if self.min_lr > (self.lr or NEW_MODEL_LR):
+            raise ValueError(
+                f"optimizer.min_lr={self.min_lr} must not exceed optimizer.lr={self.lr or NEW_MODEL_LR}"
+            )
+        if 0 < self.decay_steps <= self.warmup_steps:
+            raise ValueError(
+                f"optimizer.decay_steps={self.decay_steps}, where the schedule ends, must exceed"
+                f" optimizer.warmup_steps={self.warmup_steps}"
+            )
         _check(self, "optimizer", "beta1", "beta2", "momentum", below=1)
         if not 0 < self.decay_share <= 1:
             raise ValueError(f"optimizer.decay_share must be in (0, 1], got {self.decay_share}")

@@ -95,14 +95,21 @@ def train(config: Config, clock: Callable[[], float] = time.perf_counter) -> Run
 def _compare_padding(trainer: Trainer) -> Comparison | None:
     """Time the same documents packed and padded; None if disabled, or with a stream or several ranks."""
     settings, plan, console = trainer.config.train, trainer.feed.plan, trainer.console
-    if plan is None or not settings.compare_padding or trainer.world.size > 1:
+    wanted = settings.compare_padding
+    if wanted == "false" or (wanted == "auto" and trainer.config.data.source != "stdlib"):
+        return None
+    if plan is None or trainer.world.size > 1:
+        if wanted == "true":
+            console.line("train.compare_padding=true: not measured, with several processes or a stream")
         return None
     console.line(
         "\nmeasuring the cost of padding: alternating packed and padded steps on the same documents …"
     )
-    size, clock = settings.padded_batch_size, trainer.clock
+    size, slots, clock = settings.padded_batch_size, trainer.config.pack_slots, trainer.clock
     try:
-        return compare_with_padding(trainer.engine, trainer.corpus.train, plan, batch_size=size, clock=clock)
+        return compare_with_padding(
+            trainer.engine, trainer.corpus.train, plan, batch_size=size, clock=clock, pad_to=slots
+        )
     except torch.OutOfMemoryError:
         console.line(f"padded batches of {size} documents do not fit into memory")
         return None

@@ -34,7 +34,7 @@ from multipack.training.feed import StepData
 from multipack.training.inference import complete_batch
 from multipack.training.metrics import LEGEND, format_line, step_metrics
 from multipack.training.objective import objective_of
-from multipack.training.precision import DTYPES, mean_peak, resolve_dtype
+from multipack.training.precision import mean_peak
 from multipack.training.progress import checked_progress
 from multipack.training.run_config import Config
 from multipack.training.run_cost import cost_files, run_cost
@@ -46,6 +46,7 @@ from multipack.training.run_parts import (
     open_run,
     packs_per_step,
     read_documents,
+    resolve,
     shape_of,
 )
 from multipack.training.schedule import learning_rate, rate_factor
@@ -69,7 +70,7 @@ class Trainer:
         clock: returns seconds; replaced in tests.
 
     Attributes:
-        config: the configuration with run directory, vocabulary, dtype and packs per step resolved.
+        config: the configuration with everything resolved that settings leave to the run.
         resumed: the checkpoint that the run resumes from; None = a new run.
         lr_factor: factor of learning rates from `optimizer.lr_scaling`.
         peak_flops: peak of matrix products on one device, in FLOP/s.
@@ -104,14 +105,8 @@ class Trainer:
         starts_from = config.train.init_from if self.resumed is None else ""
         initial = find_weights(Path(starts_from).expanduser(), world=world) if starts_from else None
         self.shape = shape_of(config, self.corpus.tokenizer, initial)
-        self.dtype = resolve_dtype(config.train.dtype, world.device)
-        dtype: Any = next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
-        self.config = config = replace(
-            config,
-            model=replace(config.model, vocabulary_size=self.shape.vocabulary_size),
-            train=replace(config.train, dtype=dtype, **self.objective.train_settings),
-            plan=replace(config.plan, packs_per_step=packs, micro_batches=0),
-        )
+        config, self.dtype, notes = resolve(config, self.objective, self.shape, packs, world)
+        self.config, self.notes = config, self.notes + notes
         self.cost_model = run_cost(config, self.shape, self.run)
         before = self.resumed.path if self.resumed else initial.folder if initial else None
         template = chat_template_of(self.corpus, before)
@@ -120,6 +115,8 @@ class Trainer:
             weights, note = adapt_weights(initial, self.shape, self.corpus.tokenizer)
             self.notes.append(note)
         self.engine = open_engine(config, self.objective, self.shape, weights, self.mesh, self.dtype, clock)
+        if config.train.eval_every and config.train.sample_tokens and not self.engine.is_whole:
+            self.notes.append("no samples, because ranks divide the model: use `multipack generate RUN`")
         folder = self.run.path if self.resumed is not None else None
         with console.notice(PLANNING):
             self.feeds = Feeds(config, self.objective, self.engine, self.cost_model, console, clock, folder)
@@ -209,18 +206,16 @@ class Trainer:
         self._mark = self.clock()
 
     def sample(self) -> None:
-        """Generate a sample of text, print it and append it to the run's samples; collective."""
+        """Generate a sample of text with rank 0's replica, print it and append it to the run's samples."""
         train = self.config.train
         prompts = [train.sample_prompt] if train.sample_prompt else self.corpus.prompts
-        if not prompts or not train.sample_tokens:
+        if not (prompts and train.sample_tokens and self.engine.is_whole and self.world.is_main):
             return
         prompt = prompts[(self.step // max(train.eval_every, 1)) % len(prompts)]
         sampling = Sampling(
             train.sample_tokens, train.sample_temperature, train.sample_top_k, seed=train.seed + self.step
         )
-        with self.engine.gathered() as model:
-            if model is None:
-                return
+        with self.engine.evaluating() as model:
             (completion,) = complete_batch(cast(Decoder, model), self.corpus.tokenizer, [prompt], sampling)
         text = f"{prompt}▌{completion.text}"
         if self.files.log is not None:

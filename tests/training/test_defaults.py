@@ -1,0 +1,134 @@
+"""What settings leave to the run: choices by the device, the initial weights, the documents and the ranks."""
+
+import itertools
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from multipack.parallel.world import World
+from multipack.run import config_yaml
+from multipack.training import train as train_module
+from multipack.training.compare import compare_with_padding
+from multipack.training.objective import Objective, Preferences
+from multipack.training.run_config import compose
+from multipack.training.run_parts import resolve
+from multipack.training.run_report import header_rows
+
+
+@pytest.fixture
+def resolved(monkeypatch):
+    """(kind of device, words, objective) → the configuration of a run, and its notes."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+
+    def choose(device, *words, objective=Objective):
+        config = compose(words)
+        world = World(device=torch.device(device))
+        config, _, notes = resolve(config, objective, config.shape_with(99), 4, world)
+        return config, notes
+
+    return choose
+
+
+def test_a_gpu_gets_compiled_blocks_and_packs_of_one_shape(resolved):
+    for device, expected in (("cuda", ("true", "true", "bf16")), ("cpu", ("false", "false"))):
+        train = resolved(device)[0].train
+        assert (train.compile, train.fixed_shape, train.dtype)[: len(expected)] == expected
+    given = resolved("cuda", "train.compile=false", "train.fixed_shape=false", "train.dtype=fp32")[0]
+    assert (given.train.compile, given.train.fixed_shape, given.train.dtype) == ("false", "false", "fp32")
+    assert given.pack_slots is None
+    assert resolved("cuda")[0].pack_slots == given.plan.capacity
+
+
+def test_packs_that_ranks_cannot_divide_keep_their_shapes(resolved):
+    words = ["parallel.context=2", "plan.capacity=1000", "plan.align=3"]
+    compose(words).check(2)  # legal on a CPU, so legal on a GPU
+    assert resolved("cuda", *words)[0].train.fixed_shape == "false"
+
+
+def test_booleans_of_yaml_files_are_choices(tmp_path):
+    (tmp_path / "a.yaml").write_text("train: {fixed_shape: true, compile: false, resume: false}\n")
+    train = compose([f"config={tmp_path / 'a.yaml'}"]).train
+    assert (train.fixed_shape, train.compile, train.resume) == ("true", "false", "false")
+    (tmp_path / "b.yaml").write_text(config_yaml(compose(["train.compile=true"])))
+    assert compose([f"config={tmp_path / 'b.yaml'}"]).train.compile == "true"
+
+
+def test_given_weights_have_their_own_learning_rate(resolved):
+    start = "train.init_from=runs/a"
+    for words, objective, lr in (
+        ([], Objective, 2e-3),
+        ([start], Objective, 2e-5),
+        ([start], Preferences, 1e-6),
+        ([start, "optimizer.lr=2e-3"], Preferences, 2e-3),
+        (["optimizer.lr=1e-4"], Preferences, 1e-4),
+    ):
+        config, notes = resolved("cpu", *words, objective=objective)
+        assert config.optimizer.lr == lr
+        assert any(f"optimizer.lr is {lr:g}" in note for note in notes) == (words == [start])
+        again = resolved("cpu", f"optimizer.lr={config.optimizer.lr}", start)[0]  # as a resumed run has it
+        assert again.optimizer.lr == lr
+    with pytest.raises(ValueError, match=r"optimizer\.min_lr=0\.0001 must not exceed optimizer\.lr=2e-05"):
+        resolved("cpu", start, "optimizer.min_lr=1e-4")
+
+
+def test_the_header_states_what_the_run_does(trainer):
+    run = trainer("train.steps=6", "optimizer.warmup_steps=20", "train.fixed_shape=true")
+    rows = dict(header_rows(run))
+    assert rows["learning rate"].endswith("the run ends before, at step 6 with 0.0009")
+    assert rows["execution"] == "forward passes in fp32, packs padded to 256 slots, not compiled"
+    assert rows["evaluation"] == (
+        "before the first step, every 3 steps and after the last: up to 4 packs, with a sample of up to 4 tokens"
+    )
+    assert dict(header_rows(trainer("train.eval_every=0")))["evaluation"] == "never"
+
+
+def test_evaluations_longer_than_training_are_noted(trainer):
+    quiet = trainer()
+    assert not any("train.eval_packs" in note for note in quiet.notes)
+    dear = trainer("data.validation=0.7", "plan.packs_per_step=1", "train.eval_every=1")
+    (note,) = (note for note in dear.notes if "train.eval_packs" in note)
+    assert f"as long as {dear.feeds.validation_steps // 3} steps" in note
+
+
+def test_padding_is_measured_on_the_default_corpus_alone(monkeypatch):
+    monkeypatch.setattr(train_module, "compare_with_padding", lambda *_, **__: "measured")
+    lines = []
+
+    def measured(setting, source="stdlib", size=1, plan="plan"):
+        config = compose([f"train.compare_padding={setting}"])
+        config.data = replace(config.data, source=source, path="x" if source == "text" else "")
+        return train_module._compare_padding(
+            SimpleNamespace(
+                config=config,
+                feed=SimpleNamespace(plan=plan),
+                console=SimpleNamespace(line=lines.append),
+                world=World(size=size),
+                engine=None,
+                corpus=SimpleNamespace(train=None),
+                clock=None,
+            )
+        )
+
+    assert measured("auto") == measured("true", "text") == "measured"
+    assert measured("false") is measured("auto", "text") is measured("auto", size=2) is None
+    lines.clear()
+    assert measured("true", size=2) is measured("true", plan=None) is None
+    assert len(lines) == 2
+    assert "not measured" in lines[0]
+
+
+def test_a_comparison_leaves_the_optimizer_as_it_was(trainer):
+    run = trainer("plan.capacity=512", "train.eval_every=0", "train.steps=2")
+    run.loop()
+    before = {name: each.detach().clone() for name, each in run.engine.state()["optimizer"].items()}
+    readings = itertools.count()
+    compare_with_padding(
+        run.engine, run.corpus.train, run.feed.plan, steps=1, clock=lambda: float(next(readings))
+    )
+    after = run.engine.state()["optimizer"]
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert not any(each.grad is not None for each in run.engine.parameters.values())
