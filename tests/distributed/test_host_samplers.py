@@ -25,6 +25,10 @@ def _report(world):
         int((lengths[held] ** 2).sum()) for batch in same.generate_batches() for held in batch
     ]
 
+    if world.rank == 0:  # one rank reads for all, as Axolotl does where it packs a stream
+        alone = MultipackBatchSampler(SequentialSampler(lengths), 1, 4096, lengths)
+        report["read"] = [number for batch in alone for held in batch for number in held]
+
     few = MultipackBatchSampler([[0, 1, 2], [3], [4, 5, 6]][world.rank], 2, 4096, lengths)
     with pytest.raises(ValueError, match="too few for a batch of batch_size=2"):
         len(few)
@@ -56,6 +60,10 @@ def test_batches_side_by_side_are_equal_in_cost(reports):
     sides = squares[: len(squares) // 3 * 3].reshape(-1, 3)
     mixed = np.random.default_rng(0).permutation(squares)[: sides.size].reshape(-1, 3)
     assert np.ptp(sides, axis=1).mean() < np.ptp(mixed, axis=1).mean()
+
+
+def test_iterating_is_no_collective(reports):
+    assert sorted(reports[0]["read"]) == list(range(600))
 
 
 def test_rank_and_replicas_come_from_the_group(reports):

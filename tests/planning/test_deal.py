@@ -22,7 +22,7 @@ def dealt_packs(lengths, own, linear, ranks, micro_batches, capacity, sync="micr
     packs = packs_from(np.unique(own, return_inverse=True)[1], len(np.unique(own)))
     options = PlanOptions(capacity=capacity, packs_per_step=ranks * micro_batches, balance=balance)
     cost = CostModel(None, linear=linear)
-    return deal_packs(packs, lengths, cost, options, ranks, sync), cost.cost(lengths)
+    return deal_packs(packs, lengths, cost, options, ranks, sync, 0), cost.cost(lengths)
 
 
 @st.composite
@@ -167,3 +167,44 @@ def test_ranks_that_do_not_divide_the_packs_wait_little():
     for sync, share in (("step", 0.99), ("micro", 0.9)):
         totals = made.deal(0, 48, sync).totals(costs)
         assert totals.sum() / (48 * step_cost(totals, 48, sync)) > share
+
+
+@pytest.mark.parametrize("balance", ["cost", "joint"])
+@pytest.mark.parametrize(("window", "ranks"), [(1, 8), (4, 8), (1, 4), (4, 2)])
+def test_ranks_get_similar_documents_over_an_epoch(window, ranks, balance):
+    """Packs rotate: otherwise rank 0 has the longest document of most steps, and a third of the others' documents."""
+    lengths = np.random.default_rng(0).lognormal(5.0, 1.0, 1500 * ranks).clip(1, 2048).astype(int)
+    made = plan(lengths, capacity=2048, packs_per_step=ranks, window=window, balance=balance)
+    documents, squares, longest = np.zeros((3, ranks))
+    for step in range(made.num_steps):
+        dealt = made.deal(step, ranks)
+        documents += dealt.sizes()
+        squares += dealt.totals(lengths**2)
+        most = np.array([lengths[held].max() for held in dealt])
+        longest += (most == most.max()) / np.count_nonzero(most == most.max())
+    for totals in (documents, squares):
+        assert np.abs(totals / totals.mean() - 1).max() <= 0.05
+    assert longest.max() <= 1.25 * longest.mean()
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_the_rotation_keeps_micro_batches_and_ranks_together(sync):
+    lengths = np.random.default_rng(0).lognormal(5.0, 1.0, 400).clip(1, 2048).astype(int)
+    own = np.arange(400) // 25
+    first, second = (
+        deal_packs(
+            packs_from(own, 16),
+            lengths,
+            CostModel(None, linear=1000),
+            PlanOptions(capacity=16_384, packs_per_step=16),
+            4,
+            sync,
+            turn,
+        )
+        for turn in (0, 1)
+    )
+    tables = [np.array([sorted(held.tolist()) for held in packs], dtype=object) for packs in (first, second)]
+    rows = [[{tuple(held) for held in row} for row in table.reshape(4, 4)] for table in tables]
+    assert rows[0] == rows[1]
+    longest = [np.argmax([lengths[held].max() for held in packs]) % 4 for packs in (first, second)]
+    assert longest == [0, 1]

@@ -213,10 +213,11 @@ class PackedBatchSampler(Sampler[list[int]]):
     def _steps_of_any_order(self, first: Plan) -> int:
         """Number of steps that suffices in every epoch: those of the first one, unless only its order made them enough.
 
-        If all steps are planned together, the order does not matter: what suffices once always does.
+        If all steps are planned together, the order does not matter: what suffices once always does, and so do the
+        packs of first fit, the planner's last resort.
         """
-        steps = first.num_steps
-        packs = len(pack(first.slots, first.capacity, "best_fit", first.options.max_documents or None))
+        steps, limit = first.num_steps, first.options.max_documents or None
+        packs = len(pack(first.slots, first.capacity, "first_fit_decreasing", limit))
         enough = -(-packs // first.packs_per_step)
         if steps < enough:
             try:

@@ -10,11 +10,12 @@ In a running Axolotl, set it where the trainer looks it up: `axolotl.core.traine
     batches   [[7, 2], [9]] [[4, 0, 3], [8]]   `batch_size` bins each, equal in cost; a bin is a list of documents
 
 The host (Axolotl) assigns batch b to rank b % ranks. So `ranks · batch_size` bins are planned as one step: batches that
-run at the same time are equal in cost, their number is a multiple of the ranks, and no rank's last batch is lost.
+run at the same time are equal in cost, their number is rounded up to a multiple of the ranks, and no batch is lost.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -60,8 +61,9 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
     """Axolotl's sampler of batches of bins, where the bins of a batch are equal in cost.
 
     The inner sampler is read once per epoch. `len` is the exact number of batches of the first epoch on the rank with
-    the fewest, and the same in all epochs; its first call is a collective, iteration is not. If a later epoch has more
-    documents than fit, they are listed in `left_out`, with a warning; if it has fewer, its bins are less full.
+    the fewest, and the same in all epochs; its first call is a collective (`list(sampler)` calls it, too), iteration is
+    not. If a later epoch has more documents than fit, they are listed in `left_out`, with a warning; if it has fewer,
+    its bins are less full.
 
     Each further iterator reads the inner sampler again, so that epochs differ even if the host never calls `set_epoch`.
     The state holds the order of the inner sampler (8 bytes per document), so that resuming is exact with any sampler.
@@ -73,8 +75,9 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
         lengths: (documents,) number of tokens of every document that the sampler may yield, by document number.
         packing_efficiency_estimate: kept as an attribute, for hosts that read it. An integer above 1 is taken as
             `bin_size`, which is the fifth argument in Axolotl since December 2025.
-        drop_last: full batches only. In a single process, documents that best fit packs into fewer than `batch_size`
-            bins are left out, unless there is no full batch without them.
+        drop_last: full batches only. In a single process, documents that are packed into fewer than `batch_size`
+            bins are left out, unless there is no full batch without them; with several ranks, documents that are too
+            few for a bin each in the last round of batches.
         num_count_samples: has no effect: `len` is exact.
         sequential: keep the sampler's order: bins are filled one after another.
         group_size: documents that are planned together, at most `MOST_BINS` bins. Larger groups fill bins better.
@@ -135,16 +138,20 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
             ValueError: a rank has no batch.
         """
         if self.len_across_ranks is None:
-            least = least_of_ranks(len(self._current().batches))
-            self._check_number(least)
+            epoch = self._current()
+            digest = int.from_bytes(hashlib.sha256(epoch.order.tobytes()).digest()[:7], "big")
+            least, low, high = least_of_ranks(len(epoch.batches), digest, -digest)
+            is_same = low == -high  # on all ranks: the host gives each rank a share of the batches
+            self._check_number(0 if is_same and least < epoch.ranks else least)
             self.len_across_ranks = least
         return self.len_across_ranks
 
     def _check_number(self, batches: int) -> None:
         if batches == 0:
             raise ValueError(
-                f"on one rank or more, documents are too few for a batch of batch_size={self.batch_size} bins;"
-                " use a smaller batch_size, or drop_last=False (for evaluation: eval_sample_packing: False)"
+                f"documents are too few for a batch of batch_size={self.batch_size} bins on each of {world_size()}"
+                " ranks; use a smaller batch_size, fewer ranks, or no packing (for evaluation: eval_sample_packing:"
+                " False)"
             )
 
     def __iter__(self) -> Iterator[Bins]:  # type: ignore[override]
@@ -220,6 +227,11 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
         epoch = self._planned(order, None, state["sampler"], ranks, length)
         self._go_to(number, batch)
         self.len_across_ranks, self._epoch = length, epoch
+        if length % world_size():
+            LOG.warning(
+                "the saved epoch has %d batches, and a host that divides them among %d ranks leaves out the last %d",
+                *(length, world_size(), length % world_size()),
+            )
         _restore(self.sampler, state["sampler"])
 
     def _saved(self, order: Integers) -> dict[str, Any]:
@@ -232,9 +244,8 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
         if known is None or known.source not in (None, self.sampler):  # None: an order from a saved state
             yielded = np.array([int(number) for number in self.sampler], dtype=np.int64)
             order = self._checked_order(yielded, "the sampler")
-            self._epoch = known = self._planned(
-                order, self.sampler, _state_of(self.sampler), world_size(), length
-            )
+            ranks = 1 if getattr(self.sampler, "num_replicas", 1) > 1 else world_size()
+            self._epoch = known = self._planned(order, self.sampler, _state_of(self.sampler), ranks, length)
         elif length not in (None, len(known.batches)):
             self._epoch = known = self._planned(known.order, known.source, known.inner, known.ranks, length)
         return known
@@ -272,32 +283,54 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
                 f" of {size} bins, the length of the first epoch; use a sampler that yields as many documents in every"
                 " epoch"
             )
+        together = ranks if len(lengths) >= ranks * size and not (number or 0) % ranks else 1
         if self.sequential:
-            bins = _bins_in_order(lengths, self.batch_max_len, self.bin_size, size, self.drop_last, number)
-            held = [order[positions].tolist() for positions in bins]
-            made.batches = [held[first : first + size] for first in range(0, len(held), size)]
-            made.left = order[bins.offsets[-1] :]
-            return made
+            bins = self._bins_in_order(lengths, together, number)
+            batches = [list(bins)[first : first + size] for first in range(0, len(bins), size)]
+        else:
+            batches = list(self._balanced(lengths, together, number))
+        if self.drop_last:  # hosts leave out a last round that is not full
+            del batches[sum(len(batch) == size for batch in batches) // together * together :]
+        used = np.concatenate([order[:0], *(held for batch in batches for held in batch)])
+        made.batches = [[order[held].tolist() for held in batch] for batch in batches]
+        made.left = np.delete(order, used)
+        return made
+
+    def _balanced(self, lengths: Integers, together: int, number: int | None) -> Iterator[list[Integers]]:
+        """Batches of documents, of which this many `together` are a step whose bins are equal in cost."""
+        packs = self.batch_size * together
         needed_bins = max(1, math.ceil(lengths.sum() / self.batch_max_len))
         bins_planned = min(self.group_size * needed_bins // len(lengths), MOST_BINS)
-        side_by_side = ranks if len(lengths) >= ranks * size and not (number or 0) % ranks else 1
         options = PlanOptions(
             capacity=self.batch_max_len,
-            packs_per_step=size * side_by_side,
+            packs_per_step=packs,
             order="given",
-            window=max(1, bins_planned // (size * side_by_side)),
+            window=max(1, bins_planned // packs),
             balance="joint",
             max_documents=self.bin_size or 0,
         )
-        drop_last = self.drop_last and side_by_side == 1
-        plan = full_steps(lengths, options, drop_last=drop_last, steps=number and number // side_by_side)
+        drop_last = self.drop_last and together == 1
+        plan = full_steps(lengths, options, drop_last=drop_last, steps=number and number // together)
         for step in range(plan.num_steps):
-            packs = [order[held].tolist() for held in plan.deal(step, plan.packs_per_step) if len(held)]
-            batches = [packs[rank::side_by_side] for rank in range(min(side_by_side, len(packs)))]
-            # The first batch holds the longest document: batches rotate over the ranks.
-            made.batches += batches[step % len(batches) :] + batches[: step % len(batches)]
-        made.left = order[plan.dropped]
-        return made
+            bins = [held for held in plan.deal(step, packs) if len(held)]
+            yield from (bins[rank::together] for rank in range(min(together, len(bins))))
+
+    def _bins_in_order(self, lengths: Integers, together: int, number: int | None) -> Packs:
+        """Fill bins in order (next fit); then drop or halve bins until batches are whole, `together` at a time."""
+        group, drop_last = self.batch_size * together, self.drop_last and together == 1
+        bins = pack(lengths, self.batch_max_len, "next_fit", self.bin_size)
+        full, rest = divmod(len(bins), group)
+        rounds = max(full, 1) if drop_last or not rest else full + 1
+        wanted = self.batch_size * (number or rounds * together)
+        if len(bins) > wanted:
+            return Packs(bins.order[: bins.offsets[wanted]], bins.offsets[: wanted + 1])
+        offsets = bins.offsets
+        if self.drop_last or together > 1 or len(bins) <= wanted - group:
+            while len(offsets) <= min(wanted, len(lengths)):
+                largest = int(np.argmax(np.diff(offsets)))
+                middle = (offsets[largest] + offsets[largest + 1]) // 2
+                offsets = np.insert(offsets, largest + 1, middle)
+        return Packs(bins.order, offsets)
 
 
 @dataclass
@@ -322,24 +355,6 @@ class _Epoch:
     left: Integers
     is_iterated: bool = False
     is_counted: bool = False
-
-
-def _bins_in_order(
-    lengths: Integers, capacity: int, bin_size: int | None, size: int, drop_last: bool, number: int | None
-) -> Packs:
-    """Fill bins in order (next fit); then drop or halve bins until they form whole batches of `size` bins."""
-    bins = pack(lengths, capacity, "next_fit", bin_size)
-    full, rest = divmod(len(bins), size)
-    wanted = size * (number or (max(full, 1) if drop_last or not rest else full + 1))
-    if len(bins) > wanted:
-        return Packs(bins.order[: bins.offsets[wanted]], bins.offsets[: wanted + 1])
-    offsets = bins.offsets
-    if drop_last or len(bins) <= wanted - size:
-        while len(offsets) <= min(wanted, len(lengths)):
-            largest = int(np.argmax(np.diff(offsets)))
-            middle = (offsets[largest] + offsets[largest + 1]) // 2
-            offsets = np.insert(offsets, largest + 1, middle)
-    return Packs(bins.order, offsets)
 
 
 def _state_of(sampler: Any) -> dict[str, Any]:

@@ -121,7 +121,8 @@ def full_steps(
         return plan(lengths, options=replace(options, tail=tail), steps=number, seed=seed, epoch=epoch)
 
     packs = options.packs_per_step
-    fewest = len(pack(lengths, options.capacity, max_documents=options.max_documents or None))
+    # Of the sorted lengths, so that it does not depend on the order.
+    fewest = len(pack(np.sort(lengths), options.capacity, max_documents=options.max_documents or None))
     if steps is None and drop_last and fewest % packs:
         steps = max(1, fewest // packs)
     if steps is not None and steps * packs < fewest:
@@ -132,7 +133,12 @@ def full_steps(
         steps = min(max(made.num_steps, -(-fewest // packs)), -(-len(lengths) // packs))
         if steps * packs > len(lengths) and len(lengths) // packs * packs >= fewest:
             steps = len(lengths) // packs
-    return made if steps == made.num_steps else planned(steps, "keep")
+    if steps == made.num_steps:
+        return made
+    try:
+        return planned(steps, "keep")
+    except ValueError:  # in this order, the planner needs more packs than `pack`
+        return planned(steps, "drop")
 
 
 def check_state(state: Mapping[str, Any], *names: str, fingerprint: str, options: dict[str, Any]) -> None:
@@ -174,12 +180,12 @@ def replicas_and_rank(num_replicas: int | None, rank: int | None) -> tuple[int, 
     return replicas, number
 
 
-def least_of_ranks(value: int) -> int:
-    """The minimum of a value over all ranks. A collective."""
+def least_of_ranks(*values: int) -> list[int]:
+    """The minimum of each value over all ranks. A collective."""
     if world_size() == 1:
-        return value
+        return list(values)
     on_host = dist.get_backend() in ("gloo", "mpi", "ucc", "undefined")
     device = torch.device("cpu") if on_host else torch.accelerator.current_accelerator()
-    box = torch.tensor([value], device=device)
+    box = torch.tensor(values, device=device)
     dist.all_reduce(box, dist.ReduceOp.MIN)
-    return int(box.item())
+    return [int(value) for value in box.tolist()]

@@ -143,9 +143,8 @@ class MultipackDistributedBatchSampler(HostSampler, Sampler[Integers]):
         return self._identity(self.lengths[self._documents], names)
 
     def _batch(self, plan: Plan, step: int) -> Integers:
-        """This rank's pack of a step. Packs rotate over the ranks: the first one holds the longest document."""
-        packs = plan.deal(step, self.num_replicas)
-        return self._documents[packs[(self.rank + step) % self.num_replicas]]
+        """This rank's pack of a step."""
+        return self._documents[plan.deal(step, self.num_replicas)[self.rank]]
 
     def _count(self, plan: Plan) -> None:
         self.eff_total_used += int(plan.lengths[plan.order].sum())

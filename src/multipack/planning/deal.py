@@ -25,7 +25,7 @@ from multipack.planning.options import PlanOptions, Sync, check_choice
 
 Integers = NDArray[np.int64]
 
-DEALING = 7
+DEALING = 8
 """Version: changes whenever the same step is dealt differently. A run continues inside a step only with the same."""
 
 _CLOSE = 20_000  # packs are not rearranged within 1/20,000 of the proven minimum
@@ -125,7 +125,13 @@ def micro_batches_of(packs_per_step: int, ranks: int) -> int:
 
 
 def deal_packs(
-    packs: Packs, slots: Integers, balanced: CostModel, options: PlanOptions, ranks: int, sync: Sync
+    packs: Packs,
+    slots: Integers,
+    balanced: CostModel,
+    options: PlanOptions,
+    ranks: int,
+    sync: Sync,
+    turn: int,
 ) -> Packs:
     """A step's packs arranged for ranks: the best of several arrangements, each balanced; see `Plan.deal`.
 
@@ -136,6 +142,7 @@ def deal_packs(
         options: options of the plan.
         ranks: number of ranks that share the step.
         sync: where ranks wait for each other.
+        turn: number that determines how far packs rotate over the ranks; see `_rotated`.
     """
     micro_batches = micro_batches_of(options.packs_per_step, ranks)
     check_choice("sync", sync, Sync)
@@ -145,8 +152,22 @@ def deal_packs(
     lengths = slots[documents]
     step = _Step(lengths, balanced.cost(lengths), int(ranks), micro_batches, options, sync)
     fill_empty(placed, step.packs)
-    dealt = packs_from(step.arrange(placed) if ranks > 1 else placed, step.packs)
+    if ranks > 1:
+        placed = _rotated(step.arrange(placed), ranks, sync, turn)
+    dealt = packs_from(placed, step.packs)
     return Packs(documents[dealt.order], dealt.offsets)
+
+
+def _rotated(placed: Integers, ranks: int, sync: Sync, turn: int) -> Integers:
+    """Rotate packs over the ranks: in successive turns the longest document goes to 0, 1, 2, 2, 1, 0, and again.
+
+    Where ranks synchronize at each micro-batch, the other micro-batches are rotated by one rank more each, because
+    their longest documents are in the same pack.
+    """
+    back, rank = divmod(turn, ranks)
+    rank = ranks - 1 - rank if back % 2 else rank
+    later = 0 if sync == "step" else placed // ranks - placed[0] // ranks
+    return placed - placed % ranks + (placed + later + rank - placed[0]) % ranks
 
 
 @dataclass(frozen=True)

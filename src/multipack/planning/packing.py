@@ -21,6 +21,9 @@ __all__ = ["Method", "Packs", "pack", "packs_from"]
 
 Method = Literal["next_fit", "first_fit_decreasing", "best_fit_decreasing", "best_fit", "fewest"]
 
+_GOLDEN = 0x9E3779B97F4A7C15
+"""2^64 divided by the golden ratio: multiples of it modulo 2^64 mix the documents, sorted by length, evenly."""
+
 
 def pack(
     lengths: ArrayLike,
@@ -36,9 +39,9 @@ def pack(
         capacity: most tokens of a pack.
         method: `next_fit` keeps the order of the documents. `first_fit_decreasing` and `best_fit` (also
             `best_fit_decreasing`) take the longest first and need at most 11/9 of the fewest packs + 6/9 (Dósa 2007);
-            best fit is exact: always the smallest room that fits. With `max_documents`, first fit in a mixed order
-            replaces it where that needs fewer packs. `fewest` starts from best fit and searches for fewer packs and for
-            a proof that there are none: see `fewest.py`.
+            best fit is exact: always the smallest room that fits. `fewest` starts from best fit and searches for fewer
+            packs and for a proof that there are none: see `fewest.py`. With `max_documents`, first fit replaces the
+            last two where it needs fewer packs, in the documents' own order or in one that mixes lengths evenly.
         max_documents: most documents of a pack; None = no limit.
         time_budget: CPU seconds of this process after which `fewest` returns its best packing and bound so far. It is
             checked between rounds. Packs are reproducible if it is not exhausted.
@@ -71,11 +74,13 @@ def pack(
         patterns, bound = fewest(histogram, capacity, limit, float(time_budget))
     else:
         patterns = best_fit(histogram, capacity, limit)
-        if max_documents is not None and patterns.num_packs > bound:
-            # Longest first fills packs with `limit` short documents that hold few tokens; a mixed order does not.
-            mixed = np.argsort(np.random.Philox(0).random_raw(len(checked)), kind="stable")
+    best = Packs(*kernels.hand_out(by_length, histogram.counts, *patterns), bound)
+    if max_documents is not None and best.gap:
+        # Longest first fills packs with `limit` short documents that hold few tokens; a mixed order does not.
+        steps = np.arange(len(checked), dtype=np.uint64) * np.uint64(_GOLDEN)
+        for order in (by_length[np.argsort(steps)], np.arange(len(checked))):
             placed = np.empty_like(checked)
-            placed[mixed], packs = kernels.first_fit(checked[mixed], capacity, limit)
-            if packs < patterns.num_packs:
-                return replace(packs_from(placed, packs), lower_bound=bound)
-    return Packs(*kernels.hand_out(by_length, histogram.counts, *patterns), bound)
+            placed[order], packs = kernels.first_fit(checked[order], capacity, limit)
+            if packs < len(best):
+                best = replace(packs_from(placed, packs), lower_bound=bound)
+    return best

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -179,12 +180,20 @@ class Plan:
 
         Returns:
             `Packs` in micro-batch-major order: pack m · ranks + r is rank r's micro-batch m. No pack is empty if there
-            are at least as many documents as packs.
+            are at least as many documents as packs. From step to step packs rotate over the ranks, so that over an
+            epoch all ranks have similar documents.
 
         Raises:
             ValueError: there are more ranks than packs in a step, or `sync` is unknown.
         """
-        return deal_packs(self.packs(step), self.slots, self.balanced, self.options, data_parallel_size, sync)
+        packs, turn = self.packs(step), int(self._turns[step])
+        return deal_packs(packs, self.slots, self.balanced, self.options, data_parallel_size, sync, turn)
+
+    @cached_property
+    def _turns(self) -> Integers:
+        """(steps,) place of each step when sorted by the longest document: in successive turns these are similar."""
+        starts = self.pack_offsets[self.step_offsets[:-1]]
+        return np.argsort(np.argsort(-np.maximum.reduceat(self.slots[self.order], starts), kind="stable"))
 
     def state(self, step: int) -> dict[str, Any]:
         """Plain values for a checkpoint from which `step` is the next one; `plan` makes the rest again.

@@ -108,7 +108,7 @@ class StreamStep:
     def deal(self, data_parallel_size: int, sync: Sync = "micro") -> Packs:
         """The documents arranged for ranks, as `Plan.deal` does: pack m · ranks + r is rank r's micro-batch m."""
         options, slots = self._stream.options, self._stream.options.slots(self.lengths)
-        return deal_packs(self.packs, slots, self._balanced, options, data_parallel_size, sync)
+        return deal_packs(self.packs, slots, self._balanced, options, data_parallel_size, sync, self.number)
 
     def state_dict(self) -> dict[str, Any]:
         """The stream's state after this step, however far it was read ahead: plain values."""
