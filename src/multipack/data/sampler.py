@@ -4,11 +4,13 @@
     rank 0   [4, 9, 2] [7, 1]           [3] [11, 0]          DataLoader(documents, batch_sampler=…)
     rank 1   [5, 8]    [6, 10, 12]      …                    the collator concatenates each list
 
-Every rank plans alone and reaches the same plan; none of them communicates.
+Every rank plans alone and reaches the same plan; none of them communicates. A loader with this sampler must not be
+divided among ranks again: leave it out of `accelerator.prepare`, and set `use_distributed_sampler=False` in Lightning.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +28,32 @@ from multipack.shapes import ModelShape
 
 DEALT_STEPS = 8
 """Steps whose arrangement is remembered."""
+
+
+def refuse_second_division(sampler: Sampler[Any], ranks: int) -> None:
+    """Refuse to be read by a wrapper that divides the batches among ranks, because `sampler` yields one rank's only.
+
+    Each of two ranks would train on half of its documents. The wrapper is among the callers, so that no host is
+    imported: a sampler of several processes (accelerate's `BatchSamplerShard`, also in Trainer; Lightning's
+    `DistributedSamplerWrapper`), or accelerate's `DataLoaderDispatcher`, which reads on one rank for all.
+
+    Raises:
+        ValueError: the message names the wrapper and the remedy.
+    """
+    frame = sys._getframe(1) if ranks > 1 else None
+    while frame is not None:
+        reader = frame.f_locals.get("self")
+        kinds = [kind.__name__ for kind in type(reader).__mro__]
+        if reader is not sampler and (isinstance(reader, Sampler) or "DataLoaderDispatcher" in kinds):
+            owners = (reader, getattr(reader, "state", None))
+            counts = [getattr(each, name, 1) for each in owners for name in ("num_processes", "num_replicas")]
+            if any(isinstance(count, int) and count > 1 for count in counts):
+                raise ValueError(
+                    f"{type(sampler).__name__} yields the batches of one of {ranks} ranks, and {kinds[0]} divides them"
+                    " among the ranks again: do not pass its DataLoader to accelerator.prepare (with Trainer: return it"
+                    " from get_train_dataloader), and set use_distributed_sampler=False in Lightning"
+                )
+        frame = frame.f_back
 
 
 class PackedBatchSampler(Sampler[list[int]]):
@@ -133,12 +161,14 @@ class PackedBatchSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Micro-batches of an epoch: the same on all ranks and in all epochs."""
+        refuse_second_division(self, self.world_size)
         return self.steps_per_epoch * self.micro_batches
 
     def __iter__(self) -> Iterator[list[int]]:
+        length = len(self)
         start, self._resume = self._resume, 0
         epoch = self.epoch
-        for position in range(start, len(self)):
+        for position in range(start, length):
             step, micro_batch = divmod(position, self.micro_batches)
             documents = self.deal_of(step)[micro_batch * self.world_size + self.rank]
             self._position = position + 1

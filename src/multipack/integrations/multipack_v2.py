@@ -7,8 +7,8 @@
     loader = DataLoader(data, batch_sampler=sampler)
 
 Each rank computes the same plan and takes its own batch of each step, without communication: one batch per rank and
-step, the same number on every rank and in every epoch. Samplers know their rank, so the loader must not be sharded
-again (`accelerator.prepare` would drop documents).
+step, the same number on every rank and in every epoch. Samplers know their rank: a loader that is divided among ranks
+again, by `accelerator.prepare` for example, is refused.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Sampler
 
+from multipack.data.sampler import refuse_second_division
 from multipack.integrations.host_sampler import (
     HostSampler,
     Overlong,
@@ -83,14 +84,15 @@ class MultipackDistributedBatchSampler(HostSampler, Sampler[Integers]):
 
     def __len__(self) -> int:
         """Number of batches of an epoch, the same on all ranks and in all epochs."""
+        refuse_second_division(self, self.num_replicas)
         assert self._length is not None
         return self._length
 
     def __iter__(self) -> Iterator[Integers]:
         """This rank's batches of the epoch, as arrays of document numbers."""
-        plan = self._current()
+        length, plan = len(self), self._current()
         self._count(plan)
-        yield from self._walk(lambda step: self._batch(plan, step), len(self))
+        yield from self._walk(lambda step: self._batch(plan, step), length)
 
     @property
     def sampler(self) -> MultipackDistributedBatchSampler:
@@ -213,6 +215,7 @@ class InterleavedSampler(Sampler[Integers]):
 
     def __len__(self) -> int:
         """Number of batches of every epoch, the same on all ranks."""
+        refuse_second_division(self, self.num_replicas)
         return len(self.lengths) // (self.batch_size * self.num_replicas)
 
     def num_batches(self) -> int:
@@ -229,8 +232,8 @@ class InterleavedSampler(Sampler[Integers]):
         return self._order()[len(self) * self.batch_size * self.num_replicas :]
 
     def __iter__(self) -> Iterator[Integers]:
-        together = self.batch_size * self.num_replicas
-        for documents in self._order()[: len(self) * together].reshape(-1, together):
+        together, length = self.batch_size * self.num_replicas, len(self)
+        for documents in self._order()[: length * together].reshape(-1, together):
             by_length = documents[np.argsort(self.lengths[documents], kind="stable")]
             yield by_length[self.rank :: self.num_replicas]
 
