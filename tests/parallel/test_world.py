@@ -1,11 +1,14 @@
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from multipack.parallel import world as world_module
+from multipack.parallel.ranks import Ranks
 from multipack.parallel.world import choose_device, connected, hosts
 
 
@@ -24,7 +27,8 @@ def test_a_missing_rank_is_an_error_after_the_timeout(monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
-    with pytest.raises(Exception, match=r"(?i)time|clients"), connected("cpu", timeout_seconds=1):
+    error = r"rank 0 of 2, on .* within parallel\.timeout_seconds=1: .*MASTER_ADDR"
+    with pytest.raises(ValueError, match=error), connected("cpu", timeout_seconds=1):
         pass
 
 
@@ -37,29 +41,88 @@ def test_a_missing_gpu_is_refused():
         choose_device("cuda", 0)
 
 
-def test_a_process_that_sees_one_gpu_of_its_own_takes_it(monkeypatch):
+def test_a_process_that_sees_one_gpu_takes_it(monkeypatch):
+    """Slurm's --gpus-per-task=1 and wrapper scripts name it by index or UUID, or show it without a variable."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     assert choose_device("auto", 2) == torch.device("cuda", 0)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device("cuda", 1) == torch.device("cuda", 1)
     with pytest.raises(ValueError, match="local rank 2"):
         choose_device("auto", 2)
 
 
-@pytest.mark.parametrize(("kind", "destroyed"), [("cpu", 1), ("cuda", 0)])
-def test_an_error_leaves_nccl_without_waiting_for_other_ranks(monkeypatch, kind, destroyed):
-    """destroy_process_group of nccl waits for ranks that are in a collective, and the error would not be printed."""
-    calls = []
-    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
+@pytest.mark.parametrize(
+    ("visible", "gpus", "refused"),
+    [
+        (["3", "2"], ["a", "b"], False),
+        (["GPU-a", "GPU-a"], ["a", "a"], True),
+        (["", ""], ["a", "a"], True),
+        (["MIG-1", "MIG-2"], ["a", "a"], False),
+        (["0", "1"], [None, None], False),
+    ],
+)
+def test_two_ranks_of_a_host_do_not_share_a_gpu(monkeypatch, visible, gpus, refused):
+    store = torch.distributed.HashStore()
+    with pytest.raises(ValueError, match="ranks 0 and 1 use the same GPU") if refused else nullcontext():
+        for rank, (variable, uuid) in enumerate(zip(visible, gpus, strict=True)):
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+            properties = SimpleNamespace(uuid=uuid)
+            monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, found=properties: found)
+            world_module._check_own_gpu(store, Ranks(rank, 2), torch.device("cuda", 0))
+
+
+def test_ranks_that_do_not_connect_are_one_line(monkeypatch):
+    for name, value in {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(world_module, "choose_device", lambda *_: torch.device(kind, 0))
-    monkeypatch.setattr(world_module, "_join", lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: calls.append(1))
-    with pytest.raises(KeyError), connected():
-        raise KeyError
-    assert len(calls) == destroyed
+
+    def fails(*_, **__):
+        raise RuntimeError("Gloo connectFullMesh failed\nwith forty lines")
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", fails)
+    with pytest.raises(ValueError, match=r"rank 0 of 1.*GLOO_SOCKET_IFNAME.*connectFullMesh failed\)$"):
+        world_module._join({}, "gloo", Ranks(0, 1), ("127.0.0.1", 0), 5.0, torch.device("cpu"))
+
+
+ENDS = """
+import sys, threading, time
+import torch
+from multipack.cli.command_options import fail
+from multipack.parallel import world
+from multipack.parallel.failures import Watch
+
+def waits(*_):
+    time.sleep(60)
+
+watch = Watch(torch.distributed.HashStore(), 0, 2, 60.0, ends_process=False)
+world.choose_device = lambda *_: torch.device("cuda", 0)
+world._join = lambda *_: watch
+torch.cuda.set_device = lambda _: None
+torch.distributed.destroy_process_group = torch.distributed.barrier = waits
+threading.Thread(target=waits).start()  # as a thread that writes a checkpoint
+try:
+    with world.connected():
+        {error}
+except BaseException as error:
+    fail(error, 2, one_line=isinstance(error, ValueError))
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        ("raise ValueError('document 17 is damaged')", "error: document 17 is damaged"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+        pytest.param("raise MemoryError('no more')", "MemoryError: no more", marks=pytest.mark.slow),
+    ],
+)
+def test_an_error_of_an_nccl_rank_is_printed_and_ends_the_process(error, message):
+    """Leaving the process group waits for ranks that are in a collective, and so do threads."""
+    place = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    command = [sys.executable, "-c", ENDS.format(error=error)]
+    done = subprocess.run(command, env={**os.environ, **place}, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == message
 
 
 SUM = """

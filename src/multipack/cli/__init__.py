@@ -50,7 +50,7 @@ def main() -> None:
     try:
         code = app(standalone_mode=False)
     except (ValueError, OSError) as error:
-        fail(str(error), 2)
+        fail(error, 2)
     except KeyboardInterrupt:
         code = 130
     except Exception as error:
@@ -59,6 +59,8 @@ def main() -> None:
             fail(str(error), 2)  # an optional dependency is missing, and the message names it
         if hasattr(error, "format_message"):
             _exit_with_usage(error)
+        if hasattr(error, "printed"):
+            fail(error, 1, one_line=False)
         if type(error).__name__ != "Abort":
             raise
         code = 130

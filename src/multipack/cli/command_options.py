@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from importlib import import_module
 from typing import Annotated, Any, NoReturn
 
@@ -24,17 +25,24 @@ Words = Annotated[
 ]
 
 
-def fail(message: str, code: int) -> NoReturn:
-    """Print one line on standard error and exit with `code`."""
-    from multipack.parallel.ranks import find_ranks
+def fail(message: str | BaseException, code: int, one_line: bool = True) -> NoReturn:
+    """Print an error on standard error, unless another rank or the run has printed it, and exit with `code`."""
+    from multipack.parallel.ranks import find_ranks, print_error
 
-    try:
-        rank = find_ranks(os.environ).rank
-    except ValueError:  # contradictory variables of launchers, which may be the error itself
-        rank = 0
-    if rank:
-        time.sleep(2)  # most errors occur on all ranks: rank 0 prints first, and its exit ends the others
-    print(f"[rank {rank}] error: {message}" if rank else f"error: {message}", file=sys.stderr, flush=True)
+    error = message if isinstance(message, BaseException) else ValueError(message)
+    joined = False
+    with suppress(ValueError):  # contradictory variables of launchers, which may be the error itself
+        ranks = find_ranks(os.environ)
+        # World.failed has seen the error; Typer replaces KeyboardInterrupt by an exception of its own.
+        joined = hasattr(error, "printed") or (code == 130 and ranks.size > 1)
+        if ranks.rank and not joined:
+            time.sleep(2)  # such errors occur on all ranks: rank 0 prints first, and its exit ends the others
+    if not getattr(error, "printed", False):
+        print_error(error, one_line)
+    if joined:
+        # Threads may wait for lost ranks, and so does the end of nccl's process group.
+        sys.stdout.flush()
+        os._exit(code)
     sys.exit(code)
 
 

@@ -33,7 +33,7 @@ def train(words: Words = None, settings: Settings = False) -> None:
     try:
         result = run(compose_run(words or []))
     except RunStopped as error:
-        fail(str(error), 3)
+        fail(error, 3)
     if result.stopped_by is not None:
         sys.exit(128 + int(result.stopped_by))
 

@@ -4,6 +4,9 @@
 
 A multipack command that fails has already printed its error. torchrun would add forty lines and always exit with 1.
 Only a process killed by a signal is reported here.
+
+torchrun gives the other processes 30 seconds, both after a failure and after a signal that asks to stop: too long for
+a process that hangs, and too short to save a large model.
 """
 
 from __future__ import annotations
@@ -11,16 +14,48 @@ from __future__ import annotations
 import logging
 import signal
 import sys
+import time
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main as torchrun
+
+FAILURE_SECONDS = 10.0
+"""How long processes may take to end after one of them has failed."""
+STOP_SECONDS = 600.0
+"""How long processes may take to save and stop after a signal; a second signal kills them."""
+
+_torch_close = PContext.close
+
+
+def _close(processes: Any, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+    """Replace `PContext.close`: ask processes to end, and kill those that are left after a time.
+
+    Args:
+        processes: torch's `SubprocessContext`.
+        death_sig: the signal that torchrun received; None after a failure.
+        timeout: not used.
+    """
+    asked = death_sig or signal.SIGTERM
+    handlers = [each for each in processes.subprocess_handlers.values() if each.proc.poll() is None]
+    ends = time.monotonic() + STOP_SECONDS
+    try:
+        for handler in handlers:
+            handler.close(death_sig=asked)
+        while time.monotonic() < ends and (codes := [each.proc.poll() for each in handlers]).count(None):
+            if death_sig is None or set(codes) - {None, 0, -asked, 128 + asked}:
+                ends = min(ends, time.monotonic() + FAILURE_SECONDS)
+            time.sleep(0.05)
+    finally:
+        _torch_close(processes, signal.SIGKILL, round(FAILURE_SECONDS))
 
 
 def main() -> int:
     """Run torchrun on this process's arguments; return the exit code."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main as torchrun
-
+    PContext.close = _close  # type: ignore
     if "--max-restarts" not in sys.argv:  # with restarts, torchrun reports the failures before the last
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+        logging.disable(logging.ERROR)
     try:
         torchrun()
     except ChildFailedError as error:

@@ -12,16 +12,11 @@ ranks of the run. Every function returns a new contiguous tensor.
 **Gradients.** A collective is a linear map from the inputs of all ranks to their outputs. Its backward pass is the
 transposed map, itself a collective, which every rank must run. The loss is the sum of the losses of all ranks;
 `identity` is the f of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
-
-**Failures.** A collective waits for a missing rank until its timeout, whose error names no rank. Under gloo (under nccl
-a watchdog ends the process) the other ranks then find out through the store which ranks are missing, and raise an error
-that names them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -30,8 +25,6 @@ from torch import Tensor
 
 Group = dist.ProcessGroup | None
 """The ranks that take part; None = all ranks of the run."""
-GRACE_SECONDS = 5.0
-"""How long ranks whose collective failed wait for each other before they name the missing ones."""
 
 # torch 2.13 renamed these functions, and the older names warn.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -55,7 +48,7 @@ def identity(tensor: Tensor, group: Group = None) -> Tensor:
 
     def back(gradient: Tensor) -> Tensor:
         total = gradient.clone(memory_format=torch.contiguous_format)
-        run_collective("all_reduce", dist.all_reduce, group, total)
+        dist.all_reduce(total, group=group)
         return total
 
     return _apply(tensor, lambda own: own.view_as(own), back)
@@ -78,7 +71,7 @@ def all_gather(tensor: Tensor, group: Group = None) -> Tensor:
 
     def move(own: Tensor) -> Tensor:
         whole = own.new_empty((dist.get_world_size(group) * own.shape[0], *own.shape[1:]))
-        run_collective("all_gather", all_gather_single, group, whole, own.contiguous())
+        all_gather_single(whole, own.contiguous(), group=group)
         return whole
 
     return _apply(tensor, move, lambda gradient: reduce_scatter(gradient, group))
@@ -101,7 +94,7 @@ def reduce_scatter(tensor: Tensor, group: Group = None) -> Tensor:
 
     def move(own: Tensor) -> Tensor:
         piece = own.new_empty((own.shape[0] // dist.get_world_size(group), *own.shape[1:]))
-        run_collective("reduce_scatter", reduce_scatter_single, group, piece, own.contiguous())
+        reduce_scatter_single(piece, own.contiguous(), group=group)
         return piece
 
     return _apply(tensor, move, lambda gradient: all_gather(gradient, group))
@@ -130,7 +123,7 @@ def all_to_all(tensor: Tensor, split_dim: int = 0, join_dim: int = 0, group: Gro
     def move(own: Tensor) -> Tensor:
         sent = torch.stack(own.chunk(dist.get_world_size(group), split_dim))
         received = own.new_empty(sent.shape)
-        run_collective("all_to_all", dist.all_to_all_single, group, received, sent)
+        dist.all_to_all_single(received, sent, group=group)
         return torch.cat(received.unbind(), join_dim)
 
     return _apply(tensor, move, lambda gradient: all_to_all(gradient, join_dim, split_dim, group))
@@ -154,52 +147,6 @@ class _Linear(torch.autograd.Function):
 def _apply(tensor: Tensor, move: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
     result: Tensor = _Linear.apply(tensor, move, back)  # type: ignore[no-untyped-call]
     return result
-
-
-def run_collective(name: str, collective: Callable[..., Any], group: Group, *tensors: Any) -> None:
-    """Run a collective of torch.distributed; if it fails, determine which ranks are missing.
-
-    Raises:
-        TimeoutError: ranks are missing; they are named.
-        RuntimeError: the backend's own error, if all ranks are there.
-    """
-    try:
-        collective(*tensors, group=group)
-    except RuntimeError as error:
-        missing = missing_ranks(group, GRACE_SECONDS)
-        if missing:
-            raise TimeoutError(
-                f"{name} failed, because {missing} did not take part ({error}): look for an error there"
-            ) from error
-        raise
-
-
-def missing_ranks(group: Group = None, seconds: float = GRACE_SECONDS) -> str:
-    """Answer in the store, wait for the other ranks of a group, and name those that did not answer.
-
-    Args:
-        group: the ranks that are expected to call this function, equally often.
-        seconds: how long to wait for them.
-
-    Returns:
-        `rank 2` or `ranks 0, 3`, numbered as in the whole run; empty if all answered. If the store cannot be reached,
-        the process that holds it is named.
-    """
-    store: Any = (group or dist.group.WORLD).get_group_store()  # type: ignore[union-attr]
-    names = dist.get_process_group_ranks(group)
-    own = dist.get_rank(group)
-    try:
-        number = store.add(f"multipack/answers/{own}", 1)
-        keys = [f"multipack/answer/{number}/{rank}" for rank in range(len(names))]
-        store.set(keys[own], "")
-        try:
-            store.wait(keys, timedelta(seconds=seconds))
-        except dist.DistStoreError:
-            missing = [str(name) for name, key in zip(names, keys, strict=True) if not store.check([key])]
-            return f"rank{'s' * (len(missing) > 1)} {', '.join(missing)}" if missing else ""
-    except dist.DistNetworkError:
-        return "the process that holds the store (rank 0 or its launcher)"
-    return ""
 
 
 # Bytes. torch's functions for objects unpickle what arrives, which runs code of any process that reaches the port.

@@ -1,4 +1,4 @@
-"""The rank of this process, read from its launcher's environment variables. Imports no torch.
+"""The rank of this process, read from its launcher's environment variables, and its errors. Imports no torch.
 
 Each launcher uses different variable names, a row of `LAUNCHERS`. Processes inherit variables, so that
 those of several launchers may be set. Rows that apply must agree; otherwise an error names the variables. Rows are
@@ -12,7 +12,10 @@ ignored in these cases:
 from __future__ import annotations
 
 import itertools
+import os
 import re
+import sys
+import traceback
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -122,6 +125,17 @@ def rendezvous(environment: Mapping[str, str], ranks: Ranks) -> tuple[str, int]:
         )
     port = _number(environment, "MASTER_PORT")
     return address, port[1] if port is not None else port_of(job_of(environment))
+
+
+def print_error(error: BaseException, one_line: bool) -> None:
+    """Print an error on standard error at once, with this process's rank unless it is 0; a bug with its traceback."""
+    try:
+        rank = find_ranks(os.environ).rank
+    except ValueError:  # contradictory variables of launchers, which may be the error itself
+        rank = 0
+    text = f"error: {error}" if one_line else "".join(traceback.format_exception(error)).rstrip()
+    sys.stdout.flush()
+    print(f"[rank {rank}] {text}" if rank else text, file=sys.stderr, flush=True)
 
 
 def job_of(environment: Mapping[str, str]) -> str:

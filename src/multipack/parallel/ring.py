@@ -40,7 +40,7 @@ from torch.autograd.function import once_differentiable
 
 from multipack.ops.attention import check_heads
 from multipack.ops.partial import Bounds, Gradients, Kernel, choose_kernel, merge
-from multipack.parallel.collectives import Group, run_collective
+from multipack.parallel.collectives import Group
 
 Wait = Callable[[], None]
 Exchange = Callable[[Tensor | None, int, Tensor | None, int], Wait]
@@ -138,20 +138,16 @@ def send_and_receive(
         operations.append(dist.P2POp(dist.isend, sent, group=group, group_peer=to))
     if received is not None:
         operations.append(dist.P2POp(dist.irecv, received, group=group, group_peer=source))
-    works: list[dist.Work] = []
+    if not operations:
+        return _no_wait
+    works = dist.batch_isend_irecv(operations)
 
-    def begin(group: Group) -> None:
-        works.extend(dist.batch_isend_irecv(operations))
-
-    def wait(group: Group) -> None:
+    def wait() -> None:
         for work in works:
             work.wait()
         operations.clear()  # they keep the tensors alive
 
-    if not operations:
-        return _no_wait
-    run_collective("ring attention", begin, group)
-    return lambda: run_collective("ring attention", wait, group)
+    return wait
 
 
 def ring_attention(

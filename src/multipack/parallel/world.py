@@ -6,12 +6,14 @@ launcher's variables (ranks.py). Without a launcher the world is a single proces
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -21,8 +23,12 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from multipack.parallel.collectives import broadcast_bytes, gather_bytes
+from multipack.parallel.failures import Watch
 from multipack.parallel.parallel_config import Device
 from multipack.parallel.ranks import Ranks, find_ranks, rendezvous
+
+PR_SET_PDEATHSIG = 1
+"""Number of an option of prctl, from Linux's header prctl.h."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,7 @@ class World:
         launcher, command: what started this process.
         timeout_seconds: how long a collective waits for a missing rank.
         groups: process groups made so far: see `subgroup`.
+        watch: names the rank that failed; None in a run of one process.
     """
 
     rank: int = 0
@@ -50,6 +57,7 @@ class World:
     groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = field(
         default_factory=dict, compare=False, repr=False
     )
+    watch: Watch | None = field(default=None, compare=False, repr=False)
 
     @property
     def is_main(self) -> bool:
@@ -84,6 +92,20 @@ class World:
             assert own is not None, "this rank is in one of the parts"
             self.groups[key] = own
         return self.groups[key]
+
+    def at_step(self, step: int) -> None:
+        """Say which step is being computed, for messages about lost ranks."""
+        if self.watch is not None:
+            self.watch.step = step
+
+    def failed(self, error: BaseException) -> BaseException:
+        """Report an error of this rank to the others; `LostRank` in its place if it only says that a rank is missing.
+
+        The error's attribute `printed` is True if another rank prints the same message.
+        """
+        if self.watch is None or hasattr(error, "printed"):
+            return error
+        return self.watch.explain(error)
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -138,8 +160,10 @@ def choose_device(requested: Device, local_rank: int) -> torch.device:
     if not torch.cuda.is_available():
         raise ValueError("train.device=cuda, but torch sees no GPU here; use train.device=cpu")
     count = torch.cuda.device_count()
-    if count == 1 and os.environ.get("CUDA_VISIBLE_DEVICES", ",").count(",") == 0:
-        local_rank = 0  # schedulers and wrapper scripts may show each process its own GPU only
+    if count == 1:
+        local_rank = (
+            0  # schedulers and wrapper scripts may show each process its own GPU only; see `_check_own_gpu`
+        )
     if local_rank >= count:
         raise ValueError(
             f"local rank {local_rank} has no GPU of its own: there are {count};"
@@ -177,24 +201,24 @@ def connected(device: Device = "auto", timeout_seconds: float = 600.0) -> Iterat
     if target.type == "cuda":
         torch.cuda.set_device(target)
     backend = "nccl" if target.type == "cuda" else "gloo"
-    _join(os.environ, backend, ranks, address, timedelta(seconds=timeout_seconds), target)
+    if ranks.launcher == "torchrun":
+        _end_with_parent()
+    watch = _join(os.environ, backend, ranks, address, timeout_seconds, target)
+    place = ranks.rank, ranks.size, ranks.local_rank, target, backend, ranks.launcher, command
+    world = World(*place, timeout_seconds, watch=watch)
     try:
-        yield World(
-            ranks.rank,
-            ranks.size,
-            ranks.local_rank,
-            target,
-            backend,
-            ranks.launcher,
-            command,
-            timeout_seconds,
-        )
+        yield world
         dist.barrier()
-    except BaseException:
+    except BaseException as error:
+        failure = world.failed(error)
+        watch.close()
         # nccl would wait here for ranks that are in a collective, and the error would not be printed.
         if backend != "nccl":
             dist.destroy_process_group()
+        if failure is not error:
+            raise failure from None
         raise
+    watch.close()
     dist.destroy_process_group()
 
 
@@ -203,9 +227,9 @@ def _join(
     backend: str,
     ranks: Ranks,
     address: tuple[str, int],
-    timeout: timedelta,
+    timeout_seconds: float,
     device: torch.device,
-) -> None:
+) -> Watch:
     """Initialize the process group; under torchrun each restart has its own prefix of store keys.
 
     A restarted worker would otherwise read the addresses that its predecessor left in the store, which torchrun's agent
@@ -213,15 +237,66 @@ def _join(
     """
     restart = environment.get("TORCHELASTIC_RESTART_COUNT")
     kept = restart is not None and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = TCPStore(*address, ranks.size, is_master=not kept and ranks.rank == 0, timeout=timeout)
-    dist.init_process_group(
-        backend,
-        store=PrefixStore(f"attempt-{restart}" if kept else "run", store),
-        rank=ranks.rank,
-        world_size=ranks.size,
-        timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
-    )
+    prefix, timeout = f"attempt-{restart}" if kept else "run", timedelta(seconds=timeout_seconds)
+    where = f"rank {ranks.rank} of {ranks.size}, on {socket.gethostname()}"
+    limit = f"within parallel.timeout_seconds={timeout_seconds:g}"
+    try:
+        opened = TCPStore(*address, ranks.size, is_master=not kept and ranks.rank == 0, timeout=timeout)
+        own = TCPStore(address[0], opened.port, is_master=False, wait_for_workers=False, timeout=timeout)
+        store = PrefixStore(prefix, opened)
+        watch = Watch(PrefixStore(prefix, own), ranks.rank, ranks.size, timeout_seconds, backend == "nccl")
+    except dist.DistError as error:
+        raise ValueError(
+            f"{where}, did not meet all ranks at {address[0]}:{address[1]} {limit}: check that all of them have"
+            f" started, MASTER_ADDR, MASTER_PORT and firewalls ({_first_line(error)})"
+        ) from error
+    if device.type == "cuda":
+        _check_own_gpu(store, ranks, device)
+    try:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=ranks.rank,
+            world_size=ranks.size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+    except RuntimeError as error:
+        variable = "NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME"
+        raise ValueError(
+            f"{where}, could not connect to the other ranks by {backend} {limit}: set {variable} to a network interface"
+            f" that all hosts share (`multipack doctor` lists them; {_first_line(error)})"
+        ) from error
+    return watch
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0]
+
+
+def _check_own_gpu(store: PrefixStore, ranks: Ranks, device: torch.device) -> None:
+    """Refuse a GPU that another rank uses; indices do not show it if each process sees one GPU.
+
+    Raises:
+        ValueError: on one of the ranks.
+    """
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if uuid is None or "MIG" in visible:  # instances of one GPU may have its UUID
+        return
+    host = socket.gethostname()
+    first = store.compare_set(f"gpu/{host}/{uuid}", "", str(ranks.rank)).decode()
+    if first != str(ranks.rank):
+        raise ValueError(
+            f"ranks {first} and {ranks.rank} use the same GPU of {host}, {uuid}: start one process for each GPU, or"
+            " show each its own (CUDA_VISIBLE_DEVICES, srun --gpus-per-task=1)"
+        )
+
+
+def _end_with_parent() -> None:
+    """Receive SIGTERM, which saves and stops a run, when torchrun is killed; torchrun is the parent of its ranks."""
+    with suppress(OSError, AttributeError):  # only Linux has it
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
 
 
 def hosts(world: World) -> list[str]:

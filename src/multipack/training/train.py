@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Timer
 
 import torch
 
-from multipack.parallel.ranks import find_ranks
-from multipack.parallel.world import connected
+from multipack.parallel.failures import LostRank
+from multipack.parallel.ranks import find_ranks, print_error
+from multipack.parallel.world import World, connected
 from multipack.reports.console import Console
 from multipack.training.callbacks.callback import RunStopped
 from multipack.training.compare import Comparison, compare_with_padding
@@ -20,6 +23,9 @@ from multipack.training.run_config import Config
 from multipack.training.run_parts import check_model
 from multipack.training.run_report import print_header, print_result
 from multipack.training.trainer import Trainer
+
+CLOSE_SECONDS = 30.0
+"""How long a rank that failed waits for its threads, such as one that writes a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -82,14 +88,43 @@ def train(config: Config, clock: Callable[[], float] = time.perf_counter) -> Run
             )
             print_result(trainer, result.stopped_by, result.comparison)
         except BaseException as error:
-            trainer.close(failed=True)
-            if isinstance(error, RunStopped):
-                run = trainer.run
-                last = run.latest_checkpoint() if run.latest.is_file() else "none so far"
-                raise type(error)(f"{error}. Last good checkpoint: {last}") from error
-            raise
+            failure = _failure(trainer, error)
+            with _ending(world, failure):
+                trainer.close(failed=True)
+            if failure is error:
+                raise
+            raise failure from (None if isinstance(failure, LostRank) else error)
         trainer.close()
     return result
+
+
+def _failure(trainer: Trainer, error: BaseException) -> BaseException:
+    """What to raise for an error: one that names the last checkpoint, or the rank that is missing."""
+    if isinstance(error, RunStopped):
+        run = trainer.run
+        last = run.latest_checkpoint() if run.latest.is_file() else "none so far"
+        error = type(error)(f"{error}. Last good checkpoint: {last}").with_traceback(error.__traceback__)
+    return trainer.world.failed(error)
+
+
+@contextmanager
+def _ending(world: World, failure: BaseException) -> Iterator[None]:
+    """Print an error of one of several ranks before the files are closed, which ends the process if it takes long.
+
+    A thread may wait for a rank that is in another collective.
+    """
+    if world.size == 1:
+        yield
+        return
+    one_line = isinstance(failure, (ValueError, OSError, RunStopped))
+    if isinstance(failure, Exception) and not getattr(failure, "printed", False):
+        print_error(failure, one_line)
+        failure.printed = True  # type: ignore[attr-defined]
+    timer = Timer(CLOSE_SECONDS, os._exit, [2 if one_line else 1])
+    timer.daemon = True
+    timer.start()
+    yield
+    timer.cancel()
 
 
 def _compare_padding(trainer: Trainer) -> Comparison | None:

@@ -263,6 +263,7 @@ class Trainer:
         with self.console.progress("training") as advance:
             self._mark = self.clock()
             while self.step < last and not self.ending:
+                self.world.at_step(self.step + 1)
                 self.callbacks.before_step(self.step + 1)
                 data = next(feed, None)
                 if data is not None:

@@ -1,0 +1,233 @@
+"""Ranks that are killed, stopped, interrupted or fail alone: the run ends in seconds, says why in a line, and resumes.
+
+Every run is started by the launcher of `multipack launch`, and disturbed when it has recorded some steps. It must end,
+leave no process, print one line for each rank that is left, name the lost rank, and continue to the same losses, bit
+for bit, as a run that was not disturbed.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "distributed"))
+
+from pool import Pool
+from sharding import train_here
+
+STEPS, DISTURBED = 60, 12
+TIMEOUT_SECONDS = 8
+SLACK_SECONDS = 20
+"""What a busy machine may add to every limit."""
+
+PROGRAM = """
+import os, sys, time
+import multipack.parallel.engine as engine
+from multipack.cli import main
+
+forward_backward, calls = engine.ModelEngine.forward_backward, []
+
+def disturbed(self, *arguments):
+    calls.append(1)
+    if len(calls) == {step} and os.environ["RANK"] == "{rank}":
+        {action}
+    time.sleep(0.05)  # signals arrive while the run trains
+    return forward_backward(self, *arguments)
+
+engine.ModelEngine.forward_backward = disturbed
+main()
+"""
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/cmdline").exists(), reason="the processes of a run are found in /proc"
+)
+
+
+@pytest.fixture
+def settings(words):
+    """Settings of a run that saves every tenth step."""
+    left = ("train.steps", "train.eval_every", "log.every")
+    fixed = [word for word in words if not word.startswith(left)]
+    fixed += [f"train.steps={STEPS}", "train.eval_every=0", "train.checkpoint_every=10", "log.every=0"]
+    return [*fixed, f"parallel.timeout_seconds={TIMEOUT_SECONDS}"]
+
+
+class Run:
+    """A run of several ranks, its launcher, and what they print."""
+
+    def __init__(self, folder, size, settings, action="pass", rank=1, launch=()):
+        self.out, self.size = folder / "run", size
+        program = folder / "program.py"
+        program.write_text(PROGRAM.format(step=DISTURBED, rank=rank, action=action))
+        torchrun = ["-m", "multipack.launch.torchrun", "--standalone", "--nproc-per-node", str(size), *launch]
+        command = [str(program), "train", *settings, "train.resume=auto", f"out={self.out}"]
+        self.launcher = subprocess.Popen(
+            [sys.executable, *torchrun, *command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def ranks(self):
+        """Rank → process, of the ranks that run."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                environment = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+                rank = next((entry[5:] for entry in environment if entry.startswith("RANK=")), None)
+                if f"out={self.out}" in words and rank is not None:
+                    found[int(rank)] = int(folder.name)
+        return found
+
+    def send(self, number, rank=None):
+        """Send a signal to a rank, or to the launcher's process group, after some steps."""
+        metrics, ends = self.out / "metrics.jsonl", time.monotonic() + 120
+        while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= DISTURBED):
+            assert self.launcher.poll() is None, self.launcher.communicate()
+            assert time.monotonic() < ends
+            time.sleep(0.05)
+        if rank is None:
+            os.killpg(self.launcher.pid, number)
+        else:
+            os.kill(self.ranks()[rank], number)
+
+    def end(self, seconds):
+        """Wait until the launcher and its ranks have ended; returns the lines on standard error."""
+        began = time.monotonic()
+        try:
+            self.printed, errors = self.launcher.communicate(timeout=seconds + SLACK_SECONDS)
+        finally:
+            left = self.ranks()
+            for process in [*left.values(), self.launcher.pid]:
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+        assert not left, f"ranks {sorted(left)} are left"
+        self.seconds = time.monotonic() - began
+        return errors.splitlines()
+
+    def records(self):
+        known = ("step", "loss", "grad_norm", "lr", "target_tokens", "padding")
+        lines = (self.out / "metrics.jsonl").read_text().splitlines()
+        return [{key: json.loads(line).get(key) for key in known} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory):
+    """(run, settings) → the records of a disturbed run after its end, and those of one that was not disturbed."""
+    pools, whole = {}, {}
+
+    def resume(run, settings):
+        pool = pools.setdefault(run.size, Pool(run.size))
+        cache = tmp_path_factory.getbasetemp() / "cache"
+        if run.size not in whole:
+            out = tmp_path_factory.mktemp("whole") / "run"
+            pool.run(train_here, [*settings, f"out={out}"], cache)
+            whole[run.size] = out
+        pool.run(train_here, [*settings, "train.resume=auto", f"out={run.out}"], cache)
+        found, run.out = run.records(), whole[run.size]
+        return found, run.records()
+
+    yield resume
+    for pool in pools.values():
+        pool.close()
+
+
+def check_resumed(resumed, run, settings, outcome):
+    found, expected = resumed(run, settings)
+    outcome("different", sum(one != other for one, other in zip(found, expected, strict=True)))
+    assert found == expected
+
+
+LOST = {
+    signal.SIGKILL: "rank {} ended at step \\d+ without an error message",
+    signal.SIGSTOP: f"rank {{}} did not answer at step \\d+ within parallel.timeout_seconds={TIMEOUT_SECONDS}",
+}
+
+
+@pytest.mark.parametrize(("size", "lost"), [(2, 0), (2, 1), (4, 0), (4, 1), (4, 2), (4, 3)])
+@pytest.mark.parametrize("how", LOST)
+def test_a_rank_that_is_killed_or_stopped_is_named(tmp_path, settings, resumed, outcome, how, size, lost):
+    run = Run(tmp_path, size, settings)
+    run.send(how, lost)
+    errors = run.end(seconds=10 if how == signal.SIGKILL else TIMEOUT_SECONDS + 15)
+    outcome(how.name, 1)
+    outcome("seconds", round(run.seconds, 1))
+    survivors = [line for line in errors if re.search(LOST[how].format(lost) + "$", line)]
+    assert len(survivors) == size - 1, errors
+    by_launcher = [f"error: rank {lost} was killed by SIGKILL"] if how == signal.SIGKILL else []
+    others = [line for line in errors if line not in survivors]
+    assert [line.partition(" (")[0] for line in others] == by_launcher
+    assert run.launcher.returncode == (137 if how == signal.SIGKILL else 2)
+    check_resumed(resumed, run, settings, outcome)
+
+
+@pytest.mark.parametrize(
+    ("how", "rank", "code"),
+    [(signal.SIGINT, None, 130), (signal.SIGTERM, None, 143), (signal.SIGTERM, 1, 143)],
+)
+def test_a_signal_saves_and_stops_all_ranks(tmp_path, settings, resumed, outcome, how, rank, code):
+    """Ctrl-C reaches the launcher's group; a scheduler's signal may reach one rank only."""
+    run = Run(tmp_path, 2, settings)
+    run.send(how, rank)
+    errors = run.end(seconds=5)
+    outcome("signals", 1)
+    outcome("seconds", round(run.seconds, 1))
+    assert run.launcher.returncode == code
+    assert errors == []
+    assert f"saved after step {len(run.records())}" in run.printed
+    check_resumed(resumed, run, settings, outcome)
+
+
+def test_ranks_of_a_launcher_that_is_killed_save_and_stop(tmp_path, settings, resumed, outcome):
+    run = Run(tmp_path, 2, settings)
+    run.send(signal.SIGKILL)
+    began = time.monotonic()
+    while run.ranks() and time.monotonic() < began + 5 + SLACK_SECONDS:
+        time.sleep(0.1)
+    outcome("launchers killed", 1)
+    outcome("seconds", round(time.monotonic() - began, 1))
+    assert not run.ranks()
+    assert f"saved after step {len(run.records())}" in run.launcher.communicate()[0]
+    check_resumed(resumed, run, settings, outcome)
+
+
+@pytest.mark.parametrize(
+    ("action", "code", "message"),
+    [
+        ("raise ValueError('document 17 is damaged')", 2, "document 17 is damaged"),
+        ("raise MemoryError('no more')", 1, "MemoryError: no more"),
+    ],
+)
+@pytest.mark.parametrize("size", [2, 4])
+def test_an_error_on_one_rank_is_printed_and_repeated(
+    tmp_path, settings, resumed, outcome, action, code, message, size
+):
+    run = Run(tmp_path, size, settings, action)
+    errors = run.end(seconds=60)
+    outcome("errors", 1)
+    repeated = f"error: rank 1 failed at step {DISTURBED}: {message}"
+    assert run.launcher.returncode == code, errors
+    assert sum(line.endswith(repeated) for line in errors) == size - 1, errors
+    own = [line for line in errors if not line.endswith(repeated)]
+    assert own[0].startswith("[rank 1] ")
+    assert own[-1].endswith(message)
+    assert len(own) == 1 or own[0] == "[rank 1] Traceback (most recent call last):"
+    check_resumed(resumed, run, settings, outcome)
+
+
+def test_restarted_ranks_continue(tmp_path, settings, resumed, outcome):
+    run = Run(tmp_path, 2, settings, launch=["--max-restarts", "2"])
+    run.send(signal.SIGKILL, 1)
+    run.end(seconds=90)
+    outcome("restarts", 1)
+    assert run.launcher.returncode == 0
+    check_resumed(resumed, run, settings, outcome)
