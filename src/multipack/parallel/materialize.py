@@ -142,16 +142,17 @@ def hash_tensor(tensor: Tensor) -> Tensor:
     flat = tensor.detach().reshape(-1)
     values = flat.view(INTEGERS[flat.element_size()])
     index = torch.arange(1, min(chunk, max(len(values), 1)) + 1, device=tensor.device)
-    mixed = (
-        index * -7046029254386353131
-    )  # the constants of splitmix64 (Steele et al. 2014), as signed numbers
+    # The constants of splitmix64 (Steele et al. 2014), as signed numbers.
+    mixed = index * -7046029254386353131
     odd = ((mixed ^ (mixed >> 30)) * -4658895280553007687) | 1
     while True:
         if (
             values.dtype == torch.int64
-        ):  # floats may have few low bits, which alone would meet all bits of the numbers
+        ):  # low bits, which floats may not have, meet more bits of the odd numbers
             values = values ^ (values >> 32)
-        sums = torch.stack([(part * odd.narrow(0, 0, len(part))).sum() for part in values.split(chunk)])
+        sums = torch.stack(
+            [(part * odd.narrow(0, 0, len(part))).sum() for part in torch.split(values, chunk)]
+        )
         if len(sums) == 1:
-            return sums[0]
+            return sums.squeeze(0)
         values = sums
