@@ -167,8 +167,24 @@ def test_impossible_stores_settings_and_states_are_refused(folder, follow, tmp_p
     for options in ({"validation": 0.2}, {"limit": 50}):
         with pytest.raises(ValueError, match="another stream"):
             follow(folder, **options).load_state_dict(state)
-    with pytest.raises(ValueError, match="lacks number"):
+    with pytest.raises(ValueError, match=r"has no .*number"):
         follow(folder).load_state_dict({key: value for key, value in state.items() if key != "number"})
+    for name, value in (
+        ("begin", {"shard": "2"}),
+        ("begin", {"shard": -1}),
+        ("begin", {"shards": 1}),
+        ("begin", 5),
+        ("number", 0.5),
+        ("report", 7),
+        ("report", ["error", 1, 2]),
+        ("report", ["error", 1, 2, 3, None]),
+        ("report", [["error"], 1, 2, 3, 4]),
+    ):
+        with pytest.raises(ValueError, match=str(folder)):
+            follow(folder).load_state_dict({**state, name: value})
+    for item in ({}, {"shard": 0}, {"shard": "0", "number": 0}, {"shard": 0, "number": 1 << 62}, None):
+        with pytest.raises(ValueError, match=r"shard|damaged"):
+            follow(folder).document(item)
 
 
 # --- streamed records ---------------------------------------------------------------------------------

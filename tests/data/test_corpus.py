@@ -4,10 +4,11 @@ import json
 import os
 import re
 
+import numpy as np
 import pytest
 
 from multipack.data import corpus as module
-from multipack.data import stdlib
+from multipack.data import corpus_report, stdlib
 from multipack.data.corpus import load_corpus
 from multipack.data.corpus_report import LengthsConfig, read_lengths
 from multipack.data.documents import Documents
@@ -180,3 +181,35 @@ def test_the_standard_library(config, monkeypatch):
     monkeypatch.setitem(module.prepare.__globals__, "_write_part", None)
     again = load_corpus(config(), AUTO, limit=256)  # from the cache
     assert again.train.fingerprint == corpus.train.fingerprint
+
+
+def test_arrays_that_are_no_lengths_are_refused_before_memory_is_asked_for(tmp_path):
+    """A header may claim any shape, and be any expression."""
+    path, begin = tmp_path / "lengths.npy", b"\x93NUMPY\x01\x00"
+    for header in (
+        "{'descr': '<i8', 'fortran_order': False, 'shape': (1000000000000,), }",
+        "{'descr': '<i8', 'fortran_order': False, 'shape': (1 << 70,), }",
+        "{'descr': '<i8', 'fortran_order': False, 'shape': (18446744073709551617,), }",
+        "{'descr': '<i8', 'fortran_order': False, 'shape': (-1,), }",
+        "{'descr': '|O', 'fortran_order': False, 'shape': (1,), }",
+        "{'descr': '<i8', 'fortran_order': False, 'shape': (1,)",
+        "{'descr': '<i8', 'fortran_order': False, 'shape': " + "(" * 9000,
+        "",
+    ):
+        size = len(header).to_bytes(2, "little")
+        path.write_bytes(begin + size + header.encode() + b"\0" * 200)
+        for histogram in (False, True):
+            with pytest.raises(ValueError, match=str(path)) as refused:
+                read_lengths(path, 16, histogram)
+            assert "\n" not in str(refused.value)
+    np.save(path, np.array([1 << 31, 1 << 30]))
+    available, corpus_report.available_memory = corpus_report.available_memory, lambda: 1 << 30
+    try:
+        with pytest.raises(ValueError, match=r"need 25,769,803,776 bytes, and 1,073,741,824 are free"):
+            read_lengths(path, 16, histogram=True)
+    finally:
+        corpus_report.available_memory = available
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match="no such file"):
+        read_lengths(path, 16)

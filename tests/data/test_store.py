@@ -1,6 +1,7 @@
 """Token stores: what was written is read, in every state of the folder; damage is found before it is believed."""
 
 import json
+import os
 import pickle
 import re
 import resource
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from multipack.data.documents import Documents
-from multipack.data.shards import HEADER, open_shard, shard_name
+from multipack.data.shards import FORMAT, HEADER, open_shard, shard_name
 from multipack.data.store import TokenStore
 from multipack.data.tokenizer import byte_tokenizer, character_tokenizer
 from multipack.data.writer import StoreWriter
@@ -217,6 +218,56 @@ def test_impossible_shards_are_refused(path):
             open_shard(file)
     for raw in (b"", b"\xff" * 8, b"\0" * 64, b"\x08" + b"\0" * 7 + b"[[[[[[[[", b"\x02" + b"\0" * 7 + b"{}"):
         file.write_bytes(raw)
+        with pytest.raises(ValueError, match="damaged"):
+            open_shard(file)
+
+
+def test_headers_of_other_types_are_refused(path):
+    """Even with the checksum that belongs to them."""
+    header = TokenStore(path).header
+    for change in (
+        {"vocabulary_size": "7"},
+        {"vocabulary_size": -1},
+        {"vocabulary_size": True},
+        {"tokenizer": None},
+        {"tokenizer_hash": ["a"]},
+        {"chat_template": 5},
+        {"description": {}},
+        {"pairs": 1},
+        {"parts": 0},
+        {"parts": 10**12},
+        {"overlong": []},
+    ):
+        replace(header, **change).write(path)
+        with pytest.raises(
+            ValueError, match=f"{HEADER}: not the header of a token store .*{next(iter(change))}"
+        ):
+            TokenStore(path)
+    (path / HEADER).unlink()
+    os.mkfifo(path / HEADER)
+    with pytest.raises(ValueError, match="not a token store"):
+        TokenStore(path)
+
+
+def test_shards_with_counts_of_other_types_are_refused(path):
+    file, original = path / FIRST, (path / FIRST).read_bytes()
+    for key, value in (
+        ("read", float("inf")),
+        ("read", -1),
+        ("read", "3"),
+        ("skipped", 5),
+        ("skipped", {"a": "b"}),
+        ("skipped", {"a": -1}),
+        ("content", 7),
+        ("content", "x"),
+    ):
+        file.write_bytes(original)
+
+        def change(layout, key=key, value=value):
+            about = json.loads(layout["__metadata__"][FORMAT])
+            layout["__metadata__"][FORMAT] = json.dumps({**about, key: value})
+
+        rewrite(file, change)
         with pytest.raises(ValueError, match="damaged"):
             open_shard(file)
 

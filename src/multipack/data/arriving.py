@@ -18,7 +18,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import astuple
+from dataclasses import astuple, fields
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
@@ -28,7 +28,7 @@ import numpy as np
 
 from multipack.data.data_config import DataConfig
 from multipack.data.documents import Document, Documents
-from multipack.data.overlong import FitReport
+from multipack.data.overlong import POLICIES, FitReport
 from multipack.data.records import RecordReader, without_nulls
 from multipack.data.shards import HEADER, StoreHeader, find_shards
 from multipack.data.sources import open_template
@@ -112,8 +112,15 @@ class Arriving(ABC):
     def _item(self, documents: Documents, number: int) -> dict[str, Any]:
         """What `document` needs to make document `number` of the current chunk again, as plain data."""
 
-    @abstractmethod
     def document(self, item: dict[str, Any]) -> Document:
+        """The document of an item; `ValueError` if it is damaged."""
+        try:
+            return self._document(item)
+        except (LookupError, TypeError, OverflowError) as error:
+            raise ValueError(f"a saved document of {self.name} is damaged ({error!r})") from error
+
+    @abstractmethod
+    def _document(self, item: dict[str, Any]) -> Document:
         """The document of an item."""
 
     @property
@@ -181,16 +188,27 @@ class Arriving(ABC):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a position; `ValueError` if it is damaged or belongs to another stream."""
-        missing = [key for key in ("fingerprint", "begin", "number", "report") if key not in state]
-        if missing:
-            raise ValueError(f"the saved position in {self.name} lacks {', '.join(missing)}")
+        names = ("fingerprint", "begin", "number", "report")
+        if not isinstance(state, dict) or not {*names} <= state.keys():
+            raise ValueError(f"the saved position in {self.name} has no {', '.join(names)}")
         if state["fingerprint"] != self.fingerprint:
             raise ValueError(
                 f"the saved position belongs to another stream than {self.name}: its first documents, its tokenizer,"
                 f" the limit of {self._limit:,} tokens, or one of data.{', data.'.join(DECISIVE)} was different"
             )
-        number = check_integer("the saved number in the chunk", state["number"], 0)
-        self._go(state["begin"], number, FitReport(self._limit, *state["report"]))
+        number = check_integer(f"the saved number in a chunk of {self.name}", state["number"], 0)
+        begin, report = state["begin"], state["report"]
+        if not isinstance(begin, dict) or begin.keys() != self.start.keys():
+            raise ValueError(f"the saved position in {self.name} is {begin!r}, not one of a chunk")
+        counts = (
+            [*begin.get("skipped", {}).values()] if isinstance(begin.get("skipped", {}), dict) else [None]
+        )
+        policy, *fitted = report if isinstance(report, list) else [None]
+        if policy not in ("error", *POLICIES) or len(fitted) != len(fields(FitReport)) - 2:
+            raise ValueError(f"the saved report of {self.name} is {report!r}, not a policy and its counts")
+        for value in (begin.get("shard", begin.get("records")), *counts, *fitted):
+            check_integer(f"a saved count of {self.name}", value, 0)
+        self._go(begin, number, FitReport(self._limit, policy, *fitted))
 
 
 class GrowingFolder(Arriving):
@@ -256,9 +274,9 @@ class GrowingFolder(Arriving):
         shard = self._begin["shard"]
         return {"name": f"shard {shard}: {documents.names(number)}", "shard": shard, "number": number}
 
-    def document(self, item: dict[str, Any]) -> Document:
-        """See `Arriving`."""
-        return self._documents(item["shard"])[item["number"]]
+    def _document(self, item: dict[str, Any]) -> Document:
+        shard, number = (check_integer(name, item[name], 0) for name in ("shard", "number"))
+        return self._documents(shard)[number]
 
     def _open(self, shard: int) -> Documents:
         """The training documents of a shard."""
@@ -359,7 +377,14 @@ class StreamedRecords(Arriving):
             "spans": document.spans.tolist(),
         }
 
-    def document(self, item: dict[str, Any]) -> Document:
-        """See `Arriving`."""
+    def _document(self, item: dict[str, Any]) -> Document:
         tokens = np.frombuffer(base64.b64decode(item["tokens"]), item["dtype"])
-        return Document(tokens, np.array(item["spans"], dtype=np.int64).reshape(-1, 2))
+        spans = np.array(item["spans"], dtype=np.int64).reshape(-1, 2)
+        most, ends = self.tokenizer.vocabulary_size, (0, *spans.ravel(), len(tokens))
+        if (
+            tokens.dtype.kind != "u"
+            or int(tokens.max(initial=0)) >= most
+            or [*map(int, ends)] != sorted(ends)
+        ):
+            raise ValueError(f"a saved document of {self.name} is damaged")
+        return Document(tokens, spans)

@@ -12,7 +12,7 @@ answer; both must be prefixes of the whole.
 texts, are replaced by private-use characters before a template sees them, and restored afterwards as plain text. (A
 template that cuts pieces out of messages could still assemble a name.)
 
-Templates are untrusted programs: they run in Jinja's immutable sandbox, with the same names as in transformers:
+Templates are untrusted programs: they run in the sandbox of `chat_sandbox.py`, with the same names as in transformers:
 `messages`, `tools`, `add_generation_prompt`, `bos_token`, `eos_token`, `raise_exception`, `strftime_now`, `tojson`.
 """
 
@@ -27,24 +27,17 @@ from functools import cached_property
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.runtime import Macro
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
+from multipack.data.chat_sandbox import CLOSE, OPEN, compile_template, limited
 from multipack.data.data_config import BUILT_IN_TEMPLATES, DataConfig
 from multipack.data.shards import CHAT_TEMPLATE
 from multipack.data.texts import Message, TextPart
 from multipack.data.tokenizer import TokenizerConfig, byte_tokenizer, load_tokenizer
+from multipack.data.vocabularies import read_text
 
 FIRST_CODE = 0x100000
 """First code point of the replacements for protected text: the last private-use plane of Unicode."""
-OPEN, CLOSE = "\U0010fffc", "\U0010fffd"
-"""Characters that mark the begin and end of the output of a `{% generation %}` block."""
 _CODES = re.compile("[\U00100000-\U0010ffff]")
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 _FORMAT = "multipack chat template 2"
@@ -90,11 +83,11 @@ class ChatTemplate:
             )
         self._day = datetime.datetime.combine(datetime.date.today(), datetime.time())
         try:
-            self.program = _environment(self._day).from_string(self.source)
-        except (jinja2.TemplateSyntaxError, RecursionError) as error:
-            raise ValueError(
-                f"{self.name}, line {getattr(error, 'lineno', 1)}: {getattr(error, 'message', error)}"
-            ) from error
+            with limited():
+                self.program = compile_template(self.source, self._day)
+        except Exception as error:  # Jinja generates Python, and a deeply nested template fails there
+            line = getattr(error, "lineno", None)
+            raise ValueError(f"{self.name}{f', line {line}' if line else ''}: {_reason(error)}") from error
 
     def parts(
         self,
@@ -148,7 +141,7 @@ class ChatTemplate:
             if (found := fields.pop("format")) != _FORMAT:
                 raise ValueError(f"format {found!r} instead of {_FORMAT!r}")
             return cls(**fields)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"not a chat template of multipack: {error}") from error
 
     def _cut(self, written: str, chat: _Chat, first_target: int) -> tuple[TextPart, ...]:
@@ -234,19 +227,20 @@ class _Chat:
         """The template's output for the first `count` messages (None: all), with protected text and marks."""
         messages = self.messages[:count]
         try:
-            text = self.template.program.render(
-                messages=messages,
-                tools=self._tools,
-                add_generation_prompt=add_generation_prompt,
-                bos_token=self.template.bos_token,
-                eos_token=self.template.eos_token,
-            )
+            with limited():
+                text = self.template.program.render(
+                    messages=messages,
+                    tools=self._tools,
+                    add_generation_prompt=add_generation_prompt,
+                    bos_token=self.template.bos_token,
+                    eos_token=self.template.eos_token,
+                )
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"a message contains an unpaired surrogate: {error}") from error
         except Exception as error:  # a template is a program: it can fail in any way
             rendered = "the conversation" if count is None else f"its first {len(messages)} messages"
-            raise ValueError(f"{self.template.name} refuses {rendered}: {error}") from error
+            raise ValueError(f"{self.template.name} refuses {rendered}: {_reason(error)}") from error
         return text
 
     def restore(self, text: str) -> str:
@@ -265,58 +259,17 @@ class _Chat:
         return self._codes.setdefault(match.group(), chr(FIRST_CODE + len(self._codes)))
 
 
+def _reason(error: Exception) -> str:
+    """The message of an error on one line, and its kind if the message does not say it."""
+    kinds = {"MemoryError": "it needs too much memory", "RecursionError": "it is nested too deeply"}
+    text = " ".join(str(getattr(error, "message", None) or error).split())
+    return kinds.get(type(error).__name__) or text or type(error).__name__
+
+
 def _any_of(words: Iterable[str]) -> str:
     """A pattern that matches any of these words, the longest possible one; without words it matches nothing."""
     longest_first = sorted(filter(None, words), key=len, reverse=True)
     return f"(?:{'|'.join(map(re.escape, longest_first)) or '(?!)'})"
-
-
-# --- Jinja as chat templates expect it ----------------------------------------------------------------
-
-
-class _GenerationBlocks(Extension):
-    """`{% generation %} … {% endgeneration %}`: puts marks around the output of the block."""
-
-    tags = {"generation"}  # noqa: RUF012 - Jinja's interface
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        """Called by Jinja at the tag."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
-
-    def _mark(self, caller: Macro) -> str:
-        return f"{OPEN}{caller()}{CLOSE}"
-
-
-def _environment(day: datetime.datetime) -> ImmutableSandboxedEnvironment:
-    """The sandbox; `strftime_now` formats the day on which the template was opened."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = day.strftime
-    return environment
-
-
-def _raise(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON as transformers writes it in templates: no HTML escapes, characters as they are."""
-    text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
-    if not ensure_ascii:
-        return text
-    # Codes of protected text must stay one character, or the text could not be restored.
-    return re.sub(r"[^\x00-\x7f]", lambda c: c[0] if _CODES.match(c[0]) else json.dumps(c[0])[1:-1], text)
 
 
 # --- the template of a configuration ------------------------------------------------------------------
@@ -339,7 +292,7 @@ def resolve_template(data: DataConfig, tokenizer: TokenizerConfig) -> ChatTempla
         path = Path(tokenizer.path).expanduser()
         saved = (path if path.is_dir() else path.parent) / CHAT_TEMPLATE
         if saved.is_file():
-            return ChatTemplate.from_json(saved.read_text("utf-8"))
+            return ChatTemplate.from_json(read_text(saved))
     # Tokenizers that multipack trains have the end token of the one of bytes, and no template.
     own = byte_tokenizer() if tokenizer.is_trained else load_tokenizer(tokenizer)
     if name == "plain" or not (name or own.chat_template):
@@ -348,8 +301,8 @@ def resolve_template(data: DataConfig, tokenizer: TokenizerConfig) -> ChatTempla
     if not name:
         return ChatTemplate(own.chat_template, special, *end_tokens, f"the template of {tokenizer.name}")
     try:
-        source = Path(name).expanduser().read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        source = read_text(Path(name).expanduser())
+    except (OSError, ValueError) as error:
         raise ValueError(
             f"data.chat_template={name}: one of {', '.join(BUILT_IN_TEMPLATES)}, or a readable Jinja file: {error}"
         ) from error

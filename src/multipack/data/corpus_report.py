@@ -14,6 +14,7 @@ import numpy as np
 from multipack.data.data_config import Overlong
 from multipack.data.documents import Documents
 from multipack.data.overlong import FitReport, Integers
+from multipack.data.staging import available_memory
 from multipack.data.store import TokenStore
 from multipack.planning.lengths import check_lengths
 
@@ -149,11 +150,14 @@ def read_lengths(
             f"data.overlong={data.overlong} applies to documents of a store, and {path} is a file of lengths"
         )
     try:
-        numbers = np.load(path, allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
+        if not path.is_file():
+            raise FileNotFoundError("there is no such file")
+        # Mapped: an array that is larger than its file is refused before memory is allocated.
+        numbers = np.load(path, mmap_mode="r", allow_pickle=False)
+    except Exception as error:  # the file's header is an expression in Python, which fails in many ways
         raise ValueError(
             f"{path} is neither the folder of a token store nor a .npy file of lengths, as numpy.save(path, lengths)"
-            f" writes one: {error}"
+            f" writes one: {' '.join(str(error).split())}"
         ) from error
     return _of_histogram(numbers, path) if histogram else check_lengths(numbers), None, None
 
@@ -167,5 +171,10 @@ def _of_histogram(counts: Integers, path: Path) -> Integers:
         raise ValueError(
             f"{path} is not a histogram: a flat array of counts, of 1 to {_MOST:,} documents in all; got {counts.dtype}"
             f" of shape {counts.shape}"
+        )
+    needed, free = 8 * int(counts.sum(dtype=np.int64)), available_memory()
+    if free is not None and needed > free:
+        raise ValueError(
+            f"{path} counts documents whose lengths need {needed:,} bytes, and {free:,} are free"
         )
     return np.repeat(np.arange(1, len(counts) + 1, dtype=np.int64), counts)

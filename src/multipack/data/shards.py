@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from multipack.atomic import write_atomically
+from multipack.atomic import read_file, write_atomically
+from multipack.planning.lengths import check_integer
 
 Integers = NDArray[np.int64]
 FORMAT, VERSION = "multipack-token-store", 5
@@ -35,7 +36,7 @@ HEADER, TOKENIZER, CHAT_TEMPLATE = "header.json", "tokenizer.json", "chat_templa
 SHARDS = "shard-*.safetensors"
 _ARRAYS = ("offsets", "span_offsets", "name_offsets", "spans", "tokens", "names")
 _DTYPES = {"U8": "<u1", "U16": "<u2", "U32": "<u4", "I64": "<i8"}
-_LARGEST_JSON = 1 << 26  # bytes of a header
+_MOST_PARTS = 9999
 _PRIME = (1 << 127) - 1
 _BASE = 0x5A17_93C4_E6B8_0D2F_1E8B_37D6_94A5_C263
 
@@ -197,16 +198,21 @@ def open_shard(path: Path, label: str = "") -> Shard:
         shard = Shard(
             **{name: _array(data, name, layout[name]) for name in _ARRAYS},
             content=int(about["content"], 16),
-            read=int(about["read"]),
-            skipped=about["skipped"],
+            read=check_integer("read", about["read"], 0),
+            skipped=_counts(about["skipped"]),
             file=path,
             bytes=begin + len(data),
             label=label,
         )
         shard.check()
         return shard
-    except (SafetensorError, FileNotFoundError, KeyError, TypeError, ValueError, RecursionError) as error:
+    except (SafetensorError, FileNotFoundError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise damaged(path, f"not a shard ({error})") from error
+
+
+def _counts(value: Any) -> dict[str, int] | None:
+    """Reason → number of entries; None stays None. Anything else is a `TypeError` or `ValueError`."""
+    return None if value is None else {str(why): check_integer(why, n, 0) for why, n in dict(value).items()}
 
 
 def _array(data: NDArray[np.uint8], name: str, place: dict[str, Any]) -> NDArray[Any]:
@@ -246,6 +252,14 @@ class StoreHeader:
     parts: int = 1
     description: str = ""
 
+    def _check(self) -> None:
+        """Check the types of all fields; `TypeError` or `ValueError`."""
+        for field in fields(self):
+            if type(value := getattr(self, field.name)).__name__ != field.type:
+                raise TypeError(f"{field.name} is {value!r}, not {field.type}")
+        check_integer("vocabulary_size", self.vocabulary_size, 0, 1 << 32)
+        check_integer("parts", self.parts, 1, _MOST_PARTS)
+
     def _checksum(self) -> str:
         canonical = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
@@ -276,10 +290,11 @@ class StoreHeader:
                 f"{folder} is not a token store (it has no {HEADER}): `multipack prepare` makes one"
             )
         try:
-            content = json.loads(file.read_bytes()) if file.stat().st_size <= _LARGEST_JSON else {}
+            content = json.loads(read_file(file))
             version = content.pop("format"), content.pop("version")
             if version == (FORMAT, VERSION):
                 checksum, header = content.pop("checksum"), cls(**content)
+                header._check()
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise damaged(file, f"not the header of a token store ({error})") from error
         if version != (FORMAT, VERSION):

@@ -191,6 +191,8 @@ class TokenStore:
         shard, number = self._find(document)
         spans = shard.spans_of(number)
         self.bytes_asked += 0 if shard.file is None else spans.nbytes
+        if len(spans) and not 0 <= int(spans.min()) <= int(spans.max()) <= len(shard.tokens_of(number)):
+            raise damaged(self.path, f"document {document} has targets outside of its tokens")
         return spans
 
     def count_targets(self, documents: Integers, starts: Integers, stops: Integers) -> Integers:

@@ -20,8 +20,11 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
+from multipack import atomic
+
 Vocabulary = tuple[str, dict[str, Any]]
 """The content of a `tokenizer.json`, and the fields of a `tokenizer_config.json`."""
+_MOST_BYTES = 1 << 28
 TEKKEN = "tekken_240911.json"
 """File of `kind=mistral` without a path: 131,072 tokens, 1,000 of them special."""
 
@@ -35,14 +38,22 @@ def read_file(path: str) -> Vocabulary:
     beside, template = file.with_name("tokenizer_config.json"), file.with_name("chat_template.jinja")
     config = _json(beside) if beside.is_file() else {}
     if template.is_file():
-        config["chat_template"] = template.read_text("utf-8")
-    return file.read_text("utf-8"), config
+        config["chat_template"] = read_text(template)
+    return read_text(file), config
+
+
+def read_text(path: Path) -> str:
+    """The text of a file of at most 256 MiB; `ValueError` if it is larger, no regular file or not UTF-8."""
+    try:
+        return atomic.read_file(path, _MOST_BYTES).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        fields = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
+        fields = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not JSON: {error}") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{path}: a JSON {type(fields).__name__}, not an object")
