@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch.library import opcheck
+from torch.nn.parallel import DistributedDataParallel
 
 from multipack.data.collate import PackedCollator
 from multipack.models.compile import compile_blocks
@@ -71,6 +73,59 @@ def test_one_graph_serves_all_layers_and_packs(shape, packs, distance, gradients
     assert count.graphs == graphs
     assert not breaks()
     assert list(model.state_dict()) == list(reference.state_dict())
+
+
+class Bounds(torch.nn.Module):
+    """A layer that passes a pack's bounds to an operator, as kernels of GPUs take them."""
+
+    def forward(self, x, batch):
+        return torch.ops.multipack_test.kernel(x * 2, batch.cu_seqlens, batch.max_seqlen)
+
+
+@pytest.fixture
+def _kernel():
+    library = torch.library.Library("multipack_test", "FRAGMENT")
+    library.define("kernel(Tensor x, Tensor bounds, SymInt longest) -> Tensor")
+    library.impl("kernel", lambda x, bounds, longest: x.clone(), "CompositeExplicitAutograd")
+    yield
+    library._destroy()
+
+
+@pytest.mark.parametrize(("pad_to", "graphs"), [(600, 2), (None, 3)])
+@pytest.mark.usefixtures("_kernel")
+def test_a_run_compiles_three_graphs_at_most(document, pad_to, graphs):
+    """Evaluation, training, evaluation: the number and the length of documents never compile a block again."""
+    model, count = SimpleNamespace(blocks=[Bounds(), Bounds()]), Count()
+    compile_blocks(model, backend=count)
+    draw = np.random.default_rng(0)
+    for trains in (False, True, False):
+        for _ in range(8):
+            lengths = draw.integers(2, 150, draw.integers(1, 5))
+            batch = PackedCollator(8, 600, pad_to)([document(int(length)) for length in lengths])
+            x = torch.ones(batch.num_slots, requires_grad=trains)
+            with torch.set_grad_enabled(trains):
+                for block in model.blocks:
+                    x = block(x, batch)
+    assert count.graphs == graphs
+    assert not breaks()
+
+
+@pytest.fixture
+def _one_rank():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("shape", ["llama-gqa"], indirect=True)
+@pytest.mark.usefixtures("_one_rank")
+def test_ddp_does_not_split_a_compiled_block(shape, packs):
+    """torch would divide a graph at DDP's buckets, where these hold less than a block's gradients."""
+    model, count = Decoder(shape), Count()
+    compile_blocks(model, backend=count)
+    replicated = DistributedDataParallel(model, bucket_cap_mb=1e-4)
+    replicated(next(packs(96))).backward()
+    assert count.graphs == 1
 
 
 @pytest.mark.slow

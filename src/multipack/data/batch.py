@@ -4,13 +4,13 @@
     input_ids      a a a a a   b b   c c c   0 0                (T,) int64
     position_ids   0 1 2 3 4   0 1   0 1 2   0 1                (T,) restart at every document
     targets        a a a a −   b −   c c −   − −                (T,) already shifted; − is −100
-    cu_seqlens     0 5 7 10 12 12 …                             (most documents + 2,) int32, the tail repeats T
+    cu_seqlens     0 5 7 10 12                                  (documents + 1,) int32, padding counted as one
     weights        ¼ ¼ ¼ ¼ 0   1 0   ½ ½ 0   0 0                (T,) float32, if documents have equal weight; else None
 
 Padding is one last document that attends to itself and is never a target. If documents are aligned to a multiple, each
 also ends in padding of its own, which no token of it attends to:
 
-    align=4        A A A A A 0 0 0   B B 0 0   C C C 0          cu_seqlens 0 8 12 16 …; targets −
+    align=4        A A A A A 0 0 0   B B 0 0   C C C 0          cu_seqlens 0 8 12 16; targets −
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class PackedBatch:
         targets: (T,) int64, shifted: the next token, or −100 at each document's last position, on prompts and on
             padding.
         position_ids: (T,) int64, counted from 0 in every document.
-        cu_seqlens: (D + 2,) int32 starts of documents, where D is the plan's largest number of documents in a pack; the
-            tail repeats T, so that the shape is the same for every pack of a plan.
-        max_seqlen: tokens of the longest document in any pack of the plan (a constant).
+        cu_seqlens: (D + 1,) int32 starts of this pack's D documents, padding counted as one, and T.
+        max_seqlen: slots of this pack's longest document, padding included, rounded up to a multiple of 128. Kernels
+            start max_seqlen / 128 thread blocks for each of the D documents and each head.
         num_documents: documents in this pack, without padding.
         num_tokens: tokens in this pack, without padding.
         num_target_tokens: targets that are not −100.

@@ -25,6 +25,9 @@ from multipack.planning.options import LossWeighting, check_choice
 from multipack.planning.plan import Plan
 from multipack.planning.stream import PackStream
 
+TILE_TOKENS = 128
+"""Queries that one thread block of an attention kernel processes: `max_seqlen` is a multiple of it."""
+
 Planned = Plan | PackStream | PackedBatchSampler
 """What determines the settings of a collator."""
 
@@ -34,8 +37,8 @@ class PackedCollator:
     """Concatenates the documents of a pack. `PackedCollator.of(plan)` takes the settings that a plan decides from it.
 
     Args:
-        max_documents: the plan's largest number of documents in a pack: decides the length of `cu_seqlens`.
-        max_seqlen: slots of the plan's longest document (a constant for kernels).
+        max_documents: the plan's largest number of documents in a pack; more are an error.
+        max_seqlen: slots of the plan's longest document; longer ones are an error.
         pad_to: slots of every batch (the capacity), with one padding document at the end; None = no padding.
         pad_id: token of padding.
         align: pad each document at its end to a multiple of this, for context parallelism (twice its ranks) and fp8
@@ -102,20 +105,19 @@ class PackedCollator:
             raise ValueError(f"a pack of {used:,} tokens{aligned} does not fit into pad_to={slots:,}")
         if used < slots:
             sizes.append(slots - used)
-        max_seqlen = max(self.max_seqlen, self.pad_to or max(self.align, self.multiple))
-        if max(sizes) > max_seqlen:
+        longest = max(sizes)
+        if longest > max(self.max_seqlen, self.pad_to or max(self.align, self.multiple)):
             raise ValueError(
-                f"a document of {max(sizes):,} tokens{aligned} exceeds max_seqlen={max_seqlen:,}"
+                f"a document of {longest:,} tokens{aligned} exceeds max_seqlen={self.max_seqlen:,}"
             )
-        starts = np.cumsum(sizes) - sizes
+        ends = np.cumsum(sizes)
+        starts = ends - sizes
         input_ids = np.full(slots, self.pad_id, dtype=np.int64)
         targets = np.full(slots, IGNORE, dtype=np.int64)
         # The last size may be that of padding, which has no document.
         for start, length, document in zip(starts, lengths, documents, strict=False):
             input_ids[start : start + length] = document.tokens
             targets[start : start + length] = document.shifted_targets()
-        cu_seqlens = np.full(self.max_documents + 2, slots, dtype=np.int32)
-        cu_seqlens[: len(sizes)] = starts
         owner = np.repeat(np.arange(len(sizes)), sizes)  # document of each slot
         is_target = targets != IGNORE
         counts = np.bincount(owner, is_target, len(sizes))
@@ -127,8 +129,8 @@ class PackedCollator:
             input_ids=torch.from_numpy(input_ids),
             targets=torch.from_numpy(targets),
             position_ids=torch.from_numpy(np.arange(slots, dtype=np.int64) - starts[owner]),
-            cu_seqlens=torch.from_numpy(cu_seqlens),
-            max_seqlen=max_seqlen,
+            cu_seqlens=torch.from_numpy(np.append(0, ends).astype(np.int32)),
+            max_seqlen=-(-longest // TILE_TOKENS) * TILE_TOKENS,
             num_documents=len(documents),
             num_tokens=sum(lengths),
             num_target_tokens=int(np.count_nonzero(is_target)),

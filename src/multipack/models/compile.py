@@ -19,8 +19,9 @@ def compile_blocks(model: Decoder, backend: str | Callable[..., Any] = "inductor
     """Let every block of the model be compiled when it first runs; in place.
 
     Names of parameters, state dictionaries and hooks stay. Packs of one size (`PackedCollator.pad_to`) need one
-    compilation, packs of varying sizes two: for the first size, then for all. Each combination of gradient mode and
-    autocast dtype is compiled separately.
+    compilation, packs of varying sizes two: for the first size, then for all. The number and the length of documents
+    are symbolic from the first compilation on. Each combination of gradient mode and autocast dtype is compiled
+    separately. In DDP a block stays one graph: gradients of a block are complete together anyway.
 
     Args:
         model: already tiled, checkpointed and divided, but not yet sharded or replicated.
@@ -28,3 +29,18 @@ def compile_blocks(model: Decoder, backend: str | Callable[..., Any] = "inductor
     """
     for block in model.blocks:
         block.compile(backend=backend)
+        block._compiled_call_impl = _configured(block._compiled_call_impl)
+
+
+def _configured(compiled: Any) -> Callable[..., Any]:
+    """A compiled block, called with settings that torch has globally only; they are read while it compiles."""
+    import torch._dynamo  # takes a second
+
+    bounds = torch.compiler.config.patch(dynamic_sources=r".*\.cu_seqlens,.*\.max_seqlen")  # type: ignore[attr-defined]
+    whole = torch._dynamo.config.patch(optimize_ddp=False)
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        with bounds, whole:
+            return compiled(*arguments, **named)
+
+    return call

@@ -86,7 +86,7 @@ class PreferenceDecoder(Decoder):
         of_tokens = self.log_probabilities(
             self.hidden(batch), self.output_weight, batch.targets, num_targets=batch.num_target_tokens
         )
-        # Sums of padding and of the repeated T at the end of cu_seqlens are dropped.
+        # The sum of padding is dropped.
         of_documents = torch.segment_reduce(of_tokens.double(), "sum", offsets=batch.cu_seqlens.long())
         return of_documents[: batch.num_documents].view(-1, 2)
 

@@ -11,10 +11,10 @@ To add a backend, add a `Backend` to `BACKENDS` (table.py), in order of preferen
 
 - q, k and v have one of the dtypes in the row. They may be strided views with a contiguous last dimension, and so may
   the result.
-- `batch.cu_seqlens` repeats T at its end, so kernels must accept empty documents; `batch.max_seqlen` is a constant of
-  the plan, so kernels specialize once; `batch.lengths` has the documents' lengths on the host, for loops without a
-  device synchronization. torch.compile treats host integers as constants and compiles again when they change: the
-  row's `compiles` must exclude a function that reads `lengths`.
+- `batch.cu_seqlens` and `batch.max_seqlen` are bounds of this pack, so that kernels launch what it needs. Compiled code
+  gets both with a symbolic size; a function must not branch on them. `batch.lengths` has the documents' lengths on the
+  host, for loops without a device synchronization. torch.compile treats them as constants and compiles again when
+  they change: the row's `compiles` must exclude a function that reads `lengths`.
 - `operators` names the torch operators whose outputs selective activation checkpointing keeps.
 - Import the package named in `needs` inside the function: the table itself imports nothing.
 - Compute tensors that depend only on a batch's bounds once for all layers, by `masks.once_a_batch`.

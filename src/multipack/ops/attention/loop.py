@@ -72,7 +72,7 @@ def _band(queries: slice, keys: slice, window: int | None, like: Tensor) -> Tens
 
 
 def _lengths(cu_seqlens: Tensor, slots: int) -> list[int]:
-    """Slots of each document; the repeated T at the end of `cu_seqlens` gives zeros."""
+    """Slots of each document."""
     starts: list[int] = cu_seqlens.tolist()
     if starts[0] != 0 or starts[-1] != slots:
         raise ValueError(

@@ -35,7 +35,7 @@ def first_visible(batch: PackedBatch, window: int | None = None) -> Tensor:
     """
     starts = batch.cu_seqlens
     positions = torch.arange(batch.input_ids.shape[0], device=starts.device, dtype=starts.dtype)
-    # The repeated T at the end of cu_seqlens is greater than every position, so bucketize never returns it.
+    # T, at the end of cu_seqlens, is greater than every position, so bucketize never returns it.
     first = starts[torch.bucketize(positions, starts, right=True) - 1]
     return first if window is None else torch.maximum(first, positions - (window - 1))
 
