@@ -260,6 +260,25 @@ def test_few_ranks_open_tokens(readers, options):
     assert opens == expected
 
 
+@pytest.mark.parametrize(("size", "readers"), [(3, 2), (16, 6), (8, 2)])
+def test_ranks_that_read_together_make_a_group_without_the_others(monkeypatch, size, readers):
+    """Under nccl torch splits the world's communicator on ranks that are no members: uneven numbers would hang."""
+    made = {}
+
+    def new_group(ranks, use_local_synchronization=False, **options):
+        assert use_local_synchronization
+        made.setdefault(rank, []).append(ranks)
+
+    monkeypatch.setattr(torch.distributed, "new_group", new_group)
+    for rank in range(size):
+        mesh = Mesh.plain(World(rank=rank, size=size))
+        open_loader(None, None, None, mesh, readers=readers)
+    assert [len(groups) for groups in made.values()] == [1] * size
+    assert all(
+        made[member] == groups and rank in groups[0] for rank, groups in made.items() for member in groups[0]
+    )
+
+
 def test_more_readers_than_ranks_are_refused():
     check_readers(4, 4)
     with pytest.raises(ValueError, match=r"data\.readers=5 of 4 .*data\.readers=4"):

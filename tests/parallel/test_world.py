@@ -72,6 +72,21 @@ def test_two_ranks_of_a_host_do_not_share_a_gpu(monkeypatch, visible, gpus, refu
             world_module._check_own_gpu(store, Ranks(rank, 2), torch.device("cuda", 0))
 
 
+@pytest.mark.parametrize(
+    ("variable", "times"), [("", 1), ("PYTORCH_CUDA_ALLOC_CONF", 0), ("PYTORCH_ALLOC_CONF", 0)]
+)
+def test_gpu_memory_grows_in_segments_unless_the_user_chose(monkeypatch, variable, times):
+    found = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", found.append)
+    monkeypatch.setattr(world_module, "choose_device", lambda *_: torch.device("cuda", 0))
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    if variable:
+        monkeypatch.setenv(variable, "expandable_segments:False")
+    with connected():
+        assert found == ["expandable_segments:True"] * times
+
+
 def test_ranks_that_do_not_connect_are_one_line(monkeypatch):
     for name, value in {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
@@ -98,6 +113,7 @@ watch = Watch(torch.distributed.HashStore(), 0, 2, 60.0, ends_process=False)
 world.choose_device = lambda *_: torch.device("cuda", 0)
 world._join = lambda *_: watch
 torch.cuda.set_device = lambda _: None
+world.use_expandable_segments = lambda: None
 torch.distributed.destroy_process_group = torch.distributed.barrier = waits
 threading.Thread(target=waits).start()  # as a thread that writes a checkpoint
 try:

@@ -39,7 +39,7 @@ class World:
         rank, size: of this process, and the number of processes.
         local_rank: rank of this process among those of its host.
         device: where this process computes.
-        backend: of the process group: gloo, nccl, or none.
+        backend: of the process group: gloo, nccl, or none, as in a run of one process.
         launcher, command: what started this process.
         timeout_seconds: how long a collective waits for a missing rank.
         groups: process groups made so far: see `subgroup`.
@@ -109,12 +109,12 @@ class World:
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        if self.size > 1:
+        if self.backend != "none":
             dist.barrier()
 
     def sum(self, values: list[float]) -> list[float]:
         """Element-wise sum over ranks, in float64."""
-        if self.size == 1:
+        if self.backend == "none":
             return values
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
@@ -122,13 +122,13 @@ class World:
 
     def gather(self, text: str, group: dist.ProcessGroup | None = None) -> list[str]:
         """Every rank's `text`, by rank; `group` is another group of all ranks."""
-        if self.size == 1:
+        if self.backend == "none":
             return [text]
         return [each.decode() for each in gather_bytes(text.encode(), group)]
 
     def from_main(self, text: str) -> str:
         """Rank 0's `text`, on every rank."""
-        if self.size == 1:
+        if self.backend == "none":
             return text
         return broadcast_bytes(text.encode()).decode()
 
@@ -194,17 +194,38 @@ def connected(device: Device = "auto", timeout_seconds: float = 600.0) -> Iterat
     program = Path(sys.argv[0]).name
     command = " ".join(["python -m multipack" if program == "__main__.py" else program, *sys.argv[1:]])
     if ranks.size == 1:
-        yield World(device=choose_device(device, 0), launcher=ranks.launcher, command=command)
+        alone = choose_device(device, 0)
+        if alone.type == "cuda":
+            use_expandable_segments()
+        yield World(device=alone, launcher=ranks.launcher, command=command)
         return
     address = rendezvous(os.environ, ranks)
     target = choose_device(device, ranks.local_rank)
-    if target.type == "cuda":
-        torch.cuda.set_device(target)
-    backend = "nccl" if target.type == "cuda" else "gloo"
     if ranks.launcher == "torchrun":
         _end_with_parent()
-    watch = _join(os.environ, backend, ranks, address, timeout_seconds, target)
-    place = ranks.rank, ranks.size, ranks.local_rank, target, backend, ranks.launcher, command
+    with joined(ranks, address, target, timeout_seconds, command) as world:
+        yield world
+
+
+@contextmanager
+def joined(
+    ranks: Ranks, address: tuple[str, int], device: torch.device, timeout_seconds: float, command: str = ""
+) -> Iterator[World]:
+    """The ranks of a run with their process group, also that of a single rank; see `connected`.
+
+    Args:
+        ranks: this process.
+        address: host and port of the store.
+        device: of this process.
+        timeout_seconds: how long a collective waits for a missing rank before it raises.
+        command: what started this process.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        use_expandable_segments()
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    watch = _join(os.environ, backend, ranks, address, timeout_seconds, device)
+    place = ranks.rank, ranks.size, ranks.local_rank, device, backend, ranks.launcher, command
     world = World(*place, timeout_seconds, watch=watch)
     try:
         yield world
@@ -220,6 +241,14 @@ def connected(device: Device = "auto", timeout_seconds: float = 600.0) -> Iterat
         raise
     watch.close()
     dist.destroy_process_group()
+
+
+def use_expandable_segments() -> None:
+    """Let torch grow segments of GPU memory, of which packs of unequal sizes waste less, unless the user chose."""
+    chosen = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys()
+    if not chosen and torch.version.hip is None:
+        # torch.cuda.memory._set_allocator_settings, which newer versions replace by this function, and warn.
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def _join(

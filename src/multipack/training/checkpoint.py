@@ -91,7 +91,7 @@ class CheckpointWriter:
         self._run, self._world, self._keep, self._background = run, world, keep, background
         self._group: dist.ProcessGroup | None = None
         # Training continues to use the default group, and the thread exchanges text on the CPU.
-        if world.size > 1 and (background or world.backend != "gloo"):
+        if world.backend != "none" and (background or world.backend != "gloo"):
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout_seconds))
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[None] | None = None
