@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multipack.ops.attention.runs import Run, repeat_heads, runs
+from multipack.ops.attention.runs import Run, heads_first, repeat_heads, runs, tokens_first
 from multipack.ops.autocast import at_least_float32
 
 SCORES = 2**26
@@ -147,12 +147,10 @@ def _flash_backward(
     return dq.float(), dk.float(), dv.float()
 
 
-def _pairs(documents: Bounds | None, q: Tensor, k: Tensor) -> Iterator[tuple[Run, Run]]:
-    """Runs of queries and of the keys that they see."""
-    if documents is None:
-        yield Run(0, 1, len(q)), Run(0, 1, len(k))
-    else:
-        yield from ((run, run) for run in runs(documents.lengths))
+def _divided(x: Tensor, documents: Bounds | None) -> list[Tensor]:
+    """(T, H, …) → (documents, H, l, …) of each run in float32 or float64; without documents, all tokens are one run."""
+    found = [Run(1, len(x))] if documents is None else list(runs(documents.lengths))
+    return heads_first(x.to(at_least_float32(x.dtype)), found)
 
 
 def _looped(attend: Callable[..., tuple[Any, ...]], gradients: Callable[..., Gradients]) -> Kernel:
@@ -165,28 +163,17 @@ def _looped(attend: Callable[..., tuple[Any, ...]], gradients: Callable[..., Gra
     """
 
     def forward(q: Tensor, k: Tensor, v: Tensor, documents: Bounds | None) -> tuple[Tensor, Tensor]:
-        dtype = at_least_float32(q.dtype)
-        out, lse = q.new_empty(q.shape, dtype=dtype), q.new_empty(q.shape[:2], dtype=dtype)
-        for rows, columns in _pairs(documents, q, k):
-            key, value = (columns.heads_first(x, dtype) for x in (k, v))
-            part_out, part_lse, *_ = attend(
-                rows.heads_first(q, dtype), key, value, 0.0, documents is not None
-            )
-            rows.view(out).copy_(part_out.transpose(1, 2))
-            rows.view(lse).copy_(part_lse.transpose(1, 2))
+        inputs = (_divided(x, documents) for x in (q, k, v))
+        parts = [attend(*each, 0.0, documents is not None)[:2] for each in zip(*inputs, strict=True)]
+        out, lse = (tokens_first(each) for each in zip(*parts, strict=True))
         return out, lse
 
     def backward(
         upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Bounds | None
     ) -> Gradients:
-        dq, dk, dv = (x.new_empty(x.shape, dtype=at_least_float32(x.dtype)) for x in (q, k, v))
-        for rows, columns in _pairs(documents, q, k):
-            out_grad, query, output = (rows.heads_first(x, dq.dtype) for x in (upstream, q, out))
-            key, value = (columns.heads_first(x, dq.dtype) for x in (k, v))
-            part_lse = rows.lse_heads_first(lse)
-            parts = gradients(out_grad, query, key, value, output, part_lse, 0.0, documents is not None)
-            for grad, part, run in zip((dq, dk, dv), parts, (rows, columns, columns), strict=True):
-                run.view(grad).copy_(part.transpose(1, 2))
+        inputs = (_divided(x, documents) for x in (upstream, q, k, v, out, lse.contiguous()))
+        parts = [gradients(*each, 0.0, documents is not None) for each in zip(*inputs, strict=True)]
+        dq, dk, dv = (tokens_first(each) for each in zip(*parts, strict=True))
         return dq, dk, dv
 
     return Kernel(forward, backward)

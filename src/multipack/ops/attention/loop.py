@@ -15,7 +15,7 @@ On other devices it calls `scaled_dot_product_attention` in a loop over `batch.l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from multipack.data.batch import PackedBatch
-from multipack.ops.attention.runs import repeat_heads, runs
+from multipack.ops.attention.runs import Run, heads_first, repeat_heads, runs, tokens_first
 from multipack.ops.autocast import at_least_float32
 
 FLOAT32_TOKENS = 512
@@ -50,20 +50,17 @@ def loop(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None
     return out.to(q.dtype)
 
 
-def _tiles(length: int, window: int | None) -> Iterator[tuple[slice, slice]]:
+def _tiles(length: int, window: int) -> Iterator[tuple[slice, slice]]:
     """Tiles of a document: slices of its queries, and of the keys that any of them sees."""
-    if window is None or window >= length:
-        yield slice(0, length), slice(0, length)
-        return
     size = max(window, TILE_TOKENS)
     for start in range(0, length, size):
         stop = min(start + size, length)
         yield slice(start, stop), slice(max(0, start - window + 1), stop)
 
 
-def _band(queries: slice, keys: slice, window: int | None, like: Tensor) -> Tensor | None:
+def _band(queries: slice, keys: slice, window: int, like: Tensor) -> Tensor | None:
     """(queries, keys) additive mask of a tile: 0 or −∞; None if plain causal attention is equivalent."""
-    if window is None or queries.stop <= window:
+    if queries.stop <= window:
         return None
     rows, columns = (torch.arange(x.start, x.stop, device=like.device) for x in (queries, keys))
     distance = rows[:, None] - columns
@@ -81,8 +78,57 @@ def _lengths(cu_seqlens: Tensor, slots: int) -> list[int]:
     return [stop - start for start, stop in pairwise(starts)]
 
 
-def _kernel_dtype(keys: slice, dtype: torch.dtype) -> torch.dtype:
-    return at_least_float32(dtype) if keys.stop - keys.start <= FLOAT32_TOKENS else dtype
+def _kernel_dtypes(found: Sequence[Run], window: int | None, dtype: torch.dtype) -> list[torch.dtype]:
+    """The dtype in which the kernel computes each run, for inputs of `dtype`."""
+    visible = [
+        run.length if window is None else min(run.length, max(window, TILE_TOKENS) + window - 1)
+        for run in found
+    ]
+    return [at_least_float32(dtype) if keys <= FLOAT32_TOKENS else dtype for keys in visible]
+
+
+def _by_run(x: Tensor, found: Sequence[Run], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """(T, H, D) → (documents, H, l, D) of each run in its dtype, with one cast for all runs."""
+    cast = {dtype: heads_first(x.to(dtype), found) for dtype in set(dtypes)}
+    return [cast[dtype][index] for index, dtype in enumerate(dtypes)]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
+    """Result and log-sum-exp of a run; tensors are (documents, H, l, …)."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    if window is None or window >= q.shape[2]:
+        out, lse = kernel(q, k, v, 0.0, True)
+        return out, lse
+    parts = []
+    for queries, keys in _tiles(q.shape[2], window):
+        band = _band(queries, keys, window, q)
+        tile = q[:, :, queries], k[:, :, keys], v[:, :, keys]
+        parts.append(kernel(*tile, 0.0, band is None, attn_mask=band))
+    out, lse = (torch.cat(each, dim=2) for each in zip(*parts, strict=True))
+    return out, lse
+
+
+def _gradients(
+    upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v of a run; tensors are (documents, H, l, …)."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    if window is None or window >= q.shape[2]:
+        dq, dk, dv = kernel(upstream, q, k, v, out, lse, 0.0, True)
+        return dq, dk, dv
+    # Tiles have keys in common, whose gradients are summed.
+    parts, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
+    for queries, keys in _tiles(q.shape[2], window):
+        band = _band(queries, keys, window, q)
+        tile = q[:, :, queries], k[:, :, keys], v[:, :, keys]
+        part_lse = lse[:, :, queries].transpose(1, 2).contiguous().transpose(1, 2)  # see `heads_first`
+        found = kernel(
+            upstream[:, :, queries], *tile, out[:, :, queries], part_lse, 0.0, band is None, attn_mask=band
+        )
+        parts.append(found[0])
+        dk[:, :, keys] += found[1]
+        dv[:, :, keys] += found[2]
+    return torch.cat(parts, dim=2), dk, dv
 
 
 @torch.library.custom_op("multipack::document_attention", mutates_args=(), device_types="cpu")
@@ -102,19 +148,11 @@ def document_attention(
         (T, H, D) and (T, H) in float32, or float64 for float64: in half precision the backward pass reads the
         unrounded result.
     """
-    out = q.new_empty(q.shape, dtype=at_least_float32(q.dtype))
-    lse = q.new_empty(q.shape[:2], dtype=out.dtype)
-    for run in runs(_lengths(cu_seqlens, len(q))):
-        for queries, keys in _tiles(run.length, window):
-            dtype = _kernel_dtype(keys, q.dtype)
-            query = run.heads_first(q, dtype, queries)
-            key, value = (run.heads_first(x, dtype, keys) for x in (k, v))
-            band = _band(queries, keys, window, query)
-            part_out, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                query, key, value, 0.0, band is None, attn_mask=band
-            )
-            run.view(out, queries).copy_(part_out.transpose(1, 2))
-            run.view(lse, queries).copy_(part_lse.transpose(1, 2))
+    found = list(runs(_lengths(cu_seqlens, len(q))))
+    dtypes = _kernel_dtypes(found, window, q.dtype)
+    inputs = zip(*(_by_run(x, found, dtypes) for x in (q, k, v)), strict=True)
+    parts = zip(*(_attend(*each, window=window) for each in inputs), strict=True)
+    out, lse = (tokens_first(each).to(at_least_float32(q.dtype)) for each in parts)
     return out, lse
 
 
@@ -136,23 +174,13 @@ def _backward(
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
-    # Tiles of a window have keys in common, whose gradients are summed.
-    make, write = (torch.empty_like, Tensor.copy_) if window is None else (torch.zeros_like, Tensor.add_)
-    grads = torch.empty_like(q), make(k), make(v)
-    for run in runs(_lengths(cu_seqlens, len(q))):
-        for queries, keys in _tiles(run.length, window):
-            dtype = _kernel_dtype(keys, q.dtype)
-            out_grad, query, output = (run.heads_first(x, dtype, queries) for x in (upstream, q, out))
-            key, value = (run.heads_first(x, dtype, keys) for x in (k, v))
-            band = _band(queries, keys, window, query)
-            part_lse = run.lse_heads_first(lse, queries)
-            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                out_grad, query, key, value, output, part_lse, 0.0, band is None, attn_mask=band
-            )
-            run.view(grads[0], queries).copy_(parts[0].transpose(1, 2))
-            for grad, part in zip(grads[1:], parts[1:], strict=True):
-                write(run.view(grad, keys), part.transpose(1, 2))
-    return grads
+    found = list(runs(_lengths(cu_seqlens, len(q))))
+    dtypes = _kernel_dtypes(found, window, q.dtype)
+    tensors = [_by_run(x, found, dtypes) for x in (upstream, q, k, v, out)]
+    inputs = zip(*tensors, heads_first(lse, found), strict=True)
+    parts = zip(*(_gradients(*each, window=window) for each in inputs), strict=True)
+    dq, dk, dv = (tokens_first(each).to(q.dtype) for each in parts)
+    return dq, dk, dv
 
 
 @_backward.register_fake
@@ -183,18 +211,22 @@ document_attention.register_autograd(_autograd_backward, setup_context=_setup_co
 
 def _by_sdpa(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None) -> Tensor:
     """Attention by `scaled_dot_product_attention` on any device, without a device synchronization."""
-    grouped = k.shape[1] != q.shape[1]
-    documents: list[Tensor] = []
-    for run in runs(batch.lengths):
-        parts = []
-        for queries, keys in _tiles(run.length, window):
-            query = run.heads_first(q, q.dtype, queries)
-            key, value = (run.heads_first(x, q.dtype, keys) for x in (k, v))
-            band = _band(queries, keys, window, query)
+    grouped, found = k.shape[1] != q.shape[1], list(runs(batch.lengths))
+    parts = []
+    for query, key, value in zip(*(heads_first(x, found) for x in (q, k, v)), strict=True):
+        if window is None or window >= query.shape[2]:
             parts.append(
+                F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+            )
+            continue
+        tiles = []
+        for queries, keys in _tiles(query.shape[2], window):
+            band = _band(queries, keys, window, query)
+            tile = query[:, :, queries], key[:, :, keys], value[:, :, keys]
+            tiles.append(
                 F.scaled_dot_product_attention(
-                    query, key, value, attn_mask=band, is_causal=band is None, enable_gqa=grouped
+                    *tile, attn_mask=band, is_causal=band is None, enable_gqa=grouped
                 )
             )
-        documents.append(torch.cat(parts, dim=2).transpose(1, 2).flatten(0, 1))
-    return torch.cat(documents)
+        parts.append(torch.cat(tiles, dim=2))
+    return tokens_first(parts)

@@ -2,56 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-ALL = slice(None)
-"""All tokens of a document."""
-
 
 class Run(NamedTuple):
     """Neighboring documents of equal length.
 
     Attributes:
-        first: position of the first token.
         documents: their number.
         length: tokens of each.
     """
 
-    first: int
     documents: int
     length: int
-
-    def view(self, x: Tensor, tokens: slice = ALL) -> Tensor:
-        """(T, H, …) → (documents, l, H, …), a view of these l tokens of each document."""
-        rows = x[self.first : self.first + self.documents * self.length]
-        return rows.view(self.documents, self.length, *x.shape[1:])[:, tokens]
-
-    def heads_first(self, x: Tensor, dtype: torch.dtype, tokens: slice = ALL) -> Tensor:
-        """(T, H, D) → (documents, H, l, D) in `dtype`, the layout of torch's kernels."""
-        return self.view(x, tokens).transpose(1, 2).to(dtype)
-
-    def lse_heads_first(self, lse: Tensor, tokens: slice = ALL) -> Tensor:
-        """(T, H) → (documents, H, l), stored as (documents, l, H).
-
-        Torch's CPU kernel writes this layout. Its backward pass reads the strides in torch 2.13; other versions may
-        assume the layout, and would return wrong gradients for another one without an error.
-        """
-        return self.view(lse, tokens).contiguous().transpose(1, 2)
 
 
 def runs(lengths: Iterable[int]) -> Iterator[Run]:
     """Runs of documents with these lengths, in order; empty documents are skipped."""
-    first = 0
     for length, equal in groupby(lengths):
         if length:
-            documents = len(list(equal))
-            yield Run(first, documents, length)
-            first += documents * length
+            yield Run(len(list(equal)), length)
+
+
+def heads_first(x: Tensor, found: Sequence[Run]) -> list[Tensor]:
+    """(T, H, …) → (documents, H, l, …) of each run: views in the layout of torch's kernels.
+
+    A contiguous (T, H) tensor of log-sum-exps gives views stored as (documents, l, H), which torch's CPU kernel writes.
+    Its backward pass reads the strides in torch 2.13; other versions may assume the layout, and would return wrong
+    gradients for another one without an error.
+    """
+    # One split for all runs: a slice per run would cost more operators, and in autograd a gradient of T rows each.
+    pieces = x.transpose(0, 1)[None].split_with_sizes([run.documents * run.length for run in found], dim=2)
+    return [
+        piece if run.documents == 1 else piece[0].unflatten(1, run).transpose(0, 1)
+        for piece, run in zip(pieces, found, strict=True)
+    ]
+
+
+def tokens_first(parts: Iterable[Tensor]) -> Tensor:
+    """(documents, H, l, …) of each run → (T, H, …)."""
+    return torch.cat([part.transpose(1, 2).flatten(0, 1) for part in parts])
 
 
 def repeat_heads(x: Tensor, q: Tensor) -> Tensor:
