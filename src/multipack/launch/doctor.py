@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import re
+import resource
 import shutil
 import socket
 import subprocess
@@ -127,6 +128,9 @@ def _devices(environment: Mapping[str, str]) -> Iterator[Finding]:
         detail = f"{torch.cuda.get_device_name(index)}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
         remedy = "end the process that uses its memory (see nvidia-smi), or choose another GPU"
         yield _judge(f"cuda:{index}", detail, remedy if free < total / 2 else "", "warn")
+    shown = environment.get("CUDA_VISIBLE_DEVICES", "")
+    if count and shown:
+        yield Finding("visible gpus", "ok", f"{count}, by CUDA_VISIBLE_DEVICES={shown}")
     hidden = environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if not count and not hidden and (Path("/dev/nvidia0").exists() or Path("/dev/kfd").exists()):
         remedy = "compare the driver (nvidia-smi) with torch.version.cuda, or install torch with GPU support"
@@ -137,6 +141,13 @@ def _devices(environment: Mapping[str, str]) -> Iterator[Finding]:
         needed = name == "gloo" or count > 0
         detail = "available" if available else "not in this torch; nccl is for GPUs"
         yield _judge(name, detail, f"install torch with {name}" if needed and not available else "")
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if Path("/sys/class/infiniband").exists():
+        few = 0 <= locked < LEAST_FREE_BYTES  # -1 = unlimited
+        detail = f"{locked / 2**20:,.0f} MiB may be locked" if few else "enough memory may be locked"
+        yield _judge(
+            "infiniband", detail, "ulimit -l unlimited (LimitMEMLOCK of the scheduler)" if few else "", "warn"
+        )
 
 
 def _attention(environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -204,7 +215,14 @@ def _folders(environment: Mapping[str, str]) -> Iterator[Finding]:
         ("cache", cache_folder(), "set XDG_CACHE_HOME (or data.cache=FOLDER) to a writable folder"),
         ("current", Path.cwd(), "change to a writable folder, or use out=FOLDER"),
         ("temporary", Path(tempfile.gettempdir()), "set TMPDIR to a writable folder"),
+        (
+            "shared memory",
+            Path("/dev/shm"),
+            "enlarge it (docker run --shm-size=8g): nccl and data.stage use it",
+        ),
     ):
+        if name == "shared memory" and not folder.exists():  # only Linux has it
+            continue
         try:
             # A missing folder is created when it is needed: its nearest existing parent must be writable.
             parent = next(each for each in (folder, *folder.absolute().parents) if each.exists())
