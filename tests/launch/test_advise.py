@@ -71,6 +71,24 @@ def test_offload_is_for_what_fits_in_no_other_way():
     assert all(answer.startswith("no: ") for _, answer in advice.path[:-1])
 
 
+def test_one_device_is_offered_recomputation_smaller_packs_and_offload():
+    plain = advised("model=llama-3b", "devices=1")
+    assert plain.chosen.recompute == "selective"
+    assert [each.recompute for each in plain.rows] == ["none", "selective", "full"]
+    smaller = advised("model=llama-3b", "devices=1", "memory=64GiB")
+    assert (smaller.chosen.request.capacity, smaller.chosen.packs) == (2048, 16)  # as many tokens a step
+    assert "plan.capacity=2048" in smaller.command
+    assert "16 packs of 2,048" in smaller.path[-1][1]
+    offloaded = advised("model=llama-8b", "devices=1")
+    assert offloaded.command.startswith("multipack train data=")
+    assert "parallel.offload=cpu" in offloaded.command
+    assert "120 GiB in the memory of each host" in offloaded.path[-1][1]
+    nothing = advised("model=llama-8b", "devices=1", "memory=4GiB")
+    assert nothing.chosen is None
+    assert all(answer.startswith("no: at least") for _, answer in nothing.path)
+    assert len(nothing.path) == 3
+
+
 def test_links_and_pipelines_change_estimated_times():
     slow = request("devices=16", "host_bandwidth=300", "network_bandwidth=2")
     zero3, hsdp = (
@@ -105,6 +123,7 @@ def test_muon_has_less_state_and_no_offload():
     [
         ["devices=16", "model.layers=20", "model.dropout=0.1", "capacity=65536", "dtype=fp16"],
         ["devices=2", "memory=48GiB", "capacity=2048"],
+        ["devices=1"],
     ],
 )
 def test_train_accepts_the_recommended_words(words):
@@ -166,7 +185,7 @@ def test_the_command_prints_path_table_and_command(run):
     assert re.search("× .* ddp 16", shown)
     for word in advice.chosen.words:
         assert word in shown
-    assert "nothing fits" in run("devices=1", "memory=24GiB").stdout
+    assert "nothing fits" in run("devices=1", "memory=4GiB").stdout
     settings = run("--settings").stdout
     assert all(field.name in settings for field in dataclasses.fields(AdviseRequest))
 

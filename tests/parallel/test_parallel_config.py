@@ -60,7 +60,6 @@ REFUSED_WITH_A_WORLD = [
     ({"tensor": 2, "pipeline": 2}, 6, "tensor=2", "use parallel.pipeline=1"),
     ({"tensor": 2, "pipeline": 2}, 5, "pipeline=2", "-n 4"),
     ({"data": "hsdp"}, 3, "replicate=2", "use parallel.replicate=1"),
-    ({"data": "zero3", "offload": "cpu"}, 1, "one process", "use parallel.offload=none"),
     ({"data": "hsdp", "replicate": 3}, 8, "replicate=3", "use parallel.replicate=2"),
     ({"tensor": 4}, 4, "model.kv_heads=2", "use parallel.tensor=2"),
     ({"tensor": 3}, 3, "model.kv_heads=2", "use parallel.tensor=1"),
@@ -98,3 +97,7 @@ def test_legal_combinations_pass():
     with pytest.raises(ValueError, match=r"train\.dtype=fp16"):
         ParallelConfig(data="zero3").check(SHAPE, 2, 2048, "fp16")
     ParallelConfig(data="zero1").check(SHAPE, 2, 2048, "fp16")
+    alone = ParallelConfig(data="zero3", offload="cpu")
+    alone.check(SHAPE, 1, 2048, "bf16")
+    with pytest.raises(ValueError, match=r"train\.dtype=fp16"):
+        alone.check(SHAPE, 1, 2048, "fp16")

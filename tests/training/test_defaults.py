@@ -1,12 +1,16 @@
 """What settings leave to the run: choices by the device, the initial weights, the documents and the ranks."""
 
 import itertools
+from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
+from multipack.data.documents import Document
+from multipack.models import decoder
 from multipack.parallel.world import World
 from multipack.run import config_yaml
 from multipack.training import train as train_module
@@ -93,6 +97,17 @@ def test_evaluations_longer_than_training_are_noted(trainer):
     assert f"as long as {dear.feeds.validation_steps // 3} steps" in note
 
 
+def test_one_process_offloads_to_its_host(words, tmp_path, files, capsys):
+    found = {}
+    for name, more in (("plain", []), ("offloaded", ["parallel.data=zero3", "parallel.offload=cpu"])):
+        train_module.train(compose([*words, *more, "train.steps=2", f"out={tmp_path / name}"]))
+        found[name] = files(tmp_path / name)
+    assert found["offloaded"].losses == pytest.approx(found["plain"].losses, rel=1e-6)
+    assert not torch.distributed.is_initialized()
+    printed = capsys.readouterr().out
+    assert printed.count("offloaded to the host") == printed.count("no samples") == 1
+
+
 def test_padding_is_measured_on_the_default_corpus_alone(monkeypatch):
     monkeypatch.setattr(train_module, "compare_with_padding", lambda *_, **__: "measured")
     lines = []
@@ -132,3 +147,13 @@ def test_a_comparison_leaves_the_optimizer_as_it_was(trainer):
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert not any(each.grad is not None for each in run.engine.parameters.values())
+
+
+def test_a_wrong_token_is_refused_on_the_host_with_its_documents(trainer, monkeypatch):
+    monkeypatch.setattr(decoder, "check_tokens", lambda *_: None)  # as on a GPU
+    run = trainer("train.prefetch=0")
+    wrong = Document(np.full(9, 300, np.uint16), np.array([[0, 9]]))
+    run.feed.loader.documents = defaultdict(lambda: wrong)
+    with pytest.raises(ValueError, match="token 300 is outside the vocabulary of 257") as raised:
+        next(iter(run.feed))
+    assert "while making a batch of the documents" in raised.value.__notes__[0]

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -88,6 +89,23 @@ def test_the_reference_of_a_pair_does_not_depend_on_its_pack(decoder, pairs, obj
             alone = decoder.eval()(collate([each[number]]))
         np.testing.assert_allclose(found[number], alone[0].numpy(), rtol=1e-6)
     assert _reference(objective(), decoder, pairs.take([])).shape == (0, 2)
+
+
+def test_a_named_reference_holds_what_products_read_in_their_dtype(pairs, objective, save_decoder, tmp_path):
+    """The values are those of the float32 weights, which autocast casts at every product."""
+    torch.manual_seed(3)
+    whole = PreferenceDecoder(replace(SHAPE, tied=False))
+    path = save_decoder(tmp_path / "reference", whole, byte_tokenizer())
+    engine = ModelEngine([whole], torch.optim.SGD(whole.parameters()), Mesh(World()), torch.bfloat16)
+    named = objective(f"preference.reference={path}")
+    with named._reference_model(engine) as (model, _):
+        held = {name: each.dtype for name, each in model.named_parameters()}
+        found = named.reference_values(model, pairs, Mesh(World()), lambda *_: None)
+    with engine.evaluating() as model:
+        expected = named.reference_values(model, pairs, Mesh(World()), lambda *_: None)
+    assert np.array_equal(found, expected)
+    assert held["blocks.1.feed_forward.up.weight"] == held["head.weight"] == torch.bfloat16
+    assert held["embedding.weight"] == held["norm.weight"] == torch.float32
 
 
 def test_weights_that_are_not_finite_are_no_reference(decoder, pairs, objective):

@@ -83,3 +83,19 @@ class PackedBatch:
     def denominator(self) -> int:
         """This pack's share of the loss's denominator: its targets or, with `weights`, its documents with a target."""
         return self.num_target_tokens if self.weights is None else self.num_target_documents
+
+
+def check_tokens(input_ids: Tensor, vocabulary_size: int) -> None:
+    """Check that tokens are inside the vocabulary; a GPU would end the process far from the cause.
+
+    Raises:
+        ValueError: one is not.
+    """
+    if not input_ids.numel():
+        return
+    low, high = (int(x) for x in torch.aminmax(input_ids))
+    if low < 0 or high >= vocabulary_size:
+        raise ValueError(
+            f"token {low if low < 0 else high} is outside the vocabulary of {vocabulary_size:,}:"
+            " the documents and the model must come from one tokenizer"
+        )

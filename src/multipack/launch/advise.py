@@ -37,6 +37,7 @@ MIN_SLOTS_PER_RANK = 512
 """Minimum number of slots per rank when context parallelism divides a pack."""
 QUESTIONS = {
     "ddp": "Does the model fit on one device?",
+    "packs": "Do smaller packs fit (the longest document must fit into one)?",
     "zero": "Do shards of its state fit (ZeRO), and are links fast enough to gather them?",
     "context": "Are packs too long for one device?",
     "tensor": "Is a layer too large, or the link within a host fast enough to divide every matrix?",
@@ -223,7 +224,8 @@ class Candidate:
     @property
     def name(self) -> str:
         """The parallelism as text, as in the header of a run."""
-        return self.config.text(self.request.devices)
+        packs = f", {self.packs} packs of {self.request.capacity:,}" if self.request.devices == 1 else ""
+        return self.config.text(self.request.devices) + packs
 
     @property
     def words(self) -> list[str]:
@@ -283,6 +285,8 @@ def advise(request: AdviseRequest) -> Advice:
     """Compare all candidates and recommend one; raises a ValueError for a model that cannot be trained."""
     request.check_model()
     everything = list(candidates(request))
+    if request.devices == 1 and not any(each.fits for each in everything if each.config.offload == "none"):
+        everything += smaller_packs(request)
     # Offload waits for transfers to the host, which estimated times omit: recommended only if nothing else fits.
     resident = [each for each in everything if each.config.offload == "none"]
     chosen = _simplest(resident) or _simplest(everything)
@@ -290,21 +294,44 @@ def advise(request: AdviseRequest) -> Advice:
     rows: list[Candidate] = []
 
     families = {family: [each for each in resident if each.family == family] for family in QUESTIONS}
+    families["packs"] = [each for each in families["ddp"] if each.request is not request]
+    families["ddp"] = [each for each in families["ddp"] if each.request is request]
     for family, members in (families | {"offload": everything}).items():
         if not members or (family == "offload" and (chosen in rows or resident == everything)):
             continue
         best = chosen if chosen in members else _simplest(members)
         best = best or min(members, key=lambda each: each.memory.peak)
-        if chosen not in rows:
+        if chosen not in rows and members:
             question = QUESTIONS.get(family, "Does it fit with the memory of hosts (offload)?")
             path.append((question, _answer(best, chosen)))
         shown = members if family in ("ddp", "zero") else [best]
+        if request.devices == 1 and family == "offload":
+            shown = [each for each in members if each.config.offload != "none"]
         rows += [row for row in shown if row not in rows]
     return Advice(request, path, chosen, rows)
 
 
+def smaller_packs(request: AdviseRequest) -> Iterator[Candidate]:
+    """Yield steps of one device with as many tokens in more, smaller packs, until one fits; all are recomputed."""
+    capacity, packs = request.capacity // 2, 2 * request.micro_batches
+    while capacity >= MIN_SLOTS_PER_RANK:
+        made = Candidate(replace(request, capacity=capacity, micro_batches=packs), ParallelConfig(), "full")
+        yield made
+        if made.fits:
+            return
+        capacity, packs = capacity // 2, 2 * packs
+
+
 def candidates(request: AdviseRequest) -> Iterator[Candidate]:
-    """Yield every legal parallelism with the least activation checkpointing that fits, or `full`."""
+    """Yield every legal parallelism with the least activation checkpointing that fits, or `full`.
+
+    For one device each kind of activation checkpointing is a candidate, and offload to its host.
+    """
+    if request.devices == 1:
+        offloaded = ParallelConfig("zero3", offload="cpu")
+        for config in (ParallelConfig(), *([offloaded] if request.optimizer != "muon" else [])):
+            yield from (Candidate(request, config, kind) for kind in get_args(Recompute))
+        return
     devices, host = request.devices, request.devices_per_host
     sizes = [size for size in range(1, devices + 1) if devices % size == 0]
     for tensor, context, pipeline in product([size for size in sizes if host % size == 0], sizes, sizes):

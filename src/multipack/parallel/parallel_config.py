@@ -72,7 +72,7 @@ class ParallelConfig:
     schedule: Schedule = "1f1b"
     """Order in which a pipeline's micro-batches run."""
     offload: Literal["none", "cpu"] = "none"
-    """Keep shards of parameters, gradients and optimizer state in host memory (zero2, zero3, hsdp)."""
+    """Keep parameters, gradients and optimizer state in host memory (zero2, zero3, hsdp; also of one process)."""
     timeout_seconds: float = 600.0
     """Seconds that a collective waits for a missing rank before it raises."""
 
@@ -201,7 +201,7 @@ class ParallelConfig:
     def text(self, world_size: int) -> str:
         """The strategies in effect as one line of text, outermost first."""
         if world_size == 1:
-            return "none: one process"
+            return "none: one process" + (", offloaded to the host" if self.offload == "cpu" else "")
         axes = self.axes(world_size)
         stages = f" ({self.schedule}, {self.stages} stages)"
         named = [f"pipeline {self.pipeline}{stages}"] if self.pipeline > 1 else []
@@ -266,11 +266,6 @@ class ParallelConfig:
 
     def _unsuitable(self, shape: ModelShape, world_size: int, capacity: int, dtype: str) -> Iterator[str]:
         """Problems with the number of processes, of slots or of layers, or with the precision."""
-        if world_size == 1 and self.offload != "none":
-            yield (
-                f"parallel.offload={self.offload} moves shards, and one process has none: start several (multipack"
-                " launch -n 2), or use parallel.offload=none"
-            )
         multiple = self.token_multiple
         if capacity % multiple:
             yield (
@@ -288,7 +283,8 @@ class ParallelConfig:
                 f"parallel.pipeline={self.pipeline} with parallel.schedule={self.schedule} has {self.stages} stages,"
                 f" and model.layers={shape.layers} are fewer: use parallel.pipeline={near}{one_each}"
             )
-        if self.shards_parameters and world_size > 1 and dtype == "fp16":
+        sharded = self.shards_parameters and (world_size > 1 or self.offload != "none")
+        if sharded and dtype == "fp16":
             yield (
                 f"train.dtype=fp16 with parallel.data={self.data}: scaled gradients would overflow unnoticed where they"
                 " are reduced; use train.dtype=bf16, or parallel.data=ddp or zero1"

@@ -13,14 +13,14 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from multipack.parallel.collectives import broadcast_bytes, gather_bytes
 from multipack.parallel.failures import Watch
@@ -173,7 +173,9 @@ def choose_device(requested: Device, local_rank: int) -> torch.device:
 
 
 @contextmanager
-def connected(device: Device = "auto", timeout_seconds: float = 600.0) -> Iterator[World]:
+def connected(
+    device: Device = "auto", timeout_seconds: float = 600.0, group_of_one: bool = False
+) -> Iterator[World]:
     """Join the processes that a launcher started; leave them on exit.
 
     A clean exit ends with a barrier: without it gloo sometimes aborts, because a rank that leaves early closes
@@ -183,9 +185,10 @@ def connected(device: Device = "auto", timeout_seconds: float = 600.0) -> Iterat
     Args:
         device: `auto` uses a GPU if there is one.
         timeout_seconds: how long a collective waits for a missing rank before it raises.
+        group_of_one: whether a single process has a process group too, as FSDP needs it.
 
     Yields:
-        The world, with its process group initialized if there is more than one process.
+        The world, with its process group initialized if there is more than one process, or `group_of_one`.
 
     Raises:
         ValueError: the launcher's variables are incomplete or contradictory, or the device is not available.
@@ -197,7 +200,8 @@ def connected(device: Device = "auto", timeout_seconds: float = 600.0) -> Iterat
         alone = choose_device(device, 0)
         if alone.type == "cuda":
             use_expandable_segments()
-        yield World(device=alone, launcher=ranks.launcher, command=command)
+        with _group_of_one(alone) if group_of_one else nullcontext("none") as backend:
+            yield World(device=alone, backend=backend, launcher=ranks.launcher, command=command)
         return
     address = rendezvous(os.environ, ranks)
     target = choose_device(device, ranks.local_rank)
@@ -249,6 +253,20 @@ def use_expandable_segments() -> None:
     if not chosen and torch.version.hip is None:
         # torch.cuda.memory._set_allocator_settings, which newer versions replace by this function, and warn.
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
+@contextmanager
+def _group_of_one(device: torch.device) -> Iterator[str]:
+    """Context in which this process has a process group of its own, of the backend that is yielded."""
+    is_cuda = device.type == "cuda"
+    backend = "nccl" if is_cuda else "gloo"
+    dist.init_process_group(
+        backend, store=HashStore(), rank=0, world_size=1, device_id=device if is_cuda else None
+    )
+    try:
+        yield backend
+    finally:
+        dist.destroy_process_group()
 
 
 def _join(

@@ -8,7 +8,7 @@ Every rank plans the same steps and takes its share, so all ranks end after the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multipack.data.arriving import Arriving, DocumentsLate, StreamInterrupted
-from multipack.data.batch import PackedBatch
+from multipack.data.batch import PackedBatch, check_tokens
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Documents
 from multipack.data.loader import PackedLoader, prefetched
@@ -62,6 +62,19 @@ class StepData:
     packs: Packs
     wait_seconds: float
     index: int
+
+
+def checked(
+    collate: Callable[[Sequence[Any]], PackedBatch], vocabulary_size: int
+) -> Callable[[Sequence[Any]], PackedBatch]:
+    """`collate`, which raises a ValueError on the host for tokens outside the vocabulary."""
+
+    def collate_checked(documents: Sequence[Any]) -> PackedBatch:
+        batch = collate(documents)
+        check_tokens(batch.input_ids, vocabulary_size)
+        return batch
+
+    return collate_checked
 
 
 class EpochFeed:
@@ -159,12 +172,9 @@ class StreamFeed:
         self.micro_batches = -(-options.packs_per_step // mesh.data_size)
         self.targets_per_step = float(options.packs_per_step * options.mean)
         self.ended, self.late = False, ""
-        self._collate = PackedCollator.of(
-            self.stream,
-            self.stream.longest if pad else None,
-            arriving.tokenizer.end_id or 0,
-            config.parallel.token_multiple,
-        )
+        slots, end = self.stream.longest if pad else None, arriving.tokenizer.end_id or 0
+        collate = PackedCollator.of(self.stream, slots, end, config.parallel.token_multiple)
+        self._collate = checked(collate, config.model.vocabulary_size or arriving.tokenizer.vocabulary_size)
         self._cost_model, self._sync, self._clock = cost_model, config.parallel.sync, clock
         self._prefetch = min(config.train.prefetch, 1)
         self._steps: Generator[tuple[StreamStep, list[PackedBatch]]] | None = None

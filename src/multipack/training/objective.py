@@ -243,7 +243,12 @@ class Preferences(Objective):
         read, _ = adapt_weights(initial, shape, tokenizer, "preference.reference")
         with torch.device("meta"):
             model = PreferenceDecoder(shape)
-        model.load_state_dict({name: read(name) for name, _ in model.named_parameters()}, assign=True)
+        # Autocast computes with linear layers in this dtype: held in it, they take half the memory, and give the same.
+        linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        for name, _ in model.named_parameters():
+            value = read(name)
+            cast = value.to(dtype) if name.rpartition(".")[0] in linear else value
+            model.load_state_dict({name: cast}, assign=True, strict=False)
         with torch.no_grad(), torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             yield model.eval().to(device), Mesh.plain(engine.world)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -245,7 +245,9 @@ def compose_run(words: Iterable[str]) -> Config:
         resume = settings["train.resume"] = str(exists).lower()
         given.append(f"train.resume={resume}")
     if resume.lower() in ("false", ""):
-        return _resolve_weights(compose(given, _initial_model(settings)))
+        files = [flatten(read_yaml(path)) for key, path in map(split, given) if key == "config"]
+        values = dict(translate(*pair) for file in files for pair in file.items()) | settings
+        return _resolve_weights(compose(given, _initial_model(values)))
     path = out if resume.lower() == "true" else resume
     if not path:
         raise ConfigError("train.resume=true needs out=RUN_DIR (or write train.resume=RUN_DIR)")
@@ -269,7 +271,7 @@ def compose_run(words: Iterable[str]) -> Config:
     return config
 
 
-def _initial_model(settings: dict[str, str]) -> dict[str, Any] | None:
+def _initial_model(settings: Mapping[str, Any]) -> dict[str, Any] | None:
     """Model settings of the weights in train.init_from, without the vocabulary; None if `settings` set a shape."""
     path = settings.get("train.init_from", "")
     free = {"model.attention", "model.dropout"}

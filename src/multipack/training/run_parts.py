@@ -35,7 +35,7 @@ from multipack.training.callbacks.profiler import Trace
 from multipack.training.callbacks.spikes import SpikeGuard
 from multipack.training.callbacks.trackers import TrackedRun, Tracking, check_trackers
 from multipack.training.checkpoint import Checkpoint, load_checkpoint
-from multipack.training.feed import EpochFeed, StreamFeed
+from multipack.training.feed import EpochFeed, StreamFeed, checked
 from multipack.training.inference import find_template
 from multipack.training.objective import Objective
 from multipack.training.precision import DTYPES, resolve_dtype
@@ -283,7 +283,7 @@ class Feeds:
         return open_loader(
             view,
             sampler,
-            self._objective.collator(sampler),
+            checked(self._objective.collator(sampler), config.model.vocabulary_size),
             self._mesh,
             readers=config.data.readers,
             prefetch=config.train.prefetch,

@@ -22,6 +22,7 @@ from multipack.training.precision import DTYPES
 from multipack.training.run_config import Config
 from multipack.training.run_cost import cost_rows
 from multipack.training.schedule import schedule_text
+from multipack.training.settings import TrainConfig
 from multipack.training.trainer import Trainer
 
 
@@ -101,6 +102,7 @@ def header_rows(run: Trainer) -> Rows:
         ("optimizer", optimizer_text(parameters, config.optimizer)),
         ("learning rate", schedule_text(config.optimizer, run.steps, run.feed.targets_per_step)),
         ("evaluation", _evaluation(run)),
+        ("checkpoints", _checkpoints(config.train)),
         *cost_rows(run.cost_model),
         ("seed", str(config.train.seed)),
         ("corpus", run.corpus.description),
@@ -133,6 +135,17 @@ def _evaluation(run: Trainer) -> str:
     sampled = train.sample_tokens if run.engine.is_whole else 0
     sample = f", with a sample of up to {sampled} tokens" if sampled else ""
     return f"{'once' if train.eval_only else when}: up to {packs:,} packs{sample}"
+
+
+def _checkpoints(train: TrainConfig) -> str:
+    """When the run saves, and what it keeps."""
+    if train.eval_only:
+        return "none: train.eval_only=true"
+    when = [f"every {train.checkpoint_every:,} steps"] if train.checkpoint_every else []
+    when += ["at the lowest validation loss so far"] if train.keep_best else []
+    kept = f"the newest {train.keep_checkpoints} are kept" if train.keep_checkpoints else "all are kept"
+    beside = ", beside the best" if train.keep_best and train.keep_checkpoints else ""
+    return f"{', '.join([*when, 'at the end'])}; {kept}{beside}"
 
 
 def plan_rows(run: Trainer) -> Rows:

@@ -65,7 +65,11 @@ def train(config: Config, clock: Callable[[], float] = time.perf_counter) -> Run
     config.check(ranks.size)
     check_model(config, ranks.size, console)
     with (
-        connected(config.train.device, config.parallel.timeout_seconds) as world,
+        connected(
+            config.train.device,
+            config.parallel.timeout_seconds,
+            group_of_one=config.parallel.offload != "none",
+        ) as world,
         deterministic(config.train.deterministic, world.device),
     ):
         trainer = Trainer(config, world, console, clock)

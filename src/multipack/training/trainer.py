@@ -116,7 +116,9 @@ class Trainer:
             self.notes.append(note)
         self.engine = open_engine(config, self.objective, self.shape, weights, self.mesh, self.dtype, clock)
         if config.train.eval_every and config.train.sample_tokens and not self.engine.is_whole:
-            self.notes.append("no samples, because ranks divide the model: use `multipack generate RUN`")
+            self.notes.append(
+                "no samples, because no rank holds the whole model: use `multipack generate RUN`"
+            )
         folder = self.run.path if self.resumed is not None else None
         with console.notice(PLANNING):
             self.feeds = Feeds(config, self.objective, self.engine, self.cost_model, console, clock, folder)
