@@ -9,18 +9,24 @@ from __future__ import annotations
 import errno
 import fcntl
 import glob
+import math
 import os
 import secrets
 import shutil
+import socket
 import stat
+import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PARTIAL = ".partial"
 """Suffix of files and folders that are being written; they are never read."""
 MOST_BYTES = 1 << 26
 """Size of the largest JSON file that is read."""
+PATIENCE, _POLL = 5.0, 0.05
+"""Seconds before the holder of a lock is named, and between attempts to take it."""
 
 
 def read_file(path: Path, most: int = MOST_BYTES) -> bytes:
@@ -159,31 +165,77 @@ def cache_folder(chosen: str = "") -> Path:
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "multipack"
 
 
+def make_private(folder: Path) -> None:
+    """Create a folder and its missing parents, for this user alone; those that exist stay as they are.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+    for each in (*reversed(folder.parents), folder):
+        if not each.is_dir():
+            with suppress(FileExistsError):  # of another process, just now
+                each.mkdir(mode=0o700)
+    if not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+
+
 @contextmanager
-def locked(path: Path, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
-    """Context that holds an exclusive lock between processes on the file `path`, which is created and not removed.
+def locked(
+    path: Path, on_wait: Callable[[str], None] | None = None, *, temporary: bool = False
+) -> Iterator[None]:
+    """Context that holds an exclusive lock between processes on the file `path`; a symbolic link is not followed.
 
     The operating system releases the lock when its process ends or is killed.
 
     Args:
-        path: the lock file.
-        on_wait: called once, before waiting, when another process holds the lock.
+        path: the lock file, which is created, as are missing folders, for this user alone.
+        on_wait: called once, when another process has held the lock for `PATIENCE` seconds, with a line that names the
+            holder; None = print the line.
+        temporary: remove the file at the end.
 
     Raises:
         ValueError: the file system has no locks.
+        OSError: the file cannot be opened.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "ab") as file:
+    make_private(path.parent)
+    descriptor = _acquire(path, on_wait or (lambda line: print(line, file=sys.stderr)))
+    try:
+        with suppress(OSError):  # a full disk
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} of {socket.gethostname()}".encode(), 0)
+        yield
+    finally:
+        if temporary:
+            path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _acquire(path: Path, on_wait: Callable[[str], None]) -> int:
+    """The descriptor of the lock file `path`, locked."""
+    announced = time.monotonic() + PATIENCE
+    while True:
+        descriptor = os.open(
+            path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666
+        )
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                    return descriptor  # else its holder has removed the file meanwhile
         except BlockingIOError:
-            if on_wait is not None:
-                on_wait()
-            fcntl.flock(file, fcntl.LOCK_EX)
+            if time.monotonic() > announced:
+                holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+                on_wait(f"waiting for {holder}, which holds the lock {path}")
+                announced = math.inf
+            time.sleep(_POLL)
         except OSError as error:
+            os.close(descriptor)
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                 raise
             raise ValueError(
                 f"the file system of {path.parent} has no file locks; set data.cache to a local folder"
             ) from error
-        yield
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)

@@ -1,5 +1,5 @@
 import multiprocessing
-import time
+import threading
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ def _hold(path, entered, leave):
         leave.wait(30)
 
 
-def test_a_lock_keeps_other_processes_out_until_its_holder_ends(tmp_path):
+def test_a_lock_keeps_other_processes_out_until_its_holder_ends(tmp_path, monkeypatch):
     spawn = multiprocessing.get_context("spawn")
     entered, leave = spawn.Event(), spawn.Event()
     holder = spawn.Process(target=_hold, args=(tmp_path / "lock", entered, leave))
@@ -31,13 +31,48 @@ def test_a_lock_keeps_other_processes_out_until_its_holder_ends(tmp_path):
     assert entered.wait(30)
     waited = []
 
-    def on_wait():
-        waited.append(time.monotonic())
+    monkeypatch.setattr(atomic, "PATIENCE", 0.1)
+
+    def on_wait(line):
+        waited.append(line)
         holder.kill()  # the operating system releases the lock
 
     with locked(tmp_path / "lock", on_wait):
-        assert len(waited) == 1
+        (line,) = waited
+    assert line.startswith(f"waiting for process {holder.pid} of ")
+    assert line.endswith(f"holds the lock {tmp_path / 'lock'}")
     holder.join()
+
+
+def test_a_temporary_lock_keeps_others_out_and_leaves_nothing(tmp_path):
+    path, inside = tmp_path / "lock", []
+
+    def enter():
+        for _ in range(50):
+            with locked(path, temporary=True):
+                inside.append(1)
+                assert len(inside) == 1
+                inside.pop()
+
+    threads = [threading.Thread(target=enter) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not inside
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_of_locks_are_their_users_own_and_links_are_not_followed(tmp_path):
+    (tmp_path / "there").mkdir(mode=0o755)
+    with locked(tmp_path / "there" / "cache" / "stores" / "lock"):
+        pass
+    modes = [(tmp_path / "there" / name).stat().st_mode & 0o777 for name in ("", "cache", "cache/stores")]
+    assert modes == [0o755, 0o700, 0o700]
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    with pytest.raises(OSError, match="link"), locked(tmp_path / "link"):
+        pass
+    assert not (tmp_path / "target").exists()
 
 
 def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):

@@ -350,6 +350,17 @@ def test_one_process_prepares_while_others_wait(pairs, tmp_path):
     assert len(list((tmp_path / "marks").iterdir())) == 1
 
 
+def test_one_store_by_processes_with_caches_of_their_own(config, corpus, tmp_path, small_shards):
+    out, whole = tmp_path / "some" / "out", tmp_path / "whole"
+    caches = [config(source="jsonl", path=corpus, cache=str(tmp_path / f"cache{n}")) for n in range(3)]
+    processes = [start(data, out) for data in caches]
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+    assert files(out) == files(prepare(caches[0], BYTE, whole))
+
+
 # --- items, batches, tokens ------------------------------------------------------------------------------
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)

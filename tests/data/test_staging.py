@@ -48,6 +48,11 @@ def folder(tmp_path):
     return tmp_path / "local"
 
 
+def own(folder):
+    """The user's own folder in a folder for copies."""
+    return folder / f"multipack-{os.getuid()}"
+
+
 def inodes(folder):
     return {path.relative_to(folder): path.stat().st_ino for path in folder.rglob("*") if path.name[0] != "."}
 
@@ -83,7 +88,7 @@ def test_a_store_in_memory_is_the_same_store(store, write_store, monkeypatch, co
 def test_a_copy_is_made_once_and_used_again(store, folder, content):
     calls = []
     (staged,), line = stage([store], str(folder), lambda *call: calls.append(call))
-    copy = folder / store.checksum[:32]
+    copy = own(folder) / store.checksum[:32]
     assert (staged.path, staged.folder) == (store.path, copy)
     assert content(staged) == content(store)
     assert Documents.whole(staged).fingerprint == Documents.whole(store).fingerprint
@@ -102,7 +107,7 @@ def test_a_copy_is_made_once_and_used_again(store, folder, content):
 @pytest.mark.parametrize("damage", ["short", "missing", "no header"])
 def test_a_copy_that_is_not_whole_is_completed(store, folder, damage, content):
     stage([store], str(folder))
-    copy = folder / store.checksum[:32]
+    copy = own(folder) / store.checksum[:32]
     shard = sorted(copy.glob("shard*"))[1]
     if damage == "short":
         shard.write_bytes(shard.read_bytes()[:-1])
@@ -132,7 +137,7 @@ def test_a_store_that_was_prepared_again_gets_another_copy(store, folder, write_
         stage([store], str(folder))  # the store that was opened is gone
     (staged,), _ = stage([again], str(folder))
     assert content(staged) == content(again)
-    assert staged.folder == folder / again.checksum[:32]
+    assert staged.folder == own(folder) / again.checksum[:32]
 
 
 def test_folders_that_cannot_be_written(store, tmp_path, folder, monkeypatch):
@@ -144,6 +149,23 @@ def test_folders_that_cannot_be_written(store, tmp_path, folder, monkeypatch):
         patch.setattr(shutil, "disk_usage", lambda _: namedtuple("usage", "free")(1000))
         with pytest.raises(ValueError, match=r"data\.stage=.*bytes are to be copied, 1,000 are free"):
             stage([store], str(folder))
+
+
+def test_copies_are_their_users_own(store, folder, monkeypatch):
+    """Nobody else can read them, or prepare the folder for another user."""
+    folder.mkdir(mode=0o777)
+    stage([store], str(folder))
+    assert own(folder).stat().st_mode & 0o777 == 0o700
+    assert list(folder.iterdir()) == [own(folder)]
+    other = os.getuid() + 1
+    (folder / f"multipack-{other}").mkdir()
+    monkeypatch.setattr(os, "getuid", lambda: other)
+    with pytest.raises(ValueError, match=rf"multipack-{other} is not a folder of this user"):
+        stage([store], str(folder))
+    (folder / f"multipack-{other}").rmdir()
+    (folder / f"multipack-{other}").symlink_to(folder / "elsewhere")
+    with pytest.raises(ValueError, match=r"data\.stage="):
+        stage([store], str(folder))
 
 
 def _stage_and_die(path, folder, at_byte):
@@ -160,7 +182,7 @@ def test_a_killed_copy_is_continued(store, folder, content):
     killed.start()
     killed.join(60)
     assert killed.exitcode == -signal.SIGKILL
-    (copy,) = folder.glob("[!.]*")
+    (copy,) = own(folder).glob("[!.]*")
     with pytest.raises(ValueError, match="not a token store"):
         TokenStore(copy)
     before = inodes(copy)

@@ -256,7 +256,7 @@ class StoreHeader:
         """Check the types of all fields; `TypeError` or `ValueError`."""
         for field in fields(self):
             if type(value := getattr(self, field.name)).__name__ != field.type:
-                raise TypeError(f"{field.name} is {value!r}, not {field.type}")
+                raise TypeError(f"{field.name} is {value!r:.60}, not {field.type}")
         check_integer("vocabulary_size", self.vocabulary_size, 0, 1 << 32)
         check_integer("parts", self.parts, 1, _MOST_PARTS)
 

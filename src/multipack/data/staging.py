@@ -2,12 +2,12 @@
 
     data.path=/shared/books   ──▶  read in place                                        data.stage=
                               ──▶  arrays in the memory of each process                 data.stage=memory
-                              ──▶  /local/3f9a…/ shard-0000-00000.safetensors, …        data.stage=/local
+                              ──▶  /local/multipack-1000/3f9a…/ shard-0000-00000…       data.stage=/local
 
-A copy is named by the content hash of its store: equal stores share one, and a store that was prepared again gets
-another. One process copies, under a lock in that folder, while the others wait. Files appear whole, and the header
-last, so that an interrupted copy is continued. A staged store keeps its path in messages and its hash: documents, plans
-and saved runs are the same.
+A folder holds the copies of one user, who alone can read them. A copy is named by the content hash of its store: equal
+stores share one, and a store that was prepared again gets another. One process copies, under a lock in that folder,
+while the others wait. Files appear whole, and the header last, so that an interrupted copy is continued. A staged store
+keeps its path in messages and its hash: documents, plans and saved runs are the same.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import os
 import re
 import shutil
 import socket
+import stat
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
-from multipack.atomic import PARTIAL, locked, write_atomically
+from multipack.atomic import PARTIAL, locked, make_private, write_atomically
 from multipack.data.shards import CHAT_TEMPLATE, HEADER, SHARDS, TOKENIZER
 from multipack.data.store import TokenStore
 from multipack.data.tokenizer import Progress, silent
@@ -79,10 +79,13 @@ def stage(
             f"{total:,} bytes of tokens and offsets were read into memory, once in every process;"
             " data.stage=/dev/shm keeps one copy for all processes of a host"
         )
-    folder = Path(where).expanduser().absolute()
-    lock = folder / f".staging-{os.getuid()}.lock"
+    folder = Path(where).expanduser().absolute() / f"multipack-{os.getuid()}"
     try:
-        with locked(lock, on_wait=partial(progress, 0, None, "waiting for a copy")):
+        make_private(folder)
+        state = folder.lstat()
+        if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid():
+            raise ValueError(f"{folder} is not a folder of this user")
+        with locked(folder / ".lock"):
             copied = sum(_copy(store, folder / store.checksum[:32], progress) for store in stores)
         copies = [TokenStore(store.path, folder / store.checksum[:32]) for store in stores]
     except (OSError, ValueError) as error:
