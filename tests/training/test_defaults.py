@@ -30,7 +30,7 @@ def resolved(monkeypatch):
     def choose(device, *words, objective=Objective):
         config = compose(words)
         world = World(device=torch.device(device))
-        config, _, notes = resolve(config, objective, config.shape_with(99), 4, world)
+        config, notes = resolve(config, objective, config.shape_with(99), 4, world)
         return config, notes
 
     return choose

@@ -20,15 +20,16 @@ import torch
 from multipack.data.collate import PackedCollator
 from multipack.data.corpus import load_corpus
 from multipack.data.documents import Document
+from multipack.models.compile import compile_blocks
 from multipack.models.decoder import Decoder
 from multipack.parallel.world import World
 from multipack.planning.cost import CostModel
 from multipack.planning.plan import plan as make_plan
 from multipack.reports.console import PLANNING, Console
 from multipack.shapes import ModelShape
-from multipack.training.precision import resolve_dtype
+from multipack.training.precision import DTYPES
 from multipack.training.run_config import Config
-from multipack.training.run_parts import shape_of
+from multipack.training.run_parts import device_settings, shape_of
 
 PACKS = 24
 """Packs of the plan that are timed, half of them to fit and half of them to check."""
@@ -67,8 +68,9 @@ def calibrate_documents(config: Config, world: World, console: Console) -> tuple
             f"{len(chosen)} packs are too few to fit a cost and to check it: give more documents, or lower"
             f" plan.capacity={config.plan.capacity}"
         )
-    dtype = resolve_dtype(config.train.dtype, world.device)
-    timer, calls = decoder_timer(shape, config.model.attention, world, dtype), count(1)
+    train = device_settings(config, world.device)
+    compiled, dtype = train.compile == "true", DTYPES[train.dtype]
+    timer, calls = decoder_timer(shape, config.model.attention, world, dtype, compiled), count(1)
     with console.progress("timing packs") as advance:
 
         def counted(lengths: list[int]) -> float:
@@ -160,10 +162,14 @@ def _affordable(timer: Timer, capacity: int, longest: int, budget_seconds: float
     return tokens
 
 
-def decoder_timer(shape: ModelShape, attention: str, world: World, dtype: torch.dtype) -> Timer:
+def decoder_timer(
+    shape: ModelShape, attention: str, world: World, dtype: torch.dtype, compiled: bool = False
+) -> Timer:
     """A function that times forward and backward passes of a decoder with random weights, in autocast to `dtype`."""
     with world.device:
         model = Decoder(shape, attention=attention)
+    if compiled:
+        compile_blocks(model)
 
     def seconds(lengths: list[int]) -> float:
         draw = np.random.default_rng(len(lengths))

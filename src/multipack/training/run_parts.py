@@ -41,7 +41,7 @@ from multipack.training.objective import Objective
 from multipack.training.precision import DTYPES, resolve_dtype
 from multipack.training.rules import read_rule
 from multipack.training.run_config import Config
-from multipack.training.settings import NEW_MODEL_LR
+from multipack.training.settings import NEW_MODEL_LR, TrainConfig
 from multipack.training.weights import TrainedWeights, trained_shape
 
 
@@ -149,27 +149,32 @@ def shape_of(config: Config, tokenizer: Tokenizer, initial: TrainedWeights | Non
     return config.shape_with(size or max(rows, tokenizer.vocabulary_size))
 
 
-def resolve(
-    config: Config, objective: Objective, shape: ModelShape, packs: int, world: World
-) -> tuple[Config, torch.dtype, list[str]]:
-    """Choose what settings leave to the run: by the device, the initial weights and the kind of documents.
-
-    Returns:
-        The configuration with vocabulary, packs of a step, dtype and all choices; the dtype; notes for the header.
-    """
-    train, optimizer, notes = config.train, config.optimizer, list[str]()
-    dtype = resolve_dtype(train.dtype, world.device)
-    on_gpu = world.device.type == "cuda"
+def device_settings(config: Config, device: torch.device) -> TrainConfig:
+    """`config.train` with dtype, compile and fixed_shape as the device suggests where they are auto."""
+    train, on_gpu = config.train, device.type == "cuda"
+    dtype = resolve_dtype(train.dtype, device)
     # Ranks divide the slots of packs of one shape: where they cannot, packs keep the shapes that they have.
     divides = config.plan.longest % config.parallel.token_multiple == 0
     automatic = {
-        "fixed_shape": on_gpu and divides,
         "compile": on_gpu and importlib.util.find_spec("triton") is not None,
+        "fixed_shape": on_gpu and divides,
     }
-    changes: dict[str, Any] = {"dtype": next(name for name, each in DTYPES.items() if each == dtype)}
-    changes |= {
+    changes: dict[str, Any] = {
         name: str(chosen).lower() for name, chosen in automatic.items() if getattr(train, name) == "auto"
     }
+    changes["dtype"] = next(name for name, each in DTYPES.items() if each == dtype)
+    return replace(train, **changes)
+
+
+def resolve(
+    config: Config, objective: Objective, shape: ModelShape, packs: int, world: World
+) -> tuple[Config, list[str]]:
+    """Choose what settings leave to the run: by the device, the initial weights and the kind of documents.
+
+    Returns:
+        The configuration with vocabulary, packs of a step and all choices; and notes for the header of the run.
+    """
+    train, optimizer, notes = device_settings(config, world.device), config.optimizer, list[str]()
     if not optimizer.lr:
         lr = objective.fine_tuning_lr if train.init_from else NEW_MODEL_LR
         optimizer = replace(optimizer, lr=lr)
@@ -179,11 +184,10 @@ def resolve(
         replace(
             config,
             model=replace(config.model, vocabulary_size=shape.vocabulary_size),
-            train=replace(train, **changes | dict(objective.train_settings)),
+            train=replace(train, **objective.train_settings),
             optimizer=optimizer,
             plan=replace(config.plan, packs_per_step=packs, micro_batches=0),
         ),
-        dtype,
         notes,
     )
 

@@ -34,7 +34,7 @@ from multipack.training.feed import StepData
 from multipack.training.inference import complete_batch
 from multipack.training.metrics import LEGEND, format_line, step_metrics
 from multipack.training.objective import objective_of
-from multipack.training.precision import mean_peak
+from multipack.training.precision import DTYPES, mean_peak
 from multipack.training.progress import checked_progress
 from multipack.training.run_config import Config
 from multipack.training.run_cost import cost_files, run_cost
@@ -105,8 +105,8 @@ class Trainer:
         starts_from = config.train.init_from if self.resumed is None else ""
         initial = find_weights(Path(starts_from).expanduser(), world=world) if starts_from else None
         self.shape = shape_of(config, self.corpus.tokenizer, initial)
-        config, self.dtype, notes = resolve(config, self.objective, self.shape, packs, world)
-        self.config, self.notes = config, self.notes + notes
+        config, notes = resolve(config, self.objective, self.shape, packs, world)
+        self.config, self.notes, self.dtype = config, self.notes + notes, DTYPES[config.train.dtype]
         self.cost_model = run_cost(config, self.shape, self.run)
         before = self.resumed.path if self.resumed else initial.folder if initial else None
         template = chat_template_of(self.corpus, before)
