@@ -11,6 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from multipack.integrations import axolotl
 from multipack.integrations.axolotl import MultipackBatchSampler
+from multipack.planning.options import sealed
 from multipack.planning.packing import pack
 
 CASES = settings(deadline=None, max_examples=60)
@@ -284,7 +285,7 @@ def test_states_of_something_else_are_refused():
     ):
         with pytest.raises(ValueError, match=name):
             other.load_state_dict(state)
-    with pytest.raises(ValueError, match="no document numbers"):
+    with pytest.raises(ValueError, match="lacks order"):
         sampler.load_state_dict({key: value for key, value in state.items() if key != "order"})
     for name, value in (
         ("batch", 10**6),
@@ -294,7 +295,9 @@ def test_states_of_something_else_are_refused():
         ("order", torch.tensor([0.5])),
     ):
         with pytest.raises(ValueError, match="saved"):
-            sampler.load_state_dict(state | {name: value})
+            sampler.load_state_dict(sealed(state | {name: value}))
+    with pytest.raises(ValueError, match="differs from its checksum"):
+        sampler.load_state_dict(state | {"order": state["order"].flip(0)})
     assert len(sampler.state_dict()["order"]) == 300
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from multipack.planning.options import sealed
 from multipack.planning.plan import plan
 from multipack.planning.stream import PackStream
 
@@ -237,18 +238,31 @@ def test_states_are_checked():
     state = through_json(made.state_dict())
     with pytest.raises(ValueError, match="capacity was 256 and is 512"):
         stream(capacity=512).load_state_dict(state)
-    with pytest.raises(ValueError, match="damaged"):
+    with pytest.raises(ValueError, match="lacks rows"):
         stream().load_state_dict({key: value for key, value in state.items() if key != "rows"})
+    with pytest.raises(ValueError, match="differs from its checksum"):
+        stream().load_state_dict(state | {"taken": 0})
+    row = state["rows"][0]
     for change in (
         {"rows": [[0, 0, 0, -1, 5]]},
         {"rows": [[1]]},
+        {"rows": {"positions": 2}},
+        {"rows": [row, row]},
+        {"rows": [[0.5, *row[1:]]]},
+        {"position": 2**63 - 1},
+        {"ended": 1},
         {"deferred": 10**6},
+        {"window": 2**40},
         {"window": -1},
+        {"options": 3},
     ):
-        with pytest.raises(ValueError, match="saved stream state"):
-            stream().load_state_dict({**state, **change})
+        with pytest.raises(ValueError, match="the saved stream state"):
+            stream().load_state_dict(sealed(state | change))
     with pytest.raises(ValueError, match="99 steps were taken from a window of 4"):
-        stream().load_state_dict({**state, "taken": 99})
+        stream().load_state_dict(sealed(state | {"taken": 99}))
+    for nothing in (None, 3, [], "state"):
+        with pytest.raises(ValueError, match="the saved stream state"):
+            stream().load_state_dict(nothing)
     arrays = PackStream([np.zeros(5), np.zeros(7)], **OPTIONS)
     next(iter(arrays))
     with pytest.raises(ValueError, match="not plain data"):

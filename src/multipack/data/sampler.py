@@ -21,10 +21,21 @@ from torch.utils.data import Sampler
 from multipack.planning.cost import CostModel
 from multipack.planning.deal import DEALING
 from multipack.planning.lengths import check_integer
-from multipack.planning.options import LossWeighting, PlanOptions, Sync, check_carried, check_fingerprint
+from multipack.planning.options import (
+    LossWeighting,
+    PlanOptions,
+    Sync,
+    check_carried,
+    check_fingerprint,
+    opened,
+    sealed,
+)
 from multipack.planning.packing import Packs, pack
 from multipack.planning.plan import Plan, plan
 from multipack.shapes import ModelShape
+
+STATE = ("fingerprint", "seed", "epoch", "step", "micro_batch", "carried")
+"""Keys of a saved state that loading needs."""
 
 DEALT_STEPS = 8
 """Steps whose arrangement is remembered."""
@@ -198,7 +209,7 @@ class PackedBatchSampler(Sampler[list[int]]):
 
     def state_at(self, step: int, micro_batch: int = 0) -> dict[str, Any]:
         """The state before a micro-batch of the current epoch, as plain values."""
-        return self.plan.state(step) | {"micro_batch": int(micro_batch)} | self._arrangement()
+        return sealed(self.plan.state(step) | {"micro_batch": int(micro_batch)} | self._arrangement())
 
     def _arrangement(self) -> dict[str, Any]:
         """What determines the micro-batches of a step."""
@@ -214,19 +225,20 @@ class PackedBatchSampler(Sampler[list[int]]):
             ValueError: the state belongs to other documents, options or another seed, or is inside a step that was
                 dealt for another world size or sync.
         """
-        needed = ("fingerprint", "seed", "epoch", "step", "micro_batch", "carried")
-        missing = [key for key in needed if key not in state]
-        if missing:
-            raise ValueError(f"the saved sampler state lacks {', '.join(missing)}")
+        with opened(state, "the saved sampler state", *STATE):
+            self._load(state)
+
+    def _load(self, state: dict[str, Any]) -> None:
         check_fingerprint(state, self.plan.fingerprint, self.plan.key)
         if state["seed"] != self._options["seed"]:
             raise ValueError(
                 f"the saved sampler state has seed {state['seed']!r}, but this sampler has seed"
                 f" {self._options['seed']!r}; use the saved seed to continue"
             )
+        limits = {"epoch": None, "step": self.steps_per_epoch, "micro_batch": self.plan.packs_per_step}
         epoch, step, micro_batch = (
-            check_integer(f"the saved sampler state's {key}", state[key], 0)
-            for key in ("epoch", "step", "micro_batch")
+            check_integer(f"the saved sampler state's {name}", state[name], 0, most)
+            for name, most in limits.items()
         )
         mine = self._arrangement()
         saved = {name: state.get(name) for name in mine}

@@ -30,7 +30,6 @@ from torch.utils.data import BatchSampler, Sampler
 from multipack.integrations.host_sampler import (
     HostSampler,
     Overlong,
-    check_state,
     full_steps,
     least_of_ranks,
     saved_integer,
@@ -44,7 +43,7 @@ from multipack.integrations.packing_functions import (
     pack_parallel,
 )
 from multipack.planning.lengths import check_integer
-from multipack.planning.options import PlanOptions
+from multipack.planning.options import PlanOptions, check_fingerprint, opened, sealed
 from multipack.planning.packing import Packs, pack
 
 __all__ = ["MultipackBatchSampler", "allocate_sequentially", "ffd_check", "pack_group", "pack_parallel"]
@@ -52,6 +51,9 @@ __all__ = ["MultipackBatchSampler", "allocate_sequentially", "ffd_check", "pack_
 LOG = logging.getLogger(__name__)
 
 Integers = NDArray[np.int64]
+
+STATE = ("epoch", "batch", "length", "ranks", "order", "sampler")
+"""Keys of a saved state beside its identity."""
 
 MOST_BINS = 256
 """Maximum number of bins planned together: with more, bins are hardly fuller and planning time grows superlinearly."""
@@ -202,7 +204,7 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
     def state_at(self, batch: int) -> dict[str, Any]:
         """The state before a batch of the epoch, for loaders that prefetch."""
         epoch = self._current()
-        return self._saved(epoch.order) | {
+        position = {
             "epoch": self.epoch,
             "batch": int(batch),
             "length": self.len_across_ranks or len(epoch.batches),
@@ -210,6 +212,7 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
             "order": torch.from_numpy(epoch.order),
             "sampler": epoch.inner,
         }
+        return sealed(self._saved(epoch.order) | position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken, in the next iterator, with the same batches and the same `len`.
@@ -217,14 +220,15 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
         Raises:
             ValueError: the state belongs to other documents or options, or its batches cannot be made again.
         """
-        order = self._checked_order(
-            torch.as_tensor(state.get("order", [])).numpy(), "the saved sampler state"
-        )
-        check_state(state, "epoch", "batch", "length", "ranks", "sampler", **self._saved(order))
-        number, ranks = saved_integer(state, "epoch"), saved_integer(state, "ranks", 1)
-        length = saved_integer(state, "length", 1)
-        batch = saved_integer(state, "batch", most=length)
-        epoch = self._planned(order, None, state["sampler"], ranks, length)
+        with opened(state, "the saved sampler state", "fingerprint", *STATE):
+            order = self._checked_order(torch.as_tensor(state["order"]).numpy(), "the saved sampler state")
+            saved = self._saved(order)
+            check_fingerprint(state, saved["fingerprint"], saved["options"])
+            number, ranks = saved_integer(state, "epoch"), saved_integer(state, "ranks", 1)
+            length = saved_integer(state, "length", 1)
+            batch = saved_integer(state, "batch", most=length)
+            epoch = self._planned(order, None, state["sampler"], ranks, length)
+            _restore(self.sampler, state["sampler"])
         self._go_to(number, batch)
         self.len_across_ranks, self._epoch = length, epoch
         if length % world_size():
@@ -232,7 +236,6 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
                 "the saved epoch has %d batches, and a host that divides them among %d ranks leaves out the last %d",
                 *(length, world_size(), length % world_size()),
             )
-        _restore(self.sampler, state["sampler"])
 
     def _saved(self, order: Integers) -> dict[str, Any]:
         names = ("batch_size", "batch_max_len", "drop_last", "sequential", "group_size", "bin_size")

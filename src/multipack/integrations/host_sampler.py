@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from multipack.planning.deal import DEALING
 from multipack.planning.lengths import check_integer, check_lengths, name_documents
-from multipack.planning.options import PlanOptions, check_choice, check_fingerprint, fingerprint_of
+from multipack.planning.options import PlanOptions, check_choice, fingerprint_of
 from multipack.planning.packing import pack
 from multipack.planning.plan import Plan, plan
 
@@ -139,13 +139,6 @@ def full_steps(
         return planned(steps, "keep")
     except ValueError:  # in this order, the planner needs more packs than `pack`
         return planned(steps, "drop")
-
-
-def check_state(state: Mapping[str, Any], *names: str, fingerprint: str, options: dict[str, Any]) -> None:
-    """Refuse a saved state that lacks one of these keys, or belongs to other documents or options."""
-    if missing := [name for name in (*names, "fingerprint") if name not in state]:
-        raise ValueError(f"the saved sampler state lacks {', '.join(missing)}")
-    check_fingerprint(state, fingerprint, options)
 
 
 def saved_integer(state: Mapping[str, Any], name: str, least: int = 0, most: int | None = None) -> int:

@@ -24,13 +24,12 @@ from multipack.data.sampler import refuse_second_division
 from multipack.integrations.host_sampler import (
     HostSampler,
     Overlong,
-    check_state,
     full_steps,
     replicas_and_rank,
     saved_integer,
 )
 from multipack.planning.lengths import check_integer
-from multipack.planning.options import Balance, PlanOptions
+from multipack.planning.options import Balance, PlanOptions, check_fingerprint, opened, sealed
 from multipack.planning.plan import Plan
 
 Integers = NDArray[np.int64]
@@ -129,7 +128,7 @@ class MultipackDistributedBatchSampler(HostSampler, Sampler[Integers]):
 
     def state_at(self, batch: int) -> dict[str, Any]:
         """The state before a batch of the epoch, for loaders that prefetch."""
-        return self._saved() | {"epoch": self.epoch, "batch": int(batch)}
+        return sealed(self._saved() | {"epoch": self.epoch, "batch": int(batch)})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken, in the next iterator.
@@ -137,8 +136,10 @@ class MultipackDistributedBatchSampler(HostSampler, Sampler[Integers]):
         Raises:
             ValueError: the state belongs to other documents or options, or another number of ranks.
         """
-        check_state(state, "epoch", "batch", **self._saved())
-        self._go_to(saved_integer(state, "epoch"), saved_integer(state, "batch", most=len(self)))
+        with opened(state, "the saved sampler state", "fingerprint", "epoch", "batch"):
+            saved = self._saved()
+            check_fingerprint(state, saved["fingerprint"], saved["options"])
+            self._go_to(saved_integer(state, "epoch"), saved_integer(state, "batch", most=len(self)))
 
     def _saved(self) -> dict[str, Any]:
         names = ("batch_max_length", "num_replicas", "seed", "drop_last", "window", "_balance")

@@ -23,7 +23,16 @@ from numpy.typing import NDArray
 from multipack.planning.cost import CostModel
 from multipack.planning.deal import deal_packs
 from multipack.planning.lengths import Packs, check_integer, offsets_of
-from multipack.planning.options import ALGORITHM, LossWeighting, PlanOptions, Sync, check_choice, short
+from multipack.planning.options import (
+    ALGORITHM,
+    LossWeighting,
+    PlanOptions,
+    Sync,
+    check_choice,
+    opened,
+    sealed,
+    short,
+)
 from multipack.planning.plan import denominator_of
 from multipack.planning.steps import AHEAD, Extend, StepRules, divide
 from multipack.shapes import ModelShape
@@ -31,6 +40,9 @@ from multipack.shapes import ModelShape
 Integers = NDArray[np.int64]
 
 _END = object()
+
+_LARGEST = 1 << 48
+"""Most steps and documents that a saved state may count."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,21 +67,21 @@ class _Queue:
         """(documents, 4) int64: `rows` without the items."""
         return np.array([row[:4] for row in self.rows], dtype=np.int64).reshape(-1, 4)
 
-    @classmethod
-    def from_dict(cls, values: Any) -> _Queue:
-        """The queue of a saved state; `ValueError` if it is damaged."""
-        try:
-            queue = cls(**{each.name: values[each.name] for each in fields(cls)})
-            for each in fields(cls):
-                if each.type == "int":
-                    check_integer(each.name, values[each.name], 0)
-            legal = queue.deferred <= len(queue.rows) and all(len(row) == 5 for row in queue.rows)
-            legal = legal and bool((queue.table >= [0, 1, 0, -1]).all())
-        except (KeyError, TypeError, ValueError):
-            legal = False
-        if not legal:
+    def check(self, longest: int) -> None:
+        """`ValueError` if values of a saved queue do not fit together; `longest` is the most slots of a document."""
+        for each in fields(self):
+            if each.type == "int":
+                check_integer(f"the saved stream state's {each.name}", getattr(self, each.name), 0, _LARGEST)
+        legal = isinstance(self.rows, list) and self.deferred <= len(self.rows) and type(self.ended) is bool
+        for row in self.rows if legal else ():
+            if len(row) != 5 or [type(value) for value in row[:4]] != [int] * 4:
+                legal = False
+                break
+            position, tokens, targets, seen, _ = row
+            legal = legal and 0 <= position < self.position and 0 <= targets < tokens <= longest
+            legal = legal and -1 <= seen <= self.step
+        if not legal or len({row[0] for row in self.rows}) < len(self.rows):
             raise ValueError("the saved stream state is damaged: its documents or counts do not fit together")
-        return queue
 
 
 class StreamStep:
@@ -220,7 +232,9 @@ class PackStream:
                 "the state of a stream holds its documents, and one of these is not plain data: make items of lists,"
                 " dictionaries with text keys, text and numbers"
             )
-        return {"options": self.key, **{each.name: getattr(queue, each.name) for each in fields(queue)}}
+        return sealed(
+            {"options": self.key, **{each.name: getattr(queue, each.name) for each in fields(queue)}}
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state with exactly the steps that followed it.
@@ -230,18 +244,22 @@ class PackStream:
         Raises:
             ValueError: the state is damaged, or belongs to a stream with other options, which the message names.
         """
-        queue, theirs = _Queue.from_dict(state), state.get("options", {})
-        differences = [
-            f"{name} was {short(theirs.get(name))} and is {short(value)}"
-            for name, value in self.key.items()
-            if theirs.get(name, self) != value
-        ]
-        if differences:
-            raise ValueError(
-                f"the saved stream state belongs to another stream: {', '.join(differences)}; continue with the same"
-                " options, or start a new stream"
-            )
-        self._begin(queue)
+        names = [each.name for each in fields(_Queue)]
+        with opened(state, "the saved stream state", "options", *names):
+            theirs = state["options"]
+            differences = [
+                f"{name} was {short(theirs.get(name))} and is {short(value)}"
+                for name, value in self.key.items()
+                if theirs.get(name, self) != value
+            ]
+            if differences:
+                raise ValueError(
+                    f"the saved stream state belongs to another stream: {', '.join(differences)}; continue with the"
+                    " same options, or start a new stream"
+                )
+            queue = _Queue(**{name: state[name] for name in names})
+            queue.check(self.longest)
+            self._begin(queue)
 
     def __iter__(self) -> Iterator[StreamStep]:
         """Yield the steps from the current position."""

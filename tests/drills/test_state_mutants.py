@@ -1,0 +1,176 @@
+"""Mutants of every saved state of the planner and the samplers: refused in one line, or the same batches follow.
+
+A mutant changes types, numbers, keys and nesting at random places. Half of the mutants have a checksum that fits, as if
+somebody had written them: those may be other legal states, but they never end in anything else than a ValueError.
+"""
+
+import copy
+import json
+import random
+import resource
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import RandomSampler
+
+from multipack.data.sampler import PackedBatchSampler
+from multipack.integrations.axolotl import MultipackBatchSampler
+from multipack.integrations.multipack_v2 import MultipackDistributedBatchSampler
+from multipack.planning.options import sealed
+from multipack.planning.stream import PackStream
+
+MUTANTS = 2400
+LENGTHS = np.random.default_rng(3).integers(1, 60, 90)
+VALUES = [
+    None, True, False, 0, 1, -1, 2, 7, 2**31, 2**53, 2**63 - 1, 2**63, -(2**63), 10**30, 0.5, 1e308, float("nan"),
+    float("inf"), "", "7", "x" * 300, "keep", [], [0], [[]], [[[1]]], [5], [2**53, 1], {}, {"positions": 2},
+    {"a": None}, [0] * 500, [None, "a", 1.5],
+]  # fmt: skip
+
+
+def sampler(**options):
+    return PackedBatchSampler(
+        LENGTHS, capacity=128, packs_per_step=4, rank=1, world_size=2, seed=3, **options
+    )
+
+
+class Stored:
+    """A source with a state of its own."""
+
+    def __init__(self):
+        self.next = 0
+
+    def __iter__(self):
+        while self.next < len(LENGTHS):
+            self.next += 1
+            yield {"length": int(LENGTHS[self.next - 1])}
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+
+def stream():
+    return PackStream(Stored(), capacity=128, packs_per_step=2, window=2, length=lambda item: item["length"])
+
+
+def axolotl():
+    order = RandomSampler(LENGTHS, generator=torch.Generator().manual_seed(1))
+    return MultipackBatchSampler(order, 2, 128, LENGTHS)
+
+
+MAKERS = {
+    "sampler, keep": sampler,
+    "sampler, carry": lambda: sampler(tail="carry"),
+    "stream": stream,
+    "multipack_v2": lambda: MultipackDistributedBatchSampler(128, LENGTHS, 2, 1),
+    "axolotl": axolotl,
+}
+
+
+def taken(made, count=None):
+    """Documents of the next batches."""
+    batches = []
+    for batch in made:
+        batches.append(
+            batch.positions.tolist()
+            if hasattr(batch, "positions")
+            else np.array(batch, dtype=object).tolist()
+        )
+        if len(batches) == count:
+            break
+    return batches
+
+
+def places(value, path=()):
+    """Paths of all values inside a state."""
+    yield path
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, below in inside:
+        yield from places(below, (*path, key))
+
+
+def mutant(state, draw):
+    """A state with one to three changes."""
+    state = copy.deepcopy(state)
+    for _ in range(draw.choice([1, 1, 2, 3])):
+        paths = [path for path in places(state) if path]
+        *above, last = draw.choice(paths or [("step",)])
+        holder = state
+        for key in above:
+            holder = holder[key]
+        kind = draw.randrange(6)
+        old = holder[last] if isinstance(holder, list) or last in holder else None
+        if kind == 0 and isinstance(holder, dict):
+            holder.pop(last, None)
+        elif kind == 0 and isinstance(holder, list):
+            del holder[last]
+        elif kind == 1 and isinstance(holder, list):
+            holder.insert(last, copy.deepcopy(old))
+        elif kind == 1:
+            holder[f"{last}x"] = draw.choice(VALUES)
+        elif kind == 2 and type(old) is int:
+            holder[last] = old + draw.choice([-(10**6), -1, 1, 3, 2**40])
+        elif kind == 3:
+            holder[last] = [copy.deepcopy(old)]
+        elif isinstance(old, torch.Tensor) and kind == 4:
+            holder[last] = old.flip(0) if draw.random() < 0.5 else old.double()
+        else:
+            holder[last] = copy.deepcopy(draw.choice(VALUES))
+    return state if draw.random() < 0.98 else draw.choice(VALUES)
+
+
+def outcomes(make, state, expected, draw, fits):
+    """What loading a mutant, and going on from it, ended in."""
+    given = mutant(state, draw)
+    if fits:
+        try:
+            given = sealed(given)
+        except (TypeError, ValueError):
+            return "refused"
+    made, started = make(), time.monotonic()
+    try:
+        made.load_state_dict(given)
+        after = taken(made)
+    except ValueError as error:
+        return "refused" if "\n" not in str(error) else "several lines"
+    except KeyError as error:  # the source's own state
+        return "refused" if make is stream and "next" in str(error) else f"KeyError {error}"
+    except Exception as error:
+        return f"{type(error).__name__} {error} of {given}"[:300]
+    if time.monotonic() - started > 10:
+        return "slow"
+    return "same" if after == expected else "forged" if fits else f"different: {given}"[:300]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_mutants_of_states(name, outcome):
+    make, draw, counts = MAKERS[name], random.Random(name), {}
+    begun = make()
+    iterator = iter(begun)
+    for _ in range(3):
+        next(iterator)
+    state = begun.state_dict()
+    if name != "axolotl":
+        state = json.loads(json.dumps(state))
+    whole = make()
+    whole.load_state_dict(state)
+    expected = taken(whole)
+    assert expected
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for number in range(MUTANTS):
+        ended = outcomes(make, state, expected, draw, fits=number % 2 == 1)
+        counts[ended] = counts.get(ended, 0) + 1
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
+    legal = ("refused", "same", "forged")
+    wrong = {ended: count for ended, count in counts.items() if ended not in legal}
+    outcome("mutants", MUTANTS)
+    for ended in legal:
+        outcome(ended, counts.get(ended, 0))
+    outcome("wrong", sum(wrong.values()))
+    assert wrong == {}
+    assert grown < 1 << 20  # KiB
