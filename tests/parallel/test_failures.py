@@ -7,7 +7,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from multipack.parallel import failures
-from multipack.parallel.failures import LostRank, Watch
+from multipack.parallel.failures import LostRank, NotConnected, Watch
 
 TIMED_OUT = RuntimeError("[../gloo/transport/tcp/buffer.cc:72] Timed out waiting 8000ms for recv operation")
 CLOSED = RuntimeError("[../gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:3")
@@ -77,6 +77,11 @@ def test_an_error_that_all_ranks_have_is_printed_once(watch):
 def test_bugs_of_collectives_keep_their_traceback(watch):
     bug = RuntimeError("[enforce fail at ../gloo/pair.cc:446] op.preamble.length <= op.nbytes. 40 vs 4")
     assert watch(0).explain(bug) is bug
+
+
+def test_ranks_that_cannot_connect_are_not_lost(watch):
+    error = NotConnected("gloo", 8.0, CLOSED)
+    assert watch(0).explain(error) is error
 
 
 def test_a_store_that_is_gone_is_an_answer(watch, monkeypatch):

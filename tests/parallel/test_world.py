@@ -9,7 +9,7 @@ import torch
 
 from multipack.parallel import world as world_module
 from multipack.parallel.ranks import Ranks
-from multipack.parallel.world import choose_device, connected, hosts
+from multipack.parallel.world import World, choose_device, connected, hosts
 
 
 def test_without_a_launcher_the_world_is_one_process():
@@ -95,8 +95,11 @@ def test_ranks_that_do_not_connect_are_one_line(monkeypatch):
         raise RuntimeError("Gloo connectFullMesh failed\nwith forty lines")
 
     monkeypatch.setattr(torch.distributed, "init_process_group", fails)
-    with pytest.raises(ValueError, match=r"rank 0 of 1.*GLOO_SOCKET_IFNAME.*connectFullMesh failed\)$"):
+    with pytest.raises(ValueError, match=r"GLOO_SOCKET_IFNAME.*connectFullMesh failed\)$"):
         world_module._join({}, "gloo", Ranks(0, 1), ("127.0.0.1", 0), 5.0, torch.device("cpu"))
+    monkeypatch.setattr(torch.distributed, "new_group", fails)
+    with pytest.raises(ValueError, match=r"GLOO_SOCKET_IFNAME.*connectFullMesh failed\)$"):
+        World().cpu_group()
 
 
 ENDS = """

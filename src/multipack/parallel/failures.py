@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -42,8 +43,21 @@ class LostRank(ConnectionError):
     """Another rank failed, was killed or hangs, so that this one cannot continue; the message names it."""
 
 
+class NotConnected(ValueError):
+    """Ranks cannot connect to each other: over a network interface that they do not share, or through a firewall."""
+
+    def __init__(self, backend: str, timeout_seconds: float, error: BaseException) -> None:
+        super().__init__(
+            f"this rank, on {socket.gethostname()}, could not connect to the others by {backend} within"
+            f" parallel.timeout_seconds={timeout_seconds:g}: set {backend.upper()}_SOCKET_IFNAME to a network interface"
+            f" that all hosts share (`multipack doctor` lists them; {(str(error).splitlines() or [''])[0]})"
+        )
+
+
 def lacks_rank(error: BaseException) -> bool:
     """Whether an error is that of a collective that another rank did not complete."""
+    if isinstance(error, NotConnected):
+        return False
     if isinstance(error.__cause__, Exception) and lacks_rank(error.__cause__):
         return True
     if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):

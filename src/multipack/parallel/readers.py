@@ -18,11 +18,9 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from multipack.data.batch import PackedBatch
@@ -97,13 +95,7 @@ class ScatteredLoader(PackedLoader):
         served = [each for each in meshes if _reader_of(each, readers) == _reader_of(mesh, readers)]
         self.data_ranks = {each.world.rank: each.data_rank for each in served}
         self.reader = min(self.data_ranks)
-        # Only its members make a group: under nccl, torch would involve the other ranks in collectives.
-        self._group = dist.new_group(
-            list(self.data_ranks),
-            timeout=timedelta(seconds=mesh.world.timeout_seconds),
-            backend="gloo",
-            use_local_synchronization=True,
-        )
+        self._group = mesh.world.cpu_group(list(self.data_ranks))
 
     def _items(self) -> Iterator[Item]:
         micro_batches = self.sampler.micro_batches

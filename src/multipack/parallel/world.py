@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from multipack.parallel.collectives import broadcast_bytes, gather_bytes
-from multipack.parallel.failures import Watch
+from multipack.parallel.failures import NotConnected, Watch
 from multipack.parallel.parallel_config import Device
 from multipack.parallel.ranks import Ranks, find_ranks, rendezvous
 
@@ -92,6 +92,26 @@ class World:
             assert own is not None, "this rank is in one of the parts"
             self.groups[key] = own
         return self.groups[key]
+
+    def cpu_group(self, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
+        """Make a gloo group, for threads that exchange data on the CPU during training.
+
+        Args:
+            ranks: its members, which alone call this: under nccl, torch would involve the other ranks in collectives.
+                None = all ranks.
+
+        Raises:
+            NotConnected: a ValueError; the ranks cannot connect.
+        """
+        timeout = timedelta(seconds=self.timeout_seconds)
+        members = None if ranks is None else list(ranks)
+        try:
+            group: dist.ProcessGroup = dist.new_group(
+                members, timeout=timeout, backend="gloo", use_local_synchronization=members is not None
+            )
+        except RuntimeError as error:
+            raise NotConnected("gloo", self.timeout_seconds, error) from error
+        return group
 
     def at_step(self, step: int) -> None:
         """Say which step is being computed, for messages about lost ranks."""
@@ -285,8 +305,6 @@ def _join(
     restart = environment.get("TORCHELASTIC_RESTART_COUNT")
     kept = restart is not None and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     prefix, timeout = f"attempt-{restart}" if kept else "run", timedelta(seconds=timeout_seconds)
-    where = f"rank {ranks.rank} of {ranks.size}, on {socket.gethostname()}"
-    limit = f"within parallel.timeout_seconds={timeout_seconds:g}"
     try:
         opened = TCPStore(*address, ranks.size, is_master=not kept and ranks.rank == 0, timeout=timeout)
         own = TCPStore(address[0], opened.port, is_master=False, wait_for_workers=False, timeout=timeout)
@@ -294,8 +312,9 @@ def _join(
         watch = Watch(PrefixStore(prefix, own), ranks.rank, ranks.size, timeout_seconds, backend == "nccl")
     except dist.DistError as error:
         raise ValueError(
-            f"{where}, did not meet all ranks at {address[0]}:{address[1]} {limit}: check that all of them have"
-            f" started, MASTER_ADDR, MASTER_PORT and firewalls ({_first_line(error)})"
+            f"rank {ranks.rank} of {ranks.size}, on {socket.gethostname()}, did not meet the others at"
+            f" {address[0]}:{address[1]} within parallel.timeout_seconds={timeout_seconds:g}: check that all of them"
+            f" have started, MASTER_ADDR, MASTER_PORT and firewalls ({str(error).splitlines()[0]})"
         ) from error
     if device.type == "cuda":
         _check_own_gpu(store, ranks, device)
@@ -309,16 +328,8 @@ def _join(
             device_id=device if device.type == "cuda" else None,
         )
     except RuntimeError as error:
-        variable = "NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME"
-        raise ValueError(
-            f"{where}, could not connect to the other ranks by {backend} {limit}: set {variable} to a network interface"
-            f" that all hosts share (`multipack doctor` lists them; {_first_line(error)})"
-        ) from error
+        raise NotConnected(backend, timeout_seconds, error) from error
     return watch
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0]
 
 
 def _check_own_gpu(store: PrefixStore, ranks: Ranks, device: torch.device) -> None:

@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +91,7 @@ class CheckpointWriter:
         self._group: dist.ProcessGroup | None = None
         # Training continues to use the default group, and the thread exchanges text on the CPU.
         if world.backend != "none" and (background or world.backend != "gloo"):
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout_seconds))
+            self._group = world.cpu_group()
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[None] | None = None
         self._writing = ""
