@@ -60,7 +60,9 @@ def print_result(run: Trainer, stopped_by: signal.Signals | None, comparison: Co
         )
     if comparison is not None:
         console.section("cost of padding (measured in this run)", _comparison_rows(comparison))
-    rows = [("config", folder.config), ("metrics", folder.metrics), ("samples", folder.samples)]
+    rows = [("config", folder.config), ("metrics", folder.metrics)]
+    if folder.samples.is_file() and folder.samples.stat().st_size:
+        rows.append(("samples", folder.samples))
     if folder.latest.is_file():
         rows.append(("checkpoint", folder.latest_checkpoint()))
     if run.corpus.arriving is None:  # arriving documents may never become a store
@@ -143,9 +145,9 @@ def _checkpoints(train: TrainConfig) -> str:
         return "none: train.eval_only=true"
     when = [f"every {train.checkpoint_every:,} steps"] if train.checkpoint_every else []
     when += ["at the lowest validation loss so far"] if train.keep_best else []
-    kept = f"the newest {train.keep_checkpoints} are kept" if train.keep_checkpoints else "all are kept"
-    beside = ", beside the best" if train.keep_best and train.keep_checkpoints else ""
-    return f"{', '.join([*when, 'at the end'])}; {kept}{beside}"
+    kept = f"the newest {train.keep_checkpoints}" if train.keep_checkpoints else "all"
+    beside = " and the best" if train.keep_best and train.keep_checkpoints else ""
+    return f"{', '.join([*when, 'at the end'])}; kept: {kept}{beside}"
 
 
 def plan_rows(run: Trainer) -> Rows:
