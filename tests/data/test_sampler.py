@@ -117,6 +117,40 @@ def test_another_world_goes_on_with_the_same_documents(tail):
         assert documents(world, state) == whole[4:]
 
 
+@settings(deadline=None, max_examples=10)
+@given(st.data())
+def test_ranks_that_change_at_any_step_train_every_document_once(data):
+    """Two epochs, interrupted after random numbers of steps and continued by random numbers of ranks."""
+    capacity = data.draw(st.integers(1, 120))
+    lengths = data.draw(st.lists(st.integers(1, capacity), min_size=1, max_size=60))
+    packs, enough = data.draw(st.integers(1, 6)), sum(lengths) > 6 * 120
+    options = {
+        "capacity": capacity,
+        "packs_per_step": packs,
+        "sync": data.draw(st.sampled_from(["micro", "step", "pipeline"])),
+        "tail": data.draw(st.sampled_from(["keep", "drop", "carry"])) if enough else "keep",
+        "window": data.draw(st.integers(1, 3)),
+    }
+    state, waiting = None, []
+    for epoch in range(2):
+        step, seen = 0, []
+        while True:
+            world = data.draw(st.integers(1, packs))
+            ranks = [PackedBatchSampler(lengths, rank=r, world_size=world, **options) for r in range(world)]
+            for rank in ranks:
+                rank.load_state_dict(json.loads(json.dumps(state))) if state else None
+                rank.set_epoch(epoch)
+            stop = min(step + data.draw(st.integers(1, 4)), ranks[0].steps_per_epoch)
+            for rank in ranks:
+                for _, batch in zip(range((stop - step) * rank.micro_batches), rank, strict=False):
+                    seen += batch
+            state, step, made = ranks[0].state_at(stop), stop, ranks[0].plan
+            if step == ranks[0].steps_per_epoch:
+                break
+        assert sorted([*seen, *made.dropped, *made.carried]) == sorted([*range(len(lengths)), *waiting])
+        waiting = made.carried.tolist()
+
+
 def test_states_of_others_are_refused():
     made = sampler(0, 2)
     state = made.state_at(1)

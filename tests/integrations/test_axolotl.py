@@ -51,9 +51,10 @@ def test_arguments_as_axolotl_gives_them():
     assert list(base) == list(older)
     assert base.packing_efficiency_estimate == 1.0
     assert sorted(documents_of(base.generate_batches())) == list(range(300))
-    newer = MultipackBatchSampler(shuffled(lengths), 1, 4096, lengths, 3)
-    assert (newer.bin_size, newer.packing_efficiency_estimate) == (3, 1.0)
-    assert MultipackBatchSampler(shuffled(lengths), 1, 4096, lengths, 0.9).packing_efficiency_estimate == 0.9
+    newer = MultipackBatchSampler(shuffled(lengths), 1, 4096, lengths, 3, 0.9, False)
+    assert (newer.bin_size, newer.packing_efficiency_estimate, newer.drop_last) == (3, 0.9, False)
+    with pytest.raises(ValueError, match="bin_size must be a whole number"):
+        MultipackBatchSampler(shuffled(lengths), 1, 4096, lengths, 0.9)
 
 
 @st.composite

@@ -75,15 +75,15 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
         batch_size: number of bins of a batch.
         batch_max_len: maximum number of tokens of a bin.
         lengths: (documents,) number of tokens of every document that the sampler may yield, by document number.
-        packing_efficiency_estimate: kept as an attribute, for hosts that read it. An integer above 1 is taken as
-            `bin_size`, which is the fifth argument in Axolotl since December 2025.
+        bin_size: maximum documents of a bin; None or 0 for no limit. The fifth argument, as in Axolotl since December
+            2025; before, it was `packing_efficiency_estimate`.
+        packing_efficiency_estimate: kept as an attribute, for hosts that read it.
         drop_last: full batches only. In a single process, documents that are packed into fewer than `batch_size`
             bins are left out, unless there is no full batch without them; with several ranks, documents that are too
             few for a bin each in the last round of batches.
         num_count_samples: has no effect: `len` is exact.
         sequential: keep the sampler's order: bins are filled one after another.
         group_size: documents that are planned together, at most `MOST_BINS` bins. Larger groups fill bins better.
-        bin_size: maximum documents of a bin; None or 0 for no limit.
         num_processes, safe_mode, mp_start_method: have no effect: packing starts no processes and skips no document.
         overlong: documents longer than `batch_max_len` have separate bins (`alone`), as in Axolotl, or are
             `drop`ped, both with a warning; or they raise an `error`. `overlong_documents` lists them.
@@ -101,12 +101,12 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
         batch_size: int,
         batch_max_len: int,
         lengths: ArrayLike,
+        bin_size: int | None = 200,
         packing_efficiency_estimate: float = 1.0,
         drop_last: bool = True,
         num_count_samples: int = 4,
         sequential: bool = False,
         group_size: int = 100_000,
-        bin_size: int | None = 200,
         num_processes: int | None = None,
         safe_mode: bool = True,
         mp_start_method: str | None = "fork",
@@ -116,8 +116,6 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
         BatchSampler.__init__(self, sampler, batch_size, drop_last)
         self.batch_max_len = check_integer("batch_max_len", batch_max_len)
         super().__init__(lengths, self.batch_max_len, overlong, "batch_max_len")
-        if isinstance(packing_efficiency_estimate, int) and packing_efficiency_estimate > 1:
-            packing_efficiency_estimate, bin_size = 1.0, int(packing_efficiency_estimate)
         self.packing_efficiency_estimate = packing_efficiency_estimate or 1.0
         self.sequential = bool(sequential)
         self.group_size = check_integer("group_size", group_size)
