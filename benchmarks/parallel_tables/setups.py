@@ -32,10 +32,7 @@ def blueprint_of(shape: ModelShape) -> Blueprint:
         torch.manual_seed(0)
         return Decoder(shape, part=None if blocks is None else DecoderPart(*blocks, shape.layers))
 
-    def initial() -> object:
-        torch.manual_seed(0)
-        return initial_parameters(shape)
-
+    initial = initial_parameters(shape, 0)
     return Blueprint(build, shape.layers, shape.d_model, shapes, initial, PARALLEL_PLAN, 1.0)
 
 

@@ -78,9 +78,8 @@ def whole_shapes(kind):
 
 
 def drawn(kind):
-    """What rank 0 fills models on the meta device from."""
-    for name, parameter in fresh(kind).named_parameters():
-        yield name, parameter.detach()
+    """What models on the meta device are filled from."""
+    return initial_parameters(SHAPES[kind], SEED)
 
 
 def blueprint(shape, head_layers=1.0, seed=SEED):
@@ -92,10 +91,7 @@ def blueprint(shape, head_layers=1.0, seed=SEED):
         torch.manual_seed(seed)
         return Decoder(shape, part=None if blocks is None else DecoderPart(*blocks, shape.layers))
 
-    def initial():
-        torch.manual_seed(seed)
-        return initial_parameters(shape)
-
+    initial = initial_parameters(shape, seed)
     return Blueprint(build, shape.layers, shape.d_model, shapes, initial, PARALLEL_PLAN, head_layers)
 
 

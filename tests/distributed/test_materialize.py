@@ -1,4 +1,4 @@
-"""Models filled from rank 0 tensor by tensor: one process's values, in the memory of a tensor beside the pieces."""
+"""Models filled tensor by tensor: one process's values, in the memory of a tensor beside the pieces."""
 
 import gc
 import math
@@ -44,7 +44,19 @@ def _divided(world, kind, way):
 
 def _filled(world, kind, way):
     models = _divided(world, kind, way)
-    materialize(models, lambda: tiny.drawn(kind), tiny.whole_shapes(kind), world)
+    with tiny.Communication() as sent:
+        materialize(models, tiny.drawn(kind), tiny.whole_shapes(kind), world)
+    assert not sent.calls
+    _check_pieces(world, models, kind)
+    for model in models:  # the same values, read on rank 0 alone
+        for parameter in model.parameters():
+            local(parameter).data.zero_()
+    source = tiny.drawn(kind) if world.is_main else None
+    materialize(models, source, tiny.whole_shapes(kind), world, from_main=True)
+    return _check_pieces(world, models, kind)
+
+
+def _check_pieces(world, models, kind):
     expected = dict(tiny.fresh(kind).named_parameters())
     held = {}
     for model in models:
@@ -103,9 +115,7 @@ def _most_alive(world):
     gc.freeze()
     dist.broadcast = watched
     try:
-        torch.manual_seed(tiny.SEED)
-        source = lambda: initial_parameters(tiny.SHAPES["llama"])  # noqa: E731
-        materialize([model], source, tiny.whole_shapes("llama"), world)
+        materialize([model], tiny.drawn("llama"), tiny.whole_shapes("llama"), world, from_main=True)
     finally:
         dist.broadcast = broadcast
         gc.unfreeze()
@@ -121,35 +131,38 @@ def test_a_rank_holds_one_whole_tensor_beside_its_pieces(pools):
 
 def test_one_process_copies(tmp_path):
     model = tiny.on_meta("llama")
-    materialize([model], lambda: tiny.drawn("llama"), tiny.whole_shapes("llama"), World())
+    materialize([model], tiny.drawn("llama"), tiny.whole_shapes("llama"), World())
     assert tiny.largest_difference(model, tiny.fresh("llama")) == 0
 
 
+def test_weights_on_a_gpu_are_drawn_there():
+    """Fake tensors raise if one of another device takes part, or a value is read."""
+    made, shapes = initial_parameters(tiny.SHAPES["llama"], 0), tiny.whole_shapes("llama")
+    with FakeTensorMode():
+        for name, shape in shapes.items():
+            drawn = made(name, torch.device("cuda"))
+            assert (drawn.device.type, tuple(drawn.shape)) == ("cuda", shape)
+
+
 def test_a_source_of_other_tensors_is_refused():
-    every = list(tiny.drawn("gpt"))
-    (name, value), shapes = every[-1], tiny.whole_shapes("gpt")
-    for wrong, message in (
-        (every[1:], r"gives positions.weight .* expected embedding.weight"),
-        (every[:-1], r"gives nothing .* expected norm.bias"),
-        ([*every[:-1], (name, value[1:])], r"gives norm.bias \(31,\); expected norm.bias \(32,\)"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            materialize([tiny.on_meta("gpt")], lambda wrong=wrong: wrong, shapes, World())
+    given, shapes = tiny.drawn("gpt"), tiny.whole_shapes("gpt")
+    with pytest.raises(ValueError, match=r"gives embedding.weight \(95, 32\); expected \(96, 32\)"):
+        materialize([tiny.on_meta("gpt")], lambda *each: given(*each)[1:], shapes, World())
 
 
 def test_a_model_that_is_no_part_of_the_whole_is_refused():
     shapes, model = tiny.whole_shapes("gpt"), tiny.on_meta("gpt")
     for wrong in ((31,), None):
         with pytest.raises(ValueError, match=r"norm.bias has shape \(32,\), and in the whole model"):
-            materialize([model], list, {**shapes, "norm.bias": wrong or ()}, World())
+            materialize([model], tiny.drawn("gpt"), {**shapes, "norm.bias": wrong or ()}, World())
     model.register_buffer("table", torch.ones(2, device="meta"))
     with pytest.raises(ValueError, match="table is a buffer"):
-        materialize([model], list, shapes, World())
+        materialize([model], tiny.drawn("gpt"), shapes, World())
 
 
 def _tampered(world, way, name, rank):
     (model,) = _divided(world, "gpt", way)
-    materialize([model], lambda: tiny.drawn("gpt"), tiny.whole_shapes("gpt"), world)
+    materialize([model], tiny.drawn("gpt"), tiny.whole_shapes("gpt"), world)
     held = dict(model.named_parameters())
     same = check_equal(held, world)
     assert len(set(world.gather(same))) == 1

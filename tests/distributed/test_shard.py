@@ -31,7 +31,7 @@ def _mesh_of(world, stage):
 def _sharded(world, kind, stage, **options):
     model = tiny.on_meta(kind)
     shard(model, _mesh_of(world, stage), reshard=stage != "zero2", **options)
-    materialize([model], lambda: tiny.drawn(kind), tiny.whole_shapes(kind), world)
+    materialize([model], tiny.drawn(kind), tiny.whole_shapes(kind), world)
     return model
 
 

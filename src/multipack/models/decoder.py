@@ -23,7 +23,8 @@ position_ids, so that `.to(bfloat16)`, meta-device initialization and sharding d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -99,10 +100,9 @@ class Decoder(nn.Module):
             weights, and with `group=` under tensor parallelism.
         training_loss: loss function in training mode, such as one with z-loss; None = `loss_function`.
         part: build only these blocks, under their names in the whole decoder; the first part has the embedding (and
-            positions), the last one the final norm and the head (the embedding, if they are tied). Load values
-            from `initial_parameters` or a checkpoint.
+            positions), the last one the final norm and the head (the embedding, if they are tied).
 
-    Weights are drawn from torch's global generator: call `torch.manual_seed` first.
+    Initial weights follow from `torch.initial_seed()`, which `torch.manual_seed` sets; see `initial_parameters`.
 
     Raises:
         ValueError: the shape has no vocabulary or is for planning only (experts, latent attention, a sliding window in
@@ -245,8 +245,9 @@ class Decoder(nn.Module):
         The two projections per block that write to the residual stream use 0.02 / √(2 · layers), so that the
         stream's variance does not grow with depth.
         """
-        for name, module in self.named_modules():
-            _draw(name, module, self.shape)
+        for module_name, module in self.named_modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                _draw(f"{module_name}.{name}", parameter, module, self.shape, torch.initial_seed())
 
     def _table_rows(self, batch: PackedBatch) -> Tensor:
         context = self.shape.context
@@ -260,37 +261,41 @@ class Decoder(nn.Module):
         return batch.position_ids
 
 
-@torch.no_grad()
-def initial_parameters(shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and initial values of a decoder's parameters on the CPU, one module at a time.
+def initial_parameters(shape: ModelShape, seed: int) -> Callable[[str, torch.device], Tensor]:
+    """A function that draws one parameter of a decoder: (name, device) → its whole initial value.
 
-    Values equal those of `Decoder(shape)` after the same `torch.manual_seed`, but the whole decoder is never in memory:
-    for models larger than the memory of one rank.
+    Each parameter has a generator of its own, which follows from the seed and the parameter's name, on the device that
+    holds it: the values are those of `Decoder(shape)` after `torch.manual_seed(seed)` on a device of the same type,
+    whichever rank draws them and in whichever order. Thus ranks draw what they hold, without communication.
     """
     with torch.device("meta"):
         whole = Decoder(shape)
-    for name, module in whole.named_modules():
-        if next(module.parameters(recurse=False), None) is None:
-            continue
-        module.to_empty(device="cpu", recurse=False)
-        _draw(name, module, shape)
-        for own, parameter in module.named_parameters(recurse=False):
-            yield f"{name}.{own}", parameter.detach()
-        module.to_empty(device="meta", recurse=False)
+
+    @torch.no_grad()
+    def value(name: str, device: torch.device) -> Tensor:
+        empty = whole.get_parameter(name)
+        made = torch.empty(empty.shape, dtype=empty.dtype, device=device)
+        _draw(name, made, whole.get_submodule(name.rpartition(".")[0]), shape, seed)
+        return made
+
+    return value
 
 
-def _draw(name: str, module: nn.Module, shape: ModelShape) -> None:
-    """Initialize a module's own parameters; a module without a rule would keep uninitialized memory."""
-    if isinstance(module, nn.Linear | nn.Embedding):
-        writes_residual = name.endswith((".attention.output", ".feed_forward.down"))
+def _draw(name: str, parameter: Tensor, module: nn.Module, shape: ModelShape, seed: int) -> None:
+    """Initialize a parameter of `module`; one without a rule would keep uninitialized memory."""
+    path, _, own = name.rpartition(".")
+    if isinstance(module, nn.Linear | nn.Embedding) and own == "weight":
+        writes_residual = path.endswith((".attention.output", ".feed_forward.down"))
         std = INITIAL_STD / (2 * shape.layers) ** 0.5 if writes_residual else INITIAL_STD
-        nn.init.normal_(module.weight, std=std)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
-    elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
-        module.reset_parameters()
-    elif own := [parameter for parameter, _ in module.named_parameters(recurse=False)]:
+        # Meta and fake tensors have no generator of their own.
+        is_cuda = parameter.device.type == "cuda" and torch.cuda.is_available()
+        generator = torch.Generator(parameter.device if is_cuda else "cpu")
+        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+        parameter.normal_(std=std, generator=generator.manual_seed(int.from_bytes(digest[:4], "little")))
+    elif isinstance(module, nn.Linear | nn.LayerNorm | nn.RMSNorm):
+        parameter.fill_(0.0 if own == "bias" else 1.0)
+    else:
         raise ValueError(
-            f"{name} ({type(module).__name__}) has parameters without a rule for initial values, {', '.join(own)}:"
+            f"{path} ({type(module).__name__}) has a parameter without a rule for initial values, {own}:"
             " add one to models/decoder.py"
         )

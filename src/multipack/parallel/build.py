@@ -10,19 +10,19 @@ parallel_config.py, and its place here.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from multipack.parallel.context import divide_context
 from multipack.parallel.engine import ModelEngine, Share, whole_pack
 from multipack.parallel.fsdp import shard
-from multipack.parallel.materialize import materialize
+from multipack.parallel.materialize import Source, materialize
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.stages import split_layers, stages_of_rank
@@ -39,24 +39,26 @@ class Blueprint:
 
     Attributes:
         build: (first, stop) → these blocks of the model, under their names in the whole; None → the whole model.
-            Weights are arbitrary where ranks do not hold the whole: `initial` fills them.
+            Weights are arbitrary where ranks do not hold the whole: `initial` gives them.
         layers: number of blocks.
         width: of the hidden states between blocks.
         shapes: names and shapes of all parameters.
-        initial: yields names and whole values of the initial weights, one at a time; called on rank 0 alone.
+        initial: the initial weights, see `materialize`.
         tensor_plan: pattern of module names → what tensor parallelism does with them.
         head_layers: cost of the projection onto the vocabulary, in layers.
         prepare: applied to a built module before it is sharded: activation checkpointing, compilation.
+        from_main: whether rank 0 alone calls `initial`, because it reads files.
     """
 
     build: Callable[[tuple[int, int] | None], nn.Module]
     layers: int
     width: int
     shapes: Mapping[str, tuple[int, ...]]
-    initial: Callable[[], Iterator[tuple[str, Tensor]]]
+    initial: Source
     tensor_plan: Mapping[str, str]
     head_layers: float = 0.0
     prepare: Callable[[nn.Module], None] = lambda model: None
+    from_main: bool = False
 
 
 def build_engine(
@@ -85,7 +87,8 @@ def build_engine(
     """
     if mesh.weights is None or (mesh.is_plain and not config.shards_parameters):
         # Every rank builds the whole model with its values; nothing is on the meta device.
-        model = blueprint.build(None).to(mesh.world.device)
+        with mesh.world.device:
+            model = blueprint.build(None)
         blueprint.prepare(model)
         made = _optimizer(optimizer, dict(model.named_parameters()), mesh, config)
         call = replicate(model, mesh.axis("dp_replicate")) if mesh.world.size > 1 else model
@@ -95,7 +98,7 @@ def build_engine(
     ]
     modules, share = [module for module, _ in built], built[0][1]
     host = torch.device("cpu") if config.offload == "cpu" else None
-    materialize(modules, blueprint.initial, blueprint.shapes, mesh.world, host)
+    materialize(modules, blueprint.initial, blueprint.shapes, mesh.world, host, from_main=blueprint.from_main)
     parameters = {name: each for module in modules for name, each in module.named_parameters()}
     made = _optimizer(optimizer, parameters, mesh, config)
     options: dict[str, Any] = {"share": share, "shapes": blueprint.shapes, "clock": clock}

@@ -1,7 +1,8 @@
-"""Models larger than the memory of a rank: built on the meta device, filled tensor by tensor from rank 0.
+"""Models larger than the memory of a rank: built on the meta device, filled tensor by tensor.
 
     meta device        every rank: names and shapes, no values; divided, sharded, split into stages
-    materialize        rank 0 draws or reads a tensor ─ broadcast ─▶ every rank keeps its piece; the next tensor
+    materialize        every rank draws the tensors that it holds, one at a time, and keeps its pieces;
+                       or rank 0 reads a tensor ─ broadcast ─▶ every rank keeps its piece; the next tensor
     check_equal        ranks that hold the same piece compare its hash
 
 Beside its own pieces a rank never holds more than one whole tensor (rank 0: what the source needs to make it).
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,9 @@ from torch import Tensor, nn
 
 from multipack.parallel.state import local, local_range, piece_of
 from multipack.parallel.world import World
+
+Source = Callable[[str, torch.device], Tensor]
+"""(name of a parameter, device to make it on) → its whole value."""
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element → the integer type of as many bytes."""
@@ -29,42 +33,42 @@ CPU_CHUNK, GPU_CHUNK = 1 << 16, 1 << 22
 @torch.no_grad()
 def materialize(
     models: Sequence[nn.Module],
-    source: Callable[[], Iterable[tuple[str, Tensor]]],
+    source: Source,
     shapes: Mapping[str, tuple[int, ...]],
     world: World,
     device: torch.device | None = None,
+    *,
+    from_main: bool = False,
 ) -> None:
-    """Allocate models that are on the meta device and fill them with rank 0's values; collective.
+    """Allocate models that are on the meta device and fill them with the source's values.
 
     Args:
         models: this rank's model, or its stages of one, whose parameters may be `DTensor`s. Names are those in the
             whole model; two stages of one rank may hold the same parameter (tied weights).
-        source: yields names and whole values in the order of `shapes`; called on rank 0 alone, so that one random
-            generator draws all of them.
+        source: returns the whole value of a parameter, on the world's device or on the CPU.
         shapes: names and whole shapes of the whole model's parameters, the same on every rank.
         world: all ranks.
         device: of the parameters; None = the world's.
+        from_main: call the source on rank 0 alone, which broadcasts its values; collective. Otherwise every rank
+            calls it for the parameters that it holds, and nothing is sent.
 
     Raises:
-        ValueError: a model has a buffer, or a parameter that is not in `shapes` or has another shape; on rank 0 also if
-            the source yields other names or shapes.
+        ValueError: a model has a buffer, or a parameter that is not in `shapes` or has another shape; or the source
+            returns another shape.
     """
     for model in models:
         model.to_empty(device=device or world.device)
     held = _held(models, shapes)
     dtype = next((tensor.dtype for tensors in held.values() for tensor in tensors), torch.float32)
-    values = iter(source()) if world.is_main else None
-    for name, shape in shapes.items():
-        if values is None:
+    sends = from_main and world.size > 1
+    for name, shape in shapes.items() if sends else [(name, shapes[name]) for name in held]:
+        if sends and not world.is_main:
             whole = torch.empty(shape, dtype=dtype, device=world.device)
         else:
-            given, value = next(values, ("nothing", torch.empty(0)))
-            if given != name or tuple(value.shape) != tuple(shape):
-                raise ValueError(
-                    f"the source of weights gives {given} {tuple(value.shape)}; expected {name} {tuple(shape)}"
-                )
-            whole = value.detach().to(world.device, dtype).contiguous()
-        if world.size > 1:
+            whole = source(name, world.device).detach().to(world.device, dtype).contiguous()
+            if tuple(whole.shape) != tuple(shape):
+                raise ValueError(f"the source of weights gives {name} {tuple(whole.shape)}; expected {shape}")
+        if sends:
             dist.broadcast(whole, src=0)
         for tensor in held.get(name, ()):
             local(tensor).copy_(piece_of(whole, tensor))

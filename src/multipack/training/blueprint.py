@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -44,11 +44,11 @@ def open_engine(
             model.load_state_dict({name: weights(name) for name, _ in model.named_parameters()})
         return model
 
-    def initial() -> Iterator[tuple[str, Tensor]]:
-        if weights is not None:
-            return ((name, weights(name)) for name in shapes)
-        torch.manual_seed(config.train.seed)
-        return initial_parameters(shape)
+    def read(name: str, device: torch.device) -> Tensor:
+        assert weights is not None
+        return weights(name)
+
+    initial = initial_parameters(shape, config.train.seed) if weights is None else read
 
     def prepare(model: nn.Module) -> None:
         assert isinstance(model, Decoder)
@@ -60,7 +60,15 @@ def open_engine(
 
     return build_engine(
         Blueprint(
-            build, shape.layers, shape.d_model, shapes, initial, PARALLEL_PLAN, head_layers(shape), prepare
+            build,
+            shape.layers,
+            shape.d_model,
+            shapes,
+            initial,
+            PARALLEL_PLAN,
+            head_layers(shape),
+            prepare,
+            from_main=weights is not None,
         ),
         partial(build_optimizer, config=config.optimizer, whole=whole),
         mesh,
