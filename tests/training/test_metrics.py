@@ -2,17 +2,28 @@
 
 import math
 import time
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 from multipack.parallel.engine import StepResult
+from multipack.parallel.world import World
 from multipack.planning.packing import Packs
+from multipack.shapes import ModelShape
+from multipack.training import precision
 from multipack.training.feed import StepData
 from multipack.training.metrics import format_line, step_metrics
-from multipack.training.precision import deterministic, matmul_peak, resolve_dtype
-from multipack.training.run_config import compose
+from multipack.training.precision import (
+    choose_dtype,
+    deterministic,
+    exact_float32,
+    matmul_peak,
+    resolve_dtype,
+    sample_lengths,
+)
+from multipack.training.run_config import compose, compose_run
 from multipack.training.train import train
 
 CPU = torch.device("cpu")
@@ -60,6 +71,62 @@ def test_the_dtype_auto_is_what_the_device_computes_natively(monkeypatch):
     assert resolve_dtype("bf16", CPU) == torch.bfloat16
 
 
+@pytest.mark.parametrize(("bf16_seconds", "expected"), [(0.5, "bf16"), (1.25, "fp32")])
+def test_a_cpu_with_bf16_uses_it_where_a_pack_is_faster(monkeypatch, bf16_seconds, expected):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    seen = []
+
+    def timer(shape, attention, world, dtype):
+        seen.append(dtype)
+        times = iter([9.0, 2.0, 1.0] if dtype == torch.float32 else [9.0, bf16_seconds, 3.0])
+        return lambda lengths: next(times)
+
+    monkeypatch.setattr(precision, "decoder_timer", timer)
+    ask = partial(choose_dtype, world=World(), shape=ModelShape(), attention="auto", lengths=[5, 3])
+    dtype, note = ask("auto")
+    assert dtype == precision.DTYPES[expected]
+    assert note.startswith(f"train.dtype is {expected}: a pack in bf16 takes {bf16_seconds:.2f} ×")
+    assert seen == [torch.float32, torch.bfloat16]
+    assert ask("bf16") == (torch.bfloat16, "")
+    assert len(seen) == 2
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    assert ask("auto") == (torch.float32, "")
+    assert len(seen) == 2
+
+
+def test_the_chosen_dtype_is_kept_on_resume(monkeypatch, words, tmp_path, capsys):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    times = {torch.float32: 1.0, torch.bfloat16: 2.0}
+    monkeypatch.setattr(precision, "decoder_timer", lambda *given: lambda lengths: times[given[-1]])
+    automatic = [word for word in words if not word.startswith("train.dtype")]
+    short = ["train.steps=1", "train.eval_every=0", f"out={tmp_path / 'run'}"]
+    train(compose([*automatic, "train.dtype=auto", *short]))
+    assert "train.dtype is fp32: a pack in bf16 takes 2.00 × its time" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    monkeypatch.setattr(precision, "decoder_timer", lambda *_: pytest.fail("measured again"))
+    resumed = compose_run(["train.resume=true", f"out={tmp_path / 'run'}", "train.steps=2"])
+    assert resumed.train.dtype == "fp32"
+    train(resumed)
+
+
+def test_a_sample_of_lengths_fills_a_pack():
+    lengths = np.random.default_rng(1).integers(1, 100, 10_000)
+    assert 900 < sum(sample_lengths(lengths, 1000)) <= 1000
+    assert sample_lengths(np.array([500]), 100) == [100]
+
+
+def test_float32_is_exact_on_gpus_within_a_run():
+    torch.set_float32_matmul_precision("high")
+    try:
+        with exact_float32():
+            assert torch.get_float32_matmul_precision() == "highest"
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
 def test_a_measured_peak_is_that_of_a_product_and_draws_no_random_numbers(monkeypatch):
     """The clock advances by a second per reading, so a product takes a second."""
     ticks = iter(range(100))
@@ -74,10 +141,19 @@ def test_known_gpus_are_not_measured(monkeypatch):
     for name, peak in (
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA H100 PCIe", 756e12),
-        ("H100 80GB", 989e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA GB200", 2500e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA A10G", 70e12),
+        ("AMD Instinct MI300X", 1307.4e12),
     ):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
         assert matmul_peak(torch.device("cuda"), torch.bfloat16) == peak
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA GeForce RTX 4090 Laptop GPU")
+    with pytest.raises((AssertionError, RuntimeError)):  # it is measured, for which there is no GPU here
+        matmul_peak(torch.device("cuda"), torch.bfloat16, size=2)
 
 
 def test_determinism_is_switched_on_and_back(monkeypatch):

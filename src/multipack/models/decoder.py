@@ -264,9 +264,9 @@ class Decoder(nn.Module):
 def initial_parameters(shape: ModelShape, seed: int) -> Callable[[str, torch.device], Tensor]:
     """A function that draws one parameter of a decoder: (name, device) → its whole initial value.
 
-    Each parameter has a generator of its own, which follows from the seed and the parameter's name, on the device that
-    holds it: the values are those of `Decoder(shape)` after `torch.manual_seed(seed)` on a device of the same type,
-    whichever rank draws them and in whichever order. Thus ranks draw what they hold, without communication.
+    Each parameter has its own generator, seeded by `seed` and the parameter's name, on the parameter's device. Values
+    equal those of `Decoder(shape)` after `torch.manual_seed(seed)` on a device of the same type, and do not depend on
+    the rank or the order of calls: ranks need not communicate.
     """
     with torch.device("meta"):
         whole = Decoder(shape)

@@ -1,28 +1,74 @@
-"""The dtype of forward passes, the matmul peak of a device (the reference of MFU), and deterministic runs."""
+"""The dtype of forward passes, the matmul peak of a device (the reference of MFU), TF32, and deterministic runs."""
 
 from __future__ import annotations
 
 import os
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from multipack.data.collate import PackedCollator
+from multipack.data.documents import Document
+from multipack.models.compile import compile_blocks
+from multipack.models.decoder import Decoder
 from multipack.parallel.world import World
+from multipack.shapes import ModelShape
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Values of `train.dtype`."""
 
 PUBLISHED_TFLOPS: dict[str, float] = {
     "A100": 312.0,
+    "A800": 312.0,
+    "A30": 165.0,
+    "A10": 125.0,
+    "A10G": 70.0,
+    "A40": 149.7,
     "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
     "H100": 989.0,
+    "H800": 989.0,
+    "H20": 148.0,
+    "H200 NVL": 835.0,
     "H200": 989.0,
+    "GH200": 989.0,
     "B200": 2250.0,
-    "MI300X": 1307.0,
+    "GB200": 2500.0,
+    "B300": 2250.0,
+    "GB300": 2500.0,
+    "L4": 121.0,
+    "L20": 119.5,
+    "L40": 181.0,
+    "L40S": 362.0,
+    "RTX A6000": 154.8,
+    "RTX 6000 Ada": 364.2,
+    "RTX 3090": 71.2,
+    "RTX 4090": 165.2,
+    "RTX 5090": 209.5,
+    "MI210": 181.0,
+    "MI250X": 191.5,
+    "MI250": 181.0,
+    "MI300A": 980.6,
+    "MI300X": 1307.4,
+    "MI325X": 1307.4,
+    "MI350X": 2306.9,
+    "MI355X": 2516.6,
 }
-"""Dense bf16 peaks from vendors' data sheets, TFLOP/s, by a part of the device's name; the first match counts."""
+"""Dense bf16 peaks with float32 sums, TFLOP/s, by words of the device's name; the first match counts.
+
+From the vendors' data sheets, half of what they give "with sparsity": NVIDIA's of A10, A30, A40, A100, H100, H200, H20,
+L4, L40, L40S, RTX A6000, RTX 6000 Ada, GH200, HGX B200 and B300, GB200 and GB300 NVL72 (per GPU), its architecture
+papers of GA102, Ada and Blackwell for GeForce; AMD's of Instinct MI210 to MI355X. torch shows each half of an MI250X as
+a device.
+"""
+
+Timer = Callable[[list[int]], float]
+"""Lengths of the documents of a micro-batch → seconds of its forward and backward pass."""
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 """Environment variable that makes cuBLAS deterministic; the command line sets a default."""
@@ -41,6 +87,78 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if native else torch.float32
 
 
+def choose_dtype(
+    name: str, world: World, shape: ModelShape, attention: str, lengths: Sequence[int]
+) -> tuple[torch.dtype, str]:
+    """`resolve_dtype`, but on a CPU with native bf16 the faster of bf16 and fp32; collective.
+
+    Native instructions need not make a step faster: casts and sums over few tokens may cost more than products save.
+    Rank 0 times forward and backward passes of one pack in both, which takes less than a step of the run.
+
+    Args:
+        name: value of `train.dtype`.
+        world: all ranks.
+        shape: of the decoder to time.
+        attention: its backend.
+        lengths: lengths of the pack's documents.
+
+    Returns:
+        The dtype, and a note on what was measured; empty = nothing was.
+    """
+    if name != "auto" or world.device.type != "cpu":
+        return resolve_dtype(name, world.device), ""
+
+    def measure() -> str:
+        if resolve_dtype(name, world.device) == torch.float32:
+            return ""
+        seconds = {}
+        for each in (torch.float32, torch.bfloat16):
+            timer = decoder_timer(shape, attention, world, each)
+            timer(list(lengths))  # allocates, and compiles kernels for the shapes
+            seconds[each] = min(timer(list(lengths)) for _ in range(2))
+        return f"{seconds[torch.bfloat16] / seconds[torch.float32]:.2f}"
+
+    ratio = world.on_main(measure)  # one choice for all ranks, also where processors differ
+    chosen = "bf16" if ratio and float(ratio) < 1 else "fp32"
+    note = f"train.dtype is {chosen}: a pack in bf16 takes {ratio} × its time in fp32 on this CPU"
+    return DTYPES[chosen], note if ratio else ""
+
+
+def sample_lengths(lengths: NDArray[np.int64], capacity: int) -> list[int]:
+    """Lengths of random documents that fill a pack of at most `capacity` tokens."""
+    drawn = np.random.default_rng(0).choice(lengths, min(len(lengths), 4096))
+    fitting = drawn[drawn.cumsum() <= capacity]
+    return fitting.tolist() or [min(int(drawn[0]), capacity)]
+
+
+def decoder_timer(
+    shape: ModelShape, attention: str, world: World, dtype: torch.dtype, compiled: bool = False
+) -> Timer:
+    """A function that times forward and backward passes of a decoder with random weights, in autocast to `dtype`."""
+    with world.device:
+        model = Decoder(shape, attention=attention)
+    if compiled:
+        compile_blocks(model)
+
+    def seconds(lengths: list[int]) -> float:
+        draw = np.random.default_rng(len(lengths))
+        documents = [
+            Document(draw.integers(0, shape.vocabulary_size, length, np.uint32), np.array([[0, length]]))
+            for length in lengths
+        ]
+        batch = PackedCollator(len(documents), max(lengths))(documents).to(world.device)
+        world.synchronize()
+        start = time.perf_counter()
+        with torch.autocast(world.device.type, dtype, enabled=dtype != torch.float32):
+            loss = model(batch)
+        # Gradients accumulate, as in a step of several micro-batches.
+        (loss / sum(lengths)).backward()
+        world.synchronize()
+        return time.perf_counter() - start
+
+    return seconds
+
+
 def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.4, size: int = 0) -> float:
     """Peak FLOP/s of one device: published for bf16 on known GPUs, else the fastest of repeated square matmuls.
 
@@ -52,8 +170,8 @@ def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.4, 
     """
     if device.type == "cuda" and dtype == torch.bfloat16:
         name = torch.cuda.get_device_name(device)
-        published = [peak for key, peak in PUBLISHED_TFLOPS.items() if key in name]
-        if published:
+        published = [peak for key, peak in PUBLISHED_TFLOPS.items() if re.search(rf"\b{key}\b", name)]
+        if published and "Laptop" not in name:  # slower chips of the same name
             return 1e12 * published[0]
     n = size or (8192 if device.type == "cuda" else 768)
     # A separate generator: measuring must not change the run's random numbers.
@@ -102,3 +220,14 @@ def deterministic(wanted: bool, device: torch.device) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0])
         torch.backends.cudnn.benchmark = before[1]
+
+
+@contextmanager
+def exact_float32() -> Iterator[None]:
+    """Context in which float32 products on GPUs are IEEE's: TF32 keeps 10 bits of 23, and bf16 is faster than both."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from multipack.data.corpus import Corpus, find_tokenizer, load_corpus
 from multipack.data.documents import Documents
@@ -38,7 +36,7 @@ from multipack.training.checkpoint import Checkpoint, load_checkpoint
 from multipack.training.feed import EpochFeed, StreamFeed, checked
 from multipack.training.inference import find_template
 from multipack.training.objective import Objective
-from multipack.training.precision import DTYPES, resolve_dtype
+from multipack.training.precision import DTYPES, choose_dtype, sample_lengths
 from multipack.training.rules import read_rule
 from multipack.training.run_config import Config
 from multipack.training.settings import NEW_MODEL_LR, TrainConfig
@@ -149,10 +147,18 @@ def shape_of(config: Config, tokenizer: Tokenizer, initial: TrainedWeights | Non
     return config.shape_with(size or max(rows, tokenizer.vocabulary_size))
 
 
-def device_settings(config: Config, device: torch.device) -> TrainConfig:
-    """`config.train` with dtype, compile and fixed_shape as the device suggests where they are auto."""
-    train, on_gpu = config.train, device.type == "cuda"
-    dtype = resolve_dtype(train.dtype, device)
+def device_settings(
+    config: Config, world: World, shape: ModelShape, lengths: Sequence[int]
+) -> tuple[TrainConfig, str]:
+    """`config.train` with dtype, compile and fixed_shape as the device suggests where they are auto; collective.
+
+    `lengths` are those of a pack's documents, for `choose_dtype`, whose note is returned too.
+    """
+    train, parallel, on_gpu = config.train, config.parallel, world.device.type == "cuda"
+    if world.size > 1 and (parallel.shards_parameters or parallel.pipeline > 1 or parallel.tensor > 1):
+        # A rank may have no memory for the whole model.
+        shape = replace(shape, layers=min(shape.layers, 2), window_layers=0)
+    dtype, note = choose_dtype(train.dtype, world, shape, config.model.attention, lengths)
     # Ranks divide the slots of packs of one shape: where they cannot, packs keep the shapes that they have.
     divides = config.plan.longest % config.parallel.token_multiple == 0
     automatic = {
@@ -163,7 +169,7 @@ def device_settings(config: Config, device: torch.device) -> TrainConfig:
         name: str(chosen).lower() for name, chosen in automatic.items() if getattr(train, name) == "auto"
     }
     changes["dtype"] = next(name for name, each in DTYPES.items() if each == dtype)
-    return replace(train, **changes)
+    return replace(train, **changes), note
 
 
 def resolve(
@@ -174,7 +180,10 @@ def resolve(
     Returns:
         The configuration with vocabulary, packs of a step and all choices; and notes for the header of the run.
     """
-    train, optimizer, notes = device_settings(config, world.device), config.optimizer, list[str]()
+    corpus, capacity, optimizer = objective.corpus, config.plan.longest, config.optimizer
+    lengths = [capacity] if corpus.arriving is not None else sample_lengths(corpus.train.lengths, capacity)
+    train, note = device_settings(config, world, shape, lengths)
+    notes = [note] if note else []
     if not optimizer.lr:
         lr = objective.fine_tuning_lr if train.init_from else NEW_MODEL_LR
         optimizer = replace(optimizer, lr=lr)

@@ -52,7 +52,7 @@ class TrainConfig:
     seed: int = 0
     """Seed of initial weights, document order, dropout and samples."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Precision of forward passes; auto = bf16 autocast where the device computes it natively. fp16 scales the loss."""
+    """Precision of forward passes; auto = bf16 where the device has it (on a CPU: where it is faster), else fp32."""
     device: Device = "auto"
     """Where to train; auto = a GPU if there is one."""
     sample_prompt: str = ""

@@ -18,7 +18,7 @@ from multipack.parallel.world import World, connected
 from multipack.reports.console import Console
 from multipack.training.callbacks.callback import RunStopped
 from multipack.training.compare import Comparison, compare_with_padding
-from multipack.training.precision import deterministic
+from multipack.training.precision import deterministic, exact_float32
 from multipack.training.run_config import Config
 from multipack.training.run_parts import check_model
 from multipack.training.run_report import print_header, print_result
@@ -71,6 +71,7 @@ def train(config: Config, clock: Callable[[], float] = time.perf_counter) -> Run
             group_of_one=config.parallel.offload != "none",
         ) as world,
         deterministic(config.train.deterministic, world.device),
+        exact_float32(),
     ):
         trainer = Trainer(config, world, console, clock)
         first = trainer.step

@@ -5,6 +5,9 @@
 
 Every rank has the same callbacks. `accept` and `stop_reason` decide about the run, so they must be functions of values
 that are equal on all ranks.
+
+A callback must not read values of the device in `micro_batch` or `after_step`, because the host would wait for it. Only
+`layer_norms` and `gradient_noise`, which are off by default, read some in `gradient`: two values and two lists a step.
 """
 
 from __future__ import annotations

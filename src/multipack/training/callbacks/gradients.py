@@ -80,7 +80,9 @@ class GradientNoise(Callback):
     def __init__(self) -> None:
         self.steps = 0
         self.means = {"squares": 0.0, "inverses": 0.0, "whole_square": 0.0, "whole_inverse": 0.0}
-        self._small: tuple[float, float] | None = None  # |g_b|² and 1 / b of this rank
+        self._small: tuple[Tensor | float, float, float] | None = (
+            None  # |g|², factor to |g_b|², and 1 / b of this rank
+        )
         self._whole = 0.0  # B
 
     def before_step(self, step: int) -> None:
@@ -93,18 +95,20 @@ class GradientNoise(Callback):
         if index:
             return
         self._whole = whole
-        self._small = (0.0, 0.0)  # stays so on a rank without targets in this micro-batch
+        self._small = (0.0, 0.0, 0.0)  # stays so on a rank without targets in this micro-batch
         if own:
             scale = engine.mesh.gradient_size * engine.loss_scale / whole
-            self._small = (_squared_norm(engine) / (scale * own) ** 2, 1.0 / own)
+            self._small = (_squared_norm(engine), 1.0 / (scale * own) ** 2, 1.0 / own)
 
     @torch.no_grad()
     def gradient(self, step: int, engine: ModelEngine) -> Mapping[str, float]:
         """Update the moving averages."""
         assert self._small is not None, "ranks have two micro-batches or more"
-        square, inverse = self._small
-        squares, inverses, ranks = engine.world.sum([square, inverse, float(inverse > 0)])
-        whole_square, whole_inverse = _squared_norm(engine), 1.0 / max(self._whole, 1.0)
+        square, factor, inverse = self._small
+        # Read here, after the last backward pass: reading waits for the device.
+        own = [float(square) * factor, inverse, float(inverse > 0)]
+        squares, inverses, ranks = engine.world.sum(own)
+        whole_square, whole_inverse = float(_squared_norm(engine)), 1.0 / max(self._whole, 1.0)
         if ranks and math.isfinite(squares + whole_square):  # else fp16 overflowed
             self._update(
                 squares / ranks - whole_square, inverses / ranks - whole_inverse, whole_square, whole_inverse
@@ -127,10 +131,10 @@ class GradientNoise(Callback):
         return trace / square if min(trace, square) > 0 else None
 
 
-def _squared_norm(engine: ModelEngine) -> float:
-    """Squared norm of this rank's gradient, computed in float32 or wider and summed in float64."""
+def _squared_norm(engine: ModelEngine) -> Tensor | float:
+    """Squared norm of this rank's gradient, on its device, computed in float32 or wider and summed in float64."""
     gradients = list(engine.gradients().values())
     if not gradients:
         return 0.0
     wide = torch.float64 if gradients[0].dtype == torch.float64 else torch.float32
-    return float(torch.stack(torch._foreach_norm(gradients, 2, wide)).double().square().sum())
+    return torch.stack(torch._foreach_norm(gradients, 2, wide)).double().square().sum()
