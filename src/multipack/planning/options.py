@@ -25,6 +25,9 @@ LossWeighting = Literal["token", "document"]
 Sync = Literal["micro", "step", "pipeline"]
 """Where ranks wait for each other: at every micro-batch (`micro`, `pipeline`) or once a step (`step`)."""
 
+LARGEST = 1 << 22
+"""Most packs of a step, steps of a window, and so on: larger numbers would ask for memory that no plan needs."""
+
 ALGORITHM = 7
 """Version of the planner: changes whenever the same options give other steps. Part of the fingerprint."""
 
@@ -74,12 +77,14 @@ class PlanOptions:
             ValueError: the message names the setting, what was given and what is legal.
         """
         for name in ("packs_per_step", "window", "align", "effort"):
-            object.__setattr__(self, name, check_integer(f"plan.{name}", getattr(self, name)))
+            object.__setattr__(self, name, check_integer(f"plan.{name}", getattr(self, name), most=LARGEST))
         capacity = check_integer("plan.capacity", self.capacity, most=LARGEST_CAPACITY)
         object.__setattr__(self, "capacity", capacity)
         object.__setattr__(self, "group", bool(self.group))
         for name in ("micro_batches", "budget", "max_documents"):
-            object.__setattr__(self, name, check_integer(f"plan.{name}", getattr(self, name) or 0, 0))
+            object.__setattr__(
+                self, name, check_integer(f"plan.{name}", getattr(self, name) or 0, 0, LARGEST_CAPACITY)
+            )
         for name, choices in (("order", Order), ("tail", Tail), ("balance", Balance)):
             check_choice(f"plan.{name}", getattr(self, name), choices)
         if self.cost != "flops" and not str(self.cost).endswith(".json"):

@@ -57,6 +57,7 @@ def pack(
     if method not in get_args(Method):
         raise ValueError(f"method={method!r} is unknown; choose one of {', '.join(get_args(Method))}")
     limit = len(checked) if max_documents is None else check_integer("max_documents", max_documents)
+    limit = min(limit, len(checked))
     histogram = count(checked)
     bound = simple_bound(histogram, capacity, limit)
     if method == "next_fit":
