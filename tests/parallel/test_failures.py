@@ -4,10 +4,10 @@ import threading
 import time
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import DistBackendError, TCPStore
 
 from multipack.parallel import failures
-from multipack.parallel.failures import LostRank, NotConnected, Watch
+from multipack.parallel.failures import LostRank, NotConnected, Watch, lacks_rank
 
 TIMED_OUT = RuntimeError("[../gloo/transport/tcp/buffer.cc:72] Timed out waiting 8000ms for recv operation")
 CLOSED = RuntimeError("[../gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:3")
@@ -74,9 +74,21 @@ def test_an_error_that_all_ranks_have_is_printed_once(watch):
     assert [error.printed for error in errors] == [False, False]
 
 
-def test_bugs_of_collectives_keep_their_traceback(watch):
-    bug = RuntimeError("[enforce fail at ../gloo/pair.cc:446] op.preamble.length <= op.nbytes. 40 vs 4")
+@pytest.mark.parametrize(
+    "bug",
+    [
+        RuntimeError("[enforce fail at ../gloo/pair.cc:446] op.preamble.length <= op.nbytes. 40 vs 4"),
+        DistBackendError("NCCL error, ncclInvalidUsage: This usually reflects invalid usage of NCCL library"),
+    ],
+)
+def test_bugs_of_collectives_keep_their_traceback(watch, bug):
     assert watch(0).explain(bug) is bug
+
+
+def test_errors_of_nccl_about_another_process_are_recognized():
+    remote = "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely."
+    assert lacks_rank(DistBackendError(remote))
+    assert lacks_rank(DistBackendError("NCCL communicator was aborted on rank 0."))
 
 
 def test_ranks_that_cannot_connect_are_not_lost(watch):

@@ -32,10 +32,11 @@ INTERVAL_SECONDS = 1.0
 GRACE_SECONDS = 6.0
 """How long ranks whose collective failed wait for each other's reports."""
 _LOST = re.compile(
-    r"connection (was )?(closed|reset|refused|aborted)|timed out|timeout|broken pipe|socket closed",
+    r"connection (was )?(closed|reset|refused|aborted)|timed out|timeout|broken pipe|socket closed"
+    r"|remote process exit|network error|was aborted",
     re.IGNORECASE,
 )
-"""Errors of gloo about another process; nccl's have a class."""
+"""Errors of gloo and nccl about another process; their other errors are bugs, which keep their traceback."""
 Answer = TypeVar("Answer")
 
 
@@ -60,13 +61,12 @@ def lacks_rank(error: BaseException) -> bool:
         return False
     if isinstance(error.__cause__, Exception) and lacks_rank(error.__cause__):
         return True
-    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
+    if isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
         return True
-    return (
-        isinstance(error, (RuntimeError, ValueError))
-        and "gloo" in str(error)
-        and bool(_LOST.search(str(error)))
+    backends = isinstance(error, dist.DistBackendError) or (
+        isinstance(error, (RuntimeError, ValueError)) and "gloo" in str(error)
     )
+    return backends and bool(_LOST.search(str(error)))
 
 
 class Watch:
@@ -87,9 +87,8 @@ class Watch:
         self._store, self._rank, self._size = store, rank, size
         self._timeout_seconds, self._ends_process = timeout_seconds, ends_process
         self._failures = 0
-        self._beats: dict[
-            int, tuple[bytes, float]
-        ] = {}  # rank → its last heartbeat, and since when it is the last
+        # Rank → its last heartbeat, and since when it is the last.
+        self._beats: dict[int, tuple[bytes, float]] = {}
         self._failed_at = self._looked_at = 0.0
         self._ended = threading.Event()
         store.set(f"heartbeat/{rank}", "0")  # every rank has one before the ranks have joined
@@ -107,9 +106,8 @@ class Watch:
             True if another rank prints the same message.
         """
         self._failures += 1
-        before = (
-            _ignore_sigterm()
-        )  # the launcher ends the ranks that are left, and this one has a line to print
+        # The launcher ends the ranks that are left, and this one has a line to print.
+        before = _ignore_sigterm()
         try:
             found = self._explain(error)
         finally:
