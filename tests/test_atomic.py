@@ -1,3 +1,4 @@
+import errno
 import os
 
 import pytest
@@ -17,6 +18,22 @@ def test_a_file_is_replaced_whole(tmp_path, monkeypatch):
         write_atomically(path, b"new")
     assert path.read_bytes() == b"old"
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_full_disk_is_one_line_with_the_file_and_what_to_do(tmp_path, monkeypatch):
+    for code, advice in ((errno.ENOSPC, "make room"), (errno.EROFS, "choose a folder"), (errno.EIO, "")):
+
+        def fail(descriptor, code=code):
+            raise OSError(code, os.strerror(code))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", fail)
+            with pytest.raises(
+                OSError, match=f"{os.strerror(code)}.*{advice}.*: '{tmp_path / 'file'}'"
+            ) as refused:
+                write_atomically(tmp_path / "file", b"new")
+        assert refused.value.errno == code
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_of_several_exclusive_writers_one_succeeds(tmp_path):

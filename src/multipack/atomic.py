@@ -25,6 +25,10 @@ PARTIAL = ".partial"
 """Suffix of files and folders that are being written; they are never read."""
 MOST_BYTES = 1 << 26
 """Size of the largest JSON file that is read."""
+_ADVICE = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; make room, and give the same command again"),
+    errno.EROFS: "; choose a folder that can be written",
+}
 PATIENCE, _POLL = 5.0, 0.05
 """Seconds before the holder of a lock is named, and between attempts to take it."""
 
@@ -60,6 +64,7 @@ def write_atomically(path: Path, content: bytes, exclusive: bool = False) -> Non
 
     Raises:
         FileExistsError: with `exclusive`, in all of several concurrent writers but the first.
+        OSError: the file cannot be written; nothing is left of it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = partial_path(path)
@@ -72,6 +77,11 @@ def write_atomically(path: Path, content: bytes, exclusive: bool = False) -> Non
             os.link(partial, path)
         else:
             os.replace(partial, path)
+    except OSError as error:
+        if error.errno not in _ADVICE and error.filename is not None:
+            raise
+        advice = _ADVICE.get(error.errno or 0, "")  # the error of a full disk names no file
+        raise OSError(error.errno, f"{error.strerror or error}{advice}", str(path)) from error
     finally:
         partial.unlink(missing_ok=True)
     sync_folder(path.parent)

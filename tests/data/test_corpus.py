@@ -205,7 +205,9 @@ def test_arrays_that_are_no_lengths_are_refused_before_memory_is_asked_for(tmp_p
     np.save(path, np.array([1 << 31, 1 << 30]))
     available, corpus_report.available_memory = corpus_report.available_memory, lambda: 1 << 30
     try:
-        with pytest.raises(ValueError, match=r"need 25,769,803,776 bytes, and 1,073,741,824 are free"):
+        with pytest.raises(
+            ValueError, match=r"need 25,769,803,776 bytes of memory, and 1,073,741,824 are free"
+        ):
             read_lengths(path, 16, histogram=True)
     finally:
         corpus_report.available_memory = available

@@ -225,6 +225,7 @@ GPT2_CONFIG = config_of(ModelShape(1, 2, 2, 16, 24, vocabulary_size=20, **GPT2))
 
 def test_unsupported_models_are_refused(tmp_path):
     for config, changes, named in (
+        (LLAMA_CONFIG, {"model_type": ["llama"]}, "model_type="),
         (LLAMA_CONFIG, {"model_type": "qwen3"}, "qwen3.* llama, mistral, qwen2, gpt2"),
         (LLAMA_CONFIG, {"use_sliding_window": True}, "use_sliding_window=True"),
         (LLAMA_CONFIG, {"num_hidden_layers": 1 << 64}, r"model\.layers must be between 1 and"),

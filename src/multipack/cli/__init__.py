@@ -59,6 +59,13 @@ def main() -> None:
             fail(str(error), 2)  # an optional dependency is missing, and the message names it
         if hasattr(error, "format_message"):
             _exit_with_usage(error)
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(
+            error
+        ):  # torch's is a RuntimeError
+            fail(
+                f"there is not enough memory ({str(error).splitlines()[-1] if str(error) else 'no more is given'})",
+                2,
+            )
         if hasattr(error, "printed"):
             fail(error, 1, one_line=False)
         if type(error).__name__ != "Abort":

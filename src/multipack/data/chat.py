@@ -38,6 +38,8 @@ from multipack.data.vocabularies import read_text
 
 FIRST_CODE = 0x100000
 """First code point of the replacements for protected text: the last private-use plane of Unicode."""
+MOST_NAME = 256
+"""Longest name of a special token: any part of it at the edge of a message is protected."""
 _CODES = re.compile("[\U00100000-\U0010ffff]")
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 _FORMAT = "multipack chat template 2"
@@ -71,6 +73,10 @@ class ChatTemplate:
     def __post_init__(self) -> None:
         names = (*self.special_tokens, self.bos_token, self.eos_token)
         self.special_tokens = tuple(filter(None, dict.fromkeys(names)))
+        if long := [name for name in self.special_tokens if len(name) > MOST_NAME]:
+            raise ValueError(
+                f"{self.name} has a special token of {len(long[0]):,} characters; {MOST_NAME} are the limit"
+            )
         self._has_marks = _GENERATION.search(self.source) is not None
         self._names = re.compile(_any_of(self.special_tokens))
         cuts = [(name[:size], name[size:]) for name in self.special_tokens for size in range(1, len(name))]

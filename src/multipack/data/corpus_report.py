@@ -173,8 +173,10 @@ def _of_histogram(counts: Integers, path: Path) -> Integers:
             f" of shape {counts.shape}"
         )
     needed, free = 8 * int(counts.sum(dtype=np.int64)), available_memory()
+    problem = f"{path} counts documents whose lengths need {needed:,} bytes of memory"
     if free is not None and needed > free:
-        raise ValueError(
-            f"{path} counts documents whose lengths need {needed:,} bytes, and {free:,} are free"
-        )
-    return np.repeat(np.arange(1, len(counts) + 1, dtype=np.int64), counts)
+        raise ValueError(f"{problem}, and {free:,} are free")
+    try:
+        return np.repeat(np.arange(1, len(counts) + 1, dtype=np.int64), counts)
+    except MemoryError as error:  # this process has a limit of its own
+        raise ValueError(f"{problem}, more than this process may have") from error

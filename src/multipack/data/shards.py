@@ -166,17 +166,13 @@ def write_shard(path: Path, shard: Shard) -> None:
     """Write a shard atomically.
 
     Raises:
-        OSError: the file cannot be written; `filename` is its path.
+        OSError: the file cannot be written.
     """
     content, read = f"{shard.content:032x}", shard.read
     about = {"version": VERSION, "content": content, "read": read, "skipped": shard.skipped}
     # One key: the library writes several in a random order, and equal shards have equal bytes.
     data = save({name: getattr(shard, name) for name in _ARRAYS}, {FORMAT: json.dumps(about)})
-    try:
-        write_atomically(path, data)
-    except OSError as error:
-        error.filename = str(path)  # the error of a full disk names no file
-        raise
+    write_atomically(path, data)
 
 
 def open_shard(path: Path, label: str = "") -> Shard:
@@ -207,7 +203,7 @@ def open_shard(path: Path, label: str = "") -> Shard:
         shard.check()
         return shard
     except (SafetensorError, FileNotFoundError, LookupError, TypeError, ValueError, RecursionError) as error:
-        raise damaged(path, f"not a shard ({error})") from error
+        raise damaged(path, f"not a shard ({' '.join(str(error).split())})") from error
 
 
 def _counts(value: Any) -> dict[str, int] | None:

@@ -283,7 +283,7 @@ def decoder_shape(source: Mapping[str, Any] | Path) -> ModelShape:
     """
     where = source if isinstance(source, Path) else "config.json"
     config = read_json(source) if isinstance(source, Path) else source
-    kind = config.get("model_type")
+    kind = str(config.get("model_type"))
     known = {name: family for family in (LLAMA, GPT2) for name in family.model_types}
     if kind not in known:
         raise ValueError(f"{where}: model_type={kind!r} is not supported; choose one of {', '.join(known)}")

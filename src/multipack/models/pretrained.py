@@ -83,7 +83,8 @@ def open_weights(
 
 
 def _damaged(folder: Path, error: Exception) -> ValueError:
-    return ValueError(f"{folder}: the weights are damaged ({error}); copy or download them again")
+    reason = " ".join(str(error).split())  # the library's own may have several lines
+    return ValueError(f"{folder}: the weights are damaged ({reason}); copy or download them again")
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -133,7 +133,8 @@ def print_error(error: BaseException, one_line: bool) -> None:
         rank = find_ranks(os.environ).rank
     except ValueError:  # contradictory variables of launchers, which may be the error itself
         rank = 0
-    text = f"error: {error}" if one_line else "".join(traceback.format_exception(error)).rstrip()
+    line = " ".join(str(error).splitlines()) or type(error).__name__
+    text = f"error: {line}" if one_line else "".join(traceback.format_exception(error)).rstrip()
     sys.stdout.flush()
     print(f"[rank {rank}] {text}" if rank else text, file=sys.stderr, flush=True)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from multipack.data.staging import available_memory
 from multipack.models.compile import compile_blocks
 from multipack.models.decoder import PARALLEL_PLAN, Decoder, DecoderPart, initial_parameters
 from multipack.models.recompute import recompute_blocks, tile_layers
@@ -15,6 +17,7 @@ from multipack.parallel.build import Blueprint, build_engine
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.stages import head_layers, split_layers
+from multipack.parallel.world import World
 from multipack.shapes import ModelShape
 from multipack.training.objective import Objective
 from multipack.training.optimizer import build_optimizer, freeze, meta_parameters
@@ -33,6 +36,7 @@ def open_engine(
 ) -> ModelEngine:
     """Build this rank's part of the model and its optimizer; collective. `weights` = None draws random weights."""
     shapes = _shapes(shape)
+    _check_memory(shapes, mesh.world)
     whole = meta_parameters(shapes)
 
     def build(blocks: tuple[int, int] | None) -> nn.Module:
@@ -95,6 +99,21 @@ def check_first_stage(config: Config, shape: ModelShape) -> None:
             "optimizer.rules freeze all that the first stage of the pipeline holds, which then has no gradients to"
             f" compute: use fewer than the {parallel.stages} stages of parallel.pipeline={parallel.pipeline}, or"
             " parallel.pipeline=1 with parallel.data=zero3"
+        )
+
+
+def _check_memory(shapes: dict[str, tuple[int, ...]], world: World) -> None:
+    """Check that an equal share of the weights would fit into the memory of this host, before any is asked for.
+
+    Raises:
+        ValueError: it would not.
+    """
+    elements, free = sum(map(math.prod, shapes.values())), available_memory()
+    needed = 4 * elements // world.size
+    if free is not None and needed > free and world.device.type == torch.get_default_device().type == "cpu":
+        raise ValueError(
+            f"the model has {elements:,} parameters, of which this rank needs {needed:,} bytes, and {free:,} are free:"
+            " choose a smaller model=, or more hosts"
         )
 
 
