@@ -76,7 +76,7 @@ BENCHES = (
     module_part("padding", 240, "padding"),
     module_part("trace", 200, "trace"),
 )
-TEST_LIMIT = 420.0
+TEST_LIMIT = 600.0
 
 
 def cuda_tests(tests: Path) -> list[Part]:
