@@ -157,6 +157,8 @@ def gather_bytes(own: bytes, group: Group = None) -> list[bytes]:
     sizes = _tensor([len(own)], group).new_empty(dist.get_world_size(group))
     all_gather_single(sizes, _tensor([len(own)], group), group=group)
     lengths = sizes.tolist()
+    if not any(lengths):
+        return [b""] * len(lengths)
     padded = _tensor(own.ljust(max(lengths), b"\0"), group)
     received = padded.new_empty(len(lengths) * padded.numel())
     all_gather_single(received, padded, group=group)
@@ -168,6 +170,8 @@ def broadcast_bytes(own: bytes, source: int = 0, group: Group = None) -> bytes:
     """The bytes of rank `source` of the run, on every rank of the group."""
     size = _tensor([len(own)], group)
     dist.broadcast(size, source, group=group)
+    if not int(size):
+        return b""
     is_source = dist.get_rank() == source
     content = _tensor(own if is_source else bytes(int(size)), group)
     dist.broadcast(content, source, group=group)
@@ -196,14 +200,8 @@ def scatter_bytes(each: Sequence[bytes] | None, source: int, group: Group = None
 
 
 def _tensor(values: bytes | list[int], group: Group) -> Tensor:
-    """Bytes, or whole numbers, where the group's backend takes them."""
+    """Bytes, at least one, or whole numbers, where the group's backend takes them."""
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
     if isinstance(values, list):
         return torch.tensor(values, dtype=torch.int64, device=device)
-    # A writable copy; frombuffer refuses empty buffers.
-    content = (
-        torch.frombuffer(bytearray(values), dtype=torch.uint8)
-        if values
-        else torch.empty(0, dtype=torch.uint8)
-    )
-    return content.to(device)
+    return torch.frombuffer(bytearray(values), dtype=torch.uint8).to(device)
