@@ -144,7 +144,7 @@ def doctor(
 
     console = Console(stream=sys.stderr if as_json else None)
     with console.progress("checking") as advance:
-        found: Sequence[Any]
+        found: Any
         if path is None:
             found = examine(os.environ, quick, lambda area: advance(0, note=area))
         else:
