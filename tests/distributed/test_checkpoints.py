@@ -146,14 +146,16 @@ def test_one_process_reads_them_whole(saved):
     assert sorted(checkpoint.source.shapes("rng")) == [f"rank-{rank}.cpu" for rank in range(4)]
 
 
-def test_every_rank_writes_one_file_and_nothing_is_written_twice(saved):
+def test_every_rank_writes_its_files_and_nothing_is_written_twice(saved):
     files = sorted(path.relative_to(saved).as_posix() for path in saved.rglob("*") if path.is_file())
-    shards = [f"tensors/shard-{rank:05d}.safetensors" for rank in (1, 2, 3, 4)]
+    shards = [
+        f"tensors/{kind}-{rank:05d}.safetensors" for rank in (1, 2, 3, 4) for kind in ("weights", "state")
+    ]
     assert files == sorted([*shards, ".complete", "config.yaml", "state.json"])
     held = sum((saved / name).stat().st_size for name in shards)
     needed = sum(tensor.nbytes for tensor in _whole().values()) + 4 * torch.get_rng_state().nbytes
     # The rest is headers.
-    assert needed < held < needed + 4 * 5000
+    assert needed < held < needed + 8 * 5000
 
 
 def _files_opened(world, path):
@@ -178,8 +180,8 @@ def _files_opened(world, path):
 
 def test_a_rank_opens_only_the_files_that_hold_something_for_it(pools, saved):
     first, second = pools(2).run(_files_opened, saved)
-    assert first == ["shard-00001.safetensors", "shard-00002.safetensors"]
-    assert second == ["shard-00003.safetensors", "shard-00004.safetensors"]
+    assert first == ["weights-00001.safetensors", "weights-00002.safetensors"]
+    assert second == ["weights-00003.safetensors", "weights-00004.safetensors"]
 
 
 def _save_gap(world, path):
@@ -250,7 +252,7 @@ def _disk_full(world, path, background):
     def failing(*arguments):
         if world.rank == 1:
             raise OSError("no space left")
-        before(*arguments)
+        return before(*arguments)
 
     checkpoint_tensors.save_safetensors = failing
     try:
@@ -289,7 +291,7 @@ def _killed_before_the_marker(world, path):
 
     def fatal(file, content):
         if file.name == checkpoint_module.COMPLETE:
-            assert len(list((file.parent / "tensors").glob("shard-*.safetensors"))) == 2
+            assert len(list((file.parent / "tensors").glob("weights-*.safetensors"))) == 2
             assert _is_refused(file.parent)
             os.kill(os.getpid(), signal.SIGKILL)
         before(file, content)

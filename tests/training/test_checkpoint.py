@@ -164,19 +164,20 @@ def _change_state(**values):
     return damage
 
 
-SHARD = "tensors/shard-00001.safetensors"
+SHARD = "tensors/weights-00001.safetensors"
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda path: os.truncate(path / SHARD, 20), r"shard-00001\.safetensors is not what was written"),
-        (lambda path: (path / SHARD).unlink(), r"shard-00001\.safetensors is missing"),
+        (lambda path: os.truncate(path / SHARD, 20), r"weights-00001\.safetensors is not what was written"),
+        (lambda path: (path / SHARD).unlink(), r"weights-00001\.safetensors is missing"),
         (lambda path: (path / ".complete").unlink(), r"\.complete is missing"),
         (lambda path: (path / "state.json").unlink(), r"state\.json is missing"),
         (lambda path: (path / "state.json").write_text("[" * 100_000), "step-00000003 cannot be read"),
         (lambda path: (path / "tensors" / "more.safetensors").touch(), r"more\.safetensors is not listed"),
-        (_flip(SHARD), r"shard-00001\.safetensors is not what was written"),
+        (_flip(SHARD), r"weights-00001\.safetensors is not what was written"),
+        (_flip("tensors/state-00001.safetensors"), r"state-00001\.safetensors is not what was written"),
         (_flip("config.yaml"), r"config\.yaml is not what was written"),
         (
             lambda path: (path / "state.json").write_text(
@@ -199,6 +200,37 @@ def test_a_damaged_checkpoint_is_refused(run, damage, message):
     with pytest.raises(ValueError, match=message) as error:
         load_checkpoint(path)
     assert "\n" not in str(error.value)
+
+
+def test_generation_verifies_only_the_files_that_it_reads(run):
+    path = _save(run, 3)
+    _flip("tensors/state-00001.safetensors")(path)
+    assert load_checkpoint(path, weights_only=True).source.whole("model")
+    _flip(SHARD)(path)
+    with pytest.raises(ValueError, match=r"weights-00001\.safetensors is not what was written"):
+        load_checkpoint(path, weights_only=True)
+
+
+def test_copies_of_a_gpu_are_pinned_and_kept(run, monkeypatch):
+    """With fake CUDA tensors: the same buffers take every copy, and each save waits for the device once."""
+    made, waited, empty = [], [], torch.empty
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    def pinned(*shape, pin_memory=False, **options):
+        made.append(pin_memory)
+        return empty(*shape, **options)
+
+    monkeypatch.setattr(torch, "empty", pinned)
+    monkeypatch.setattr(World, "synchronize", lambda self: waited.append(1))
+    writer = CheckpointWriter(run, World(), 0, background=True)
+    for value in (1.0, 2.0):
+        pieces = {"model.a": (torch.full((3,), value).as_subclass(OnGpu), [0]), "rng.b": (torch.ones(2), [0])}
+        copies = writer._copied(pieces)
+        assert copies["model.a"][0].tolist() == [value] * 3
+    assert made == [True]
+    assert len(waited) == 2
 
 
 def test_a_last_checkpoint_that_cannot_be_written_ends_the_run(words, tmp_path, monkeypatch):

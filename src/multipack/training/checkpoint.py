@@ -3,7 +3,8 @@
     .step-00000100.1f3a.partial/ … fsync …  →  rename  →  step-00000100/  →  replace `latest`  →  remove old ones
 
     step-00000100/
-      tensors/shard-00001.safetensors …   model, optimizer, random numbers: a file per rank, see checkpoint_tensors.py
+      tensors/weights-00001.safetensors … model and its averages, a file per rank; see checkpoint_tensors.py
+      tensors/state-00001.safetensors …   optimizer, random numbers
       state.json                          step, progress of the run, sha256 of all files
       config.yaml tokenizer.json …        the run's configuration and tokenizer
       .complete                           sha256 of state.json; written last
@@ -20,12 +21,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from multipack.atomic import PARTIAL, move_into_place, partial_path, sync_folder, write_atomically
 from multipack.parallel.state import State
@@ -33,10 +36,15 @@ from multipack.parallel.world import World
 from multipack.run import COMPLETE, FORMAT, STATE, RunDirectory, check_format
 from multipack.training.checkpoint_tensors import Pieces, TensorFiles, checksum, divide, write_pieces
 
+_PATIENCE = timedelta(days=1)
+"""How long ranks wait for each other while a checkpoint is written."""
 DAMAGED = (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 """Errors that reading a damaged file may raise."""
 TENSORS = "tensors"
 """Folder of the tensor files."""
+
+WEIGHTS = ("model", "callbacks")
+"""Groups of tensors in the files `weights-…`; other groups are in `state-…`."""
 
 Files = dict[str, str]
 """Name of a file in a checkpoint → its sha256."""
@@ -89,9 +97,12 @@ class CheckpointWriter:
         self._report: Callable[[str], None] | None = report
         self._run, self._world, self._keep, self._background = run, world, keep, background
         self._group: dist.ProcessGroup | None = None
-        # Training continues to use the default group, and the thread exchanges text on the CPU.
-        if world.backend != "none" and (background or world.backend != "gloo"):
+        # Training continues to use the default group, and the thread exchanges text on the CPU. Ranks wait for the
+        # slowest one to write, however long that takes: a rank that dies closes its connections.
+        if world.backend != "none":
             self._group = world.cpu_group()
+            _set_pg_timeout(_PATIENCE, self._group)
+        self._kept: dict[str, torch.Tensor] = {}
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[None] | None = None
         self._writing = ""
@@ -126,7 +137,7 @@ class CheckpointWriter:
         partial = Path(folder)
         pieces = divide({**tensors, "rng": rng_state(world)}, world)
         if self._background:
-            pieces = {name: (values.to("cpu", copy=True), at) for name, (values, at) in pieces.items()}
+            pieces = self._copied(pieces)
         state = {"format": FORMAT, "step": step, "progress": deepcopy(progress)}
 
         def complete(written: Files) -> None:
@@ -153,7 +164,7 @@ class CheckpointWriter:
         """
         if self._pending is None:
             return
-        for problem in self._world.gather(self.finish_alone()):
+        for problem in self._world.gather(self.finish_alone(), self._group):
             if problem:
                 raise ValueError(problem)
 
@@ -164,6 +175,21 @@ class CheckpointWriter:
         if error is None:
             return ""
         return f"{self._run.checkpoints / self._writing} was not written: {error}; {self._run.advice()}"
+
+    def _copied(self, pieces: Pieces) -> Pieces:
+        """Copies of pieces in host memory; those of GPU tensors are in pinned buffers that the next save uses again."""
+        before, self._kept, copies = self._kept, {}, Pieces()
+        for name, (values, offsets) in pieces.items():
+            if not values.is_cuda:
+                copies[name] = values.to("cpu", copy=True), offsets
+                continue
+            kept = before.get(name)
+            if kept is None or (kept.shape, kept.dtype) != (values.shape, values.dtype):
+                kept = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._kept[name] = kept.copy_(values, non_blocking=True)
+            copies[name] = kept, offsets
+        self._world.synchronize()
+        return copies
 
     def _partial_folder(self, final: Path, best: bool) -> str:
         """The temporary folder of a new checkpoint; empty if `latest` is already this one, which may become `best`."""
@@ -178,11 +204,14 @@ class CheckpointWriter:
     def _write(self, partial: Path, pieces: Pieces, complete: Callable[[Files], None]) -> None:
         """Write this rank's tensors; rank 0 completes the checkpoint after all ranks have written."""
         world, problem, written = self._world, "", Files()
-        name = f"{TENSORS}/shard-{world.rank + 1:05d}.safetensors"
+        kinds: dict[str, Pieces] = {"weights": {}, "state": {}}
+        for key, piece in pieces.items():
+            kinds["weights" if key.partition(".")[0] in WEIGHTS else "state"][key] = piece
         try:
-            if pieces:
-                write_pieces(partial / name, pieces)
-                written[name] = checksum(partial / name)
+            for kind, each in kinds.items():
+                if each:
+                    name = f"{TENSORS}/{kind}-{world.rank + 1:05d}.safetensors"
+                    written[name] = write_pieces(partial / name, each)
         except Exception as error:  # no rank leaves the others waiting
             problem = f"rank {world.rank}: {error}"
         answers = [json.loads(text) for text in world.gather(json.dumps([problem, written]), self._group)]
@@ -238,26 +267,27 @@ def _prune(run: RunDirectory, newest: Path, keep: int) -> str:
     return problem
 
 
-def load_checkpoint(path: Path, world: World | None = None) -> Checkpoint:
-    """Open a checkpoint: all files are compared with their checksums; values of tensors are not yet read.
+def load_checkpoint(path: Path, world: World | None = None, weights_only: bool = False) -> Checkpoint:
+    """Open a checkpoint: files are compared with their checksums; values of tensors are not yet read.
 
     Args:
         path: its folder.
         world: ranks that all open it and divide the work; collective.
+        weights_only: do not compare the files of the optimizer, whose tensors are not used.
 
     Raises:
         ValueError: it is incomplete or of another format; a file is missing or is not what was written.
     """
     check_format(path)
     try:
-        return _open(path, world or World())
+        return _open(path, world or World(), weights_only)
     except DAMAGED as error:
         raise ValueError(
             f"checkpoint {path} cannot be read: {error}; resume from another one in {path.parent}"
         ) from error
 
 
-def _open(path: Path, world: World) -> Checkpoint:
+def _open(path: Path, world: World, weights_only: bool) -> Checkpoint:
     for name in (STATE, COMPLETE):
         if not (path / name).is_file():
             raise ValueError(f"it is not complete, {name} is missing")
@@ -265,7 +295,8 @@ def _open(path: Path, world: World) -> Checkpoint:
     if checksum(path / STATE) != (path / COMPLETE).read_text(encoding="utf-8"):
         raise ValueError(f"{STATE} is not what was written")
     files = state["files"]
-    for damage in world.gather(_damage(path, files, list(files)[world.rank :: world.size])):
+    used = [name for name in files if not (weights_only and name.startswith(f"{TENSORS}/state-"))]
+    for damage in world.gather(_damage(path, files, used[world.rank :: world.size])):
         if damage:
             raise ValueError(damage)
     step, progress = state["step"], state["progress"]

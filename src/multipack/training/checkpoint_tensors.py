@@ -1,10 +1,10 @@
-"""Tensors of a checkpoint as safetensors files: ranks divide them, each writes one file, and any mesh reads them.
+"""Tensors of a checkpoint as safetensors files: ranks divide them, each writes its part, and any mesh reads them.
 
-    saved by four ranks              read by two
-    shard-00001.safetensors  rows 0-2 ┐
-    shard-00002.safetensors  rows 3-5 ┴─▶ rank 0: rows 0-5
-    shard-00003.safetensors  rows 6-8 ┐
-    shard-00004.safetensors  row  9   ┴─▶ rank 1: rows 6-9
+    saved by four ranks                read by two
+    weights-00001.safetensors  rows 0-2 ┐
+    weights-00002.safetensors  rows 3-5 ┴─▶ rank 0: rows 0-5
+    weights-00003.safetensors  rows 6-8 ┐
+    weights-00004.safetensors  row  9   ┴─▶ rank 1: rows 6-9
 
 The files have the layout of `torch.distributed.checkpoint` (DCP) with safetensors storage, and DCP reads them: the
 header of a file gives the offsets of its pieces, so that no other index is needed. Tensors are named "<group>.<name>",
@@ -19,13 +19,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import struct
 import warnings
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import _TYPES
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -38,6 +41,10 @@ from multipack.parallel.world import World
 
 _OFFSETS = "DCP_SHARDING_INFO"
 """Entry of a file's header with the offsets of its pieces, as `HuggingFaceStorageReader` reads it."""
+_KINDS = {dtype: name for name, dtype in _TYPES.items()}
+"""dtype → its name in safetensors files."""
+_CHUNK = 1 << 26
+"""Bytes that are written and hashed at a time."""
 
 Pieces = dict[str, tuple[Tensor, list[int]]]
 """Name of a tensor → the values of a part of it, and the index of the part's first element in the whole tensor."""
@@ -85,8 +92,8 @@ def divide(tensors: State, world: World) -> Pieces:
     return own
 
 
-def write_pieces(file: Path, pieces: Pieces) -> None:
-    """Write the pieces of one rank as a file; its folder is created.
+def write_pieces(file: Path, pieces: Pieces) -> str:
+    """Write pieces of one rank as a file, whose folder is created; returns its sha256.
 
     Raises:
         OSError: it could not be written.
@@ -94,23 +101,52 @@ def write_pieces(file: Path, pieces: Pieces) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     header = {name: {"saved_offsets": offsets} for name, (_, offsets) in pieces.items()}
     tensors = {name: values for name, (values, _) in pieces.items()}
-    save_safetensors(file, tensors, {"format": "pt", _OFFSETS: json.dumps(header)})
+    return save_safetensors(file, tensors, {"format": "pt", _OFFSETS: json.dumps(header)})
 
 
-def save_safetensors(file: Path, tensors: Mapping[str, Tensor], header: dict[str, str]) -> None:
-    """Write tensors as a safetensors file that is on disk afterwards, with the permissions of its folder.
+def save_safetensors(file: Path, tensors: Mapping[str, Tensor], header: dict[str, str]) -> str:
+    """Write tensors as a safetensors file that is on disk afterwards.
+
+    The library's own writer needs all tensors in host memory, twice. Here each is copied to the host when it is its
+    turn, and hashed by another thread while it is written, so that no file is read again for its checksum.
+
+    Returns:
+        The sha256 of the file.
 
     Raises:
         OSError: it could not be written.
     """
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # keeps elements aligned
+    entries, end = dict[str, Any](__metadata__=header), 0
+    for name in names:
+        kind, begin, end = tensors[name].dtype, end, end + tensors[name].nbytes
+        entries[name] = {
+            "dtype": _KINDS[kind],
+            "shape": list(tensors[name].shape),
+            "data_offsets": [begin, end],
+        }
+    head = json.dumps(entries).encode()
+    head += b" " * (-len(head) % 8)
+    digest = hashlib.sha256()
     try:
-        save_file({name: each.cpu().contiguous() for name, each in tensors.items()}, file, header)
-    except SafetensorError as error:
-        raise OSError(f"{file}: {error}") from error
-    with file.open("rb") as written:
-        os.fsync(written.fileno())
-    # safetensors gives its files to their owner alone, whatever the umask says.
-    file.chmod(file.parent.stat().st_mode & 0o666)
+        with ThreadPoolExecutor(1, "checksum") as thread, file.open("wb") as written:
+            start_of_file: list[Any] = [struct.pack("<Q", len(head)) + head]
+            for content in chain(start_of_file, (_bytes(tensors[name]) for name in names)):
+                for start in range(0, len(content), _CHUNK):
+                    chunk = content[start : start + _CHUNK]
+                    hashed = thread.submit(digest.update, chunk)
+                    written.write(chunk)
+                    hashed.result()
+            written.flush()
+            os.fsync(written.fileno())
+    except OSError as error:
+        raise OSError(f"{file}: {error.strerror}") from error
+    return digest.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> Any:
+    """The bytes of a tensor's elements in order, as an array; copied to the host unless they are there."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def checksum(file: Path) -> str:

@@ -103,7 +103,7 @@ def find_weights(path: Path, weights: Weights = "latest", world: World | None = 
         if named is not None:
             raise ValueError(f"{path} is one checkpoint; for the best one of its run name {run.path}")
         folder = run.best_checkpoint()
-    checkpoint = load_checkpoint(folder, world)
+    checkpoint = load_checkpoint(folder, world, weights_only=True)
     read = _reader(checkpoint, averaged=weights == "ema")
     return TrainedWeights(folder, trained_shape(folder), read, Tokenizer.load(folder), checkpoint.step)
 
