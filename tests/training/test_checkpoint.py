@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh
@@ -200,6 +201,26 @@ def test_a_damaged_checkpoint_is_refused(run, damage, message):
     with pytest.raises(ValueError, match=message) as error:
         load_checkpoint(path)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("block", [1, 64, 100, 1 << 20])
+def test_the_checksum_of_a_file_is_that_of_what_was_written(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(checkpoint_tensors, "_BLOCK", block)
+    tensors = {
+        "half": torch.arange(9, dtype=torch.bfloat16),
+        "none": torch.zeros(0, 3),
+        "scalar": torch.tensor(3.5),
+        "turned": torch.randn(4, 5).T,
+        "flags": torch.tensor([True, False]),
+    }
+    file = tmp_path / "a.safetensors"
+    written = checkpoint_tensors.save_safetensors(file, tensors, {"format": "pt"})
+    assert checkpoint_tensors.checksum(file) == written
+    if block > file.stat().st_size:
+        assert written == hashlib.sha256(file.read_bytes()).hexdigest()
+    found = load_file(file)
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
 def test_generation_verifies_only_the_files_that_it_reads(run):

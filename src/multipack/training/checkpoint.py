@@ -5,7 +5,7 @@
     step-00000100/
       tensors/weights-00001.safetensors … model and its averages, a file per rank; see checkpoint_tensors.py
       tensors/state-00001.safetensors …   optimizer, random numbers
-      state.json                          step, progress of the run, sha256 of all files
+      state.json                          step, progress of the run, checksums of all files
       config.yaml tokenizer.json …        the run's configuration and tokenizer
       .complete                           sha256 of state.json; written last
 
@@ -47,7 +47,7 @@ WEIGHTS = ("model", "callbacks")
 """Groups of tensors in the files `weights-…`; other groups are in `state-…`."""
 
 Files = dict[str, str]
-"""Name of a file in a checkpoint → its sha256."""
+"""Name of a file in a checkpoint → its `checksum`."""
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,9 @@ import json
 import os
 import struct
 import warnings
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,10 @@ _OFFSETS = "DCP_SHARDING_INFO"
 """Entry of a file's header with the offsets of its pieces, as `HuggingFaceStorageReader` reads it."""
 _KINDS = {dtype: name for name, dtype in _TYPES.items()}
 """dtype → its name in safetensors files."""
-_CHUNK = 1 << 26
-"""Bytes that are written and hashed at a time."""
+_BLOCK = 1 << 24
+"""Bytes of a file that one thread hashes."""
+_HASHERS = 8
+"""Threads that hash blocks: one core hashes about as much as a fast disk writes."""
 
 Pieces = dict[str, tuple[Tensor, list[int]]]
 """Name of a tensor → the values of a part of it, and the index of the part's first element in the whole tensor."""
@@ -93,7 +96,7 @@ def divide(tensors: State, world: World) -> Pieces:
 
 
 def write_pieces(file: Path, pieces: Pieces) -> str:
-    """Write pieces of one rank as a file, whose folder is created; returns its sha256.
+    """Write pieces of one rank as a file, whose folder is created; returns its checksum.
 
     Raises:
         OSError: it could not be written.
@@ -108,10 +111,10 @@ def save_safetensors(file: Path, tensors: Mapping[str, Tensor], header: dict[str
     """Write tensors as a safetensors file that is on disk afterwards.
 
     The library's own writer needs all tensors in host memory, twice. Here each is copied to the host when it is its
-    turn, and hashed by another thread while it is written, so that no file is read again for its checksum.
+    turn, and hashed by other threads while it is written, so that no file is read again for its checksum.
 
     Returns:
-        The sha256 of the file.
+        The checksum of the file, as of `checksum`.
 
     Raises:
         OSError: it could not be written.
@@ -127,21 +130,45 @@ def save_safetensors(file: Path, tensors: Mapping[str, Tensor], header: dict[str
         }
     head = json.dumps(entries).encode()
     head += b" " * (-len(head) % 8)
-    digest = hashlib.sha256()
+    start: list[Any] = [struct.pack("<Q", len(head)) + head]
+    digests, block, room = list[Future[bytes]](), [], _BLOCK
     try:
-        with ThreadPoolExecutor(1, "checksum") as thread, file.open("wb") as written:
-            start_of_file: list[Any] = [struct.pack("<Q", len(head)) + head]
-            for content in chain(start_of_file, (_bytes(tensors[name]) for name in names)):
-                for start in range(0, len(content), _CHUNK):
-                    chunk = content[start : start + _CHUNK]
-                    hashed = thread.submit(digest.update, chunk)
-                    written.write(chunk)
-                    hashed.result()
+        with ThreadPoolExecutor(_HASHERS, "checksum") as threads, file.open("wb") as written:
+            for content in chain(start, (_bytes(tensors[name]) for name in names)):
+                for begin, end in _parts(len(content), room):
+                    written.write(content[begin:end])
+                    block.append(content[begin:end])
+                    room -= end - begin
+                    if room == 0:
+                        digests.append(threads.submit(_digest, block))
+                        block, room = [], _BLOCK
+                        if len(digests) > 2 * _HASHERS:  # tensors on the host that wait for their digest
+                            digests[-2 * _HASHERS].result()
+            if block:
+                digests.append(threads.submit(_digest, block))
             written.flush()
             os.fsync(written.fileno())
     except OSError as error:
         raise OSError(f"{file}: {error.strerror}") from error
-    return digest.hexdigest()
+    return _joined([each.result() for each in digests])
+
+
+def _parts(size: int, first: int) -> Iterator[tuple[int, int]]:
+    """Divide a number of bytes at the ends of blocks; `first` bytes are left in the current one."""
+    ends = [*range(first, size, _BLOCK), size] if size else []
+    return zip([0, *ends], ends, strict=False)
+
+
+def _digest(parts: Iterable[Any]) -> bytes:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
+
+
+def _joined(digests: list[bytes]) -> str:
+    """The checksum of a file from those of its blocks; of a file of one block its sha256."""
+    return digests[0].hex() if len(digests) == 1 else _digest(digests).hex()
 
 
 def _bytes(tensor: Tensor) -> Any:
@@ -150,9 +177,14 @@ def _bytes(tensor: Tensor) -> Any:
 
 
 def checksum(file: Path) -> str:
-    """The sha256 of a file."""
+    """The sha256 of a file, or of the sha256 of its blocks if it has several; threads share the blocks."""
     with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+        read = partial(os.pread, opened.fileno(), _BLOCK)
+        offsets = range(0, max(os.fstat(opened.fileno()).st_size, 1), _BLOCK)
+        if len(offsets) == 1:
+            return _joined([_digest([read(0)])])
+        with ThreadPoolExecutor(_HASHERS, "checksum") as threads:
+            return _joined(list(threads.map(lambda offset: _digest([read(offset)]), offsets)))
 
 
 class TensorFiles(HuggingFaceStorageReader):
