@@ -66,6 +66,18 @@ def write_export(path: str, folder: str) -> None:
     export(Path(path), Path(folder))
 
 
+def create(path: str, config: str, go: str) -> None:
+    """Make the directory of a new run and lock its log, when the file `go` appears."""
+    from multipack.run import RunDirectory
+    from multipack.training.run_log import RunLog
+
+    while not Path(go).exists():
+        pass
+    run = RunDirectory(path)
+    run.create(config)
+    RunLog(run).record({"step": 1})
+
+
 @dataclass
 class Running:
     """A process that was started."""

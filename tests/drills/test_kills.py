@@ -69,7 +69,7 @@ def test_kills_at_random_moments(tmp_path, run_of, outcome):
     lost, done = _drill(tmp_path, run_of, 20, lambda ended: {"cpu": rng.uniform(0.0, ended.seconds)})
     outcome("kills", done)
     outcome("lost", len(lost))
-    assert not lost
+    assert not lost, lost
 
 
 @pytest.mark.parametrize("how", AIMED)
@@ -79,7 +79,7 @@ def test_kills_while_files_are_written(tmp_path, run_of, outcome, how):
     lost, done = _drill(tmp_path, run_of, 20, draw, each=4, more=AIMED[how])
     outcome("kills", done)
     outcome("lost", len(lost))
-    assert not lost
+    assert not lost, lost
 
 
 def test_kills_while_exporting(tmp_path, run_of, outcome):
@@ -102,7 +102,7 @@ def test_kills_while_exporting(tmp_path, run_of, outcome):
         shutil.rmtree(out)
     outcome("kills", done)
     outcome("lost", len(lost))
-    assert not lost
+    assert not lost, lost
 
 
 @pytest.mark.parametrize("how", AIMED)
@@ -126,4 +126,4 @@ def test_kills_of_one_of_two_ranks(tmp_path, run_of, outcome, how):
     lost += [each.error for each in last if each.code != 0] or forked.different(out, whole)
     outcome("kills", kills)
     outcome("lost", len(lost))
-    assert not lost
+    assert not lost, lost

@@ -246,22 +246,30 @@ def _complete(
 
 
 def _prune(run: RunDirectory, newest: Path, keep: int) -> str:
-    """Remove what killed processes left, and all checkpoints but the newest and the best.
+    """Remove what killed processes left, and all checkpoints but the newest and the best; returns as `sweep`."""
+    best = run.best.read_text(encoding="utf-8", errors="replace").strip() if run.best.is_file() else ""
+    found = (path for path in run.checkpoints.glob("step-*") if path.name < newest.name)
+    older = sorted(path for path in found if path.name != best)
+    problems = []
+    for path in older[: max(len(older) - keep + 1, 0)] if keep else []:
+        try:
+            path.rename(partial_path(path))  # no half of a checkpoint keeps its name
+        except OSError as error:
+            problems.append(f"{path} could not be removed ({error.strerror})")
+    return next(filter(None, [*problems, sweep(run)]), "")
+
+
+def sweep(run: RunDirectory) -> str:
+    """Remove what killed processes left in the directory of a run that no process is writing.
 
     Returns:
         The first path that could not be removed, such as a file that is open over NFS, and why; empty if there is none.
     """
-    leftovers = [path for path in run.checkpoints.glob(".*") if path.suffix in (PARTIAL, ".old")]
-    best = run.best.read_text(encoding="utf-8", errors="replace").strip() if run.best.is_file() else ""
-    found = (path for path in run.checkpoints.glob("step-*") if path.name < newest.name)
-    older = sorted(path for path in found if path.name != best)
-    outdated = older[: max(len(older) - keep + 1, 0)] if keep else []
     problem = ""
-    for path in [*outdated, *leftovers]:
+    for path in [*run.path.glob(".*"), *run.checkpoints.glob(".*")]:
         try:
-            # No half of a checkpoint keeps its name.
-            path = path.rename(partial_path(path)) if path in outdated else path
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            if path.suffix in (PARTIAL, ".old"):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         except OSError as error:
             problem = problem or f"{path} could not be removed ({error.strerror})"
     return problem

@@ -14,7 +14,7 @@ from multipack.data.shards import CHAT_TEMPLATE
 from multipack.parallel.state import State
 from multipack.parallel.world import World
 from multipack.run import RunDirectory, config_yaml
-from multipack.training.checkpoint import Checkpoint, CheckpointWriter, name_of
+from multipack.training.checkpoint import Checkpoint, CheckpointWriter, name_of, sweep
 from multipack.training.run_config import Config
 from multipack.training.run_log import RunLog
 
@@ -93,6 +93,7 @@ class RunFiles:
             write_atomically(run.config, config.encode())
         for name, content in files.items():
             write_atomically(run.path / name, content)
+        sweep(run)
         if resumed is None:
             return
         run.point_to(resumed.path)
