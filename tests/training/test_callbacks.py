@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from multipack.models.decoder import Decoder
 from multipack.parallel.engine import ModelEngine
@@ -385,3 +387,19 @@ def test_no_trace_of_short_runs_resumed_runs_and_other_ranks(tmp_path):
     trace.close(failed=False)
     assert path.read_text() == "the first"
     assert ["train.profile" in reported[0], "remove it" in reported[1], len(reported)] == [True, True, 2]
+
+
+def test_within_a_step_no_callback_waits_for_the_device():
+    """Fake tensors raise where their values are read."""
+    with FakeTensorMode():
+        weight, gradient = (torch.empty(8, 4, device="cuda") for _ in range(2))
+        engine = SimpleNamespace(
+            parameters={"weight": weight.requires_grad_()},
+            gradients=lambda: {"weight": gradient},
+            mesh=SimpleNamespace(gradient_size=1),
+            loss_scale=1.0,
+        )
+        for callback in (GradientNoise(), MovingAverage(0.9), LayerNorms(), SpikeGuard("skip", 6.0)):
+            callback.before_step(1)
+            callback.micro_batch(0, engine, 3.0, 9.0)
+            callback.after_step(1, engine, True)
