@@ -41,7 +41,10 @@ def main() -> None:
     if missing := [package for package in NEEDED if versions[package] is None]:
         sys.exit(f"missing: {', '.join(missing)} (python -m pip install --target DIR, then PYTHONPATH=DIR)")
     for package in ("numba", "multipack"):  # numba is built for some versions of numpy only
-        importlib.import_module(package)
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            sys.exit(f"{package} cannot be imported: {error}")
     import torch
 
     from gpu_parts.common import options_of, write_part
