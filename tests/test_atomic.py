@@ -100,3 +100,16 @@ def test_only_regular_files_of_a_bounded_size_are_read(tmp_path):
             read_file(path)
     with pytest.raises(IsADirectoryError, match=str(tmp_path)):
         read_file(tmp_path)
+
+
+@pytest.mark.parametrize("umask", [0o002, 0o022, 0o077])
+def test_files_have_the_permissions_that_umask_gives(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        write_atomically(tmp_path / "folder" / "file", b"content")
+        with atomic_folder(tmp_path / "made"):
+            pass
+    finally:
+        os.umask(before)
+    assert (tmp_path / "folder" / "file").stat().st_mode & 0o777 == 0o666 & ~umask
+    assert (tmp_path / "made").stat().st_mode & 0o777 == 0o777 & ~umask

@@ -284,6 +284,20 @@ def test_how_commands_end(monkeypatch, capsys):
     code, error = ending(KeyboardInterrupt())
     assert code == 130
     assert "interrupted" in error
+    for raised, line in (
+        (ValueError("a library's\nlines"), "error: a library's lines\n"),
+        (ValueError(), "error: ValueError\n"),
+        (
+            OSError(28, "No space left on device", "file"),
+            "error: [Errno 28] No space left on device: 'file'\n",
+        ),
+        (MemoryError(), "error: there is not enough memory (no more is given)\n"),
+        (RuntimeError("[alloc] can't allocate memory: 9 bytes"), "9 bytes)\n"),
+    ):
+        code, error = ending(raised)
+        assert code == 2
+        assert error.endswith(line)
+        assert error.count("\n") == 1
     with pytest.raises(ZeroDivisionError):
         ending(ZeroDivisionError("a defect"))
 

@@ -105,6 +105,17 @@ def test_unreadable_files_are_named(config, text_file, tmp_path):
         Source(config(source="store", path="x"))
 
 
+def test_pipes_are_refused_and_left_out_of_folders(tmp_path, config):
+    """Opening one would wait for its writer."""
+    os.mkfifo(tmp_path / "a.jsonl")
+    with pytest.raises(ValueError, match=r"a\.jsonl: it is a pipe or a device"):
+        Source(config(source="jsonl", path=str(tmp_path / "a.jsonl")))
+    (tmp_path / "b.jsonl").write_text('{"text": "b"}')
+    for path in (tmp_path, tmp_path / "*.jsonl"):
+        source = Source(config(source="jsonl", path=str(path)))
+        assert [file.name for file in source.files] == ["b.jsonl"]
+
+
 def test_the_identity_depends_on_settings_and_on_size_and_time_of_files(config, text_file, monkeypatch):
     def of(**fields):
         return Source(config(source="text", path=path, **fields)).identity

@@ -80,7 +80,8 @@ def find_files(path: str, suffixes: tuple[str, ...]) -> tuple[Path, list[str], i
             )
         return root, names, len(found) - len(names)
     if not glob.has_magic(path):
-        raise ValueError(f"data.path={path}: there is no such file or folder")
+        reason = "it is a pipe or a device" if root.exists() else "there is no such file or folder"
+        raise ValueError(f"data.path={path}: {reason}")
     fixed = next(number for number, part in enumerate(root.parts) if glob.has_magic(part))
     folder = Path(*root.parts[:fixed])
     matches = glob.glob(str(Path(*root.parts[fixed:])), root_dir=folder, recursive=True)
@@ -91,11 +92,12 @@ def find_files(path: str, suffixes: tuple[str, ...]) -> tuple[Path, list[str], i
 
 
 def files_below(root: Path, is_skipped: Callable[[str], bool]) -> list[str]:
-    """The sorted paths, relative to a folder, of the files in it and in all subfolders whose names are not skipped."""
+    """The sorted paths, relative to a folder, of the regular files below it whose names are not skipped."""
     names = []
     for parent, folders, files in os.walk(root):
         folders[:] = [folder for folder in folders if not is_skipped(folder)]
-        names += [(Path(parent) / file).relative_to(root).as_posix() for file in files]
+        paths = [Path(parent) / file for file in files]
+        names += [path.relative_to(root).as_posix() for path in paths if path.is_file()]
     return sorted(names)
 
 

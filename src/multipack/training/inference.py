@@ -15,6 +15,7 @@ from multipack.data.chat import ChatTemplate
 from multipack.data.shards import CHAT_TEMPLATE
 from multipack.data.texts import Message, TextPart
 from multipack.data.tokenizer import Tokenizer
+from multipack.data.vocabularies import read_text
 from multipack.models.decoder import Decoder
 from multipack.models.families import build_decoder
 from multipack.models.generate import Completion, Listener, generate_batch
@@ -57,7 +58,7 @@ def find_template(path: Path) -> ChatTemplate | None:
     """
     folder = weights_folder(path)
     if (folder / CHAT_TEMPLATE).is_file():
-        return ChatTemplate.from_json((folder / CHAT_TEMPLATE).read_text(encoding="utf-8"))
+        return ChatTemplate.from_json(read_text(folder / CHAT_TEMPLATE))
     own = Tokenizer.load(folder)
     if own.chat_template:
         return ChatTemplate(own.chat_template, own.special_tokens, own.bos_token, own.eos_token)
