@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from multipack.ops import loss as loss_module
+from multipack.ops.logits import chunk_rows, softmax_of_logits
 from multipack.ops.loss import linear_cross_entropy, linear_log_probabilities
 
 WIDTH, VOCABULARY = 12, 29
@@ -178,3 +183,47 @@ def test_wrong_arguments_are_refused():
         for changes, expected in cases:
             with pytest.raises(ValueError, match=expected):
                 loss(**{**arguments, **changes})
+
+
+@pytest.mark.parametrize(("z_loss", "smoothing", "weighted"), [(0.0, 0.0, False), (1e-2, 0.1, True)])
+def test_the_function_that_is_compiled_on_gpus_computes_the_same(monkeypatch, z_loss, smoothing, weighted):
+    *inputs, targets = make_inputs(tokens=40)
+    terms = {"z_loss": z_loss, "label_smoothing": smoothing}
+    terms["weights"] = torch.rand(40, dtype=torch.float64) if weighted else None
+    monkeypatch.setattr(loss_module, "FUSED_DEVICES", ("cpu",))
+    monkeypatch.setattr(loss_module, "compiled_softmax", lambda: softmax_of_logits)
+    found = linear_cross_entropy(*inputs, targets, 16, compiled=True, **terms)
+    assert_equal(found, reference(*inputs, targets, **terms), inputs, 1e-13)
+
+
+class Moved(TorchDispatchMode):
+    """Bytes of (V, d) float32 tensors that operators other than matrix products read or write."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape, self.bytes = shape, 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        out = operator(*args, **(kwargs or {}))
+        if not operator.name().startswith(("aten::addmm", "aten::mm", "aten::zeros_like", "aten::slice")):
+            for each in (*args, out):
+                if (
+                    isinstance(each, Tensor)
+                    and tuple(each.shape) == self.shape
+                    and each.dtype == torch.float32
+                ):
+                    self.bytes += 4 * each.numel()
+        return out
+
+
+def test_on_a_gpu_products_are_added_to_the_gradient_in_few_large_chunks():
+    """Sums of the weight's gradient move no bytes of their own; meta tensors take the path of GPUs."""
+    hidden, weight = (torch.empty(n, 2048, dtype=torch.bfloat16, device="meta") for n in (8192, 128_256))
+    head = loss_module._Head(weight, torch.bfloat16, loss_module._Options())
+    assert 2**29 < chunk_rows(128_256, hidden.device) * 128_256 * 4 <= 2**30
+    assert chunk_rows(128_256, torch.device("cpu")) == 1024
+    targets = torch.empty(8192, dtype=torch.int64, device="meta")
+    with Moved((128_256, 2048)) as moved, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "autocast", lambda device, enabled: nullcontext())
+        head.compute(hidden, targets, targets, None, None, (True, True))
+    assert moved.bytes == 0

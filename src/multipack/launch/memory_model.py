@@ -23,7 +23,9 @@ Recompute = Literal["none", "selective", "full"]
 FLOAT32 = 4
 """Bytes of an element of parameters, gradients, moments and exact sums."""
 LOSS_CHUNK_TOKENS = 1024
-"""Rows whose logits exist at a time (ops/loss.py)."""
+"""Minimum number of rows whose logits exist at a time (ops/loss.py)."""
+LOSS_CHUNK_BYTES = 2**30
+"""Bytes of float32 logits up to which more rows exist on a GPU."""
 GATHERED_BLOCKS = 2
 """Number of blocks whose parameters zero3 holds gathered: the current one, and the prefetched next one."""
 
@@ -214,7 +216,8 @@ def _temporaries(work: Workload, block: int, outside: int) -> tuple[int, int]:
     shape, tensor, slots, product = work.shape, work.config.tensor, work.slots, work.product
     columns, width, d = shape.vocabulary_size // tensor, shape.d_ff // tensor, shape.d_model
     cast = product if product < FLOAT32 else 0
-    logits = min(slots, LOSS_CHUNK_TOKENS) * columns * (FLOAT32 + product + cast)
+    rows = min(slots, max(LOSS_CHUNK_TOKENS, LOSS_CHUNK_BYTES // (FLOAT32 * columns)))
+    logits = rows * columns * (FLOAT32 + product + cast)
     loss = max(logits + columns * d * cast, columns * d * FLOAT32)
     recomputed = sum(work.saved_by_block().values()) - work.kept_by_block()
     wide = slots * width * product * (2 if shape.gated else 1)

@@ -10,13 +10,15 @@ after them, which reads integers of a pack on the host, is not compiled.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from multipack.models.decoder import Decoder
+from multipack.ops.loss import linear_cross_entropy
 
 
 def compile_blocks(model: Decoder, backend: str | Callable[..., Any] = "inductor") -> None:
-    """Let every block of the model be compiled when it first runs; in place.
+    """Let every block of the model, and on a GPU the function of its logits, be compiled when it first runs; in place.
 
     Names of parameters, state dictionaries and hooks stay. Packs of one size (`PackedCollator.pad_to`) need one
     compilation, packs of varying sizes two: for the first size, then for all. The number and the length of documents
@@ -30,6 +32,10 @@ def compile_blocks(model: Decoder, backend: str | Callable[..., Any] = "inductor
     for block in model.blocks:
         block.compile(backend=backend)
         block._compiled_call_impl = _configured(block._compiled_call_impl)
+    for name in ("loss_function", "training_loss"):
+        function: Any = getattr(model, name, None)
+        if getattr(function, "func", function) is linear_cross_entropy:
+            setattr(model, name, partial(function, compiled=True))
 
 
 def _configured(compiled: Any) -> Callable[..., Any]:

@@ -20,13 +20,13 @@ arXiv:1512.00567) and z-loss coefficient z (Chowdhery et al. 2022, arXiv:2204.02
 
 `linear_cross_entropy` computes gradients in the forward pass, while a chunk's logits exist: the loss is a sum, so the
 backward pass only multiplies by the incoming scalar. With one tile nothing is computed twice; with more, logits are
-computed again for the gradient. Row weights scale rows of (chunk, d), never logits. The gradient of
-`linear_log_probabilities` depends on the incoming gradient of each row, so its backward pass computes logits again.
+computed again for the gradient. Row weights scale rows of (chunk, d), never logits. `linear_log_probabilities` needs
+the incoming gradient of each row, so its backward pass computes logits again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -39,6 +39,7 @@ from torch.autograd.function import once_differentiable
 
 from multipack.data.batch import IGNORE
 from multipack.ops.autocast import at_least_float32, autocast_dtype
+from multipack.ops.logits import chunk_rows, compiled_softmax
 
 # all_gather_into_tensor warns since torch 2.13, where it is called all_gather_single.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -47,6 +48,8 @@ LOSS_ATTRIBUTES = ("loss_function", "training_loss", "log_probabilities")
 """Attributes of models that hold a function of this module, or one with the same keyword arguments. Tiling and tensor
 parallelism replace it by one that also passes `vocabulary_tiles` or `group`."""
 
+FUSED_DEVICES = ("cuda", "meta")
+"""Devices that add half-precision products to a float32 matrix in one kernel (meta: to count bytes)."""
 Tile = tuple[Tensor, Tensor]
 """For R rows and n columns of the logits: (R, n) log-softmax over these columns, and (R, 2 or 3) statistics to merge:
 log-sum-exp, logit of the target (0 if it is in another tile) and, for label smoothing, the sum of the logits."""
@@ -56,15 +59,16 @@ log-sum-exp, logit of the target (0 if it is in another tile) and, for label smo
 class _Options:
     """Options of `linear_cross_entropy`, checked."""
 
-    chunk_tokens: int = 1024
+    chunk_tokens: int | None = None
     vocabulary_tiles: int = 1
     z_loss: float = 0.0
     label_smoothing: float = 0.0
     group: dist.ProcessGroup | None = None
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         for name in ("chunk_tokens", "vocabulary_tiles"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.z_loss < 0:
             raise ValueError(f"z_loss must not be negative, got {self.z_loss}; 0 turns it off")
@@ -76,13 +80,14 @@ def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    chunk_tokens: int = 1024,
+    chunk_tokens: int | None = None,
     num_targets: int | None = None,
     weights: Tensor | None = None,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
     vocabulary_tiles: int = 1,
     group: dist.ProcessGroup | None = None,
+    compiled: bool = False,
 ) -> Tensor:
     """Sum of the cross-entropy of `hidden @ weight.T` over all targets that are not −100.
 
@@ -95,14 +100,16 @@ def linear_cross_entropy(
         hidden: (T, d) final hidden states.
         weight: (V, d) output embedding; with `group`, this rank's V / ranks consecutive rows of it.
         targets: (T,) int64, already shifted.
-        chunk_tokens: rows whose logits exist at a time: about 2 × chunk_tokens × V / tiles × 4 bytes.
+        chunk_tokens: rows whose logits exist at a time: about 2 × chunk_tokens × V / tiles × 4 bytes. None = 1,024; on
+            a GPU, where every chunk reads and writes the weight's gradient, as many as 1 GiB holds.
         num_targets: number of targets that are not −100, if known: saves a device synchronization.
         weights: (T,) floating-point weight of each row's loss, without gradient. None = 1.
-        z_loss: coefficient of lse² of each row with a target (times the row's weight).
+        z_loss: coefficient of lse² of each target's row (times its weight).
         label_smoothing: share of each target's probability that is spread over the vocabulary.
         vocabulary_tiles: slices of (this rank's part of) the vocabulary whose logits are computed one at a time.
         group: process group whose ranks divide the vocabulary evenly; all pass the same `hidden` and `targets`, and
             the gradient of `hidden` is the sum of the ranks' gradients. None = `weight` is whole.
+        compiled: on a GPU, compile the functions of a chunk's logits, unless the vocabulary is divided or tiled.
 
     Returns:
         0-d sum, equal on all ranks of `group`; 0, still connected to `hidden` and `weight`, without targets.
@@ -111,7 +118,7 @@ def linear_cross_entropy(
         ValueError: mismatched shapes or dtypes, or an option out of range; on the CPU also a target outside the
             vocabulary or a wrong `num_targets` (checking on other devices would synchronize).
     """
-    options = _Options(chunk_tokens, vocabulary_tiles, z_loss, label_smoothing, group)
+    options = _Options(chunk_tokens, vocabulary_tiles, z_loss, label_smoothing, group, compiled)
     rows = _check_rows(hidden, weight, targets, num_targets, weights, group)
     if not torch.is_grad_enabled():
         # Grad mode is always off inside an autograd.Function, so that only detached inputs skip the gradients.
@@ -124,7 +131,7 @@ def linear_log_probabilities(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    chunk_tokens: int = 1024,
+    chunk_tokens: int | None = None,
     num_targets: int | None = None,
     vocabulary_tiles: int = 1,
     group: dist.ProcessGroup | None = None,
@@ -231,16 +238,27 @@ class _Head:
         is_known, lse = lse is not None, torch.zeros_like(losses) if lse is None else lse
         hidden_grad = torch.zeros_like(hidden, dtype=self.weight.dtype) if wanted[0] else None
         weight_grad = torch.zeros_like(self.weight, dtype=self.exact) if wanted[1] else None
+        fused = self.options.compiled and hidden.device.type in FUSED_DEVICES
+        fused = fused and len(self.slices) == 1 and self.options.group is None and any(wanted[:2])
         with torch.autocast(hidden.device.type, enabled=False):
-            for part in torch.split(rows, self.options.chunk_tokens) if len(rows) else ():
+            size = self.options.chunk_tokens or chunk_rows(
+                -(-len(self.weight) // len(self.slices)), hidden.device
+            )
+            for part in torch.split(rows, size) if len(rows) else ():
                 chunk, target = hidden[part].to(self.weight.dtype), targets[part, None]
-                tile = None
-                if not is_known:
+                tile = gradient = None
+                if not is_known and fused:
+                    losses[part], lse[part], gradient = self._fused(chunk, target)
+                elif not is_known:
                     losses[part], lse[part], tile = self._losses(chunk, target)
                 if hidden_grad is None and weight_grad is None:
                     continue
                 factor = None if scale is None else scale[part, None].to(self.exact)
-                product = self._gradients(chunk, target, lse[part, None], tile, factor, weight_grad)
+                gradients = (
+                    (gradient,) if gradient is not None else self._tiles(chunk, target, lse[part, None], tile)
+                )
+                del tile, gradient  # each gradient is freed before the next one is made
+                product = self._products(chunk, gradients, factor, weight_grad)
                 if hidden_grad is not None:
                     hidden_grad[part] = product.to(hidden_grad.dtype)
         return losses, lse, hidden_grad, weight_grad
@@ -267,24 +285,18 @@ class _Head:
             losses += z_loss * lse.square()
         return losses, lse, tile if len(self.slices) == 1 else None
 
-    def _gradients(
-        self,
-        chunk: Tensor,
-        target: Tensor,
-        lse: Tensor,
-        tile: Tile | None,
-        scale: Tensor | None,
-        weight_grad: Tensor | None,
-    ) -> Tensor:
-        """(R, d) gradient of a chunk of hidden states; that of the weight is added to `weight_grad`.
+    def _fused(self, chunk: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(R,) losses, (R,) log-sum-exp, and the (R, V) gradient of the logits, by a compiled function."""
+        terms = self.options.label_smoothing, self.options.z_loss
+        losses, lse, gradient, own = compiled_softmax()(F.linear(chunk, self.weight), target, *terms)
+        return losses, lse, gradient.scatter_(1, target, own)
 
-        `tile`, if there is only one, is overwritten; None = compute logits again.
-        """
+    def _tiles(self, chunk: Tensor, target: Tensor, lse: Tensor, tile: Tile | None) -> Iterator[Tensor]:
+        """The gradient of the logits, tile by tile; `tile`, if there is only one, is overwritten, else computed."""
         smoothing, z_loss = self.options.label_smoothing, self.options.z_loss
-        product = torch.zeros_like(chunk, dtype=self.exact)
-        scaled = chunk if scale is None else (chunk * scale).to(chunk.dtype)
         for columns in self.slices:
             logs, statistics = tile or self._tile(chunk, target, columns)
+            tile = None
             gradient = logs.exp_()  # of the logits, in their memory
             if z_loss or gradient.shape[1] != self.vocabulary:
                 gradient *= (statistics[:, :1] - lse).exp_() * (1.0 + 2.0 * z_loss * lse)
@@ -293,10 +305,20 @@ class _Head:
             column, is_inside = self._column(target, columns)
             gradient.scatter_add_(1, column, (smoothing - 1.0) * is_inside.to(self.exact))
             gradient = gradient.to(self.weight.dtype)
+            del logs
+            yield gradient
+
+    def _products(
+        self, chunk: Tensor, gradients: Iterable[Tensor], scale: Tensor | None, weight_grad: Tensor | None
+    ) -> Tensor:
+        """(R, d) gradient of a chunk of hidden states from those of its logits; that of the weight is added up."""
+        product = torch.zeros_like(chunk, dtype=self.exact)
+        scaled = chunk if scale is None else (chunk * scale).to(chunk.dtype)
+        for columns, gradient in zip(self.slices, gradients, strict=True):
             _add_product(product, gradient, self.weight[columns])
             if weight_grad is not None:
                 _add_product(weight_grad[columns], gradient.t(), scaled)
-            del logs, gradient  # frees them before the next tile is made
+            del gradient
         return product if scale is None else product * scale
 
     def _tile(self, chunk: Tensor, target: Tensor, columns: slice) -> Tile:
@@ -324,9 +346,11 @@ def _merge(statistics: Tensor) -> Tensor:
 
 
 def _add_product(out: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to `out`; if `out` is of a wider dtype, the product is rounded, but not the sum."""
+    """Add left @ right to `out`; if `out` is of a wider dtype, the product is rounded on CPUs, but not the sum."""
     if out.dtype == left.dtype:
         out.addmm_(left, right)
+    elif out.device.type in FUSED_DEVICES:
+        torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
     else:
         out += left @ right
 

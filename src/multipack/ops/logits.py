@@ -1,0 +1,61 @@
+"""How many logits exist at a time, and their losses and gradient in one function for torch.compile.
+
+Compiled, it reads the logits twice and writes the gradient. Uncompiled, ops/loss.py needs fewer passes with torch's own
+kernel of log-softmax, which works in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multipack.ops.autocast import at_least_float32
+
+CHUNK_TOKENS = 1024
+"""Rows of a chunk, on a GPU the minimum: on a CPU larger ones only take more memory."""
+CHUNK_BYTES = 2**30
+"""Bytes of a chunk's logits in float32 on a GPU: 2,000 rows for a vocabulary of 128,000."""
+
+
+def chunk_rows(columns: int, device: torch.device) -> int:
+    """Rows of logits, each of so many columns, that exist at a time."""
+    return max(CHUNK_TOKENS, 0 if device.type == "cpu" else CHUNK_BYTES // (4 * columns))
+
+
+def softmax_of_logits(
+    logits: Tensor, target: Tensor, label_smoothing: float, z_loss: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Losses and gradient of logits in one pass over them, if compiled.
+
+    Args:
+        logits: (R, V).
+        target: (R, 1) columns of the targets.
+        label_smoothing: see `linear_cross_entropy`.
+        z_loss: see there.
+
+    Returns:
+        (R,) losses and (R,) log-sum-exp, float32 or wider; the (R, V) gradient in the dtype of the logits without the
+        term of the target; and (R, 1) what it is at the target, with this term.
+    """
+    wide = logits.to(at_least_float32(logits.dtype))
+    lse = wide.logsumexp(1, keepdim=True)
+    logit = wide.gather(1, target)
+    losses = (1.0 - label_smoothing) * (lse - logit)
+    if label_smoothing:
+        losses = losses + label_smoothing * (lse - wide.mean(1, keepdim=True))
+    if z_loss:
+        losses = losses + z_loss * lse.square()
+    factor, spread = 1.0 + 2.0 * z_loss * lse, label_smoothing / logits.shape[1]
+    gradient = (wide - lse).exp() * factor - spread
+    own = (logit - lse).exp() * factor - spread - (1.0 - label_smoothing)
+    return losses.squeeze(1), lse.squeeze(1), gradient.to(logits.dtype), own.to(logits.dtype)
+
+
+@cache
+def compiled_softmax() -> Callable[..., Any]:
+    """`softmax_of_logits`, compiled once for all numbers of rows."""
+    return torch.compile(softmax_of_logits, dynamic=True)
