@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh
@@ -174,3 +175,33 @@ def test_parameter_groups_scale_the_learning_rate_and_discard_skips_a_step(engin
     engine.forward_backward([torch.randn(2, 3)], 1)
     engine.step(0.2)
     assert [group["lr"] for group in engine.optimizer.param_groups] == [0.1, 0.2]
+
+
+class Reads(TorchDispatchMode):
+    """Counts operators that read values of tensors on the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.count += operator.name() in ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero")
+        return operator(*args, **(kwargs or {}))
+
+
+def test_a_step_reads_no_value_of_the_device():
+    torch.manual_seed(0)
+    engine, same_engine = engine_of(), engine_of()
+    same_engine.model.load_state_dict(engine.model.state_dict())
+    rows = [torch.randn(2, 3) for _ in range(4)]
+    for max_norm in (0.0, 0.01, 100.0):
+        with Reads() as reads:
+            engine.forward_backward(rows, 8)
+            norm = engine.clip_on_device(max_norm)
+            engine.step(0.1)
+        assert reads.count == 0
+        same_engine.forward_backward(rows, 8)
+        assert same_engine.clip(max_norm) == pytest.approx(float(norm))
+        same_engine.step(0.1)
+        for own, other in zip(weights_of(engine), weights_of(same_engine), strict=True):
+            assert torch.allclose(own, other, rtol=1e-5)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from multipack.parallel.engine import StepResult
+from multipack.parallel.engine import DeviceClock, StepResult
 from multipack.parallel.world import World
 from multipack.planning.packing import Packs
 from multipack.shapes import ModelShape
@@ -39,7 +39,7 @@ DATA = StepData(
     wait_seconds=0.125,
     index=0,
 )
-RESULT = StepResult([], 0.5, 1.0)
+RESULT = StepResult(torch.zeros(0), [(0.0, 0.5)], [(0.5, 1.0), (1.5, 2.0)], DeviceClock(CPU))
 
 
 def test_every_rate_follows_its_definition():

@@ -32,6 +32,7 @@ from multipack.parallel.state import (
     local,
     optimizer_state,
     slot_difference,
+    squared_norm,
     squared_norms,
 )
 from multipack.parallel.world import World
@@ -43,22 +44,6 @@ Share = Callable[[Any], Any]
 def whole_pack(batch: Any) -> Any:
     """The `Share` of a rank that computes whole packs."""
     return batch
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Result of the forward and backward passes of a step on one rank.
-
-    Attributes:
-        losses: summed loss of each micro-batch. If several ranks compute the same loss, all but one of them have
-            zeros, so that the sum over all ranks is the step's loss.
-        forward_seconds: time in forward passes.
-        backward_seconds: time in backward passes, including gradient synchronization.
-    """
-
-    losses: list[float]
-    forward_seconds: float
-    backward_seconds: float
 
 
 class DeviceClock:
@@ -84,6 +69,40 @@ class DeviceClock:
         return float(began.elapsed_time(ended)) / 1000.0
 
 
+@dataclass(frozen=True)
+class StepResult:
+    """Result of the forward and backward passes of a step on one rank; reading a number of it waits for the device.
+
+    Attributes:
+        values: (micro-batches,) summed loss of each micro-batch, on the device. If several ranks compute the same loss,
+            all but one of them have zeros, so that the sum over all ranks is the step's loss.
+        forward, backward: (began, ended) marks of `clock` of all passes; backward passes include the synchronization
+            of gradients.
+        clock: the clock of the device.
+    """
+
+    values: Tensor
+    forward: Sequence[tuple[Any, Any]]
+    backward: Sequence[tuple[Any, Any]]
+    clock: DeviceClock
+
+    @property
+    def losses(self) -> list[float]:
+        """`values` on the host, in one transfer."""
+        losses: list[float] = self.values.tolist()
+        return losses
+
+    @property
+    def forward_seconds(self) -> float:
+        """Time in forward passes."""
+        return sum(self.clock.seconds(*marks) for marks in self.forward)
+
+    @property
+    def backward_seconds(self) -> float:
+        """Time in backward passes."""
+        return sum(self.clock.seconds(*marks) for marks in self.backward)
+
+
 class ModelEngine:
     """Trains this rank's part of a model: the whole model, a shard of it, or stages of a pipeline.
 
@@ -104,6 +123,7 @@ class ModelEngine:
     Attributes:
         parameters: this rank's parameters, by name.
         is_whole: whether each rank holds the whole model and computes it alone, as for samples of text.
+        clock: the clock of this rank's device.
         overflowed: whether the gradient of this step exceeded fp16's range, so that the step must be discarded.
     """
 
@@ -133,7 +153,7 @@ class ModelEngine:
         self._share = share
         self._synchronizing = synchronizing(self._call, keep=keep_gathered)
         self._scaler = LossScaler(dtype == torch.float16)
-        self._clock = DeviceClock(mesh.world.device, clock)
+        self.clock = DeviceClock(mesh.world.device, clock)
         self.check_replicas()
 
     @property
@@ -184,34 +204,42 @@ class ModelEngine:
         self, micro_batches: Sequence[Any], scale: float, watch: Callable[[int], None] | None
     ) -> StepResult:
         """Run micro-batches sequentially; ranks synchronize gradients in the last backward pass."""
-        losses, marks = [], []
+        losses, forward, backward = [], [], []
         for index, batch in enumerate(micro_batches):
             is_last = index == len(micro_batches) - 1
-            moved = self._share(batch).to(self.world.device, non_blocking=True)
+            moved = self._moved(batch)
             with self._synchronizing(is_last):
-                began = self._clock.mark()
+                began = self.clock.mark()
                 with self.autocast():
                     loss = self._call(moved)
-                middle = self._clock.mark()
+                middle = self.clock.mark()
                 (loss * scale).backward()
-                marks.append((began, middle, self._clock.mark()))
+                forward.append((began, middle))
+                backward.append((middle, self.clock.mark()))
             losses.append(loss.detach())
             if watch is not None and not is_last:
                 watch(index)
-        # Read after the last backward pass: reading a value waits for the device.
-        forward = sum(self._clock.seconds(began, middle) for began, middle, _ in marks)
-        backward = sum(self._clock.seconds(middle, ended) for _, middle, ended in marks)
-        return StepResult(self._counted_once([float(loss) for loss in losses]), forward, backward)
+        return StepResult(self._counted_once(torch.stack(losses)), forward, backward, self.clock)
+
+    def _moved(self, batch: Any) -> Any:
+        """This rank's share of a pack, on its device; from pageable memory a copy would wait for the device."""
+        own = self._share(batch)
+        if self.world.device.type == "cuda":
+            own = own.pin_memory()
+        return own.to(self.world.device, non_blocking=True)
 
     def evaluate(self, micro_batches: Sequence[Any]) -> list[float]:
-        """Summed losses in evaluation mode, without gradients; see `StepResult.losses`."""
+        """Summed losses in evaluation mode, without gradients; see `StepResult.values`."""
+        if not micro_batches:
+            return []
         with self.evaluating() as model:
-            losses = [model(self._share(batch).to(self.world.device)) for batch in micro_batches]
-        return self._counted_once([float(loss) for loss in losses])
+            losses = [model(self._moved(batch)) for batch in micro_batches]
+        found: list[float] = self._counted_once(torch.stack(losses)).tolist()
+        return found
 
-    def _counted_once(self, losses: list[float]) -> list[float]:
+    def _counted_once(self, losses: Tensor) -> Tensor:
         """Losses on the first of the tensor-parallel ranks, which all compute the same loss; zeros on the others."""
-        return losses if self.mesh.coordinate("tp") == 0 else [0.0] * len(losses)
+        return losses if self.mesh.coordinate("tp") == 0 else torch.zeros_like(losses)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Context of forward passes in the run's precision."""
@@ -244,6 +272,20 @@ class ModelEngine:
         self.overflowed = self._scaler.enabled and not math.isfinite(norm)
         if gradients and 0 < max_norm < norm:
             torch._foreach_mul_([local(each) for each in gradients.values()], max_norm / (norm + 1e-6))
+        return norm
+
+    @torch.no_grad()
+    def clip_on_device(self, max_norm: float) -> Tensor:
+        """`clip` without a wait for the device, and without an answer on overflows; gradients are on the device.
+
+        Returns:
+            The norm before clipping, 0-d float64. If it is not finite, the gradient is not finite either.
+        """
+        gradients = self.gradients()
+        norm = squared_norm(gradients, self.mesh, self.duplicates).sqrt()
+        if gradients and max_norm > 0:
+            held = [local(each) for each in gradients.values()]
+            torch._foreach_mul_(held, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(held[0].dtype))
         return norm
 
     def step(self, learning_rate: float) -> None:

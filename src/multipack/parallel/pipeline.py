@@ -116,11 +116,8 @@ class PipelineEngine(ModelEngine):
             self._training = self._runner_of(batches, trains=True)
         losses = self._training.step(batches, self.autocast, scale)
         self._sum_shared_gradients()
-        return StepResult(
-            self._counted_once(losses),
-            self._training.seconds("forward"),
-            self._training.seconds("backward") + self._training.seconds("reduce"),
-        )
+        forward, backward = self._training.marks("forward"), self._training.marks("backward", "reduce")
+        return StepResult(self._counted_once(losses), forward, backward, self.clock)
 
     def evaluate(self, micro_batches: Sequence[Any]) -> list[float]:
         """See `ModelEngine`; any number of packs with the same number of slots."""
@@ -130,7 +127,8 @@ class PipelineEngine(ModelEngine):
         with self.evaluating():
             # Built for each call: its buffers have this number and size, and are freed afterwards.
             losses = self._runner_of(batches, trains=False).step(batches, self.autocast, 1.0)
-        return self._counted_once(losses)
+        found: list[float] = self._counted_once(losses).tolist()
+        return found
 
     def _shares(self, micro_batches: Sequence[Any], slots: int) -> list[Any]:
         """This rank's shares of packs, on its device; packs with other slots would hang the ranks."""
@@ -141,7 +139,7 @@ class PipelineEngine(ModelEngine):
                     " pipeline exchange tensors of one shape, so set train.fixed_shape=true, which pads every pack to"
                     " plan.capacity"
                 )
-        return [self._share(batch).to(self.world.device, non_blocking=True) for batch in micro_batches]
+        return [self._moved(batch) for batch in micro_batches]
 
     def _runner_of(self, batches: Sequence[Any], *, trains: bool) -> ScheduleRunner:
         shape = (batches[0].num_slots // self.mesh.sizes["tp"], self._width)
@@ -152,7 +150,7 @@ class PipelineEngine(ModelEngine):
             (shape, self._hidden_dtype),
             len(batches),
             device=self.world.device,
-            clock=self._clock,
+            clock=self.clock,
             trains=trains,
         )
 
@@ -246,11 +244,11 @@ class ScheduleRunner:
         stage_or_stages: Any = own[0] if len(own) == 1 else own
         self._schedule = kind(stage_or_stages, micro_batches, loss_fn=loss, scale_grads=False)
 
-    def step(self, batches: list[Any], autocast: Autocast, scale: float) -> list[float]:
+    def step(self, batches: list[Any], autocast: Autocast, scale: float) -> Tensor:
         """Run all passes; losses are multiplied by `scale` before their backward passes.
 
         Returns:
-            Summed losses by micro-batch (not scaled) on the rank of the last stage; zeros elsewhere.
+            (micro-batches,) summed losses (not scaled) on the rank of the last stage; zeros elsewhere.
         """
         self.batches, self.autocast, self.scale = batches, autocast, scale
         self.losses, self.passes = {}, []
@@ -264,15 +262,16 @@ class ScheduleRunner:
             raise
         finally:
             self.batches = []
-        return [float(self.losses.get(number, 0.0)) for number in range(self.count)]
+        none = torch.zeros((), device=self.device)
+        return torch.stack([self.losses.get(number, none) for number in range(self.count)])
 
     def record(self, stage: int, micro_batch: int, kind: str, began: Any) -> None:
         """Record a pass that has just ended."""
         self.passes.append((stage, micro_batch, kind, began, self.clock.mark()))
 
-    def seconds(self, kind: str) -> float:
-        """Seconds in passes of a kind in the last step."""
-        return sum(self.clock.seconds(began, ended) for *_, each, began, ended in self.passes if each == kind)
+    def marks(self, *kinds: str) -> list[tuple[Any, Any]]:
+        """(began, ended) of the last step's passes of these kinds."""
+        return [(began, ended) for *_, kind, began, ended in self.passes if kind in kinds]
 
     def _scaled(self, loss: Tensor, _: Tensor) -> Tensor:
         return (loss * self.scale).sum()

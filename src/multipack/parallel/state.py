@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -143,6 +144,21 @@ def squared_norms(
     if mesh.is_plain:
         return squares
     return dict(zip(names, mesh.world.sum(list(squares.values())), strict=True))
+
+
+@torch.no_grad()
+def squared_norm(tensors: Mapping[str, Tensor], mesh: Mesh, duplicates: Collection[str] = ()) -> Tensor:
+    """The sum of `squared_norms`, without a wait for the device on which all tensors are: 0-d float64; collective."""
+    held = [tensor for name, tensor in tensors.items() if name not in duplicates]
+    total = torch.zeros((), dtype=torch.float64, device=mesh.world.device)
+    if held:
+        dtype = torch.float64 if held[0].dtype == torch.float64 else torch.float32
+        found = torch._foreach_norm([local(tensor) for tensor in held], 2, dtype)
+        shares = torch._foreach_mul(found, [_copies(tensor, mesh) ** -0.5 for tensor in held])
+        total = torch.stack(shares).double().square().sum()
+    if not mesh.is_plain:
+        dist.all_reduce(total)
+    return total
 
 
 def _copies(tensor: Tensor, mesh: Mesh) -> int:

@@ -9,30 +9,29 @@ for each step:  feed ▸ forward_backward ▸ clip ▸ step ▸ record ▸ (eval
 from __future__ import annotations
 
 import math
-import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from multipack.models.decoder import Decoder
 from multipack.models.sampling import Sampling
-from multipack.parallel.engine import StepResult
 from multipack.parallel.mesh import build_mesh
 from multipack.parallel.world import World
 from multipack.reports.console import PLANNING, Console
+from multipack.training.apply import StepApplier, may_read_later
 from multipack.training.blueprint import open_engine
-from multipack.training.callbacks.callback import Callbacks, NonFiniteLoss
+from multipack.training.callbacks.callback import Callbacks
 from multipack.training.checkpoint import Checkpoint, restore_rng
 from multipack.training.feed import StepData
 from multipack.training.inference import complete_batch
-from multipack.training.metrics import LEGEND, format_line, step_metrics
+from multipack.training.metrics import format_line
 from multipack.training.objective import objective_of
 from multipack.training.precision import DTYPES, mean_peak
 from multipack.training.progress import checked_progress
@@ -49,7 +48,7 @@ from multipack.training.run_parts import (
     resolve,
     shape_of,
 )
-from multipack.training.schedule import learning_rate, rate_factor
+from multipack.training.schedule import rate_factor
 from multipack.training.stop_request import StopRequest
 from multipack.training.weights import adapt_weights, find_weights
 
@@ -57,7 +56,7 @@ RESULTS = ("evaluated", "best", "best_step")
 """Attributes of `Trainer` on evaluations, which a checkpoint stores."""
 
 
-class Trainer:
+class Trainer(StepApplier):
     """Builds a run, restores it from its checkpoint, and trains it.
 
     Files are written only after all parts are built and the checkpoint is loaded. `train.eval_only` does not change a
@@ -142,40 +141,27 @@ class Trainer:
             files = cost_files(self.cost_model) | ({} if self.resumed else self.objective.run_files)
             world.on_main(lambda: self.files.open(files, self.resumed, self.best_step))
         self.stop = StopRequest(self.feed.interrupt)
-        self._mark = clock()  # when the last step, evaluation or checkpoint ended
+        self._unread: Callable[[], None] = lambda: None
+        self._reads_later = not self.objective.legend and may_read_later(self.engine, self.callbacks)
+        self._mark: Any = self.engine.clock.mark()  # when the last step, evaluation or checkpoint ended
 
     def loop(self) -> None:
         """Train until the last step, or until a signal, a callback or the end of the documents ends the run."""
-        engine, callbacks, config = self.engine, self.callbacks, self.config
         # An evaluation is due before the first step, or if the run was stopped between a step and its evaluation.
         if self._evaluation_due():
             self.evaluate()
             if self._is_best():
                 self.save()
         for step, data in self._steps():
-            result = engine.forward_backward(data.micro_batches, data.denominator, partial(self._watch, data))
-            loss_sum, slots = self._sum_over_ranks(data, result)
-            middle = self.clock()
-            metrics = self.objective.metrics(engine) | callbacks.gradient(step, engine)
-            norm = engine.clip(config.optimizer.clip)
-            loss = loss_sum / max(data.denominator, 1)
-            applied = self._is_valid(data, norm) and callbacks.accept(step, loss, norm)
-            rate = self.lr_factor * learning_rate(step, self.steps, config.optimizer)
-            metrics |= {"loss": loss, "lr": rate, "grad_norm": norm}
-            if applied:
-                engine.step(rate)
-            else:
-                engine.discard()
-                metrics["skipped"] = 1.0
-            self.step, self.loss = step, loss
-            callbacks.after_step(step, engine, applied)
-            self.running = [self.running[0] + loss_sum, self.running[1] + data.denominator]
-            self._record(data, result, middle, slots, metrics)
+            watch = partial(self._watch, data)
+            result = self.engine.forward_backward(data.micro_batches, data.denominator, watch)
+            (self._apply_ahead if self._reads_later else self._apply)(step, data, result)
             if self._evaluation_due():
                 self.evaluate()
             if self._checkpoint_due(self._is_best()):
                 self.save()
-        if self.ending and not config.train.eval_only:  # the feed may have ended without a further step
+        self._settle()
+        if self.ending and not self.config.train.eval_only:  # the feed may have ended without a further step
             if due := self._evaluation_due():
                 self.evaluate()
             if due or self.step > self.saved:
@@ -183,6 +169,7 @@ class Trainer:
 
     def evaluate(self) -> None:
         """Compute the validation loss with every set of weights, and generate a sample of text; collective."""
+        self._settle()
         losses = {}
         for suffix, weights in [("", nullcontext()), *self.callbacks.weight_sets(self.engine)]:
             with weights:
@@ -205,7 +192,7 @@ class Trainer:
                 self.best, self.best_step = self.val_loss, self.step
             self.ending = self.ending or self.callbacks.stop_reason(self.step, self.val_loss)
         self.sample()
-        self._mark = self.clock()
+        self._mark = self.engine.clock.mark()
 
     def sample(self) -> None:
         """Generate a sample of text with rank 0's replica, print it and append it to the run's samples."""
@@ -232,12 +219,13 @@ class Trainer:
             NonFiniteLoss: the weights are not finite; nothing was written.
             ValueError: this checkpoint, or the previous one in the background, could not be written.
         """
+        self._settle()
         if broken := self.engine.nonfinite_parameters():
             count, first = len(broken), ", ".join(broken[:3])
             self.diverged(f"after step {self.step} {count} weight tensors are not finite ({first})", [])
         state = self.engine.state() | {"callbacks": self.callbacks.all_tensors()}
         self.files.save(self.step, state, self._progress, best=self._is_best(), last=self._is_last())
-        self.saved, self._mark = self.step, self.clock()
+        self.saved, self._mark = self.step, self.engine.clock.mark()
 
     def close(self, failed: bool = False) -> None:
         """Wait for a checkpoint in the background, stop threads, and close callbacks and files; collective."""
@@ -248,22 +236,12 @@ class Trainer:
             self.callbacks.close(failed)
             self.feeds.close()
 
-    def diverged(self, what: str, documents: list[int]) -> NoReturn:
-        """Raise NonFiniteLoss with a message on `what`, and the names of these documents."""
-        names = [f"{number} ({self.feed.names(number)})" for number in documents[:20]]
-        more = f" and {len(documents) - 20} more" if len(documents) > 20 else ""
-        of = f" Its documents: {', '.join(names)}{more}." if names else ""
-        raise NonFiniteLoss(
-            f"{what}.{of} Lower optimizer.lr (now {self.config.optimizer.lr:g})"
-            + (", or look at these documents" if names else "")
-        )
-
     def _steps(self) -> Iterator[tuple[int, StepData]]:
         """Yield the number and the data of each step until the run ends."""
         last = self.step if self.config.train.eval_only else self.steps
         feed = iter(self.feed)
         with self.console.progress("training") as advance:
-            self._mark = self.clock()
+            self._mark = self.engine.clock.mark()
             while self.step < last and not self.ending:
                 self.world.at_step(self.step + 1)
                 self.callbacks.before_step(self.step + 1)
@@ -280,74 +258,6 @@ class Trainer:
         """Call the callbacks after micro-batch `index` of a step."""
         own = sum(batch.denominator for batch in data.micro_batches[: index + 1])
         self.callbacks.micro_batch(index, self.engine, float(own), float(data.denominator))
-
-    def _sum_over_ranks(self, data: StepData, result: StepResult) -> tuple[float, float]:
-        """Sum loss and slots of a step over all ranks, and share stop signals, in one all-reduce.
-
-        Returns:
-            Summed loss and number of slots of the step.
-
-        Raises:
-            NonFiniteLoss: on every rank, if the loss of a pack is not finite; names the pack's documents.
-        """
-        mesh, finite = self.mesh, [math.isfinite(loss) for loss in result.losses]
-        broken = np.zeros((len(finite), mesh.data_size))
-        broken[:, mesh.data_rank] = np.logical_not(finite)
-        loss = sum(loss for loss, counts in zip(result.losses, finite, strict=True) if counts)
-        slots = sum(batch.num_slots for batch in data.micro_batches) if mesh.is_replica_leader else 0
-        own = [loss, float(slots), float(self.stop.signal or 0), *broken.ravel().tolist()]
-        loss_sum, all_slots, signals, *flags = self.world.sum(own)
-        if any(flags):
-            documents = np.concatenate([data.packs[pack] for pack, flag in enumerate(flags) if flag]).tolist()
-            what = f"the loss of step {self.step + 1}"
-            self.diverged(f"{what} is not finite; the step was not applied", documents)
-        if signals:
-            self._interrupt()
-        return loss_sum, all_slots
-
-    def _interrupt(self) -> None:
-        """End the run after this step without an evaluation; called on all ranks if one received a signal."""
-        self.stop.signal = self.stop.signal or signal.SIGTERM  # if another rank received it
-        self.ending, self.interrupted = self.stop.signal.name, True
-
-    def _is_valid(self, data: StepData, norm: float) -> bool:
-        """Whether the gradient is finite; False for an fp16 overflow, after which the loss scale is lowered."""
-        what, overflowed = f"the gradient of step {self.step + 1}", self.engine.overflowed
-        documents = data.documents.tolist()
-        if overflowed and self.engine.loss_scale < 1:
-            self.diverged(f"{what} overflows fp16 at every loss scale; train in bf16 or fp32", documents)
-        if not overflowed and not math.isfinite(norm):
-            self.diverged(f"{what} is not finite; the step was not applied", documents)
-        return not overflowed
-
-    def _record(
-        self, data: StepData, result: StepResult, middle: float, slots: float, metrics: dict[str, float]
-    ) -> None:
-        """Write the record of the step that has just ended; `middle` is the clock's value after its backward passes."""
-        self.world.synchronize()
-        now = self.clock()
-        seconds, self._mark = now - self._mark, now
-        flops, peak = self.cost_model.flops(data.lengths), self.peak_flops * self.world.size
-        values = {
-            "step": self.step,
-            "dto": now - middle,
-            "mfu": 100.0 * flops / max(seconds, 1e-12) / peak if peak else 0.0,
-            **step_metrics(data, result, slots, seconds, self.world.size),
-            **metrics,
-        }
-        record = {name: values[name] for name in LEGEND if name in values} | metrics
-        if data.predicted_seconds is not None and self.config.parallel.model_ranks == 1:
-            record["dt_predicted"] = data.predicted_seconds
-        self._publish(record)
-        every = self.config.log.every
-        if every and (self.step % every == 0 or self.step == 1):
-            self.console.line(format_line(record))
-
-    def _publish(self, values: dict[str, float]) -> None:
-        """Append a record to metrics.jsonl and pass it to callbacks; on rank 0."""
-        if self.files.log is not None:
-            self.files.log.record(values)
-            self.callbacks.record(values)
 
     def _is_last(self) -> bool:
         return self.step == self.steps or bool(self.ending)

@@ -1,0 +1,254 @@
+"""Applies steps and records their numbers, such as the loss, without a wait for the device inside a step.
+
+    host     enqueue step 1 │ enqueue step 2 │ read 1 │ enqueue step 3 │ read 2 │ …
+    device      step 1 ───────▶ copy 1 │ step 2 ───────▶ copy 2 │ step 3 ─────▶
+
+The copy of a step's numbers to the host is enqueued after them, and read when the next step is enqueued: the device
+always has work. Where something decides about a step by its numbers before it is applied, they are read at once.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from multipack.parallel.engine import ModelEngine, StepResult
+from multipack.parallel.mesh import Mesh
+from multipack.parallel.world import World
+from multipack.planning.cost import CostModel
+from multipack.reports.console import Console
+from multipack.training.callbacks.callback import Callback, Callbacks, NonFiniteLoss
+from multipack.training.feed import EpochFeed, StepData, StreamFeed
+from multipack.training.metrics import LEGEND, format_line, step_metrics
+from multipack.training.objective import Objective
+from multipack.training.run_config import Config
+from multipack.training.run_files import RunFiles
+from multipack.training.schedule import learning_rate
+from multipack.training.stop_request import StopRequest
+
+Marks = tuple[Any, Any]
+"""Two marks of a device's clock."""
+
+DECIDING = ("micro_batch", "gradient", "accept")
+"""Hooks of callbacks that read numbers of a step before it is applied."""
+
+
+class Reading:
+    """A copy of a tensor to the host that has begun and is not waited for before `values`."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._host, self._event = tensor, None
+        if tensor.is_cuda:
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def values(self) -> list[float]:
+        """The elements; waits for the copy and what was enqueued before it."""
+        if self._event is not None:
+            self._event.synchronize()
+        found: list[float] = self._host.tolist()
+        return found
+
+
+def may_read_later(engine: ModelEngine, callbacks: Iterable[Callback]) -> bool:
+    """Whether no part of a run needs the numbers of a step before it is applied.
+
+    On a CPU there is nothing to wait for. In fp16 the norm decides whether the step is applied; with offload gradients
+    are on the host.
+    """
+    on_device = all(each.is_cuda for each in engine.parameters.values())
+    decides = any(
+        getattr(type(each), hook) is not getattr(Callback, hook) for each in callbacks for hook in DECIDING
+    )
+    return engine.world.device.type == "cuda" and on_device and engine.dtype != torch.float16 and not decides
+
+
+def sum_over_ranks(mesh: Mesh, data: StepData, result: StepResult, signal: int) -> Tensor:
+    """Sums over ranks by one all-reduce, not read from the device.
+
+    Returns:
+        (3 + packs,) float64: the step's loss, its slots, signals to stop, and for each pack of `data.packs` whether
+        its loss is not finite; losses that are not finite are left out of the sum.
+    """
+    losses = result.values.double()
+    finite = losses.isfinite()
+    broken = losses.new_zeros(len(losses), mesh.data_size)
+    broken[:, mesh.data_rank] = (~finite).double()
+    loss = sum(losses.where(finite, 0.0).unbind(), losses.new_zeros(()))
+    slots = sum(batch.num_slots for batch in data.micro_batches) if mesh.is_replica_leader else 0
+    own = [loss, *(losses.new_full((), float(number)) for number in (slots, signal))]
+    total = torch.cat([torch.stack(own), broken.flatten()])
+    if mesh.world.size > 1:
+        dist.all_reduce(total)
+    return total
+
+
+def broken_documents(data: StepData, flags: list[float]) -> list[int]:
+    """Documents of the packs whose loss is not finite, by the flags of `sum_over_ranks`."""
+    packs = [data.packs[pack] for pack, flag in enumerate(flags) if flag]
+    return [int(document) for document in np.concatenate(packs)] if packs else []
+
+
+class StepApplier:
+    """The part of a `Trainer` that applies steps after their backward passes, and records them; see there."""
+
+    config: Config
+    world: World
+    console: Console
+    mesh: Mesh
+    engine: ModelEngine
+    objective: Objective
+    callbacks: Callbacks
+    feed: EpochFeed | StreamFeed
+    files: RunFiles
+    stop: StopRequest
+    cost_model: CostModel
+    lr_factor: float
+    peak_flops: float
+    step: int
+    steps: int
+    loss: float
+    running: list[float]
+    ending: str
+    interrupted: bool
+    _reads_later: bool
+    _unread: Callable[[], None]
+    _mark: Any
+
+    def diverged(self, what: str, documents: list[int]) -> NoReturn:
+        """Raise NonFiniteLoss with a message on `what`, and the names of these documents."""
+        names = [f"{number} ({self.feed.names(number)})" for number in documents[:20]]
+        more = f" and {len(documents) - 20} more" if len(documents) > 20 else ""
+        of = f" Its documents: {', '.join(names)}{more}." if names else ""
+        raise NonFiniteLoss(
+            f"{what}.{of} Lower optimizer.lr (now {self.config.optimizer.lr:g})"
+            + (", or look at these documents" if names else "")
+        )
+
+    def _apply(self, step: int, data: StepData, result: StepResult) -> None:
+        """Read the numbers of a step, apply it unless they forbid it, and record it."""
+        engine, callbacks = self.engine, self.callbacks
+        sums = self._checked(
+            step, data, sum_over_ranks(self.mesh, data, result, self.stop.signal or 0).tolist()
+        )
+        middle = engine.clock.mark()
+        metrics = self.objective.metrics(engine) | callbacks.gradient(step, engine)
+        norm, loss = engine.clip(self.config.optimizer.clip), sums[0] / max(data.denominator, 1)
+        applied = self._is_valid(step, data, norm) and callbacks.accept(step, loss, norm)
+        rate = self._rate(step)
+        metrics |= {"loss": loss, "lr": rate, "grad_norm": norm}
+        if applied:
+            engine.step(rate)
+        else:
+            engine.discard()
+            metrics["skipped"] = 1.0
+        self.step = step
+        callbacks.after_step(step, engine, applied)
+        self._record(step, data, result, (middle, engine.clock.mark()), sums, metrics)
+
+    def _apply_ahead(self, step: int, data: StepData, result: StepResult) -> None:
+        """Apply a step without a wait for its numbers; read and record those of the step before it."""
+        engine, rate = self.engine, self._rate(step)
+        sums = sum_over_ranks(self.mesh, data, result, self.stop.signal or 0)
+        middle = engine.clock.mark()
+        reading = Reading(torch.cat([sums, engine.clip_on_device(self.config.optimizer.clip)[None]]))
+        engine.step(rate)
+        self.step = step
+        self.callbacks.after_step(step, engine, True)
+        marks = middle, engine.clock.mark()
+        self._settle(partial(self._read, step, data, result, marks, rate, reading))
+
+    def _settle(self, unread: Callable[[], None] = lambda: None) -> None:
+        """Read and record the step that was applied last; `unread` does so for the one that takes its place."""
+        last, self._unread = self._unread, unread
+        last()
+
+    def _read(
+        self, step: int, data: StepData, result: StepResult, marks: Marks, rate: float, reading: Reading
+    ) -> None:
+        *numbers, norm = reading.values()
+        sums = self._checked(step, data, numbers)
+        self._is_valid(step, data, norm)
+        loss = sums[0] / max(data.denominator, 1)
+        self._record(step, data, result, marks, sums, {"loss": loss, "lr": rate, "grad_norm": norm})
+
+    def _rate(self, step: int) -> float:
+        return self.lr_factor * learning_rate(step, self.steps, self.config.optimizer)
+
+    def _checked(self, step: int, data: StepData, numbers: list[float]) -> tuple[float, float]:
+        """Summed loss and slots of a step, from `sum_over_ranks`; a signal of any rank ends the run.
+
+        Raises:
+            NonFiniteLoss: on every rank, if the loss of a pack is not finite; names the pack's documents.
+        """
+        loss_sum, slots, signals, *flags = numbers
+        if broken := broken_documents(data, flags):
+            self.diverged(f"the loss of step {step} is not finite; {self._undone}", broken)
+        if signals:
+            self._interrupt()
+        return loss_sum, slots
+
+    @property
+    def _undone(self) -> str:
+        return "nothing was saved after it" if self._reads_later else "the step was not applied"
+
+    def _interrupt(self) -> None:
+        """End the run after this step without an evaluation; called on all ranks if one received a signal."""
+        self.stop.signal = self.stop.signal or signal.SIGTERM  # if another rank received it
+        self.ending, self.interrupted = self.stop.signal.name, True
+
+    def _is_valid(self, step: int, data: StepData, norm: float) -> bool:
+        """Whether the gradient is finite; False for an fp16 overflow, after which the loss scale is lowered."""
+        what, overflowed = f"the gradient of step {step}", self.engine.overflowed
+        documents = data.documents.tolist()
+        if overflowed and self.engine.loss_scale < 1:
+            self.diverged(f"{what} overflows fp16 at every loss scale; train in bf16 or fp32", documents)
+        if not overflowed and not math.isfinite(norm):
+            self.diverged(f"{what} is not finite; {self._undone}", documents)
+        return not overflowed
+
+    def _record(
+        self,
+        step: int,
+        data: StepData,
+        result: StepResult,
+        marks: Marks,
+        sums: tuple[float, float],
+        metrics: dict[str, float],
+    ) -> None:
+        """Write the record of a step; `marks` are the clock's, after its backward passes and at its end."""
+        self.running = [self.running[0] + sums[0], self.running[1] + data.denominator]
+        self.loss = metrics["loss"]
+        (middle, ended), clock = marks, self.engine.clock
+        seconds, self._mark = clock.seconds(self._mark, ended), ended
+        flops, peak = self.cost_model.flops(data.lengths), self.peak_flops * self.world.size
+        values = {
+            "step": step,
+            "dto": clock.seconds(middle, ended),
+            "mfu": 100.0 * flops / max(seconds, 1e-12) / peak if peak else 0.0,
+            **step_metrics(data, result, sums[1], seconds, self.world.size),
+            **metrics,
+        }
+        record = {name: values[name] for name in LEGEND if name in values} | metrics
+        if data.predicted_seconds is not None and self.config.parallel.model_ranks == 1:
+            record["dt_predicted"] = data.predicted_seconds
+        self._publish(record)
+        every = self.config.log.every
+        if every and (step % every == 0 or step == 1):
+            self.console.line(format_line(record))
+
+    def _publish(self, values: dict[str, float]) -> None:
+        """Append a record to metrics.jsonl and pass it to callbacks; on rank 0."""
+        if self.files.log is not None:
+            self.files.log.record(values)
+            self.callbacks.record(values)
