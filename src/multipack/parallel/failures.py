@@ -132,28 +132,31 @@ class Watch:
     def _find(self, key: str, error: BaseException) -> str:
         """The message of the first failure; without one, which ranks did not report that they failed too."""
         reports = [f"{key}/{rank}" for rank in range(self._size)]
-        self._store.set(reports[self._rank], "lost")
+        is_late = re.search("timed out|timeout", str(error), re.IGNORECASE)
+        self._store.set(reports[self._rank], "late" if is_late else "closed")
         before, ends = self._heartbeats(), time.monotonic() + GRACE_SECONDS
-        quiet_at = time.monotonic() + 2.5 * self._interval
+        quiet_at = time.monotonic() + 4 * self._interval
         while True:
             if self._store.check([key]):
                 return str(self._store.get(key).decode())
-            silent = [rank for rank in range(self._size) if not self._store.check([reports[rank]])]
+            silent = [rank for rank, report in enumerate(reports) if not self._store.check([report])]
+            # The first rank that gives up closes connections, which the others see.
+            late = any(self._store.get(reports[rank]) == b"late" for rank in {*range(self._size)} - {*silent})
             now = time.monotonic()
             if silent and now > quiet_at:
                 beats = self._heartbeats()
                 if stopped := [rank for rank in silent if beats[rank] == before[rank]]:
-                    return self._publish(key, stopped, error)
+                    return self._publish(key, stopped, late, error)
             if now > ends or not silent:
                 break
             time.sleep(0.1)
-        return self._publish(key, silent, error)
+        return self._publish(key, silent, late, error)
 
-    def _publish(self, key: str, lost: Sequence[int], error: BaseException) -> str:
+    def _publish(self, key: str, lost: Sequence[int], late: bool, error: BaseException) -> str:
         """The message on lost ranks, which ranks that fail later repeat."""
         if not lost:
             message = f"a collective failed{self._at()} on every rank: {str(error).splitlines()[0]}"
-        elif re.search("timed out|timeout", str(error), re.IGNORECASE):
+        elif late:
             message = f"{_ranks(lost)} did not answer{self._at()} within {self._limit}"
         else:
             message = f"{_ranks(lost)} ended{self._at()} without an error message"
