@@ -21,8 +21,8 @@ from multipack.integrations.multipack_v2 import MultipackDistributedBatchSampler
 from multipack.planning.options import sealed
 from multipack.planning.stream import PackStream
 
-MUTANTS = 2400
-LENGTHS = np.random.default_rng(3).integers(1, 60, 90)
+MUTANTS = 2000
+LENGTHS = np.random.default_rng(3).integers(1, 60, 60)
 VALUES = [
     None, True, False, 0, 1, -1, 2, 7, 2**31, 2**53, 2**63 - 1, 2**63, -(2**63), 10**30, 0.5, 1e308, float("nan"),
     float("inf"), "", "7", "x" * 300, "keep", [], [0], [[]], [[[1]]], [5], [2**53, 1], {}, {"positions": 2},
@@ -127,11 +127,8 @@ def mutant(state, draw):
 def outcomes(make, state, expected, draw, fits):
     """What loading a mutant, and going on from it, ended in."""
     given = mutant(state, draw)
-    if fits:
-        try:
-            given = sealed(given)
-        except (TypeError, ValueError):
-            return "refused"
+    if fits and isinstance(given, dict):
+        given = sealed(given)
     made, started = make(), time.monotonic()
     try:
         made.load_state_dict(given)

@@ -286,8 +286,8 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
             )
         together = ranks if len(lengths) >= ranks * size and not (number or 0) % ranks else 1
         if self.sequential:
-            bins = self._bins_in_order(lengths, together, number)
-            batches = [list(bins)[first : first + size] for first in range(0, len(bins), size)]
+            bins = list(self._bins_in_order(lengths, together, number))
+            batches = [bins[first : first + size] for first in range(0, len(bins), size)]
         else:
             batches = list(self._balanced(lengths, together, number))
         if self.drop_last:  # hosts leave out a last round that is not full
