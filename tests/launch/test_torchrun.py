@@ -1,7 +1,15 @@
+import functools
+import os
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
+
+from multipack.launch import torchrun
 
 PROGRAM = """
 import os, signal, sys, time
@@ -29,3 +37,68 @@ def test_a_failure_is_one_line_and_its_exit_code(tmp_path, end, code, message):
     assert message in last
     assert "Traceback" not in done.stderr
     assert "closing signal" not in done.stderr
+
+
+DEAF = "trap '' TERM; echo ready; sleep 30 & wait $!; sleep 30"
+FAILS = "trap 'exit 2' TERM; echo ready; sleep 30 & wait $!"
+STOPS = "trap 'exit 143' TERM; echo ready; sleep 30 & wait $!"
+
+
+@pytest.fixture
+def processes():
+    """Shell programs → what torchrun has of its processes; they are killed as a group."""
+    started = []
+
+    def start(*programs):
+        for program in programs:
+            process = subprocess.Popen(
+                ["sh", "-c", program], stdout=subprocess.PIPE, start_new_session=True, text=True
+            )
+            process.stdout.readline()
+            close = functools.partial(lambda each, death_sig: os.killpg(each.pid, death_sig), process)
+            started.append(SimpleNamespace(proc=process, close=close))
+        return SimpleNamespace(subprocess_handlers=dict(enumerate(started)))
+
+    yield start
+    for handler in started:
+        with suppress(ProcessLookupError):
+            handler.close(death_sig=signal.SIGKILL)
+        handler.proc.communicate()
+
+
+@pytest.mark.parametrize(
+    ("programs", "asked", "seconds"),
+    [
+        ((DEAF,), None, 0.3),  # a process failed: the others have this long
+        ((DEAF, STOPS), signal.SIGTERM, 1.0),  # a signal: all may save
+        ((DEAF, FAILS), signal.SIGTERM, 0.3),  # one of them failed while it saved
+        ((STOPS, STOPS), signal.SIGTERM, 0.0),
+    ],
+)
+def test_processes_have_time_to_save_but_not_to_hang(monkeypatch, processes, programs, asked, seconds):
+    monkeypatch.setattr(torchrun, "FAILURE_SECONDS", 0.3)
+    monkeypatch.setattr(torchrun, "STOP_SECONDS", 1.0)
+    ended = []
+
+    def kill(group, number, _):
+        alive = [each for each in group.subprocess_handlers.values() if each.proc.poll() is None]
+        ended.append((number, len(alive)))
+
+    monkeypatch.setattr(torchrun, "_torch_close", kill)
+    group = processes(*programs)
+    began = time.monotonic()
+    torchrun._close(group, asked)
+    assert ended == [(signal.SIGKILL, programs.count(DEAF))]
+    assert seconds <= time.monotonic() - began < seconds + 5
+
+
+def test_a_second_signal_kills(monkeypatch, processes):
+    def again(_):
+        raise torchrun.SignalException("again", signal.SIGINT)
+
+    killed = []
+    monkeypatch.setattr(torchrun, "_torch_close", lambda group, number, _: killed.append(number))
+    monkeypatch.setattr(torchrun.time, "sleep", again)
+    with pytest.raises(torchrun.SignalException):
+        torchrun._close(processes(DEAF), signal.SIGINT)
+    assert killed == [signal.SIGKILL]
