@@ -16,7 +16,7 @@ from multipack.data.collate import PackedCollator
 from multipack.models.compile import compile_blocks
 from multipack.models.decoder import Decoder
 from multipack.ops.attention import attention, table
-from multipack.ops.attention.loop import document_attention
+from multipack.ops.attention.loop import GROUPED_KERNELS, document_attention
 
 
 @pytest.fixture(autouse=True)
@@ -194,6 +194,7 @@ def test_operator_refuses_bounds_of_other_tensors():
         document_attention(q, k, v, bounds[:3], window)
 
 
+@pytest.mark.skipif(not GROUPED_KERNELS, reason="torch sums gradients of repeated key heads in bfloat16")
 def test_bfloat16_gradients_come_from_unrounded_results(document, distance):
     """Short documents have the gradients of float32 attention, rounded once."""
     batch = PackedCollator(3, 300)([document(300), document(20), document(5)])

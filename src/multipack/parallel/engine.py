@@ -205,20 +205,23 @@ class ModelEngine:
     ) -> StepResult:
         """Run micro-batches sequentially; ranks synchronize gradients in the last backward pass."""
         losses, forward, backward = [], [], []
-        for index, batch in enumerate(micro_batches):
-            is_last = index == len(micro_batches) - 1
-            moved = self._moved(batch)
-            with self._synchronizing(is_last):
-                began = self.clock.mark()
-                with self.autocast():
+        device = self.world.device.type
+        with self.autocast():  # which keeps its copies of weights until it ends: they are made once a step
+            for index, batch in enumerate(micro_batches):
+                is_last = index == len(micro_batches) - 1
+                moved = self._moved(batch)
+                with self._synchronizing(is_last):
+                    began = self.clock.mark()
                     loss = self._call(moved)
-                middle = self.clock.mark()
-                (loss * scale).backward()
-                forward.append((began, middle))
-                backward.append((middle, self.clock.mark()))
-            losses.append(loss.detach())
-            if watch is not None and not is_last:
-                watch(index)
+                    middle = self.clock.mark()
+                    with torch.autocast(device, enabled=False):
+                        (loss * scale).backward()
+                    forward.append((began, middle))
+                    backward.append((middle, self.clock.mark()))
+                losses.append(loss.detach())
+                if watch is not None and not is_last:
+                    with torch.autocast(device, enabled=False):
+                        watch(index)
         return StepResult(self._counted_once(torch.stack(losses)), forward, backward, self.clock)
 
     def _moved(self, batch: Any) -> Any:

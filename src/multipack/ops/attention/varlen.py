@@ -6,7 +6,7 @@ and torch count the tokens before the query; `window` also counts the query.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -44,15 +44,17 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | No
     """torch.nn.attention.varlen: FlashAttention-2 as torch ships it; (n, 0) as its window makes it causal."""
     from torch.nn.attention.varlen import varlen_attn
 
-    grouped: dict[str, Any] = {}
-    if k.shape[1] != q.shape[1]:
-        if "enable_gqa" in (varlen_attn.__kwdefaults__ or {}):
-            grouped = {"enable_gqa": True}
-        else:  # torch 2.11
-            k, v = repeat_heads(k, q), repeat_heads(v, q)
-    bounds, longest = batch.cu_seqlens, batch.max_seqlen
+    bounds, longest, window_size = batch.cu_seqlens, batch.max_seqlen, _left_and_right(window)
+    if "enable_gqa" not in (varlen_attn.__kwdefaults__ or {}):  # torch 2.11, whose function refuses K < H
+        operator = torch.ops.torch_attn._varlen_attn
+        causal = window is None
+        found = operator(
+            q, k, v, bounds, bounds, longest, longest, is_causal=causal, window_size=list(window_size)
+        )
+        return cast("Tensor", found[0])
+    grouped = k.shape[1] != q.shape[1]
     result = varlen_attn(
-        q, k, v, bounds, bounds, longest, longest, window_size=_left_and_right(window), **grouped
+        q, k, v, bounds, bounds, longest, longest, window_size=window_size, enable_gqa=grouped
     )
     return cast("Tensor", result)
 
