@@ -6,12 +6,14 @@ could leave something half done. `start` begins a process, `Ended` says how it e
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -57,6 +59,42 @@ def run(words: list[str]) -> None:
     from multipack.training.train import train
 
     train(compose_run(words))
+
+
+def run_until_read_only(words: list[str], disk: str, step: int) -> None:
+    """Train; the disk, a mount point, becomes read-only before this step is recorded."""
+    from multipack.training.run_log import RunLog
+
+    record = RunLog.record
+
+    def closing(log: Any, values: Any) -> None:
+        if values["step"] == step:
+            _close_disk(disk, log)
+        record(log, values)
+
+    RunLog.record = closing  # type: ignore[method-assign]
+    run(words)
+
+
+def _close_disk(disk: str, log: Any) -> None:
+    """Make a file system read-only, which is refused while files are open for writing: those of the log are replaced."""
+    for name, file in log._files.items():
+        file.close()
+        log._files[name] = _ReadOnly()
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+
+
+class _ReadOnly:
+    """A file whose disk has become read-only."""
+
+    def write(self, content: Any) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    def fileno(self) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    def close(self) -> None:
+        pass
 
 
 def write_export(path: str, folder: str) -> None:

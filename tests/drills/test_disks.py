@@ -1,0 +1,98 @@
+"""A full and a read-only disk: one line that names the file and the last good checkpoint, and the run continues."""
+
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parent))
+import forked
+
+STEPS = ["train.steps=8", "train.eval_every=4", "train.checkpoint_every=2"]
+
+
+@contextmanager
+def _disk(folder, size):
+    """A file system of its own; skips the test where none may be mounted."""
+    folder.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True
+    )
+    if made.returncode:
+        pytest.skip(f"no file system can be mounted here: {made.stderr.decode().strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def _remount(folder, option):
+    subprocess.run(["mount", "-o", f"remount,{option}", folder], check=True)
+
+
+@pytest.fixture
+def run_of(words):
+    """Path, more words → the words of a run that begins or continues there."""
+    kept = [
+        word
+        for word in words
+        if not word.startswith(("train.steps", "train.eval_every", "train.checkpoint_every"))
+    ]
+    return lambda path, *more: [*kept, *STEPS, *more, "train.resume=auto", f"out={path}"]
+
+
+@pytest.fixture
+def whole(tmp_path, run_of):
+    """An uninterrupted run."""
+    assert forked.start(tmp_path, forked.run, run_of(tmp_path / "whole")).wait().code == 0
+    return tmp_path / "whole"
+
+
+def _is_one_line(ended, *names):
+    """Whether the error is one line that names these."""
+    return (
+        ended.code == 2 and ended.error.startswith("error: ") and all(name in ended.error for name in names)
+    )
+
+
+@pytest.mark.parametrize("more", [[], ["train.checkpoint_async=true"]], ids=["sync", "async"])
+def test_a_disk_that_fills_up(tmp_path, run_of, whole, outcome, more):
+    """At sizes from none to a few checkpoints: start, log, the first and later checkpoints find no room."""
+    lost, refused = [], 0
+    sizes = [12, 100, 600, 1300, 1800, 2500, 3100]  # KiB; a checkpoint has 1.1 MiB
+    for size in sizes:
+        disk = tmp_path / f"disk-{size}"
+        with _disk(disk, f"{size}k"):
+            ended = forked.start(tmp_path, forked.run, run_of(disk / "run", *more)).wait()
+            refused += ended.code == 2
+            if ended.code != 0 and not _is_one_line(ended, str(disk), "No space left"):
+                lost.append((size, ended.code, ended.error))
+            _remount(disk, "size=64m")
+            again = forked.start(tmp_path, forked.run, run_of(disk / "run", *more)).wait()
+            lost += [(size, again.error)] if again.code != 0 else forked.different(disk / "run", whole)
+    outcome("sizes", len(sizes))
+    outcome("refused in one line", refused)
+    outcome("lost", len(lost))
+    assert not lost, lost
+
+
+@pytest.mark.parametrize("more", [[], ["train.checkpoint_async=true"]], ids=["sync", "async"])
+def test_a_disk_that_becomes_read_only(tmp_path, run_of, whole, outcome, more):
+    """It stays so, and the run is refused in one line; afterwards it continues."""
+    lost, disk = [], tmp_path / "disk"
+    with _disk(disk, "64m"):
+        run = run_of(disk / "run", *more)
+        first = forked.start(tmp_path, forked.run_until_read_only, run, str(disk), 5).wait()
+        if not _is_one_line(first, "Read-only file system", "step-00000004 is complete: resume with"):
+            lost.append((first.code, first.error))
+        closed = forked.start(tmp_path, forked.run, run).wait()
+        if not _is_one_line(closed, "Read-only file system"):
+            lost.append((closed.code, closed.error))
+        _remount(disk, "rw")
+        last = forked.start(tmp_path, forked.run, run).wait()
+        lost += [last.error] if last.code != 0 else forked.different(disk / "run", whole)
+    outcome("runs", 3)
+    outcome("lost", len(lost))
+    assert not lost, lost
