@@ -300,3 +300,12 @@ def test_aligned_packs_of_one_shape_that_ranks_cannot_divide_are_refused():
     ):
         compose([*words, "train.fixed_shape=true"]).check(2)
     compose([*words, "train.fixed_shape=true", "plan.capacity=250"]).check(2)
+
+
+@pytest.mark.parametrize(("resume", "wider"), [("false", True), ("true", False)])
+def test_advice_for_a_resumed_run_leaves_its_model_alone(resume, wider):
+    words = ["model=tiny", "model.kv_heads=2", "model.vocabulary_size=257", "parallel.tensor=2"]
+    config = compose([*words, f"train.resume={resume}"])
+    with pytest.raises(ValueError, match=r"use .*parallel\.tensor=1") as error:
+        config.check(2)
+    assert ("model.vocabulary_size=258" in str(error.value)) is wider

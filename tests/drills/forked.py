@@ -77,7 +77,7 @@ def run_until_read_only(words: list[str], disk: str, step: int) -> None:
 
 
 def _close_disk(disk: str, log: Any) -> None:
-    """Make a file system read-only, which is refused while files are open for writing: those of the log are replaced."""
+    """Make a file system read-only, which is refused while files are open for writing: the log's are replaced."""
     for name, file in log._files.items():
         file.close()
         log._files[name] = _ReadOnly()

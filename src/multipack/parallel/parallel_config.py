@@ -216,7 +216,9 @@ class ParallelConfig:
             named.append(f"tensor {self.tensor}")
         return " x ".join(named)
 
-    def check(self, shape: ModelShape, world_size: int, capacity: int, dtype: str = "fp32") -> None:
+    def check(
+        self, shape: ModelShape, world_size: int, capacity: int, dtype: str = "fp32", resumed: bool = False
+    ) -> None:
         """Check that these settings suit a model, a number of processes and a capacity. Needs no process group.
 
         Args:
@@ -224,18 +226,19 @@ class ParallelConfig:
             world_size: number of processes of the run.
             capacity: maximum number of slots of a pack.
             dtype: precision of forward passes.
+            resumed: whether the shape is that of a saved run and cannot change.
 
         Raises:
             ValueError: a setting is invalid; the message names it and the nearest legal choice.
         """
         self.axes(world_size)  # checks the number of processes
         problems = chain(
-            self._undivided(shape, world_size), self._unsuitable(shape, world_size, capacity, dtype)
+            self._undivided(shape, world_size, resumed), self._unsuitable(shape, world_size, capacity, dtype)
         )
         if problem := next(problems, ""):
             raise ValueError(problem)
 
-    def _undivided(self, shape: ModelShape, world_size: int) -> Iterator[str]:
+    def _undivided(self, shape: ModelShape, world_size: int, resumed: bool) -> Iterator[str]:
         """Problems of axes that divide heads, matrices and the vocabulary of a model."""
         tensor, context, ring = self.tensor, self.context, self.context_method == "ring"
         divided = {name: getattr(shape, name) for name in ("kv_heads", "heads", "d_ff", "vocabulary_size")}
@@ -245,7 +248,7 @@ class ParallelConfig:
                     "tensor", world_size, lambda ranks: not any(one % ranks for one in divided.values())
                 )
                 above = -(-size // tensor) * tensor
-                wider = "" if name.endswith("heads") else f"model.{name}={above}, or "
+                wider = "" if resumed or name.endswith("heads") else f"model.{name}={above}, or "
                 yield (
                     f"parallel.tensor={tensor} does not divide model.{name}={size}: use {wider}parallel.tensor={near}"
                 )

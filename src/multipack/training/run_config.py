@@ -125,7 +125,7 @@ class Config:
             ValueError: settings cannot be combined; the message names the nearest legal choice.
         """
         parallel, train = self.parallel, self.train
-        parallel.check(self.model, processes, self.plan.capacity, train.dtype)
+        parallel.check(self.model, processes, self.plan.capacity, train.dtype, train.resume != "false")
         self._check_packs(processes)
         self._check_slots()
         if self.data.stream and not train.steps:

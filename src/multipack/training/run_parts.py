@@ -64,7 +64,7 @@ def check_model(config: Config, processes: int, console: Console) -> None:
         rows = trained_shape(Path(path).expanduser()).vocabulary_size if path else 0
         size = max(rows, tokenizer.vocabulary_size)
     shape = config.shape_with(size)
-    parallel.check(shape, processes, config.plan.capacity)
+    parallel.check(shape, processes, config.plan.capacity, resumed=config.train.resume != "false")
     if freezes:
         check_first_stage(config, shape)
 
