@@ -93,7 +93,7 @@ def _by_run(x: Tensor, found: Sequence[Run], dtypes: Sequence[torch.dtype]) -> l
     return [cast[dtype][index] for index, dtype in enumerate(dtypes)]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
+def _attend(window: int | None, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Result and log-sum-exp of a run; tensors are (documents, H, l, …)."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     if window is None or window >= q.shape[2]:
@@ -109,7 +109,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> tuple[Tensor
 
 
 def _gradients(
-    upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: int | None
+    window: int | None, upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v of a run; tensors are (documents, H, l, …)."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -151,7 +151,7 @@ def document_attention(
     found = list(runs(_lengths(cu_seqlens, len(q))))
     dtypes = _kernel_dtypes(found, window, q.dtype)
     inputs = zip(*(_by_run(x, found, dtypes) for x in (q, k, v)), strict=True)
-    parts = zip(*(_attend(*each, window=window) for each in inputs), strict=True)
+    parts = zip(*(_attend(window, *each) for each in inputs), strict=True)
     out, lse = (tokens_first(each).to(at_least_float32(q.dtype)) for each in parts)
     return out, lse
 
@@ -178,7 +178,7 @@ def _backward(
     dtypes = _kernel_dtypes(found, window, q.dtype)
     tensors = [_by_run(x, found, dtypes) for x in (upstream, q, k, v, out)]
     inputs = zip(*tensors, heads_first(lse, found), strict=True)
-    parts = zip(*(_gradients(*each, window=window) for each in inputs), strict=True)
+    parts = zip(*(_gradients(window, *each) for each in inputs), strict=True)
     dq, dk, dv = (tokens_first(each).to(q.dtype) for each in parts)
     return dq, dk, dv
 

@@ -39,7 +39,7 @@ def heads_first(x: Tensor, found: Sequence[Run]) -> list[Tensor]:
     # One split for all runs: a slice per run would cost more operators, and in autograd a gradient of T rows each.
     pieces = x.transpose(0, 1)[None].split_with_sizes([run.documents * run.length for run in found], dim=2)
     return [
-        piece if run.documents == 1 else piece[0].unflatten(1, run).transpose(0, 1)
+        piece if run.documents == 1 else torch.unflatten(piece[0], 1, run).transpose(0, 1)
         for piece, run in zip(pieces, found, strict=True)
     ]
 
