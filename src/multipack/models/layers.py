@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from multipack.data.batch import PackedBatch
 from multipack.ops.attention import attention
 from multipack.ops.autocast import in_autocast_dtype
+from multipack.ops.norm import RMSNorm
 from multipack.shapes import LLAMA3_SCALING, ModelShape
 
 Rotation = tuple[Tensor, Tensor]
@@ -219,4 +220,4 @@ def make_norm(shape: ModelShape) -> nn.Module:
     """The normalization layer of a shape, over d elements."""
     if shape.norm == "layernorm":
         return nn.LayerNorm(shape.d_model, eps=shape.norm_eps, bias=shape.bias)
-    return nn.RMSNorm(shape.d_model, eps=shape.norm_eps)
+    return RMSNorm(shape.d_model, eps=shape.norm_eps)

@@ -48,6 +48,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from multipack.ops.autocast import in_autocast_dtype
 from multipack.ops.loss import LOSS_ATTRIBUTES
+from multipack.ops.norm import RMSNorm, rms_norm
 from multipack.parallel.collectives import Group, all_gather, identity, reduce_scatter
 from multipack.parallel.state import local
 
@@ -146,13 +147,12 @@ class _TokenLayerNorm(_TensorParallel, nn.LayerNorm):
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
-class _TokenRMSNorm(_TensorParallel, nn.RMSNorm):
+class _TokenRMSNorm(_TensorParallel, RMSNorm):
     placements: ClassVar = {"weight": Replicate()}
 
     def forward(self, x: Tensor) -> Tensor:
         """(T / ranks, d) → (T / ranks, d)."""
-        weight = None if self.weight is None else identity(local(self.weight), self.group)
-        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+        return rms_norm(x, identity(local(self.weight), self.group), self.eps)
 
 
 _KINDS: dict[str, tuple[type[_TensorParallel], ...]] = {
