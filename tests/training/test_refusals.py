@@ -19,7 +19,7 @@ SMALL = ["model=tiny", "model.kv_heads=2", "plan.capacity=256", "plan.packs_per_
 def one_of_two(monkeypatch):
     """This process is one of two, and fails if it joins the other."""
 
-    def joined(*_):
+    def joined(*_, **__):
         raise AssertionError("joined the other process")
 
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
