@@ -99,3 +99,22 @@ def test_the_command_line_reports_what_it_prepares(text_file, tmp_path):
     for more in (words, ["--engine", "ray"], ["--shards", "2"]):
         refused = CliRunner().invoke(app, ["prepare", *more, "--report", str(folder)])
         assert "only reports: leave out settings and all options but --json" in str(refused.exception)
+
+
+def test_parts_may_end_in_any_order_on_the_command_line(text_file, tmp_path):
+    for file in range(3):
+        text_file(json.dumps({"text": f"text {file}"}), f"{file}.jsonl")
+    words = [
+        "data=jsonl",
+        f"data.path={tmp_path}/*.jsonl",
+        "tokenizer=byte",
+        "--store",
+        str(tmp_path / "out"),
+    ]
+    for part in (3, 2):
+        shown = CliRunner().invoke(app, ["prepare", *words, f"--part={part}/3"])
+        assert shown.exit_code == 0
+        assert f"part {part}/3 of {tmp_path / 'out'} is finished, and other parts are missing" in " ".join(
+            shown.output.split()
+        )
+    assert "shards      3" in CliRunner().invoke(app, ["prepare", *words, "--part=1/3"]).output

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-KILLS = 8
+KILLS = 6
 PROGRAM = """
 import sys
 from multipack.data import prepare as module, writer

@@ -74,6 +74,7 @@ def prepare(
     """
     from multipack.data.corpus_report import CorpusReport
     from multipack.data.prepare import prepare as run
+    from multipack.data.store import TokenStore
     from multipack.reports.console import Console
     from multipack.reports.summary import print_store
     from multipack.training.run_config import compose
@@ -94,6 +95,11 @@ def prepare(
             )
     elif words or store or shards or part != "1/1" or engine != "local":
         raise ValueError(f"--report {report} only reports: leave out settings and all options but --json")
+    if part != "1/1" and not TokenStore(path, growing=True).is_complete:
+        console.line(f"part {part} of {path} is finished, and other parts are missing")
+        if as_json:
+            print_json({"folder": str(path), "is_complete": False})
+        return
     found = CorpusReport(path)
     if as_json:
         print_json({"folder": str(path), **found.to_dict()})
