@@ -39,7 +39,9 @@ def checked_progress(checkpoint: Checkpoint, callbacks: Mapping[str, Any]) -> di
     progress = checkpoint.progress
     saved = progress.get("callbacks")
     states = {name: state for name, state in callbacks.items() if isinstance(saved, dict) and name in saved}
-    problem = _difference(progress, FORM, "progress") or _difference(saved, states, "progress.callbacks")
+    problem = _difference(progress, FORM, "progress")
+    if states:  # none, if the run has no callbacks of the saved one
+        problem = problem or _difference(saved, states, "progress.callbacks")
     if problem:
         raise ValueError(
             f"checkpoint {checkpoint.path} cannot be read: {problem}; resume from another one in"
