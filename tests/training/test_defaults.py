@@ -30,6 +30,7 @@ def resolved(monkeypatch):
     def choose(device, *words, objective=Objective):
         config = compose(words)
         world = World(device=torch.device(device))
+        monkeypatch.setattr(objective, "corpus", SimpleNamespace(arriving=object()), raising=False)
         config, notes = resolve(config, objective, config.shape_with(99), 4, world)
         return config, notes
 
@@ -37,9 +38,14 @@ def resolved(monkeypatch):
 
 
 def test_a_gpu_gets_compiled_blocks_and_packs_of_one_shape(resolved):
-    for device, expected in (("cuda", ("true", "true", "bf16")), ("cpu", ("false", "false"))):
-        train = resolved(device)[0].train
-        assert (train.compile, train.fixed_shape, train.dtype)[: len(expected)] == expected
+    for device, words, expected in (
+        ("cuda", [], ("true", "true", "bf16")),
+        ("cpu", ["train.dtype=fp32"], ("false", "false", "fp32")),
+        ("cpu", ["train.dtype=bf16"], ("false", "true", "bf16")),  # products are compiled for each shape
+        ("cpu", ["train.dtype=bf16", "plan.budget=1000"], ("false", "false", "bf16")),
+    ):
+        train = resolved(device, *words)[0].train
+        assert (train.compile, train.fixed_shape, train.dtype) == expected
     given = resolved("cuda", "train.compile=false", "train.fixed_shape=false", "train.dtype=fp32")[0]
     assert (given.train.compile, given.train.fixed_shape, given.train.dtype) == ("false", "false", "fp32")
     assert given.pack_slots is None

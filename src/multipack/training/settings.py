@@ -68,7 +68,7 @@ class TrainConfig:
     padded_batch_size: int = 8
     """Documents in a padded batch, for the comparison with padding."""
     fixed_shape: Choice = "auto"
-    """Pad every pack to plan.capacity, so that all batches have one shape; auto = on GPUs."""
+    """Pad every pack to plan.capacity, so that all have one shape; auto = on GPUs and, in half precision, on CPUs."""
     prefetch: int = 2
     """Packs collated ahead in a background thread; 0 = none."""
     compile: Choice = "auto"
