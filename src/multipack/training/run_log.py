@@ -64,8 +64,11 @@ class RunLog:
 
     def marks(self) -> dict[str, Mark]:
         """Flush both files to disk; returns the mark of each by name."""
-        for file in self._files.values():
-            os.fsync(file.fileno())
+        for name, file in self._files.items():
+            try:
+                os.fsync(file.fileno())
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(self._paths[name])) from error
         return {
             name: {"bytes": file.tell(), "sha256": self._digests[name].hexdigest()}
             for name, file in self._files.items()
