@@ -287,7 +287,7 @@ def _draw(name: str, parameter: Tensor, module: nn.Module, shape: ModelShape, se
     if isinstance(module, nn.Linear | nn.Embedding) and own == "weight":
         writes_residual = path.endswith((".attention.output", ".feed_forward.down"))
         std = INITIAL_STD / (2 * shape.layers) ** 0.5 if writes_residual else INITIAL_STD
-        # Meta and fake tensors have no generator of their own.
+        # Meta and fake tensors use a generator of the CPU.
         is_cuda = parameter.device.type == "cuda" and torch.cuda.is_available()
         generator = torch.Generator(parameter.device if is_cuda else "cpu")
         digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
