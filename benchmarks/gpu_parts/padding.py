@@ -29,7 +29,7 @@ def main() -> None:
         write_store(store, lengths, 512 if options.small else 50_257)
         words = ["data=store", f"data.path={store}", "data.validation=0", f"train.device={options.device}"]
         words += [f"plan.capacity={capacity}", f"plan.packs_per_step={packs}", *shape]
-        timed = argparse.Namespace(batch_size=batch, steps=steps, seconds=60.0)
+        timed = argparse.Namespace(batch_size=batch, steps=steps, seconds=60.0, cpu_time=False)
         found = padding.measure(words, timed)
     rows = [
         {"padded_loss": name, "share_of_pad_factor": each.ratio / each.pad_factor, **asdict(each)}
