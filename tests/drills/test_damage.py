@@ -19,6 +19,8 @@ from multipack.run import RunDirectory
 from multipack.training.run_config import compose_run
 from multipack.training.train import train
 
+pytestmark = pytest.mark.timeout(1200)
+
 FILES = ["tensors/weights-00001.safetensors", "tensors/state-00001.safetensors", "state.json", "config.yaml"]
 FILES += ["tokenizer.json", ".complete"]
 

@@ -10,6 +10,8 @@ import pytest
 sys.path.append(str(Path(__file__).parent))
 import forked
 
+pytestmark = pytest.mark.timeout(1200)
+
 STEPS = ["train.steps=8", "train.eval_every=4", "train.checkpoint_every=2"]
 
 

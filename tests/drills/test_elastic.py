@@ -3,8 +3,12 @@
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.append(str(Path(__file__).parent))
 import forked
+
+pytestmark = pytest.mark.timeout(1200)
 
 RANKS = ((4, 5), (2, 10), (3, 15), (1, 20))
 """Numbers of ranks, and the step up to which they train."""
