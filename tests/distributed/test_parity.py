@@ -100,6 +100,9 @@ def check(pool, words, name, optimizer, steps=2):
         np.testing.assert_allclose(found[2], validation, rtol=1e-5 * rounding)
         for key, value in weights.items():
             limit = 1e-6 if optimizer == "sgd" else 2e-5 * rounding
+            if optimizer != "sgd" and key.endswith("key.bias"):
+                # It moves all scores of a query alike: its gradient is rounding, of which Adam makes whole steps.
+                limit = 1e-3 * steps
             np.testing.assert_allclose(found[3][key], value, rtol=0, atol=limit, err_msg=key)
 
 

@@ -165,7 +165,8 @@ def test_initial_weights_have_the_stated_spread_and_follow_the_seed():
             assert (parameter == 1).all()
         else:
             residual = name.endswith(("attention.output.weight", "feed_forward.down.weight"))
-            assert parameter.std().item() == pytest.approx(0.02 / 4 if residual else 0.02, rel=0.03)
+            expected = 128**-0.5 / (4 if residual else 1)
+            assert parameter.std().item() == pytest.approx(expected, rel=0.03)
     first, same, other = (torch.cat([p.flatten() for p in model.parameters()]) for model in models)
     assert torch.equal(first, same)
     assert not torch.equal(first, other)
