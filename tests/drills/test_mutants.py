@@ -521,11 +521,11 @@ def test_settings(drill, tmp_path):
         if config.model.layers < 100 and config.model.d_model < 1 << 13:
             parameter_shapes(config.shape_with(300))
 
-    drill("yaml", file, [(of_bytes, 150), (of_json, 350), (of_text, 150)], read)
+    drill("yaml", file, [(of_bytes, 100), (of_json, 200), (of_text, 100)], read)
     drill(
         "words",
         words,
-        [(of_text, 400)],
+        [(of_text, 250)],
         lambda: compose_run(words.read_bytes().decode("utf-8", "replace").split(" ")),
     )
     drill.check()
