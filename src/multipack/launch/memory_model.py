@@ -70,7 +70,7 @@ class Workload:
         tokens: slots of a pack.
         dtype, recompute: dtype of matrix products, and activation checkpointing.
         micro_batches: packs per rank and step; a pipeline holds several at a time.
-        device: kind of device; on a CPU, norms and attention save additional float32 copies.
+        device: kind of device; on a CPU, attention and norms of half-precision rows save additional float32 copies.
         optimizer: AdamW has two moments per parameter, and Muon one for the matrices of blocks.
     """
 
@@ -99,6 +99,11 @@ class Workload:
         """Bytes of an element of the residual stream: that of gathered shards, otherwise 4 (float32 under autocast)."""
         return self.product if self.config.shards_parameters else FLOAT32
 
+    @property
+    def widens_norms(self) -> bool:
+        """Whether RMSNorm saves float32 copies of its input and of the result without weights."""
+        return self.device == "cpu" and self.shape.norm == "rmsnorm" and self.stream < FLOAT32
+
     def saved_by_block(self) -> dict[str, int]:
         """Return the bytes that one block saves for its backward pass, by tensor; see docs/choosing.md.
 
@@ -110,7 +115,7 @@ class Workload:
         ulysses = config.context > 1 and config.context_method == "ulysses"
         if ulysses:  # key heads are repeated until every rank has one
             key_heads = math.lcm(max(key_heads, 1), config.context)
-        widened = on_cpu and shape.norm == "rmsnorm"  # computes on a float32 copy
+        widened = self.widens_norms
         attention_float32 = FLOAT32 if on_cpu and p < FLOAT32 else 0
         return {
             "residual": 2 * here * d * (FLOAT32 if widened else self.stream),
@@ -153,8 +158,9 @@ class Workload:
         if part.is_first and shape.dropout:
             total += here * shape.d_model * (FLOAT32 if self.device == "cpu" else 1)
         if part.is_last:
-            widened = self.device == "cpu" and shape.norm == "rmsnorm"
-            total += here * (shape.d_model * (2 * FLOAT32 if widened else self.stream) + 2 * FLOAT32)
+            total += here * (
+                shape.d_model * (2 * FLOAT32 if self.widens_norms else self.stream) + 2 * FLOAT32
+            )
         return total
 
 

@@ -5,7 +5,7 @@
     full        the block's input                    kept        the whole block                          recomputed
 
 A block of width d, feed-forward width f, and key (and value) width k·d keeps about this many numbers per token, of 4
-bytes each, or of 2 in bf16, besides attention's log-sum-exp per head (RMSNorms that are not fused add 2 d to `none`):
+bytes each, or of 2 in bf16, besides attention's log-sum-exp per head (RMSNorms of bf16 rows on a CPU add 2 d):
 
     none        (6 + 2k) d + 4 f gated, or 2 f
     selective   (4 + 2k) d + 2 f gated, or f
