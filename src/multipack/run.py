@@ -24,7 +24,7 @@ from typing import Any
 
 from multipack.atomic import is_free, write_atomically
 
-FORMAT = 4
+FORMAT = 5
 """Version of the layout of checkpoints; 1 to 3 are of earlier versions of multipack."""
 STATE = "state.json"
 """The file of a checkpoint with its format, step, progress and checksums."""

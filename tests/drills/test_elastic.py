@@ -23,7 +23,7 @@ STEADY = [
     # A low rate after a long warm-up: rounding is not amplified, as it is where embeddings move by their initial size.
     *(
         "optimizer.lr=1e-4",
-        "optimizer.warmup_steps=20",
+        "optimizer.warmup_steps=10",
         "optimizer.decay_steps=20",
         "parallel.timeout_seconds=60",
     ),

@@ -75,10 +75,10 @@ def test_one_device_is_offered_recomputation_smaller_packs_and_offload():
     plain = advised("model=llama-3b", "devices=1")
     assert plain.chosen.recompute == "selective"
     assert [each.recompute for each in plain.rows] == ["none", "selective", "full"]
-    smaller = advised("model=llama-3b", "devices=1", "memory=64GiB")
-    assert (smaller.chosen.request.capacity, smaller.chosen.packs) == (2048, 16)  # as many tokens a step
-    assert "plan.capacity=2048" in smaller.command
-    assert "16 packs of 2,048" in smaller.path[-1][1]
+    smaller = advised("model=llama-3b", "devices=1", "memory=66GiB")
+    assert (smaller.chosen.request.capacity, smaller.chosen.packs) == (4096, 8)  # as many tokens a step
+    assert "plan.capacity=4096" in smaller.command
+    assert "8 packs of 4,096" in smaller.path[-1][1]
     offloaded = advised("model=llama-8b", "devices=1")
     assert offloaded.command.startswith("multipack train data=")
     assert "parallel.offload=cpu" in offloaded.command

@@ -121,7 +121,7 @@ def test_a_preset_is_the_model_of_its_name(transformers, kind, pack, documents, 
     model = Decoder(shape)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
     theirs.load_state_dict(to_huggingface(shape, model.state_dict()), strict=not shape.tied)
     theirs.tie_weights()
     same_logits(theirs, model)

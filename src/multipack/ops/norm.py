@@ -21,7 +21,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
     is_exact = x.dtype == weight.dtype and x.dtype in (torch.float32, torch.float64)
     if x.device.type != "cpu" or x.dim() != 2 or eps is None or not is_exact or torch.compiler.is_compiling():
         return F.rms_norm(x, weight.shape, weight, eps)
-    out: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    out: Tensor = _NormAndGradient.apply(x, weight, eps)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -33,7 +33,7 @@ class RMSNorm(nn.RMSNorm):
         return rms_norm(x, self.weight, self.eps)
 
 
-class _RMSNorm(torch.autograd.Function):
+class _NormAndGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         squares = torch.linalg.vector_norm(x, dim=1, keepdim=True).square_()

@@ -181,9 +181,8 @@ def choose_device(requested: Device, local_rank: int) -> torch.device:
         raise ValueError("train.device=cuda, but torch sees no GPU here; use train.device=cpu")
     count = torch.cuda.device_count()
     if count == 1:
-        local_rank = (
-            0  # schedulers and wrapper scripts may show each process its own GPU only; see `_check_own_gpu`
-        )
+        # Schedulers and wrapper scripts may show each process its own GPU only; see `_check_own_gpu`.
+        local_rank = 0
     if local_rank >= count:
         raise ValueError(
             f"local rank {local_rank} has no GPU of its own: there are {count};"
