@@ -123,7 +123,7 @@ class Running:
     process: Any
     folder: Path
 
-    def wait(self, seconds: float = 90.0) -> Ended:
+    def wait(self, seconds: float = 300.0) -> Ended:
         """How it ended; it is killed after so many seconds."""
         self.process.join(seconds)
         code = self.process.exitcode

@@ -186,9 +186,9 @@ SHARD = "tensors/weights-00001.safetensors"
             ),
             r"state\.json is not what was written",
         ),
-        (_change_state(format=3), "format 3.*format 4.*init_from"),
+        (_change_state(format=3), "format 3.*format 5.*init_from"),
         # Checkpoints of the first format end without `.complete`.
-        (lambda path: [_change_state(format=1)(path), (path / ".complete").unlink()], "format 1.*format 4"),
+        (lambda path: [_change_state(format=1)(path), (path / ".complete").unlink()], "format 1.*format 5"),
         (_change_state(files=[3]), "step-00000003 cannot be read"),
         (_change_state(files={"config.yaml": ["a"]}), "step-00000003 cannot be read"),
         (_change_state(progress=3), "step-00000003 cannot be read"),
