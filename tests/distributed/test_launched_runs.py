@@ -129,6 +129,7 @@ def equals_one_process(out, words, alone):
         assert one == pytest.approx(other, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_continues_after_a_kill_and_after_a_signal(pools, long, launch, tmp_path):
     """A killed worker is restarted; SIGTERM saves and stops; the end equals uninterrupted runs of 2 ranks and of 1."""
     words, out, whole = long(24), tmp_path / "run", tmp_path / "whole"

@@ -15,8 +15,8 @@ RANKS = ((4, 5), (2, 10), (3, 15), (1, 20))
 STEADY = [
     *(
         "model.kv_heads=2",
-        "plan.packs_per_step=6",
-        "plan.capacity=128",
+        "plan.packs_per_step=4",
+        "plan.capacity=256",
         "train.eval_every=0",
         "train.checkpoint_every=5",
     ),
