@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from multipack.data.documents import Document
+from multipack.launch.memory_model import model_parameters
 from multipack.models import decoder
 from multipack.parallel.world import World
 from multipack.run import config_yaml
 from multipack.training import train as train_module
+from multipack.training.blueprint import open_engine
 from multipack.training.compare import compare_with_padding
 from multipack.training.objective import Objective, Preferences
 from multipack.training.run_config import compose
@@ -26,6 +28,8 @@ def resolved(monkeypatch):
     """(kind of device, words, objective) → the configuration of a run, and its notes."""
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
     def choose(device, *words, objective=Objective):
         config = compose(words)
@@ -40,6 +44,7 @@ def resolved(monkeypatch):
 def test_a_gpu_gets_compiled_blocks_and_packs_of_one_shape(resolved):
     for device, words, expected in (
         ("cuda", [], ("true", "true", "bf16")),
+        ("cuda", ["plan.budget=1000"], ("true", "false", "bf16")),  # packs would be mostly padding
         ("cpu", ["train.dtype=fp32"], ("false", "false", "fp32")),
         ("cpu", ["train.dtype=bf16"], ("false", "true", "bf16")),  # products are compiled for each shape
         ("cpu", ["train.dtype=bf16", "plan.budget=1000"], ("false", "false", "bf16")),
@@ -50,6 +55,43 @@ def test_a_gpu_gets_compiled_blocks_and_packs_of_one_shape(resolved):
     assert (given.train.compile, given.train.fixed_shape, given.train.dtype) == ("false", "false", "fp32")
     assert given.pack_slots is None
     assert resolved("cuda")[0].pack_slots == given.plan.capacity
+
+
+@pytest.mark.parametrize(
+    ("missing", "reason"),
+    [
+        (("importlib.util.find_spec", lambda name: None), "the package triton is not installed"),
+        (("shutil.which", lambda name: None), "there is no gcc or clang"),
+        (("torch.cuda.get_device_capability", lambda device: (6, 1)), "capability of this GPU is 6.1, and"),
+    ],
+)
+def test_a_gpu_that_cannot_compile_says_why(resolved, monkeypatch, missing, reason):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(*missing)
+    config, notes = resolved("cuda")
+    assert config.train.compile == "false"
+    (note,) = (note for note in notes if note.startswith("train.compile is false"))
+    assert reason in note
+    assert not resolved("cuda", "train.compile=false")[1]
+    assert resolved("cuda", "train.compile=true")[0].train.compile == "true"
+
+
+@pytest.mark.parametrize(
+    ("words", "copies"), [([], 2), (["parallel.data=zero3"], 0.5), (["parallel.tensor=2"], 1)]
+)
+def test_weights_of_all_ranks_of_a_host_must_fit_into_its_memory(monkeypatch, words, copies):
+    config = compose(["model=tiny", *words])
+    shape = config.shape_with(99)
+    needed = int(copies * 4 * model_parameters(shape))
+    world = SimpleNamespace(
+        rank=1, size=4, device=torch.device("cpu"), gather=lambda name: [name, name, "other", "other"]
+    )
+    for free, error in ((needed - 1, ValueError), (needed, AttributeError)):  # the next thing is a mesh
+        monkeypatch.setattr("multipack.training.blueprint.available_memory", lambda free=free: free)
+        with pytest.raises(
+            error, match="the 2 of 4 ranks on this host" if error is ValueError else "data_size"
+        ):
+            open_engine(config, None, shape, None, SimpleNamespace(world=world), torch.float32, None)
 
 
 def test_packs_that_ranks_cannot_divide_keep_their_shapes(resolved):
@@ -74,6 +116,8 @@ def test_given_weights_have_their_own_learning_rate(resolved):
         ([start], Preferences, 1e-6),
         ([start, "optimizer.lr=2e-3"], Preferences, 2e-3),
         (["optimizer.lr=1e-4"], Preferences, 1e-4),
+        ([start, "optimizer.lr=0"], Objective, 0.0),
+        (["optimizer.lr=-1"], Objective, 2e-3),
     ):
         config, notes = resolved("cpu", *words, objective=objective)
         assert config.optimizer.lr == lr
@@ -87,7 +131,7 @@ def test_given_weights_have_their_own_learning_rate(resolved):
 def test_the_header_states_what_the_run_does(trainer):
     run = trainer("train.steps=6", "optimizer.warmup_steps=20", "train.fixed_shape=true")
     rows = dict(header_rows(run))
-    assert rows["learning rate"].endswith("the run ends before, at step 6 with 0.0009")
+    assert rows["learning rate"].endswith("the run ends before, with 0.0009 at step 6")
     assert rows["execution"] == "forward passes in fp32, packs padded to 256 slots, not compiled"
     assert rows["evaluation"] == (
         "before the first step, every 3 steps and after the last: up to 4 packs, with a sample of up to 4 tokens"

@@ -1,5 +1,7 @@
 """AdamW and Muon: groups, rules on parameters' names, their definitions, and what the header says."""
 
+import math
+
 import pytest
 import torch
 
@@ -126,7 +128,7 @@ def test_illegal_settings_are_refused_by_name():
     for rule in ("embedding lr=-1", "embedding weight_decay=inf", "embedding freeze lr=2"):
         with pytest.raises(ValueError, match=r"optimizer\.rules"):
             OptimizerConfig(rules=[rule])
-    for name, value in (("lr", -1.0), ("min_lr", 1.0), ("beta2", 1.0), ("momentum", 1.0), ("clip", -1.0)):
+    for name, value in (("lr", math.inf), ("min_lr", 1.0), ("beta2", 1.0), ("momentum", 1.0), ("clip", -1.0)):
         with pytest.raises(ValueError, match=f"optimizer.{name}"):
             OptimizerConfig(**{name: value})
     words = ["optimizer.name=muon", "parallel.data=zero3", "parallel.offload=cpu"]

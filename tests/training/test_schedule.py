@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 
 import pytest
 
@@ -58,36 +59,71 @@ def test_scaling_is_one_at_the_reference():
         rate_factor(OptimizerConfig(lr_scaling="sqrt", reference_tokens=10), 0)
 
 
-def test_the_header_shows_turning_points_and_scaling():
-    scaled = {"lr_scaling": "sqrt", "reference_tokens": 1000}
-    config = OptimizerConfig(lr=1e-3, warmup_steps=10, schedule="wsd", decay_shape="sqrt", **scaled)
-    text = schedule_text(config, 100, 4000)
-    for part in (
-        "wsd; warm-up to 0.002 at step 10",
-        "from step 80 to 0.0002 at step 100",
-        "lr 0.001 x 2 (sqrt",
-    ):
-        assert part in text
-    assert schedule_text(OptimizerConfig(lr=0.002, schedule="constant", warmup_steps=0), 9, 1) == (
-        "constant; 0.002 from step 1"
+@pytest.mark.parametrize(
+    ("steps", "options", "text"),
+    [
+        (60, {"warmup_steps": 6}, "cosine; warm-up to 0.002 at step 6; 0.0002 at step 60"),
+        (60, {"warmup_steps": 60}, "cosine; warm-up to 0.002 at step 60"),
+        (
+            60,
+            {"warmup_steps": 100},
+            "cosine; warm-up to 0.002 at step 100; the run ends before, with 0.0012 at step 60",
+        ),
+        (9, {"warmup_steps": 0, "schedule": "constant"}, "constant; 0.002 at step 1"),
+        (
+            100,
+            {"warmup_steps": 10, "schedule": "wsd", "decay_shape": "sqrt"},
+            "wsd; warm-up to 0.002 at step 10; 1 - sqrt decay from step 80 to 0.0002 at step 100",
+        ),
+        (
+            60,
+            {"warmup_steps": 100, "schedule": "wsd"},
+            "wsd; warm-up to 0.002 at step 100; the run ends before, with 0.0012 at step 60",
+        ),
+    ],
+)
+def test_the_header_shows_turning_points_and_scaling(steps, options, text):
+    assert schedule_text(OptimizerConfig(lr=0.002, **options), steps, 1) == text
+    scaled = OptimizerConfig(lr=0.001, lr_scaling="sqrt", reference_tokens=1000, **options)
+    assert schedule_text(scaled, steps, 4000) == (
+        f"{text}; lr 0.001 x 2 (sqrt in 4,000 targets a step over 1,000)"
     )
+
+
+def test_every_rate_in_the_header_is_that_of_its_step():
+    """All schedules over a grid of warm-ups, steps and ends of the decay: no part of the text is false."""
+    grid = itertools.product(
+        ("cosine", "linear", "constant", "wsd"), (-1, 0, 1, 5, 6, 20), (1, 2, 6, 7, 100), (0, 1, 2, 6, 8, 40)
+    )
+    for schedule, warmup, steps, decay in grid:
+        if 0 < decay <= warmup:
+            continue  # refused
+        config = OptimizerConfig(lr=1.0, schedule=schedule, warmup_steps=warmup, decay_steps=decay)
+        name, *parts = schedule_text(config, steps, 1).split("; ")
+        ends = "the run ends before, with "
+        named = [(re.search(r"(\S+) at step (\d+)$", part), part.startswith(ends)) for part in parts]
+        places = [int(found[2]) for found, _ in named]
+        where = (config, steps, parts)
+        assert name == schedule, where
+        assert all(
+            found[1] == f"{learning_rate(place, steps, config):g}"
+            for (found, _), place in zip(named, places, strict=True)
+        ), where
+        rates = [learning_rate(step, steps, config) for step in range(1, steps + 1)]
+        if named[-1][1]:
+            assert places.pop() == steps < max(places), where
+        else:  # the run reaches the last turning point, after which the rate stays
+            assert max(places) <= steps, where
+            assert set(rates[places[-1] - 1 :]) == {rates[places[-1] - 1]}, where
+        assert places == sorted(set(places)), where
+        if schedule != "constant" and decay:  # decay_steps is the step that reaches min_lr
+            assert learning_rate(decay, steps, config) == pytest.approx(0.1), where
 
 
 def test_the_warm_up_is_a_share_of_the_schedule_unless_given():
     assert _rates(100, lr=1.0)[:4] == pytest.approx([1 / 3, 2 / 3, 1.0, 1.0], abs=1e-3)
     assert _rates(1000, lr=1.0, decay_steps=100)[:3] == pytest.approx([1 / 3, 2 / 3, 1.0])
     assert _rates(3, lr=1.0, schedule="constant") == [1.0] * 3
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"warmup_steps": 20}, {"warmup_steps": 6}, {"decay_steps": 40}, {"schedule": "wsd", "decay_steps": 9}],
-)
-def test_the_header_shows_where_a_run_ends_before_its_schedule(options):
-    config = OptimizerConfig(lr=1.0, **options)
-    ends = f"the run ends before, at step 6 with {learning_rate(6, 6, config):g}"
-    assert schedule_text(config, 6, 1).endswith(ends)
-    assert "before" not in schedule_text(config, 50, 1)
 
 
 def test_illegal_schedules_are_refused_by_name():

@@ -9,12 +9,33 @@ after them, which reads integers of a pack on the host, is not compiled.
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+
 from multipack.models.decoder import Decoder
 from multipack.ops.loss import linear_cross_entropy
+
+LEAST_CAPABILITY = (7, 0)
+"""Compute capability of the oldest NVIDIA GPUs for which torch's inductor makes Triton kernels."""
+
+
+def compiler_problem(device: torch.device) -> str:
+    """Why torch.compile cannot make kernels for a GPU; empty if it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    if not os.environ.get("CC") and not (shutil.which("gcc") or shutil.which("clang")):
+        return "Triton needs a C compiler, and there is no gcc or clang (or set CC)"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        found, least = (".".join(map(str, each)) for each in (capability, LEAST_CAPABILITY))
+        return f"the compute capability of this GPU is {found}, and torch.compile needs {least}"
+    return ""
 
 
 def compile_blocks(model: Decoder, backend: str | Callable[..., Any] = "inductor") -> None:
@@ -23,7 +44,7 @@ def compile_blocks(model: Decoder, backend: str | Callable[..., Any] = "inductor
     Names of parameters, state dictionaries and hooks stay. Packs of one size (`PackedCollator.pad_to`) need one
     compilation, packs of varying sizes two: for the first size, then for all. The number and the length of documents
     are symbolic from the first compilation on. Each combination of gradient mode and autocast dtype is compiled
-    separately. In DDP a block stays one graph: gradients of a block are complete together anyway.
+    separately. DDP does not split a block's graph: the gradients of one block are ready at the same time anyway.
 
     Args:
         model: already tiled, checkpointed and divided, but not yet sharded or replicated.

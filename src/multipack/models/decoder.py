@@ -209,7 +209,7 @@ class Decoder(nn.Module):
 
     def embed(self, batch: PackedBatch) -> Tensor:
         """(T, d) embeddings of the tokens, plus those of learned positions."""
-        if batch.input_ids.device.type == "cpu":  # elsewhere the look would wait for the device
+        if batch.input_ids.device.type == "cpu":  # on a GPU the check would wait for the device
             check_tokens(batch.input_ids, self.shape.vocabulary_size)
         x: Tensor = self.embedding(batch.input_ids)
         if self.shape.positions == "learned":
@@ -241,8 +241,8 @@ class Decoder(nn.Module):
 
         The two projections per block that write to the residual stream use 1/√(2 · layers · d_model), so that the
         stream's variance does not grow with depth. GPT-2's 0.02 is too small for narrow models: learning rates move
-        such weights by a tenth a step, norms of the small residual stream multiply its gradients, and rounding is
-        amplified 1,000 times within 41 steps of model=tiny at lr 3e-3, where it now stays below 1.
+        such weights by a tenth a step, and norms of the small residual stream multiply its gradients. With 0.02,
+        model=tiny at lr 3e-3 amplifies differences of rounding 1,000 times in 41 steps; with 1/√d_model they stay.
         """
         for module_name, module in self.named_modules():
             for name, parameter in module.named_parameters(recurse=False):

@@ -238,8 +238,8 @@ class _Head:
         is_known, lse = lse is not None, torch.zeros_like(losses) if lse is None else lse
         hidden_grad = torch.zeros_like(hidden, dtype=self.weight.dtype) if wanted[0] else None
         weight_grad = torch.zeros_like(self.weight, dtype=self.exact) if wanted[1] else None
-        fused = self.options.compiled and hidden.device.type in FUSED_DEVICES
-        fused = fused and len(self.slices) == 1 and self.options.group is None and any(wanted[:2])
+        compiled = self.options.compiled and hidden.device.type in FUSED_DEVICES
+        compiled = compiled and len(self.slices) == 1 and self.options.group is None and any(wanted[:2])
         with torch.autocast(hidden.device.type, enabled=False):
             size = self.options.chunk_tokens or chunk_rows(
                 -(-len(self.weight) // len(self.slices)), hidden.device
@@ -247,8 +247,8 @@ class _Head:
             for part in torch.split(rows, size) if len(rows) else ():
                 chunk, target = hidden[part].to(self.weight.dtype), targets[part, None]
                 tile = gradient = None
-                if not is_known and fused:
-                    losses[part], lse[part], gradient = self._fused(chunk, target)
+                if not is_known and compiled:
+                    losses[part], lse[part], gradient = self._compiled_losses(chunk, target)
                 elif not is_known:
                     losses[part], lse[part], tile = self._losses(chunk, target)
                 if hidden_grad is None and weight_grad is None:
@@ -285,7 +285,7 @@ class _Head:
             losses += z_loss * lse.square()
         return losses, lse, tile if len(self.slices) == 1 else None
 
-    def _fused(self, chunk: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _compiled_losses(self, chunk: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(R,) losses, (R,) log-sum-exp, and the (R, V) gradient of the logits, by a compiled function."""
         terms = self.options.label_smoothing, self.options.z_loss
         losses, lse, gradient, own = compiled_softmax()(F.linear(chunk, self.weight), target, *terms)

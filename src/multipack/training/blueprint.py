@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import socket
 from collections.abc import Callable
 from functools import partial
 
@@ -36,7 +37,7 @@ def open_engine(
 ) -> ModelEngine:
     """Build this rank's part of the model and its optimizer; collective. `weights` = None draws random weights."""
     shapes = _shapes(shape)
-    _check_memory(shapes, mesh.world)
+    _check_memory(shapes, config, mesh.world)
     whole = meta_parameters(shapes)
 
     def build(blocks: tuple[int, int] | None) -> nn.Module:
@@ -102,18 +103,23 @@ def check_first_stage(config: Config, shape: ModelShape) -> None:
         )
 
 
-def _check_memory(shapes: dict[str, tuple[int, ...]], world: World) -> None:
-    """Check that an equal share of the weights would fit into the memory of this host, before any is asked for.
+def _check_memory(shapes: dict[str, tuple[int, ...]], config: Config, world: World) -> None:
+    """Check that the weights of this host's ranks would fit into its memory, before any is allocated; collective.
 
     Raises:
-        ValueError: it would not.
+        ValueError: they would not.
     """
-    elements, free = sum(map(math.prod, shapes.values())), available_memory()
-    needed = 4 * elements // world.size
-    if free is not None and needed > free and world.device.type == torch.get_default_device().type == "cpu":
+    parallel, elements, free = config.parallel, sum(map(math.prod, shapes.values())), available_memory()
+    parts = parallel.tensor * parallel.pipeline * parallel.divisions(world.size)["parameters"]
+    names = world.gather(socket.gethostname())
+    ranks = names.count(names[world.rank])
+    needed = 4 * elements // parts * ranks
+    allocates = torch.get_default_device().type == "cpu"  # not on the meta device, as in estimates
+    if free is not None and needed > free and world.device.type == "cpu" and allocates:
+        divide = ", or parallel.data=zero3" if parts < world.size else ""
         raise ValueError(
-            f"the model has {elements:,} parameters, of which this rank needs {needed:,} bytes, and {free:,} are free:"
-            " choose a smaller model=, or more hosts"
+            f"the model has {elements:,} parameters, of which the {ranks} of {world.size} ranks on this host hold"
+            f" {needed:,} bytes, and {free:,} are free: choose a smaller model=, or more hosts{divide}"
         )
 
 

@@ -10,7 +10,7 @@ in `OPTIMIZERS`, and its name in settings.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -117,6 +117,7 @@ def build_optimizer(
         ValueError: see `freeze`; or `optimizer.fused=true` where the device has no such kernel.
     """
     named = dict(model.named_parameters()) if isinstance(model, nn.Module) else dict(model)
+    config = replace(config, lr=max(config.lr, 0.0))  # the engine sets the rate of each step
     groups: dict[ParameterOptions, list[nn.Parameter]] = {}
     for name, treatment in freeze(named, config, whole).items():
         if named[name].requires_grad:

@@ -70,6 +70,14 @@ a device.
 Timer = Callable[[list[int]], float]
 """Lengths of the documents of a micro-batch → seconds of its forward and backward pass."""
 
+FASTER = 1.1
+"""How many times as fast as fp32 a pack in bf16 must be on a CPU, where `train.dtype` is auto.
+
+Best times of equal programs differ by a few percent on a shared machine; and bf16 has 8 bits of mantissa and, on CPUs,
+more memory, since attention and norms save float32 copies: in the default run on a machine with AMX, twice as much for
+0.4 % more tokens per second.
+"""
+
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 """Environment variable that makes cuBLAS deterministic; the command line sets a default."""
 
@@ -90,10 +98,10 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 def choose_dtype(
     name: str, world: World, shape: ModelShape, attention: str, lengths: Sequence[int]
 ) -> tuple[torch.dtype, str]:
-    """`resolve_dtype`, but on a CPU with native bf16 the faster of bf16 and fp32; collective.
+    """`resolve_dtype`, but on a CPU with native bf16 only if a measured pack is `FASTER`; collective.
 
     Native instructions need not make a step faster: casts and sums over few tokens may cost more than products save.
-    Rank 0 times forward and backward passes of one pack in both, which takes less than a step of the run.
+    Rank 0 times forward and backward passes of one pack in both dtypes, three times each.
 
     Args:
         name: value of `train.dtype`.
@@ -115,13 +123,13 @@ def choose_dtype(
         for each in (torch.float32, torch.bfloat16):
             timer = decoder_timer(shape, attention, world, each)
             timer(list(lengths))  # allocates, and compiles kernels for the shapes
-            seconds[each] = min(timer(list(lengths)) for _ in range(2))
-        return f"{seconds[torch.bfloat16] / seconds[torch.float32]:.2f}"
+            seconds[each] = min(timer(list(lengths)) for _ in range(3))
+        return f"{seconds[torch.float32] / seconds[torch.bfloat16]:.2f}"
 
-    ratio = world.on_main(measure)  # one choice for all ranks, also where processors differ
-    chosen = "bf16" if ratio and float(ratio) < 1 else "fp32"
-    note = f"train.dtype is {chosen}: a pack in bf16 takes {ratio} × its time in fp32 on this CPU"
-    return DTYPES[chosen], note if ratio else ""
+    speed = world.on_main(measure)  # one choice for all ranks, also where processors differ
+    chosen = "bf16" if speed and float(speed) >= FASTER else "fp32"
+    note = f"train.dtype is {chosen}: on this CPU, a pack in bf16 is {speed} × as fast as in fp32 (bf16 from {FASTER})"
+    return DTYPES[chosen], note if speed else ""
 
 
 def sample_lengths(lengths: NDArray[np.int64], capacity: int) -> list[int]:
@@ -224,7 +232,7 @@ def deterministic(wanted: bool, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def exact_float32() -> Iterator[None]:
-    """Context in which float32 products on GPUs are IEEE's: TF32 keeps 10 bits of 23, and bf16 is faster than both."""
+    """Context without TF32: float32 matrix products on GPUs keep all 23 bits of the mantissa."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

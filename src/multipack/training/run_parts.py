@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -15,6 +14,7 @@ from multipack.data.documents import Documents
 from multipack.data.loader import PackedLoader
 from multipack.data.sampler import PackedBatchSampler
 from multipack.data.tokenizer import Tokenizer
+from multipack.models.compile import compiler_problem
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.readers import open_loader, opens_tokens
@@ -149,30 +149,38 @@ def shape_of(config: Config, tokenizer: Tokenizer, initial: TrainedWeights | Non
 
 def device_settings(
     config: Config, world: World, shape: ModelShape, lengths: Sequence[int]
-) -> tuple[TrainConfig, str]:
-    """`config.train` with dtype, compile and fixed_shape as the device suggests where they are auto; collective.
+) -> tuple[TrainConfig, list[str]]:
+    """Choose dtype, compile and fixed_shape by the device where they are auto; collective.
 
-    `lengths` are those of a pack's documents, for `choose_dtype`, whose note is returned too.
+    Args:
+        config: settings of the run.
+        world: all ranks.
+        shape: of the decoder to time, see `choose_dtype`.
+        lengths: lengths of the documents of a pack to time.
+
+    Returns:
+        `config.train` with these choices, and notes on them for the header of the run.
     """
     train, parallel, on_gpu = config.train, config.parallel, world.device.type == "cuda"
     if world.size > 1 and (parallel.shards_parameters or parallel.pipeline > 1 or parallel.tensor > 1):
         # A rank may have no memory for the whole model.
         shape = replace(shape, layers=min(shape.layers, 2), window_layers=0)
+    if train.dtype == "auto" and train.deterministic and not on_gpu:
+        train = replace(train, dtype="fp32")  # a choice by measured times could differ between equal runs
     dtype, note = choose_dtype(train.dtype, world, shape, config.model.attention, lengths)
-    # Ranks divide the slots of packs of one shape: where they cannot, packs keep the shapes that they have.
-    divides = config.plan.longest % config.parallel.token_multiple == 0
-    # On a CPU, oneDNN compiles half-precision products for each shape, about 12 for a new size of a pack, each in 2 ms
-    # and 0.6 MiB, and keeps 1,024 of them. Packs that a budget keeps below the capacity would be mostly padding.
-    compiles_products = dtype.itemsize < 4 and not config.plan.budget
-    automatic = {
-        "compile": on_gpu and importlib.util.find_spec("triton") is not None,
-        "fixed_shape": (on_gpu or compiles_products) and divides,
-    }
-    changes: dict[str, Any] = {
-        name: str(chosen).lower() for name, chosen in automatic.items() if getattr(train, name) == "auto"
-    }
-    changes["dtype"] = next(name for name, each in DTYPES.items() if each == dtype)
-    return replace(train, **changes), note
+    notes = [note] if note else []
+    if train.fixed_shape == "auto":
+        # On a CPU, oneDNN compiles half-precision products for each shape, about 12 for a new size of a pack, each in
+        # 2 ms and 0.6 MiB, and keeps 1,024 of them. A pack of fixed shape needs a capacity that ranks divide evenly.
+        divides = config.plan.longest % parallel.token_multiple == 0
+        fixed = (on_gpu or dtype.itemsize < 4) and divides and not config.plan.budget  # else mostly padding
+        train = replace(train, fixed_shape="true" if fixed else "false")
+    if train.compile == "auto":
+        problem = next(filter(None, world.gather(compiler_problem(world.device))), "") if on_gpu else ""
+        notes += [f"train.compile is false: {problem}"] if problem else []
+        train = replace(train, compile="true" if on_gpu and not problem else "false")
+    chosen: Any = next(name for name, each in DTYPES.items() if each == dtype)
+    return replace(train, dtype=chosen), notes
 
 
 def resolve(
@@ -185,9 +193,8 @@ def resolve(
     """
     corpus, capacity, optimizer = objective.corpus, config.plan.longest, config.optimizer
     lengths = [capacity] if corpus.arriving is not None else sample_lengths(corpus.train.lengths, capacity)
-    train, note = device_settings(config, world, shape, lengths)
-    notes = [note] if note else []
-    if not optimizer.lr:
+    train, notes = device_settings(config, world, shape, lengths)
+    if optimizer.lr < 0:
         lr = objective.fine_tuning_lr if train.init_from else NEW_MODEL_LR
         optimizer = replace(optimizer, lr=lr)
         if train.init_from:
@@ -268,10 +275,10 @@ class Feeds:
         self.validation, self.validation_steps = self._loader(views[1], sampler), sampler.steps_per_epoch
         if limit:
             self.validation_steps = min(self.validation_steps, -(-limit // sampler.plan.packs_per_step))
-        alike = self.validation_steps // 3  # a forward pass is about a third of a step
-        if alike > train.eval_every > 0:
+        as_steps = self.validation_steps // 3  # a forward pass is about a third of a step
+        if as_steps > train.eval_every > 0:
             self.notes.append(
-                f"an evaluation takes about as long as {alike:,} steps, and there is one every {train.eval_every}:"
+                f"an evaluation takes about as long as {as_steps:,} steps, and there is one every {train.eval_every}:"
                 " train.eval_packs limits it, train.eval_every makes it rarer"
             )
 

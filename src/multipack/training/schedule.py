@@ -38,7 +38,7 @@ def warmup_steps(steps: int, config: OptimizerConfig) -> int:
     """Steps of the warm-up in a run of `steps` steps: `optimizer.warmup_steps`, or a share of the schedule."""
     if config.warmup_steps >= 0:
         return config.warmup_steps
-    return math.ceil(WARMUP_SHARE * (config.decay_steps or steps))
+    return math.ceil(WARMUP_SHARE * (config.decay_steps or steps)) if config.decay_steps != 1 else 0
 
 
 def rate_factor(config: OptimizerConfig, targets_per_step: float) -> float:
@@ -62,16 +62,19 @@ def schedule_text(config: OptimizerConfig, steps: int, targets_per_step: float) 
     """One line for the run header: the schedule, its turning points, and the scaling of the rate."""
     factor = rate_factor(config, targets_per_step)
     warmup, (begin, last) = warmup_steps(steps, config), _decay(steps, config)
-    peak, floor = factor * config.lr, factor * _floor(config)
-    parts = [config.schedule, f"warm-up to {peak:g} at step {warmup}" if warmup else f"{peak:g} from step 1"]
-    if config.schedule == "wsd":
+
+    def at(step: int) -> str:
+        return f"{factor * learning_rate(step, steps, config):g} at step {step}"
+
+    parts = [config.schedule, f"warm-up to {at(warmup)}" if warmup else at(1)]
+    decays = config.schedule != "constant" and last > max(begin, 1)
+    if decays and config.schedule == "wsd":
         shape = "1 - sqrt" if config.decay_shape == "sqrt" else "linear"
-        parts.append(f"{shape} decay from step {begin} to {floor:g} at step {last}")
-    elif config.schedule != "constant":
-        parts.append(f"{floor:g} at step {last}")
-    if warmup >= steps or (last > steps and config.schedule != "constant"):
-        ends = factor * learning_rate(steps, steps, config)
-        parts.append(f"the run ends before, at step {steps} with {ends:g}")
+        parts.append(f"{shape} decay from step {max(begin, 1)} to {at(last)}")
+    elif decays:
+        parts.append(at(last))
+    if steps < (last if decays else warmup):
+        parts.append(f"the run ends before, with {at(steps)}")
     if config.lr_scaling != "none":
         parts.append(
             f"lr {config.lr:g} x {factor:.3g} ({config.lr_scaling} in"
@@ -81,11 +84,11 @@ def schedule_text(config: OptimizerConfig, steps: int, targets_per_step: float) 
 
 
 def _decay(steps: int, config: OptimizerConfig) -> tuple[int, int]:
-    """The step after which the decay begins, and the step in which it ends."""
+    """The step after which the decay begins, and the step in which it ends, unless the warm-up ends later."""
     warmup, last = warmup_steps(steps, config), config.decay_steps or steps
     if config.schedule != "wsd":
         return warmup, last
-    return max(warmup, last - round(config.decay_share * last)), last
+    return max(warmup, last - max(round(config.decay_share * last), 1)), last
 
 
 def _floor(config: OptimizerConfig) -> float:
