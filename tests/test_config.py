@@ -4,6 +4,7 @@ import itertools
 import os
 import re
 from dataclasses import fields, is_dataclass
+from functools import partial
 
 import pytest
 
@@ -11,6 +12,7 @@ from multipack.cli.plan_settings import PlanCommand
 from multipack.run import RunDirectory, config_yaml
 from multipack.shapes import SHAPES
 from multipack.training.run_config import ALIASES, HINTS, Config, compose, compose_run
+from multipack.training.weights import trained_shape
 from multipack.words import ConfigError, describe, merge, preset_names
 
 
@@ -228,25 +230,31 @@ def test_yaml_booleans_and_packs_from_files_mean_what_they_look_like(tmp_path):
         'data: {"${oc.env:MULTIPACK_SECRET}": 1}',
         '"${oc.env:MULTIPACK_SECRET}": 1',
         'model: ["${oc.env:MULTIPACK_SECRET}"]',
+        'model: "${oc.env:MULTIPACK_SECRET}"',
+        'model: {positions: "${oc.env:MULTIPACK_SECRET}"}',
+        'model: {layers: ["${oc.env:MULTIPACK_SECRET}"]}',
+        'model: {"${oc.env:MULTIPACK_SECRET}": 1}',
     ],
 )
 def test_no_file_of_settings_reads_the_environment(tmp_path, monkeypatch, text):
-    """Neither in a list nor in a key, be it given by config=, or found in a run that is resumed."""
+    """Neither config= nor the files of a run that is resumed or gives its weights, as text, in a list or in a key."""
     monkeypatch.setenv("MULTIPACK_SECRET", "7315")
     run = RunDirectory(tmp_path / "run")
     run.create(config_yaml(compose([])))
     checkpoint = run.checkpoints / "step-00000001"
     checkpoint.mkdir()
-    (checkpoint / "state.json").write_text("{}")
+    for name in ("state.json", ".complete"):
+        (checkpoint / name).write_text("{}")
     for file in (tmp_path / "file.yaml", run.config, checkpoint / "config.yaml"):
         file.write_text(text)
-    for word in (
+    names = ("train.resume", "train.init_from")
+    words = [
         f"config={tmp_path / 'file.yaml'}",
-        f"train.resume={run.path}",
-        f"train.resume={checkpoint}",
-    ):
+        *(f"{name}={path}" for name in names for path in (run.path, checkpoint)),
+    ]
+    for read in (*(partial(compose_run, [word]) for word in words), partial(trained_shape, run.path)):
         with pytest.raises(ConfigError) as refused:
-            compose_run([word])
+            read()
         assert "7315" not in str(refused.value)
 
 

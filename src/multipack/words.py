@@ -210,7 +210,8 @@ def _parse_yaml(text: str, name: str) -> dict[str, Any]:
                 raise ValueError(f"more than {_MOST_LEVELS} nested levels")
         parsed = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     except Exception as error:
-        raise ConfigError(f"{name} is not YAML: {' '.join(str(error).split())}") from error
+        reason = " ".join(str(error).split()) or "it holds no groups"
+        raise ConfigError(f"{name} is not YAML: {reason}") from error
     if not isinstance(parsed, dict):
         raise ConfigError(f"{name} must hold `group:` and `key: value` lines")
     return typing.cast(dict[str, Any], parsed)

@@ -50,6 +50,7 @@ from multipack.training.checkpoint import load_checkpoint
 from multipack.training.run_config import compose, compose_run
 from multipack.training.train import train
 from multipack.training.trainer import Trainer
+from multipack.training.weights import trained_shape
 
 pytestmark = pytest.mark.timeout(1200)
 SECONDS, WAIT, BYTES = 10, 120, 4 << 30  # of processor time, on a busy machine, beyond what is used
@@ -628,6 +629,7 @@ def test_checkpoints(drill, run):
         [(of_bytes, 100), (of_text, 100)],
         lambda: compose_run([f"train.resume={path}"]),
     )
+    drill("shape", path / "config.yaml", [(of_bytes, 50), (of_text, 150)], lambda: trained_shape(path))
     drill("latest", run.latest, [(of_bytes, 100)], lambda: RunDirectory(run.path).latest_checkpoint())
     drill("metrics", run.metrics, [(of_bytes, 150)], lambda: list(RunDirectory(run.path).records()))
     drill.check()

@@ -106,9 +106,21 @@ def test_missing_and_damaged_weights_are_refused(run, export, tmp_path):
     config.write_text(config.read_text().replace("d_ff: 24", "d_ff: 25"))
     with pytest.raises(ValueError, match=r"config\.yaml is not what was written"):
         find_weights(run.path)
-    config.write_text("model: 3\n")
-    with pytest.raises(ValueError, match="does not describe a model"):
-        trained_shape(run.path)
+    for text in (
+        "model: 3\n",
+        "",
+        "model: {layers: many}",
+        "model: {layers: -1}",
+        "model: [",
+        "model: *a",
+        "3",
+    ):
+        config.write_text(text)
+        with pytest.raises(
+            ValueError, match=r"config\.yaml (does not describe a model|is not YAML): \S"
+        ) as refused:
+            trained_shape(run.path)
+        assert "\n" not in str(refused.value)
 
 
 def test_the_same_shape_and_tokenizer_keep_the_weights(initial):

@@ -282,9 +282,27 @@ def _initial_model(settings: Mapping[str, Any]) -> dict[str, Any] | None:
     if is_export(folder):
         from multipack.training.weights import trained_shape  # imports torch
 
-        return {"model": {**trained_shape(folder).to_dict(), "vocabulary_size": 0}}
-    model = read_yaml(folder / "config.yaml").get("model", {})
-    return {"model": {**model, "attention": "auto", "vocabulary_size": 0}}
+        shape = trained_shape(folder)
+    else:
+        shape = saved_shape(folder)
+    return {"model": {**shape.to_dict(), "vocabulary_size": 0}}
+
+
+def saved_shape(checkpoint: Path) -> ModelShape:
+    """The decoder's shape in the config.yaml of a checkpoint.
+
+    Raises:
+        ConfigError: the file cannot be read, or does not describe a model.
+    """
+    file = checkpoint / "config.yaml"
+    model = read_yaml(file).get("model")
+    try:
+        if not isinstance(model, dict):
+            raise ConfigError("it has no group `model`")
+        config = compose([], {"model": {"kv_heads": 0, **model, "attention": "auto"}})
+        return config.shape_with(config.model.vocabulary_size)
+    except ConfigError as error:
+        raise ConfigError(f"{file} does not describe a model: {error}") from error
 
 
 def _resolve_weights(config: Config) -> Config:

@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import tokenizers
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor
 
 from multipack.data.tokenizer import Tokenizer
@@ -28,6 +27,7 @@ from multipack.run import find_run, is_export, weights_folder
 from multipack.shapes import ModelShape
 from multipack.training.callbacks.averaging import MovingAverage
 from multipack.training.checkpoint import Checkpoint, load_checkpoint
+from multipack.training.run_config import saved_shape
 
 Weights = Literal["latest", "best", "ema"]
 """Which weights of a run: the newest, those with the lowest validation loss, or the newest moving average."""
@@ -68,13 +68,7 @@ def trained_shape(path: Path) -> ModelShape:
     """
     if is_export(path):
         return decoder_shape(path / CONFIG)
-    file = weights_folder(path) / "config.yaml"
-    try:
-        values: dict[str, Any] = {str(name): value for name, value in OmegaConf.load(file).model.items()}
-        values.pop("attention", None)
-        return ModelShape(**values)
-    except (OSError, AttributeError, TypeError) as error:
-        raise ValueError(f"{file} does not describe a model: {error}") from error
+    return saved_shape(weights_folder(path))
 
 
 def find_weights(path: Path, weights: Weights = "latest", world: World | None = None) -> TrainedWeights:
