@@ -52,6 +52,58 @@ LARGE = [
     "{{ messages | tojson(indent=10 ** 9) }}",
     "{{ (5).to_bytes(10 ** 10, 'big') }}",
 ]
+LONG = "{% set s = 'a' * 2 ** 16 %}{% set l = [1] * 2 ** 14 %}{% set m = ('a' * 2 ** 16) ~ 'b' %}"
+REPEATED = [  # reads or copies a long text or list, two thousand times
+    *("s[1:]", "s[::-1]", "l[:-1]", "(s ~ '')[1:] == s", "s == s ~ ''", "'b' in s", "2 in l", "2 not in l"),
+    *("l == l + [1]", "l < l", "s is in [s ~ '']", "2 is in l", "s is eq(s)", "s is lower", "s.count('b')"),
+    *(
+        "s.find('b')",
+        "s.startswith(s)",
+        "s.isalpha()",
+        "l.index(2)",
+        "l.count(2)",
+        "s | length == s.upper() | length",
+    ),
+    *(
+        "l | sum",
+        "l | max",
+        "[s] | first | length",
+        "(s, 1) in {}",
+        "dict(a=1).keys() - l",
+        "loop.changed(l)",
+    ),
+]
+AT_ONCE = [  # far more work or output than the operands have characters, in one operation
+    "{{ l | select('in', l) | list }}",
+    "{{ range(99999) | reject('in', l) | list }}",
+    "{% for x in l if x is in l %}{% endfor %}",
+    "{% for x in range(99999) if 2 in l %}{% endfor %}",
+    "{{ ('b' + s).strip(s + 'b') }}",
+    "{{ s | trim(m) }}",
+    "{{ s.rfind('b' + m) }}",
+    "{{ s.rsplit('b' + m) }}",
+    "{{ ([[1]] * 2 ** 14) | sum(start=[]) }}",
+    "{{ ('<!---->' * 2 ** 14) | striptags }}",
+    "{{ (('<!---->' * 2 ** 14) | safe).striptags() }}",
+    "{{ ('{0}' * 2 ** 16).format(s) }}",
+    "{{ ('{a}' * 2 ** 16).format_map({'a': s}) }}",
+    "{{ '%(a)s' * 2 ** 16 % {'a': s} }}",
+    "{{ ('%s' * 99) | format(s) }}",
+    "{{ ('{:9999}' * 2 ** 14).format(1) }}",
+    "{{ '%(a)9999d' * 2 ** 14 % {'a': 1} }}",
+    "{{ 'a'.encode().ljust(10 ** 10) }}",
+    "{{ (97).to_bytes(1, 'big').ljust(10 ** 10) }}",
+    "{{ (97).to_bytes(1, 'big') * 10 ** 10 }}",
+    "{{ (s | int(base=16)) // ((m ~ s) | int(base=16)) }}",
+    "{{ l | tojson(separators=(s, s)) }}",
+    "{{ strftime_now('%c' * 2 ** 16) }}",
+    "{% for i in range(99999) %}{% if i >= 0 %}" + "x" * 99999 + "{% endif %}{% endfor %}",
+    "{% macro a(n) %}{% if n %}"
+    + "x" * 99999
+    + "{{ a(n - 1) }}{{ a(n - 1) }}{% endif %}{% endmacro %}{{ a(20) }}",
+]
+LARGE += [f"{LONG}{{% for i in range(2000) %}}{{% set x = {each} %}}{{% endfor %}}" for each in REPEATED]
+LARGE += [f"{LONG}{each}" for each in AT_ONCE]
 NESTED = ["{{ " + "(" * 9999 + ")" * 9999 + " }}", "{% if 1 %}" * 200 + "{% endif %}" * 200, "x" * (1 << 21)]
 NESTED += [
     "{{ 1" + "+1" * 9999 + " }}",
@@ -61,8 +113,9 @@ NESTED += [
 
 
 @pytest.fixture(autouse=True)
-def _little_time(monkeypatch):
+def _small_limits(monkeypatch):
     monkeypatch.setattr(room, "MOST_SECONDS", 0.2)
+    monkeypatch.setattr(room, "MOST_CHARACTERS", 1 << 22)
 
 
 def refusal(source):
@@ -73,7 +126,9 @@ def refusal(source):
     return str(refused.value)
 
 
-@pytest.mark.parametrize("source", REPEATS + LARGE + NESTED, ids=lambda source: source[:40])
+@pytest.mark.parametrize(
+    "source", REPEATS + LARGE + NESTED, ids=lambda source: source.removeprefix(LONG)[:60]
+)
 def test_templates_that_would_not_end_are_refused(source):
     begun = time.thread_time()
     refusal(source)
@@ -142,6 +197,11 @@ ALL = r"""
 {{ rest | selectattr('role', 'equalto', 'user') | map(attribute='content') | list }}
 {%- for key, value in {'b': 1, 'a': 2}.items() | sort %}{{ key }}={{ value * 2 ** 3 % 5 }}{{ ', ' * 2 }}{% endfor %}
 {%- set captured %}{% for a, b in [(1, 2), (3, 4)] %}{{ a ~ b }}{% endfor %}{% endset %}{{ captured | indent(2) }}
+{%- for message in rest if message.role in ['user', 'tool'] and 1 < 2 <= 2 %}{{ message.content[::-1][1:] }}{% endfor %}
+{{ rest | map(attribute='role') | select('in', ['user']) | list }}
+{{ 'user' is in (rest[:1] | map(attribute='role') | list) }}
+{{ ' a b '.strip(' ').rsplit(' ', 1) }} {{ ['a', 'b'].index('b') }} {{ 7 // 2 - 1 }} {{ 7 / 2 }} {{ 'ab' is eq('ab') }}
+{{ '%(a)s' % {'a': 1} }} {{ '{a}'.format_map({'a': 2}) }} {{ [1, 2] | sum }} {{ '%s-%s' | format('x', 'y') }}
 {{ [1, [2, 'x']] }} {{ (1,) }} {{ {'a': none} }} {{ missing }} {{ missing | default('none') }} {{ dict(a=1) }}
 """
 

@@ -1,8 +1,9 @@
 """The sandbox of chat templates: Jinja with the names that transformers gives to templates, and with limits.
 
-A template is an untrusted program. Jinja's immutable sandbox hides everything but the messages. Here each pass of a
-loop, and each text or list that a template makes, is counted against a budget of characters and of processor time.
-What makes much of little in one operation (`10 ** 10 ** 9`, `"x" * 10 ** 9`, `"%999999999d"`) is counted before it.
+A template is an untrusted program. Jinja's immutable sandbox hides everything but the messages. Here every pass of a
+loop, and every text or list that a template makes, compares or passes to a function, is counted against a budget of
+characters and of processor time. Operations whose result or work may be far larger than their operands
+(`10 ** 10 ** 9`, `"x" * 10 ** 9`, `"%999999999d"`) are checked before they run.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.runtime import Context, Macro
+from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
@@ -32,12 +33,18 @@ MOST_CHARACTERS, MOST_SECONDS = 1 << 27, 10.0
 """Characters (or entries of lists) that one rendering may produce, and seconds of processor time that it may take."""
 MOST_SOURCE = 1 << 20
 """Largest template in characters."""
-_OPERATION, _CHECK = 16, 1 << 14  # characters that an operation counts as, and between looks at the clock
+_OPERATION, _CHECK = (
+    16,
+    1 << 14,
+)  # characters charged for every operation; after which the clock is read again
 _CONTAINERS = (list, tuple, dict)
-_MOST_NUMBER = 1 << 16  # as an argument: widths, counts; a range has a limit of its own
+_MOST_NUMBER = 1 << 16  # as an argument: widths, counts; in bits: integers; a range has a limit of its own
 _LONG_FIELD = re.compile(r"\d{5}|[%{][^a-zA-Z%{}]*\*|\{[^{}]+\{")
-_UNBOUNDED = {"wordwrap", "urlize", "expandtabs", "translate", "encode"}
-_PASS, _JOIN, _KEEP = "a pass of a loop", "joined", "kept"  # filters that no template can name
+_UNBOUNDED = {"wordwrap", "urlize", "expandtabs", "translate", "encode", "striptags"}
+_PRODUCTS = {"strip", "lstrip", "rstrip", "trim", "rfind", "rindex", "rsplit", "rpartition"}
+"""Methods and filters whose time grows with the product of the lengths of two texts."""
+_PASS, _JOIN, _KEEP = "a pass", "joined texts", "kept value"
+"""Names of internal filters; they contain spaces, so no template can call them."""
 
 
 class _Budget(threading.local):
@@ -62,7 +69,16 @@ class _Budget(threading.local):
             self.spend(len(value))
         elif isinstance(value, _CONTAINERS):
             self.spend(_size(value, self.characters))
+        elif isinstance(value, int) and value.bit_length() > _MOST_NUMBER:
+            raise jinja2.TemplateError(f"a number of {value.bit_length():,} bits is too large")
+        elif isinstance(value, bytes):
+            raise jinja2.TemplateError("bytes are not available")
         return value
+
+
+def _length(value: Any) -> int:
+    """Characters of a text or entries of a list; 0 for other values."""
+    return len(value) if isinstance(value, (str, *_CONTAINERS)) else 0
 
 
 def _size(value: list[Any] | tuple[Any, ...] | dict[Any, Any], most: int) -> int:
@@ -113,8 +129,10 @@ def compile_template(source: str, day: datetime.datetime) -> jinja2.Template:
     environment.filters["tojson"] = _to_json
     environment.globals["namespace"] = _Names
     environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = day.strftime
+    environment.globals["strftime_now"] = partial(_date, day)
     environment.filters = {name: _counted(name, each) for name, each in environment.filters.items()}
+    tests: dict[str, Any] = environment.tests
+    environment.tests = {name: _counted_test(each) for name, each in tests.items()}
     own: dict[str, Callable[[Any], Any]] = {_PASS: _budget.spend, _JOIN: _join, _KEEP: _budget.keep}
     environment.filters.update({name: jinja2.pass_context(partial(_own, each)) for name, each in own.items()})
     program = _Counting().visit(environment.parse(source))
@@ -139,33 +157,55 @@ class _GenerationBlocks(Extension):
 
 
 class _Names(Namespace):
-    """A namespace whose text does not repeat what is in it."""
+    """A namespace whose repr is short: Jinja's prints its whole content."""
 
     def __repr__(self) -> str:
         return "<Namespace>"
 
 
 class _Counting(NodeTransformer):
-    """Adds to a program what counts its loops, calls, joined texts, lists and dictionaries."""
+    """Adds to a program what counts its operations; calls, filters, tests and operators count at run time.
+
+    Not counted, because each takes the same short time and makes nothing: names, attributes, entries, constants,
+    assignments, conditions, `not`, `and`, `or` and `with`. `include`, `import` and `extends` find no file.
+    """
 
     def get_visitor(self, node: nodes.Node) -> Callable[..., Any] | None:
         """Called by `visit`."""
-        if isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock | nodes.Block):
-            return self._repeated
-        if isinstance(node, nodes.List | nodes.Tuple | nodes.Dict):
-            return self._made
-        return self._joined if isinstance(node, nodes.Concat) else None
+        return next((visit for kinds, visit in self._kinds if isinstance(node, kinds)), None)
+
+    @property
+    def _kinds(self) -> list[tuple[Any, Callable[..., Any]]]:
+        return [
+            (nodes.For | nodes.Macro | nodes.CallBlock | nodes.Block, self._repeated),
+            (nodes.Output, self._written),
+            (nodes.List | nodes.Tuple | nodes.Dict, self._made),
+            (nodes.Getitem, self._sliced),
+            (nodes.Compare, self._compared),
+            (nodes.Concat, self._joined),
+        ]
 
     def _repeated(self, node: Any) -> Any:
-        written = sum(
-            len(text.data)
-            for statement in node.body
-            if isinstance(statement, nodes.Output)
-            for text in statement.nodes
-            if isinstance(text, nodes.TemplateData)
-        )
         self.generic_visit(node)
-        node.body.insert(0, nodes.ExprStmt(_filtered(nodes.Const(written), _PASS)).set_lineno(node.lineno))
+        if getattr(node, "test", None) is not None:  # the condition of a loop
+            node.test = _filtered(node.test, _KEEP).set_lineno(node.lineno)
+        node.body.insert(0, _spending(0, node.lineno))
+        return node
+
+    def _written(self, node: nodes.Output) -> list[nodes.Node]:
+        self.generic_visit(node)
+        written = sum(len(text.data) for text in node.nodes if isinstance(text, nodes.TemplateData))
+        return [_spending(written, node.lineno), node] if written else [node]
+
+    def _sliced(self, node: nodes.Getitem) -> Any:
+        self.generic_visit(node)
+        return _filtered(node, _KEEP).set_lineno(node.lineno) if isinstance(node.arg, nodes.Slice) else node
+
+    def _compared(self, node: Any) -> Any:
+        self.generic_visit(node)
+        for each in (node, *node.ops):
+            if not isinstance(each.expr, nodes.Const):
+                each.expr = _filtered(each.expr, _KEEP).set_lineno(node.lineno)
         return node
 
     def _joined(self, node: nodes.Concat) -> nodes.Expr:
@@ -176,8 +216,12 @@ class _Counting(NodeTransformer):
         self.generic_visit(node)
         is_place = getattr(node, "ctx", "load") != "load"
         entries = node.items
-        is_fixed = all(isinstance(entry, nodes.Const) for entry in entries)
+        is_fixed = len(entries) < _OPERATION and all(isinstance(entry, nodes.Const) for entry in entries)
         return node if is_place or is_fixed else _filtered(node, _KEEP).set_lineno(node.lineno)
+
+
+def _spending(characters: int, line: int) -> nodes.Node:
+    return nodes.ExprStmt(_filtered(nodes.Const(characters), _PASS)).set_lineno(line)
 
 
 def _filtered(node: nodes.Expr, name: str) -> Any:
@@ -187,7 +231,7 @@ def _filtered(node: nodes.Expr, name: str) -> Any:
 class _Sandbox(ImmutableSandboxedEnvironment):
     """The sandbox with a budget for operators and calls."""
 
-    intercepted_binops = frozenset(("+", "*", "**", "%"))
+    intercepted_binops = frozenset(("+", "-", "*", "/", "//", "**", "%"))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Called by templates in place of an operator."""
@@ -203,20 +247,30 @@ class _Sandbox(ImmutableSandboxedEnvironment):
                 if isinstance(values, str | list | tuple) and isinstance(count, int):
                     _budget.spend(len(values) * max(count, 0))
         elif operator == "%" and isinstance(left, str):
-            _check_format(left)
+            _check_format(left, right)
+        elif operator == "-":  # of the keys of dictionaries
+            _budget.spend(sum(len(each) for each in (left, right) if hasattr(each, "__len__")))
         return _budget.keep(super().call_binop(context, operator, left, right))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """Called at the attributes `format` and `format_map` of a text."""
-        if (wrapped := super().wrap_str_format(value)) is not None:
-            _check_format(value.__self__)
-        return wrapped
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+
+        def checked(*args: Any, **kwargs: Any) -> str:
+            _check_format(value.__self__, [*args, *kwargs.values()])
+            return wrapped(*args, **kwargs)
+
+        return checked
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         """Called by templates in place of a call."""
         owner = getattr(__obj, "__self__", None)
-        if args and isinstance(owner, str | int):
+        if isinstance(owner, (str, int, *_CONTAINERS)):
             _check_arguments(__obj.__name__, (owner, *args), kwargs)
+        elif isinstance(owner, LoopContext):
+            _budget.keep(args)  # `changed` compares them
         return _budget.keep(super().call(__context, __obj, *args, **kwargs))
 
 
@@ -231,22 +285,44 @@ def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return counted
 
 
+def _counted_test(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A test whose arguments are counted: with everything in them if it compares several."""
+
+    @wraps(function)
+    def counted(*args: Any) -> Any:
+        for value in args:
+            if len(args) > 1:
+                _budget.keep(value)
+            else:
+                _budget.spend(_length(value))
+        return function(*args)
+
+    return counted
+
+
 def _check_arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse or count what a method of texts or a filter would make much of; the text is the first argument."""
-    given = (*args, *kwargs.values())
+    """Check and count the arguments of a filter or a method, whose result may be much larger; args[0] is its input."""
     if name in _UNBOUNDED:
         raise jinja2.TemplateError(f"{name} is not available")
-    if len(given) == 1:
+    others = [*args[1:], *kwargs.values()]
+    _budget.spend(sum(map(_length, (*args[:1], *others))))
+    if not others:
         return
-    text, others = str(args[0]) if isinstance(args[0], str) else "", list(given[1:])
+    text = str(args[0]) if isinstance(args[0], str) else ""
     for value in others:
         if isinstance(value, int) and abs(value) > _MOST_NUMBER:
             raise jinja2.TemplateError(f"{name} takes numbers of at most {_MOST_NUMBER:,}")
     if name == "format":
-        _check_format(text)
+        _check_format(text, others)
+    elif name in _PRODUCTS:
+        _budget.spend(len(text) * max(map(_length, others)))
+    elif name == "sum" and any(isinstance(each, list | tuple) for each in others):
+        raise jinja2.TemplateError("sum adds numbers only")
+    elif name in ("index", "count") and not text:
+        _budget.keep([args[0], *others])
     elif name == "replace" and len(others) > 1 and isinstance(others[0], str):
         _budget.spend(text.count(others[0]) * len(str(others[1])))
-    elif name == "indent" and others:
+    elif name == "indent":
         _budget.spend(text.count("\n") * (others[0] if isinstance(others[0], int) else len(others[0])))
     elif name == "join":
         separator, entries = (
@@ -256,11 +332,22 @@ def _check_arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         _budget.spend(count * len(separator if isinstance(separator, str) else "".join(map(str, separator))))
 
 
-def _check_format(text: str) -> None:
+def _check_format(text: str, values: Any) -> None:
+    """Refuse wide fields, and count what a format may write: all its widths, and its largest value in every field."""
     if _LONG_FIELD.search(text):
         raise jinja2.TemplateError(
             "a format with a width of five digits, or one that an argument gives, is not available"
         )
+    entries = (
+        values.values()
+        if isinstance(values, dict)
+        else values
+        if isinstance(values, list | tuple)
+        else [values]
+    )
+    sizes = (_size([each], _budget.characters) for each in entries)
+    _budget.spend(sum(map(int, re.findall(r"\d+", text))))
+    _budget.spend((text.count("{") + text.count("%")) * max(sizes, default=0))
 
 
 def _own(function: Callable[[Any], Any], context: Context, value: Any) -> Any:
@@ -271,6 +358,11 @@ def _join(parts: list[Any]) -> str:
     texts = [part if isinstance(part, str) else str(_budget.keep(part)) for part in parts]
     _budget.spend(sum(map(len, texts)))
     return "".join(texts)
+
+
+def _date(day: datetime.datetime, text: str) -> str:
+    _budget.spend(256 * len(text))  # what the C library may need
+    return day.strftime(text)
 
 
 def _raise(message: str) -> NoReturn:
@@ -286,8 +378,9 @@ def _to_json(
 ) -> str:
     """JSON as transformers writes it in templates: no HTML escapes, characters as they are."""
     encoder = json.JSONEncoder(ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
-    pieces = [encoder.encode(value)] if indent is None else []
-    for piece in () if pieces else encoder.iterencode(value):
+    is_short = indent is None and separators is None
+    pieces = [encoder.encode(value)] if is_short else []
+    for piece in () if is_short else encoder.iterencode(value):
         _budget.spend(len(piece))
         pieces.append(piece)
     text = "".join(pieces)
