@@ -291,7 +291,7 @@ def test_how_commands_end(monkeypatch, capsys):
             OSError(28, "No space left on device", "file"),
             "error: [Errno 28] No space left on device: 'file'\n",
         ),
-        (MemoryError(), "error: there is not enough memory (no more is given)\n"),
+        (MemoryError(), "error: out of memory\n"),
         (RuntimeError("[alloc] can't allocate memory: 9 bytes"), "9 bytes)\n"),
     ):
         code, error = ending(raised)

@@ -114,7 +114,7 @@ def one_is_missing(world, dies):
     try:
         collectives.all_gather(torch.ones(1_000))
     except RuntimeError as error:
-        return str(world.failed(error))
+        return str(world.report_failure(error))
     return "not noticed"
 
 

@@ -173,6 +173,26 @@ def test_a_rank_that_is_killed_or_stopped_is_named(tmp_path, settings, resumed, 
     check_resumed(resumed, run, settings, outcome)
 
 
+STOPS = (
+    "import signal, multipack.training.checkpoint as c; c.write_pieces = lambda *_: os.kill(os.getpid(), {})"
+)
+
+
+@pytest.mark.parametrize("how", LOST)
+@pytest.mark.parametrize("background", ["false", "true"])
+def test_a_rank_that_is_lost_while_it_writes_a_checkpoint_is_named(
+    tmp_path, settings, resumed, outcome, how, background
+):
+    """The others wait for a slow disk without a limit, but not for a rank without heartbeats."""
+    settings = [*settings, f"train.checkpoint_async={background}"]
+    run = Run(tmp_path, 2, settings, STOPS.format(int(how)))
+    errors = run.end(seconds=240)  # with the start of the run
+    outcome(how.name, 1)
+    survivors = [line for line in errors if re.search(LOST[how].format(1) + "$", line)]
+    assert len(survivors) == 1, errors
+    check_resumed(resumed, run, settings, outcome)
+
+
 @pytest.mark.parametrize(
     ("how", "rank", "code"),
     [(signal.SIGINT, None, 130), (signal.SIGTERM, None, 143), (signal.SIGTERM, 1, 143)],

@@ -1,13 +1,14 @@
 """Two ranks of one process, each with its connection to the store."""
 
+import re
 import threading
 import time
 
 import pytest
-from torch.distributed import DistBackendError, TCPStore
+from torch.distributed import DistBackendError, DistNetworkError, TCPStore
 
 from multipack.parallel import failures
-from multipack.parallel.failures import LostRank, NotConnected, Watch, lacks_rank
+from multipack.parallel.failures import LostRank, NotConnected, Watch, is_lost_rank_error
 
 TIMED_OUT = RuntimeError("[../gloo/transport/tcp/buffer.cc:72] Timed out waiting 8000ms for recv operation")
 CLOSED = RuntimeError("[../gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:3")
@@ -20,9 +21,9 @@ def watch(monkeypatch):
     monkeypatch.setattr(failures, "GRACE_SECONDS", 1.0)
     server, made = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), []
 
-    def make(rank, size=2, ends_process=False):
+    def make(rank, size=2, blocks=False):
         store = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
-        made.append(Watch(store, rank, size, 8.0, ends_process))
+        made.append(Watch(store, rank, size, 8.0, blocks))
         made[-1].step = 42
         return made[-1]
 
@@ -35,7 +36,7 @@ def test_a_rank_without_a_heartbeat_is_named(watch):
     first, _, killed = (watch(rank, size=3) for rank in range(3))
     killed.close()
     time.sleep(0.2)
-    found = first.explain(CLOSED)
+    found = first.report(CLOSED, one_line=True)
     assert isinstance(found, LostRank)
     assert str(found) == "rank 2 ended at step 42 without an error message"  # rank 1 lives, and will fail too
 
@@ -47,7 +48,9 @@ def test_a_rank_that_hangs_is_named_with_the_setting(watch, error):
     found = []
     errors = [TIMED_OUT, error]  # of which the second may follow from the first
     threads = [
-        threading.Thread(target=lambda each=each, error=error: found.append(each.explain(error)))
+        threading.Thread(
+            target=lambda each=each, error=error: found.append(each.report(error, one_line=True))
+        )
         for each, error in zip(ranks[:2], errors, strict=True)
     ]
     for thread in threads:
@@ -61,19 +64,19 @@ def test_a_rank_that_hangs_is_named_with_the_setting(watch, error):
 def test_an_error_is_kept_and_other_ranks_repeat_it(watch):
     first, second = watch(0), watch(1)
     bug = KeyError("document 17")
-    assert first.explain(bug) is bug
-    assert not bug.printed
-    assert str(second.explain(CLOSED)) == "rank 0 failed at step 42: KeyError: 'document 17'"
+    assert first.report(bug, one_line=True) is bug
+    assert str(second.report(CLOSED, one_line=True)) == "rank 0 failed at step 42: KeyError: 'document 17'"
 
 
-def test_an_error_that_all_ranks_have_is_printed_once(watch):
+def test_an_error_that_all_ranks_have_is_printed_once(watch, capsys):
     first, second = watch(0), watch(1)
     errors = [ValueError("out=run holds another run"), ValueError("rank 0: out=run holds another run")]
-    assert [first.explain(errors[0]), second.explain(errors[1])] == errors
-    assert [error.printed for error in errors] == [False, True]
+    assert [first.report(errors[0], one_line=True), second.report(errors[1], one_line=True)] == errors
+    assert capsys.readouterr().err == "error: out=run holds another run\n"
+    assert first.report(errors[0], one_line=True) is errors[0]  # once more, by the context that is left
     errors = [ValueError("the next one"), ValueError("and another")]  # a second failure of the same processes
-    assert [first.explain(errors[0]), second.explain(errors[1])] == errors
-    assert [error.printed for error in errors] == [False, False]
+    assert [first.report(errors[0], one_line=True), second.report(errors[1], one_line=True)] == errors
+    assert capsys.readouterr().err == "error: the next one\nerror: and another\n"
 
 
 @pytest.mark.parametrize(
@@ -84,30 +87,51 @@ def test_an_error_that_all_ranks_have_is_printed_once(watch):
     ],
 )
 def test_bugs_of_collectives_keep_their_traceback(watch, bug):
-    assert watch(0).explain(bug) is bug
+    assert watch(0).report(bug, one_line=True) is bug
 
 
 def test_errors_of_nccl_about_another_process_are_recognized():
     remote = "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely."
-    assert lacks_rank(DistBackendError(remote))
-    assert lacks_rank(DistBackendError("NCCL communicator was aborted on rank 0."))
+    assert is_lost_rank_error(DistBackendError(remote))
+    assert is_lost_rank_error(DistBackendError("NCCL communicator was aborted on rank 0."))
 
 
 def test_ranks_that_cannot_connect_are_not_lost(watch):
     error = NotConnected("gloo", 8.0, CLOSED)
-    assert watch(0).explain(error) is error
+    assert watch(0).report(error, one_line=True) is error
 
 
 def test_a_store_that_is_gone_is_an_answer(watch, monkeypatch):
     rank = watch(0)
     monkeypatch.setattr(rank, "_find", lambda *_: time.sleep(60))
-    monkeypatch.setattr(failures, "GRACE_SECONDS", -1.8)
-    assert "the process that holds the store (rank 0 or the launcher)" in str(rank.explain(CLOSED))
+    rank._grace = -1.8
+    assert "the process that holds the store (rank 0 or the launcher)" in str(
+        rank.report(CLOSED, one_line=True)
+    )
 
 
-@pytest.mark.parametrize("fails", [True, False])
-def test_under_nccl_a_rank_that_waits_is_ended(watch, monkeypatch, fails):
-    """Its main thread is in the driver: the thread of the heartbeat prints the line."""
+class Gone:
+    """A store whose process has ended."""
+
+    def set(self, *_):
+        raise DistNetworkError("Connection reset by peer")
+
+
+NO_ANSWER = "rank 1 did not answer at step 42 within parallel.timeout_seconds=1"
+
+
+@pytest.mark.parametrize(
+    ("how", "blocks", "expected"),
+    [
+        ("fails", True, "rank 1 failed at step 42: document 17 is damaged"),
+        ("is killed", True, NO_ANSWER),
+        ("hangs", True, NO_ANSWER),
+        ("is killed", False, NO_ANSWER),
+        ("held the store", True, "the process that holds the store .* does not answer at step 42"),
+    ],
+)
+def test_a_rank_that_waits_without_a_limit_is_ended(watch, monkeypatch, how, blocks, expected):
+    """Its main thread is in the driver, or waits for a checkpoint: the thread of the heartbeat prints the line."""
     ended = threading.Event()
     messages = []
 
@@ -117,24 +141,15 @@ def test_under_nccl_a_rank_that_waits_is_ended(watch, monkeypatch, fails):
         self.close()
 
     monkeypatch.setattr(Watch, "_end", end)
-    other = watch(1)
-    rank = watch(0, ends_process=True)
-    rank._timeout_seconds = 60.0 if fails else 1.0
-    if fails:
-        other.explain(ValueError("document 17 is damaged"))
-        expected = "rank 1 failed at step 42: document 17 is damaged"
-    else:
+    other, rank = watch(1), watch(0, blocks=blocks)
+    rank._timeout_seconds = 60.0 if how == "fails" else 1.0
+    if how == "fails":
+        other.report(ValueError("document 17 is damaged"), one_line=True)
+    elif how == "is killed":
         other.close()
-        expected = "rank 1 did not answer at step 42 within parallel.timeout_seconds=1"
+    elif how == "hangs":  # before it has the packs of the step
+        other.place, rank.place = 84, 85
+    else:
+        rank._store = Gone()
     assert ended.wait(10)
-    assert messages[0] == expected
-
-
-def test_under_nccl_a_rank_that_trains_is_not_ended(watch, monkeypatch):
-    messages = []
-    monkeypatch.setattr(Watch, "_end", lambda self, message: messages.append(message))
-    watch(1)
-    rank = watch(0, ends_process=True)
-    rank._timeout_seconds = 0.5
-    time.sleep(1.0)  # an evaluation that takes longer than a collective may wait
-    assert not messages
+    assert re.fullmatch(expected, messages[0])

@@ -96,7 +96,7 @@ def test_ranks_that_do_not_connect_are_one_line(monkeypatch):
 
     monkeypatch.setattr(torch.distributed, "init_process_group", fails)
     with pytest.raises(ValueError, match=r"GLOO_SOCKET_IFNAME.*connectFullMesh failed\)$"):
-        world_module._join({}, "gloo", Ranks(0, 1), ("127.0.0.1", 0), 5.0, torch.device("cpu"))
+        world_module._start_group(None, "gloo", Ranks(0, 1), 5.0, torch.device("cpu"))
     monkeypatch.setattr(torch.distributed, "new_group", fails)
     with pytest.raises(ValueError, match=r"GLOO_SOCKET_IFNAME.*connectFullMesh failed\)$"):
         World().cpu_group()
@@ -112,9 +112,10 @@ from multipack.parallel.failures import Watch
 def waits(*_):
     time.sleep(60)
 
-watch = Watch(torch.distributed.HashStore(), 0, 2, 60.0, ends_process=False)
+watch = Watch(torch.distributed.HashStore(), 0, 2, 60.0, blocks=False)
 world.choose_device = lambda *_: torch.device("cuda", 0)
-world._join = lambda *_: watch
+world._meet = lambda *_: (None, watch)
+world._start_group = lambda *_: None
 torch.cuda.set_device = lambda _: None
 world.use_expandable_segments = lambda: None
 torch.distributed.destroy_process_group = torch.distributed.barrier = waits

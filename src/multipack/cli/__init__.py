@@ -16,6 +16,7 @@ from multipack.cli.launch_commands import doctor, launch, submit
 from multipack.cli.model_commands import export, generate, version
 from multipack.cli.plan_commands import pack, plan
 from multipack.cli.train_commands import calibrate, config, prepare, train
+from multipack.parallel.ranks import is_reported
 
 app = typer.Typer(
     name="multipack",
@@ -59,15 +60,11 @@ def main() -> None:
             fail(str(error), 2)  # an optional dependency is missing, and the message names it
         if hasattr(error, "format_message"):
             _exit_with_usage(error)
-        if isinstance(error, MemoryError) or "can't allocate memory" in str(
-            error
-        ):  # torch's is a RuntimeError
-            fail(
-                f"there is not enough memory ({str(error).splitlines()[-1] if str(error) else 'no more is given'})",
-                2,
-            )
-        if hasattr(error, "printed"):
-            fail(error, 1, one_line=False)
+        if is_reported(error):
+            fail(error, 1)
+        text = str(error)
+        if isinstance(error, MemoryError) or "can't allocate memory" in text:  # torch's is a RuntimeError
+            fail(f"out of memory ({text.splitlines()[-1]})" if text else "out of memory", 2)
         if type(error).__name__ != "Abort":
             raise
         code = 130

@@ -26,20 +26,20 @@ Words = Annotated[
 
 
 def fail(message: str | BaseException, code: int, one_line: bool = True) -> NoReturn:
-    """Print an error on standard error, unless another rank or the run has printed it, and exit with `code`."""
-    from multipack.parallel.ranks import find_ranks, print_error
+    """Print an error on standard error, unless its rank has reported it, and exit with `code`."""
+    from multipack.parallel.ranks import find_ranks, is_reported, print_error
 
     error = message if isinstance(message, BaseException) else ValueError(message)
-    joined = False
+    had_joined = is_reported(error)
     with suppress(ValueError):  # contradictory variables of launchers, which may be the error itself
         ranks = find_ranks(os.environ)
-        # World.failed has seen the error; Typer replaces KeyboardInterrupt by an exception of its own.
-        joined = hasattr(error, "printed") or (code == 130 and ranks.size > 1)
-        if ranks.rank and not joined:
+        # Typer replaces KeyboardInterrupt by an exception of its own.
+        had_joined = had_joined or (code == 130 and ranks.size > 1)
+        if ranks.rank and not had_joined:
             time.sleep(2)  # such errors occur on all ranks: rank 0 prints first, and its exit ends the others
-    if not getattr(error, "printed", False):
+    if not (is_reported(error) and isinstance(error, Exception)):
         print_error(error, one_line)
-    if joined:
+    if had_joined:
         # Threads may wait for lost ranks, and so does the end of nccl's process group.
         sys.stdout.flush()
         os._exit(code)

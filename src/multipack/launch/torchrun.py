@@ -54,7 +54,8 @@ def _close(processes: Any, death_sig: signal.Signals | None = None, timeout: int
 def main() -> int:
     """Run torchrun on this process's arguments; return the exit code."""
     PContext.close = _close  # type: ignore
-    if "--max-restarts" not in sys.argv:  # with restarts, torchrun reports the failures before the last
+    restarts = [word for word in sys.argv if word.startswith(("--max-restarts", "--max_restarts"))]
+    if not restarts:  # with restarts, torchrun reports the failures before the last
         logging.disable(logging.ERROR)
     try:
         torchrun()
@@ -64,7 +65,7 @@ def main() -> int:
             return int(failure.exitcode)
         name = signal.Signals(-failure.exitcode).name
         hint = " (the system sends it when memory runs out)" if name == "SIGKILL" else ""
-        print(f"error: rank {rank} was killed by {name}{hint}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"error: rank {rank} was killed by {name}{hint}\n")
         return 128 - int(failure.exitcode)
     except SignalException as error:  # torchrun itself received a signal, and stopped its processes
         return 128 + int(error.sigval)

@@ -200,7 +200,7 @@ def scatter_bytes(each: Sequence[bytes] | None, source: int, group: Group = None
 
 
 def _tensor(values: bytes | list[int], group: Group) -> Tensor:
-    """Bytes, at least one, or whole numbers, where the group's backend takes them."""
+    """Bytes, at least one, or integers as a tensor on the device of the group's backend."""
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
     if isinstance(values, list):
         return torch.tensor(values, dtype=torch.int64, device=device)

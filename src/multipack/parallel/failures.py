@@ -1,14 +1,15 @@
-"""Which rank failed: an error of a collective that lacks a rank names the rank, in one line, on every other rank.
+"""Names the rank that failed, in one line on every other rank.
 
-    every rank, once a second    ─▶ store   heartbeat/RANK     a number that increases
-    a rank with an error         ─▶ store   failure            "rank 3 failed at step 42: …"; the first one counts
+    every rank, once a second     ─▶ store  heartbeat/RANK     a number that increases, and the rank's place in the run
+    a rank with an error          ─▶ store  failure            "rank 3 failed at step 42: …"; the first one counts
     a rank whose collective fails ◀─ store  both: `LostRank` replaces the error of the backend
 
-The heartbeat has a thread and a connection of its own. A rank that is killed or stopped has no heartbeat. A rank that
-hangs has one, but does not report that its collective failed, as the others do.
+The heartbeat has a thread and a connection of its own. A rank that was killed or stopped sends no heartbeats. A rank
+that hangs sends them, but its place does not change, and it does not report a failed collective.
 
-Under gloo a collective that lacks a rank raises an error. Under nccl the caller waits in the driver, until torch's
-watchdog aborts the process: there the thread prints the line and ends the process.
+Under gloo a collective that lacks a rank raises an error, but not while a checkpoint is written, which may take long.
+Under nccl it blocks in the driver, until torch's watchdog aborts the process. For both cases the thread of the
+heartbeat looks for lost ranks, prints the line and ends the process.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from multipack.parallel.ranks import print_error
+from multipack.parallel.ranks import is_reported, mark_reported, print_error
 
 INTERVAL_SECONDS = 1.0
-"""Time between heartbeats of a rank; longer with more than a thousand ranks, which share a store."""
+"""Time between heartbeats of a rank, with up to a thousand ranks; more share the store and take longer."""
 GRACE_SECONDS = 6.0
-"""How long ranks whose collective failed wait for each other's reports."""
+"""How long ranks whose collective failed wait for each other's reports, with up to a thousand ranks."""
 _LOST = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|timed out|timeout|broken pipe|socket closed"
     r"|remote process exit|network error|was aborted",
@@ -55,11 +56,16 @@ class NotConnected(ValueError):
         )
 
 
-def lacks_rank(error: BaseException) -> bool:
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message; empty without one."""
+    return (str(error).strip().splitlines() or [""])[0]
+
+
+def is_lost_rank_error(error: BaseException) -> bool:
     """Whether an error is that of a collective that another rank did not complete."""
     if isinstance(error, NotConnected):
         return False
-    if isinstance(error.__cause__, Exception) and lacks_rank(error.__cause__):
+    if isinstance(error.__cause__, Exception) and is_lost_rank_error(error.__cause__):
         return True
     if isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
         return True
@@ -76,102 +82,112 @@ class Watch:
         store: connection to the store of the run, used by nothing else.
         rank, size: of this process, and the number of processes.
         timeout_seconds: how long a collective waits for a missing rank.
-        ends_process: whether the thread ends a process that waits for a lost rank: under nccl.
+        blocks: whether a collective that lacks a rank blocks instead of raising an error: under nccl.
 
     Attributes:
         step: number of the step that is being computed, for messages.
+        place: how far this rank is in the run; of ranks that wait for each other the last one has the lowest.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, timeout_seconds: float, ends_process: bool) -> None:
-        self.step = 0
+    def __init__(self, store: Any, rank: int, size: int, timeout_seconds: float, blocks: bool) -> None:
+        self.step = self.place = 0
         self._store, self._rank, self._size = store, rank, size
-        self._timeout_seconds, self._ends_process = timeout_seconds, ends_process
+        self._timeout_seconds, self._blocks = timeout_seconds, blocks
+        self._interval, self._grace = (
+            each * max(1.0, size / 1000) for each in (INTERVAL_SECONDS, GRACE_SECONDS)
+        )
         self._failures = 0
         # Rank → its last heartbeat, and since when it is the last.
         self._beats: dict[int, tuple[bytes, float]] = {}
         self._failed_at = self._looked_at = 0.0
         self._ended = threading.Event()
-        store.set(f"heartbeat/{rank}", "0")  # every rank has one before the ranks have joined
+        store.set(f"heartbeat/{rank}", "0 0")  # every rank has one before the ranks have joined
         threading.Thread(target=self._run, name="multipack-heartbeat", daemon=True).start()
 
     def close(self) -> None:
         """End the heartbeat."""
         self._ended.set()
 
-    def explain(self, error: BaseException) -> BaseException:
-        """Report a failure of this rank; called once for each, on every rank that fails.
+    def report(self, error: BaseException, one_line: bool) -> BaseException:
+        """Report an error of this rank to the store, and print it unless another rank prints the same message.
+
+        Waits for the reports of other ranks, up to 8 seconds. An error that was reported before is returned.
+
+        Args:
+            error: of this rank.
+            one_line: whether to print its message only, without a traceback.
 
         Returns:
-            The error; `LostRank` in its place if it only says that another rank is missing. Its attribute `printed` is
-            True if another rank prints the same message.
+            The error; `LostRank` in its place if it only says that another rank is missing.
         """
+        if is_reported(error):
+            return error
         self._failures += 1
-        # The launcher ends the ranks that are left, and this one has a line to print.
-        before = _ignore_sigterm()
-        try:
-            found = self._explain(error)
-        finally:
-            if before is not None:
-                signal.signal(signal.SIGTERM, before)
+        with (
+            _without_sigterm()
+        ):  # the launcher sends it to the ranks that are left, which have a line to print
+            found, is_printed = self._examine(error)
+            if not is_printed and isinstance(found, Exception):
+                print_error(found, one_line or found is not error)
+        mark_reported(found)
         return found
 
-    def _explain(self, error: BaseException) -> BaseException:
+    def _examine(self, error: BaseException) -> tuple[BaseException, bool]:
+        """The error to raise, and whether another rank prints it."""
         key = f"failure/{self._failures}"
-        if not lacks_rank(error):
-            name = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
-            text = (str(error).strip().splitlines() or [""])[0]
-            message = f"rank {self._rank} failed{self._at()}: {name}{text}"
-            first = self._ask(lambda: str(self._store.compare_set(key, "", message).decode())) or message
-            error.printed = first != message and _same(first, message)  # type: ignore[attr-defined]
-            return error
-        gone = f"the process that holds the store (rank 0 or the launcher) does not answer{self._at()}"
-        found = LostRank(self._ask(lambda: self._find(key, error)) or gone)
-        found.printed = False  # type: ignore[attr-defined]
-        return found
+        if is_lost_rank_error(error):
+            return LostRank(self._ask(lambda: self._find(key, error)) or self._no_store), False
+        name = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
+        message = f"rank {self._rank} failed{self._at}: {name}{first_line(error)}"
+        first = self._ask(lambda: self._first(key, message)) or message
+        if first != message and isinstance(error, NotConnected):  # to a rank that failed before it connected
+            return LostRank(first), False
+        return error, first != message and _same(first, message)
 
     def _find(self, key: str, error: BaseException) -> str:
         """The message of the first failure; without one, which ranks did not report that they failed too."""
-        reports = [f"{key}/{rank}" for rank in range(self._size)]
         is_late = re.search("timed out|timeout", str(error), re.IGNORECASE)
-        self._store.set(reports[self._rank], "late" if is_late else "closed")
-        before, ends = self._heartbeats(), time.monotonic() + GRACE_SECONDS
-        quiet_at = time.monotonic() + 4 * self._interval
-        while True:
-            if self._store.check([key]):
-                return str(self._store.get(key).decode())
-            silent = [rank for rank, report in enumerate(reports) if not self._store.check([report])]
-            # The first rank that gives up closes connections, which the others see.
-            late = any(self._store.get(reports[rank]) == b"late" for rank in {*range(self._size)} - {*silent})
-            now = time.monotonic()
-            if silent and now > quiet_at:
+        self._store.append(f"{key}/reports", f"{self._rank} {'late' if is_late else 'closed'}\n")
+        before, began = self._heartbeats(), time.monotonic()
+        while not self._store.check([key]):
+            reports = self._store.get(f"{key}/reports").decode()
+            silent = sorted({*range(self._size)} - {int(line.split()[0]) for line in reports.splitlines()})
+            stopped: list[int] = []
+            waited = time.monotonic() - began
+            if silent and waited > 4 * self._interval:
                 beats = self._heartbeats()
-                if stopped := [rank for rank in silent if beats[rank] == before[rank]]:
-                    return self._publish(key, stopped, late, error)
-            if now > ends or not silent:
-                break
-            time.sleep(0.1)
-        return self._publish(key, silent, late, error)
+                stopped = [rank for rank in silent if beats[rank] == before[rank]]
+            if stopped or not silent or waited > self._grace:
+                # The first rank that gives up closes connections, which the others see.
+                return self._publish(key, stopped or silent, "late" in reports, error)
+            time.sleep(0.1 * max(1.0, self._size / 100))
+        return str(self._store.get(key).decode())
 
     def _publish(self, key: str, lost: Sequence[int], late: bool, error: BaseException) -> str:
         """The message on lost ranks, which ranks that fail later repeat."""
         if not lost:
-            message = f"a collective failed{self._at()} on every rank: {str(error).splitlines()[0]}"
+            message = f"a collective failed{self._at} on every rank: {first_line(error)}"
         elif late:
-            message = f"{_ranks(lost)} did not answer{self._at()} within {self._limit}"
+            message = self._no_answer(lost)
         else:
-            message = f"{_ranks(lost)} ended{self._at()} without an error message"
+            message = f"{_ranks(lost)} ended{self._at} without an error message"
+        return self._first(key, message)
+
+    def _first(self, key: str, message: str) -> str:
+        """The message of the first rank that wrote one; that of this rank, if it is the first."""
         return str(self._store.compare_set(key, "", message).decode())
 
     @property
-    def _limit(self) -> str:
-        return f"parallel.timeout_seconds={self._timeout_seconds:g}"
-
-    @property
-    def _interval(self) -> float:
-        return INTERVAL_SECONDS * max(1.0, self._size / 1000)
-
     def _at(self) -> str:
         return f" at step {self.step}" if self.step else " before the first step"
+
+    @property
+    def _no_store(self) -> str:
+        return f"the process that holds the store (rank 0 or the launcher) does not answer{self._at}"
+
+    def _no_answer(self, lost: Sequence[int]) -> str:
+        limit = f"parallel.timeout_seconds={self._timeout_seconds:g}"
+        return f"{_ranks(lost)} did not answer{self._at} within {limit}"
 
     def _heartbeats(self) -> list[bytes]:
         return list(self._store.multi_get([f"heartbeat/{rank}" for rank in range(self._size)]))
@@ -186,40 +202,49 @@ class Watch:
 
         thread = threading.Thread(target=ask, daemon=True)
         thread.start()
-        thread.join(GRACE_SECONDS + 2)
+        thread.join(self._grace + 2)
         return answers[0] if answers else None
 
     def _run(self) -> None:
-        beat, step, moved = 0, self.step, time.monotonic()
+        beat, place, moved = 0, self.place, time.monotonic()
         while not self._ended.wait(self._interval):
             beat += 1
-            if step != self.step:
-                step, moved = self.step, time.monotonic()
+            if place != self.place:
+                place, moved = self.place, time.monotonic()
             try:
-                self._store.set(f"heartbeat/{self._rank}", str(beat))
-                if self._ends_process and not self._failures:
+                self._store.set(f"heartbeat/{self._rank}", f"{beat} {place}")
+                if not self._failures:
                     self._check(time.monotonic() - moved)
             except RuntimeError:  # the store has ended with its process
+                if self._blocks and not self._ended.wait(self._grace) and not self._failures:
+                    self._end(self._no_store)
                 return
 
     def _check(self, waited: float) -> None:
-        """End this process if it waits for a rank that reported an error, or that has had no heartbeat for long."""
+        """End this process if it waits for a rank that reported an error, sends no heartbeats, or hangs."""
         now = time.monotonic()
-        if self._store.check(["failure/1"]):
+        if self._blocks and self._store.check(["failure/1"]):
             self._failed_at = self._failed_at or now
-            if now - self._failed_at > GRACE_SECONDS:
+            if now - self._failed_at > self._grace:
                 self._end(self._store.get("failure/1").decode())
         # Twice this is less than the timeout, after which torch's watchdog would abort the process without a name.
-        patience = 0.45 * self._timeout_seconds
+        # Where collectives raise errors, these come first.
+        patience = (0.45 if self._blocks else 1.0) * self._timeout_seconds
         if waited < patience:
             self._beats.clear()
         elif now - self._looked_at > patience / 8:
             self._looked_at = now
-            for rank, beat in enumerate(self._heartbeats()):
+            beats = self._heartbeats()
+            for rank, beat in enumerate(beats):
                 if self._beats.get(rank, (b"", 0.0))[0] != beat:
                     self._beats[rank] = beat, now
-            if lost := [rank for rank, (_, since) in self._beats.items() if now - since > patience]:
-                self._end(f"{_ranks(lost)} did not answer{self._at()} within {self._limit}")
+            lost = [rank for rank, (_, since) in self._beats.items() if now - since > patience]
+            if not lost and self._blocks and waited > 2 * patience:
+                places = [int(beat.split()[1]) for beat in beats]
+                # A rank further ahead is in a later step, and waits there in a collective.
+                lost = [rank for rank, place in enumerate(places) if place < self.place == max(places)]
+            if lost and not self._failures:
+                self._end(self._first("failure/1", self._no_answer(lost)))
 
     def _end(self, message: str) -> NoReturn:
         """Print a line and end the process, whose main thread waits in a collective that cannot be interrupted."""
@@ -237,8 +262,15 @@ def _ranks(numbers: Sequence[int]) -> str:
     return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
-def _ignore_sigterm() -> Any:
-    """Ignore SIGTERM; returns the handler before, or None outside the main thread, which alone has handlers."""
+@contextmanager
+def _without_sigterm() -> Iterator[None]:
+    """Context that ignores SIGTERM in the main thread; other threads cannot change handlers."""
     if threading.current_thread() is not threading.main_thread():
-        return None
-    return signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)

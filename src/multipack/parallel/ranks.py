@@ -128,7 +128,10 @@ def rendezvous(environment: Mapping[str, str], ranks: Ranks) -> tuple[str, int]:
 
 
 def print_error(error: BaseException, one_line: bool) -> None:
-    """Print an error on standard error at once, with this process's rank unless it is 0; a bug with its traceback."""
+    """Print an error's message or traceback on standard error, with this process's rank unless it is 0.
+
+    Text and newline are one write: ranks share standard error.
+    """
     try:
         rank = find_ranks(os.environ).rank
     except ValueError:  # contradictory variables of launchers, which may be the error itself
@@ -136,7 +139,18 @@ def print_error(error: BaseException, one_line: bool) -> None:
     line = " ".join(str(error).splitlines()) or type(error).__name__
     text = f"error: {line}" if one_line else "".join(traceback.format_exception(error)).rstrip()
     sys.stdout.flush()
-    print(f"[rank {rank}] {text}" if rank else text, file=sys.stderr, flush=True)
+    sys.stderr.write(f"[rank {rank}] {text}\n" if rank else f"{text}\n")
+    sys.stderr.flush()
+
+
+def mark_reported(error: BaseException) -> None:
+    """Note that the other ranks know of an error, and that it was printed if it is an `Exception`."""
+    error.reported_by_rank = True  # type: ignore[attr-defined]
+
+
+def is_reported(error: BaseException) -> bool:
+    """Whether `mark_reported` was called for an error."""
+    return hasattr(error, "reported_by_rank")
 
 
 def job_of(environment: Mapping[str, str]) -> str:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from multipack.parallel.collectives import broadcast_bytes, gather_bytes
-from multipack.parallel.failures import NotConnected, Watch
+from multipack.parallel.failures import NotConnected, Watch, first_line
 from multipack.parallel.parallel_config import Device
 from multipack.parallel.ranks import Ranks, find_ranks, rendezvous
 
@@ -113,19 +113,26 @@ class World:
             raise NotConnected("gloo", self.timeout_seconds, error) from error
         return group
 
-    def at_step(self, step: int) -> None:
-        """Say which step is being computed, for messages about lost ranks."""
+    def at_step(self, step: int, has_packs: bool = False) -> None:
+        """Record which step this rank is in, and whether it has the step's packs, for messages about lost ranks."""
         if self.watch is not None:
-            self.watch.step = step
+            self.watch.step, self.watch.place = step, 2 * step + has_packs
 
-    def failed(self, error: BaseException) -> BaseException:
-        """Report an error of this rank to the others; `LostRank` in its place if it only says that a rank is missing.
+    def report_failure(self, error: BaseException, one_line: bool | None = None) -> BaseException:
+        """Report an error of this rank to the other ranks and print it; in a run of one process do nothing.
 
-        The error's attribute `printed` is True if another rank prints the same message.
+        Args:
+            error: of this rank; one that was reported before is returned.
+            one_line: whether to print its message only; None = for `ValueError` and `OSError`.
+
+        Returns:
+            The error; `LostRank` in its place if it only says that another rank is missing.
         """
-        if self.watch is None or hasattr(error, "printed"):
+        if self.watch is None:
             return error
-        return self.watch.explain(error)
+        return self.watch.report(
+            error, isinstance(error, (ValueError, OSError)) if one_line is None else one_line
+        )
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -247,17 +254,18 @@ def joined(
         torch.cuda.set_device(device)
         use_expandable_segments()
     backend = "nccl" if device.type == "cuda" else "gloo"
-    watch = _join(os.environ, backend, ranks, address, timeout_seconds, device)
+    store, watch = _meet(os.environ, backend, ranks, address, timeout_seconds)
     place = ranks.rank, ranks.size, ranks.local_rank, device, backend, ranks.launcher, command
     world = World(*place, timeout_seconds, watch=watch)
     try:
+        _start_group(store, backend, ranks, timeout_seconds, device)
         yield world
         dist.barrier()
     except BaseException as error:
-        failure = world.failed(error)
+        failure = world.report_failure(error)
         watch.close()
-        # nccl would wait here for ranks that are in a collective, and the error would not be printed.
-        if backend != "nccl":
+        # nccl would wait here for ranks that are in a collective.
+        if backend != "nccl" and dist.is_initialized():
             dist.destroy_process_group()
         if failure is not error:
             raise failure from None
@@ -267,10 +275,10 @@ def joined(
 
 
 def use_expandable_segments() -> None:
-    """Let torch grow segments of GPU memory, of which packs of unequal sizes waste less, unless the user chose."""
+    """Use expandable segments of GPU memory, which packs of different sizes fragment less, unless the user chose."""
     chosen = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys()
     if not chosen and torch.version.hip is None:
-        # torch.cuda.memory._set_allocator_settings, which newer versions replace by this function, and warn.
+        # Newer versions of torch warn in torch.cuda.memory._set_allocator_settings.
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
@@ -288,15 +296,14 @@ def _group_of_one(device: torch.device) -> Iterator[str]:
         dist.destroy_process_group()
 
 
-def _join(
+def _meet(
     environment: Mapping[str, str],
     backend: str,
     ranks: Ranks,
     address: tuple[str, int],
     timeout_seconds: float,
-    device: torch.device,
-) -> Watch:
-    """Initialize the process group; under torchrun each restart has its own prefix of store keys.
+) -> tuple[PrefixStore, Watch]:
+    """Connect to the store of the run; under torchrun each restart has its own prefix of keys.
 
     A restarted worker would otherwise read the addresses that its predecessor left in the store, which torchrun's agent
     keeps. Without such an agent rank 0 opens the store.
@@ -313,8 +320,15 @@ def _join(
         raise ValueError(
             f"rank {ranks.rank} of {ranks.size}, on {socket.gethostname()}, did not meet the others at"
             f" {address[0]}:{address[1]} within parallel.timeout_seconds={timeout_seconds:g}: check that all of them"
-            f" have started, MASTER_ADDR, MASTER_PORT and firewalls ({str(error).splitlines()[0]})"
+            f" have started, MASTER_ADDR, MASTER_PORT and firewalls ({first_line(error)})"
         ) from error
+    return store, watch
+
+
+def _start_group(
+    store: PrefixStore, backend: str, ranks: Ranks, timeout_seconds: float, device: torch.device
+) -> None:
+    """Initialize the process group."""
     if device.type == "cuda":
         _check_own_gpu(store, ranks, device)
     try:
@@ -323,12 +337,11 @@ def _join(
             store=store,
             rank=ranks.rank,
             world_size=ranks.size,
-            timeout=timeout,
+            timeout=timedelta(seconds=timeout_seconds),
             device_id=device if device.type == "cuda" else None,
         )
     except RuntimeError as error:
         raise NotConnected(backend, timeout_seconds, error) from error
-    return watch
 
 
 def _check_own_gpu(store: PrefixStore, ranks: Ranks, device: torch.device) -> None:
@@ -351,7 +364,7 @@ def _check_own_gpu(store: PrefixStore, ranks: Ranks, device: torch.device) -> No
 
 
 def _end_with_parent() -> None:
-    """Receive SIGTERM, which saves and stops a run, when torchrun is killed; torchrun is the parent of its ranks."""
+    """Ask Linux to send SIGTERM, which saves and stops a run, when this process's parent, torchrun, dies."""
     with suppress(OSError, AttributeError):  # only Linux has it
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
 

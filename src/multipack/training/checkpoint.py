@@ -98,7 +98,7 @@ class CheckpointWriter:
         self._run, self._world, self._keep, self._background = run, world, keep, background
         self._group: dist.ProcessGroup | None = None
         # Training continues to use the default group, and the thread exchanges text on the CPU. Ranks wait for the
-        # slowest one to write, however long that takes: a rank that dies closes its connections.
+        # slowest one to write, however long that takes: `Watch` ends those that wait for one without heartbeats.
         if world.backend != "none":
             self._group = world.cpu_group()
             _set_pg_timeout(_PATIENCE, self._group)

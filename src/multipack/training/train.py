@@ -13,7 +13,7 @@ from threading import Timer
 import torch
 
 from multipack.parallel.failures import LostRank
-from multipack.parallel.ranks import find_ranks, print_error
+from multipack.parallel.ranks import find_ranks
 from multipack.parallel.world import World, connected
 from multipack.reports.console import Console
 from multipack.training.callbacks.callback import RunStopped
@@ -93,8 +93,8 @@ def train(config: Config, clock: Callable[[], float] = time.perf_counter) -> Run
             )
             print_result(trainer, result.stopped_by, result.comparison)
         except BaseException as error:
-            failure = _failure(trainer, error)
-            with _ending(world, failure):
+            failure = _error_to_raise(trainer, error)
+            with _closing(world, failure):
                 trainer.close(failed=True)
             if failure is error:
                 raise
@@ -103,33 +103,31 @@ def train(config: Config, clock: Callable[[], float] = time.perf_counter) -> Run
     return result
 
 
-def _failure(trainer: Trainer, error: BaseException) -> BaseException:
-    """What to raise for an error: one that names the last checkpoint, or the rank that is missing."""
-    if isinstance(error, RunStopped):
-        run = trainer.run
-        last = run.latest_checkpoint() if run.latest.is_file() else "none so far"
-        error = type(error)(f"{error}. Last good checkpoint: {last}").with_traceback(error.__traceback__)
-    return trainer.world.failed(error)
+def _error_to_raise(trainer: Trainer, error: BaseException) -> BaseException:
+    """The error, which names the last checkpoint or the rank that is missing; one of several ranks is printed."""
+    if not isinstance(error, RunStopped):
+        return trainer.world.report_failure(error)
+    run = trainer.run
+    last = run.latest_checkpoint() if run.latest.is_file() else "none so far"
+    error = type(error)(f"{error}. Last good checkpoint: {last}").with_traceback(error.__traceback__)
+    return trainer.world.report_failure(error, one_line=True)
 
 
 @contextmanager
-def _ending(world: World, failure: BaseException) -> Iterator[None]:
-    """Print an error of one of several ranks before the files are closed, which ends the process if it takes long.
+def _closing(world: World, failure: BaseException) -> Iterator[None]:
+    """Context in which the files of a rank that failed are closed.
 
-    A thread may wait for a rank that is in another collective.
+    One of several ranks ends its process after CLOSE_SECONDS: a thread may wait for a rank that is lost.
     """
-    if world.size == 1:
-        yield
-        return
-    one_line = isinstance(failure, (ValueError, OSError, RunStopped))
-    if isinstance(failure, Exception) and not getattr(failure, "printed", False):
-        print_error(failure, one_line)
-        failure.printed = True  # type: ignore[attr-defined]
-    timer = Timer(CLOSE_SECONDS, os._exit, [2 if one_line else 1])
+    code = 2 if isinstance(failure, (ValueError, OSError, RunStopped)) else 1
+    timer = Timer(CLOSE_SECONDS, os._exit, [code])
     timer.daemon = True
-    timer.start()
-    yield
-    timer.cancel()
+    if world.size > 1:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _compare_padding(trainer: Trainer) -> Comparison | None:
