@@ -86,7 +86,7 @@ class PackedBatch:
 
 
 def check_tokens(input_ids: Tensor, vocabulary_size: int) -> None:
-    """Check that tokens are inside the vocabulary; a GPU would end the process far from the cause.
+    """Check that tokens are inside the vocabulary; on a GPU the error would come later, without the token.
 
     Raises:
         ValueError: one is not.

@@ -42,11 +42,11 @@ DEALT_STEPS = 8
 
 
 def refuse_second_division(sampler: Sampler[Any], ranks: int) -> None:
-    """Refuse to be read by a wrapper that divides the batches among ranks, because `sampler` yields one rank's only.
+    """Raise an error if a caller divides the batches of `sampler`, which are those of one rank, among ranks again.
 
-    Each of two ranks would train on half of its documents. The wrapper is among the callers, so that no host is
-    imported: a sampler of several processes (accelerate's `BatchSamplerShard`, also in Trainer; Lightning's
-    `DistributedSamplerWrapper`), or accelerate's `DataLoaderDispatcher`, which reads on one rank for all.
+    Each of two ranks would train on half of its documents. Such a caller is a sampler of several processes
+    (accelerate's `BatchSamplerShard`, also in Trainer; Lightning's `DistributedSamplerWrapper`), or accelerate's
+    `DataLoaderDispatcher`, which reads on one rank for all. The stack is searched, so that neither is imported.
 
     Raises:
         ValueError: the message names the wrapper and the remedy.
@@ -255,8 +255,8 @@ class PackedBatchSampler(Sampler[list[int]]):
     def _steps_of_any_order(self, first: Plan) -> int:
         """Number of steps that suffices in every epoch: those of the first one, unless only its order made them enough.
 
-        If all steps are planned together, the order does not matter: what suffices once always does, and so do the
-        packs of first fit, the planner's last resort.
+        If all steps are planned together, the number of packs is the same in every order, and the packs of first fit,
+        the planner's fallback, are no more.
         """
         steps, limit = first.num_steps, first.options.max_documents or None
         packs = len(pack(first.slots, first.capacity, "first_fit_decreasing", limit))

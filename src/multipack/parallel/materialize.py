@@ -5,7 +5,7 @@
                        or rank 0 reads a tensor ─ broadcast ─▶ every rank keeps its piece; the next tensor
     check_equal        ranks that hold the same piece compare its hash
 
-Beside its own pieces a rank never holds more than one whole tensor (rank 0: what the source needs to make it).
+Beside its own pieces a rank never holds more than one whole tensor (rank 0: also what the source holds to make it).
 """
 
 from __future__ import annotations
@@ -150,9 +150,7 @@ def hash_tensor(tensor: Tensor) -> Tensor:
     mixed = index * -7046029254386353131
     odd = ((mixed ^ (mixed >> 30)) * -4658895280553007687) | 1
     while True:
-        if (
-            values.dtype == torch.int64
-        ):  # low bits, which floats may not have, meet more bits of the odd numbers
+        if values.dtype == torch.int64:  # folds the high bits in: the low bits of float64 sums are often zero
             values = values ^ (values >> 32)
         sums = torch.stack(
             [(part * odd.narrow(0, 0, len(part))).sum() for part in torch.split(values, chunk)]

@@ -7,7 +7,7 @@ Every rank has the same callbacks. `accept` and `stop_reason` decide about the r
 that are equal on all ranks.
 
 A callback must not read values of the device in `micro_batch` or `after_step`, because the host would wait for it. Only
-`layer_norms` and `gradient_noise`, which are off by default, read some in `gradient`: two values and two lists a step.
+`layer_norms` and `gradient_noise`, off by default, read them in `gradient`: the host waits twice a step.
 """
 
 from __future__ import annotations

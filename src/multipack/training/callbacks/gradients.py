@@ -80,9 +80,8 @@ class GradientNoise(Callback):
     def __init__(self) -> None:
         self.steps = 0
         self.means = {"squares": 0.0, "inverses": 0.0, "whole_square": 0.0, "whole_inverse": 0.0}
-        self._small: tuple[Tensor | float, float, float] | None = (
-            None  # |g|², factor to |g_b|², and 1 / b of this rank
-        )
+        # |g|², factor to |g_b|², and 1 / b of this rank.
+        self._small: tuple[Tensor | float, float, float] | None = None
         self._whole = 0.0  # B
 
     def before_step(self, step: int) -> None:
