@@ -106,6 +106,9 @@ REFUSED = {
     "train.init_from=gpt2": ["train.init_from=gpt2"],
     "train.resume=nowhere": ["train.resume=nowhere"],
     "train.resume=true": ["out="],
+    "data.readers=\n": ["data.readers=\\n"],
+    "optimizer.weight_decay=a\nb": ["optimizer.weight_decay=a\\nb"],
+    "data.part=\n": ["data.part=\\n has no effect"],
 }
 """Word → what the error must name."""
 
@@ -115,6 +118,7 @@ def test_illegal_words_name_the_field_and_the_nearest_choice():
         with pytest.raises(ConfigError) as refused:
             compose_run([word])
         assert all(name in str(refused.value) for name in names), f"{word}: {refused.value}"
+        assert "\n" not in str(refused.value)
 
 
 def test_what_contradicts_or_cannot_be_read_is_refused(tmp_path):

@@ -41,7 +41,10 @@ _MOST_BYTES, _MOST_LEVELS = 1 << 20, 32
 
 
 class ConfigError(ValueError):
-    """An illegal configuration; the message names the field and the legal choices."""
+    """An illegal configuration; the message names the field and the legal choices, in one line."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("".join(char if char.isprintable() else repr(char)[1:-1] for char in message))
 
 
 def merge(
@@ -266,7 +269,7 @@ def _unknown(key: str, tree: DictConfig, known: list[str]) -> str:
 
 
 def _reason(error: OmegaConfBaseException) -> str:
-    return str(error).strip().splitlines()[0]
+    return str(error).strip().partition("\n    full_key")[0]
 
 
 def _field_docstrings(schema: type) -> dict[str, str]:
