@@ -36,7 +36,13 @@ def test_a_full_disk_is_one_line_with_the_file_and_what_to_do(tmp_path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_of_several_exclusive_writers_one_succeeds(tmp_path):
+@pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
+def test_of_several_exclusive_writers_one_succeeds(tmp_path, monkeypatch, links):
+    def refuse(*_):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM), "partial")
+
+    if not links:
+        monkeypatch.setattr(os, "link", refuse)
     write_atomically(tmp_path / "file", b"first", exclusive=True)
     with pytest.raises(FileExistsError):
         write_atomically(tmp_path / "file", b"second", exclusive=True)

@@ -29,6 +29,8 @@ _ADVICE = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; make room, and give the same command again"),
     errno.EROFS: "; choose a folder that can be written",
 }
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+"""Errors of file systems without hard links, such as exFAT and many in user space."""
 PATIENCE, _POLL = 5.0, 0.05
 """Seconds before the holder of a lock is named, and between attempts to take it."""
 
@@ -73,18 +75,30 @@ def write_atomically(path: Path, content: bytes, exclusive: bool = False) -> Non
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        if exclusive:
-            os.link(partial, path)
-        else:
-            os.replace(partial, path)
+        (_claim if exclusive else os.replace)(partial, path)
     except OSError as error:
-        if error.errno not in _ADVICE and error.filename is not None:
-            raise
-        advice = _ADVICE.get(error.errno or 0, "")  # the error of a full disk names no file
-        raise OSError(error.errno, f"{error.strerror or error}{advice}", str(path)) from error
+        raise with_advice(error, path) from error
     finally:
         partial.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+def _claim(partial: Path, path: Path) -> None:
+    """Give a file the name `path` unless that is taken; without hard links the name is taken by an empty file first."""
+    try:
+        os.link(partial, path)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+        os.replace(partial, path)
+
+
+def with_advice(error: OSError, path: Path) -> OSError:
+    """The error of writing `path` with that name, which the error of a full disk lacks, and what to do."""
+    if error.errno not in _ADVICE and error.filename is not None:
+        return error
+    return OSError(error.errno, f"{error.strerror or error}{_ADVICE.get(error.errno or 0, '')}", str(path))
 
 
 def partial_path(path: Path) -> Path:
@@ -176,7 +190,7 @@ def cache_folder(chosen: str = "") -> Path:
 
 
 def make_private(folder: Path) -> None:
-    """Create a folder and its missing parents, for this user alone; those that exist stay as they are.
+    """Create a folder and its missing parents with mode 0700. Existing ones keep their mode, but not the user's cache.
 
     Raises:
         OSError: it cannot be created.
@@ -185,6 +199,9 @@ def make_private(folder: Path) -> None:
         if not each.is_dir():
             with suppress(FileExistsError):  # of another process, just now
                 each.mkdir(mode=0o700)
+        elif each.name == "multipack" and each == cache_folder():  # earlier versions let others read it
+            with suppress(PermissionError):  # of another user
+                each.chmod(0o700)
     if not folder.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
 
@@ -198,7 +215,7 @@ def locked(
     The operating system releases the lock when its process ends or is killed.
 
     Args:
-        path: the lock file, which is created, as are missing folders, for this user alone.
+        path: the lock file; it and missing folders are created, folders with mode 0700.
         on_wait: called once, when another process has held the lock for `PATIENCE` seconds, with a line that names the
             holder; None = print the line.
         temporary: remove the file at the end.
@@ -216,7 +233,8 @@ def locked(
         yield
     finally:
         if temporary:
-            path.unlink(missing_ok=True)
+            with suppress(FileNotFoundError, PermissionError):  # another user's, in a folder such as /tmp
+                path.unlink()
         os.close(descriptor)
 
 
@@ -224,9 +242,11 @@ def _acquire(path: Path, on_wait: Callable[[str], None]) -> int:
     """The descriptor of the lock file `path`, locked."""
     announced = time.monotonic() + PATIENCE
     while True:
-        descriptor = os.open(
-            path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666
-        )
+        flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
+        except PermissionError:  # another user's, which is locked as well if it can be read
+            descriptor = os.open(path, os.O_RDONLY | flags)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with suppress(FileNotFoundError):

@@ -59,6 +59,19 @@ class RunDirectory:
         """Whether there is a checkpoint, complete or not; a new run in this directory would lose it."""
         return self.latest.is_file() or any(self.checkpoints.glob("step-*"))
 
+    def check_unsaved(self) -> None:
+        """Check that a run without checkpoints did not lose them: their folder is there, or there are no records.
+
+        Raises:
+            ValueError: the folder is missing.
+        """
+        lost = not self.checkpoints.is_dir() and self.metrics.is_file() and self.metrics.stat().st_size > 0
+        if lost:
+            raise ValueError(
+                f"{self.checkpoints} is missing, but {self.metrics.name} has records: restore it from a copy of the"
+                " run, or start a new run with another out="
+            )
+
     def check_free(self) -> None:
         """Check that a new run may take this directory.
 

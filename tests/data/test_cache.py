@@ -1,4 +1,6 @@
+import fcntl
 import multiprocessing
+import os
 import threading
 from pathlib import Path
 
@@ -73,6 +75,30 @@ def test_folders_of_locks_are_their_users_own_and_links_are_not_followed(tmp_pat
     with pytest.raises(OSError, match="link"), locked(tmp_path / "link"):
         pass
     assert not (tmp_path / "target").exists()
+
+
+def test_a_cache_of_an_earlier_version_becomes_private(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cache, other = tmp_path / "multipack", tmp_path / "other" / "multipack"
+    for folder in (cache, other):
+        folder.mkdir(mode=0o755, parents=True)
+        with locked(folder / "stores" / "lock"):
+            pass
+    assert [folder.stat().st_mode & 0o777 for folder in (cache, other)] == [0o700, 0o755]
+
+
+def test_a_lock_file_of_another_user_is_locked_too(tmp_path, monkeypatch):
+    path, opened = tmp_path / "lock", os.open
+    path.touch()
+
+    def reading_only(name, flags, *mode):
+        if flags & os.O_RDWR and name == path:
+            raise PermissionError(13, "Permission denied", str(name))
+        return opened(name, flags, *mode)
+
+    monkeypatch.setattr(os, "open", reading_only)
+    with locked(path), path.open() as file, pytest.raises(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from multipack.atomic import locked
 from multipack.data import prepare as module
 from multipack.data import writer as writer_module
 from multipack.data.corpus import load_corpus
@@ -359,6 +360,19 @@ def test_one_store_by_processes_with_caches_of_their_own(config, corpus, tmp_pat
     assert [process.exitcode for process in processes] == [0, 0, 0]
     assert [path.name for path in out.parent.iterdir()] == ["out"]
     assert files(out) == files(prepare(caches[0], BYTE, whole))
+
+
+def test_a_store_whose_lock_cannot_be_opened_is_reported(config, corpus, tmp_path, monkeypatch):
+    def refuse(path, **options):
+        if path.parent == tmp_path:
+            raise PermissionError(13, "Permission denied", str(path))
+        return locked(path, **options)
+
+    monkeypatch.setattr("multipack.data.prepare.locked", refuse)
+    lines = []
+    prepare(config(source="jsonl", path=corpus), BYTE, tmp_path / "out", report=lines.append)
+    assert "no lock keeps other processes from" in lines[0]
+    assert str(tmp_path / ".out.1-of-1.lock") in lines[0]
 
 
 # --- items, batches, tokens ------------------------------------------------------------------------------

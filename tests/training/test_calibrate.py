@@ -113,6 +113,9 @@ def test_the_command_saves_a_cost_that_plans_and_trains(words, exact, tmp_path):
     assert CostModel.load(out / COST_FILE).to_dict() == model.to_dict()
     resume = [f"out={out}", "train.resume=true", "train.steps=4"]
     assert train(compose_run(resume)).step == 4
+    (out / COST_FILE).write_text(json.dumps(CostModel.load(out / COST_FILE).to_dict()))  # the same model
+    with pytest.raises(ValueError, match=r"cost\.json is not what was written"):
+        train(compose_run(resume))
     (out / COST_FILE).unlink()
     with pytest.raises(ValueError, match=r"cost\.json is missing"):
         train(compose_run(resume))

@@ -1,5 +1,6 @@
 """Checkpoints of one process: read back, complete after a kill, refused when damaged."""
 
+import errno
 import hashlib
 import json
 import os
@@ -221,6 +222,16 @@ def test_the_checksum_of_a_file_is_that_of_what_was_written(tmp_path, monkeypatc
     found = load_file(file)
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_full_disk_while_tensors_are_written_is_named_with_advice(tmp_path, monkeypatch):
+    def fail(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match=rf"make room.*{tmp_path / 'file'}") as refused:
+        checkpoint_tensors.save_safetensors(tmp_path / "file", {"a": torch.ones(3)}, {})
+    assert refused.value.errno == errno.ENOSPC
 
 
 def test_generation_verifies_only_the_files_that_it_reads(run):

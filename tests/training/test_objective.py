@@ -29,6 +29,7 @@ from multipack.run import RunDirectory
 from multipack.shapes import ModelShape
 from multipack.training.objective import Preferences, read_reference
 from multipack.training.run_config import compose, compose_run
+from multipack.training.run_doctor import examine_run
 from multipack.training.train import train
 
 SHAPE = ModelShape(2, 2, 1, 32, 48, vocabulary_size=257)
@@ -201,7 +202,14 @@ def test_a_resumed_run_of_pairs_needs_no_reference_weights(words, sums, tmp_path
     # Nothing is preferred yet: log 2.
     assert steps[0]["loss"] == pytest.approx(0.6931, abs=1e-3)
     assert all("val_reward_accuracy" in record for record in expected if "val_loss" in record)
-    (parts / "reference.safetensors").unlink()
+    file = parts / "reference.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-2] ^= 1  # of a number, which stays finite
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"reference\.safetensors is not what was written.*new run"):
+        train(compose_run([f"out={parts}", "train.resume=true", "train.steps=5"]))
+    assert [each.name for each in examine_run(parts) if each.status == "fail"] == [file.name]
+    file.unlink()
     with pytest.raises(ValueError, match=r"reference\.safetensors.*new run"):
         train(compose_run([f"out={parts}", "train.resume=true", "train.steps=5"]))
 

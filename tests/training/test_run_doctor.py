@@ -59,6 +59,26 @@ def _edit(file, old, new):
     file.write_text(file.read_text().replace(old, new))
 
 
+def test_a_run_without_its_checkpoints_never_begins_again_in_silence(finished, capsys):
+    run, again = (
+        RunDirectory(finished),
+        compose_run([f"out={finished}", "train.resume=true", "train.steps=2"]),
+    )
+    records = run.metrics.read_text()
+    shutil.rmtree(run.checkpoints)
+    with pytest.raises(ValueError, match=r"checkpoints is missing, but metrics\.jsonl has records"):
+        train(again)
+    assert "checkpoints is missing" in _failed(finished)["resume"].detail
+    assert run.metrics.read_text() == records
+    run.checkpoints.mkdir()
+    assert not _failed(finished)
+    assert train(again).step == 2
+    assert "begins again with step 1; 9 records move to metrics.jsonl.cut" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    assert (finished / "metrics.jsonl.cut").read_text() == records
+
+
 def test_the_command_that_is_recommended_continues_the_run(finished, monkeypatch, capsys, files):
     before = files(finished).untimed
     os.truncate(RunDirectory(finished).latest_checkpoint() / "config.yaml", 9)

@@ -13,7 +13,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -83,7 +83,7 @@ def prepare(
     key = _job_key(data, source, built)
     path = out if out is not None else cache / "stores" / key
     job = hashlib.sha256(f"{path.absolute()} {part}".encode()).hexdigest()[:32]
-    with locked(cache / "stores" / f"{job}.lock"), _alone(out, part):
+    with locked(cache / "stores" / f"{job}.lock"), _alone(out, part, report):
         if _is_complete(path, key):  # another process may have been faster
             return path
         parts = parts if engine == "local" else count_parts(source.total, len(source.files))
@@ -100,16 +100,18 @@ def prepare(
 
 
 @contextmanager
-def _alone(out: Path | None, part: str) -> Iterator[None]:
+def _alone(out: Path | None, part: str, report: Callable[[str], None]) -> Iterator[None]:
     """Context in which no other process writes this part of the store `out`, whatever its cache."""
     if out is None:
         yield
         return
     out.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        with suppress(ValueError):  # a file system without locks: those of the cache are left
-            name = f".{out.name}.{part.replace('/', '-of-')}.lock"
+        name = f".{out.name}.{part.replace('/', '-of-')}.lock"
+        try:
             stack.enter_context(locked(out.absolute().with_name(name), temporary=True))
+        except (ValueError, PermissionError) as error:  # no locks, or another user's that cannot be read
+            report(f"note: no lock keeps other processes from {out} meanwhile: {error}")
         yield
 
 

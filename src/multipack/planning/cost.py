@@ -45,7 +45,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from multipack.atomic import write_atomically
+from multipack.atomic import read_file, write_atomically
 from multipack.planning.lengths import check_integer, check_lengths
 from multipack.shapes import SHAPES, ModelShape
 
@@ -281,7 +281,7 @@ class CostModel:
             ValueError: the file does not hold a cost model.
         """
         try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"))
+            values = json.loads(read_file(Path(path)))
             shape, timed = values["shape"], values["timed"]
             made = {"shape": shape and ModelShape(**shape), "timed": timed and Seconds(**timed)}
             return cls(**{**values, **made})

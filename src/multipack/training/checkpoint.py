@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass
@@ -230,9 +230,9 @@ def _complete(
     partial: Path, final: Path, written: Files, state: dict[str, Any], texts: Mapping[str, str]
 ) -> None:
     """Add text files, checksums and `.complete` to the tensor files, and rename the folder."""
-    if damage := _damage(partial, written, checked=()):
+    if problem := damage(partial, written, checked=()):
         raise ValueError(
-            f"{damage} for rank 0, although another rank wrote it: the run directory must be on a file system that"
+            f"{problem} for rank 0, although another rank wrote it: the run directory must be on a file system that"
             " all hosts share"
         )
     for name, text in texts.items():
@@ -304,17 +304,20 @@ def _open(path: Path, world: World, weights_only: bool) -> Checkpoint:
         raise ValueError(f"{STATE} is not what was written")
     files = state["files"]
     used = [name for name in files if not (weights_only and name.startswith(f"{TENSORS}/state-"))]
-    for damage in world.gather(_damage(path, files, used[world.rank :: world.size])):
-        if damage:
-            raise ValueError(damage)
+    for problem in world.gather(damage(path, files, used[world.rank :: world.size])):
+        if problem:
+            raise ValueError(problem)
     step, progress = state["step"], state["progress"]
     if type(step) is not int or step < 0 or not isinstance(progress, dict):
         raise ValueError(f"{STATE} has step {step!r} and progress {str(progress)[:40]!r}")
     return Checkpoint(path, step, TensorFiles(path / TENSORS), progress)
 
 
-def _damage(path: Path, files: Files, checked: Sequence[str]) -> str:
-    """How files differ from those that were written, empty if they do not; checksums are compared for `checked`."""
+def damage(path: Path, files: Files, checked: Collection[str]) -> str:
+    """How the files of a folder differ from those that were written, empty if they do not.
+
+    Checksums are compared for the names in `checked`.
+    """
     present = {f"{TENSORS}/{file.name}" for file in (path / TENSORS).glob("*.safetensors")}
     if unknown := present - files.keys():
         return f"{min(unknown)} is not listed in {STATE}"

@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from multipack.atomic import with_advice
 from multipack.parallel.state import State, local, local_range
 from multipack.parallel.world import World
 
@@ -149,7 +150,7 @@ def save_safetensors(file: Path, tensors: Mapping[str, Tensor], header: dict[str
             written.flush()
             os.fsync(written.fileno())
     except OSError as error:
-        raise OSError(f"{file}: {error.strerror}") from error
+        raise with_advice(error, file) from error
     return _joined([each.result() for each in digests])
 
 

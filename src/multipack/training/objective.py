@@ -20,9 +20,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save
+from safetensors.numpy import load, save
 from torch import nn
 
+from multipack.atomic import read_file
 from multipack.data.collate import PackedCollator, PreferenceCollator, PreferencePairs
 from multipack.data.corpus import Corpus
 from multipack.data.documents import Documents
@@ -41,6 +42,7 @@ Values = NDArray[np.float64]
 
 REFERENCE = "reference.safetensors"
 """Name of the file in a run directory with the reference model's log-probabilities of pairs."""
+_MOST_BYTES = 1 << 36  # of that file
 
 
 class Objective:
@@ -265,7 +267,7 @@ def read_reference(file: Path, documents: Mapping[str, Documents]) -> dict[str, 
         ValueError: the file is missing or damaged, or has another number of pairs.
     """
     try:
-        found: dict[str, Values] = load_file(file)
+        found: dict[str, Values] = load(read_file(file, _MOST_BYTES))
         for name, view in documents.items():
             if found[name].shape != (len(view), 2) or not np.isfinite(found[name]).all():
                 raise ValueError(f"{name} is {found[name].shape} for {len(view)} pairs, or not finite")

@@ -12,6 +12,7 @@ _MARK = {"bytes": 0, "sha256": ""}
 FORM: dict[str, Any] = {
     "data": dict,
     "corpus": {"documents": "", "tokens": ""},
+    "files": {},
     "world_size": 1,
     "threads": 1,
     "running": [0.0, 0.0, ""],

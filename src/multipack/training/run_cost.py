@@ -27,7 +27,7 @@ def run_cost(config: Config, shape: ModelShape, run: RunDirectory) -> CostModel:
     if config.train.resume == "false":
         return CostModel.load(config.plan.cost)
     file = run.path / COST_FILE
-    if not file.is_file() and not run.latest.is_file() and Path(config.plan.cost).is_file():
+    if not file.is_file() and not run.has_checkpoints and Path(config.plan.cost).is_file():
         return CostModel.load(config.plan.cost)  # the run was killed while its directory was created
     if not file.is_file():
         raise ValueError(

@@ -13,12 +13,13 @@ from typing import Literal
 
 from multipack.atomic import PARTIAL
 from multipack.run import RunDirectory, find_run
-from multipack.training.checkpoint import Checkpoint, load_checkpoint
+from multipack.training.checkpoint import Checkpoint, damage, load_checkpoint
 from multipack.training.progress import checked_progress
 from multipack.training.run_config import compose
 from multipack.training.run_log import divide_log
 from multipack.words import read_yaml
 
+Status = Literal["ok", "warn", "fail"]
 FINITE = ("loss", "val_loss", "train_loss", "lr")
 """Values of records that are never infinite or NaN."""
 
@@ -28,7 +29,7 @@ class RunFinding:
     """One result, with the fields of `multipack.launch.doctor.Finding`; `fail` = something is damaged."""
 
     name: str
-    status: Literal["ok", "warn", "fail"]
+    status: Status
     detail: str
     remedy: str = ""
     area: str = ""
@@ -100,6 +101,11 @@ def _checkpoints(run: RunDirectory, opened: dict[str, Checkpoint]) -> Iterator[R
             )
             yield RunFinding(path.name, "fail", reason, f"restore it from a copy, or remove it: rm -r {path}")
     newest = max(opened, default="")
+    files = opened[newest].progress["files"] if newest else {}
+    for file in files:
+        problem = damage(run.path, {file: files[file]}, checked=[file])
+        status: Status = "fail" if problem else "ok"
+        yield RunFinding(file, status, problem or "its checksum agrees", "restore it from a copy of the run")
     for pointer, needed in ((run.latest, True), (run.best, False)):
         if not pointer.is_file():
             if needed and newest:
@@ -155,11 +161,12 @@ def _records(run: RunDirectory) -> Iterator[RunFinding]:
 def _resume(run: RunDirectory, opened: dict[str, Checkpoint]) -> Iterator[RunFinding]:
     """Say what `train.resume=true` does."""
     command = f"multipack train train.resume=true out={run.path}"
-    if not run.has_checkpoints:
-        yield RunFinding("resume", "warn", "no checkpoint yet: the run starts again with step 1", command)
-        return
     others = [path.name for path in run.complete_checkpoints() if path.name in opened]
     try:
+        if not run.has_checkpoints:
+            run.check_unsaved()
+            yield RunFinding("resume", "warn", "no checkpoint yet: the run starts again with step 1", command)
+            return
         name = run.latest_checkpoint().name
         checkpoint = opened[name]
         later = divide_log(run, checkpoint.progress["marks"])["metrics"][1].count(b"\n")

@@ -14,7 +14,8 @@ from multipack.data.shards import CHAT_TEMPLATE
 from multipack.parallel.state import State
 from multipack.parallel.world import World
 from multipack.run import RunDirectory, config_yaml
-from multipack.training.checkpoint import Checkpoint, CheckpointWriter, name_of, sweep
+from multipack.training.checkpoint import Checkpoint, CheckpointWriter, damage, name_of, sweep
+from multipack.training.checkpoint_tensors import checksum
 from multipack.training.run_config import Config
 from multipack.training.run_log import RunLog
 
@@ -35,7 +36,7 @@ class RunFiles:
         chat_template: str,
         report: Callable[[str], None] = print,
     ) -> None:
-        self.run, self._world, self._config = run, world, config
+        self.run, self._world, self._config, self._report = run, world, config, report
         self.log: RunLog | None = None
         # With this configuration the same run can be started again, in another directory.
         again = replace(config.train, resume="false", eval_only=False)
@@ -49,6 +50,7 @@ class RunFiles:
             "corpus": {"documents": documents.fingerprint, "tokens": corpus.tokenizer.hash},
             "world_size": world.size,
             "threads": torch.get_num_threads(),
+            "files": {},
         }
         train = config.train
         self._writer = CheckpointWriter(run, world, train.keep_checkpoints, train.checkpoint_async, report)
@@ -60,8 +62,13 @@ class RunFiles:
             Notes for the header of the run.
 
         Raises:
-            ValueError: documents or tokenizer differ.
+            ValueError: documents or tokenizer differ, or a file of the run is missing or damaged.
         """
+        self._origin["files"] = progress["files"]
+        if problem := damage(self.run.path, progress["files"], checked=progress["files"]):
+            raise ValueError(
+                f"{self.run.path}: {problem}; restore it from a copy of the run, or start a new run with another out="
+            )
         for what, digest in self._origin["corpus"].items():
             saved = progress["corpus"][what]
             if saved != digest:
@@ -80,6 +87,8 @@ class RunFiles:
     def open(self, files: Mapping[str, bytes], resumed: Checkpoint | None, best_step: int) -> None:
         """Create the run directory with `files`, or truncate its log to the checkpoint's; called on rank 0.
 
+        Checkpoints keep the checksums of `files`, which are written by a run without a checkpoint only.
+
         Raises:
             FileExistsError: a new run's directory is not empty.
             ValueError: another process writes to it, or the log does not begin with that of the checkpoint.
@@ -89,12 +98,19 @@ class RunFiles:
             run.create(config)
         self.log = RunLog(run)  # from here on no other process writes to the run
         if not is_new:
-            self.log.cut(resumed.progress["marks"] if resumed else None)
+            cut = self.log.cut(resumed.progress["marks"] if resumed else None)
             write_atomically(run.config, config.encode())
-        for name, content in files.items():
-            write_atomically(run.path / name, content)
-        sweep(run)
+            if cut and resumed is None:
+                self._report(
+                    f"note: there is no checkpoint, so the run begins again with step 1; {cut:,} records move to"
+                    f" {run.metrics.name}.cut"
+                )
+        if problem := sweep(run):
+            self._report(f"note: {problem}")
         if resumed is None:
+            for name, content in files.items():
+                write_atomically(run.path / name, content)
+            self._origin["files"] = {name: checksum(run.path / name) for name in files}
             return
         run.point_to(resumed.path)
         best = run.checkpoints / name_of(best_step)

@@ -74,8 +74,11 @@ class RunLog:
             for name, file in self._files.items()
         }
 
-    def cut(self, marks: Mapping[str, Mark] | None) -> None:
+    def cut(self, marks: Mapping[str, Mark] | None) -> int:
         """Truncate both files to the marks of a checkpoint, None = to nothing; both are checked before either changes.
+
+        Returns:
+            Number of records that were cut off, and are in `metrics.jsonl.cut`.
 
         Raises:
             ValueError: a file does not begin with the content that the checkpoint recorded.
@@ -87,6 +90,7 @@ class RunLog:
             file.truncate(len(kept))
             file.seek(len(kept))
             self._digests[name] = hashlib.sha256(kept)
+        return parts["metrics"][1].count(b"\n")
 
     def close(self) -> None:
         """Close both files and release the lock."""

@@ -74,7 +74,7 @@ def open_run(config: Config, world: World) -> tuple[RunDirectory, Checkpoint | N
 
     Raises:
         FileExistsError: the directory of a new run is not empty.
-        ValueError: the checkpoint is damaged.
+        ValueError: the checkpoint is damaged, or all are missing.
     """
     if config.train.resume == "false":
         run = RunDirectory(config.out)
@@ -82,6 +82,7 @@ def open_run(config: Config, world: World) -> tuple[RunDirectory, Checkpoint | N
         return run, None
     run, path = find_run(config.out if config.train.resume == "true" else config.train.resume)
     if path is None and not run.has_checkpoints:
+        run.check_unsaved()
         return run, None  # stopped before its first checkpoint
     return run, load_checkpoint(path or run.latest_checkpoint(), world)
 

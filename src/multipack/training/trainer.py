@@ -138,7 +138,7 @@ class Trainer(StepApplier):
         if self.resumed is not None:
             self._restore(self.resumed)
         if not config.train.eval_only or config.train.resume == "false":
-            files = cost_files(self.cost_model) | ({} if self.resumed else self.objective.run_files)
+            files = cost_files(self.cost_model) | self.objective.run_files
             world.on_main(lambda: self.files.open(files, self.resumed, self.best_step))
         self.stop = StopRequest(self.feed.interrupt)
         self._unread: Callable[[], None] = lambda: None
