@@ -20,8 +20,8 @@ from multipack.data.sampler import PackedBatchSampler
 
 THREAD = "multipack-loader"
 """Name of the background thread."""
-Item = tuple[PackedBatch, dict[str, Any]]
-"""A batch, and the sampler's state after it."""
+Item = tuple[PackedBatch, tuple[int, int, int]]
+"""A batch, and the sampler's position after it."""
 Made = TypeVar("Made")
 
 
@@ -74,7 +74,7 @@ class PackedLoader:
         self.documents = documents
         self.sampler = self.batch_sampler = sampler
         self._collator, self._prefetch = collator, prefetch
-        self._state: dict[str, Any] | None = None
+        self._position: tuple[int, int, int] | None = None  # after the last batch that was handed out
         self._current: Generator[Item] | None = None  # the current iteration
 
     def __len__(self) -> int:
@@ -85,8 +85,8 @@ class PackedLoader:
         self.close()
         items = self._current = prefetched(self._items(), self._prefetch)
         try:
-            for batch, state in items:
-                self._state = state
+            for batch, position in items:
+                self._position = position
                 yield batch
                 if self._current is not items:
                     raise RuntimeError("this iteration was ended by another one, or by close()")
@@ -94,31 +94,33 @@ class PackedLoader:
             items.close()
 
     def _items(self) -> Iterator[Item]:
-        """The batches of an iteration, each with the sampler's state after it."""
+        """The batches of an iteration, each with the sampler's position after it."""
         for numbers in self.sampler:
-            state = self.sampler.state_dict()
+            position = self.sampler.position
             try:
                 batch = self._collator([self.documents[number] for number in numbers])
             except Exception as error:
                 error.add_note(f"while making a batch of the documents {', '.join(map(str, numbers[:32]))}")
                 raise
-            yield batch, state
+            yield batch, position
 
     def set_epoch(self, epoch: int) -> None:
         """Plan this epoch; ends the current iteration."""
         self.close()
         self.sampler.set_epoch(epoch)
-        self._state = None
+        self._position = None
 
     def state_dict(self) -> dict[str, Any]:
         """The sampler's state after the last batch that was handed out."""
-        return self.sampler.state_dict() if self._state is None else self._state
+        epoch, *place = self._position or self.sampler.position
+        # An epoch that was set in the sampler begins with its own first batch.
+        return self.sampler.state_at(*place) if epoch == self.sampler.epoch else self.sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after that batch; ends the current iteration."""
         self.close()
         self.sampler.load_state_dict(state)
-        self._state = None
+        self._position = None
 
     def close(self) -> None:
         """End the current iteration and its thread. The loader can be iterated again."""

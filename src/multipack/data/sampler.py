@@ -203,9 +203,14 @@ class PackedBatchSampler(Sampler[list[int]]):
         if epoch != self.epoch:
             self.epoch, self._position, self._resume = epoch, 0, 0
 
+    @property
+    def position(self) -> tuple[int, int, int]:
+        """Epoch, step, and micro-batch of the step, after the last list that was yielded."""
+        return self.epoch, *divmod(self._position, self.micro_batches)
+
     def state_dict(self) -> dict[str, Any]:
         """The state after the last list that was yielded; a loader that prefetches is ahead of what was trained on."""
-        return self.state_at(*divmod(self._position, self.micro_batches))
+        return self.state_at(*self.position[1:])
 
     def state_at(self, step: int, micro_batch: int = 0) -> dict[str, Any]:
         """The state before a micro-batch of the current epoch, as plain values."""

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from multipack.models.decoder import Decoder
 from multipack.ops.loss import linear_cross_entropy
@@ -38,36 +39,42 @@ def compiler_problem(device: torch.device) -> str:
     return ""
 
 
-def compile_blocks(model: Decoder, backend: str | Callable[..., Any] = "inductor") -> None:
+def compile_blocks(
+    model: Decoder, backend: str | Callable[..., Any] = "inductor", one_size: bool = False
+) -> None:
     """Let every block of the model, and on a GPU the function of its logits, be compiled when it first runs; in place.
 
-    Names of parameters, state dictionaries and hooks stay. Packs of one size (`PackedCollator.pad_to`) need one
-    compilation, packs of varying sizes two: for the first size, then for all. The number and the length of documents
-    are symbolic from the first compilation on. Each combination of gradient mode and autocast dtype is compiled
-    separately. DDP does not split a block's graph: the gradients of one block are ready at the same time anyway.
+    Names of parameters, state dictionaries and hooks stay. One compilation serves all packs: the number and the length
+    of documents are symbolic, and so is the number of slots unless packs have one size. Each combination of gradient
+    mode and autocast dtype is compiled separately. DDP does not split a block's graph: the gradients of one block are
+    ready at the same time anyway.
 
     Args:
         model: already tiled, checkpointed and divided, but not yet sharded or replicated.
         backend: torch.compile's; `"inductor"` needs a C++ compiler on a CPU, Triton on a GPU.
+        one_size: whether all packs have one number of slots (`PackedCollator.pad_to`).
     """
     for block in model.blocks:
         block.compile(backend=backend)
-        block._compiled_call_impl = _configured(block._compiled_call_impl)
+        block._compiled_call_impl = _configured(block._compiled_call_impl, one_size)
     for name in ("loss_function", "training_loss"):
         function: Any = getattr(model, name, None)
         if getattr(function, "func", function) is linear_cross_entropy:
             setattr(model, name, partial(function, compiled=True))
 
 
-def _configured(compiled: Any) -> Callable[..., Any]:
+def _configured(compiled: Any, one_size: bool) -> Callable[..., Any]:
     """A compiled block, called with settings that torch has globally only; they are read while it compiles."""
     import torch._dynamo  # takes a second
 
     bounds = torch.compiler.config.patch(dynamic_sources=r".*\.cu_seqlens,.*\.max_seqlen")  # type: ignore[attr-defined]
     whole = torch._dynamo.config.patch(optimize_ddp=False)
 
-    def call(*arguments: Any, **named: Any) -> Any:
+    def call(x: Any, batch: Any, *others: Any) -> Any:
+        for tensor in [] if one_size else tree_leaves((x, vars(batch), others)):
+            if isinstance(tensor, torch.Tensor):
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)  # the slots
         with bounds, whole:
-            return compiled(*arguments, **named)
+            return compiled(x, batch, *others)
 
     return call

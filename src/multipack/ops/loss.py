@@ -247,7 +247,7 @@ class _Head:
             for part in torch.split(rows, size) if len(rows) else ():
                 chunk, target = hidden[part].to(self.weight.dtype), targets[part, None]
                 tile = gradient = None
-                if not is_known and compiled:
+                if not is_known and compiled and len(part) > 1:  # torch.compile makes other code for one row
                     losses[part], lse[part], gradient = self._compiled_losses(chunk, target)
                 elif not is_known:
                     losses[part], lse[part], tile = self._losses(chunk, target)

@@ -98,10 +98,9 @@ class ScatteredLoader(PackedLoader):
         self._group = mesh.world.cpu_group(list(self.data_ranks))
 
     def _items(self) -> Iterator[Item]:
-        micro_batches = self.sampler.micro_batches
         for _ in self.sampler:
-            state = self.sampler.state_dict()
-            yield self._round(state["step"] * micro_batches + state["micro_batch"] - 1), state
+            _, step, micro_batch = position = self.sampler.position
+            yield self._round(step * self.sampler.micro_batches + micro_batch - 1), position
 
     def _round(self, pack: int) -> PackedBatch:
         """Micro-batch number `pack` of this rank in the epoch; a reader makes those of all its ranks."""

@@ -61,7 +61,7 @@ def open_engine(
         tile_layers(model, config.train.tiles)
         recompute_blocks(model, config.train.recompute)
         if config.train.compile == "true":
-            compile_blocks(model)
+            compile_blocks(model, one_size=config.pack_slots is not None)
 
     return build_engine(
         Blueprint(

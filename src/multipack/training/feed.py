@@ -111,8 +111,7 @@ class EpochFeed:
     def __iter__(self) -> Iterator[StepData]:
         while True:
             began = self._clock()  # planning an epoch is part of its first step's wait
-            epoch = self.sampler.epoch
-            step = int(self.sampler.state_dict()["step"])
+            epoch, step, _ = self.sampler.position
             batches = iter(self.loader)
             for index in range(step, self.sampler.steps_per_epoch):
                 yield self._take(batches, index, began)
