@@ -280,9 +280,9 @@ def _initial_model(settings: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     folder = _weights(path, "train.init_from")
     if is_export(folder):
-        from multipack.training.weights import trained_shape  # imports torch
+        from multipack.models.families import decoder_shape  # imports torch
 
-        shape = trained_shape(folder)
+        shape = decoder_shape(folder / "config.json")
     else:
         shape = saved_shape(folder)
     return {"model": {**shape.to_dict(), "vocabulary_size": 0}}
