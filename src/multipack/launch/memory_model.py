@@ -23,7 +23,7 @@ Recompute = Literal["none", "selective", "full"]
 FLOAT32 = 4
 """Bytes of an element of parameters, gradients, moments and exact sums."""
 LOSS_CHUNK_TOKENS = 1024
-"""Minimum number of rows whose logits exist at a time (ops/loss.py)."""
+"""Number of rows whose logits exist at a time on a CPU, and the minimum on a GPU (ops/logits.py)."""
 LOSS_CHUNK_BYTES = 2**30
 """Bytes of float32 logits up to which more rows exist on a GPU."""
 GATHERED_BLOCKS = 2
@@ -196,7 +196,8 @@ def _memory_of_part(work: Workload, part: RankPart) -> Memory:
         blocks = part.layers if keeps else min(GATHERED_BLOCKS, part.layers)
         gathered = (outside + blocks * block) * work.stream
     if not config.shards_parameters and work.product < FLOAT32:
-        # Autocast casts matrices and biases; without checkpointing every micro-batch saves its own copies.
+        # Autocast casts matrices and biases, once a step; a pipeline casts in every pass, and saves all copies without
+        # activation checkpointing.
         times = math.ceil(part.in_flight) if work.recompute == "none" else 1
         copies = times * work.product * part.layers * (block - 2 * _norm_parameters(shape))
     if part.is_last:
@@ -205,25 +206,32 @@ def _memory_of_part(work: Workload, part: RankPart) -> Memory:
     activations = round(part.in_flight * part.layers * work.kept_by_block())
     activations += part.edge_in_flight * work.saved_outside(part)
 
-    # Before a block's backward pass the loss has freed its memory, and so have copies that are recomputed.
-    freed = loss + (copies - copies // part.layers if work.recompute != "none" else 0)
+    # Before a block's backward pass the loss has freed its memory, and a pipeline the copies that it makes again.
+    recasts = config.pipeline > 1 and work.recompute != "none"
+    freed = loss + (copies - copies // part.layers if recasts else 0)
     loss_temporary, block_temporary = _temporaries(work, block, outside)
     temporary = max(block_temporary - freed, loss_temporary if part.is_last else 0)
+    if config.pipeline == 1 and work.micro_batches > 1:
+        # Autograd runs older operations last: in the second micro-batch, the casts of all gradients of copies.
+        matrix = max(shape.d_ff, shape.heads * shape.head_width) // config.tensor * shape.d_model * FLOAT32
+        temporary = max(temporary, copies + matrix - activations - loss)
     return Memory(parameters, gradients, optimizer, gathered, copies, activations, loss, temporary, host)
 
 
 def _temporaries(work: Workload, block: int, outside: int) -> tuple[int, int]:
     """Return the temporary bytes of the loss, and of the backward pass of a block, in addition to saved tensors.
 
-    Loss: the larger of a chunk's logits with the cast output matrix, and the scaled gradient of that matrix. Block:
+    Loss: the larger of a chunk's logits with the cast output matrix, and the scaled gradient of that matrix; on a CPU,
+    log-softmax of half-precision logits makes a float32 copy of them. Block:
     activations computed again, gradients of the feed-forward layer's wide tensors and of the residual stream, a
     matrix's gradient, and with `fully_shard` the block's gradients as computed and as reduced.
     """
     shape, tensor, slots, product = work.shape, work.config.tensor, work.slots, work.product
     columns, width, d = shape.vocabulary_size // tensor, shape.d_ff // tensor, shape.d_model
     cast = product if product < FLOAT32 else 0
-    rows = min(slots, max(LOSS_CHUNK_TOKENS, LOSS_CHUNK_BYTES // (FLOAT32 * columns)))
-    logits = rows * columns * (FLOAT32 + product + cast)
+    chunk = 0 if work.device == "cpu" else LOSS_CHUNK_BYTES // (FLOAT32 * columns)
+    rows = min(slots, max(LOSS_CHUNK_TOKENS, chunk))
+    logits = rows * columns * (FLOAT32 + product + (FLOAT32 if cast and work.device == "cpu" else cast))
     loss = max(logits + columns * d * cast, columns * d * FLOAT32)
     recomputed = sum(work.saved_by_block().values()) - work.kept_by_block()
     wide = slots * width * product * (2 if shape.gated else 1)
