@@ -5,16 +5,6 @@ Each drill records what it tried and what was lost, and the summary after the te
 
 import pytest
 
-STEADY = (
-    "model=tiny",
-    "tokenizer=byte",
-    "train.dtype=fp32",
-    "optimizer.lr=2e-3",
-    "optimizer.warmup_steps=20",
-)
-"""Words of a run that does not amplify rounding: initial weights that differ by 1e-6 change losses by at most 2e-7 and
-gradient norms by at most 4e-6 over 41 steps of 2,000 bytes, even at optimizer.lr=3e-3."""
-
 
 @pytest.fixture
 def outcome(record_property):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from multipack.training.run_config import compose
 from multipack.training.train import train
@@ -23,6 +24,38 @@ def test_the_default_run_learns_the_standard_library(tmp_path):
     assert 7.6 < validation[0] < 8.4  # log 2,048, and half the variance of the logits, 1
     assert validation[-1] <= 4.8
     assert "packed / padded" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_tiny_model_does_not_amplify_rounding(words, tmp_path):
+    """Two threads sum in another order, and another epsilon moves weights by rounding: norms stay for 45 steps."""
+    more = [
+        "train.steps=45",
+        "train.eval_every=0",
+        "optimizer.lr=-1",
+        "optimizer.warmup_steps=-1",
+        "log.every=0",
+    ]
+    changed = {word.partition("=")[0] for word in more}
+    fixed = [word for word in words if word.partition("=")[0] not in changed] + more
+
+    def norms(name, threads=1, *extra):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            train(compose([*fixed, *extra, f"out={tmp_path / name}"]))
+        finally:
+            torch.set_num_threads(before)
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["grad_norm"] for line in lines]
+
+    reference = norms("reference")
+    assert len(reference) == 45
+    assert norms("again") == reference
+    for other in (norms("threads", 2), norms("epsilon", 1, "optimizer.eps=1.0001e-8")):
+        assert other != reference
+        assert other == pytest.approx(reference, rel=1e-4)
 
 
 @pytest.mark.slow
