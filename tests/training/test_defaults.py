@@ -1,6 +1,5 @@
 """What settings leave to the run: choices by the device, the initial weights, the documents and the ranks."""
 
-import itertools
 from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,7 +15,6 @@ from multipack.parallel.world import World
 from multipack.run import config_yaml
 from multipack.training import train as train_module
 from multipack.training.blueprint import open_engine
-from multipack.training.compare import compare_with_padding
 from multipack.training.objective import Objective, Preferences
 from multipack.training.run_config import compose
 from multipack.training.run_parts import resolve
@@ -189,20 +187,6 @@ def test_padding_is_measured_on_the_default_corpus_alone(monkeypatch):
     assert measured("true", size=2) is measured("true", plan=None) is None
     assert len(lines) == 2
     assert "not measured" in lines[0]
-
-
-def test_a_comparison_leaves_the_optimizer_as_it_was(trainer):
-    run = trainer("plan.capacity=512", "train.eval_every=0", "train.steps=2")
-    run.loop()
-    before = {name: each.detach().clone() for name, each in run.engine.state()["optimizer"].items()}
-    readings = itertools.count()
-    compare_with_padding(
-        run.engine, run.corpus.train, run.feed.plan, steps=1, clock=lambda: float(next(readings))
-    )
-    after = run.engine.state()["optimizer"]
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert not any(each.grad is not None for each in run.engine.parameters.values())
 
 
 def test_a_wrong_token_is_refused_on_the_host_with_its_documents(trainer, monkeypatch):

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from multipack.cli.plan_settings import PackCommand, PlanCommand
     from multipack.planning.packing import Packs
     from multipack.planning.plan import Plan
+    from multipack.planning.report import PlanReport
+    from multipack.reports.console import Console
 
 SETTINGS = "multipack.cli.plan_settings"
 
@@ -56,27 +58,19 @@ def plan(
     from multipack.cli.plan_settings import PlanCommand, training_command
     from multipack.data.corpus_report import read_lengths
     from multipack.planning.advice import advise
-    from multipack.planning.plan import plan as make_plan
-    from multipack.planning.report import padded_share, report
-    from multipack.reports.console import PLANNING, Console
+    from multipack.planning.report import padded_share
+    from multipack.reports.console import Console
     from multipack.reports.summary import report_rows
     from multipack.words import merge
 
     command = merge(PlanCommand, words or [])
     lengths, targets, fit = read_lengths(Path(source), command.plan.capacity, data=command.data)
-    options, cost = command.plan.for_ranks(command.world_size), command.cost_model()
     console = Console(stream=sys.stderr if as_json else None)
     if explore:
         _explore(source, lengths, command, as_json)
         return
     cut = 0 if fit is None or fit.policy == "drop" else fit.documents
-    with console.notice(PLANNING):
-        planned = make_plan(
-            lengths, targets=targets, seed=command.seed, epoch=command.epoch, cost=cost, options=options
-        )
-        measured = report(
-            planned, command.world_size, command.sync, command.sample or None, split_documents=cut
-        )
+    planned, measured = _measured(lengths, targets, command, cut, console)
     drawn = "" if as_json else _draw(planned, step, tokens_per_character, picture, console.columns)
     advice, share = advise(planned, measured), padded_share(lengths, command.padded_batch_size, command.seed)
     if as_json:
@@ -90,6 +84,31 @@ def plan(
     console.paragraph(f"\n{head}")
     console.line(f"{pictures}\n")
     console.line(f"to train with this plan:\n  {training_command(Path(source), command)}")
+
+
+def _measured(
+    lengths: NDArray[np.int64],
+    targets: NDArray[np.int64] | None,
+    command: PlanCommand,
+    cut: int,
+    console: Console,
+) -> tuple[Plan, PlanReport]:
+    """The plan, and its report; `cut` documents were divided."""
+    from multipack.planning.plan import plan as make_plan
+    from multipack.planning.report import report
+    from multipack.reports.console import PLANNING
+
+    options, ranks = command.plan.for_ranks(command.world_size), command.world_size
+    with console.notice(PLANNING):
+        planned = make_plan(
+            lengths,
+            targets=targets,
+            seed=command.seed,
+            epoch=command.epoch,
+            cost=command.cost_model(),
+            options=options,
+        )
+        return planned, report(planned, ranks, command.sync, command.sample or None, split_documents=cut)
 
 
 def _draw(planned: Plan, step: int, tokens_per_character: int, large: bool, columns: int) -> str:

@@ -301,7 +301,7 @@ def advise(request: AdviseRequest) -> Advice:
             continue
         best = chosen if chosen in members else _simplest(members)
         best = best or min(members, key=lambda each: each.memory.peak)
-        if chosen not in rows and members:
+        if chosen not in rows:
             question = QUESTIONS.get(family, "Does it fit with the memory of hosts (offload)?")
             path.append((question, _answer(best, chosen)))
         shown = members if family in ("ddp", "zero") else [best]

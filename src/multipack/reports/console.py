@@ -25,7 +25,7 @@ from rich.text import Text
 CONTROL_CHARACTERS = {code: "�" for code in [*range(32), *range(127, 160)] if code not in (9, 10)}
 """For `str.translate`: control characters → �, because text of a model must not control the terminal."""
 
-PLANNING = "planning: the first plan on a machine also compiles the planner, which takes some seconds …"
+PLANNING = "planning: a machine's first plan also compiles the planner, in some seconds …"
 """Text for `Console.notice` while a plan is made."""
 
 _MIN_WIDTH = 24

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -70,7 +69,7 @@ def compare_with_padding(
 ) -> Comparison:
     """Time whole steps (forward, backward, clipping, optimizer with learning rate 0) both ways, in alternation.
 
-    Weights and the optimizer's state stay as they are; a copy of the state is in host memory meanwhile.
+    Weights stay as they are, but the optimizer's state does not: call it after the last step of a run.
 
     Args:
         engine: of a world with one process.
@@ -89,61 +88,37 @@ def compare_with_padding(
     if engine.world.size != 1:
         raise ValueError("padding is compared in one process only: padded ranks would wait for each other")
     collate, model = PackedCollator.of(plan, pad_to), cast(Any, engine.model)
-    own_loss = model.training_loss
-    packed_total = padded_total = 0.0
-    slots = tokens = timed = 0
-    began = clock()
-    with _restored(engine):
-        for index in range(min(steps, plan.num_steps) + 1):
-            step = max(index - 1, 0)  # the first pair warms up and is repeated
-            packed = [
-                collate([documents[int(number)] for number in pack]) for pack in plan.packs(step) if len(pack)
-            ]
-            padded = padded_batches(
-                documents, plan.documents(step), batch_size, seed=step, loss_weighting=plan.loss_weighting
-            )
-            packed_seconds = _timed_step(engine, packed, clock)
-            model.training_loss = padded_loss or own_loss
+    own_loss, began = model.training_loss, clock()
+    pairs: list[tuple[float, float, int, int]] = []
+    for index in range(min(steps, plan.num_steps) + 1):
+        step = max(index - 1, 0)  # the first pair warms up and is repeated
+        packed = [collate([documents[int(n)] for n in pack]) for pack in plan.packs(step) if len(pack)]
+        padded = padded_batches(documents, plan.documents(step), batch_size, step, plan.loss_weighting)
+        packed_seconds = _timed_step(engine, packed, clock)
+        model.training_loss = padded_loss or own_loss
+        try:
             padded_seconds = _timed_step(engine, padded, clock)
+        finally:
             model.training_loss = own_loss
-            if index == 0:
-                continue
-            timed += 1
-            packed_total += packed_seconds
-            padded_total += padded_seconds
-            tokens += sum(batch.num_tokens for batch in padded)
-            slots += sum(batch.num_slots for batch in padded)
-            if clock() - began > seconds:
-                break
+        tokens, slots = (
+            sum(getattr(batch, name) for batch in padded) for name in ("num_tokens", "num_slots")
+        )
+        pairs += [(packed_seconds, padded_seconds, tokens, slots)] if index else []
+        if pairs and clock() - began > seconds:
+            break
+    packed_total, padded_total, tokens, slots = map(sum, zip(*pairs, strict=True))
     return Comparison(
         ratio=padded_total / packed_total,
         packed_tokens_per_second=tokens / packed_total,
         padded_tokens_per_second=tokens / padded_total,
         pad_factor=slots / tokens,
-        steps=timed,
+        steps=len(pairs),
         batch_size=batch_size,
     )
 
 
-@contextmanager
-def _restored(engine: ModelEngine) -> Iterator[None]:
-    """Context after which optimizer state, gradients and the loss function are as before; weights must not change."""
-    model = cast(Any, engine.model)
-    own_loss = model.training_loss
-    before = {name: each.detach().to("cpu", copy=True) for name, each in engine.state()["optimizer"].items()}
-    try:
-        yield
-    finally:
-        model.training_loss = own_loss
-        engine.discard()
-        for name, each in engine.state()["optimizer"].items():
-            if name in before:
-                each.detach().copy_(before[name])
-            else:  # the optimizer had not taken a step
-                each.detach().zero_()
-
-
 def _timed_step(engine: ModelEngine, batches: Sequence[PackedBatch], clock: Callable[[], float]) -> float:
+    """Seconds of a step that leaves the weights as they are."""
     engine.world.synchronize()
     began = clock()
     engine.forward_backward(batches, sum(batch.denominator for batch in batches))

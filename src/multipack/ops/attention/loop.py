@@ -15,7 +15,7 @@ On other devices it calls `scaled_dot_product_attention` in a loop over `batch.l
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -93,19 +93,18 @@ def _by_run(x: Tensor, found: Sequence[Run], dtypes: Sequence[torch.dtype]) -> l
     return [cast[dtype][index] for index, dtype in enumerate(dtypes)]
 
 
-def _attend(window: int | None, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Result and log-sum-exp of a run; tensors are (documents, H, l, …)."""
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+def _attend(
+    window: int | None, kernel: Callable[..., tuple[Tensor, ...]], q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, ...]:
+    """The results of `kernel` for a run, tile by tile with a window; tensors are (documents, H, l, …)."""
     if window is None or window >= q.shape[2]:
-        out, lse = kernel(q, k, v, 0.0, True)
-        return out, lse
+        return kernel(q, k, v, is_causal=True)
     parts = []
     for queries, keys in _tiles(q.shape[2], window):
         band = _band(queries, keys, window, q)
         tile = q[:, :, queries], k[:, :, keys], v[:, :, keys]
-        parts.append(kernel(*tile, 0.0, band is None, attn_mask=band))
-    out, lse = (torch.cat(each, dim=2) for each in zip(*parts, strict=True))
-    return out, lse
+        parts.append(kernel(*tile, is_causal=band is None, attn_mask=band))
+    return tuple(torch.cat(each, dim=2) for each in zip(*parts, strict=True))
 
 
 def _gradients(
@@ -151,7 +150,8 @@ def document_attention(
     found = list(runs(_lengths(cu_seqlens, len(q))))
     dtypes = _kernel_dtypes(found, window, q.dtype)
     inputs = zip(*(_by_run(x, found, dtypes) for x in (q, k, v)), strict=True)
-    parts = zip(*(_attend(window, *each) for each in inputs), strict=True)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    parts = zip(*(_attend(window, kernel, *each) for each in inputs), strict=True)
     out, lse = (tokens_first(each).to(at_least_float32(q.dtype)) for each in parts)
     return out, lse
 
@@ -212,21 +212,9 @@ document_attention.register_autograd(_autograd_backward, setup_context=_setup_co
 def _by_sdpa(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None) -> Tensor:
     """Attention by `scaled_dot_product_attention` on any device, without a device synchronization."""
     grouped, found = k.shape[1] != q.shape[1], list(runs(batch.lengths))
-    parts = []
-    for query, key, value in zip(*(heads_first(x, found) for x in (q, k, v)), strict=True):
-        if window is None or window >= query.shape[2]:
-            parts.append(
-                F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
-            )
-            continue
-        tiles = []
-        for queries, keys in _tiles(query.shape[2], window):
-            band = _band(queries, keys, window, query)
-            tile = query[:, :, queries], key[:, :, keys], value[:, :, keys]
-            tiles.append(
-                F.scaled_dot_product_attention(
-                    *tile, attn_mask=band, is_causal=band is None, enable_gqa=grouped
-                )
-            )
-        parts.append(torch.cat(tiles, dim=2))
-    return tokens_first(parts)
+
+    def kernel(query: Tensor, key: Tensor, value: Tensor, **mask: Any) -> tuple[Tensor]:
+        return (F.scaled_dot_product_attention(query, key, value, enable_gqa=grouped, **mask),)
+
+    inputs = zip(*(heads_first(x, found) for x in (q, k, v)), strict=True)
+    return tokens_first([_attend(window, kernel, *each)[0] for each in inputs])

@@ -114,9 +114,7 @@ def best_fit(
 
     A document of v tokens in the smallest room r ≥ v leaves r − v. If that is still at least v, it is the smallest room
     for the next document of v tokens, since no room was between v and r. So the documents of one length fill ⌊r / v⌋
-    places of a pack at once, and those of a group of equal packs one after another. Of equal rooms the first in its
-    queue is taken first.
-
+    places of a pack at once, and those of a group of equal packs one after another. Equal rooms wait in a queue.
     `values` are (distinct,) lengths, falling, with `counts` documents of each; `last` and `bits` are zeros for
     capacity + 1 rooms.
 
@@ -125,11 +123,8 @@ def best_fit(
         the length, documents of it, and the previous run of the pack or −1.
     """
     limit = 2 * len(values) + 2  # a length splits one group into three or opens two
-    opened = np.empty(limit, dtype=np.int64)  # first pack of a group
-    packs = np.empty(limit, dtype=np.int64)  # number of its packs
-    slots = np.empty(limit, dtype=np.int64)  # number of documents that still fit into each pack
-    newest = np.empty(limit, dtype=np.int64)  # its contents: the latest of its runs
-    after = np.empty(limit, dtype=np.int64)
+    # Of each group: its first pack, packs, documents that still fit into each, latest run; the next group of its room.
+    opened, packs, slots, newest, after = np.empty((5, limit), dtype=np.int64)
     runs = np.empty((counts.sum(), 3), dtype=np.int64)  # each run places at least one document
     groups, num_runs, num_packs, shortest = 1, 0, 0, values[-1]
     for number in range(len(values)):
@@ -148,7 +143,7 @@ def best_fit(
             each = min(inside // value, slots[group])
             whole = min(packs[group], left // each)
             part = left - whole * each if whole < packs[group] else 0
-            changed = whole + (1 if part > 0 else 0)
+            changed = whole + (part > 0)
             first, free, before = opened[group], slots[group], newest[group]
             left -= whole * each + part
             if changed < packs[group]:  # the other packs of the group are unchanged
@@ -157,8 +152,7 @@ def best_fit(
                 group = 0
             elif room >= 0:
                 _dequeue(room, last, after, bits)
-            for is_part in range(2):
-                size, copies = (changed - whole, part) if is_part else (whole, each)
+            for size, copies in ((whole, each), (changed - whole, part)):
                 if size == 0:
                     continue
                 if group == 0:
