@@ -81,6 +81,12 @@ def longest_first(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     return keys
 
 
+def short(value: Any) -> str:
+    """The repr of a value in one line, cut to 80 characters for a message."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 def check_integer(name: str, value: Any, least: int | None = 1, most: int | None = None) -> int:
     """`value` as an int.
 
@@ -90,7 +96,7 @@ def check_integer(name: str, value: Any, least: int | None = 1, most: int | None
     is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not is_whole or (least is not None and value < least):
         bound = "" if least is None else f" of at least {least}"
-        raise ValueError(f"{name} must be a whole number{bound}, got {value!r}")
+        raise ValueError(f"{name} must be a whole number{bound}, got {short(value)}")
     if most is not None and value > most:
         raise ValueError(f"{name} must be at most {most:,}, got {value:,}")
     return int(value)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from multipack.planning.cost import CostModel
-from multipack.planning.lengths import LARGEST_CAPACITY, check_integer, check_integers
+from multipack.planning.lengths import LARGEST_CAPACITY, check_integer, check_integers, short
 
 Integers = NDArray[np.int64]
 
@@ -254,12 +254,12 @@ def check_fingerprint(state: Mapping[str, Any], fingerprint: str, key: dict[str,
     theirs, ours = str(saved).split("-"), fingerprint.split("-")
     before = state.get("options")
     named = [
-        f"{name} from {before[name]!r} to {key[name]!r}"
+        f"{name} from {short(before[name])} to {key[name]!r}"
         for name in key
         if isinstance(before, dict) and name in before and before[name] != key[name]
     ]
     parts = (
-        f"the planner's version (from {theirs[0]} to {ours[0]})",
+        f"the planner's version (from {' '.join(theirs[0].split())[:20]} to {ours[0]})",
         "the documents' lengths",
         "the target counts",
         f"the plan's options ({', '.join(named)})" if named else "the plan's options",
@@ -278,7 +278,9 @@ def sealed(state: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def opened(state: Any, what: str, *names: str) -> Iterator[None]:
-    """A context in which a saved state is loaded: a damaged one is refused before, and errors of its types in it.
+    """Context for loading a saved state: checks its keys and checksum, and refuses values of wrong types.
+
+    Errors that such values cause inside become a ValueError.
 
     Args:
         state: what `sealed` returned.
@@ -313,9 +315,3 @@ def _checksum(state: Mapping[str, Any]) -> str:
 
     values = {name: state[name] for name in state if name != "checksum"}
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=plain).encode()).hexdigest()
-
-
-def short(value: Any) -> str:
-    """The repr of a value, cut to 80 characters for a message."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from multipack.planning.cost import CostModel
 from multipack.planning.deal import deal_packs
-from multipack.planning.lengths import Packs, check_integer, offsets_of
+from multipack.planning.lengths import Packs, check_integer, offsets_of, short
 from multipack.planning.options import (
     ALGORITHM,
     LossWeighting,
@@ -31,7 +31,6 @@ from multipack.planning.options import (
     check_choice,
     opened,
     sealed,
-    short,
 )
 from multipack.planning.plan import denominator_of
 from multipack.planning.steps import AHEAD, Extend, StepRules, divide
