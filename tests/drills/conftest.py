@@ -3,13 +3,47 @@
 Each drill records what it tried and what was lost, and the summary after the tests lists both: `make drills`.
 """
 
+import sys
+from pathlib import Path
+
 import pytest
+
+sys.path.append(str(Path(__file__).parent))
+from attempts import Drill
+
+from multipack.data.data_config import DataConfig
+from multipack.data.prepare import prepare
+from multipack.data.tokenizer import TokenizerConfig
 
 
 @pytest.fixture
 def outcome(record_property):
     """Record a number for the summary of the drills: `outcome("kills", 50)`, `outcome("different", 0)`."""
     return lambda what, count: record_property(what, count)
+
+
+@pytest.fixture
+def drill(outcome):
+    """Runs mutants and counts what was lost; see `attempts.Drill`."""
+    return Drill(outcome)
+
+
+@pytest.fixture
+def store(tmp_path):
+    """A store of 40 documents in three shards."""
+    source = tmp_path / "text"
+    source.mkdir()
+    for number in range(40):
+        (source / f"{number:02}.txt").write_text(f"document {number} " * (number + 1))
+    data = DataConfig(source="text", path=str(source), cache=str(tmp_path / "cache"))
+    return prepare(data, TokenizerConfig("byte"), tmp_path / "store", shards=3)
+
+
+@pytest.fixture
+def run_of(words, request):
+    """Path, more words → the words of a run with the STEPS of the test's module that begins or continues there."""
+    steps = request.module.STEPS
+    return lambda path, *more: [*words, *steps, *more, "train.resume=auto", f"out={path}"]
 
 
 def pytest_collection_modifyitems(items):

@@ -104,6 +104,16 @@ def write_export(path: str, folder: str) -> None:
     export(Path(path), Path(folder))
 
 
+def prepare_store(source: str, folder: str) -> None:
+    """Tokenize a text by a tokenizer trained on it, with the cache and the store in a folder."""
+    from multipack.data.data_config import DataConfig
+    from multipack.data.prepare import prepare
+    from multipack.data.tokenizer import TokenizerConfig
+
+    data = DataConfig(source="text", path=source, cache=f"{folder}/cache")
+    prepare(data, TokenizerConfig("bpe", "", 300), Path(folder) / "store")
+
+
 def create(path: str, config: str, go: str) -> None:
     """Make the directory of a new run and lock its log, when the file `go` appears."""
     from multipack.run import RunDirectory

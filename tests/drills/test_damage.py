@@ -6,15 +6,14 @@ import os
 import random
 import shutil
 import signal
-import sys
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
+import forked
 import pytest
 
-sys.path.append(str(Path(__file__).parent))
-import forked
-
+from multipack.planning.cost import CostModel, Seconds
 from multipack.run import RunDirectory
 from multipack.training.run_config import compose_run
 from multipack.training.train import train
@@ -96,7 +95,7 @@ WRONG = [None, "3", [1, 2], {"a": 1}, True, 1e400, -5]
 ENTRIES = [("step",), ("files",), ("progress",)]
 ENTRIES += [
     ("progress", name)
-    for name in ("data", "corpus", "running", "evaluated", "best_step", "callbacks", "marks")
+    for name in ("data", "corpus", "files", "running", "evaluated", "best_step", "callbacks", "marks")
 ]
 ENTRIES += [
     ("progress", "marks", "metrics"),
@@ -134,11 +133,27 @@ def original(tmp_path_factory, run_words):
             "train.keep_checkpoints=0",
             "optimizer.decay_steps=8",
         ]
-        kept = [
-            word for word in run_words if not word.startswith(("train.eval_every", "train.checkpoint_every"))
-        ]
-        train(compose_run([*kept, *more, f"out={path}"]))
+        train(compose_run([*run_words, *more, f"out={path}"]))
     return path
+
+
+@pytest.fixture(scope="module")
+def preferences(tmp_path_factory, run_words):
+    """A run on pairs with a measured cost, whose directory has the files of both."""
+    folder = tmp_path_factory.mktemp("preferences")
+    rows = [{"prompt": f"{n}+1=", "chosen": f"{n + 1}", "rejected": f"{n}!"} for n in range(40)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    replace(CostModel.from_shape(), timed=Seconds(1e-3, 1e-6, 1e-9, 1e-5)).save(folder / "cost.json")
+    more = ["train.steps=6", "train.eval_every=0", "train.checkpoint_every=2", "optimizer.decay_steps=8"]
+    more += [
+        f"data.path={folder / 'pairs.jsonl'}",
+        f"plan.cost={folder / 'cost.json'}",
+        f"out={folder / 'run'}",
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+        train(compose_run([*run_words, *more]))
+    return folder / "run"
 
 
 def _resumed(path):
@@ -195,6 +210,17 @@ def test_damaged_files(original, tmp_path, outcome, capsys):
     cases += [(f"{how} latest", "checkpoints/latest", DAMAGES[how]) for how in more]
     outcome("files", len(cases))
     _try(original, tmp_path, cases, outcome, capsys)
+
+
+def test_damaged_files_beside_checkpoints(preferences, tmp_path, outcome, capsys):
+    """The log-probabilities of the reference model, and the cost model."""
+    hows = [how for how in DAMAGES if how not in ("older", "link")] + ["flip"] * 6
+    cases = [
+        (f"{how} {name}", name, DAMAGES[how])
+        for name in ("reference.safetensors", "cost.json")
+        for how in hows
+    ]
+    _try(preferences, tmp_path, cases, outcome, capsys)
 
 
 def test_wrong_types_in_saved_state(original, tmp_path, outcome, capsys):

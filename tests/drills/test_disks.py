@@ -1,14 +1,10 @@
 """A full and a read-only disk: one line that names the file and the last good checkpoint, and the run continues."""
 
 import subprocess
-import sys
 from contextlib import contextmanager
-from pathlib import Path
 
-import pytest
-
-sys.path.append(str(Path(__file__).parent))
 import forked
+import pytest
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -35,17 +31,6 @@ def _remount(folder, option):
 
 
 @pytest.fixture
-def run_of(words):
-    """Path, more words → the words of a run that begins or continues there."""
-    kept = [
-        word
-        for word in words
-        if not word.startswith(("train.steps", "train.eval_every", "train.checkpoint_every"))
-    ]
-    return lambda path, *more: [*kept, *STEPS, *more, "train.resume=auto", f"out={path}"]
-
-
-@pytest.fixture
 def whole(tmp_path, run_of):
     """An uninterrupted run."""
     assert forked.start(tmp_path, forked.run, run_of(tmp_path / "whole")).wait().code == 0
@@ -57,6 +42,65 @@ def _is_one_line(ended, *names):
     return (
         ended.code == 2 and ended.error.startswith("error: ") and all(name in ended.error for name in names)
     )
+
+
+def _content(folder):
+    """Relative path → bytes of all files below a folder but locks."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+SIZES = {
+    "prepare": [4, 8, 40, 100, 200, 300, 400, 500],  # KiB; the store has 0.5 MiB
+    "cache": [4, 8, 40, 100, 200, 300, 400, 500],
+    "export": [4, 100, 300, 500],
+}
+
+
+@pytest.mark.parametrize("work", SIZES)
+def test_a_disk_that_fills_up_while_other_files_are_written(tmp_path, words, whole, outcome, work):
+    """A tokenizer and a store, the cache of a run, an export: refused in one line, and made when there is room."""
+    source, sizes = tmp_path / "source.txt", SIZES[work]
+    source.write_text("\n\n".join(f"line {number} of the source, {number**3:x}" for number in range(12_000)))
+
+    def start(disk):
+        run = [
+            *words,
+            "data=text",
+            "data.documents=blank_line",
+            f"data.path={source}",
+            f"data.cache={disk / 'cache'}",
+            *STEPS,
+        ]
+        function, *given = {
+            "prepare": (forked.prepare_store, str(source), str(disk)),
+            "cache": (forked.run, [*run, "train.eval_every=0", f"out={tmp_path / disk.name}-run"]),
+            "export": (forked.write_export, str(whole), str(disk / "export")),
+        }[work]
+        return forked.start(tmp_path, function, *given).wait()
+
+    roomy, lost, refused = tmp_path / "roomy", [], 0
+    roomy.mkdir()
+    assert start(roomy).code == 0
+    made = {"prepare": "store", "cache": "cache/stores", "export": "export"}[work]
+    for size in sizes:
+        disk = tmp_path / f"disk-{size}"
+        with _disk(disk, f"{size}k"):
+            ended = start(disk)
+            refused += ended.code == 2
+            if ended.code != 0 and not _is_one_line(ended, str(disk), "No space left"):
+                lost.append((size, ended.code, ended.error))
+            _remount(disk, "size=64m")
+            again = start(disk) if ended.code else ended
+            if again.code != 0:
+                lost.append((size, again.error))
+            elif _content(disk / made) != _content(roomy / made):
+                lost.append((size, "differs", sorted(_content(disk / made))))
+    outcome("sizes", len(sizes))
+    outcome("refused in one line", refused)
+    outcome("lost", len(lost))
+    assert not lost, lost
+    assert refused >= len(sizes) // 2
 
 
 @pytest.mark.parametrize("more", [[], ["train.checkpoint_async=true"]], ids=["sync", "async"])

@@ -2,13 +2,9 @@
 
 import random
 import shutil
-import sys
-from pathlib import Path
 
-import pytest
-
-sys.path.append(str(Path(__file__).parent))
 import forked
+import pytest
 
 pytestmark = pytest.mark.timeout(1200)  # a busy machine takes several times as long as an idle one
 
@@ -20,17 +16,6 @@ STEPS = [
     "model.dropout=0.1",
 ]
 AIMED = {"sync": [], "async": ["train.checkpoint_async=true"]}
-
-
-@pytest.fixture
-def run_of(words):
-    """Path, more words → the words of a run that begins or continues there."""
-    kept = [
-        word
-        for word in words
-        if not word.startswith(("train.steps", "train.eval_every", "train.checkpoint_every"))
-    ]
-    return lambda path, *more: [*kept, *STEPS, *more, "train.resume=auto", f"out={path}"]
 
 
 def _whole(tmp_path, words_of, size=1, *more):

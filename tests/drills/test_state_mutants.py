@@ -4,7 +4,6 @@ A mutant changes types, numbers, keys and nesting at random places. Half of the 
 somebody had written them: those may be other legal states, but they never end in anything else than a ValueError.
 """
 
-import copy
 import json
 import random
 import resource
@@ -13,6 +12,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from mutation import of_tree
 from torch.utils.data import RandomSampler
 
 from multipack.data.sampler import PackedBatchSampler
@@ -23,11 +23,6 @@ from multipack.planning.stream import PackStream
 
 MUTANTS = 2000
 LENGTHS = np.random.default_rng(3).integers(1, 60, 60)
-VALUES = [
-    None, True, False, 0, 1, -1, 2, 7, 2**31, 2**53, 2**63 - 1, 2**63, -(2**63), 10**30, 0.5, 1e308, float("nan"),
-    float("inf"), "", "7", "x" * 300, "keep", [], [0], [[]], [[[1]]], [5], [2**53, 1], {}, {"positions": 2},
-    {"a": None}, [0] * 500, [None, "a", 1.5],
-]  # fmt: skip
 
 
 def sampler(**options):
@@ -86,47 +81,9 @@ def taken(made, count=None):
     return batches
 
 
-def places(value, path=()):
-    """Paths of all values inside a state."""
-    yield path
-    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, below in inside:
-        yield from places(below, (*path, key))
-
-
-def mutant(state, draw):
-    """A state with one to three changes."""
-    state = copy.deepcopy(state)
-    for _ in range(draw.choice([1, 1, 2, 3])):
-        paths = [path for path in places(state) if path]
-        *above, last = draw.choice(paths or [("step",)])
-        holder = state
-        for key in above:
-            holder = holder[key]
-        kind = draw.randrange(6)
-        old = holder[last] if isinstance(holder, list) or last in holder else None
-        if kind == 0 and isinstance(holder, dict):
-            holder.pop(last, None)
-        elif kind == 0 and isinstance(holder, list):
-            del holder[last]
-        elif kind == 1 and isinstance(holder, list):
-            holder.insert(last, copy.deepcopy(old))
-        elif kind == 1:
-            holder[f"{last}x"] = draw.choice(VALUES)
-        elif kind == 2 and type(old) is int:
-            holder[last] = old + draw.choice([-(10**6), -1, 1, 3, 2**40])
-        elif kind == 3:
-            holder[last] = [copy.deepcopy(old)]
-        elif isinstance(old, torch.Tensor) and kind == 4:
-            holder[last] = old.flip(0) if draw.random() < 0.5 else old.double()
-        else:
-            holder[last] = copy.deepcopy(draw.choice(VALUES))
-    return state if draw.random() < 0.98 else draw.choice(VALUES)
-
-
 def outcomes(make, state, expected, draw, fits):
     """What loading a mutant, and going on from it, ended in."""
-    given = mutant(state, draw)
+    given = of_tree(state, draw)
     if fits and isinstance(given, dict):
         given = sealed(given)
     made, started = make(), time.monotonic()

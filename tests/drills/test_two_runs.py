@@ -1,9 +1,5 @@
 """Two runs in one directory: one wins, the other changes nothing and is refused in one line."""
 
-import sys
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).parent))
 import forked
 
 RACES = 20

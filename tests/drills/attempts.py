@@ -1,0 +1,124 @@
+"""Attempts in forked processes with limits of time and memory, which are replaced when they hang or crash."""
+
+import os
+import random
+import resource
+import select
+import signal
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+
+from mutation import MARKER
+
+SECONDS, WAIT, BYTES = 10, 120, 4 << 30  # of processor time, on a busy machine, beyond what is used
+
+
+def run_all(attempt, count, name):
+    """Call `attempt(number)` for all numbers in forked processes, which are replaced when they hang or crash.
+
+    Returns:
+        Outcome (accepted, refused, hang, crash, or the kind of an error) → number of mutants; and texts about the lost.
+    """
+    outcomes, lost, number = Counter(), [], 0
+    while number < count:
+        reader, writer = os.pipe()
+        if not (child := os.fork()):
+            os.close(reader)
+            _attempts(attempt, range(number, count), writer)
+        os.close(writer)
+        rest, begun, used = b"", time.monotonic(), 0.0
+        while number < count:
+            ready, _, _ = select.select([reader], [], [], 1.0)
+            if not ready and _processor_seconds(child) - used < SECONDS and time.monotonic() < begun + WAIT:
+                continue
+            chunk = os.read(reader, 1 << 16) if ready else b""
+            if not chunk:
+                break
+            used = _processor_seconds(child)
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                outcome, _, text = line.decode().partition(" ")
+                outcomes[outcome] += 1
+                if outcome not in ("accepted", "refused"):
+                    lost.append(f"{name} {number}: {outcome} {text}")
+                number, begun = number + 1, time.monotonic()
+        os.kill(child, signal.SIGKILL)
+        status = os.waitpid(child, 0)[1]
+        os.close(reader)
+        if number < count:
+            outcome = "hang" if not ready else "crash"
+            outcomes[outcome] += 1
+            lost.append(f"{name} {number}: {outcome} (status {status})")
+            number += 1
+    return outcomes, lost
+
+
+def _processor_seconds(process):
+    times = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
+
+
+def _attempts(attempt, numbers, writer):
+    """Of the forked process: one line per attempt; never returns."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + BYTES, used + BYTES))
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(null, descriptor)
+    for number in numbers:
+        try:
+            attempt(number)
+            line = "accepted"
+        except (ValueError, OSError) as error:  # what the command line shows in one line
+            text = str(error)
+            line = (
+                "refused"
+                if text.strip() and "\n" not in text and len(text) < 20_000
+                else f"message {text[:300]!r}"
+            )
+        except BaseException as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            own = [each for each in traceback.extract_tb(error.__traceback__) if "multipack" in each.filename]
+            place = (
+                f"{Path(own[-1].filename).name}:{own[-1].lineno}"
+                if own
+                else f"{frame.filename}:{frame.lineno}"
+            )
+            line = f"{type(error).__name__} {place} {str(error)[:200]!r}"
+        os.write(writer, line.encode() + b"\n")
+    os._exit(0)
+
+
+class Drill:
+    """Runs mutants of several files, and counts what was lost."""
+
+    def __init__(self, outcome):
+        self._outcome, self._total, self._lost = outcome, Counter(), []
+
+    def __call__(self, name, file, mutations, read, finish=lambda: None):
+        """Call `finish` and `read` after each mutation of a file; `mutations` are functions and their numbers."""
+        original = file.read_bytes()
+        for mutate, count in mutations:
+
+            def attempt(number, mutate=mutate):
+                draw = random.Random(f"{name} {mutate.__name__} {number}")
+                file.write_bytes(mutate(original, draw))
+                finish()
+                read()
+
+            found, lost = run_all(attempt, count, f"{name} {mutate.__name__}")
+            self._total.update(found)
+            self._lost += lost
+        file.write_bytes(original)
+        finish()
+
+    def check(self):
+        """Record the counts, and fail if a mutant was lost."""
+        self._outcome("mutants", sum(self._total.values()))
+        for kind in sorted({"accepted", "refused", "hang", "crash", *self._total}):
+            self._outcome(kind, self._total[kind])
+        self._outcome("executions", int(MARKER.exists()))
+        MARKER.unlink(missing_ok=True)
+        assert not self._lost, "\n".join(self._lost)
