@@ -247,11 +247,13 @@ def _acquire(path: Path, on_wait: Callable[[str], None]) -> int:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
         except PermissionError:  # another user's, which is locked as well if it can be read
             descriptor = os.open(path, os.O_RDONLY | flags)
+        is_held = False
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                    return descriptor  # else its holder has removed the file meanwhile
+            with suppress(FileNotFoundError):  # its holder has removed the file meanwhile
+                is_held = os.path.samestat(os.fstat(descriptor), os.stat(path))
+            if is_held:
+                return descriptor
         except BlockingIOError:
             if time.monotonic() > announced:
                 holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
@@ -259,13 +261,11 @@ def _acquire(path: Path, on_wait: Callable[[str], None]) -> int:
                 announced = math.inf
             time.sleep(_POLL)
         except OSError as error:
-            os.close(descriptor)
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                 raise
             raise ValueError(
                 f"the file system of {path.parent} has no file locks; set data.cache to a local folder"
             ) from error
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
+        finally:
+            if not is_held:
+                os.close(descriptor)

@@ -5,7 +5,8 @@
       metrics.jsonl     one record per step and evaluation, in full precision
       samples.txt       generated text of evaluations
       metrics.jsonl.cut, samples.txt.cut   what resuming from a checkpoint cut off the two, in order
-      trace.json        with train.profile; reference.safetensors with preference pairs
+      trace.json        with train.profile
+      reference.safetensors, cost.json   with preference pairs, with plan.cost=FILE; checkpoints have their checksums
       checkpoints/
         latest          the name of the newest complete checkpoint
         best            the name of the one with the lowest validation loss, of those saved at an evaluation
@@ -18,11 +19,12 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from multipack.atomic import is_free, write_atomically
+from multipack.atomic import is_free, read_file, write_atomically
 
 FORMAT = 5
 """Version of the layout of checkpoints; 1 to 3 are of earlier versions of multipack."""
@@ -43,16 +45,6 @@ class RunDirectory:
         self.checkpoints = self.path / "checkpoints"
         self.latest = self.checkpoints / "latest"
         self.best = self.checkpoints / "best"
-
-    def check_kinds(self) -> None:
-        """Check that nothing is in the place of a file or folder that is read, such as a pipe, which would never end.
-
-        Raises:
-            ValueError: a file is not a regular file, or `checkpoints` is not a folder.
-        """
-        check_regular(self.config, self.metrics, self.samples, self.latest, self.best)
-        if not self.checkpoints.is_dir() and os.path.lexists(self.checkpoints):
-            raise ValueError(f"{self.checkpoints} is not a folder: restore it from a copy of the run")
 
     @property
     def has_checkpoints(self) -> bool:
@@ -108,13 +100,12 @@ class RunDirectory:
 
         Raises:
             FileNotFoundError: this is no run directory, it has no checkpoint, or `latest` names a missing one.
-            ValueError: something other than a file is in the place of one.
         """
         if not self.config.is_file():
             raise FileNotFoundError(f"{self.path} is not a run directory: it has no config.yaml")
         # A process may have been killed before it wrote the pointer, or a copy may have lost it.
         if not os.path.lexists(self.latest) and (complete := self.complete_checkpoints()):
-            return check_checkpoint(complete[-1])
+            return complete[-1]
         return self._named(self.latest, "start the run anew with another out=")
 
     def advice(self) -> str:
@@ -138,10 +129,9 @@ class RunDirectory:
 
     def _named(self, pointer: Path, hint: str) -> Path:
         """The checkpoint that a pointer file names; `hint` ends the error message if there are no checkpoints."""
-        self.check_kinds()
         name = pointer.read_text(encoding="utf-8", errors="replace").strip() if pointer.is_file() else ""
         if name and "\0" not in name and (self.checkpoints / name).is_dir():
-            return check_checkpoint(self.checkpoints / name)
+            return self.checkpoints / name
         found = [path.name for path in self.complete_checkpoints()]
         advice = f"name one of {', '.join(found[-3:])} in {self.checkpoints}" if found else hint
         raise FileNotFoundError(f"{pointer} names no checkpoint that is there ({name[:40]!r}): {advice}")
@@ -150,7 +140,7 @@ class RunDirectory:
         """The records of metrics.jsonl in order, up to a line that is incomplete because its writer was killed."""
         if not self.metrics.exists():
             return
-        for line in self.metrics.read_text(encoding="utf-8").splitlines():
+        for line in read_file(self.metrics, sys.maxsize).decode().splitlines():
             try:
                 yield json.loads(line)
             except json.JSONDecodeError:
@@ -172,18 +162,16 @@ def find_run(path: str | Path) -> tuple[RunDirectory, Path | None]:
     """
     given = Path(path)
     if given.parent.name == "checkpoints" and given.name.startswith("step-") and given.is_dir():
-        return RunDirectory(given.parent.parent), check_checkpoint(given)
+        return RunDirectory(given.parent.parent), given
     if os.path.lexists(given / "config.yaml"):
-        run = RunDirectory(given)
-        run.check_kinds()
-        return run, None
+        return RunDirectory(given), None
     raise FileNotFoundError(
         f"{given} is neither a run directory (config.yaml) nor one of its checkpoints (checkpoints/step-…)"
     )
 
 
 def check_regular(*files: Path) -> None:
-    """Check that files are regular files or missing; opening a pipe would wait forever.
+    """Refuse anything but a regular file where one is written and cannot be read by `read_file`: a pipe waits forever.
 
     Raises:
         ValueError: one is a folder, a pipe, a socket, a device, or a link to nothing.
@@ -193,17 +181,6 @@ def check_regular(*files: Path) -> None:
             raise ValueError(f"{file} is not a regular file: restore it from a copy, or remove it")
 
 
-def check_checkpoint(folder: Path) -> Path:
-    """The folder of a checkpoint, after checking that its files are regular files; contents are not read.
-
-    Raises:
-        ValueError: see `check_regular`.
-    """
-    files = (path for path in folder.rglob("*") if not path.is_dir())
-    check_regular(*files, folder / STATE, folder / "config.yaml")
-    return folder
-
-
 def check_format(checkpoint: Path) -> None:
     """Check that a checkpoint has the layout of this version; opening it reports a damaged `state.json`.
 
@@ -211,7 +188,7 @@ def check_format(checkpoint: Path) -> None:
         ValueError: it was written by an earlier version.
     """
     try:
-        version = json.loads((checkpoint / STATE).read_bytes())["format"]
+        version = json.loads(read_file(checkpoint / STATE))["format"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return
     if version != FORMAT:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
@@ -30,7 +31,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from multipack.atomic import PARTIAL, move_into_place, partial_path, sync_folder, write_atomically
+from multipack.atomic import PARTIAL, move_into_place, partial_path, read_file, sync_folder, write_atomically
 from multipack.parallel.state import State
 from multipack.parallel.world import World
 from multipack.run import COMPLETE, FORMAT, STATE, RunDirectory, check_format
@@ -299,7 +300,7 @@ def _open(path: Path, world: World, weights_only: bool) -> Checkpoint:
     for name in (STATE, COMPLETE):
         if not (path / name).is_file():
             raise ValueError(f"it is not complete, {name} is missing")
-    state = json.loads((path / STATE).read_bytes())
+    state = json.loads(read_file(path / STATE, sys.maxsize))
     if checksum(path / STATE) != (path / COMPLETE).read_text(encoding="utf-8"):
         raise ValueError(f"{STATE} is not what was written")
     files = state["files"]

@@ -44,7 +44,6 @@ def examine_run(path: Path, progress: Callable[[str], None] = lambda area: None)
 
     Raises:
         FileNotFoundError: `path` is neither.
-        ValueError: something other than a file is in the place of one.
     """
     run, _ = find_run(path)
     opened: dict[str, Checkpoint] = {}
@@ -91,7 +90,7 @@ def _checkpoints(run: RunDirectory, opened: dict[str, Checkpoint]) -> Iterator[R
     """Check every checkpoint and the pointers to them; those that are undamaged are added to `opened`."""
     for path in sorted(run.checkpoints.glob("step-*")):
         try:
-            opened[path.name] = load_checkpoint(find_run(path)[1] or path)
+            opened[path.name] = load_checkpoint(path)
             checked_progress(opened[path.name], {})
             yield RunFinding(path.name, "ok", "complete, all checksums agree")
         except (ValueError, OSError) as error:

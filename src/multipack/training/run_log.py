@@ -9,10 +9,12 @@ import fcntl
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from multipack.atomic import read_file
 from multipack.run import RunDirectory, check_regular
 
 Mark = dict[str, Any]
@@ -30,8 +32,8 @@ class RunLog:
     """
 
     def __init__(self, run: RunDirectory) -> None:
-        run.check_kinds()
         self._run, self._paths = run, _paths(run)
+        check_regular(*self._paths.values())
         self._files = {name: path.open("ab", buffering=0) for name, path in self._paths.items()}
         try:
             fcntl.flock(self._files["metrics"], fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -111,7 +113,7 @@ def divide_log(run: RunDirectory, marks: Mapping[str, Mark]) -> dict[str, tuple[
     """
     parts = {}
     for name, path in _paths(run).items():
-        content, size = path.read_bytes(), marks[name]["bytes"]
+        content, size = read_file(path, sys.maxsize), marks[name]["bytes"]
         if hashlib.sha256(content[:size]).hexdigest() != marks[name]["sha256"]:
             raise ValueError(
                 f"{path} does not begin with what this checkpoint recorded: it was edited, or the run was resumed from"
