@@ -22,7 +22,7 @@ def test_the_default_run_learns_the_standard_library(tmp_path):
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     validation = [record["val_loss"] for record in records if "val_loss" in record]
     assert 7.6 < validation[0] < 8.4  # log 2,048, and half the variance of the logits, 1
-    assert validation[-1] <= 4.8
+    assert validation[-1] <= 4.3  # 4.07 in fp32
     assert "packed / padded" in done.stdout
 
 

@@ -22,43 +22,18 @@ from multipack.shapes import ModelShape
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Values of `train.dtype`."""
 
+# fmt: off
 PUBLISHED_TFLOPS: dict[str, float] = {
-    "A100": 312.0,
-    "A800": 312.0,
-    "A30": 165.0,
-    "A10": 125.0,
-    "A10G": 70.0,
-    "A40": 149.7,
-    "H100 PCIe": 756.0,
-    "H100 NVL": 835.0,
-    "H100": 989.0,
-    "H800": 989.0,
-    "H20": 148.0,
-    "H200 NVL": 835.0,
-    "H200": 989.0,
-    "GH200": 989.0,
-    "B200": 2250.0,
-    "GB200": 2500.0,
-    "B300": 2250.0,
-    "GB300": 2500.0,
-    "L4": 121.0,
-    "L20": 119.5,
-    "L40": 181.0,
-    "L40S": 362.0,
-    "RTX A6000": 154.8,
-    "RTX 6000 Ada": 364.2,
-    "RTX 3090": 71.2,
-    "RTX 4090": 165.2,
-    "RTX 5090": 209.5,
-    "MI210": 181.0,
-    "MI250X": 191.5,
-    "MI250": 181.0,
-    "MI300A": 980.6,
-    "MI300X": 1307.4,
-    "MI325X": 1307.4,
-    "MI350X": 2306.9,
-    "MI355X": 2516.6,
+    "A100": 312.0, "A800": 312.0, "A30": 165.0, "A10": 125.0, "A10G": 70.0, "A40": 149.7,
+    "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0, "H800": 989.0, "H20": 148.0,
+    "H200 NVL": 835.0, "H200": 989.0, "GH200": 989.0,
+    "B200": 2250.0, "GB200": 2500.0, "B300": 2250.0, "GB300": 2500.0,
+    "L4": 121.0, "L20": 119.5, "L40": 181.0, "L40S": 362.0, "RTX A6000": 154.8, "RTX 6000 Ada": 364.2,
+    "RTX 3090": 71.2, "RTX 4090": 165.2, "RTX 5090": 209.5,
+    "MI210": 181.0, "MI250X": 191.5, "MI250": 181.0, "MI300A": 980.6, "MI300X": 1307.4, "MI325X": 1307.4,
+    "MI350X": 2306.9, "MI355X": 2516.6,
 }
+# fmt: on
 """Dense bf16 peaks with float32 sums, TFLOP/s, by words of the device's name; the first match counts.
 
 From the vendors' data sheets, half of what they give "with sparsity": NVIDIA's of A10, A30, A40, A100, H100, H200, H20,

@@ -154,16 +154,9 @@ def plan_rows(run: Trainer) -> Rows:
     """The report of the plan, packs of a step, and documents that were cut or skipped."""
     feed, config, corpus, ranks = run.feed, run.config, run.corpus, run.mesh.data_size
     if feed.plan is None:
-        rows = [
-            (
-                "documents",
-                f"those of {corpus.description}; the run ends with them, or after {run.steps:,} steps",
-            ),
-            (
-                "planned ahead",
-                f"{config.plan.window} steps, as soon as the documents that fill them are there",
-            ),
-        ]
+        ends = f"those of {corpus.description}; the run ends with them, or after {run.steps:,} steps"
+        ahead = f"{config.plan.window} steps, as soon as the documents that fill them are there"
+        rows = [("documents", ends), ("planned ahead", ahead)]
     else:
         found, batch_size = report(feed.plan, ranks, config.parallel.sync), config.train.padded_batch_size
         share = padded_share(corpus.train.lengths, batch_size, config.train.seed)
@@ -207,15 +200,8 @@ def _attention_backend(run: Trainer) -> str:
     config, shape = run.config, run.shape
     if config.parallel.context > 1 and config.parallel.context_method == "ring":
         return "ring"
-    width, window, compiled = shape.head_width, shape.window or None, config.train.compile == "true"
-    call = (
-        run.world.device,
-        DTYPES[config.train.dtype],
-        shape.heads,
-        shape.kv_heads,
-        width,
-        window,
-        True,
-        compiled,
-    )
-    return BACKENDS[backend_index(config.model.attention, *call)].name
+    sizes = shape.heads, shape.kv_heads, shape.head_width, shape.window or None
+    dtype, compiled = DTYPES[config.train.dtype], config.train.compile == "true"
+    return BACKENDS[
+        backend_index(config.model.attention, run.world.device, dtype, *sizes, True, compiled)
+    ].name
