@@ -238,3 +238,15 @@ def test_weights_are_cast_once_a_step():
     with Casts(engine.model.linear.weight.shape) as casts:  # the weights have changed
         engine.forward_backward(rows, 3)
     assert casts.count == 1
+
+
+def test_gradients_are_complete_layer_by_layer_when_they_are_sent(monkeypatch):
+    """DDP sends the gradients of a layer while those of earlier layers are computed, in the last micro-batch."""
+    monkeypatch.setattr(Mesh, "gradient_size", 2)
+    engine, complete = engine_of(torch.bfloat16), []
+    engine.model.linear = nn.Sequential(nn.Linear(3, 3), engine.model.linear)
+    engine.model.linear[1].weight.register_post_accumulate_grad_hook(lambda _: complete.append("weight"))
+    rows = [torch.randn(4, 3, requires_grad=True) for _ in range(3)]
+    rows[2].register_hook(lambda _: complete.append("inputs of the first layer"))
+    engine.forward_backward(rows, 3)
+    assert complete == ["weight", "weight", "weight", "inputs of the first layer"]

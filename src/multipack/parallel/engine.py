@@ -206,10 +206,13 @@ class ModelEngine:
         """Run micro-batches sequentially; ranks synchronize gradients in the last backward pass."""
         losses, forward, backward = [], [], []
         device = self.world.device.type
-        with self.autocast():  # which keeps its copies of weights until it ends: they are made once a step
+        with self.autocast():  # which keeps its copies of weights, so that they are made once
             for index, batch in enumerate(micro_batches):
                 is_last = index == len(micro_batches) - 1
                 moved = self._moved(batch)
+                if is_last and self.mesh.gradient_size > 1:
+                    # Autograd computes the gradients of older copies last: DDP could send none during the pass.
+                    torch.clear_autocast_cache()
                 with self._synchronizing(is_last):
                     began = self.clock.mark()
                     loss = self._call(moved)
