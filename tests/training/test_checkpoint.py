@@ -186,6 +186,14 @@ def _change_state(**values):
 SHARD = "tensors/weights-00001.safetensors"
 
 
+def _forge_dtype(path):
+    """A dtype of one line break, in a file whose checksums are made again."""
+    file = path / SHARD
+    file.write_bytes(file.read_bytes().replace(b'"F32"', b'"\\n" ', 1))
+    files = json.loads((path / "state.json").read_text())["files"]
+    _change_state(files={**files, SHARD: checkpoint_tensors.checksum(file)})(path)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -209,6 +217,7 @@ SHARD = "tensors/weights-00001.safetensors"
         (lambda path: [_change_state(format=1)(path), (path / ".complete").unlink()], "format 1.*format 5"),
         (_change_state(files=[3]), "step-00000003 cannot be read"),
         (_change_state(files={"config.yaml": ["a"]}), "step-00000003 cannot be read"),
+        (_forge_dtype, "step-00000003 cannot be read"),
         (_change_state(progress=3), "step-00000003 cannot be read"),
         (_change_state(step=None), "step-00000003 cannot be read"),
     ],

@@ -291,8 +291,9 @@ def load_checkpoint(path: Path, world: World | None = None, weights_only: bool =
     try:
         return _open(path, world or World(), weights_only)
     except DAMAGED as error:
+        reason = " ".join(str(error).split())  # of safetensors it may have several lines
         raise ValueError(
-            f"checkpoint {path} cannot be read: {error}; resume from another one in {path.parent}"
+            f"checkpoint {path} cannot be read: {reason}; resume from another one in {path.parent}"
         ) from error
 
 

@@ -228,7 +228,7 @@ class TensorFiles(HuggingFaceStorageReader):
                 load(wanted, storage_reader=self, planner=planner, no_dist=True)
         except CheckpointException as error:  # no `Exception`
             causes = "; ".join(str(cause) for cause, _ in error.failures.values())
-            raise ValueError(f"{self._folder} cannot be read: {causes}") from error
+            raise ValueError(f"{self._folder} cannot be read: {' '.join(causes.split())}") from error
 
     def tensor(self, group: str, name: str) -> Tensor:
         """One whole tensor, on the CPU.

@@ -272,8 +272,9 @@ def read_reference(file: Path, documents: Mapping[str, Documents]) -> dict[str, 
             if found[name].shape != (len(view), 2) or not np.isfinite(found[name]).all():
                 raise ValueError(f"{name} is {found[name].shape} for {len(view)} pairs, or not finite")
     except (SafetensorError, OSError, KeyError, ValueError) as error:
+        reason = " ".join(str(error).split())
         raise ValueError(
-            f"{file}, the reference model's log-probabilities of this run's pairs, cannot be read ({error}): restore"
+            f"{file}, the reference model's log-probabilities of this run's pairs, cannot be read ({reason}): restore"
             " it, or start a new run with another out="
         ) from error
     return found
