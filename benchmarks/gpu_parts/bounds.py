@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from gpu_parts.common import Stopwatch, options_of, write_part
+from gpu_parts.common import median_seconds, options_of, write_part
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
 from multipack.ops.attention import attention, select
@@ -36,7 +36,7 @@ def main() -> None:
     q, k, v = (
         torch.randn(tokens, HEADS, WIDTH, device=device, dtype=dtype).requires_grad_() for _ in range(3)
     )
-    backend, watch, rows = select("auto", q, k, v).name, Stopwatch(options.device), []
+    backend, rows = select("auto", q, k, v).name, []
     for name, batch in (("pack", pack), ("plan", plan)):
 
         def both(batch=batch):
@@ -48,8 +48,8 @@ def main() -> None:
                 attention(q, k, v, batch, backend)
 
         row = {"bounds": name, "max_seqlen": batch.max_seqlen, "entries": len(batch.cu_seqlens)}
-        row |= {"forward_ms": 1e3 * watch.seconds(forward, repeats)}
-        row |= {"forward_backward_ms": 1e3 * watch.seconds(both, repeats)}
+        row |= {"forward_ms": 1e3 * median_seconds(options.device, forward, repeats)}
+        row |= {"forward_backward_ms": 1e3 * median_seconds(options.device, both, repeats)}
         print(row, flush=True)
         rows.append(row)
     ratio = rows[1]["forward_backward_ms"] / rows[0]["forward_backward_ms"]

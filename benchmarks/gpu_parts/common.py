@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +75,29 @@ def write_store(folder: Path, lengths: list[int], vocabulary: int) -> np.ndarray
     return tokens
 
 
+@contextmanager
+def random_corpus(
+    options: argparse.Namespace,
+    capacity: int,
+    packs: int,
+    steps: int,
+    vocabulary: int,
+    mean: float = 300,
+    longest: int = 0,
+) -> Iterator[tuple[list[str], np.ndarray]]:
+    """A temporary store for a run: documents of random tokens that fill `steps` steps, and some more.
+
+    Yields:
+        The settings of a run on it, and all tokens in a row.
+    """
+    lengths = random_lengths(capacity * packs * (steps + 4), mean, longest or capacity)
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder) / "documents.store"
+        tokens = write_store(store, lengths, vocabulary)
+        words = ["data=store", f"data.path={store}", "data.validation=0", f"train.device={options.device}"]
+        yield [*words, f"plan.capacity={capacity}", f"plan.packs_per_step={packs}"], tokens
+
+
 @dataclass(frozen=True)
 class Run:
     """Figures of a run of the trainer, over the steps after those that compile and allocate.
@@ -92,10 +117,9 @@ class Run:
     seconds_of_first_steps: float
 
 
-def timed_run(words: list[str], options: argparse.Namespace, skipped: int) -> Run:
+def timed_run(words: list[str], skipped: int) -> Run:
     """Train with these settings; the first `skipped` steps do not count."""
-    device = f"train.device={options.device}"
-    records = [record for record in records_of([*words, device, "train.eval_every=0"]) if "dt" in record]
+    records = [record for record in records_of([*words, "train.eval_every=0"]) if "dt" in record]
     counted = records[skipped:]
     seconds = sum(record["dt"] for record in counted)
     return Run(
@@ -107,19 +131,13 @@ def timed_run(words: list[str], options: argparse.Namespace, skipped: int) -> Ru
     )
 
 
-class Stopwatch:
-    """Seconds of work on a device: by CUDA events on a GPU, by the clock of the processor's time elsewhere."""
+def median_seconds(device: str, work: Callable[[], object], repeats: int) -> float:
+    """Median seconds of a call, after two calls that are not timed: by CUDA events on a GPU, by wall time elsewhere."""
+    from multipack.parallel.engine import DeviceClock
 
-    def __init__(self, device: str) -> None:
-        self.device = device
-
-    def seconds(self, work: Callable[[], object], repeats: int) -> float:
-        """Median seconds of a call, after two calls that are not timed."""
-        from multipack.parallel.engine import DeviceClock
-
-        clock, marks = DeviceClock(torch.device(self.device)), []
-        for _ in range(repeats + 2):
-            began = clock.mark()
-            work()
-            marks.append((began, clock.mark()))
-        return statistics.median(clock.seconds(*each) for each in marks[2:])
+    clock, marks = DeviceClock(torch.device(device)), []
+    for _ in range(repeats + 2):
+        began = clock.mark()
+        work()
+        marks.append((began, clock.mark()))
+    return statistics.median(clock.seconds(*each) for each in marks[2:])

@@ -7,13 +7,11 @@ rows of 1,024 tokens whatever they hold. The best of two rounds counts.
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 
-from gpu_parts.common import at_least, options_of, random_lengths, timed_run, write_part, write_store
+from gpu_parts.common import at_least, options_of, random_corpus, timed_run, write_part
 from gpu_parts.plain_loop import Sizes, train_plainly
 
 SMALL = Sizes(layers=2, heads=2, width=32, vocabulary=512, row=64, rows=4, micro_batches=2)
@@ -26,24 +24,18 @@ def main() -> None:
     shape = {"layers": sizes.layers, "heads": sizes.heads, "kv_heads": sizes.heads, "context": sizes.row}
     shape |= {"d_model": sizes.width, "d_ff": 4 * sizes.width, "vocabulary_size": sizes.vocabulary}
     words = ["model=gpt2", *(f"model.{name}={value}" for name, value in shape.items())]
-    words += [
-        f"plan.capacity={capacity}",
-        f"plan.packs_per_step={sizes.micro_batches}",
-        f"train.steps={steps}",
-    ]
+    words.append(f"train.steps={steps}")
     words += [] if options.small else ["train.compile=true", "train.dtype=bf16"]
     torch.set_float32_matmul_precision("high")  # as plain loops do; both compute in bf16
     ours, plain = [], []
-    with tempfile.TemporaryDirectory() as folder:
-        store = Path(folder) / "documents.store"
-        lengths = random_lengths(capacity * sizes.micro_batches * (steps + 4), 300, sizes.row)
-        stream = write_store(store, lengths, min(sizes.vocabulary, 50_257))
-        words += ["data=store", f"data.path={store}", "data.validation=0"]
+    vocabulary = min(sizes.vocabulary, 50_257)
+    corpus = random_corpus(options, capacity, sizes.micro_batches, steps, vocabulary, longest=sizes.row)
+    with corpus as (common, stream):
         for _ in range(rounds):
             plain.append(train_plainly(stream, sizes, options.device, steps, skipped))
             if options.device == "cuda":
                 torch.cuda.empty_cache()
-            ours.append(timed_run(words, options, skipped))
+            ours.append(timed_run([*common, *words], skipped))
             print(f"plain {plain[-1]:,.0f} tokens/s, ours {ours[-1].tokens_per_second:,.0f}", flush=True)
     best = max(ours, key=lambda run: run.tokens_per_second)
     ratio = best.tokens_per_second / max(plain)

@@ -10,11 +10,9 @@ Documents have lognormal lengths with mean 300 and random tokens. Ways:
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import asdict
-from pathlib import Path
 
-from gpu_parts.common import at_least, options_of, random_lengths, timed_run, write_part, write_store
+from gpu_parts.common import at_least, options_of, random_corpus, timed_run, write_part
 
 WAYS = {
     "eager": ["train.compile=false", "train.fixed_shape=false"],
@@ -31,12 +29,8 @@ def main() -> None:
     capacity, packs, steps, skipped = (256, 2, 4, 2) if options.small else (8192, 8, 14, 6)
     vocabulary = 512 if options.small else 128_256
     shape = ["model=tiny"] if options.small else ["model=llama-1b", "train.dtype=bf16"]
-    with tempfile.TemporaryDirectory() as folder:
-        store = Path(folder) / "documents.store"
-        write_store(store, random_lengths(capacity * packs * (steps + 4), 300, capacity), vocabulary)
-        words = ["data=store", f"data.path={store}", "data.validation=0", f"train.steps={steps}", *shape]
-        words += [f"plan.capacity={capacity}", f"plan.packs_per_step={packs}", *WAYS[options.way]]
-        run = timed_run(words, options, skipped)
+    with random_corpus(options, capacity, packs, steps, vocabulary) as (words, _):
+        run = timed_run([*words, f"train.steps={steps}", *shape, *WAYS[options.way]], skipped)
     print(asdict(run))
     asked = (
         at_least(f"MFU of llama-1b, {options.way}, %", run.mfu, ASKED[options.way], options)

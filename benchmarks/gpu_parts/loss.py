@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from gpu_parts.common import Stopwatch, options_of, write_part
+from gpu_parts.common import median_seconds, options_of, write_part
 from multipack.ops.loss import linear_cross_entropy
 
 
@@ -19,7 +19,7 @@ def main() -> None:
     hidden = torch.randn(tokens, width, device=device, dtype=torch.bfloat16).requires_grad_()
     weight = (torch.randn(vocabulary, width, device=device) * 0.02).bfloat16().requires_grad_()
     targets = torch.randint(vocabulary, (tokens,), device=device)
-    watch, rows = Stopwatch(options.device), []
+    rows = []
     for chunk in (None, tokens // 8, tokens // 4, tokens // 2, tokens):
         chosen = {} if chunk is None else {"chunk_tokens": chunk}
 
@@ -29,7 +29,10 @@ def main() -> None:
 
         if options.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        row = {"rows": chunk or "default", "ms": 1e3 * watch.seconds(work, 2 if options.small else 10)}
+        row = {
+            "rows": chunk or "default",
+            "ms": 1e3 * median_seconds(options.device, work, 2 if options.small else 10),
+        }
         if options.device == "cuda":
             row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         print(row, flush=True)

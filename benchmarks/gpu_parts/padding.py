@@ -7,12 +7,10 @@ beside random batches of 16 documents padded to their longest. The trainer choos
 from __future__ import annotations
 
 import argparse
-import tempfile
 from dataclasses import asdict
-from pathlib import Path
 
 import padding
-from gpu_parts.common import at_least, options_of, random_lengths, write_part, write_store
+from gpu_parts.common import at_least, options_of, random_corpus, write_part
 
 
 def main() -> None:
@@ -23,14 +21,10 @@ def main() -> None:
     shape = (
         ["model=tiny"] if options.small else ["model=gpt2", f"model.context={longest}", "train.dtype=bf16"]
     )
-    with tempfile.TemporaryDirectory() as folder:
-        store = Path(folder) / "documents.store"
-        lengths = random_lengths(capacity * packs * (steps + 4), longest / 7, longest)
-        write_store(store, lengths, 512 if options.small else 50_257)
-        words = ["data=store", f"data.path={store}", "data.validation=0", f"train.device={options.device}"]
-        words += [f"plan.capacity={capacity}", f"plan.packs_per_step={packs}", *shape]
-        timed = argparse.Namespace(batch_size=batch, steps=steps, seconds=60.0, cpu_time=False)
-        found = padding.measure(words, timed)
+    timed = argparse.Namespace(batch_size=batch, steps=steps, seconds=60.0, cpu_time=False)
+    vocabulary = 512 if options.small else 50_257
+    with random_corpus(options, capacity, packs, steps, vocabulary, longest / 7, longest) as (words, _):
+        found = padding.measure([*words, *shape], timed)
     rows = [
         {"padded_loss": name, "share_of_pad_factor": each.ratio / each.pad_factor, **asdict(each)}
         for name, each in found.items()

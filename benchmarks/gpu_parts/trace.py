@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from gpu_parts.common import options_of, random_lengths, write_part, write_store
+from gpu_parts.common import options_of, random_corpus, write_part
 from multipack.training.run_config import compose
 from multipack.training.train import train
 
@@ -67,24 +67,15 @@ def main() -> None:
     options = options_of(__doc__)
     capacity, packs = (256, 2) if options.small else (8192, 2)
     shape = ["model=tiny"] if options.small else ["model=llama-1b", "train.dtype=bf16"]
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        store, run = Path(folder) / "documents.store", Path(folder) / "run"
-        lengths = random_lengths(capacity * packs * 10, 300, capacity)
-        write_store(store, lengths, 512 if options.small else 128_256)
-        words = [
-            "data=store",
-            f"data.path={store}",
-            "data.validation=0",
-            "train.steps=6",
-            *shape,
-            f"out={run}",
-        ]
-        words += [
-            f"plan.capacity={capacity}",
-            f"plan.packs_per_step={packs}",
-            f"train.device={options.device}",
-        ]
-        train(compose([*words, "train.eval_every=0", "train.compare_padding=false", "train.profile=true"]))
+    corpus = random_corpus(options, capacity, packs, 6, 512 if options.small else 128_256)
+    with (
+        corpus as (words, _),
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        run = Path(folder) / "run"
+        words += [*shape, "train.steps=6", f"out={run}", "train.profile=true"]
+        train(compose([*words, "train.eval_every=0", "train.compare_padding=false"]))
         events = json.loads((run / "trace.json").read_text())["traceEvents"]
         if not options.small:
             shutil.copyfile(run / "trace.json", options.out.with_suffix(".trace.json"))

@@ -67,7 +67,7 @@ def test_every_file_with_cuda_tests_is_a_part(check):
             assert (ROOT / "benchmarks" / script).is_file()
 
 
-@pytest.mark.parametrize("name", ["environment", "bounds", "loss", "gpt2"])
+@pytest.mark.parametrize("name", ["environment", "bounds", "loss", "gpt2", "saving"])
 def test_a_part_runs_in_its_reduced_form(name, tmp_path, monkeypatch, known_peak):
     out = tmp_path / f"{name}.json"
     monkeypatch.setattr(sys, "argv", [name, "--device", "cpu", "--small", "--out", str(out)])

@@ -6,6 +6,8 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
@@ -25,6 +27,21 @@ def _varlen(monkeypatch):
     monkeypatch.setattr(torch, "autocast", lambda device, enabled: nullcontext())
 
 
+class Copies(TorchDispatchMode):
+    """Bytes of each tensor of the host that an operator reads for a result on the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        out = operator(*args, **(kwargs or {}))
+        if any(x.is_meta for x in tree_leaves(out) if isinstance(x, torch.Tensor)):
+            read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            self.sizes += [x.nbytes for x in read if not x.is_meta]
+        return out
+
+
 @pytest.mark.parametrize("name", ["llama-1b", "gpt2"])
 @pytest.mark.usefixtures("_varlen")
 def test_a_step_never_waits_for_the_device(name):
@@ -36,7 +53,10 @@ def test_a_step_never_waits_for_the_device(name):
     for trains in (True, False):
         with torch.set_grad_enabled(trains):
             loss = model.train(trains)(batch.to("meta"))
-    model.train()(batch.to("meta")).backward()
+    with Copies() as copies:
+        model.train()(batch.to("meta")).backward()
+    slots, bounds = 8 * batch.num_slots, 4 * 4
+    assert sorted(copies.sizes) == [bounds, slots, slots, slots]  # of a pack: four copies, 24 bytes a slot
     assert loss.is_meta
     assert all(parameter.grad.is_meta for parameter in model.parameters())
     with pytest.raises(RuntimeError, match="meta"):
