@@ -160,7 +160,6 @@ def check(pool, words, name, dtype):
     ("words", "name", "dtype"),
     [
         ({"data": "zero3"}, "llama", "fp32"),
-        ({"tensor": 4}, "gpt", "fp32"),
         ({"context": 4, "context_method": "ring"}, "llama", "fp32"),
         ({"pipeline": 2}, "llama", "bf16"),
     ],

@@ -88,12 +88,12 @@ DEEP = "model.layers=4 train.fixed_shape=true"
 RUNS = [
     (2, "train.loss_weighting=document", "parallel.data=zero1"),
     (2, "", "parallel.data=zero3 train.recompute=full train.tiles=3"),
-    (4, "", "parallel.data=zero2 parallel.tensor=2"),
     (2, "", "parallel.context=2 parallel.context_method=ring train.recompute=selective"),
     (4, DEEP, "parallel.pipeline=2 parallel.data=zero3 data.readers=1"),
     (2, f"{DEEP} model.tied=false {FROZEN}", "parallel.pipeline=2"),  # the last stage is frozen
 ]
 SLOW = [
+    (4, "", "parallel.data=zero2 parallel.tensor=2"),
     (4, "", "parallel.data=hsdp"),
     (4, "model.kv_heads=4", "parallel.tensor=4"),
     (4, DEEP, "parallel.pipeline=4"),

@@ -13,7 +13,12 @@ def counted(world, case):
     return traffic.count(world, {}, traffic.Case(*case))
 
 
-@pytest.mark.parametrize("case", [traffic.CASES[number] for number in (1, 3, 4, 5, 6, 8)], ids=str)
+FAST, SLOW = ([traffic.CASES[number] for number in numbers] for numbers in ((1, 4, 6, 8), (3, 5)))
+
+
+@pytest.mark.parametrize(
+    "case", [*FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=str
+)
 def test_counted_bytes_are_predicted(pools, case):
     found = max(pools(case.ranks).run(counted, tuple(case)), key=lambda each: each[1].total())
     assert traffic.compared(case, *found)[-2:] == pytest.approx([1, 1], rel=traffic.CLOSE)

@@ -145,9 +145,11 @@ def test_saved_bytes_are_close_to_measured(shape, dtype, recompute):
     ("shape", "dtype", "slots"),
     [
         ("llama", "bf16", SLOTS),
-        ("llama, tied, dropout", "fp32", SLOTS),
-        ("llama, large vocabulary", "bf16", SLOTS),
-        ("llama, large vocabulary", "fp32", 4 * SLOTS),  # two chunks of logits
+        pytest.param("llama, tied, dropout", "fp32", SLOTS, marks=pytest.mark.slow),
+        pytest.param("llama, large vocabulary", "bf16", SLOTS, marks=pytest.mark.slow),
+        pytest.param(
+            "llama, large vocabulary", "fp32", 4 * SLOTS, marks=pytest.mark.slow
+        ),  # two chunks of logits
         ("wide, short packs", "bf16", SLOTS // 8),  # copies of weights are most of the memory
         ("gpt", "fp32", SLOTS),
     ],
