@@ -13,7 +13,7 @@ from multipack.training.train import train
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_the_default_run_learns_the_standard_library(tmp_path):
     environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
     command = [sys.executable, "-m", "multipack", "train", f"out={tmp_path / 'run'}"]
