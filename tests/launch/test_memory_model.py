@@ -11,9 +11,11 @@ from torch.utils._pytree import tree_leaves
 
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
+from multipack.launch import memory_model
 from multipack.launch.memory_model import Workload, memory_of_stages, model_parameters
 from multipack.models.decoder import Decoder
 from multipack.models.recompute import recompute_blocks
+from multipack.ops import logits
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh
 from multipack.parallel.parallel_config import ParallelConfig
@@ -115,6 +117,12 @@ def test_state_is_exact_after_a_step():
             assert found.gradients == sum(each.grad.nbytes for each in model.parameters())
             slots = [value for slots in optimizer.state.values() for value in slots.values() if value.dim()]
             assert found.optimizer == sum(each.nbytes for each in slots)
+
+
+def test_chunks_of_logits_are_those_of_the_loss():
+    """The model of memory imports no torch, and so has its own constants."""
+    constants = memory_model.LOSS_CHUNK_TOKENS, memory_model.LOSS_CHUNK_BYTES
+    assert constants == (logits.CHUNK_TOKENS, logits.CHUNK_BYTES)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
