@@ -21,6 +21,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,7 @@ def config_yaml(config: Any) -> str:
     """A configuration (any dataclass of dataclasses) as YAML, which `config=FILE` reads."""
     from omegaconf import OmegaConf  # most users of this module only need paths
 
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))  # structured() takes twice as long
 
 
 def find_run(path: str | Path) -> tuple[RunDirectory, Path | None]:

@@ -18,7 +18,9 @@ A group (a dataclass that is a field of the schema) may define
 from __future__ import annotations
 
 import ast
+import copy
 import difflib
+import functools
 import inspect
 import typing
 from collections.abc import Callable, Iterable
@@ -64,10 +66,8 @@ def merge(
     Raises:
         ConfigError: a word is invalid; the message names the field and the nearest legal name or value.
     """
-    tree = OmegaConf.structured(schema)
     groups = _groups(schema)
-    for node in (tree, *(tree[name] for name in groups)):
-        OmegaConf.set_readonly(node, False)  # groups may be frozen dataclasses
+    tree = copy.deepcopy(_defaults(typing.cast(Any, schema)))
     pairs = [translate(*split(word)) for word in words]
     _apply(tree, flatten(base or {}))
     for _, path in (pair for pair in pairs if pair[0] == "config"):
@@ -159,6 +159,14 @@ def changed_words(group: str, value: Any, default: Any) -> list[str]:
         for name, field in values.items()
         if field != getattr(default, name)
     ]
+
+
+@functools.cache  # OmegaConf needs ten times as long as a copy
+def _defaults(schema: type) -> DictConfig:
+    tree = OmegaConf.structured(schema)
+    for node in (tree, *(tree[name] for name in _groups(schema))):
+        OmegaConf.set_readonly(node, False)  # groups may be frozen dataclasses
+    return typing.cast(DictConfig, tree)
 
 
 def _groups(schema: type) -> dict[str, type]:

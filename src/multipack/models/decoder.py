@@ -284,9 +284,11 @@ def _draw(name: str, parameter: Tensor, module: nn.Module, shape: ModelShape, se
     """Initialize a parameter of `module`; one without a rule would keep uninitialized memory."""
     path, _, own = name.rpartition(".")
     if isinstance(module, nn.Linear | nn.Embedding) and own == "weight":
+        if parameter.is_meta:
+            return
         writes_residual = path.endswith((".attention.output", ".feed_forward.down"))
         std = (shape.d_model * (2 * shape.layers if writes_residual else 1)) ** -0.5
-        # Meta and fake tensors use a generator of the CPU.
+        # Fake tensors use a generator of the CPU.
         is_cuda = parameter.device.type == "cuda" and torch.cuda.is_available()
         generator = torch.Generator(parameter.device if is_cuda else "cpu")
         digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
