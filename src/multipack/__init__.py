@@ -18,6 +18,8 @@ _PUBLIC = {
     "PackStream": "multipack.planning.stream",
     "PlanReport": "multipack.planning.report",
     "report": "multipack.planning.report",
+    "balance": "multipack.planning.balance",
+    "RankBatches": "multipack.planning.balance",
     "PlanOptions": "multipack.planning.options",
     "CostModel": "multipack.planning.cost",
     "ModelShape": "multipack.shapes",
@@ -49,6 +51,8 @@ if TYPE_CHECKING:
     from multipack.models.generate import generate as generate
     from multipack.ops.attention import attention as attention
     from multipack.ops.loss import linear_cross_entropy as linear_cross_entropy
+    from multipack.planning.balance import RankBatches as RankBatches
+    from multipack.planning.balance import balance as balance
     from multipack.planning.cost import CostModel as CostModel
     from multipack.planning.options import PlanOptions as PlanOptions
     from multipack.planning.packing import Packs as Packs

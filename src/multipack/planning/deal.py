@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from multipack.planning.cost import CostModel
 from multipack.planning.kernels import balancing
-from multipack.planning.kernels.placing import fill_empty, place, sums
+from multipack.planning.kernels.placing import fill_empty, place, place_inside, sums
 from multipack.planning.lengths import Packs, check_integer, longest_first, packs_from
 from multipack.planning.options import PlanOptions, Sync, check_choice
 
@@ -28,7 +28,6 @@ Integers = NDArray[np.int64]
 DEALING = 8
 """Version: changes whenever the same step is dealt differently. A run continues inside a step only with the same."""
 
-_CLOSE = 20_000  # packs are not rearranged within 1/20,000 of the proven minimum
 _HALF, _JOINT_HALF = 7, 8  # documents in a half when two packs are rearranged
 _ATTEMPTS = 10  # attempts for each pack at the sync point
 _FAILURES = 24  # successive failures at which to stop, for each pair of packs of two ranks at the sync point
@@ -93,17 +92,18 @@ def least_step_cost(
 
 
 def least_maximum(lengths: Integers, costs: Integers, packs: int, capacity: int) -> int:
-    """A proven lower bound on the cost of the most loaded of `packs` packs, for documents in falling order.
+    """A proven lower bound on the cost of the most loaded of `packs` packs, for documents in falling order of cost.
 
-    For every k, some k packs hold the k longest documents. The others hold at most (packs − k) · capacity tokens, so
-    these k hold the remaining tokens, and what they hold beside the k longest costs at least the lowest cost per token
+    For every k, some k packs hold the k costliest documents. The others hold at most (packs − k) · capacity tokens, so
+    these k hold the remaining tokens, and what they hold beside these costs at least the lowest cost per token
     of any document. The most loaded pack costs at least the mean of these k. Also, some pack holds two of the
-    packs + 1 longest documents.
+    packs + 1 costliest documents. Lengths may be 0.
     """
     longest = np.cumsum(lengths[:packs])
     k = np.arange(1, len(longest) + 1)
     tokens = int(lengths.sum()) - (packs - k) * capacity - longest
-    rate = int((costs // lengths).min())
+    held = lengths > 0
+    rate = int((costs[held] // lengths[held]).min()) if held.any() else 0
     bound = int((-(-(np.cumsum(costs[:packs]) + tokens.clip(0) * rate) // k)).max())
     two = int(costs[packs - 1] + costs[packs]) if len(costs) > packs else 0
     return max(bound, two, -(-int(costs.sum()) // packs))
@@ -150,10 +150,15 @@ def deal_packs(
     order = longest_first(slots[packs.order])
     documents, placed = packs.order[order], own[order]
     lengths = slots[documents]
-    step = _Step(lengths, balanced.cost(lengths), int(ranks), micro_batches, options, sync)
+    limit, joint = options.max_documents, options.balance == "joint"
+    costs, capacity = balanced.cost(lengths), options.capacity
+    step = Arrangement(
+        lengths, costs, int(ranks), micro_batches, capacity, limit, sync, joint, effort=options.effort
+    )
     fill_empty(placed, step.packs)
     if ranks > 1:
-        placed = _rotated(step.arrange(placed), ranks, sync, turn)
+        goal = least_step_cost(lengths, costs, step.ranks, micro_batches, capacity, sync)
+        placed = _rotated(step.arrange(goal, placed), ranks, sync, turn)
     dealt = packs_from(placed, step.packs)
     return Packs(documents[dealt.order], dealt.offsets)
 
@@ -171,25 +176,51 @@ def _rotated(placed: Integers, ranks: int, sync: Sync, turn: int) -> Integers:
 
 
 @dataclass(frozen=True)
-class _Step:
-    """Documents of a step in falling order, and the ranks that share it. Arrangements are (documents,) pack numbers."""
+class Arrangement:
+    """Documents in falling order, and the ranks that share them. Its results are (documents,) pack numbers.
+
+    Attributes:
+        lengths: (documents,) tokens.
+        costs: (documents,) int64, falling.
+        ranks: number of ranks.
+        micro_batches: packs of each rank.
+        capacity: maximum tokens of a pack.
+        max_documents: maximum documents of a pack; 0 = no limit.
+        sync: where ranks wait for each other.
+        joint: balance tokens and their squares instead of costs.
+        effort: rearrangements tried, in multiples of the default.
+        close: packs within 1/close of the proven minimum are not rearranged.
+    """
 
     lengths: Integers
     costs: Integers
     ranks: int
     micro_batches: int
-    options: PlanOptions
-    sync: Sync
+    capacity: int
+    max_documents: int = 0
+    sync: Sync = "step"
+    joint: bool = False
+    effort: int = 1
+    close: int = 20_000
 
     @property
     def packs(self) -> int:
         """Number of packs of all ranks."""
         return self.ranks * self.micro_batches
 
-    def arrange(self, own: Integers) -> Integers:
-        """The best of some arrangements, each balanced; the search ends with one that is proven close to the best."""
-        capacity, best, least = self.options.capacity, own, -1
-        goal = least_step_cost(self.lengths, self.costs, self.ranks, self.micro_batches, capacity, self.sync)
+    @property
+    def limit(self) -> int:
+        """Maximum documents of a pack."""
+        return self.max_documents or len(self.lengths)
+
+    def arrange(self, goal: int, own: Integers) -> Integers:
+        """The best of some arrangements, each balanced; the search ends with one that is proven close to the best.
+
+        Args:
+            goal: a proven lower bound on `step_cost`.
+            own: an arrangement that fits, or one with −1 for documents without a pack: then so may be the result.
+        """
+        best, least = own, -1
         for placed in self._arrangements(own):
             if placed.min() < 0:
                 continue
@@ -198,7 +229,7 @@ class _Step:
             reached = step_cost(sums(placed, self.costs, self.packs), self.ranks, self.sync)
             if least < 0 or reached < least:
                 best, least = placed, reached
-            if reached <= goal + goal // _CLOSE:
+            if reached <= goal + goal // self.close:
                 break
         return best
 
@@ -213,14 +244,10 @@ class _Step:
 
     def _by_rank(self) -> Integers:
         """Place the documents on ranks, the longest first, and those of each rank into its packs."""
-        capacity, limit = self.options.capacity, self.options.max_documents or len(self.lengths)
         slots = self.micro_batches
-        ranks = place(self.lengths, self.costs, self.ranks, slots * capacity, slots * limit)
-        placed, order = np.full_like(ranks, -1), np.argsort(ranks, kind="stable")
-        for own in np.split(order, np.flatnonzero(np.diff(ranks[order])) + 1):
-            found = place(self.lengths[own], self.costs[own], slots, capacity, limit)
-            placed[own] = np.where(np.minimum(found, ranks[own]) < 0, -1, found * self.ranks + ranks[own])
-        return placed
+        ranks = place(self.lengths, self.costs, self.ranks, slots * self.capacity, slots * self.limit)
+        found = place_inside(self.lengths, self.costs, ranks, self.ranks, slots, self.capacity, self.limit)
+        return np.where(found < 0, -1, found * self.ranks + ranks)
 
     def _place(self, points: int) -> Integers:
         """Place the documents into equally many packs of each sync point, one after the other, the longest first.
@@ -228,8 +255,7 @@ class _Step:
         A micro-batch takes as long as its most loaded pack. So each gets the documents that fit and let all its packs
         cost as much as the longest one left, or as the mean of the packs left; or more where the others have no room.
         """
-        packs, capacity = self.packs // points, self.options.capacity
-        limit = self.options.max_documents or len(self.lengths)
+        packs, capacity = self.packs // points, self.capacity
         tokens, cost = np.append(0, np.cumsum(self.lengths)), np.append(0, np.cumsum(self.costs))
         placed, start = np.full(len(self.lengths), -1, dtype=np.int64), 0
         for point in range(points):
@@ -243,7 +269,7 @@ class _Step:
             ends = np.searchsorted(cost, most, side="right"), np.searchsorted(tokens, full, side="right")
             stop = max(int(min(ends)) - 1, int(np.searchsorted(tokens, room)))
             inside = slice(start, len(placed) if left == 1 else stop)
-            found = place(self.lengths[inside], self.costs[inside], packs, capacity, limit)
+            found = place(self.lengths[inside], self.costs[inside], packs, capacity, self.limit)
             placed[inside] = np.where(found < 0, -1, point * packs + found)
             start = inside.stop
         return placed
@@ -264,26 +290,26 @@ class _Step:
 
     def _balance(self, placed: Integers) -> None:
         """Balance the ranks of each sync point, in place."""
-        once, options = self.sync == "step", self.options
-        joint, slots = options.balance == "joint", self.micro_batches if once else 1
+        once, joint = self.sync == "step", self.joint
+        slots = self.micro_batches if once else 1
         points = np.zeros_like(placed) if once else placed // self.ranks
         for point in range(int(points.max()) + 1):
             inside = np.flatnonzero(points == point)
             lengths, costs = self.lengths[inside], self.costs[inside]
-            goal = least_maximum(lengths, costs, self.ranks, slots * options.capacity)
+            goal = least_maximum(lengths, costs, self.ranks, slots * self.capacity)
             loads = (_SQUARES * lengths, lengths * lengths) if joint else (costs, np.zeros_like(costs))
             packs = placed[inside] - point * self.ranks
             balancing.balance(
                 packs,
                 lengths,
                 np.stack(loads),
-                options.capacity,
-                options.max_documents or len(placed),
+                self.capacity,
+                self.limit,
                 self.ranks,
                 slots,
-                half=(_JOINT_HALF if joint else _HALF) + min(options.effort.bit_length() - 1, _MOST_MORE),
-                attempts=_ATTEMPTS * options.effort * self.ranks * slots,
-                failures=_FAILURES * slots**2 * options.effort,
-                excess=0 if joint else max(goal + goal // _CLOSE - int(costs.sum()) // self.ranks, 0),
+                half=(_JOINT_HALF if joint else _HALF) + min(self.effort.bit_length() - 1, _MOST_MORE),
+                attempts=_ATTEMPTS * self.effort * self.ranks * slots,
+                failures=_FAILURES * slots**2 * self.effort,
+                excess=0 if joint else max(goal + goal // self.close - int(costs.sum()) // self.ranks, 0),
             )
             placed[inside] = packs + point * self.ranks

@@ -68,7 +68,8 @@ class Packs:
 
 def packs_from(pack_of: NDArray[np.int64], packs: int) -> Packs:
     """`Packs` from the pack number of each document; the documents of a pack keep their order."""
-    return Packs(np.argsort(pack_of, kind="stable"), offsets_of(np.bincount(pack_of, minlength=packs)))
+    keys = pack_of.astype(np.uint16) if packs <= 1 << 16 else pack_of  # which numpy sorts by radix
+    return Packs(np.argsort(keys, kind="stable"), offsets_of(np.bincount(pack_of, minlength=packs)))
 
 
 def longest_first(lengths: NDArray[np.int64]) -> NDArray[np.int64]:

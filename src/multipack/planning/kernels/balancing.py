@@ -113,30 +113,30 @@ def _random(state: State) -> int:
 
 @compiled
 def _candidates(state: State, x: int, y: int, half: int) -> Integers:
-    """Documents of two packs that may move: one of each length of a pack, at most 2 · half, drawn at random.
+    """Documents of two packs that may move: one of each length and load of a pack, at most 2 · half, drawn at random.
 
     They are interleaved, so that both halves of the list hold documents of both packs.
     """
-    lengths, after, count = state.lengths, state.after, 0
+    lengths, loads, after, count = state.lengths, state.loads, state.after, 0
     for pack in (x, y):
-        document, last = state.head[pack], -1
+        document, last, load = state.head[pack], -1, -1
         while document >= 0:
-            count += 1 if lengths[document] != last else 0
-            last = lengths[document]
+            count += 1 if lengths[document] != last or loads[0, document] != load else 0
+            last, load = lengths[document], loads[0, document]
             document = after[document]
     size = min(2 * half, count)
     found = np.empty(size, dtype=np.int64)
     taken = 0
     for pack in (x, y):
-        document, last = state.head[pack], -1
+        document, last, load = state.head[pack], -1, -1
         while document >= 0:
-            if lengths[document] != last:
+            if lengths[document] != last or loads[0, document] != load:
                 # Selection sampling (Knuth, vol. 2, 3.4.2, algorithm S), which keeps the order.
                 if _random(state) % count < size - taken:
                     found[taken // 2 + (taken % 2) * ((size + 1) // 2)] = document
                     taken += 1
                 count -= 1
-            last = lengths[document]
+            last, load = lengths[document], loads[0, document]
             document = after[document]
     return found
 

@@ -62,6 +62,21 @@ def spread(
     return placed
 
 
+@compiled
+def _spread_each(
+    lengths: Integers, costs: Integers, offsets: Integers, packs: int, capacity: int, max_documents: int
+) -> Integers:
+    """`spread` for consecutive parts of the documents, each with its own packs."""
+    placed = np.empty(len(lengths), dtype=np.int64)
+    for part in range(len(offsets) - 1):
+        start, stop = offsets[part], offsets[part + 1]
+        visit = np.arange(stop - start)
+        placed[start:stop] = spread(
+            lengths[start:stop], costs[start:stop], visit, packs, capacity, max_documents
+        )
+    return placed
+
+
 def sums(placed: Integers, values: Integers, packs: int) -> Integers:
     """(packs,) int64 sum of `values` (one a document) over each pack; documents without a pack (−1) do not count."""
     total = np.zeros(packs, dtype=np.int64)
@@ -105,4 +120,32 @@ def place(
     if placed.min() < 0:
         balancing.gather(placed, lengths, packs, capacity, max_documents, spare)
     fill_empty(placed, packs)
+    return placed
+
+
+def place_inside(
+    lengths: Integers,
+    costs: Integers,
+    ranks: Integers,
+    num_ranks: int,
+    packs: int,
+    capacity: int,
+    max_documents: int,
+) -> Integers:
+    """(documents,) pack of each document among the packs of its rank; −1 for none. As `place` for every rank.
+
+    `ranks` are the ranks of the documents, −1 for none.
+    """
+    keys = (ranks + 1).astype(np.uint16) if num_ranks < 1 << 16 else ranks  # which numpy sorts by radix
+    placed, order = np.full_like(ranks, -1), np.argsort(keys, kind="stable")
+    offsets = np.searchsorted(ranks[order], np.arange(num_ranks + 1))
+    order, offsets = order[offsets[0] :], offsets - offsets[0]
+    placed[order] = _spread_each(lengths[order], costs[order], offsets, packs, capacity, max_documents)
+    left = order[placed[order] < 0]
+    used = np.bincount((ranks * packs + placed)[placed >= 0], minlength=num_ranks * packs)
+    unused = np.flatnonzero(used.reshape(num_ranks, packs).min(axis=1) == 0)
+    for rank in np.union1d(ranks[left], unused):
+        own = order[offsets[rank] : offsets[rank + 1]]
+        if len(own) > 1:
+            placed[own] = place(lengths[own], costs[own], packs, capacity, max_documents)
     return placed
