@@ -299,7 +299,7 @@ def _best_fit(lengths: Integers, budget: int) -> Integers:
     """(documents,) pack of each document by best fit; documents of 0 tokens are in the first one."""
     held, pack_of = np.flatnonzero(lengths), np.zeros(len(lengths), dtype=np.int64)
     if len(held):
-        packs = pack(lengths[held], budget)
+        packs = pack(lengths[held], min(budget, int(lengths.sum())))
         pack_of[held[packs.order]] = np.repeat(np.arange(len(packs)), packs.sizes())
     return pack_of
 

@@ -1,0 +1,140 @@
+"""verl's functions of `verl.utils.seqlen_balancing` with this balancer inside: change the import, keep the calls.
+
+    from multipack.integrations.verl import get_seqlen_balanced_partitions, rearrange_micro_batches
+
+The results have the same form. What differs: no part is empty, also where items weigh nothing; a micro-batch never
+holds more than `max_token_len` tokens; wrong arguments raise on all ranks, so that none of them waits for the others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from multipack.planning.balance import Cost, balance, least_packs, partition
+from multipack.planning.cost import CostModel
+from multipack.planning.lengths import check_integer
+
+WORKLOAD = CostModel(None, linear=24_575)
+"""verl's workload of a sequence of l tokens: 24,576·l + l²."""
+
+
+def get_seqlen_balanced_partitions(
+    seqlen_list: ArrayLike, k_partitions: int, equal_size: bool
+) -> list[list[int]]:
+    """Parts of equal sums, as lists of rising indices; none is empty.
+
+    Args:
+        seqlen_list: (items,) lengths or workloads, integers of at least 0.
+        k_partitions: number of parts.
+        equal_size: every part has the same number of items.
+
+    Raises:
+        ValueError: fewer items than parts, or a number that cannot be divided into parts of equal size.
+    """
+    return partition(seqlen_list, k_partitions, equal_size=equal_size)
+
+
+def get_group_balanced_partitions(
+    seqlen_list: ArrayLike, uid_list: ArrayLike, k_partitions: int
+) -> list[list[int]]:
+    """Parts of equal workload, as lists of rising indices; items of one uid, adjacent or not, are in one part.
+
+    Unlike verl's, the number of groups need not be a multiple of the parts, which may differ in groups.
+
+    Raises:
+        ValueError: fewer groups than parts.
+    """
+    divided = balance(seqlen_list, k_partitions, budget=None, cost=WORKLOAD, groups=uid_list)
+    return [micro_batches[0] for micro_batches in divided]
+
+
+def rearrange_micro_batches(
+    batch: Any,
+    max_token_len: int,
+    dp_group: Any = None,
+    num_batches_divided_by: int | None = None,
+    same_micro_num_in_dp: bool = True,
+    min_num_micro_batch: int | None = None,
+    use_dynamic_bsz_balance: bool = True,
+    *,
+    cost: Cost = WORKLOAD,
+) -> tuple[list[Any], list[list[int]]]:
+    """Divide this rank's batch into micro-batches of at most `max_token_len` tokens and equal workload.
+
+    Args:
+        batch: TensorDict with `input_ids` that are nested, or with an `attention_mask` (batch, length).
+        max_token_len: maximum tokens of a micro-batch, without padding.
+        dp_group: process group whose ranks get the same number of micro-batches; None = all ranks.
+        num_batches_divided_by: the number of micro-batches is rounded up to a multiple of this (virtual pipelines).
+        same_micro_num_in_dp: agree on the number with the other ranks, by one all-reduce.
+        min_num_micro_batch: minimum number of micro-batches.
+        use_dynamic_bsz_balance: the costliest micro-batches are in the middle, the cheapest at both ends.
+        cost: what is balanced between micro-batches; by default verl's workload. See `multipack.balance`.
+
+    Returns:
+        The micro-batches, and for each of them the indices of its sequences in the batch.
+
+    Raises:
+        ValueError: a sequence is longer than `max_token_len`, or a rank has fewer sequences than micro-batches.
+    """
+    lengths = _lengths_of(batch)
+    budget = check_integer("max_token_len", max_token_len)
+    longest, fewest, sequences = int(lengths.max(initial=0)), 1, len(lengths)
+    if 0 < longest <= budget:
+        fewest = least_packs(lengths, budget)
+    if same_micro_num_in_dp:
+        longest, fewest, sequences = _across_ranks(longest, fewest, sequences, dp_group)
+    if longest > budget:
+        raise ValueError(
+            f"a sequence of {longest:,} tokens does not fit into max_token_len={budget:,}; set max_token_len (in verl's"
+            f" settings ppo_max_token_len_per_gpu and the like) to at least {longest:,}"
+        )
+    number = max(fewest, min_num_micro_batch or 1)
+    number = -(-number // (num_batches_divided_by or 1)) * (num_batches_divided_by or 1)
+    if number > sequences:
+        raise ValueError(
+            f"{sequences} sequences on a rank cannot fill {number} micro-batches, and none may be empty; raise"
+            " max_token_len, lower min_num_micro_batch or num_batches_divided_by, or give each rank more sequences"
+        )
+    divided = balance(lengths, number, budget=budget, cost=cost)
+    indices = [micro_batches[0] for micro_batches in divided]
+    if use_dynamic_bsz_balance:
+        falling = [indices[part] for part in np.argsort(-divided.loads, kind="stable")]
+        indices = falling[::2][::-1] + falling[1::2]
+    return [_selected(batch, own) for own in indices], indices
+
+
+def _lengths_of(batch: Any) -> NDArray[np.int64]:
+    """(sequences,) tokens of each sequence, without padding."""
+    ids = batch["input_ids"]
+    lengths = ids.offsets().diff() if ids.is_nested else batch["attention_mask"].sum(dim=1)
+    return np.asarray(lengths.cpu(), dtype=np.int64)
+
+
+def _across_ranks(longest: int, fewest: int, sequences: int, group: Any) -> tuple[int, int, int]:
+    """The largest of the first two numbers and the smallest of the third one, over the ranks of a group."""
+    import torch
+    from torch import distributed
+
+    if not distributed.is_initialized():
+        return longest, fewest, sequences
+    on_device = distributed.get_backend(group) != "gloo"
+    device = torch.accelerator.current_accelerator() if on_device else None
+    values = torch.tensor([longest, fewest, -sequences], device=device or "cpu")
+    distributed.all_reduce(values, op=distributed.ReduceOp.MAX, group=group)
+    longest, fewest, negative = values.tolist()
+    return longest, fewest, -negative
+
+
+def _selected(batch: Any, indices: list[int]) -> Any:
+    """The sequences of a batch with these indices: by verl's own function, which knows nested tensors, if it exists."""
+    import torch
+
+    try:
+        from verl.utils.tensordict_utils import index_select_tensor_dict
+    except ImportError:
+        return batch[torch.tensor(indices)]
+    return index_select_tensor_dict(batch, indices)
