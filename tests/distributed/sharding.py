@@ -38,6 +38,15 @@ SHAPES = {"gpt": GPT, "llama": LLAMA}
 SEED = 5
 
 
+class Places:
+    """A `Watch` that records the places of its rank."""
+
+    def __init__(self):
+        self.seen = [(0, 0, "")]
+
+    place = property(lambda self: self.seen[-1], lambda self, place: self.seen.append(place))
+
+
 def packed(lengths, seed, vocabulary=96, pad_to=None, **options):
     """A pack of random tokens in documents of these lengths, which begin with prompts of random lengths."""
     draw, documents = np.random.default_rng(seed), []

@@ -104,6 +104,24 @@ def test_a_step_reduces_every_unit_once_and_runs_no_extra_passes(pools, name, wo
         assert each["duplicates"] == (["embedding.weight"] if rank >= 2 and name == "gpt" else [])
 
 
+def places_of(world, words):
+    """Places of a rank in a step of four micro-batches."""
+    watch, config = tiny.Places(), ParallelConfig(**words)
+    engine = engine_of(build_mesh(config, replace(world, watch=watch)), "llama", config, 4)
+    engine.forward_backward(packs(4), 1)
+    engine.clip(1.0)
+    engine.step(0.1)
+    return watch.seen
+
+
+@pytest.mark.parametrize(("words", "stages"), [({"pipeline": 2}, 5), ({"data": "zero3"}, 13)])
+def test_all_ranks_pass_the_same_places(pools, words, stages):
+    """Stages of a pipeline compute passes in different orders, which are one place."""
+    first, second = pools(2).run(places_of, words)
+    assert first == second == sorted(first)
+    assert len(first) == stages
+
+
 def in_bfloat16(world):
     config = ParallelConfig(pipeline=2) if world.size > 1 else ParallelConfig()
     mesh = build_mesh(config, world) if world.size > 1 else Mesh(world)

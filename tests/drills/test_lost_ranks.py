@@ -32,6 +32,7 @@ import os, sys, time
 import multipack.parallel.engine as engine
 from multipack.cli import main
 
+{setup}
 forward_backward, calls = engine.ModelEngine.forward_backward, []
 
 def disturbed(self, *arguments):
@@ -62,10 +63,10 @@ def settings(words):
 class Run:
     """A run of several ranks, its launcher, and what they print."""
 
-    def __init__(self, folder, size, settings, action="pass", rank=1, launch=()):
+    def __init__(self, folder, size, settings, action="pass", rank=1, launch=(), setup=""):
         self.out, self.size = folder / "run", size
         program = folder / "program.py"
-        program.write_text(PROGRAM.format(step=DISTURBED, rank=rank, action=action))
+        program.write_text(PROGRAM.format(step=DISTURBED, rank=rank, action=action, setup=setup))
         torchrun = ["-m", "multipack.launch.torchrun", "--standalone", "--nproc-per-node", str(size), *launch]
         command = [str(program), "train", *settings, "train.resume=auto", f"out={self.out}"]
         self.launcher = subprocess.Popen(
@@ -170,6 +171,46 @@ def test_a_rank_that_is_killed_or_stopped_is_named(tmp_path, settings, resumed, 
     others = [line for line in errors if line not in survivors]
     assert [line.partition(" (")[0] for line in others] == by_launcher
     assert run.launcher.returncode == (137 if how == signal.SIGKILL else 2)
+    check_resumed(resumed, run, settings, outcome)
+
+
+BLOCKS = f"""
+import multipack.parallel.world as world
+Watch = world.Watch
+world.Watch = lambda *arguments: Watch(*arguments[:3], {TIMEOUT_SECONDS}, True)
+"""
+"""Ranks wait in collectives of gloo as in those of nccl: without an error."""
+# In the action of `PROGRAM`: what hangs, and in which call.
+HANGS = {
+    "forward pass of micro-batch 2": "_call, 'forward', 2",
+    "backward pass of micro-batch 1": "clock, 'mark', 3",
+    "optimizer step": "optimizer, 'step', 1",
+}
+
+
+@pytest.mark.parametrize(
+    ("stage", "size", "lost"), [*zip(HANGS, (2, 4, 4), (1, 2, 3), strict=True), ("optimizer step", 2, 0)]
+)
+def test_a_rank_that_hangs_inside_a_step_is_named(tmp_path, settings, resumed, outcome, stage, size, lost):
+    """Its heartbeat goes on, and the others are in the same step."""
+    hang = f"""
+def hang(of, name, call):
+    before, calls = getattr(of, name), []
+    def hanging(*arguments, **options):
+        calls.append(1)
+        if len(calls) == call:
+            time.sleep(600)
+        return before(*arguments, **options)
+    setattr(of, name, hanging)
+{BLOCKS}"""
+    waits = [*settings, "parallel.timeout_seconds=300"]
+    run = Run(tmp_path, size, waits, f"hang(self.{HANGS[stage]})", lost, setup=hang)
+    errors = run.end(seconds=240)  # with the start of the run
+    outcome("ranks that hang", 1)
+    place = f"step {DISTURBED} ({stage}) within parallel.timeout_seconds={TIMEOUT_SECONDS}"
+    assert all(line.endswith(f"error: rank {lost} did not answer at {place}") for line in errors), errors
+    assert len(errors) in (size - 1, size)  # the launcher may end the lost rank before it prints the line too
+    assert run.launcher.returncode == 2
     check_resumed(resumed, run, settings, outcome)
 
 

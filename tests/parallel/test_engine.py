@@ -60,6 +60,28 @@ def engine():
     return engine_of(clock=lambda: float(next(ticks)))
 
 
+def test_places_of_a_step_increase_in_the_order_of_its_passes():
+    model, watch = SumOfSquares(), tiny.Places()
+    engine = ModelEngine([model], torch.optim.SGD(model.parameters()), Mesh(World(watch=watch)))
+    for step in (7, 8):
+        engine.world.at_step(step)
+        engine.forward_backward([torch.randn(2, 3)] * 2, 4)
+        engine.clip(1.0)
+        engine.step(0.1)
+    assert watch.seen == sorted(watch.seen)
+    assert [f"{number} {stage}" for step, number, stage in watch.seen if step == 8] == [
+        "0 reading its packs",
+        "1 forward and backward passes",
+        "2 forward pass of micro-batch 1",
+        "3 backward pass of micro-batch 1",
+        "4 forward pass of micro-batch 2",
+        "5 backward pass of micro-batch 2",
+        "6 after its backward passes",
+        "7 optimizer step",
+        "8 after the optimizer step",
+    ]
+
+
 def test_micro_batches_accumulate_the_gradient_of_the_whole(engine):
     rows = torch.randn(6, 3)
     result = engine.forward_backward([rows[:1], rows[1:4], rows[4:]], denominator=5)

@@ -1,5 +1,6 @@
 """Two ranks of one process, each with its connection to the store."""
 
+import queue
 import re
 import threading
 import time
@@ -21,15 +22,28 @@ def watch(monkeypatch):
     monkeypatch.setattr(failures, "GRACE_SECONDS", 1.0)
     server, made = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), []
 
-    def make(rank, size=2, blocks=False):
+    def make(rank, size=2, blocks=False, timeout_seconds=8.0):
         store = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
-        made.append(Watch(store, rank, size, 8.0, blocks))
-        made[-1].step = 42
+        made.append(Watch(store, rank, size, timeout_seconds, blocks))
+        made[-1].place = 42, 0, ""
         return made[-1]
 
     yield make
     for each in made:
         each.close()
+
+
+@pytest.fixture
+def ends(monkeypatch):
+    """The messages of ranks that their watch ends."""
+    messages = queue.Queue()
+
+    def end(self, message):
+        messages.put(message)
+        self.close()
+
+    monkeypatch.setattr(Watch, "_end", end)
+    return messages
 
 
 def test_a_rank_without_a_heartbeat_is_named(watch):
@@ -125,31 +139,53 @@ NO_ANSWER = "rank 1 did not answer at step 42 within parallel.timeout_seconds=1"
     [
         ("fails", True, "rank 1 failed at step 42: document 17 is damaged"),
         ("is killed", True, NO_ANSWER),
-        ("hangs", True, NO_ANSWER),
         ("is killed", False, NO_ANSWER),
         ("held the store", True, "the process that holds the store .* does not answer at step 42"),
     ],
 )
-def test_a_rank_that_waits_without_a_limit_is_ended(watch, monkeypatch, how, blocks, expected):
+def test_a_rank_that_waits_without_a_limit_is_ended(watch, ends, how, blocks, expected):
     """Its main thread is in the driver, or waits for a checkpoint: the thread of the heartbeat prints the line."""
-    ended = threading.Event()
-    messages = []
-
-    def end(self, message):
-        messages.append(message)
-        ended.set()
-        self.close()
-
-    monkeypatch.setattr(Watch, "_end", end)
     other, rank = watch(1), watch(0, blocks=blocks)
     rank._timeout_seconds = 60.0 if how == "fails" else 1.0
     if how == "fails":
         other.report(ValueError("document 17 is damaged"), one_line=True)
     elif how == "is killed":
         other.close()
-    elif how == "hangs":  # before it has the packs of the step
-        other.place, rank.place = 84, 85
     else:
         rank._store = Gone()
-    assert ended.wait(10)
-    assert re.fullmatch(expected, messages[0])
+    assert re.fullmatch(expected, ends.get(timeout=10))
+
+
+SECOND, THIRD = "forward pass of micro-batch 2", "backward pass of micro-batch 3"
+
+
+@pytest.mark.parametrize(
+    ("places", "expected"),
+    [
+        (
+            [(42, 8, THIRD), (42, 0, "reading its packs")],
+            "rank 1 did not answer at step 42 (reading its packs)",
+        ),
+        ([(42, 8, THIRD), (42, 5, SECOND), (42, 6, "")], f"rank 1 did not answer at step 42 ({SECOND})"),
+        ([(43, 2, ""), (42, 8, THIRD)], f"rank 1 did not answer at step 42 ({THIRD})"),  # the step is its own
+        (
+            [(42, 5, SECOND), (42, 8, THIRD), (42, 5, SECOND)],
+            f"ranks 0, 2 did not answer at step 42 ({SECOND})",
+        ),
+    ],
+)
+def test_the_ranks_that_are_last_are_named_with_their_stage(watch, ends, places, expected):
+    """All ranks have heartbeats, and under nccl the others wait in the driver."""
+    for rank, place in enumerate(places):
+        watch(rank, len(places), blocks=True, timeout_seconds=1.0).place = place
+    assert ends.get(timeout=10) == f"{expected} within parallel.timeout_seconds=1"
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_no_rank_is_named_while_all_advance_or_if_none_is_last(watch, ends, ahead):
+    ranks = [watch(rank, blocks=True, timeout_seconds=1.0) for rank in range(2)]
+    for stage in (0, 3, 6):
+        if ahead or not stage:
+            ranks[0].place, ranks[1].place = (42, stage + ahead, ""), (42, stage, "")
+        time.sleep(0.5)
+    assert ends.empty()

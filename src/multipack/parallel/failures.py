@@ -10,10 +10,16 @@ that hangs sends them, but its place does not change, and it does not report a f
 Under gloo a collective that lacks a rank raises an error, but not while a checkpoint is written, which may take long.
 Under nccl it blocks in the driver, until torch's watchdog aborts the process. For both cases the thread of the
 heartbeat looks for lost ranks, prints the line and ends the process.
+
+A place is a step and a stage of it, as the host sees them. All ranks pass the same places in the same order, so that a
+rank that others wait for is among those with the lowest place. Under nccl a rank that hangs is not named if all ranks
+have the same place (in an evaluation or a checkpoint, which have no stages), and a rank whose device hangs while its
+host runs ahead may have a higher place than others. The passes of a pipeline are one stage.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -85,12 +91,11 @@ class Watch:
         blocks: whether a collective that lacks a rank blocks instead of raising an error: under nccl.
 
     Attributes:
-        step: number of the step that is being computed, for messages.
-        place: how far this rank is in the run; of ranks that wait for each other the last one has the lowest.
+        place: how far this rank is in the run: number of the step, number of the step's stage, the stage in words.
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout_seconds: float, blocks: bool) -> None:
-        self.step = self.place = 0
+        self.place = 0, 0, ""
         self._store, self._rank, self._size = store, rank, size
         self._timeout_seconds, self._blocks = timeout_seconds, blocks
         self._interval, self._grace = (
@@ -101,7 +106,9 @@ class Watch:
         self._beats: dict[int, tuple[bytes, float]] = {}
         self._failed_at = self._looked_at = 0.0
         self._ended = threading.Event()
-        store.set(f"heartbeat/{rank}", "0 0")  # every rank has one before the ranks have joined
+        store.set(
+            f"heartbeat/{rank}", json.dumps([0, *self.place])
+        )  # every rank has one before the ranks have joined
         threading.Thread(target=self._run, name="multipack-heartbeat", daemon=True).start()
 
     def close(self) -> None:
@@ -168,7 +175,7 @@ class Watch:
         if not lost:
             message = f"a collective failed{self._at} on every rank: {first_line(error)}"
         elif late:
-            message = self._no_answer(lost)
+            message = self._no_answer(lost, self._at)
         else:
             message = f"{_ranks(lost)} ended{self._at} without an error message"
         return self._first(key, message)
@@ -179,15 +186,15 @@ class Watch:
 
     @property
     def _at(self) -> str:
-        return f" at step {self.step}" if self.step else " before the first step"
+        """The step of this rank in words."""
+        return _at(self.place[0])
 
     @property
     def _no_store(self) -> str:
         return f"the process that holds the store (rank 0 or the launcher) does not answer{self._at}"
 
-    def _no_answer(self, lost: Sequence[int]) -> str:
-        limit = f"parallel.timeout_seconds={self._timeout_seconds:g}"
-        return f"{_ranks(lost)} did not answer{self._at} within {limit}"
+    def _no_answer(self, lost: Sequence[int], at: str) -> str:
+        return f"{_ranks(lost)} did not answer{at} within parallel.timeout_seconds={self._timeout_seconds:g}"
 
     def _heartbeats(self) -> list[bytes]:
         return list(self._store.multi_get([f"heartbeat/{rank}" for rank in range(self._size)]))
@@ -212,7 +219,7 @@ class Watch:
             if place != self.place:
                 place, moved = self.place, time.monotonic()
             try:
-                self._store.set(f"heartbeat/{self._rank}", f"{beat} {place}")
+                self._store.set(f"heartbeat/{self._rank}", json.dumps([beat, *place]))
                 if not self._failures:
                     self._check(time.monotonic() - moved)
             except RuntimeError:  # the store has ended with its process
@@ -238,13 +245,16 @@ class Watch:
             for rank, beat in enumerate(beats):
                 if self._beats.get(rank, (b"", 0.0))[0] != beat:
                     self._beats[rank] = beat, now
-            lost = [rank for rank, (_, since) in self._beats.items() if now - since > patience]
-            if not lost and self._blocks and waited > 2 * patience:
-                places = [int(beat.split()[1]) for beat in beats]
-                # A rank further ahead is in a later step, and waits there in a collective.
-                lost = [rank for rank, place in enumerate(places) if place < self.place == max(places)]
+            silent = [now - self._beats[rank][1] for rank in range(self._size)]
+            lost, at = [rank for rank, seconds in enumerate(silent) if seconds > patience], self._at
+            # The last heartbeat of a rank that was killed may be from an earlier place.
+            if self._blocks and waited > 2 * patience and max(silent) < patience / 2:
+                places = [json.loads(beat)[1:] for beat in beats]
+                last = min(places)
+                lost = [rank for rank, place in enumerate(places) if place == last < [*self.place]]
+                at = _at(*last)
             if lost and not self._failures:
-                self._end(self._first("failure/1", self._no_answer(lost)))
+                self._end(self._first("failure/1", self._no_answer(lost, at)))
 
     def _end(self, message: str) -> NoReturn:
         """Print a line and end the process, whose main thread waits in a collective that cannot be interrupted."""
@@ -256,6 +266,11 @@ def _same(first: str, second: str) -> bool:
     """Whether messages of two ranks are about one error; `World.on_main` adds the rank that it occurred on."""
     texts = [message.partition(": ")[2] for message in (first, second)]
     return all(texts) and (texts[0] in texts[1] or texts[1] in texts[0])
+
+
+def _at(step: int, _: int = 0, stage: str = "") -> str:
+    """A place in words."""
+    return (f" at step {step}" if step else " before the first step") + (f" ({stage})" if stage else "")
 
 
 def _ranks(numbers: Sequence[int]) -> str:

@@ -104,7 +104,10 @@ class PipelineEngine(ModelEngine):
     def _accumulate(
         self, micro_batches: Sequence[Any], scale: float, watch: Callable[[int], None] | None
     ) -> StepResult:
-        """Run micro-batches by the schedule; `watch` is not called, because micro-batches overlap."""
+        """Run micro-batches by the schedule; `watch` is not called, because micro-batches overlap.
+
+        The passes are one stage of the step, because stages of the pipeline compute them in different orders.
+        """
         if len(micro_batches) != self._micro_batches:
             raise ValueError(
                 f"this step has {len(micro_batches)} micro-batches, and the pipeline was built for"

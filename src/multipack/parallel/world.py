@@ -113,10 +113,16 @@ class World:
             raise NotConnected("gloo", self.timeout_seconds, error) from error
         return group
 
-    def at_step(self, step: int, has_packs: bool = False) -> None:
-        """Record which step this rank is in, and whether it has the step's packs, for messages about lost ranks."""
+    def at_step(self, step: int) -> None:
+        """Record that this rank begins a step, for messages about lost ranks."""
         if self.watch is not None:
-            self.watch.step, self.watch.place = step, 2 * step + has_packs
+            self.watch.place = step, 0, "reading its packs"
+
+    def at_stage(self, stage: str) -> None:
+        """Record that this rank begins the next stage of its step; all ranks have the same stages."""
+        if self.watch is not None:
+            step, number, _ = self.watch.place
+            self.watch.place = step, number + 1, stage
 
     def report_failure(self, error: BaseException, one_line: bool | None = None) -> BaseException:
         """Report an error of this rank to the other ranks and print it; in a run of one process do nothing.

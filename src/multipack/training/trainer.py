@@ -247,7 +247,6 @@ class Trainer(StepApplier):
                 self.callbacks.before_step(self.step + 1)
                 data = next(feed, None)
                 if data is not None:
-                    self.world.at_step(self.step + 1, has_packs=True)
                     yield self.step + 1, data
                     advance(self.step, self.steps, f"loss {self.loss:.3f}")
                 elif self.feed.ended:
