@@ -68,10 +68,13 @@ def test_an_unknown_collective_is_an_error():
         module("traffic").Counting().count("barter", [])
 
 
-def test_an_error_of_a_rank_is_raised():
-    traffic = module("traffic")
-    with pytest.raises(ValueError, match=r"parallel\.tensor=3"), module("ranks").Ranks(1) as ranks:
-        ranks.run(traffic.count, traffic.Case(1, {"tensor": 3}))
+def test_an_error_of_a_rank_is_raised(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "distributed"))
+    traffic, ranks, pool = module("traffic"), module("ranks"), importlib.import_module("pool")
+    # This process has one fork server, which the pools of other tests use as well.
+    monkeypatch.setattr(ranks, "PRELOADED", pool.PRELOADED)
+    with pytest.raises(ValueError, match=r"parallel\.tensor=3"), ranks.Ranks(1) as processes:
+        processes.run(traffic.count, traffic.Case(1, {"tensor": 3}))
 
 
 # Many ranks

@@ -1,9 +1,7 @@
-"""docs/parallel-io.md: its table is the benchmark's, its example and its commands run."""
+"""docs/parallel-io.md: its table is the benchmark's, which runs."""
 
 import importlib.util
 import json
-import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -33,14 +31,3 @@ def test_the_benchmark_runs_and_the_page_shows_its_figures(draws, tmp_path, monk
     assert [(row["ranks"], row["way"]) for row in rows] == [
         (ranks, way) for ranks in (1, 2) for way in ("plan", "with replacement", "own shuffles")
     ]
-
-
-def test_the_example_and_the_commands_of_the_page_run():
-    from multipack.training.run_config import compose
-
-    (block,) = re.findall(r"<!-- tested -->\n```python\n(.*?)```", PAGE, re.DOTALL)
-    done = subprocess.run([sys.executable, "-c", block], check=True, capture_output=True, text=True)
-    shares = [float(share) for share in re.findall(r": ([\d.]+)% of the bytes", done.stdout)]
-    assert sum(shares) == pytest.approx(100, abs=0.3)
-    for command in re.findall(r"^multipack train (.*)$", PAGE, re.MULTILINE):
-        compose(command.split())

@@ -36,7 +36,7 @@ def watched(world):
     average, noise, norms = MovingAverage(0.9), GradientNoise(), LayerNorms()
     noise.decay = 0.9999
     draw = torch.Generator().manual_seed(world.rank)
-    for step in range(1, 301):
+    for step in range(1, 121):
         # Ranks have small batches of different sizes, rank 1 sometimes none.
         sizes = [[3 + step % 2, 5], [step % 4, 7]][world.rank]
         whole = 3 + step % 2 + 5 + step % 4 + 7
@@ -48,7 +48,7 @@ def watched(world):
 
         engine.forward_backward(rows, whole, watch)
         found = {**noise.gradient(step, engine), **norms.gradient(step, engine)}
-        if step > 290:
+        if step > 110:
             engine.step(1e-3)
             average.after_step(step, engine, applied=True)
         else:
