@@ -215,6 +215,20 @@ def count_bytes(modules, optimizer):
     return found
 
 
+class Casts(TorchDispatchMode):
+    """Counts casts of tensors of a shape to bfloat16."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape, self.count = shape, 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        out = operator(*args, **(kwargs or {}))
+        if operator.name() == "aten::_to_copy" and out.shape == self.shape:
+            self.count += out.dtype == torch.bfloat16
+        return out
+
+
 class Communication(TorchDispatchMode):
     """Counts collectives, and the numbers that went into reductions and came out of gathers."""
 

@@ -123,18 +123,23 @@ def test_all_ranks_pass_the_same_places(pools, words, stages):
 
 
 def in_bfloat16(world):
+    """Losses, norm of the gradient, and casts of matrices of 64 × 32 (two in each of four blocks) in a step."""
     config = ParallelConfig(pipeline=2) if world.size > 1 else ParallelConfig()
     mesh = build_mesh(config, world) if world.size > 1 else Mesh(world)
     engine, batches = engine_of(mesh, "llama", config, 4, torch.bfloat16), packs(4)
-    losses = engine.forward_backward(batches, sum(batch.num_target_tokens for batch in batches)).losses
-    return losses, engine.clip(0.0)
+    with tiny.Casts((64, 32)) as casts:
+        found = engine.forward_backward(batches, sum(batch.num_target_tokens for batch in batches))
+    return found.losses, engine.clip(0.0), casts.count
 
 
 def test_forward_passes_run_in_the_requested_precision(pools):
-    wanted, norm = in_bfloat16(World())
-    found = pools(2).run(in_bfloat16)
-    np.testing.assert_allclose(found[1][0], wanted, rtol=1e-5)
-    assert found[0] == ([0.0] * 4, pytest.approx(norm, rel=1e-3))
+    """The weights are cast once a step; two replicas of the pipeline add up equal gradients."""
+    wanted, norm, casts = in_bfloat16(World())
+    assert casts == 8
+    for ranks in (2, 4):
+        found = pools(ranks).run(in_bfloat16)
+        np.testing.assert_allclose(found[-1][0], wanted, rtol=1e-5)
+        assert found[0] == ([0.0] * 4, pytest.approx(norm * ranks / 2, rel=1e-3), 4)
     engine, batches = engine_of(Mesh(World()), "llama", ParallelConfig(), 4), packs(4)
     exact = engine.forward_backward(batches, 1).losses
     assert np.abs(np.subtract(wanted, exact)).max() > 1e-4

@@ -14,10 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 from multipack.data.collate import PackedCollator
 from multipack.models.compile import compile_blocks
 from multipack.models.decoder import Decoder
+from multipack.models.recompute import recompute_blocks
 from multipack.ops import loss
 from multipack.ops.attention import attention, table
 from multipack.ops.attention.loop import GROUPED_KERNELS, document_attention
 from multipack.ops.logits import softmax_of_logits
+from multipack.parallel.engine import ModelEngine
+from multipack.parallel.mesh import Mesh
+from multipack.parallel.world import World
 
 
 @pytest.fixture(autouse=True)
@@ -112,6 +116,33 @@ def test_ddp_does_not_split_a_compiled_block(shape, packs):
     replicated = DistributedDataParallel(model, bucket_cap_mb=1e-4)
     replicated(next(packs(96))).backward()
     assert count.graphs == 1
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("shape", ["llama-gqa"], indirect=True)
+def test_a_step_casts_weights_once_outside_of_graphs(model, packs, distance, gradients, recompute):
+    """In evaluation and training, also where the backward pass runs a block again."""
+    batches, halves, engines = list(packs())[:3], [], []
+    for each in (model, copy.deepcopy(model)):
+        engines.append(ModelEngine([each], torch.optim.SGD(each.parameters()), Mesh(World()), torch.bfloat16))
+    recompute_blocks(model, recompute)
+    compile_blocks(model, lambda graph, inputs: halves.append(half_precision(inputs)) or graph)
+    weights = dict(model.named_parameters())
+    for learning_rate in (0.1, 0.0):
+        losses = [engine.evaluate(batches) for engine in engines]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+        for engine in engines:
+            engine.forward_backward(batches, 100)
+        assert distance(*(gradients(engine.model) for engine in engines)) < 0.01
+        assert all(each is weights[name] for name, each in model.named_parameters())  # no copies
+        for engine in engines:
+            engine.step(learning_rate)
+    assert halves == [7, 7]  # matrices of a block, in the graphs of evaluation and of training
+
+
+def half_precision(inputs):
+    """Number of a graph's inputs in bfloat16."""
+    return sum(isinstance(x, torch.Tensor) and x.dtype == torch.bfloat16 for x in inputs)
 
 
 @pytest.mark.slow

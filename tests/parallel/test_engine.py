@@ -229,20 +229,6 @@ def test_a_step_reads_no_value_of_the_device():
             assert torch.allclose(own, other, rtol=1e-5)
 
 
-class Casts(TorchDispatchMode):
-    """Counts casts of tensors of a shape to bfloat16."""
-
-    def __init__(self, shape):
-        super().__init__()
-        self.shape, self.count = shape, 0
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        out = operator(*args, **(kwargs or {}))
-        if operator.name() == "aten::_to_copy" and out.shape == self.shape:
-            self.count += out.dtype == torch.bfloat16
-        return out
-
-
 def test_weights_are_cast_once_a_step():
     torch.manual_seed(0)
     engine, rows = engine_of(torch.bfloat16), [torch.randn(4, 3) for _ in range(3)]
@@ -251,13 +237,13 @@ def test_weights_are_cast_once_a_step():
         engine.forward_backward([batch], 3)
     expected = [parameter.grad.clone() for parameter in engine.model.parameters()]
     engine.discard()
-    with Casts(engine.model.linear.weight.shape) as casts:
+    with tiny.Casts(engine.model.linear.weight.shape) as casts:
         engine.forward_backward(rows, 3)
     assert casts.count == 1
     for parameter, gradient in zip(engine.model.parameters(), expected, strict=True):
         assert torch.equal(parameter.grad, gradient)
     engine.step(0.1)
-    with Casts(engine.model.linear.weight.shape) as casts:  # the weights have changed
+    with tiny.Casts(engine.model.linear.weight.shape) as casts:  # the weights have changed
         engine.forward_backward(rows, 3)
     assert casts.count == 1
 

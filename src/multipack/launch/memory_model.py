@@ -196,22 +196,18 @@ def _memory_of_part(work: Workload, part: RankPart) -> Memory:
         blocks = part.layers if keeps else min(GATHERED_BLOCKS, part.layers)
         gathered = (outside + blocks * block) * work.stream
     if not config.shards_parameters and work.product < FLOAT32:
-        # Autocast casts matrices and biases, once a step; a pipeline casts in every pass, and saves all copies without
-        # activation checkpointing.
-        times = math.ceil(part.in_flight) if work.recompute == "none" else 1
-        copies = times * work.product * part.layers * (block - 2 * _norm_parameters(shape))
+        # Autocast casts matrices and biases, once a step.
+        copies = work.product * part.layers * (block - 2 * _norm_parameters(shape))
     if part.is_last:
         matrix = shape.vocabulary_size // config.tensor * shape.d_model * FLOAT32
         loss = part.edge_in_flight * (work.slots * shape.d_model * work.product + matrix)
     activations = round(part.in_flight * part.layers * work.kept_by_block())
     activations += part.edge_in_flight * work.saved_outside(part)
 
-    # Before a block's backward pass the loss has freed its memory, and a pipeline the copies that it makes again.
-    recasts = config.pipeline > 1 and work.recompute != "none"
-    freed = loss + (copies - copies // part.layers if recasts else 0)
     loss_temporary, block_temporary = _temporaries(work, block, outside)
-    temporary = max(block_temporary - freed, loss_temporary if part.is_last else 0)
-    if config.pipeline == 1 and work.micro_batches > 1:
+    # Before a block's backward pass the loss has freed its memory.
+    temporary = max(block_temporary - loss, loss_temporary if part.is_last else 0)
+    if work.micro_batches > 1:
         # Autograd runs older operations last: in the second micro-batch, the casts of all gradients of copies.
         matrix = max(shape.d_ff, shape.heads * shape.head_width) // config.tensor * shape.d_model * FLOAT32
         temporary = max(temporary, copies + matrix - activations - loss)

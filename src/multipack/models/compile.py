@@ -17,9 +17,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from multipack.models.decoder import Decoder
+from multipack.ops.autocast import use_copies
 from multipack.ops.loss import linear_cross_entropy
 
 LEAST_CAPABILITY = (7, 0)
@@ -56,17 +58,19 @@ def compile_blocks(
     """
     for block in model.blocks:
         block.compile(backend=backend)
-        block._compiled_call_impl = _configured(block._compiled_call_impl, one_size)
+        block._compiled_call_impl = _configured(block, one_size)
     for name in ("loss_function", "training_loss"):
         function: Any = getattr(model, name, None)
         if getattr(function, "func", function) is linear_cross_entropy:
             setattr(model, name, partial(function, compiled=True))
 
 
-def _configured(compiled: Any, one_size: bool) -> Callable[..., Any]:
-    """A compiled block, called with settings that torch has globally only; they are read while it compiles."""
+def _configured(block: nn.Module, one_size: bool) -> Callable[..., Any]:
+    """Calls a compiled block with the step's copies of its weights, and with settings that torch has globally only."""
     import torch._dynamo  # takes a second
+    from torch.distributed.fsdp import FSDPModule
 
+    compiled: Any = block._compiled_call_impl
     bounds = torch.compiler.config.patch(dynamic_sources=r".*\.cu_seqlens,.*\.max_seqlen")  # type: ignore[attr-defined]
     whole = torch._dynamo.config.patch(optimize_ddp=False)
 
@@ -74,6 +78,8 @@ def _configured(compiled: Any, one_size: bool) -> Callable[..., Any]:
         for tensor in [] if one_size else tree_leaves((x, vars(batch), others)):
             if isinstance(tensor, torch.Tensor):
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)  # the slots
+        if not isinstance(block, FSDPModule):  # which replaces a block's parameters itself
+            use_copies(block)
         with bounds, whole:
             return compiled(x, batch, *others)
 

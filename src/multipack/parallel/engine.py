@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from multipack.ops.autocast import drop_copies, keeping_copies
 from multipack.parallel.fsdp import synchronizing
 from multipack.parallel.materialize import check_equal
 from multipack.parallel.mesh import Mesh
@@ -208,14 +209,14 @@ class ModelEngine:
         """Run micro-batches sequentially; ranks synchronize gradients in the last backward pass."""
         losses, forward, backward = [], [], []
         device = self.world.device.type
-        with self.autocast():  # which keeps its copies of weights, so that they are made once
+        with keeping_copies(self.world.device), self.autocast():
             for index, batch in enumerate(micro_batches):
                 is_last = index == len(micro_batches) - 1
                 self.world.at_stage(f"forward pass of micro-batch {index + 1}")
                 moved = self._moved(batch)
                 if is_last and self.mesh.gradient_size > 1:
                     # Autograd computes the gradients of older copies last: DDP could send none during the pass.
-                    torch.clear_autocast_cache()
+                    drop_copies()
                 with self._synchronizing(is_last):
                     began = self.clock.mark()
                     loss = self._call(moved)
@@ -385,7 +386,7 @@ class ModelEngine:
         for module in self.modules:
             module.eval()
         try:
-            with torch.no_grad(), self.autocast():
+            with torch.no_grad(), keeping_copies(self.world.device), self.autocast():
                 yield self.modules[0]
         finally:
             for each, training in before:

@@ -44,6 +44,7 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
 )
 
+from multipack.ops.autocast import keeping_copies
 from multipack.parallel.collectives import gather_bytes
 from multipack.parallel.engine import DeviceClock, ModelEngine, StepResult
 from multipack.parallel.mesh import Mesh
@@ -117,7 +118,8 @@ class PipelineEngine(ModelEngine):
         batches = self._shares(micro_batches, self._slots)
         if self._training is None:
             self._training = self._runner_of(batches, trains=True)
-        losses = self._training.step(batches, self.autocast, scale)
+        with keeping_copies(self.world.device):
+            losses = self._training.step(batches, self.autocast, scale)
         self._sum_shared_gradients()
         forward, backward = self._training.marks("forward"), self._training.marks("backward", "reduce")
         return StepResult(self._counted_once(losses), forward, backward, self.clock)
