@@ -203,6 +203,14 @@ def test_bad_input_is_one_line_that_says_what_to_do(words, message):
     assert "\n" not in str(raised.value)
 
 
+def test_the_advice_of_a_refusal_is_right():
+    words = {"lengths": [9, 8, 7, 7, 5, 4, 4], "ranks": 4}
+    with pytest.raises(ValueError, match=r"cannot fill 2 .* use at most 3 ranks, or raise the budget to 12$"):
+        multipack.balance(**words, budget=10)
+    assert multipack.balance(**words, budget=12).micro_batches == 1
+    assert multipack.balance(**words | {"ranks": 3}, budget=10).micro_batches == 2
+
+
 def test_partition_refuses_what_cannot_be_divided():
     with pytest.raises(ValueError, match="7 items cannot be divided into 2 parts of equal size"):
         partition([1] * 7, 2, equal_size=True)

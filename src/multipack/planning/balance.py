@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 from multipack.planning.cost import CostModel
 from multipack.planning.deal import Arrangement, least_maximum
 from multipack.planning.histogram import count, simple_bound
-from multipack.planning.kernels.placing import place, place_inside, sums
+from multipack.planning.kernels.placing import fill_empty, place, place_inside, sums
 from multipack.planning.lengths import (
     Packs,
     check_integer,
@@ -42,7 +42,6 @@ Cost = CostModel | ModelShape | ArrayLike | Callable[[Integers], ArrayLike] | No
 Together = Literal["rank", "micro_batch"]
 """Where the members of a group stay together: on one rank, or in one micro-batch."""
 
-_CLOSE = 12_500  # ranks are not rearranged within 1/12,500 of the proven minimum
 _FRACTIONS = 1 << 32
 """Costs that are not integers are rounded to this fraction of the largest."""
 
@@ -143,7 +142,7 @@ def balance(
             f" {int(tokens.max()):,}, or truncate or remove these documents"
         )
     limit = max(min(limit, int(tokens.sum())), 1)
-    if groups is None:
+    if groups is None or (ranks == 1 and together == "rank"):
         return _divide(tokens, costs, ranks, limit, "documents")
     members = _check_groups(groups, len(tokens))
     if together == "rank":
@@ -160,15 +159,12 @@ def balance(
 
 
 def partition(weights: ArrayLike, parts: int, *, equal_size: bool = False) -> list[list[int]]:
-    """Divide weights into parts of equal sums, none of them empty.
+    """Parts of equal sums, as lists of rising item numbers; none is empty.
 
     Args:
         weights: (items,) integers of at least 0.
         parts: number of parts.
         equal_size: every part has the same number of items.
-
-    Returns:
-        For each part the numbers of its items, rising.
 
     Raises:
         ValueError: fewer items than parts, or a number that cannot be divided into parts of equal size.
@@ -202,14 +198,15 @@ def _divide(
             raise ValueError(_too_few(lengths, ranks, micro_batches, budget, items))
         # The micro-batches of one rank are balanced like ranks.
         across, inside = (ranks, micro_batches) if ranks > 1 else (micro_batches, 1)
-        shared = Arrangement(lengths, costs, across, inside, budget, size, close=_CLOSE)
-        placed = _arranged(shared, np.full(len(lengths), -1, dtype=np.int64))
+        shared = Arrangement(lengths, costs, across, inside, budget, size, quick=True)
+        goal = _least_load(lengths, costs, across, inside, budget)
+        placed = _arranged(shared, goal, np.full(len(lengths), -1, dtype=np.int64))
         if placed.min() < 0:
             own = _best_fit(lengths, budget)
-            placed = _arranged(shared, own) if own.max() < shared.packs else placed
+            placed = _arranged(shared, goal, own) if own.max() < shared.packs else placed
         if placed.min() >= 0:
             break
-    least = _least_load(lengths, costs, ranks, micro_batches, budget)
+    least = goal if ranks > 1 else int(costs.sum())
     return _finished(order, placed, costs, (ranks, micro_batches), fewest, least)
 
 
@@ -233,16 +230,15 @@ def _divide_groups(
                 f" budget={budget:,} tokens on each of {ranks} ranks, and none may be empty; raise the budget, use"
                 " fewer ranks, or divide large groups"
             )
-        # Groups of many documents go to different ranks where equal costs would leave a rank with too few documents.
-        for weights in (sums(members, costs, num_groups), sizes):
+        # Equal costs may leave a rank with too little room or with too few documents.
+        for weights in (sums(members, costs, num_groups), inside, sizes):
             by_weight = _costliest_first(inside, weights)
             heavy, room = (inside[by_weight], weights[by_weight]), micro_batches * budget
-            shared = Arrangement(*heavy, ranks, 1, room, close=_CLOSE)
+            shared = Arrangement(*heavy, ranks, 1, room, quick=True)
             rank_of = np.empty(num_groups, dtype=np.int64)
-            rank_of[by_weight] = _arranged(shared, np.full(num_groups, -1, dtype=np.int64))
-            own = rank_of[members]
-            found = place_inside(lengths, costs, own, ranks, micro_batches, budget, len(lengths))
-            placed = np.where(found < 0, -1, found * ranks + own)
+            goal = _least_load(*heavy, ranks, 1, room)
+            rank_of[by_weight] = _arranged(shared, goal, np.full(num_groups, -1, dtype=np.int64))
+            placed = _on_ranks(lengths, costs, rank_of[members], ranks, micro_batches, budget)
             if placed.min() >= 0 and np.bincount(placed, minlength=ranks * micro_batches).min() > 0:
                 work = np.sort(sums(members, costs, num_groups))[::-1]
                 two = int(work[ranks - 1 : ranks + 1].sum()) if num_groups > ranks else 0
@@ -250,11 +246,24 @@ def _divide_groups(
                 return _finished(order, placed, costs, (ranks, micro_batches), fewest, least)
 
 
-def _arranged(shared: Arrangement, own: Integers) -> Integers:
+def _on_ranks(
+    lengths: Integers, costs: Integers, own: Integers, ranks: int, micro_batches: int, budget: int
+) -> Integers:
+    """(documents,) pack of each document, micro-batch-major, from its rank `own`; −1 where none was found."""
+    found = place_inside(lengths, costs, own, ranks, micro_batches, budget, len(lengths))
+    for rank in np.unique(own[(found < 0) & (own >= 0)]):
+        inside = np.flatnonzero(own == rank)
+        packs = _best_fit(lengths[inside], budget)
+        if packs.max() < micro_batches:
+            fill_empty(packs, micro_batches)
+            found[inside] = packs
+    return np.where(found < 0, -1, found * ranks + own)
+
+
+def _arranged(shared: Arrangement, goal: int, own: Integers) -> Integers:
     """The best arrangement that was found; −1 for documents without a pack where none fits."""
     if shared.ranks == 1:
         return place(shared.lengths, shared.costs, shared.packs, shared.capacity, shared.limit)
-    goal = _least_load(shared.lengths, shared.costs, shared.ranks, shared.micro_batches, shared.capacity)
     return shared.arrange(goal, own)
 
 
@@ -317,20 +326,21 @@ def _too_few(lengths: Integers, ranks: int, micro_batches: int, budget: int, ite
     """The message where there are fewer items than micro-batches."""
     most, packs = len(lengths), least_packs(lengths, budget)
     fewer = max(number for number in range(1, ranks) if number * -(-packs // number) <= most)
+    advice = f"use at most {fewer} rank{'s' if fewer > 1 else ''}"
     if micro_batches == 1:
-        return f"{most:,} {items} cannot be divided among {ranks} ranks, none of them empty; use at most {fewer} ranks"
+        return f"{most:,} {items} cannot be divided among {ranks} ranks, none of them empty; {advice}"
+    slots, low, high = most // ranks * ranks, budget, int(lengths.sum())
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if least_packs(lengths, middle) <= slots else (middle + 1, high)
     return (
         f"{most:,} {items} cannot fill {micro_batches} micro-batches of budget={budget:,} tokens on each of {ranks}"
-        f" ranks, and none may be empty; use at most {fewer} ranks, or raise the budget"
+        f" ranks, and none may be empty; {advice}, or raise the budget to {high:,}"
     )
 
 
 def _check_lengths(lengths: ArrayLike, ranks: int, name: str = "lengths") -> Integers:
-    """Lengths of at least 0 as int64, whose sum times the ranks does not overflow.
-
-    Raises:
-        ValueError: no lengths, or one that is not an integer of at least 0.
-    """
+    """Lengths of at least 0 as int64, whose sum times the ranks does not overflow."""
     checked = check_integers(name, lengths)
     if not len(checked):
         raise ValueError(f"{name} is empty: there is nothing to divide")
@@ -343,11 +353,7 @@ def _check_lengths(lengths: ArrayLike, ranks: int, name: str = "lengths") -> Int
 
 
 def _check_cost(cost: Cost, tokens: Integers, ranks: int) -> Integers:
-    """(documents,) int64 costs of at least 0.
-
-    Raises:
-        ValueError: costs of another shape or type, below 0, or too large.
-    """
+    """(documents,) int64 costs of at least 0."""
     if cost is None:
         return tokens
     if isinstance(cost, CostModel | ModelShape):
@@ -377,11 +383,7 @@ def _check_cost(cost: Cost, tokens: Integers, ranks: int) -> Integers:
 
 
 def _check_groups(groups: ArrayLike, documents: int) -> Integers:
-    """(documents,) number of each document's group, from 0.
-
-    Raises:
-        ValueError: another shape, or values that cannot be compared.
-    """
+    """(documents,) number of each document's group, from 0."""
     given = np.asarray(groups)
     if given.shape != (documents,):
         raise ValueError(f"groups must be {documents:,} values, one a document, got shape {given.shape}")

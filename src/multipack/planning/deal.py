@@ -28,6 +28,8 @@ Integers = NDArray[np.int64]
 DEALING = 8
 """Version: changes whenever the same step is dealt differently. A run continues inside a step only with the same."""
 
+_CLOSE, _QUICK_CLOSE = 20_000, 12_500  # packs are not rearranged within this fraction of the proven minimum
+_COARSE, _COARSE_HALF = 1_000, 4  # quick: with few documents until loads are within 1/1,000 of the mean
 _HALF, _JOINT_HALF = 7, 8  # documents in a half when two packs are rearranged
 _ATTEMPTS = 10  # attempts for each pack at the sync point
 _FAILURES = 24  # successive failures at which to stop, for each pair of packs of two ranks at the sync point
@@ -189,7 +191,7 @@ class Arrangement:
         sync: where ranks wait for each other.
         joint: balance tokens and their squares instead of costs.
         effort: rearrangements tried, in multiples of the default.
-        close: packs within 1/close of the proven minimum are not rearranged.
+        quick: begin with smaller rearrangements and end farther from the proven minimum.
     """
 
     lengths: Integers
@@ -201,12 +203,17 @@ class Arrangement:
     sync: Sync = "step"
     joint: bool = False
     effort: int = 1
-    close: int = 20_000
+    quick: bool = False
 
     @property
     def packs(self) -> int:
         """Number of packs of all ranks."""
         return self.ranks * self.micro_batches
+
+    @property
+    def close(self) -> int:
+        """Packs are not rearranged within this fraction of the proven minimum."""
+        return _QUICK_CLOSE if self.quick else _CLOSE
 
     @property
     def limit(self) -> int:
@@ -298,18 +305,22 @@ class Arrangement:
             lengths, costs = self.lengths[inside], self.costs[inside]
             goal = least_maximum(lengths, costs, self.ranks, slots * self.capacity)
             loads = (_SQUARES * lengths, lengths * lengths) if joint else (costs, np.zeros_like(costs))
-            packs = placed[inside] - point * self.ranks
-            balancing.balance(
-                packs,
-                lengths,
-                np.stack(loads),
-                self.capacity,
-                self.limit,
-                self.ranks,
-                slots,
-                half=(_JOINT_HALF if joint else _HALF) + min(self.effort.bit_length() - 1, _MOST_MORE),
-                attempts=_ATTEMPTS * self.effort * self.ranks * slots,
-                failures=_FAILURES * slots**2 * self.effort,
-                excess=0 if joint else max(goal + goal // self.close - int(costs.sum()) // self.ranks, 0),
-            )
+            packs, mean = placed[inside] - point * self.ranks, int(costs.sum()) // self.ranks
+            half = (_JOINT_HALF if joint else _HALF) + min(self.effort.bit_length() - 1, _MOST_MORE)
+            excess = 0 if joint else max(goal + goal // self.close - mean, 0)
+            stages = [(_COARSE_HALF, max(excess, mean // _COARSE))] if self.quick else []
+            for size, most in (*stages, (half, excess)):
+                balancing.balance(
+                    packs,
+                    lengths,
+                    np.stack(loads),
+                    self.capacity,
+                    self.limit,
+                    self.ranks,
+                    slots,
+                    half=size,
+                    attempts=_ATTEMPTS * self.effort * self.ranks * slots,
+                    failures=_FAILURES * slots**2 * self.effort,
+                    excess=most,
+                )
             placed[inside] = packs + point * self.ranks
