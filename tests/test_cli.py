@@ -39,20 +39,19 @@ def test_help_and_settings_fit_80_columns(run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     names = [command.callback.__name__ for command in app.registered_commands]
     assert all(command in run("--help").output for command in [*names, "bench"])
-    for command in ("train", "prepare", "plan", "pack"):
-        settings = run(command, "--settings").output
-        assert max(map(len, settings.splitlines())) <= 80
-        assert "\n\n\n" not in settings
+    settings = {name: run(name, "--settings").output for name in ("train", "prepare", "plan", "pack")}
+    for command, shown in settings.items():
+        assert max(map(len, shown.splitlines())) <= 80
+        assert "\n\n\n" not in shown
         lines = run(command, "--help").output.splitlines()
         examples = [line for line in lines if line.startswith("   multipack ")]
         assert all(len(line) == 80 and line.endswith(" ") for line in examples)  # no example is wrapped
-    settings = run("train", "--settings").output
-    assert "plan.packs_per_step" in settings
-    assert "data=huggingface|jsonl|mixture|" in settings
-    assert "\n  data.fields  " in run("prepare", "--settings").output
-    assert "plan." not in run("prepare", "--settings").output
-    assert "train." not in run("plan", "--settings").output
-    assert "time_budget" in run("pack", "--settings").output
+    assert "plan.packs_per_step" in settings["train"]
+    assert "data=huggingface|jsonl|mixture|" in settings["train"]
+    assert "\n  data.fields  " in settings["prepare"]
+    assert "plan." not in settings["prepare"]
+    assert "train." not in settings["plan"]
+    assert "time_budget" in settings["pack"]
 
 
 TORCH_FREE = """

@@ -34,9 +34,9 @@ def test_commands_have_legal_options():
 
     from multipack.cli import app
 
-    wrong = []
+    wrong, whole = [], typer.main.get_command(app)
     for page, command in COMMANDS:
-        parser = typer.main.get_command(app)
+        parser = whole
         words = [word for word in shlex.split(command) if word not in ("…", "--settings")]
         while words and words[0] in getattr(parser, "commands", {}):
             parser, words = parser.commands[words[0]], words[1:]

@@ -128,7 +128,9 @@ def pairs(tmp_path_factory):
     return [f"data.path={path}", "data.validation=0.2", "preference.label_smoothing=0.1"]
 
 
-@pytest.mark.parametrize("parallel", ["parallel.data=zero3", "parallel.tensor=2"])
+@pytest.mark.parametrize(
+    "parallel", ["parallel.data=zero3", pytest.param("parallel.tensor=2", marks=pytest.mark.slow)]
+)
 def test_preferences_are_trained_on_divided_models(check, steady, pairs, tmp_path, parallel):
     printed = check(2, [*steady, *pairs], parallel)
     assert "pairs computed" in " ".join(printed.split())

@@ -55,7 +55,7 @@ def problems(draw):
     return lengths, options
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(problems())
 def test_every_document_once_or_named(problem):
     lengths, options = problem
@@ -83,7 +83,7 @@ def test_every_document_once_or_named(problem):
     assert options["tail"] == "drop" or not len(made.left)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(problems(), st.data())
 def test_resuming_anywhere_is_exact(problem, data):
     lengths, options = problem

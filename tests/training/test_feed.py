@@ -261,7 +261,7 @@ def test_a_run_whose_documents_are_late_is_saved_and_resumes(tmp_path, capsys):
     path = tmp_path / "shards"
     for _ in range(2):
         writer = StoreWriter(path, byte_tokenizer()).__enter__()
-        for document in range(400):
+        for document in range(120):
             writer.add(f"doc{document}", [([document % 250] * 20, True)])
         writer.end_shard()
     words = ["data.patience_seconds=0.2", "train.eval_every=0"]
