@@ -78,7 +78,7 @@ def test_one_graph_serves_all_layers_and_packs(shape, packs, distance, gradients
     assert list(model.state_dict()) == list(reference.state_dict())
 
 
-@pytest.mark.parametrize("pad_to", [600, None])
+@pytest.mark.parametrize("pad_to", [600, pytest.param(None, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shape", ["llama-gqa"], indirect=True)
 def test_a_run_compiles_three_graphs_at_most(monkeypatch, shape, document, pad_to):
     """Evaluation, training, evaluation: two graphs of a block, and one of the softmax, which GPUs compile too."""

@@ -66,14 +66,12 @@ def test_a_step_waits_for_nothing_but_the_numbers_of_the_step_before_it(words, t
     assert [record["step"] for record in found.steps] == [1, 2, 3, 4, 5, 6]
 
 
-def test_numbers_that_are_read_later_are_the_same(words, tmp_path, files, monkeypatch):
-    paths = [tmp_path / name for name in ("now", "later")]
-    for path, reads_later in zip(paths, (False, True), strict=True):
-        monkeypatch.setattr(trainer, "may_read_later", lambda engine, callbacks, given=reads_later: given)
-        train(compose([*words, f"out={path}"]))
-    now, later = (files(path).untimed for path in paths)
-    assert [record["step"] for record in now] == [record["step"] for record in later]
-    for one, other in zip(now, later, strict=True):
+@pytest.mark.usefixtures("later")
+def test_numbers_that_are_read_later_are_the_same(finished, words, tmp_path, files):
+    train(compose([*words, f"out={tmp_path / 'later'}"]))
+    now, found = (files(path).untimed for path in (finished, tmp_path / "later"))
+    assert [record["step"] for record in now] == [record["step"] for record in found]
+    for one, other in zip(now, found, strict=True):
         assert other == pytest.approx(one, rel=1e-5)
 
 

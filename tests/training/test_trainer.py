@@ -341,10 +341,10 @@ def test_the_best_checkpoint_is_kept(words, tmp_path, val_losses, more, best):
 
 
 def test_checkpoints_have_an_interval_of_their_own(words, tmp_path):
-    more = ["train.checkpoint_every=0", "train.eval_every=1", "train.keep_checkpoints=0"]
+    more = ["train.steps=2", "train.checkpoint_every=0", "train.eval_every=1", "train.keep_checkpoints=0"]
     train(compose([*words, *more, f"out={tmp_path / 'run'}"]))
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-00000006"]
-    assert _best(tmp_path / "run") == "step-00000006"
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-00000002"]
+    assert _best(tmp_path / "run") == "step-00000002"
 
 
 def test_a_resumed_run_makes_up_for_the_best_evaluation(words, tmp_path, val_losses, watched, recorder):
