@@ -299,9 +299,10 @@ def _costliest_first(lengths: Integers, costs: Integers) -> Integers:
 
 def _fewest(lengths: Integers, ranks: int, budget: int) -> int:
     """A proven lower bound on the micro-batches of each rank, at least 1."""
+    if lengths.sum() <= ranks * budget and 2 * lengths.max() <= budget:
+        return 1  # `simple_bound` is that of the tokens
     held = lengths[lengths > 0]
-    bound = simple_bound(count(held), budget, len(held)) if len(held) else 1
-    return max(-(-bound // ranks), 1)
+    return -(-simple_bound(count(held), budget, len(held)) // ranks)
 
 
 def _best_fit(lengths: Integers, budget: int) -> Integers:

@@ -232,7 +232,7 @@ class Arrangement:
             if placed.min() < 0:
                 continue
             fill_empty(placed, self.packs)
-            self._balance(placed)
+            self._balance(placed, goal)
             reached = step_cost(sums(placed, self.costs, self.packs), self.ranks, self.sync)
             if least < 0 or reached < least:
                 best, least = placed, reached
@@ -295,15 +295,15 @@ class Arrangement:
         number[order] = places.ravel()
         return np.where(placed < 0, -1, number[placed])
 
-    def _balance(self, placed: Integers) -> None:
-        """Balance the ranks of each sync point, in place."""
+    def _balance(self, placed: Integers, least: int) -> None:
+        """Balance the ranks of each sync point, in place. `least` bounds the cost of the only one, or their sum."""
         once, joint = self.sync == "step", self.joint
         slots = self.micro_batches if once else 1
         points = np.zeros_like(placed) if once else placed // self.ranks
         for point in range(int(points.max()) + 1):
             inside = np.flatnonzero(points == point)
             lengths, costs = self.lengths[inside], self.costs[inside]
-            goal = least_maximum(lengths, costs, self.ranks, slots * self.capacity)
+            goal = least if once else least_maximum(lengths, costs, self.ranks, self.capacity)
             loads = (_SQUARES * lengths, lengths * lengths) if joint else (costs, np.zeros_like(costs))
             packs, mean = placed[inside] - point * self.ranks, int(costs.sum()) // self.ranks
             half = (_JOINT_HALF if joint else _HALF) + min(self.effort.bit_length() - 1, _MOST_MORE)
