@@ -16,22 +16,31 @@ ROOT = Path(multipack.__file__).parent
 LEFT_OF = {
     "words": "atomic",
     "atomic": "",
+    "machine": "",
     "shapes": "words shapes_huggingface",
     "shapes_huggingface": "atomic",
     "run": "words atomic",
     "planning": "words atomic shapes",
-    "data": "words atomic shapes planning",
+    "data": "words machine atomic shapes planning",
     "ops": "words shapes planning data",
-    "models": "words atomic shapes planning data ops",
-    "parallel": "words atomic shapes planning data ops",
-    "integrations": "words shapes planning data",
-    "launch": "words atomic shapes run planning data ops models parallel",
-    "reports": "words atomic shapes run planning data",
-    "training": "words atomic shapes run planning data ops models parallel reports",
-    "cli": "words atomic shapes run planning data ops models parallel reports training launch",
+    "models": "words machine atomic shapes planning data ops",
+    "parallel": "words machine atomic shapes planning data ops",
+    "integrations": "words machine shapes planning data",
+    "launch": "words machine atomic shapes run planning data ops models parallel",
+    "reports": "words machine atomic shapes run planning data",
+    "training": "words machine atomic shapes run planning data ops models parallel reports",
+    "cli": "words machine atomic shapes run planning data ops models parallel reports training launch",
 }
 """Rooms that a room may import, beside itself."""
-TORCH_FREE = ["planning", "shapes.py", "shapes_huggingface.py", "words.py", "run.py", "atomic.py"]
+TORCH_FREE = [
+    "planning",
+    "shapes.py",
+    "shapes_huggingface.py",
+    "words.py",
+    "run.py",
+    "atomic.py",
+    "machine.py",
+]
 FLOORS = {"planning": 7, "data": 6}
 """Most modules of a room in one chain of imports."""
 

@@ -69,7 +69,12 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'multipack' has no attribute {name!r}")
-    return getattr(import_module(_PUBLIC[name]), name)
+    try:
+        return getattr(import_module(_PUBLIC[name]), name)
+    except ModuleNotFoundError as error:
+        from multipack.machine import explain_missing
+
+        raise explain_missing(error, f"multipack.{name}") from error
 
 
 def __dir__() -> list[str]:

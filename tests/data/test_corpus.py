@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from multipack.data import corpus as module
-from multipack.data import corpus_report, stdlib
+from multipack.data import stdlib, stored_lengths
 from multipack.data.corpus import load_corpus
-from multipack.data.corpus_report import LengthsConfig, read_lengths
 from multipack.data.documents import Documents
 from multipack.data.prepare import prepare
 from multipack.data.shards import HEADER
 from multipack.data.store import TokenStore
+from multipack.data.stored_lengths import LengthsConfig, read_lengths
 from multipack.data.tokenizer import TokenizerConfig
 
 AUTO, BYTE, CHAR, BPE = (TokenizerConfig(*given) for given in ((), ("byte",), ("char",), ("bpe", "", 300)))
@@ -203,14 +203,14 @@ def test_arrays_that_are_no_lengths_are_refused_before_memory_is_asked_for(tmp_p
                 read_lengths(path, 16, histogram)
             assert "\n" not in str(refused.value)
     np.save(path, np.array([1 << 31, 1 << 30]))
-    available, corpus_report.available_memory = corpus_report.available_memory, lambda: 1 << 30
+    available, stored_lengths.available_memory = stored_lengths.available_memory, lambda: 1 << 30
     try:
         with pytest.raises(
             ValueError, match=r"need 25,769,803,776 bytes of memory, and 1,073,741,824 are free"
         ):
             read_lengths(path, 16, histogram=True)
     finally:
-        corpus_report.available_memory = available
+        stored_lengths.available_memory = available
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(ValueError, match="no such file"):

@@ -16,6 +16,7 @@ from multipack.cli.launch_commands import doctor, launch, submit
 from multipack.cli.model_commands import export, generate, version
 from multipack.cli.plan_commands import pack, plan
 from multipack.cli.train_commands import calibrate, config, prepare, train
+from multipack.machine import explain_missing
 from multipack.parallel.ranks import is_reported
 
 app = typer.Typer(
@@ -56,6 +57,8 @@ def main() -> None:
         code = 130
     except Exception as error:
         # Typer uses its own copy of click or the installed one, so click's exceptions are recognized by their names.
+        if isinstance(error, ModuleNotFoundError):
+            error = explain_missing(error, " ".join(["multipack", *sys.argv[1:2]]))
         if isinstance(error, ImportError) and "multipack[" in str(error):
             fail(str(error), 2)  # an optional dependency is missing, and the message names it
         if hasattr(error, "format_message"):

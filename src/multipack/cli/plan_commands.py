@@ -56,7 +56,7 @@ def plan(
     measured times. `multipack plan --settings` lists all settings.
     """
     from multipack.cli.plan_settings import PlanCommand, training_command
-    from multipack.data.corpus_report import read_lengths
+    from multipack.data.stored_lengths import read_lengths
     from multipack.planning.advice import advise
     from multipack.planning.report import padded_share
     from multipack.reports.console import Console
@@ -177,7 +177,7 @@ def pack(
 
     from multipack.atomic import write_atomically
     from multipack.cli.plan_settings import PackCommand
-    from multipack.data.corpus_report import read_lengths
+    from multipack.data.stored_lengths import read_lengths
     from multipack.planning.packing import pack as make_packs
     from multipack.reports.console import PLANNING, Console
     from multipack.words import merge

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from multipack.data.corpus_report import LengthsConfig
+from multipack.data.stored_lengths import LengthsConfig
 from multipack.planning.cost import CostModel
 from multipack.planning.options import PlanOptions, Sync
 from multipack.planning.packing import Method

@@ -13,13 +13,16 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from multipack.data.overlong import POLICIES, FitReport, Integers, Pieces, pieces_of, split
-from multipack.data.store import TokenStore
 from multipack.planning.steps import permutation
+
+if TYPE_CHECKING:
+    from multipack.data.store import TokenStore
 
 _VALIDATION = 1 << 20  # in place of an epoch, for an order that no epoch has
 _ROOM = "plan.capacity (and model.context, where positions are learned)"

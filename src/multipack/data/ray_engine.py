@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from multipack.data.tokenizer import Progress
-from multipack.data.vocabularies import import_extra
+from multipack.machine import import_extra
 
 PART_BYTES, MOST_PARTS = 256 << 20, 9999
 """Bytes of files of one part, about; they are more if there would be more parts than these."""

@@ -31,7 +31,7 @@ from multipack.data.data_config import RECORDS, DataConfig
 from multipack.data.records import RecordReader, without_nulls
 from multipack.data.texts import SourceDocument, TextPart, divided, find_files, json_records
 from multipack.data.tokenizer import TokenizerConfig
-from multipack.data.vocabularies import import_extra
+from multipack.machine import import_extra
 
 Found = SourceDocument | str
 """A document, or the reason why an entry is skipped."""

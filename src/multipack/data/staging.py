@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import shutil
 import socket
 import stat
@@ -26,6 +25,7 @@ from multipack.data.shards import CHAT_TEMPLATE, HEADER, SHARDS, TOKENIZER
 from multipack.data.store import TokenStore
 from multipack.data.tokenizer import Progress, silent
 from multipack.data.writer import remove_store
+from multipack.machine import available_memory
 
 
 def verify_once(stores: Sequence[TokenStore], cache: Path, progress: Progress = silent) -> None:
@@ -118,10 +118,3 @@ def _copy(store: TokenStore, copy: Path, progress: Progress) -> int:
         done += size
         progress(done, total, "bytes copied")
     return total
-
-
-def available_memory() -> int | None:
-    """Bytes of memory that new allocations can have, as Linux estimates them; None if unknown."""
-    file = Path("/proc/meminfo")
-    found = re.search(r"MemAvailable: *(\d+) kB", file.read_text()) if file.is_file() else None
-    return 1024 * int(found[1]) if found else None

@@ -11,7 +11,6 @@ Each package is imported only when its kind is used, and only here.
 from __future__ import annotations
 
 import base64
-import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from multipack import atomic
+from multipack.machine import import_extra
 
 Vocabulary = tuple[str, dict[str, Any]]
 """The content of a `tokenizer.json`, and the fields of a `tokenizer_config.json`."""
@@ -139,19 +139,6 @@ READERS: dict[str, Callable[[str], Vocabulary]] = {
 }
 """`tokenizer.kind` → function of `tokenizer.path`. Each raises `ImportError` if its package is not installed, and
 `ValueError` if the path has no such vocabulary, or a malformed one."""
-
-
-def import_extra(package: str, setting: str, extra: str) -> Any:
-    """Import a package that is installed with an extra of multipack.
-
-    Raises:
-        ImportError: it is not installed; the message names the setting that needs it, and the extra.
-    """
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        name = package.replace("_", "-")
-        raise ImportError(f'{setting} needs the package {name}: pip install "multipack[{extra}]"') from error
 
 
 # --- byte-level alphabet, and text that continues ----------------------------------------------------------

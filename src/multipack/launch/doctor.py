@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from multipack.launch.allocation import find_allocation, find_launchers
+from multipack.machine import explain_missing
 from multipack.parallel.ranks import LAUNCHERS, find_ranks
 
 Status = Literal["ok", "warn", "fail"]
@@ -80,6 +81,10 @@ def examine(
             for finding in check(environment):
                 found.append(replace(finding, area=area))
         except Exception as error:
+            missing = explain_missing(error, "it") if isinstance(error, ModuleNotFoundError) else error
+            if missing is not error:  # by choice: without the trainer
+                found.append(Finding("not checked", "ok", str(missing), area=area))
+                continue
             remedy = "if this machine is not the cause, please report it as a bug of multipack"
             found.append(Finding("check", "fail", f"{type(error).__name__}: {error}", remedy, area))
     return found

@@ -1,0 +1,46 @@
+"""This machine: packages of optional dependencies, and free memory."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+EXTRAS = dict.fromkeys(("torch", "tokenizers", "safetensors", "jinja2"), "train")
+"""Package → the extra of multipack that installs it, for those that modules import when they are loaded."""
+
+
+def import_extra(package: str, setting: str, extra: str) -> Any:
+    """Import a package that is installed with an extra of multipack.
+
+    Raises:
+        ImportError: it is not installed; the message names the setting that needs it, and the extra.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise _missing(package, setting, extra) from error
+
+
+def explain_missing(error: ModuleNotFoundError, user: str) -> ImportError:
+    """The error that a package of `EXTRAS` is missing, with the extra; any other error is returned unchanged.
+
+    Args:
+        error: raised by an import.
+        user: name or command that needs the package.
+    """
+    package = (error.name or "").partition(".")[0]
+    return _missing(package, user, EXTRAS[package]) if package in EXTRAS else error
+
+
+def _missing(package: str, user: str, extra: str) -> ImportError:
+    name = package.replace("_", "-")
+    return ImportError(f'{user} needs the package {name}: pip install "multipack[{extra}]"', name=package)
+
+
+def available_memory() -> int | None:
+    """Bytes of memory that new allocations can have, as Linux estimates them; None if unknown."""
+    file = Path("/proc/meminfo")
+    found = re.search(r"MemAvailable: *(\d+) kB", file.read_text()) if file.is_file() else None
+    return 1024 * int(found[1]) if found else None
