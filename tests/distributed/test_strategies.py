@@ -21,7 +21,7 @@ STEPS = 2
 def steady(words):
     """A model that two tensor or context ranks can divide, with every callback that computes something."""
     fixed = [word for word in words if not word.startswith("train.steps")]
-    more = "model.layers=2 model.heads=4 model.kv_heads=2 model.vocabulary_size=264 plan.packs_per_step=8"
+    more = "model.layers=2 model.heads=4 model.kv_heads=2 model.vocabulary_size=264 plan.packs_per_step=4"
     watched = "train.ema_decay=0.9 log.layer_norms=true train.eval_every=2 train.spike=skip"
     return [*fixed, *more.split(), *watched.split(), f"train.steps={STEPS}"]
 
