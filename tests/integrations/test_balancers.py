@@ -1,5 +1,6 @@
 """The functions of verl, OpenRLHF and TRL that divide rollouts, with this balancer inside."""
 
+import importlib
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -77,7 +78,6 @@ def test_verl_micro_batches_hold_the_limit(balanced):
 
 def test_verl_nested_batches():
     ids = torch.nested.nested_tensor([torch.ones(n) for n in (3, 9, 4, 8)], layout=torch.jagged)
-    batch = SimpleNamespace(ids=ids)
     rows = {"input_ids": ids}
     batch = type(
         "Nested", (), {"__getitem__": lambda _, key: rows[key] if isinstance(key, str) else key.tolist()}
@@ -122,8 +122,12 @@ def test_openrlhf_micro_batches_hold_the_limit_if_it_is_given():
     assert max(sum(lengths[index] for index in part) for part in parts) <= 10
     with pytest.raises(ValueError, match="2 parts of max_tokens=10 do not hold all sequences; use 3 parts"):
         openrlhf.get_seqlen_balanced_partitions(lengths, 2, False, max_tokens=10)
-    with pytest.raises(ValueError, match="a sequence of 7 tokens does not fit"):
-        openrlhf.get_minimum_num_micro_batch_size(lengths, 6, 1, 1)
+    with pytest.raises(
+        ValueError, match=r"a sequence of 7 tokens does not fit .* raise max_tokens_per_gpu to 4"
+    ):
+        openrlhf.get_minimum_num_micro_batch_size(lengths, 3, 2, 1)
+    with pytest.raises(ValueError, match="max_tokens_per_gpu must be a whole number"):
+        openrlhf.get_minimum_num_micro_batch_size(lengths, None, 1, 1)
 
 
 class TreeRow:
@@ -164,9 +168,7 @@ def batchers(monkeypatch):
     host = SimpleNamespace(TreeRow=TreeRow, FixedCountBatcher=Source, TokenBudgetBatcher=Source)
     sys.modules[names[-1]].async_grpo_trainer = host
     monkeypatch.delitem(sys.modules, "multipack.integrations.trl_batchers", raising=False)
-    from multipack.integrations import trl_batchers
-
-    yield trl_batchers
+    yield importlib.import_module("multipack.integrations.trl_batchers")
     sys.modules.pop("multipack.integrations.trl_batchers", None)
 
 
@@ -178,6 +180,13 @@ def test_trl_rows_have_equal_costs_and_lose_no_rollout(batchers, name):
     assert sorted(sample["group_id"] for row in rows for sample in row.samples) == list(range(8))
     assert max(row.load for row in rows) <= 1.05 * sum(length**2 for length in lengths) / 2
     assert max(len(row.tokens) for row in rows) <= 25
+
+
+def test_older_trl_is_refused_by_name(batchers):
+    del sys.modules["trl.experimental.async_grpo"].async_grpo_trainer.TreeRow
+    sys.modules.pop("multipack.integrations.trl_batchers")
+    with pytest.raises(ImportError, match=r"needs TRL 1\.16 or later: pip install"):
+        importlib.import_module("multipack.integrations.trl_batchers")
 
 
 def test_trl_does_not_drop_long_rollouts(batchers):

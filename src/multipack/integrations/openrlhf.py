@@ -29,12 +29,15 @@ def get_minimum_num_micro_batch_size(
     Raises:
         ValueError: a sequence is longer than the limit.
     """
-    limit = max_tokens_per_gpu * ring_attn_size * ds_tensor_parallel_size
+    devices = check_integer("ring_attn_size", ring_attn_size)
+    devices *= check_integer("ds_tensor_parallel_size", ds_tensor_parallel_size)
+    limit = check_integer("max_tokens_per_gpu", max_tokens_per_gpu) * devices
     lengths = check_lengths(total_lengths)
     if lengths.max() > limit:
+        enough = -(-int(lengths.max()) // devices)
         raise ValueError(
             f"a sequence of {lengths.max():,} tokens does not fit into a micro-batch of {limit:,}: max_tokens_per_gpu="
-            f"{max_tokens_per_gpu:,} on {ring_attn_size} x {ds_tensor_parallel_size} devices; raise max_tokens_per_gpu"
+            f"{max_tokens_per_gpu:,} on {devices} devices; raise max_tokens_per_gpu to {enough:,}"
         )
     return least_packs(lengths, limit)
 

@@ -17,6 +17,11 @@ from trl.experimental.async_grpo import async_grpo_trainer as trainer
 
 from multipack.planning.balance import balance
 
+if not hasattr(trainer, "TreeRow"):
+    raise ImportError(
+        "multipack.integrations.trl_batchers needs TRL 1.16 or later: pip install -U 'trl>=1.16'"
+    )
+
 
 def _evened(rows: list[Any], budget: int | None) -> list[Any]:
     """The samples of the rows in as many rows of equal load; the rows themselves where no better ones were found."""
