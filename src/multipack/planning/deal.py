@@ -13,6 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
+from math import gcd
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +28,7 @@ from multipack.planning.options import PlanOptions, Sync, check_choice
 
 Integers = NDArray[np.int64]
 
-DEALING = 8
+DEALING = 9
 """Version: changes whenever the same step is dealt differently. A run continues inside a step only with the same."""
 
 _CLOSE, _QUICK_CLOSE = 20_000, 12_500  # packs are not rearranged within this fraction of the proven minimum
@@ -35,11 +38,12 @@ _ATTEMPTS = 10  # attempts for each pack at the sync point
 _FAILURES = 24  # successive failures at which to stop, for each pair of packs of two ranks at the sync point
 _MOST_MORE = 3  # the half grows by log2(effort), at most by 3
 _SQUARES = 1000  # with `joint`, a difference of one token counts as much as this many squares
+_GOLDEN = 0.618  # multiples of the golden ratio, modulo 1, are evenly distributed, however many they are
 
 
-def rank_loads(costs: Integers, ranks: int, sync: Sync) -> Integers:
+def rank_loads(loads: NDArray[Any], ranks: int, sync: Sync) -> NDArray[Any]:
     """(sync points, ranks) load of each rank at each sync point, from (packs,) in micro-batch-major order."""
-    table = costs.reshape(-1, ranks)
+    table = loads.reshape(-1, ranks)
     return table.sum(axis=0, keepdims=True) if sync == "step" else table
 
 
@@ -106,7 +110,7 @@ def least_maximum(lengths: Integers, costs: Integers, packs: int, capacity: int)
     tokens = int(lengths.sum()) - (packs - k) * capacity - longest
     held = lengths > 0
     rate = int((costs[held] // lengths[held]).min()) if held.any() else 0
-    bound = int((-(-(np.cumsum(costs[:packs]) + tokens.clip(0) * rate) // k)).max())
+    bound = int((-(-(np.cumsum(costs[:packs]) + np.maximum(tokens, 0) * rate) // k)).max())
     two = int(costs[packs - 1] + costs[packs]) if len(costs) > packs else 0
     return max(bound, two, -(-int(costs.sum()) // packs))
 
@@ -144,7 +148,7 @@ def deal_packs(
         options: options of the plan.
         ranks: number of ranks that share the step.
         sync: where ranks wait for each other.
-        turn: number that determines how far packs rotate over the ranks; see `_rotated`.
+        turn: number that determines how far packs rotate over the ranks; see `Arrangement.rotate`.
     """
     micro_batches = micro_batches_of(options.packs_per_step, ranks)
     check_choice("sync", sync, Sync)
@@ -160,21 +164,9 @@ def deal_packs(
     fill_empty(placed, step.packs)
     if ranks > 1:
         goal = least_step_cost(lengths, costs, step.ranks, micro_batches, capacity, sync)
-        placed = _rotated(step.arrange(goal, placed), ranks, sync, turn)
+        placed = step.rotate(step.arrange(goal, placed), turn)
     dealt = packs_from(placed, step.packs)
     return Packs(documents[dealt.order], dealt.offsets)
-
-
-def _rotated(placed: Integers, ranks: int, sync: Sync, turn: int) -> Integers:
-    """Rotate packs over the ranks: in successive turns the longest document goes to 0, 1, 2, 2, 1, 0, and again.
-
-    Where ranks synchronize at each micro-batch, the other micro-batches are rotated by one rank more each, because
-    their longest documents are in the same pack.
-    """
-    back, rank = divmod(turn, ranks)
-    rank = ranks - 1 - rank if back % 2 else rank
-    later = 0 if sync == "step" else placed // ranks - placed[0] // ranks
-    return placed - placed % ranks + (placed + later + rank - placed[0]) % ranks
 
 
 @dataclass(frozen=True)
@@ -240,6 +232,29 @@ class Arrangement:
                 break
         return best
 
+    def rotate(self, placed: Integers, turn: int) -> Integers:
+        """Choose the rank of each pack, so that over an epoch all ranks have similar documents and squared lengths.
+
+        Packs of few, long documents have a high share of the step's squared lengths and a low share of its documents.
+        Where ranks synchronize at each micro-batch, its packs are exchanged so that the ranks' differences of these
+        shares cancel. Ranks in falling order of the difference then get the numbers t, t + 1, …, modulo ranks. In
+        `ranks` successive turns each t occurs once: evenly distributed from the first turn on, and then backwards.
+        """
+        ranks, squares = self.ranks, self.lengths * self.lengths
+        shares = squares / squares.sum() - 1 / len(placed)
+        loads = rank_loads(np.bincount(placed, shares, self.packs), ranks, self.sync)
+        total, moved = loads[0].copy(), np.arange(loads.size).reshape(loads.shape) % ranks
+        for row, load in zip(moved[1:], loads[1:], strict=True):
+            falling, rising = np.argsort(-load, kind="stable"), np.argsort(total, kind="stable")
+            row[falling] = rising
+            total[rising] += load[falling]
+        back, turn = divmod(turn, ranks)
+        stride = next(stride for stride in count(int(_GOLDEN * ranks)) if gcd(stride, ranks) == 1)
+        first = stride * (ranks - 1 - turn if back % 2 else turn)
+        places = np.argsort(np.argsort(-total, kind="stable"))
+        rank = (places[moved] + first) % ranks
+        return (rank + np.arange(0, self.packs, ranks)[:, None]).ravel()[placed]
+
     def _arrangements(self, own: Integers) -> Iterator[Integers]:
         """Arrangements to begin with; −1 for documents that did not fit. The step's own packs always fit."""
         if self.sync == "step" and self.micro_batches > 1:
@@ -303,7 +318,7 @@ class Arrangement:
         for point in range(int(points.max()) + 1):
             inside = np.flatnonzero(points == point)
             lengths, costs = self.lengths[inside], self.costs[inside]
-            goal = least if once else least_maximum(lengths, costs, self.ranks, self.capacity)
+            goal = least if once or joint else least_maximum(lengths, costs, self.ranks, self.capacity)
             loads = (_SQUARES * lengths, lengths * lengths) if joint else (costs, np.zeros_like(costs))
             packs, mean = placed[inside] - point * self.ranks, int(costs.sum()) // self.ranks
             half = (_JOINT_HALF if joint else _HALF) + min(self.effort.bit_length() - 1, _MOST_MORE)
