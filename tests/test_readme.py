@@ -74,6 +74,17 @@ def test_settings_in_commands_are_legal():
     assert not wrong, "\n".join(wrong)
 
 
+def test_named_files_exist():
+    """Tests, benchmarks and examples that pages name."""
+    wrong = [
+        f"{page.name}: {name}"
+        for page in PAGES
+        for name in re.findall(r"`(?:python )?((?:tests|benchmarks|examples)/[\w/]+\.py)", page.read_text())
+        if not (ROOT / name).exists()
+    ]
+    assert not wrong, wrong
+
+
 def test_links_lead_somewhere():
     wrong = [
         f"{page.name}: {target}"
