@@ -108,8 +108,8 @@ def least_maximum(lengths: Integers, costs: Integers, packs: int, capacity: int)
     longest = np.cumsum(lengths[:packs])
     k = np.arange(1, len(longest) + 1)
     tokens = int(lengths.sum()) - (packs - k) * capacity - longest
-    held = lengths > 0
-    rate = int((costs[held] // lengths[held]).min()) if held.any() else 0
+    held = np.count_nonzero(lengths)
+    rate = int((costs[:held] // lengths[:held]).min()) if held else 0
     bound = int((-(-(np.cumsum(costs[:packs]) + np.maximum(tokens, 0) * rate) // k)).max())
     two = int(costs[packs - 1] + costs[packs]) if len(costs) > packs else 0
     return max(bound, two, -(-int(costs.sum()) // packs))
@@ -241,19 +241,19 @@ class Arrangement:
         `ranks` successive turns each t occurs once: evenly distributed from the first turn on, and then backwards.
         """
         ranks, squares = self.ranks, self.lengths * self.lengths
-        shares = squares / squares.sum() - 1 / len(placed)
+        shares = squares / (self.lengths @ self.lengths) - 1 / len(placed)
         loads = rank_loads(np.bincount(placed, shares, self.packs), ranks, self.sync)
-        total, moved = loads[0].copy(), np.arange(loads.size).reshape(loads.shape) % ranks
-        for row, load in zip(moved[1:], loads[1:], strict=True):
-            falling, rising = np.argsort(-load, kind="stable"), np.argsort(total, kind="stable")
-            row[falling] = rising
-            total[rising] += load[falling]
+        total, moved = loads[0], np.arange(loads.size) % ranks
+        for point in range(1, len(loads)):
+            falling, rising = (-loads[point]).argsort(kind="stable"), total.argsort(kind="stable")
+            moved[point * ranks + falling] = rising
+            total[rising] += loads[point, falling]
         back, turn = divmod(turn, ranks)
         stride = next(stride for stride in count(int(_GOLDEN * ranks)) if gcd(stride, ranks) == 1)
         first = stride * (ranks - 1 - turn if back % 2 else turn)
-        places = np.argsort(np.argsort(-total, kind="stable"))
+        places = (-total).argsort(kind="stable").argsort()
         rank = (places[moved] + first) % ranks
-        return (rank + np.arange(0, self.packs, ranks)[:, None]).ravel()[placed]
+        return placed - placed % ranks + rank[placed % len(rank)]
 
     def _arrangements(self, own: Integers) -> Iterator[Integers]:
         """Arrangements to begin with; −1 for documents that did not fit. The step's own packs always fit."""
