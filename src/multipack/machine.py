@@ -1,11 +1,14 @@
-"""This machine: packages of optional dependencies, and free memory."""
+"""This machine: packages of optional dependencies, free memory, and findings of checks."""
 
 from __future__ import annotations
 
 import importlib
 import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+Status = Literal["ok", "warn", "fail"]
 
 EXTRAS = dict.fromkeys(("torch", "tokenizers", "safetensors", "jinja2"), "train")
 """Package → the extra of multipack that installs it, for those that modules import when they are loaded."""
@@ -44,3 +47,22 @@ def available_memory() -> int | None:
     file = Path("/proc/meminfo")
     found = re.search(r"MemAvailable: *(\d+) kB", file.read_text()) if file.is_file() else None
     return 1024 * int(found[1]) if found else None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One result of `multipack doctor`.
+
+    Attributes:
+        name: what was checked.
+        status: `fail` = training does not work, or a run is damaged; `warn` = it is slower, or fails in some setups.
+        detail: what was found.
+        remedy: what to do; empty if the status is `ok`.
+        area: subject of the check.
+    """
+
+    name: str
+    status: Status
+    detail: str
+    remedy: str = ""
+    area: str = ""

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from multipack.cli import app, launch_commands
-from multipack.launch.doctor import Finding
+from multipack.machine import Finding
 from multipack.training.run_config import compose_run
 
 ROOT = Path(__file__).parents[2]

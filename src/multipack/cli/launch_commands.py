@@ -144,7 +144,6 @@ def doctor(
 
     console = Console(stream=sys.stderr if as_json else None)
     with console.progress("checking") as advance:
-        found: Any
         if path is None:
             found = examine(os.environ, quick, lambda area: advance(0, note=area))
         else:

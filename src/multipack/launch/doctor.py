@@ -18,15 +18,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from multipack.launch.allocation import find_allocation, find_launchers
-from multipack.machine import explain_missing
+from multipack.machine import Finding, Status, explain_missing
 from multipack.parallel.ranks import LAUNCHERS, find_ranks
 
-Status = Literal["ok", "warn", "fail"]
 LEAST_FREE_BYTES = 1 << 30
 """Free space of a folder below which there is a warning."""
 PROCESS_SECONDS = 90.0
@@ -36,25 +35,6 @@ COLLECTIVES = (
     *("-m", "multipack", "bench", "collectives", "--sizes", "4KiB", "--repeats", "1", "--json"),
 )
 """Arguments of the interpreter that run and check every collective in two processes."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One result.
-
-    Attributes:
-        name: what was checked.
-        status: `fail` = training does not work; `warn` = it is slower, or fails in some setups.
-        detail: what was found.
-        remedy: what to do; empty if the status is `ok`.
-        area: subject of the check, set by `examine`.
-    """
-
-    name: str
-    status: Status
-    detail: str
-    remedy: str = ""
-    area: str = ""
 
 
 def _judge(name: str, detail: str, remedy: str = "", status: Status = "fail") -> Finding:

@@ -6,12 +6,12 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from multipack.atomic import PARTIAL
+from multipack.machine import Finding, Status
 from multipack.run import RunDirectory, find_run
 from multipack.training.checkpoint import Checkpoint, damage, load_checkpoint
 from multipack.training.progress import checked_progress
@@ -19,23 +19,11 @@ from multipack.training.run_config import compose
 from multipack.training.run_log import divide_log
 from multipack.words import read_yaml
 
-Status = Literal["ok", "warn", "fail"]
 FINITE = ("loss", "val_loss", "train_loss", "lr")
 """Values of records that are never infinite or NaN."""
 
 
-@dataclass(frozen=True)
-class RunFinding:
-    """One result, with the fields of `multipack.launch.doctor.Finding`; `fail` = something is damaged."""
-
-    name: str
-    status: Status
-    detail: str
-    remedy: str = ""
-    area: str = ""
-
-
-def examine_run(path: Path, progress: Callable[[str], None] = lambda area: None) -> list[RunFinding]:
+def examine_run(path: Path, progress: Callable[[str], None] = lambda area: None) -> list[Finding]:
     """Check the files of a run without changing any.
 
     Args:
@@ -47,7 +35,7 @@ def examine_run(path: Path, progress: Callable[[str], None] = lambda area: None)
     """
     run, _ = find_run(path)
     opened: dict[str, Checkpoint] = {}
-    found: list[RunFinding] = []
+    found: list[Finding] = []
     checks = {
         "files": partial(_files, run),
         "checkpoints": partial(_checkpoints, run, opened),
@@ -60,73 +48,73 @@ def examine_run(path: Path, progress: Callable[[str], None] = lambda area: None)
     return found
 
 
-def _files(run: RunDirectory) -> Iterator[RunFinding]:
+def _files(run: RunDirectory) -> Iterator[Finding]:
     """Check the configuration, permissions, and what killed processes left."""
     try:
         compose([], read_yaml(run.config))
-        yield RunFinding("config.yaml", "ok", "readable")
+        yield Finding("config.yaml", "ok", "readable")
     except (ValueError, OSError) as error:
-        yield RunFinding(
+        yield Finding(
             "config.yaml", "fail", str(error), "restore it, or copy config.yaml of the latest checkpoint"
         )
     folders = [path for path in (run.path, run.checkpoints) if path.is_dir()]
     files = [path for path in run.path.rglob("*") if path.is_file()]
     if closed := [path for path in folders if not os.access(path, os.R_OK | os.W_OK | os.X_OK)]:
-        yield RunFinding("permissions", "fail", f"{closed[0]} cannot be written", f"chmod u+rwx {closed[0]}")
+        yield Finding("permissions", "fail", f"{closed[0]} cannot be written", f"chmod u+rwx {closed[0]}")
     elif closed := [path for path in files if not os.access(path, os.R_OK)]:
-        yield RunFinding("permissions", "fail", f"{closed[0]} cannot be read", f"chmod u+r {closed[0]}")
+        yield Finding("permissions", "fail", f"{closed[0]} cannot be read", f"chmod u+r {closed[0]}")
     else:
-        yield RunFinding("permissions", "ok", "all files can be read, and folders written")
+        yield Finding("permissions", "ok", "all files can be read, and folders written")
     left = [path for folder in folders for path in folder.glob(".*") if path.suffix in (PARTIAL, ".old")]
     if left:
         names = ", ".join(path.name for path in left[:3])
         remedy = (
             "nothing: the next checkpoint removes what is in checkpoints/ (if no process is writing it now)"
         )
-        yield RunFinding("leftovers", "warn", f"{len(left)} of killed processes: {names}", remedy)
+        yield Finding("leftovers", "warn", f"{len(left)} of killed processes: {names}", remedy)
 
 
-def _checkpoints(run: RunDirectory, opened: dict[str, Checkpoint]) -> Iterator[RunFinding]:
+def _checkpoints(run: RunDirectory, opened: dict[str, Checkpoint]) -> Iterator[Finding]:
     """Check every checkpoint and the pointers to them; those that are undamaged are added to `opened`."""
     for path in sorted(run.checkpoints.glob("step-*")):
         try:
             opened[path.name] = load_checkpoint(path)
             checked_progress(opened[path.name], {})
-            yield RunFinding(path.name, "ok", "complete, all checksums agree")
+            yield Finding(path.name, "ok", "complete, all checksums agree")
         except (ValueError, OSError) as error:
             opened.pop(path.name, None)
             reason = (
                 str(error).removeprefix(f"checkpoint {path} cannot be read: ").partition("; resume from")[0]
             )
-            yield RunFinding(path.name, "fail", reason, f"restore it from a copy, or remove it: rm -r {path}")
+            yield Finding(path.name, "fail", reason, f"restore it from a copy, or remove it: rm -r {path}")
     newest = max(opened, default="")
     files = opened[newest].progress["files"] if newest else {}
     for file in files:
         problem = damage(run.path, {file: files[file]}, checked=[file])
         status: Status = "fail" if problem else "ok"
-        yield RunFinding(file, status, problem or "its checksum agrees", "restore it from a copy of the run")
+        yield Finding(file, status, problem or "its checksum agrees", "restore it from a copy of the run")
     for pointer, needed in ((run.latest, True), (run.best, False)):
         if not pointer.is_file():
             if needed and newest:
                 remedy = f"echo {newest} > {pointer}"
-                yield RunFinding(
+                yield Finding(
                     pointer.name, "warn", "missing; the newest complete checkpoint is taken", remedy
                 )
             continue
         name = pointer.read_text(encoding="utf-8", errors="replace").strip()
         remedy = f"echo {newest} > {pointer}" if needed and newest else f"rm {pointer}"
         if name in opened:
-            yield RunFinding(pointer.name, "ok", name)
+            yield Finding(pointer.name, "ok", name)
         else:
-            yield RunFinding(
+            yield Finding(
                 pointer.name, "fail", f"names {name[:40]!r}, which is not complete or damaged", remedy
             )
 
 
-def _records(run: RunDirectory) -> Iterator[RunFinding]:
+def _records(run: RunDirectory) -> Iterator[Finding]:
     """Check that metrics.jsonl has every step once, in order, with finite losses."""
     if not run.metrics.is_file():
-        yield RunFinding("metrics.jsonl", "fail", "missing", "restore it from a copy of the run")
+        yield Finding("metrics.jsonl", "fail", "missing", "restore it from a copy of the run")
         return
     problems, step, evaluated, steps = [], 0, -1, 0
     lines = run.metrics.read_bytes().splitlines(keepends=True)
@@ -148,23 +136,23 @@ def _records(run: RunDirectory) -> Iterator[RunFinding]:
             step, steps = at, steps + 1
     if problems:
         more = f" ({len(problems)} lines in all)" if len(problems) > 1 else ""
-        yield RunFinding("metrics.jsonl", "fail", problems[0] + more, "restore it from a copy of the run")
+        yield Finding("metrics.jsonl", "fail", problems[0] + more, "restore it from a copy of the run")
     else:
-        yield RunFinding("metrics.jsonl", "ok", f"{steps:,} steps, each once and in order")
+        yield Finding("metrics.jsonl", "ok", f"{steps:,} steps, each once and in order")
     if torn:
-        yield RunFinding(
+        yield Finding(
             "last line", "warn", "incomplete: its writer was killed", "nothing: resuming cuts it off"
         )
 
 
-def _resume(run: RunDirectory, opened: dict[str, Checkpoint]) -> Iterator[RunFinding]:
+def _resume(run: RunDirectory, opened: dict[str, Checkpoint]) -> Iterator[Finding]:
     """Say what `train.resume=true` does."""
     command = f"multipack train train.resume=true out={run.path}"
     others = [path.name for path in run.complete_checkpoints() if path.name in opened]
     try:
         if not run.has_checkpoints:
             run.check_unsaved()
-            yield RunFinding("resume", "warn", "no checkpoint yet: the run starts again with step 1", command)
+            yield Finding("resume", "warn", "no checkpoint yet: the run starts again with step 1", command)
             return
         name = run.latest_checkpoint().name
         checkpoint = opened[name]
@@ -174,7 +162,7 @@ def _resume(run: RunDirectory, opened: dict[str, Checkpoint]) -> Iterator[RunFin
         remedy = "restore it from a copy of the run"
         if others:
             remedy = f"multipack train train.resume={run.checkpoints / others[-1]}"
-        yield RunFinding("resume", "fail", reason, remedy)
+        yield Finding("resume", "fail", reason, remedy)
         return
     moved = f"; {later} later records move to metrics.jsonl.cut" if later else ""
-    yield RunFinding("resume", "ok", f"continues after step {checkpoint.step:,} ({name}){moved}")
+    yield Finding("resume", "ok", f"continues after step {checkpoint.step:,} ({name}){moved}")
