@@ -108,8 +108,8 @@ def least_maximum(lengths: Integers, costs: Integers, packs: int, capacity: int)
     longest = np.cumsum(lengths[:packs])
     k = np.arange(1, len(longest) + 1)
     tokens = int(lengths.sum()) - (packs - k) * capacity - longest
-    held = np.count_nonzero(lengths)
-    rate = int((costs[:held] // lengths[:held]).min()) if held else 0
+    held = lengths > 0
+    rate = int((costs[held] // lengths[held]).min()) if held.any() else 0
     bound = int((-(-(np.cumsum(costs[:packs]) + np.maximum(tokens, 0) * rate) // k)).max())
     two = int(costs[packs - 1] + costs[packs]) if len(costs) > packs else 0
     return max(bound, two, -(-int(costs.sum()) // packs))
