@@ -35,6 +35,7 @@ _PUBLIC = {
     "Decoder": "multipack.models.decoder",
     "linear_cross_entropy": "multipack.ops.loss",
     "generate": "multipack.models.generate",
+    "isolation_probe": "multipack.integrations.probe",
 }
 
 __all__ = ["__version__", *_PUBLIC]
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from multipack.data.loader import PackedLoader as PackedLoader
     from multipack.data.sampler import PackedBatchSampler as PackedBatchSampler
     from multipack.data.store import TokenStore as TokenStore
+    from multipack.integrations.probe import isolation_probe as isolation_probe
     from multipack.models.decoder import Decoder as Decoder
     from multipack.models.generate import generate as generate
     from multipack.ops.attention import attention as attention

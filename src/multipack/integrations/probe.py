@@ -1,0 +1,377 @@
+"""`isolation_probe`: does a model keep the documents of a packed batch apart?
+
+    documents   A A A A  B B B  C C C C      one small packed batch
+    change A    x x x x  B B B  C C C C      outputs of B and C must stay the same
+    alone                B B B               and equal those of B processed alone
+
+A dozen forwards over 27 tokens, without gradients. A leak is a change of outputs in a document that was not changed.
+Wrong positions are no leak, but a difference from the document alone. If there is either, the batch is repaired field
+by field until it goes away, which names the cause; if it stays, the module that mixes documents is named.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multipack.integrations.probe_documents import (
+    Documents,
+    draw_tokens,
+    find_vocabulary_size,
+    packed_batch,
+    special_tokens,
+    transformers_batch,
+)
+from multipack.integrations.probe_inputs import (
+    PlacedBatch,
+    Repair,
+    place,
+    repairs,
+    with_4d_mask,
+    wrong_fields,
+)
+from multipack.integrations.probe_report import IsolationReport, ProbeFinding
+from multipack.integrations.probe_trace import mixing_module
+
+LENGTHS = (9, 7, 11)
+"""Tokens of the probe's documents. Their sum is rarely the width of a layer."""
+TOLERANCE = 1e-4
+"""Largest difference of outputs, relative to the largest output, that counts as none in float32."""
+MOST_BUFFER = 1 << 24
+"""Elements of the largest buffer that is saved and restored."""
+LABELS = ("labels", "num_items_in_batch", "shift_labels")
+"""Fields that are checked, and not given to the model: it returns logits without them."""
+
+
+def isolation_probe(
+    model: Callable[..., Any],
+    make_batch: Callable[[Documents], Any] | None = None,
+    *,
+    forward: Callable[[Any], Any] | None = None,
+    lengths: tuple[int, ...] = LENGTHS,
+    vocabulary_size: int | None = None,
+) -> IsolationReport:
+    """Change one document of a packed batch, and watch the others.
+
+    The model runs in evaluation mode without gradients; its mode, its buffers and the random generators are restored.
+
+    Args:
+        model: a causal model of transformers (also wrapped by peft), or a module or function of a `PackedBatch` (a
+            `Decoder`) or of what `make_batch` returns.
+        make_batch: lists of tokens → keyword arguments of the model, or its one argument: your collator. By default
+            `transformers_batch` for a model of transformers, else a `PackedBatch`.
+        forward: batch → logits; by default `model(**batch)` for a mapping, else `model.logits(batch)` if there is such
+            a method, else `model(batch)`.
+        lengths: tokens of each document. A sliding window shows its effect only in documents that are longer.
+        vocabulary_size: tokens are below it; by default that of the model's embedding.
+
+    Raises:
+        ValueError: the batch does not hold the documents, or the outputs have no row for each token.
+    """
+    probe = _Probe(model, make_batch, forward, lengths, vocabulary_size)
+    with _undisturbed(model), torch.no_grad():
+        return probe.report()
+
+
+@contextmanager
+def _undisturbed(model: Any) -> Iterator[None]:
+    """Evaluation mode; afterwards modes, buffers and random generators are as before."""
+    if not isinstance(model, nn.Module):
+        with torch.random.fork_rng():
+            yield
+        return
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if buffer.numel() <= MOST_BUFFER]
+    with torch.random.fork_rng():
+        model.eval()
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    if not torch.equal(buffer, value):
+                        buffer.copy_(value)
+
+
+class _Probe:
+    """A model, a packed batch and its documents."""
+
+    def __init__(
+        self,
+        model: Any,
+        make_batch: Callable[[Documents], Any] | None,
+        forward: Callable[[Any], Any] | None,
+        lengths: tuple[int, ...],
+        vocabulary_size: int | None,
+    ) -> None:
+        self.model, self.forward = model, forward
+        self.config = getattr(model, "config", None)
+        if not hasattr(self.config, "model_type"):
+            self.config = None  # not a model of transformers
+        self.make_batch = make_batch or (transformers_batch if self.config else packed_batch)
+        parameter = next(model.parameters(), None) if isinstance(model, nn.Module) else None
+        self.device = parameter.device if parameter is not None else torch.device("cpu")
+        self.dtype = torch.float32
+        if parameter is not None and parameter.is_floating_point():
+            self.dtype = parameter.dtype
+        size = vocabulary_size or find_vocabulary_size(model, self.config)
+        self.documents, self.others = draw_tokens(lengths, size, special_tokens(self.config))
+        self.noise = 0.0
+
+    # --- running the model ------------------------------------------------------------------------
+
+    def placed(self, documents: Documents) -> PlacedBatch:
+        batch = place(self.make_batch([list(document) for document in documents]), documents)
+        values = {
+            name: value.to(self.device) for name, value in batch.values.items() if isinstance(value, Tensor)
+        }
+        return batch.with_values(**values)
+
+    def outputs(self, batch: PlacedBatch) -> list[Tensor]:
+        """(tokens, V) outputs of each document, in float64.
+
+        Raises:
+            ValueError: the model returns no row for each token.
+        """
+        out = self.run(batch)
+        for name in ("logits", "last_hidden_state"):
+            out = getattr(out, name, out)
+        while isinstance(out, (tuple, list)):
+            out = out[0]
+        if isinstance(out, Mapping):
+            out = out.get("logits")
+        slots = batch.ids.numel()
+        if not isinstance(out, Tensor) or out.dim() < 2 or out.shape[:-1].numel() != slots:
+            shape = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+            raise ValueError(
+                f"the model returns {shape} for {slots} tokens, and the probe needs logits for each: pass"
+                " forward=lambda batch: …"
+            )
+        flat = out.reshape(slots, -1).double()
+        return [flat[start:end] for start, end in batch.spans]
+
+    def run(self, batch: PlacedBatch) -> Any:
+        """What the model returns for a batch."""
+        given = batch.given
+        if isinstance(given, Mapping):
+            given = {name: value for name, value in given.items() if name not in LABELS}
+        if self.forward is not None:
+            return self.forward(given)
+        if isinstance(given, Mapping):
+            return self.model(**given)
+        return getattr(self.model, "logits", self.model)(given)
+
+    def alone(self, number: int) -> Tensor:
+        """(tokens, V) outputs of one document alone, by the model's ordinary call."""
+        document = self.documents[number]
+        if self.config is None or self.forward is not None:
+            return self.outputs(self.placed([document]))[0]
+        given: dict[str, Any] = {"input_ids": torch.tensor([document], device=self.device)}
+        if _takes(self.model, "use_cache"):
+            given["use_cache"] = False
+        return self.outputs(PlacedBatch(given, ((0, len(document)),)))[0]
+
+    # --- measuring --------------------------------------------------------------------------------
+
+    @property
+    def tolerance(self) -> float:
+        """Largest relative difference that counts as none.
+
+        In 16 bits, kernels of different shapes round differently: by as much as the first document, packed and alone.
+        """
+        if self.dtype in (torch.float32, torch.float64):
+            return TOLERANCE
+        epsilon = torch.finfo(self.dtype).eps
+        return min(max(4 * self.noise, epsilon), 16 * epsilon)
+
+    @property
+    def leak_tolerance(self) -> float:
+        """Largest relative change by another document that counts as none.
+
+        The batches have one shape, so that even 16-bit outputs are the same, except those of experts: the number of
+        tokens that an expert computes together depends on the other documents.
+        """
+        names = {type(module).__name__.lower() for module in _modules(self.model)}
+        has_experts = any("moe" in name or "expert" in name or "router" in name for name in names)
+        return self.tolerance if has_experts else TOLERANCE
+
+    def leaks(self, batch: PlacedBatch, base: list[Tensor]) -> dict[tuple[int, int], float]:
+        found = {}
+        for source, tokens in enumerate(self.others):
+            after = self.outputs(batch.with_tokens(source, tokens))
+            for target, (one, two) in enumerate(zip(base, after, strict=True)):
+                if target != source and not (size := _difference(one, two)) <= self.leak_tolerance:
+                    found[source, target] = size
+        return found
+
+    def is_repaired(self, batch: PlacedBatch, alone: list[Tensor]) -> bool:
+        """Whether a changed batch has neither leaks nor differences; not if the model refuses it."""
+        try:
+            base = self.outputs(batch)
+            differs = any(
+                not _difference(one, two) <= self.tolerance for one, two in zip(alone, base, strict=True)
+            )
+            return not differs and not self.leaks(batch, base)
+        except Exception:  # a field that this model does not take
+            return False
+
+    def report(self) -> IsolationReport:
+        batch = self.placed(self.documents)
+        findings = list(wrong_fields(batch))
+        try:
+            base = self.outputs(batch)
+            alone = [self.alone(number) for number in range(len(self.documents))]
+        except ValueError as error:
+            if "forward=lambda" in str(error):
+                raise
+            return self._refused(error, findings)
+        except Exception as error:
+            return self._refused(error, findings)
+        if not all(bool(torch.isfinite(part).any(1).all()) for part in [*base, *alone]):
+            text, remedy = "outputs are not finite", "check the weights and the dtype"
+            return IsolationReport({}, (), (*findings, ProbeFinding("not_finite", text, remedy)), TOLERANCE)
+        self.noise = _difference(alone[0], base[0])
+        differences = tuple(_difference(one, two) for one, two in zip(alone, base, strict=True))
+        if any(
+            _difference(one, two) > self.leak_tolerance
+            for one, two in zip(base, self.outputs(batch), strict=True)
+        ):
+            text = "the same batch has other outputs in a second call: the model keeps state between calls"
+            findings.append(
+                ProbeFinding("state", text, "reset the model's state (a cache, a hidden state) at every call")
+            )
+            return IsolationReport({}, differences, tuple(findings), self.tolerance)
+        leaks = self.leaks(batch, base)
+        findings += self._future(batch, base)
+        if leaks or any(not size <= self.tolerance for size in differences):
+            named = {finding.cause for finding in findings}
+            causes = self._causes(batch, alone, base, leaks)
+            findings += [finding for finding in causes if finding.cause not in named]
+        return IsolationReport(leaks, differences, tuple(findings), self.tolerance)
+
+    def _refused(self, error: Exception, findings: list[ProbeFinding]) -> IsolationReport:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        refused = ProbeFinding(
+            "refused",
+            f"the model refuses the packed batch: {type(error).__name__}: {reason}",
+            "pad one document per row, or use a model that reads bounds",
+        )
+        return IsolationReport({}, (), (refused, *findings), TOLERANCE)
+
+    # --- naming the cause -------------------------------------------------------------------------
+
+    def _future(self, batch: PlacedBatch, base: list[Tensor]) -> list[ProbeFinding]:
+        """Whether outputs depend on later tokens of the same document."""
+        for number, tokens in enumerate(self.others):
+            after = self.outputs(batch.with_tokens(number, tokens[-1:]))
+            if not _difference(base[number][:-1], after[number][:-1]) <= self.leak_tolerance:
+                text = f"outputs of document {number + 1} change with its last token: attention is not causal"
+                remedy = "use a causal model (is_decoder=True for encoders), or a causal mask"
+                return [ProbeFinding("future", text, remedy)]
+        return []
+
+    def _causes(
+        self, batch: PlacedBatch, alone: list[Tensor], base: list[Tensor], leaks: dict[tuple[int, int], float]
+    ) -> list[ProbeFinding]:
+        candidates = repairs(batch, self.config is not None)
+        for count in range(1, len(candidates) + 1):
+            for chosen in combinations(candidates, count):
+                if self.is_repaired(_applied(batch, chosen), alone):
+                    return [repair.finding for repair in chosen]
+        if not leaks:
+            return [self._difference_cause(batch, alone, base)]
+        (source, target), _ = max(leaks.items(), key=lambda item: item[1])
+        start, end = batch.spans[target]
+        if not isinstance(self.model, nn.Module):
+            return [
+                ProbeFinding(
+                    "mixing", "tokens of different documents are mixed", "reset the model at cu_seq_lens"
+                )
+            ]
+        changed = batch.with_tokens(source, self.others[source])
+        slots = torch.arange(start, end)
+        found = mixing_module(
+            *(self.model, lambda: self.run(batch), lambda: self.run(changed), slots, batch.ids.shape),
+            self.leak_tolerance,
+        )
+        if found.cause == "attention" and self.config is not None:
+            repaired = _applied(batch, candidates)
+            if self.is_repaired(with_4d_mask(repaired, self.dtype), alone):
+                found = ProbeFinding(
+                    found.cause, found.text, "let the collator build the mask: return='4d_mask'"
+                )
+        return [found]
+
+    def _difference_cause(self, batch: PlacedBatch, alone: list[Tensor], base: list[Tensor]) -> ProbeFinding:
+        """Why a document without a leak differs from itself alone."""
+        first = [_first_difference(one, two, self.tolerance) for one, two in zip(alone, base, strict=True)]
+        window = min((start for start in first if start is not None), default=0)
+        if first[0] is not None and window > 1:
+            text = (
+                f"packed and alone differ from token {window + 1} on: a window of {window} tokens is ignored"
+            )
+            return ProbeFinding(
+                "window", text, "use an attention that honors the window together with bounds"
+            )
+        positions = batch.values.get("position_ids")
+        if isinstance(positions, Tensor):
+            other = [
+                _difference(one, two) for one, two in zip(base, self.outputs(_shifted(batch)), strict=True)
+            ]
+            what = (
+                "position_ids are ignored"
+                if max(other) <= TOLERANCE
+                else "positions are counted otherwise than packed"
+            )
+        else:
+            what = "positions are not given"
+        if first[0] is None or positions is not None:
+            text = f"{what}: a document alone has other outputs"
+            return ProbeFinding(
+                "positions", text, "use a model that reads position_ids, counted from 0 in every document"
+            )
+        return ProbeFinding(
+            "difference",
+            "a document alone has other outputs",
+            "compare the model with itself, layer by layer",
+        )
+
+
+def _shifted(batch: PlacedBatch) -> PlacedBatch:
+    return batch.with_values(position_ids=batch.values["position_ids"] + 1)
+
+
+def _applied(batch: PlacedBatch, chosen: tuple[Repair, ...] | list[Repair]) -> PlacedBatch:
+    for repair in chosen:
+        batch = repair.apply(batch)
+    return batch
+
+
+def _modules(model: Any) -> Iterator[nn.Module]:
+    return model.modules() if isinstance(model, nn.Module) else iter(())
+
+
+def _difference(one: Tensor, two: Tensor) -> float:
+    """Largest difference, relative to the largest value; entries that are infinite in both are equal."""
+    gap = torch.where(one == two, 0.0, (one - two).abs())
+    scale = one[torch.isfinite(one)].abs().amax().clamp(min=1e-30) if one.numel() else 1.0
+    return float((gap / scale).amax()) if gap.numel() else 0.0
+
+
+def _first_difference(one: Tensor, two: Tensor, tolerance: float) -> int | None:
+    rows = ((one - two).abs().amax(1) > tolerance * one.abs().amax()).nonzero()
+    return int(rows[0]) if len(rows) else None
+
+
+def _takes(model: Any, name: str) -> bool:
+    """Whether the model, or the one inside it, has a named argument."""
+    inner = getattr(model, "get_base_model", lambda: model)()
+    return name in inspect.signature(getattr(inner, "forward", inner)).parameters
