@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-from multipack.integrations import axolotl
+from multipack.integrations import axolotl_sampler
 from multipack.integrations.axolotl import MultipackBatchSampler
 from multipack.planning.options import sealed
 from multipack.planning.packing import pack
@@ -260,12 +260,12 @@ def test_no_batch_is_lost_between_ranks_and_other_ranks_resume(monkeypatch):
     The epoch was saved with four ranks: the rest of it stays as it was.
     """
     lengths = lognormal(400)
-    monkeypatch.setattr(axolotl, "world_size", lambda: 4)
+    monkeypatch.setattr(axolotl_sampler, "world_size", lambda: 4)
     whole = MultipackBatchSampler(SequentialSampler(lengths), 1, 4096, lengths)
     batches, state = list(whole), whole.state_at(8)
     assert len(batches) % 4 == 0
     assert sorted(documents_of(batches)) == list(range(400))
-    monkeypatch.setattr(axolotl, "world_size", lambda: 1)
+    monkeypatch.setattr(axolotl_sampler, "world_size", lambda: 1)
     again = MultipackBatchSampler(SequentialSampler(lengths), 1, 4096, lengths)
     again.load_state_dict(state)
     assert list(again) == batches[8:]

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils.data import DistributedSampler, RandomSampler
 
-from multipack.integrations import axolotl
+from multipack.integrations import axolotl_sampler
 from multipack.integrations.axolotl import MultipackBatchSampler, pack_group, pack_parallel
 from multipack.planning.packing import pack
 
@@ -35,7 +35,7 @@ class Shard:
 def test_no_document_is_lost_between_ranks(size, sequential, monkeypatch):
     lengths = lognormal(1500)
     for ranks in (1, 2, 8, 64):
-        monkeypatch.setattr(axolotl, "world_size", lambda ranks=ranks: ranks)
+        monkeypatch.setattr(axolotl_sampler, "world_size", lambda ranks=ranks: ranks)
         sampler = MultipackBatchSampler(shuffled(lengths), size, 4096, lengths, sequential=sequential)
         batches = list(sampler)
         assert len(batches) == len(sampler)
@@ -51,7 +51,7 @@ def test_no_document_is_lost_between_ranks(size, sequential, monkeypatch):
 def test_documents_that_fill_no_round_are_left_out(sequential, monkeypatch):
     """Ten documents of a bin each fill one round of eight batches; batches of two bins are fewer than the ranks."""
     lengths = np.full(10, 7)
-    monkeypatch.setattr(axolotl, "world_size", lambda: 8)
+    monkeypatch.setattr(axolotl_sampler, "world_size", lambda: 8)
     sampler = MultipackBatchSampler(range(10), 1, 10, lengths, sequential=sequential)
     assert len(list(sampler)) == 8
     assert sorted([*documents_of(sampler), *sampler.left_out.tolist()]) == list(range(10))

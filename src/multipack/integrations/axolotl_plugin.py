@@ -1,0 +1,216 @@
+"""Axolotl's plugin: this package's sampler wherever Axolotl makes one, in its step count, trainer and streams.
+
+    plugins: [multipack.integrations.axolotl.MultipackPlugin]
+
+Axolotl calls, in this order:
+
+    register                    the modules of `PLACES` get our sampler, before the YAML is validated
+    get_input_args              keys of the YAML, and settings that would break the count of steps
+    add_callbacks_post_trainer  checks at the start that the trainer reads our sampler, and sets its epoch
+    post_train_unload           the modules get Axolotl's sampler back
+
+Written for Axolotl 0.19.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from axolotl.integrations.base import BasePlugin, PluginManager
+from pydantic import BaseModel, Field, model_validator
+from torch.utils.data import RandomSampler
+from transformers import TrainerCallback
+
+from multipack.integrations.axolotl_sampler import MultipackBatchSampler
+from multipack.integrations.host_sampler import Overlong
+
+LOG = logging.getLogger("axolotl.multipack")  # Axolotl shows information of its own loggers only
+
+NAME = "MultipackBatchSampler"
+
+REFUSED = {
+    "sample_packing_eff_est": "replaces the exact number of steps by an estimate; remove it",
+    "dataloader_drop_last": "takes a step of each epoch off the count, though every batch is full; remove it",
+}
+"""Settings that do not go with the plugin when they are set, and why."""
+
+ACCELERATOR = {
+    "split_batches": (True, "divides batches of bins, which are whole"),
+    "dispatch_batches": (True, "joins batches of different sizes"),
+    "use_seedable_sampler": (False, "gives every rank another order of the documents"),
+}
+"""Keys of `accelerator_config`, the value that is refused, and why."""
+
+
+class MultipackArgs(BaseModel):
+    """Keys of the plugin in Axolotl's YAML."""
+
+    multipack: bool = Field(
+        default=True, description="Use multipack's sampler; false keeps Axolotl's own, for comparison."
+    )
+    multipack_overlong: Overlong = Field(
+        default="alone",
+        description="Documents longer than a bin: a separate bin (`alone`), left out (`drop`), or an `error`.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_multipack(cls, data: Any) -> Any:
+        """Refuse keys that do not exist, and settings that have no effect or break the number of steps."""
+        known = {*MultipackArgs.model_fields, "multipack_real_batches"}
+        for key in data if isinstance(data, Mapping) else ():
+            if str(key).startswith("multipack") and key not in known:
+                near = difflib.get_close_matches(str(key), known, 1, cutoff=0) or [""]
+                raise ValueError(f"{key} is not a key of the multipack plugin; did you mean {near[0]}?")
+        if isinstance(data, Mapping) and data.get("multipack") in (None, True):
+            _check_settings(data)
+        return data
+
+
+def _check_settings(data: Mapping[str, Any]) -> None:
+    """Raise a ValueError if the YAML has settings that do not go with the plugin."""
+    if not data.get("sample_packing"):
+        instead = ""
+        if flattening := data.get("batch_flattening"):
+            instead = f" in place of batch_flattening: {flattening}, which joins batches without filling them"
+        raise ValueError(
+            f"the multipack plugin packs documents: set sample_packing: true{instead}, or multipack: false"
+        )
+    for key, reason in REFUSED.items():
+        if data.get(key):
+            raise ValueError(f"{key}={data[key]} {reason}, or set multipack: false")
+    accelerator = data.get("accelerator_config") or {}
+    for key, (value, reason) in ACCELERATOR.items():
+        if accelerator.get(key) is value:
+            raise ValueError(f"accelerator_config.{key}={value} {reason}; remove it, or set multipack: false")
+
+
+class TrainerSampler(MultipackBatchSampler):
+    """The sampler with Axolotl's settings: training has whole optimizer steps, evaluation whole rounds of ranks."""
+
+    def __init__(self, sampler: Any, *args: Any, **kwargs: Any) -> None:
+        cfg = PluginManager.get_instance().cfg or {}
+        if size := cfg.get("batch_size"):
+            multiple = size // cfg["micro_batch_size"]  # accumulation steps x ranks with different documents
+            if not isinstance(sampler, RandomSampler) and not cfg.get("curriculum_sampling"):
+                multiple //= cfg["gradient_accumulation_steps"]
+            kwargs["multiple_of"] = multiple
+        kwargs["overlong"] = cfg.get("multipack_overlong") or "alone"
+        super().__init__(sampler, *args, **kwargs)
+
+
+class StreamSampler(MultipackBatchSampler):
+    """The sampler of a buffer of streamed documents, which is read by one process."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs["multiple_of"] = 1
+        super().__init__(*args, **kwargs)
+
+
+PLACES = {
+    "axolotl.core.trainers.base": TrainerSampler,
+    "axolotl.utils.trainer": TrainerSampler,
+    "axolotl.utils.data.streaming": StreamSampler,
+}
+"""Modules in which Axolotl makes samplers by the name `MultipackBatchSampler`, and what they get."""
+
+
+class MultipackPlugin(BasePlugin):  # type: ignore[misc]
+    """Replaces Axolotl's sampler; see the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.originals: dict[str, Any] = {}
+
+    def register(self, cfg: Mapping[str, Any]) -> None:
+        """Replace the sampler in `PLACES`.
+
+        Raises:
+            RuntimeError: this version of Axolotl makes its samplers elsewhere.
+        """
+        self._restore()
+        if cfg.get("multipack") is False:
+            return
+        modules = {place: importlib.import_module(place) for place in PLACES}
+        if missing := [place for place, module in modules.items() if not hasattr(module, NAME)]:
+            raise RuntimeError(
+                f"{', '.join(missing)} has no {NAME}: this version of Axolotl is not supported; install"
+                " axolotl==0.19.0, or remove the multipack plugin"
+            )
+        for place, module in modules.items():
+            self.originals[place] = getattr(module, NAME)
+            setattr(module, NAME, PLACES[place])
+
+    def _restore(self) -> None:
+        while self.originals:
+            place, original = self.originals.popitem()
+            setattr(importlib.import_module(place), NAME, original)
+
+    def on_config_validation_error(self, cfg: Mapping[str, Any]) -> None:
+        """Put Axolotl's sampler back."""
+        self._restore()
+
+    def post_train_unload(self, cfg: Mapping[str, Any]) -> None:
+        """Put Axolotl's sampler back."""
+        self._restore()
+
+    def get_input_args(self) -> str:
+        """The class of the plugin's keys."""
+        return f"{__name__}.MultipackArgs"
+
+    def add_callbacks_post_trainer(self, cfg: Mapping[str, Any], trainer: Any) -> list[TrainerCallback]:
+        """The callback that checks the trainer's sampler, unless documents are streamed."""
+        streams = cfg.get("streaming") or cfg.get("pretraining_dataset")
+        return [SamplerCheck(bool(cfg.get("max_steps")))] if self.originals and not streams else []
+
+
+class SamplerCheck(TrainerCallback):
+    """Checks that the trainer reads this package's sampler, and begins the sampler's epochs.
+
+    With several ranks, accelerate does not pass the epoch of a resumed run on to the sampler, which would repeat
+    epoch 0.
+    """
+
+    def __init__(self, cut: bool) -> None:
+        self.cut = cut
+        self.sampler: MultipackBatchSampler | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Find the sampler, and compare the number of steps that Axolotl has promised.
+
+        Raises:
+            RuntimeError: the trainer has another sampler, or another number of steps.
+        """
+        loader = kwargs["train_dataloader"]
+        sampler = loader.batch_sampler
+        while not isinstance(sampler, MultipackBatchSampler):
+            if (sampler := getattr(sampler, "batch_sampler", None)) is None:
+                raise RuntimeError(
+                    f"the trainer reads {type(loader.batch_sampler).__name__} instead of multipack's sampler: another"
+                    " plugin or trainer_cls has replaced it; remove that, or set multipack: false"
+                )
+        self.sampler = sampler
+        steps = math.ceil(len(loader) / args.gradient_accumulation_steps)
+        promised = math.floor(steps * args.num_train_epochs)
+        if not self.cut and state.max_steps != promised:
+            raise RuntimeError(
+                f"Axolotl counted {state.max_steps} steps, but {args.num_train_epochs:g} epochs of its trainer have"
+                f" {promised}: some documents would be left out; report this with the YAML, or set multipack: false"
+            )
+        if state.is_world_process_zero:
+            batches = sampler.generate_batches()
+            documents = sum(len(held) for batch in batches for held in batch)
+            LOG.info(
+                "multipack: %d steps an epoch, %d of %d documents in %d batches, %.2f %% of their slots filled",
+                *(steps, documents, len(sampler.lengths), len(batches), 100 * sampler.efficiency()),
+            )
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin the epoch, also of a resumed run."""
+        if self.sampler is not None:
+            self.sampler.set_epoch(int(state.epoch or 0))

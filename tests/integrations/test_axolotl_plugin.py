@@ -1,0 +1,172 @@
+"""Axolotl's plugin with a stand-in for Axolotl's plugin interface; `test_axolotl_trainer` has the real one."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+from torch.utils.data import RandomSampler, SequentialSampler
+
+from multipack.integrations import axolotl, axolotl_sampler
+
+pydantic = pytest.importorskip("pydantic")
+
+PLACES = ("axolotl.core.trainers.base", "axolotl.utils.trainer", "axolotl.utils.data.streaming")
+
+
+class Manager:
+    """Axolotl's singleton, which holds the validated configuration."""
+
+    cfg = None
+
+    @staticmethod
+    def get_instance():
+        return Manager
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """The plugin's module, imported beside a stand-in for Axolotl."""
+    names = ["transformers", "axolotl", "axolotl.integrations", "axolotl.integrations.base", *PLACES]
+    names += ["axolotl.core", "axolotl.core.trainers", "axolotl.utils", "axolotl.utils.data"]
+    for name in names:
+        stand_in = ModuleType(name)
+        stand_in.__path__ = []
+        monkeypatch.setitem(sys.modules, name, stand_in)
+    for place in PLACES:
+        sys.modules[place].MultipackBatchSampler = list
+    sys.modules["axolotl.integrations.base"].BasePlugin = object
+    sys.modules["transformers"].TrainerCallback = object
+    sys.modules["axolotl.integrations.base"].PluginManager = Manager
+    monkeypatch.setattr(Manager, "cfg", None)
+    monkeypatch.delitem(sys.modules, "multipack.integrations.axolotl_plugin", raising=False)
+    yield sys.modules[axolotl.MultipackPlugin.__module__]
+    sys.modules.pop("multipack.integrations.axolotl_plugin", None)
+
+
+def samplers():
+    return [sys.modules[place].MultipackBatchSampler for place in PLACES]
+
+
+LENGTHS = np.random.default_rng(0).integers(5, 100, 300)
+COMMON = {"batch_size": 1, "batch_max_len": 128, "lengths": LENGTHS}
+
+
+def test_the_sampler_is_replaced_and_put_back(module):
+    plugin = module.MultipackPlugin()
+    for undo in (plugin.on_config_validation_error, plugin.post_train_unload):
+        plugin.register({})
+        plugin.register({})  # Axolotl registers plugins once per configuration
+        assert samplers() == [module.TrainerSampler, module.TrainerSampler, module.StreamSampler]
+        undo({})
+        assert samplers() == [list] * 3
+    plugin.register({})
+    plugin.register({"multipack": False})
+    assert samplers() == [list] * 3
+    assert not plugin.add_callbacks_post_trainer({}, None)
+    del sys.modules["axolotl.utils.trainer"].MultipackBatchSampler
+    with pytest.raises(RuntimeError, match=r"axolotl\.utils\.trainer has no MultipackBatchSampler"):
+        plugin.register({})
+    assert sys.modules[PLACES[0]].MultipackBatchSampler is list
+
+
+def test_batches_are_whole_optimizer_steps(module, monkeypatch):
+    """Two ranks, five accumulation steps, two bins: 20 bins a step; evaluation needs a batch for each rank only."""
+    monkeypatch.setattr(axolotl_sampler, "world_size", lambda: 2)
+    Manager.cfg = {"batch_size": 20, "micro_batch_size": 2, "gradient_accumulation_steps": 5}
+    two = COMMON | {"batch_size": 2}
+    train = module.TrainerSampler(RandomSampler(LENGTHS), **two)
+    evaluation = module.TrainerSampler(SequentialSampler(LENGTHS), **two)
+    assert (len(train) % 10, train.multiple_of, evaluation.multiple_of) == (0, 10, 2)
+    assert len(evaluation) < len(train)
+    Manager.cfg["curriculum_sampling"] = True
+    assert module.TrainerSampler(SequentialSampler(LENGTHS), **two).multiple_of == 10
+    assert module.StreamSampler(RandomSampler(LENGTHS), **COMMON).multiple_of == 1
+    for sequential in (False, True):
+        sampler = module.TrainerSampler(RandomSampler(LENGTHS), **two, sequential=sequential)
+        batches = list(sampler)
+        assert all(len(batch) == 2 and all(batch) for batch in batches)
+        assert sorted(number for batch in batches for held in batch for number in held) == list(range(300))
+        few = module.TrainerSampler(range(11), **two, sequential=sequential)
+        assert len(few) % 2 == 0  # too few for an optimizer step: whole rounds of ranks
+        assert sorted(number for batch in few for held in batch for number in held) == list(range(11))
+
+
+def test_long_documents_follow_the_key(module):
+    Manager.cfg = {"multipack_overlong": "error"}
+    with pytest.raises(ValueError, match="document 0 has 129 tokens"):
+        module.TrainerSampler(range(1), 1, 128, [129])
+
+
+GOOD = {"sample_packing": True}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        GOOD,
+        GOOD | {"multipack": True, "multipack_overlong": "drop", "multipack_real_batches": True},
+        {"sample_packing": False, "multipack": False, "dataloader_drop_last": True},
+        GOOD | {"batch_flattening": "auto", "accelerator_config": {"split_batches": False}},
+    ],
+)
+def test_settings_that_are_taken(module, data):
+    taken = module.MultipackArgs(**data)
+    assert taken.multipack is data.get("multipack", True)
+    assert module.MultipackPlugin().get_input_args().endswith(".axolotl_plugin.MultipackArgs")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({}, "packs documents: set sample_packing: true, or multipack: false"),
+        ({"batch_flattening": True}, "sample_packing: true in place of batch_flattening: True"),
+        (GOOD | {"multipack_overlng": "drop"}, "did you mean multipack_overlong"),
+        (GOOD | {"multipack_overlong": "cut"}, "multipack_overlong"),
+        (GOOD | {"sample_packing_eff_est": 0.9}, "sample_packing_eff_est=0.9 replaces the exact number"),
+        (GOOD | {"dataloader_drop_last": True}, "dataloader_drop_last=True takes a step"),
+        (GOOD | {"accelerator_config": {"split_batches": True}}, r"accelerator_config\.split_batches=True"),
+        (GOOD | {"accelerator_config": {"use_seedable_sampler": False}}, "another order"),
+    ],
+)
+def test_settings_that_are_refused(module, data, message):
+    with pytest.raises(pydantic.ValidationError, match=message):
+        module.MultipackArgs(**data)
+
+
+class Loader:
+    """A data loader of two ranks, as accelerate makes it."""
+
+    def __init__(self, sampler):
+        self.batch_sampler = SimpleNamespace(batch_sampler=sampler)
+        self.sampler = sampler
+
+    def __len__(self):
+        return len(self.sampler) // 2
+
+
+def test_a_run_checks_its_sampler_and_begins_epochs(module, monkeypatch):
+    monkeypatch.setattr(axolotl_sampler, "world_size", lambda: 2)
+    plugin = module.MultipackPlugin()
+    plugin.register({})
+    (check,) = plugin.add_callbacks_post_trainer({}, None)
+    assert not plugin.add_callbacks_post_trainer({"streaming": True}, None)
+    args = SimpleNamespace(gradient_accumulation_steps=1, num_train_epochs=2.0)
+    loader = Loader(module.TrainerSampler(RandomSampler(LENGTHS), **COMMON))
+    state = SimpleNamespace(max_steps=2 * len(loader), is_world_process_zero=True, epoch=1.5)
+    check.on_train_begin(args, state, None, train_dataloader=loader)
+    check.on_epoch_begin(args, state, None)
+    assert loader.sampler.epoch == 1
+    state.max_steps -= 1
+    with pytest.raises(RuntimeError, match=r"counted \d+ steps, but 2 epochs of its trainer have \d+"):
+        check.on_train_begin(args, state, None, train_dataloader=loader)
+    (cut,) = plugin.add_callbacks_post_trainer({"max_steps": 3}, None)
+    cut.on_train_begin(args, state, None, train_dataloader=loader)
+    other = SimpleNamespace(batch_sampler=SequentialSampler(LENGTHS))
+    with pytest.raises(RuntimeError, match="reads SequentialSampler instead of multipack's sampler"):
+        check.on_train_begin(args, state, None, train_dataloader=other)
+
+
+def test_other_names_are_not_there():
+    with pytest.raises(AttributeError, match="has no attribute 'Plugin'"):
+        axolotl.Plugin  # noqa: B018
