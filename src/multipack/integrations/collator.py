@@ -1,0 +1,245 @@
+"""`PackedDataCollator`: documents of a data set → the inputs of a transformers model; their lengths for the planner.
+
+    features       {input_ids: a a a a a} {input_ids: b b} {input_ids: c c c}
+    flattened      input_ids      a a a a a b b c c c         (1, T), no padding, no attention_mask
+                   labels         − a a a a − b − c c         − is −100: no document predicts the next one
+                   position_ids   0 1 2 3 4 0 1 0 1 2
+                   seq_idx        0 0 0 0 0 1 1 2 2 2         (1, T) int32
+                   cu_seq_lens_q  0 5 7 10                    (documents + 1,) int32, and cu_seq_lens_k
+    4d_mask        the same row, and a mask (1, 1, T, T) instead of boundaries
+    padded         one row per document and a mask of padding (documents, longest)
+
+The keys are those of transformers' `DataCollatorWithFlattening`. `use_cache=False` is one of them: a model with a cache
+ignores document boundaries. Given the documents of an ordinary loader, or a padded batch, it flattens that batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from multipack.data.batch import IGNORE
+from multipack.planning.options import check_choice
+
+Integers = NDArray[np.int64]
+Returns = Literal["flattened", "padded", "4d_mask"]
+Mask = Literal["additive", "boolean"]
+
+COLUMNS = ("input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks", "seq_lengths")
+"""Columns of a data set that the collator reads; others are ignored."""
+
+_ROWS = 10_000  # rows whose lengths are read at a time
+
+
+@dataclass(frozen=True)
+class PackedDataCollator:
+    """Collates documents for transformers models; the `collate_fn` of a `DataLoader`.
+
+    A document has `input_ids`, and may have `labels` (not shifted, −100 where nothing is learned; default: its tokens),
+    TRL's `completion_mask` and `assistant_masks` instead, and an `attention_mask` whose zeros mark padding to remove.
+
+    An empty list becomes one token without a label, so that a rank without documents runs the same collectives.
+
+    Args:
+        returns: `flattened`: one row of all documents with their boundaries. `padded`: one row per document, as
+            conventional collators make. `4d_mask`: one row and a mask of T² elements, for models that read no
+            boundaries.
+        pad_id: token of padding.
+        mask: of `4d_mask`: `additive` (0 and the lowest number of `dtype`) or `boolean`.
+        dtype: of an additive mask: the model's.
+        window: of `4d_mask`: tokens that a token attends to, itself included; None = all before it in its document.
+            A mapping {layer type: window} gives a mapping of masks, for models whose layers differ;
+            `windows_of(config)` returns what a model needs. A model applies no windows of its own to a given mask.
+
+    Raises:
+        ValueError: an unknown choice.
+    """
+
+    returns: Returns = "flattened"
+    pad_id: int = 0
+    mask: Mask = "additive"
+    dtype: torch.dtype = torch.float32
+    window: int | Mapping[str, int | None] | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("returns", self.returns, Returns)
+        check_choice("mask", self.mask, Mask)
+
+    def __call__(self, features: Sequence[Mapping[str, Any]] | Mapping[str, Any]) -> dict[str, Any]:
+        """The inputs of `model(**inputs)`.
+
+        Args:
+            features: documents, or one padded batch: a mapping with `input_ids` (documents, longest).
+
+        Raises:
+            ValueError: a document is empty, is packed already, or its columns have different lengths.
+        """
+        if isinstance(features, Mapping):
+            columns = [name for name in COLUMNS if name in features]
+            rows = len(features["input_ids"])
+            features = [{name: features[name][row] for name in columns} for row in range(rows)]
+        documents = [_document(number, feature) for number, feature in enumerate(features)]
+        documents = documents or [(np.array([self.pad_id]), np.array([IGNORE]))]
+        return self._padded(documents) if self.returns == "padded" else self._row(documents)
+
+    def _row(self, documents: list[tuple[Integers, Integers]]) -> dict[str, Any]:
+        sizes = np.array([len(tokens) for tokens, _ in documents])
+        ends = np.cumsum(sizes)
+        starts = ends - sizes
+        owner = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+        labels = np.concatenate([labels for _, labels in documents])
+        labels[starts] = IGNORE
+        positions = np.arange(ends[-1]) - starts[owner]
+        row = {
+            "input_ids": np.concatenate([tokens for tokens, _ in documents]),
+            "labels": labels,
+            "position_ids": positions,
+        }
+        inputs: dict[str, Any] = {name: torch.from_numpy(values)[None] for name, values in row.items()}
+        inputs["use_cache"] = False
+        if self.returns == "4d_mask":
+            inputs["attention_mask"] = self._masks(torch.from_numpy(owner), inputs["position_ids"][0])
+            return inputs
+        boundaries = torch.from_numpy(np.append(0, ends).astype(np.int32))
+        longest = int(sizes.max())
+        return inputs | {
+            "cu_seq_lens_q": boundaries,
+            "cu_seq_lens_k": boundaries,
+            "max_length_q": longest,
+            "max_length_k": longest,
+            "seq_idx": torch.from_numpy(owner)[None],
+        }
+
+    def _masks(self, owner: Tensor, positions: Tensor) -> Tensor | dict[str, Tensor]:
+        if isinstance(self.window, Mapping):
+            return {kind: self._mask(owner, positions, window) for kind, window in self.window.items()}
+        return self._mask(owner, positions, self.window)
+
+    def _mask(self, owner: Tensor, positions: Tensor, window: int | None) -> Tensor:
+        """(1, 1, T, T): which tokens each token attends to."""
+        distance = positions[:, None] - positions
+        seen = (owner[:, None] == owner) & (distance >= 0)
+        if window is not None:
+            seen &= distance < window
+        if self.mask == "additive":
+            lowest = torch.finfo(self.dtype).min
+            seen = torch.zeros(seen.shape, dtype=self.dtype).masked_fill_(~seen, lowest)
+        return seen[None, None]
+
+    def _padded(self, documents: list[tuple[Integers, Integers]]) -> dict[str, Any]:
+        width = max(len(tokens) for tokens, _ in documents)
+        rows = {"input_ids": self.pad_id, "labels": IGNORE, "attention_mask": 0}
+        inputs = {name: torch.full((len(documents), width), value) for name, value in rows.items()}
+        for row, (tokens, labels) in enumerate(documents):
+            inputs["input_ids"][row, : len(tokens)] = torch.from_numpy(tokens)
+            inputs["labels"][row, 1 : len(tokens)] = torch.from_numpy(labels[1:])
+            inputs["attention_mask"][row, : len(tokens)] = 1
+        return inputs | {"use_cache": False}
+
+
+def _document(number: int, feature: Mapping[str, Any]) -> tuple[Integers, Integers]:
+    """Tokens of a document and a copy of its labels, without padding; `number` counts in the batch, for messages."""
+    if "input_ids" not in feature:
+        raise ValueError(
+            f"document {number} of the batch has no input_ids (it has {', '.join(feature)}): tokenize it"
+        )
+    if len(feature.get("seq_lengths", ())) > 1:
+        raise ValueError(
+            f"document {number} of the batch holds {len(feature['seq_lengths'])} documents (seq_lengths): the data set"
+            " is packed already; give the data set before it was packed (packing=False)"
+        )
+    columns = {name: np.asarray(feature[name]) for name in COLUMNS[:-1] if feature.get(name) is not None}
+    tokens = columns["input_ids"].astype(np.int64, copy=False)
+    for name, values in columns.items():
+        if values.shape != tokens.shape or values.ndim != 1:
+            raise ValueError(
+                f"document {number} of the batch has {name} of shape {values.shape} and input_ids of {tokens.shape}:"
+                " both must be flat lists of equal lengths"
+            )
+    labels = columns.get("labels", tokens).astype(np.int64)
+    if "labels" not in columns:
+        for name in ("completion_mask", "assistant_masks"):
+            if name in columns:
+                labels[columns[name] == 0] = IGNORE
+    if "attention_mask" in columns:
+        kept = columns["attention_mask"]
+        if kept.max(initial=0) > 1:
+            raise ValueError(
+                f"document {number} of the batch has an attention_mask with {kept.max()}, which marks several documents"
+                " in a row: give one document per row"
+            )
+        tokens, labels = tokens[kept != 0], labels[kept != 0]
+    if len(tokens) == 0:
+        raise ValueError(
+            f"document {number} of the batch has no tokens: remove such documents, for example with"
+            " dataset.filter(lambda row: len(row['input_ids']) > 0)"
+        )
+    return tokens, labels
+
+
+def document_lengths(dataset: Any, column: str = "input_ids") -> Integers:
+    """(documents,) int64 tokens of each document of a map-style data set.
+
+    They are the data set's attribute `lengths` if it has one, or those of a column in Arrow of a `datasets.Dataset`;
+    of any other data set, every document is read once.
+
+    Raises:
+        ValueError: the data set has no length, no document, or none with that column.
+    """
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise ValueError(
+            f"{type(dataset).__name__} has no length: packs are planned over all documents of a map-style data set;"
+            " load it without streaming"
+        )
+    if hasattr(dataset, "lengths"):
+        return np.asarray(dataset.lengths, dtype=np.int64)
+    if len(dataset) == 0:
+        raise ValueError("the data set has no documents")
+    names = getattr(dataset, "column_names", None)
+    if names is None or dataset.format["type"] == "custom":
+        first = dataset[0]
+        if column not in first:
+            raise ValueError(_no_column(column, first))
+        return np.array([len(dataset[number][column]) for number in range(len(dataset))], dtype=np.int64)
+    if column not in names:
+        raise ValueError(_no_column(column, names))
+    import pyarrow.compute
+
+    pages = dataset.select_columns([column]).with_format("arrow").iter(batch_size=_ROWS)
+    parts = [pyarrow.compute.list_value_length(page[column]).to_numpy() for page in pages]
+    return np.concatenate(parts).astype(np.int64)
+
+
+def _no_column(column: str, names: Any) -> str:
+    return (
+        f"the data set has no column {column} (it has {', '.join(map(str, names))}): tokenize it first, for example"
+        " with dataset.map(lambda row: tokenizer(row['text']))"
+    )
+
+
+def windows_of(config: Any) -> int | dict[str, int | None] | None:
+    """The `window` of a `PackedDataCollator(returns="4d_mask")` for a transformers model.
+
+    Args:
+        config: the model's configuration.
+
+    Raises:
+        ValueError: the model has layers whose attention is neither full nor a sliding window.
+    """
+    config = config.get_text_config()
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if other := sorted(kinds - {"full_attention", "sliding_attention"}):
+        raise ValueError(
+            f"{config.model_type} has layers of {', '.join(other)}, which a mask does not describe: use"
+            " returns='flattened'"
+        )
+    if "sliding_attention" in kinds:  # such a model chooses a mask by the type of each layer
+        return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
+    return None if kinds else window

@@ -1,0 +1,264 @@
+"""`PackedTrainer`: transformers' Trainer on planned packs; `PackedTrainerMixin` does the same for its subclasses.
+
+    - trainer = Trainer(model, args, train_dataset=dataset, data_collator=padding_collator)
+    + trainer = PackedTrainer(model, args, train_dataset=dataset, capacity=2048)
+
+    micro-batch   one row of up to capacity · per_device_train_batch_size tokens, in place of as many padded rows
+    step          gradient_accumulation_steps micro-batches on each rank; the host counts its targets
+
+Every rank plans the epoch alone and reads its own rows. The loader is not prepared by accelerate, which would divide it
+again: Trainer moves the tensors, and an interrupted epoch continues with its own order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import Trainer, TrainerCallback
+
+from multipack.data.sampler import PackedBatchSampler
+from multipack.integrations.collator import COLUMNS, PackedDataCollator, document_lengths, windows_of
+from multipack.planning.lengths import check_integer, name_documents
+from multipack.planning.options import check_fingerprint
+
+_HOST: Any = object  # what the mixin is mixed into, for type checkers
+_STATE = "multipack"
+"""Key of the plan's identity in the `trainer_state.json` of a checkpoint."""
+
+
+class RankLoader(DataLoader[Any]):
+    """A loader of one rank's packs. Trainer calls `set_epoch` at the beginning of each epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to an epoch of the sampler."""
+        self.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
+
+
+class PlanCheck(TrainerCallback):
+    """Saves the plan's identity with checkpoints, and refuses to resume with another plan."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **host: Any) -> None:
+        """Compare the identity in the state that Trainer has loaded, if it has."""
+        sampler = host["train_dataloader"].batch_sampler
+        plan = sampler.plan
+        mine = {"fingerprint": plan.fingerprint, "options": plan.key, "seed": sampler.state_at(0)["seed"]}
+        saved = state.stateful_callbacks.get(_STATE)
+        if saved is not None:
+            check_fingerprint(saved, mine["fingerprint"], mine["options"])
+            if saved["seed"] != mine["seed"]:
+                raise ValueError(
+                    f"the checkpoint was trained in the order of data_seed={saved['seed']}, now {mine['seed']}: use the"
+                    " saved one to continue"
+                )
+        state.stateful_callbacks[_STATE] = mine
+
+
+class PackedTrainerMixin(_HOST):  # type: ignore[misc]
+    """Packed training and evaluation for a subclass of Trainer: `class Mine(PackedTrainerMixin, TheirTrainer)`.
+
+    Ranks, gradient accumulation, seed and workers are the host's. `eval_loss` is the mean over all targets of the
+    evaluation set, as of every document alone. `predict` reads padded rows, so that a prediction is a document.
+
+    Args:
+        model, args, data_collator, *positional, **named: as of the host; `data_collator` is a `PackedDataCollator` or
+            None.
+        capacity: tokens of a pack. A micro-batch is one row of at most capacity · per_device_train_batch_size tokens
+            (per_device_eval_batch_size in evaluation), the limit of a document's length, too.
+        plan_options: options of the plan beside those that the host's arguments decide: `window`, `balance`, `cost`.
+
+    Raises:
+        ValueError: a setting of the host that would train on something else; the message names it.
+    """
+
+    data_collator: Any
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: Any = None,
+        data_collator: PackedDataCollator | None = None,
+        *positional: Any,
+        capacity: int,
+        plan_options: Mapping[str, Any] | None = None,
+        **named: Any,
+    ) -> None:
+        self.capacity, self.plan_options = check_integer("capacity", capacity), dict(plan_options or {})
+        if data_collator is not None and not isinstance(data_collator, PackedDataCollator):
+            raise ValueError(
+                f"data_collator={type(data_collator).__name__} pads rows: leave it out, or give a PackedDataCollator"
+            )
+        self._known_lengths: list[tuple[Any, NDArray[np.int64]]] = []
+        self._evaluated = torch.zeros(2)
+        super().__init__(model, args, data_collator or PackedDataCollator(), *positional, **named)
+        self._check_host()
+        self.add_callback(PlanCheck())
+
+    def get_train_dataloader(self) -> RankLoader:
+        """This rank's packs, epoch after epoch."""
+        if self.train_dataset is None:
+            raise ValueError("training needs a train_dataset: give PackedTrainer(train_dataset=…)")
+        args, options = self.args, dict(self.plan_options)
+        if args.dataloader_drop_last:
+            options.setdefault("tail", "drop")
+        sampler = self._sampler(
+            self.train_dataset,
+            "per_device_train_batch_size",
+            self._train_batch_size,
+            packs_per_step=args.world_size * args.gradient_accumulation_steps,
+            **options,
+        )
+        return self._loader(self.train_dataset, sampler, args.dataloader_persistent_workers)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> RankLoader:
+        """This rank's packs of the evaluation set, in its order."""
+        chosen = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(chosen, str):
+            chosen = self.eval_dataset[chosen]
+        if chosen is None:
+            raise ValueError("evaluation needs an eval_dataset: give it to the trainer, or to evaluate()")
+        options = self.plan_options | {"order": "given", "tail": "keep"}
+        size, ranks = self.args.eval_batch_size, self.args.world_size
+        sampler = self._sampler(chosen, "per_device_eval_batch_size", size, packs_per_step=ranks, **options)
+        return self._loader(chosen, sampler, False)
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """The host's own loader, of padded rows."""
+        packed = self.data_collator
+        self.data_collator = PackedDataCollator("padded", packed.pad_id)
+        try:
+            return super().get_test_dataloader(test_dataset)
+        finally:
+            self.data_collator = packed
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """As the host does; in evaluation the mean over this rank's targets, which are added up."""
+        if self.model.training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        targets = int((inputs["labels"][..., 1:] != -100).sum())
+        found = super().compute_loss(model, inputs, return_outputs, None)
+        if targets:
+            loss = (found[0] if return_outputs else found).detach().to(self._evaluated)
+            self._evaluated += torch.stack([loss * targets, torch.full_like(loss, targets)])
+        return found
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: Any = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """As the host does; the loss is the mean over all targets instead of the mean over batches."""
+        precision = torch.float32 if self.args.device.type == "mps" else torch.float64
+        self._evaluated = torch.zeros(2, dtype=precision, device=self.args.device)
+        result = super().evaluation_loop(
+            dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+        )
+        if isinstance(dataloader, RankLoader) and f"{metric_key_prefix}_loss" in result.metrics:
+            total, targets = self.accelerator.reduce(self._evaluated, "sum").tolist()
+            result.metrics[f"{metric_key_prefix}_loss"] = total / targets if targets else float("nan")
+        return result
+
+    def _sampler(self, dataset: Any, setting: str, size: int, **options: Any) -> PackedBatchSampler:
+        args, lengths = self.args, self._lengths_of(dataset)
+        row = self.capacity * size
+        if (long := lengths > row).any():
+            raise ValueError(
+                f"{name_documents(lengths, long)}, but a row has capacity={self.capacity:,} × {setting}={size} tokens;"
+                f" use capacity={-(-int(lengths.max()) // size):,}, or truncate or filter these documents"
+            )
+        return PackedBatchSampler(
+            lengths,
+            rank=args.process_index,
+            world_size=args.world_size,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            capacity=row,
+            **options,
+        )
+
+    def _lengths_of(self, dataset: Any) -> NDArray[np.int64]:
+        """Lengths of the documents, read once per data set."""
+        if isinstance(dataset, IterableDataset):
+            raise ValueError(
+                f"{type(dataset).__name__} is a stream: packs are planned over all documents of a map-style data set;"
+                " load it without streaming"
+            )
+        for known, lengths in self._known_lengths:
+            if known is dataset:
+                return lengths
+        lengths = document_lengths(dataset)
+        self._known_lengths.append((dataset, lengths))
+        return lengths
+
+    def _loader(self, dataset: Any, sampler: PackedBatchSampler, persistent: bool) -> RankLoader:
+        args = self.args
+        if hasattr(dataset, "select_columns") and dataset.format["type"] != "custom":  # datasets.Dataset
+            names = [name for name in COLUMNS if name in dataset.column_names]
+            dataset = dataset.select_columns(names).with_format("numpy")
+        return RankLoader(
+            dataset,
+            batch_sampler=sampler,
+            collate_fn=self.data_collator,
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory,
+            persistent_workers=persistent,
+            prefetch_factor=args.dataloader_prefetch_factor,
+        )
+
+    def _check_host(self) -> None:
+        """Refuse settings of the host under which packed training is not training on every document alone."""
+        args, collator = self.args, self.data_collator
+        if collator.returns == "padded":
+            raise ValueError("returns='padded' makes padded rows, not packs: use 'flattened' or '4d_mask'")
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"one process with {args.n_gpu} GPUs divides a row among them: start one process per GPU, with"
+                f" torchrun --nproc-per-node {args.n_gpu}"
+            )
+        if args.world_size > 1 and not args.average_tokens_across_devices:
+            raise ValueError(
+                "average_tokens_across_devices=False weighs ranks equally, whatever their targets: set it to True"
+            )
+        if getattr(args, "use_cache", False):
+            raise ValueError("use_cache=True makes models ignore document boundaries: set it to False")
+        if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
+            raise ValueError(
+                f"{type(self.model).__name__} takes no num_items_in_batch, so that its loss is a mean over each"
+                " micro-batch: give compute_loss_func, which divides by num_items_in_batch"
+            )
+        strategy = getattr(args, "train_sampling_strategy", "random")
+        if strategy != "random" or getattr(args, "group_by_length", False):
+            raise ValueError("packs are planned: leave out train_sampling_strategy (group_by_length)")
+        parallel = getattr(self.accelerator, "parallelism_config", None)
+        if parallel is not None and parallel.non_data_parallel_size > 1:
+            raise ValueError(
+                f"{parallel.non_data_parallel_size} ranks share a batch (tensor, context or sequence parallelism), and"
+                " packs are dealt to data-parallel ranks alone: use data parallelism"
+            )
+        if collator.returns == "4d_mask":
+            self._check_mask(collator)
+
+    def _check_mask(self, collator: PackedDataCollator) -> None:
+        """A model applies neither windows nor a conversion to a mask that it is given."""
+        config = self.model.config
+        if collator.window != (needed := windows_of(config)):
+            raise ValueError(
+                f"a 4-D mask replaces the windows of {config.model_type}: give PackedDataCollator(window={needed!r}),"
+                " as windows_of(model.config) returns, or use returns='flattened'"
+            )
+        if collator.mask == "boolean" and config._attn_implementation != "sdpa":
+            raise ValueError(
+                f"attn_implementation={config._attn_implementation} adds the mask to its scores: use mask='additive'"
+            )
+
+
+class PackedTrainer(PackedTrainerMixin, Trainer):
+    """transformers' Trainer on planned packs. Arguments: `PackedTrainerMixin`."""

@@ -1,0 +1,172 @@
+"""transformers' Trainer and TRL's SFTTrainer on packs, on one and two processes: equal to every document alone."""
+
+import tempfile
+
+import numpy as np
+import pytest
+from hosts import RATE, ROW, Texts, alone_loss, numbers_of, steps_of, tiny_llama, train_alone, weights
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("accelerate", reason="accelerate is not installed")
+
+
+def trainer_of(host, folder, lora=False, **settings):
+    """A trainer of a host that records the documents of every row, and its arguments."""
+    named = {
+        "output_dir": folder,
+        "num_train_epochs": 2,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "learning_rate": RATE,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "max_grad_norm": 0,
+        "report_to": "none",
+        "use_cpu": True,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "logging_steps": 1000,
+    }
+    texts = Texts()
+    if host == "trl":
+        import datasets
+        from trl import SFTConfig
+
+        from multipack.integrations.trl import PackedSFTTrainer as Packed
+
+        data = datasets.Dataset.from_list(texts.rows)
+        args = SFTConfig(
+            **named | {"max_length": ROW, "dataset_kwargs": {"skip_prepare_dataset": True}} | settings
+        )
+        extra = {"processing_class": tokenizer()}
+    else:
+        from transformers import TrainingArguments
+
+        from multipack.integrations.transformers import PackedTrainer as Packed
+
+        data, args, extra = texts, TrainingArguments(**named | settings), {"capacity": ROW}
+
+    class Recorded(Packed):
+        rows = ()
+
+        def training_step(self, model, inputs, *rest, **more):
+            self.rows = [*self.rows, numbers_of(inputs)]
+            return super().training_step(model, inputs, *rest, **more)
+
+    return Recorded(tiny_llama(lora), args, train_dataset=data, eval_dataset=data, **extra)
+
+
+def tokenizer():
+    """A tokenizer of single characters, which TRL asks for."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = {chr(32 + number): number for number in range(90)} | {"<pad>": 90, "<eos>": 91}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, "<pad>")), pad_token="<pad>", eos_token="<eos>"
+    )
+
+
+def case_trained(world, host, accumulation, lora):
+    """Rows that this rank trained on, weights, and evaluation."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_of(host, folder, lora, gradient_accumulation_steps=accumulation)
+        trainer.train()
+        return {
+            "rows": trainer.rows,
+            "weights": weights(trainer.model),
+            "steps": trainer.state.global_step,
+            "promised": trainer.state.max_steps,
+        }
+
+
+HOSTS = ["transformers", pytest.param("trl", marks=pytest.mark.slow)]
+ADAPTERS = pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@ADAPTERS
+@pytest.mark.parametrize("host", HOSTS)
+def test_packed_training_equals_every_document_alone(pools, host, lora, accumulation, processes):
+    if lora:
+        pytest.importorskip("peft", reason="peft is not installed")
+    found = pools(processes).run(case_trained, host, accumulation, lora)
+    texts = Texts()
+    steps = steps_of([rank["rows"] for rank in found], accumulation)
+    assert len(steps) == found[0]["steps"] == found[0]["promised"]
+    first, second = steps[: len(steps) // 2], steps[len(steps) // 2 :]
+    for epoch in (first, second):
+        assert sorted(number for step in epoch for number in step) == list(range(len(texts)))
+    assert first != second
+    model = tiny_llama(lora)
+    before = weights(model)
+    alone = train_alone(model, texts, steps)
+    assert np.abs(alone - before).max() > 1e-2
+    for rank in found:
+        assert np.abs(rank["weights"] - alone).max() <= 1e-6
+
+
+def case_resumed(world, host, folder):
+    """Rows and weights of a run, and of one that stops in the middle of epoch 1 and is resumed."""
+    from transformers import TrainerCallback
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            control.should_training_stop = state.global_step == args.save_steps
+
+    accumulated = {"gradient_accumulation_steps": 2}
+    whole = trainer_of(host, f"{folder}/whole", **accumulated)
+    steps = len(whole.get_train_dataloader()) // 2
+    whole.train()
+    settings = accumulated | {"save_strategy": "steps", "save_steps": steps + steps // 2}
+    cut = trainer_of(host, folder, **settings)
+    cut.add_callback(Stop())
+    cut.train()
+    resumed = trainer_of(host, folder, **settings)
+    resumed.train(resume_from_checkpoint=True)
+    other = trainer_of(host, folder, **settings | {"data_seed": 5})
+    with pytest.raises(ValueError, match="data_seed=42, now 5"):
+        other.train(resume_from_checkpoint=True)
+    other = trainer_of(host, folder, **settings | {"per_device_train_batch_size": 3})
+    with pytest.raises(ValueError, match=r"options \(.*capacity from 192 to 288"):
+        other.train(resume_from_checkpoint=True)
+    return {
+        "rows": [whole.rows, [*cut.rows, *resumed.rows]],
+        "steps": [steps, cut.state.global_step, resumed.state.global_step],
+        "weights": [weights(whole.model), weights(resumed.model)],
+    }
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_run_resumed_in_the_middle_of_an_epoch_is_the_same(pools, tmp_path, host, processes):
+    for rank in pools(processes).run(case_resumed, host, str(tmp_path)):
+        epoch, stopped, end = rank["steps"]
+        assert epoch < stopped < end == 2 * epoch
+        whole, resumed = rank["rows"]
+        assert resumed == whole
+        assert np.array_equal(*rank["weights"])
+
+
+def case_evaluated(world, host, folder):
+    """Evaluation of the first weights, and predictions."""
+    trainer = trainer_of(host, folder)
+    found = trainer.evaluate()
+    few = Texts(3) if host == "transformers" else trainer.eval_dataset.select(range(3))
+    shape = trainer.predict(few).predictions.shape
+    return found["eval_loss"], trainer.evaluate(few)["eval_loss"], shape
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("host", HOSTS)
+def test_evaluation_is_the_mean_over_all_targets(pools, tmp_path, host, processes):
+    model = tiny_llama().eval()
+    for loss, loss_of_few, shape in pools(processes).run(case_evaluated, host, str(tmp_path)):
+        for count, found in ((40, loss), (3, loss_of_few)):
+            rows = Texts().rows[:count]
+            targets = sum(label != -100 for row in rows for label in row["labels"][1:])
+            expected = sum(alone_loss(model, row).item() for row in rows) / targets
+            assert found == pytest.approx(expected, abs=1e-6)
+        assert shape[0] == 3

@@ -1,0 +1,134 @@
+"""The collator of hosts: transformers' conventions, masks with windows, padded batches, and inputs it refuses."""
+
+import numpy as np
+import pytest
+import torch
+
+from multipack.integrations.collator import PackedDataCollator, document_lengths, windows_of
+
+DOCUMENTS = [
+    {"input_ids": [5, 6, 7, 8, 9], "labels": [5, -100, 7, 8, 9], "text": "ignored"},
+    {"input_ids": [10, 11], "completion_mask": [0, 1]},
+    {"input_ids": np.array([12, 13, 14, 0]), "attention_mask": torch.tensor([1, 1, 1, 0])},
+]
+
+
+def test_a_flattened_row_is_what_transformers_makes():
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    rows = [
+        {"input_ids": [5, 6, 7, 8, 9], "labels": [5, -100, 7, 8, 9]},
+        {"input_ids": [10, 11], "labels": [-100, 11]},
+        {"input_ids": [12, 13, 14], "labels": [12, 13, 14]},
+    ]
+    theirs = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)(rows)
+    ours = PackedDataCollator()(DOCUMENTS)
+    assert ours.pop("use_cache") is False
+    assert set(ours) == set(theirs)
+    for name, value in ours.items():
+        assert type(value) is type(theirs[name])
+        if isinstance(value, torch.Tensor):
+            assert value.dtype == theirs[name].dtype
+            assert value.equal(theirs[name]), name
+        else:
+            assert value == theirs[name]
+
+
+def test_a_padded_batch_is_flattened():
+    padded = PackedDataCollator("padded", pad_id=3)(DOCUMENTS)
+    assert padded["input_ids"].tolist() == [[5, 6, 7, 8, 9], [10, 11, 3, 3, 3], [12, 13, 14, 3, 3]]
+    assert padded["attention_mask"].sum(dim=1).tolist() == [5, 2, 3]
+    ours, again = PackedDataCollator()(DOCUMENTS), PackedDataCollator()(padded)
+    for name in ("input_ids", "labels", "position_ids", "cu_seq_lens_q", "seq_idx"):
+        assert ours[name].equal(again[name])
+
+
+def test_no_documents_are_one_token_without_a_label():
+    empty = PackedDataCollator(pad_id=7)([])
+    assert empty["input_ids"].tolist() == [[7]]
+    assert empty["labels"].tolist() == [[-100]]
+
+
+def test_masks():
+    row = PackedDataCollator("4d_mask", mask="boolean", window=2)(DOCUMENTS)
+    assert "cu_seq_lens_q" not in row
+    seen = row["attention_mask"]
+    assert seen.shape == (1, 1, 10, 10)
+    assert [seen[0, 0, token].nonzero().flatten().tolist() for token in (0, 3, 5, 6, 9)] == [
+        [0],
+        [2, 3],
+        [5],
+        [5, 6],
+        [8, 9],
+    ]
+    added = PackedDataCollator("4d_mask", window={"a": None, "b": 2})(DOCUMENTS)["attention_mask"]
+    assert (added["b"] == 0).equal(seen)
+    assert added["b"].min() == torch.finfo(torch.float32).min
+    assert (added["a"] == 0).sum() == 15 + 3 + 6
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3_text", "qwen2"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_models_compute_documents_alone_with_masks_and_with_positions(kind, attention):
+    """The windows of the model are shorter than the documents."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    windows = {"mistral": {"sliding_window": 3}, "gemma3_text": {"sliding_window": 3, "head_dim": 8}}
+    windows["qwen2"] = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
+    config = transformers.AutoConfig.for_model(
+        kind, vocab_size=32, num_key_value_heads=2, **sizes, **windows.get(kind, {}), pad_token_id=0
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    window = windows_of(config)
+    collators = [PackedDataCollator(), PackedDataCollator("4d_mask", window=window)]
+    if attention == "sdpa":
+        collators.append(PackedDataCollator("4d_mask", mask="boolean", window=window))
+    documents = [{"input_ids": list(range(first, first + 9))} for first in (1, 11, 21)]
+    with torch.no_grad():
+        alone = [model(torch.tensor([d["input_ids"]]), use_cache=False).logits[0] for d in documents]
+        for collator in collators:
+            packed = model(**collator(documents)).logits[0]
+            assert torch.allclose(packed, torch.cat(alone), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("features", "message"),
+    [
+        ([{"text": "a"}], r"has no input_ids \(it has text\): tokenize it"),
+        ([{"input_ids": []}], "no tokens: remove such documents"),
+        ([{"input_ids": [1, 2], "labels": [1]}], r"labels of shape \(1,\).*equal lengths"),
+        ([{"input_ids": [[1, 2]]}], "must be flat lists"),
+        ([{"input_ids": [1, 2], "attention_mask": [1, 2]}], "one document per row"),
+        ([{"input_ids": [1, 2], "seq_lengths": [1, 1]}], "packed already"),
+    ],
+)
+def test_documents_that_are_refused(features, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        PackedDataCollator()(features)
+    assert "\n" not in str(caught.value)
+
+
+def test_choices_are_named():
+    with pytest.raises(ValueError, match="nearest: flattened"):
+        PackedDataCollator("flat")
+    with pytest.raises(ValueError, match="additive, boolean"):
+        PackedDataCollator(mask="bool")
+
+
+def test_lengths():
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    rows = [{"input_ids": list(range(count)), "text": "x" * count} for count in (3, 1, 7, 2)]
+    arrow = datasets.Dataset.from_list(rows)
+    assert document_lengths(rows).tolist() == [3, 1, 7, 2]
+    assert document_lengths(arrow).tolist() == [3, 1, 7, 2]
+    assert document_lengths(arrow.select([2, 0]).with_format("torch")).tolist() == [7, 3]
+    doubled = arrow.with_transform(lambda page: {"input_ids": [2 * ids for ids in page["input_ids"]]})
+    assert document_lengths(doubled).tolist() == [6, 2, 14, 4]
+    for wrong, message in (
+        (arrow.select_columns(["text"]), r"no column input_ids \(it has text\): tokenize"),
+        (arrow.to_iterable_dataset(), "load it without streaming"),
+        (arrow.select([]), "no documents"),
+        ([{"text": "a"}], "no column input_ids"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            document_lengths(wrong)
