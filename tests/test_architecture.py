@@ -25,7 +25,7 @@ LEFT_OF = {
     "ops": "words shapes planning data",
     "models": "words machine atomic shapes planning data ops",
     "parallel": "words machine atomic shapes planning data ops",
-    "integrations": "words machine shapes planning data",
+    "integrations": "words machine shapes planning data ops",
     "launch": "words machine atomic shapes run planning data ops models parallel",
     "reports": "words machine atomic shapes run planning data",
     "training": "words machine atomic shapes run planning data ops models parallel reports",

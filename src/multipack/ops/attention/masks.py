@@ -91,19 +91,24 @@ def check_window(window: int | None) -> None:
 
 
 _CACHE: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""`cu_seqlens` of a batch → {key: result of `make`}; see `once_a_batch`."""
+"""Tensor → {key: result of `make`}; see `once_a_tensor`."""
 
 
 def once_a_batch(batch: PackedBatch, key: tuple[Any, ...], make: Callable[[], Made]) -> Made:
-    """The result of `make()`, cached per batch and `key`, so that all layers share it.
+    """The result of `make()`, cached per batch and `key`, so that all layers share it; see `once_a_tensor`."""
+    return once_a_tensor(batch.cu_seqlens, key, make)
 
-    The cache entry lives as long as the batch's `cu_seqlens`, which the result must not refer to, and becomes invalid
-    when that tensor is written to. `key` holds everything else that the result depends on.
+
+def once_a_tensor(tensor: Tensor, key: tuple[Any, ...], make: Callable[[], Made]) -> Made:
+    """The result of `make()`, cached per tensor object and `key`.
+
+    The cache entry lives as long as the tensor, which the result must not refer to, and becomes invalid when the
+    tensor is written to. `key` holds everything else that the result depends on.
     """
-    if batch.cu_seqlens not in _CACHE:
-        _CACHE[batch.cu_seqlens] = {}
-    cached = _CACHE[batch.cu_seqlens]
-    key = (*key, batch.cu_seqlens._version)
+    if tensor not in _CACHE:
+        _CACHE[tensor] = {}
+    cached = _CACHE[tensor]
+    key = (*key, 0 if tensor.is_inference() else tensor._version)
     if key not in cached:
         cached[key] = make()
     result: Made = cached[key]

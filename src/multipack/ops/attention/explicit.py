@@ -1,0 +1,125 @@
+"""Attention with explicit scores: soft caps, sinks and dropout, which the kernels of the table do not compute.
+
+    scores   s = c · tanh(q·k · scale / c)           c: soft cap of the scores (Gemma 2)
+    weights  exp(s) / (Σ exp(s) + exp(sink))         sink: a learned score per head without a value (gpt-oss)
+
+A document is divided into tiles of queries, whose scores are computed again in the backward pass: memory grows with
+tile · length, not with length². Scores are computed in float32 (float64 for float64).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from multipack.data.batch import PackedBatch
+from multipack.ops.attention.runs import heads_first, repeat_heads, runs, tokens_first
+from multipack.ops.autocast import at_least_float32, in_autocast_dtype
+
+TILE_TOKENS = 128
+"""Queries per tile."""
+
+
+def explicit(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: PackedBatch,
+    window: int | None = None,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Causal attention inside each document, on any device; q, k, v, batch and window as for `attention`.
+
+    Args:
+        q: (T, H, D) queries.
+        k: (T, K, D) keys.
+        v: (T, K, V) values; V may differ from D.
+        batch: holds the documents' bounds.
+        window: tokens that each position sees, itself included.
+        scale: factor of the scores.
+        softcap: bound of the scores' absolute values; None = no bound.
+        sinks: (H,) scores that take part in the softmax of every query; None = none.
+        dropout: probability of dropping a weight.
+
+    Returns:
+        (T, H, V), in the dtype of the inputs (in autocast's where it is on).
+    """
+    q, k, v = (in_autocast_dtype(x) for x in (q, k, v))
+    found = list(runs(batch.lengths))
+    inputs = (heads_first(x, found) for x in (q, repeat_heads(k, q), repeat_heads(v, q)))
+    parts = []
+    for query, key, value in zip(*inputs, strict=True):
+        tiles = []
+        for rows, columns in _tiles(query.shape[2], window):
+            visible = _visible(rows, columns, window, query.device)
+            tile = query[:, :, rows], key[:, :, columns], value[:, :, columns]
+            tiles.append(
+                checkpoint(weighted, *tile, visible, scale, softcap, sinks, dropout, use_reentrant=False)
+            )
+        parts.append(torch.cat(tiles, dim=2))
+    return tokens_first(parts)
+
+
+def weighted(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    dropout: float,
+) -> Tensor:
+    """Values weighted by the softmax of all scores; the arguments are those of `explicit`.
+
+    Args:
+        q: (N, H, L, D).
+        k: (N, H, S, D).
+        v: (N, H, S, V).
+        visible: bool or additive, broadcast to (N, H, L, S); None = every query sees every key. A query that sees no
+            key has finite weights, as in transformers' eager attention.
+        scale: factor of the scores.
+        softcap: bound of the scores.
+        sinks: (H,).
+        dropout: probability of dropping a weight.
+
+    Returns:
+        (N, H, L, V), in the dtype of q.
+    """
+    wide = at_least_float32(q.dtype)
+    with torch.autocast(q.device.type, enabled=False):
+        scores = (q.to(wide) @ k.to(wide).transpose(-1, -2)) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        if visible is not None and visible.dtype == torch.bool:
+            scores = scores.masked_fill(~visible, torch.finfo(wide).min)
+        elif visible is not None:
+            scores = scores + visible
+        if sinks is None:
+            weights = scores.softmax(-1)
+        else:
+            column = sinks.to(wide)[:, None, None].expand(*scores.shape[:-1], 1)
+            weights = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
+        return (F.dropout(weights, dropout) @ v.to(wide)).to(q.dtype)
+
+
+def _tiles(length: int, window: int | None) -> Iterator[tuple[slice, slice]]:
+    """Tiles of a document: slices of its queries, and of the keys that any of them sees."""
+    for start in range(0, length, TILE_TOKENS):
+        stop = min(start + TILE_TOKENS, length)
+        yield slice(start, stop), slice(max(0, start - window + 1) if window else 0, stop)
+
+
+def _visible(rows: slice, columns: slice, window: int | None, device: torch.device) -> Tensor:
+    """(queries, keys) bool: which keys of a tile each of its queries sees."""
+    queries, keys = (torch.arange(x.start, x.stop, device=device) for x in (rows, columns))
+    distance = queries[:, None] - keys
+    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
