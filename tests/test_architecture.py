@@ -29,7 +29,8 @@ LEFT_OF = {
     "launch": "words machine atomic shapes run planning data ops models parallel",
     "reports": "words machine atomic shapes run planning data",
     "training": "words machine atomic shapes run planning data ops models parallel reports",
-    "cli": "words machine atomic shapes run planning data ops models parallel reports training launch",
+    "cli": "words machine atomic shapes run planning data ops models parallel integrations reports training"
+    " launch",
 }
 """Rooms that a room may import, beside itself."""
 TORCH_FREE = [

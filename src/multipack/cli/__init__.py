@@ -15,6 +15,7 @@ from multipack.cli.command_options import fail
 from multipack.cli.launch_commands import doctor, launch, submit
 from multipack.cli.model_commands import export, generate, version
 from multipack.cli.plan_commands import pack, plan
+from multipack.cli.probe_command import probe
 from multipack.cli.train_commands import calibrate, config, prepare, train
 from multipack.machine import explain_missing
 from multipack.parallel.ranks import is_reported
@@ -30,7 +31,14 @@ app = typer.Typer(
 )
 for command in (train, config, prepare, plan, pack, calibrate, generate, export):
     app.command()(command)
-for tool in (advise, launch, submit, doctor, version):  # another name: mypy infers the type of the first
+for tool in (
+    advise,
+    probe,
+    launch,
+    submit,
+    doctor,
+    version,
+):  # another name: mypy infers the type of the first
     app.command()(tool)
 app.add_typer(bench, name="bench")
 

@@ -19,9 +19,9 @@ KINDS = (
         r"mamba|ssm|rwkv|lstm|gru|rnn|recurr|rglru|delta|lightning|linear_?att|retention|kda|gla\b",
     ),
     ("convolution", r"conv"),
+    ("attention", r"att\w*$"),
     ("routing", r"moe|expert|router|gate|mlp|feed_?forward|ffn"),
     ("statistics", r"norm"),
-    ("attention", r"att"),
 )
 """Cause → pattern in the name of the mixing module's class, or of a class inside it, in order of preference."""
 
@@ -159,10 +159,10 @@ def _finding(before: _Call, after: _Call, tolerance: float) -> ProbeFinding:
 
 def _kind(module: nn.Module, affected: Tensor) -> str:
     """The cause by the names of classes: first the module's own, then those inside it."""
-    inner = " ".join({type(part).__name__ for part in module.children()})
+    inner = "\n".join({type(part).__name__ for part in module.children()})
     for names in (type(module).__name__, inner):
         for cause, pattern in KINDS:
-            if re.search(pattern, names, re.IGNORECASE):
+            if re.search(pattern, names, re.IGNORECASE | re.MULTILINE):
                 # A mixer that has a convolution also has a state, if more than the first tokens are affected.
                 has_state = cause == "convolution" and names is inner and bool(affected[-1])
                 return "recurrent" if has_state else cause

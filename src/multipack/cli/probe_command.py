@@ -1,0 +1,97 @@
+"""The command probe: does a model keep the documents of a packed batch apart?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from multipack.cli.command_options import Json, argument, print_json
+
+
+def probe(
+    model: Annotated[
+        str,
+        argument(
+            "MODEL", "A run, an export, a Hugging Face folder or cached name, a preset, an architecture."
+        ),
+    ],
+    attention: Annotated[
+        str, typer.Option(help="Attention of transformers: eager, sdpa, flash_attention_2 …")
+    ] = "",
+    tiny: Annotated[
+        bool, typer.Option("--tiny", help="Probe a tiny model of the same architecture, with random weights.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="cpu, cuda or another torch device.")] = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Check that no document of a packed batch changes another one.
+
+    [bold]Examples[/bold]
+
+      multipack probe models/my-llama
+      multipack probe models/my-llama --attention eager --tiny
+      multipack probe gpt_oss
+
+    Changes one document of a small packed batch and watches the others,
+    compares each document with itself alone, and names the cause of every
+    leak and what to change. Exit code 1 if something is wrong. Folders
+    without weights are probed with random ones. Nothing is downloaded.
+    """
+    from multipack.integrations.probe import isolation_probe
+    from multipack.reports.console import Console
+
+    built, description = _load(model, attention or None, tiny)
+    report = isolation_probe(built.to(device))
+    if as_json:
+        leaks = [{"from": a, "into": b, "size": size} for (a, b), size in report.leaks.items()]
+        findings = [vars(finding) for finding in report.findings]
+        differences = list(report.differences)
+        print_json({"ok": report.ok, "leaks": leaks, "differences": differences, "findings": findings})
+    else:
+        console = Console()
+        console.section("probe", [("model", description)])
+        console.line(str(report))
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def _load(source: str, attention: str | None, tiny: bool) -> tuple[Any, str]:
+    """The model, and its description."""
+    from multipack.integrations.tiny_models import load_causal_model
+    from multipack.run import is_export
+    from multipack.shapes import SHAPES
+
+    random, path = f"{source}, tiny, random weights", Path(source)
+    if source in SHAPES:
+        return _tiny_decoder(SHAPES[source]), random
+    if not path.exists() or is_export(path):
+        return load_causal_model(source, attention, tiny)
+    from multipack.models.families import build_decoder
+    from multipack.training.weights import find_weights
+
+    trained = find_weights(path)
+    if tiny:
+        return _tiny_decoder(trained.shape), random
+    return build_decoder(trained.shape, trained.state()), f"{source}, Decoder"
+
+
+def _tiny_decoder(shape: Any) -> Any:
+    from dataclasses import replace
+
+    from multipack.models.decoder import Decoder
+
+    groups = 2 if shape.kv_heads not in (0, shape.heads) else 0
+    small = replace(
+        shape,
+        layers=2,
+        heads=4,
+        kv_heads=groups,
+        d_model=32,
+        d_ff=48,
+        dense_layers=0,
+        head_dim=8,
+        vocabulary_size=256,
+    )
+    return Decoder(small)

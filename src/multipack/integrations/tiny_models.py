@@ -1,0 +1,184 @@
+"""Causal models of transformers to probe: loaded from this machine, or tiny with random weights."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from multipack.machine import import_extra
+
+SIZES: tuple[tuple[str, int], ...] = (
+    (r"vocab_size|.*_vocab_size|vocab_size_per_.*|type_vocab_size", 256),
+    (r"(num_|n_)?(hidden_|decoder_|encoder_|block_|text_|self_attn_|cross_)*(layers?|blocks?|block)", 2),
+    (r"n_layer|num_hidden_layers|num_layers|num_blocks|decoder_layers|encoder_layers|n_layers", 2),
+    (
+        r"(num_|n_)(key_value|kv)_heads?|num_kv_heads|kv_n_heads|multi_query_group_num|.*num_key_value_heads",
+        2,
+    ),
+    (r"(num_|n_)(attention_|self_|linear_|index_|query_)?heads?|.*_attention_heads|n_head|num_heads", 4),
+    (r"mamba_n_heads|mamba_num_heads|n_mamba_heads", 8),
+    (r"mamba_d_head|d_head|mamba_head_dim", 8),
+    (r"mamba_d_ssm", 64),
+    (r"head_dim|.*_head_dim|attention_head_size|d_kv|kv_channels|head_size|qk_nope_head_dim|v_head_dim", 8),
+    (r"rotary_dim|index_rope_head_dim", 4),
+    (r"qk_head_dim|mla_head_dim", 16),
+    (
+        r"hidden_size|d_model|n_embd|embed_dim|hidden_dim|word_embed_proj_dim|dim|embedding_size|embedding_dim|emb_dim|lru_width",
+        32,
+    ),
+    (r".*(intermediate_size|ffn_dim|d_ff|ff_dim|n_inner|intermediate_dim|ffn_hidden_size)", 48),
+    (r".*(lora_rank|_rank|time_step_rank|index_head_dim)", 8),
+    (r"num_experts|n_routed_experts|num_local_experts|moe_num_experts|.*num_experts|n_experts", 4),
+    (r"num_experts_per_tok|.*experts_per_tok|moe_topk|moe_top_k|top_k_experts|moe_k|top_k", 2),
+    (r"n_group|topk_group|num_expert_group", 1),
+    (r"first_k_dense_replace|num_dense_layers", 1),
+    (r"max_position_embeddings|n_positions|max_sequence_length|max_seq_len|n_ctx|seq_len(gth)?", 128),
+    (r"sliding_window|attention_window_size|attention_chunk_size|local_attention|window_size", 4),
+    (r"(mamba_)?(d_)?state_size|mamba_d_state|ssm_state_size|d_state", 8),
+    (r"(mamba_)?n_groups|mamba_n_groups|mamba_ngroups", 1),
+    (r"index_topk", 64),
+    (r"num_nextn_predict_layers|num_mtp_layers|num_predict_layers", 0),
+)
+"""Pattern of a setting's whole name → its value in a tiny model. The last pattern that matches decides."""
+
+MISSING = {"head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
+"""Values of settings that a configuration needs and leaves empty."""
+TOKEN = re.compile(r".*token_(id|index)$")
+
+
+def tiny_config(config: Any, layers: int = 2) -> Any:
+    """A configuration of the same architecture with small sizes.
+
+    Args:
+        config: a configuration of transformers.
+        layers: number of layers. Kinds of layers are the first ones of the architecture, or all of them if it has more
+            kinds than layers.
+
+    Raises:
+        ValueError: the small sizes contradict each other in this architecture, or other errors of its configuration.
+    """
+    values = _shrunk(config.to_dict(), layers)
+    return type(config).from_dict(values)
+
+
+def _shrunk(values: dict[str, Any], layers: int) -> dict[str, Any]:
+    kinds = values.get("layer_types") or values.get("layers_block_type")
+    if isinstance(kinds, list) and kinds:
+        chosen = _kinds(kinds, layers)
+        layers = len(chosen)
+    made: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict) and "model_type" in value:
+            made[name] = _shrunk(value, layers)
+        elif name == "per_layer_config" and value:
+            made[name] = {number: each for number, each in value.items() if int(number) < layers}
+        elif isinstance(value, list) and value and len(value) > layers and _is_by_layer(name, value, values):
+            made[name] = chosen if value is kinds else value[:layers]
+        elif isinstance(value, int) and not isinstance(value, bool):
+            made[name] = _small(name, value, layers)
+        else:
+            made[name] = value
+    for name in MISSING.keys() & made.keys():
+        made[name] = MISSING[name] if made[name] is None else made[name]
+    if values.get("num_key_value_heads") in (None, values.get("num_attention_heads")):
+        made |= (
+            {"num_key_value_heads": made["num_attention_heads"]} if "num_key_value_heads" in values else {}
+        )
+    if "expand" in values and "num_attention_heads" not in values and "num_heads" in values:
+        made["num_heads"] = 8  # heads of a state-space layer of width expand · hidden_size
+    return made
+
+
+def _kinds(kinds: list[str], layers: int) -> list[str]:
+    """The first layers, and one of each further kind."""
+    chosen = kinds[:layers]
+    return chosen + [kind for kind in dict.fromkeys(kinds) if kind not in chosen]
+
+
+def _is_by_layer(name: str, value: list[Any], values: dict[str, Any]) -> bool:
+    counts = {
+        values.get(key) for key in ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_blocks")
+    }
+    return len(value) in counts
+
+
+def _small(name: str, value: int, layers: int) -> int:
+    if TOKEN.match(name):
+        return value % 250 if value > 250 else value
+    found = [size for pattern, size in SIZES if re.fullmatch(pattern, name)]
+    if not found or value <= 0:
+        return value
+    if found[-1] == 2 and re.search(r"layer|block", name):
+        return layers
+    return min(found[-1], value) if re.search(r"expert|rank|group|topk|kv|key_value", name) else found[-1]
+
+
+def tiny_model(config: Any, attention: str | None = None) -> nn.Module:
+    """A tiny causal model of this architecture, with random weights.
+
+    Raises:
+        ValueError: the small sizes contradict each other in this architecture.
+    """
+    transformers = import_extra("transformers", "a tiny model", "hf")
+    try:
+        small = tiny_config(config)
+        if hasattr(small, "is_decoder"):
+            small.is_decoder = True
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model: nn.Module = transformers.AutoModelForCausalLM.from_config(
+                small, attn_implementation=attention
+            )
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"no tiny model of {config.model_type} can be built ({reason[:200]})") from error
+    return model
+
+
+def load_causal_model(source: str, attention: str | None = None, tiny: bool = False) -> tuple[nn.Module, str]:
+    """A causal model of transformers, read from this machine only; code in its folder is not run.
+
+    Args:
+        source: a folder with a config.json, the name of a model in the local cache, or of an architecture.
+        attention: implementation of attention; None = that of the model.
+        tiny: build a tiny model with random weights, as where there are no weights.
+
+    Returns:
+        The model, and its description.
+
+    Raises:
+        ValueError: there is no such model here, or it cannot be built.
+    """
+    transformers = import_extra("transformers", "multipack probe", "hf")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    if source in transformers.CONFIG_MAPPING and not Path(source).is_dir():
+        return tiny_model(transformers.CONFIG_MAPPING[source](), attention), f"{source}, tiny, random weights"
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            source, local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"{source} is no run, no preset, no architecture of transformers and no model on this machine ({reason})"
+        ) from error
+    if tiny or (Path(source).is_dir() and not list(Path(source).glob("*.safetensors"))):
+        return tiny_model(config, attention), f"{config.model_type}, tiny, random weights"
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            source,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            dtype="auto",
+            attn_implementation=attention,
+        )
+    except (OSError, ValueError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"{source} cannot be loaded ({reason}); --tiny probes its architecture") from error
+    return model, f"{config.model_type}, {type(model).__name__}"
