@@ -1,0 +1,91 @@
+"""Settings of Trainer and SFTTrainer under which packs would train something else: one line with the remedy."""
+
+import pytest
+
+pytest.importorskip("accelerate", reason="accelerate is not installed")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+from multipack.integrations.collator import PackedDataCollator  # noqa: E402
+from multipack.integrations.transformers import PackedTrainer  # noqa: E402
+
+ROWS = [{"input_ids": list(range(1, count))} for count in (3, 9, 5, 7)]
+
+
+def trainer(folder, collator=None, model="llama", data=ROWS, capacity=16, **settings):
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    windows = {"sliding_window": 4} if model == "mistral" else {}
+    config = transformers.AutoConfig.for_model(
+        model, vocab_size=32, num_key_value_heads=2, **sizes, **windows, pad_token_id=0
+    )
+    named = {"per_device_train_batch_size": 1, "report_to": "none", "use_cpu": True} | settings
+    return PackedTrainer(
+        transformers.AutoModelForCausalLM.from_config(config),
+        transformers.TrainingArguments(str(folder), **named),
+        collator,
+        train_dataset=data,
+        capacity=capacity,
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"capacity": 0}, "capacity must be a whole number of at least 1"),
+        ({"collator": PackedDataCollator("padded")}, "returns='padded' makes padded rows"),
+        (
+            {"collator": transformers.DataCollatorWithFlattening()},
+            "leave it out, or give a PackedDataCollator",
+        ),
+        ({"use_cache": True}, "use_cache=True makes models ignore document boundaries: set it to False"),
+        ({"train_sampling_strategy": "group_by_length"}, "leave out train_sampling_strategy"),
+        ({"collator": PackedDataCollator("4d_mask"), "model": "mistral"}, r"PackedDataCollator\(window=4\)"),
+    ],
+)
+def test_settings_that_are_refused(tmp_path, given, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        trainer(tmp_path, **given)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (
+            [*ROWS, {"input_ids": [1] * 40}],
+            r"document 4 has 40 tokens.*per_device_train_batch_size=2.*capacity=20",
+        ),
+        ([{"text": "a"}], r"no column input_ids \(it has text\): tokenize"),
+        (iter(ROWS), "load it without streaming"),
+        ([{"input_ids": [1]}, {"input_ids": []}], "document 1"),
+        (None, "train_dataset"),
+    ],
+)
+def test_data_that_is_refused(tmp_path, data, message):
+    host = trainer(tmp_path, per_device_train_batch_size=2)
+    host.train_dataset = data
+    with pytest.raises(ValueError, match=message) as caught:
+        host.get_train_dataloader()
+    assert "\n" not in str(caught.value)
+
+
+def test_windows_and_masks_of_the_model_are_accepted(tmp_path):
+    assert trainer(tmp_path, PackedDataCollator("4d_mask", window=4), "mistral")
+    boolean = PackedDataCollator("4d_mask", mask="boolean")
+    assert trainer(tmp_path, boolean)
+    host = trainer(tmp_path, boolean)
+    host.model.config._attn_implementation = "eager"
+    with pytest.raises(ValueError, match="mask='additive'"):
+        host._check_mask(boolean)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["packing", "eval_packing", "padding_free"])
+def test_packing_of_trl_is_refused(tmp_path, name):
+    trl = pytest.importorskip("trl", reason="TRL is not installed")
+    from multipack.integrations.trl import PackedSFTTrainer
+
+    given = {name: True, "max_length": None} if name == "padding_free" else {name: True}
+    with pytest.raises(ValueError, match=f"{name}=True is TRL's own way to pack.*leave it out"):
+        PackedSFTTrainer(None, trl.SFTConfig(str(tmp_path), use_cpu=True, bf16=False, **given))
+    with pytest.raises(ValueError, match="give capacity, or SFTConfig"):
+        PackedSFTTrainer(None, trl.SFTConfig(str(tmp_path), use_cpu=True, bf16=False, max_length=None))
