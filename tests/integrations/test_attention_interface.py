@@ -44,6 +44,7 @@ CHUNKS = {"layer_types": ["chunked_attention", "full_attention"], "no_rope_layer
 MODELS = {
     "llama": {},
     "qwen2": {},
+    "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "qwen3": {"head_dim": 8},
     "mistral": {"sliding_window": 5},
     "gemma2": {"head_dim": 8, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 3, **TWO},
@@ -416,6 +417,15 @@ def test_from_pretrained(tmp_path):
     )
     row = packed(documents())
     assert torch.equal(model(**row).logits, build("llama")(**row).logits)
+
+
+def test_models_with_attention_of_their_own_are_refused():
+    model = build("llama", "eager")
+    register(model)
+    assert model.config._attn_implementation == "multipack"
+    bloom = transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2)
+    with pytest.raises(ValueError, match="BloomForCausalLM, whose attention is its own: keep attn_impl"):
+        register(transformers.BloomForCausalLM(bloom))
 
 
 def test_transformers_without_mask_functions_is_refused(monkeypatch):

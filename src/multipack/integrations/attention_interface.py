@@ -1,7 +1,7 @@
 """The attention function "multipack" of transformers: attention inside the documents of packed rows, without a T² mask.
 
-    register()                                           once, before the model is built
-    model.set_attn_implementation("multipack")           or from_pretrained(..., attn_implementation="multipack")
+    register(model)                                      or, before the model is built, register() and
+                                                         from_pretrained(..., attn_implementation="multipack")
 
     a row       A A A B B     cu_seq_lens_q 0 3 5        the documents are those of `cu_seq_lens_q`, else of
     position_ids 0 1 2 0 1                               `position_ids`: one starts where they do not count up by 1
@@ -36,11 +36,15 @@ UNSUPPORTED = ("indices", "block_indices", "sinks", "cache")
 are not scores, continuous batching."""
 
 
-def register() -> None:
+def register(model: nn.Module | None = None) -> None:
     """Register the attention function "multipack" in transformers; calling it again changes nothing.
+
+    Args:
+        model: a transformers model to switch to it; None = none.
 
     Raises:
         ImportError: transformers is not installed, or too old.
+        ValueError: the model does not take its attention from transformers' table of functions.
     """
     try:
         from transformers import AttentionInterface
@@ -52,6 +56,11 @@ def register() -> None:
         ) from error
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, make_mask)
+    if model is not None:
+        model.set_attn_implementation(NAME)  # type: ignore[operator]
+        if model.config._attn_implementation != NAME:  # type: ignore[union-attr]
+            kept = model.config._attn_implementation  # type: ignore[union-attr]
+            refuse(f"{type(model).__name__}, whose attention is its own", f"keep attn_implementation={kept}")
 
 
 def attend(
@@ -262,6 +271,8 @@ def _batch(starts: tuple[int, ...], slots: int, device: torch.device) -> PackedB
 def _window(mask: RowMask | None, given: int | None, longest: int) -> int | None:
     """The window of the mask, which must be the layer's where it has an effect."""
     window = None if mask is None else mask.window
+    if window is not None and window < 1:
+        refuse(f"a mask with the window {window}", "set sliding_window of the model's configuration")
     if given is not None and given != window and given < longest:
         refuse(f"sliding_window={given} of a layer whose mask has the window {window}", "use sdpa or eager")
     return window
