@@ -5,6 +5,7 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from multipack.integrations import axolotl, axolotl_sampler
@@ -165,6 +166,20 @@ def test_a_run_checks_its_sampler_and_begins_epochs(module, monkeypatch):
     other = SimpleNamespace(batch_sampler=SequentialSampler(LENGTHS))
     with pytest.raises(RuntimeError, match="reads SequentialSampler instead of multipack's sampler"):
         check.on_train_begin(args, state, None, train_dataloader=other)
+
+
+def test_no_target_belongs_to_another_document(module):
+    plugin, batch = module.MultipackPlugin(), {}
+    trainer = SimpleNamespace(data_collator=lambda features: dict(batch), eval_data_collator=None)
+    plugin.register({})
+    plugin.post_trainer_create({"streaming": True}, trainer)
+    assert trainer.data_collator([]) == {}
+    plugin.post_trainer_create({}, trainer)
+    assert trainer.data_collator([]) == {}
+    batch["labels"] = torch.tensor([[5, 6, 7, 8, -100]])
+    batch["position_ids"] = torch.tensor([[0, 1, 2, 0, 0]])
+    assert trainer.data_collator([])["labels"].tolist() == [[-100, 6, 7, -100, -100]]
+    assert trainer.eval_data_collator is None
 
 
 def test_other_names_are_not_there():

@@ -6,6 +6,7 @@ Axolotl calls, in this order:
 
     register                    the modules of `PLACES` get our sampler, before the YAML is validated
     get_input_args              keys of the YAML, and settings that would break the count of steps
+    post_trainer_create         collators without targets that belong to another document
     add_callbacks_post_trainer  checks at the start that the trainer reads our sampler, and sets its epoch
     post_train_unload           the modules get Axolotl's sampler back
 
@@ -26,6 +27,7 @@ from pydantic import BaseModel, Field, model_validator
 from torch.utils.data import RandomSampler
 from transformers import TrainerCallback
 
+from multipack.data.batch import IGNORE
 from multipack.integrations.axolotl_sampler import MultipackBatchSampler
 from multipack.integrations.host_sampler import Overlong
 
@@ -163,10 +165,40 @@ class MultipackPlugin(BasePlugin):  # type: ignore[misc]
         """The class of the plugin's keys."""
         return f"{__name__}.MultipackArgs"
 
+    def post_trainer_create(self, cfg: Mapping[str, Any], trainer: Any) -> None:
+        """Remove the targets at the borders of documents."""
+        if self.originals and not _streams(cfg):
+            for name in ("data_collator", "train_data_collator", "eval_data_collator"):
+                if (collate := getattr(trainer, name, None)) is not None:
+                    setattr(trainer, name, WithinDocuments(collate))
+
     def add_callbacks_post_trainer(self, cfg: Mapping[str, Any], trainer: Any) -> list[TrainerCallback]:
         """The callback that checks the trainer's sampler, unless documents are streamed."""
-        streams = cfg.get("streaming") or cfg.get("pretraining_dataset")
-        return [SamplerCheck(bool(cfg.get("max_steps")))] if self.originals and not streams else []
+        return [SamplerCheck(bool(cfg.get("max_steps")))] if self.originals and not _streams(cfg) else []
+
+
+def _streams(cfg: Mapping[str, Any]) -> bool:
+    """Whether packs are made inside the data set, so that the trainer's own sampler has nothing to pack."""
+    return bool(cfg.get("streaming") or cfg.get("pretraining_dataset"))
+
+
+class WithinDocuments:
+    """A collator whose documents do not have their first token as a target.
+
+    It would be predicted from the last token of another document. Axolotl's collators keep it where the prompt is
+    trained on.
+    """
+
+    def __init__(self, collate: Any) -> None:
+        self.collate = collate
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The batch, with labels -100 at the beginnings of documents."""
+        batch = self.collate(*args, **kwargs)
+        labels, positions = batch.get("labels"), batch.get("position_ids")
+        if labels is not None and positions is not None and labels.shape == positions.shape:
+            labels[positions == 0] = IGNORE
+        return batch
 
 
 class SamplerCheck(TrainerCallback):

@@ -1,0 +1,129 @@
+"""Axolotl 0.19 itself with the plugin, on a CPU: steps promised are steps run, and no document is lost or repeated."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch.nn.functional import cross_entropy
+
+if importlib.util.find_spec("axolotl") is None:
+    pytest.skip("needs Axolotl: pip install axolotl==0.19.0", allow_module_level=True)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = 203
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """The example of this repository, with a tiny random model and a local data set in place of its own."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("axolotl")
+    words = {f"w{number}": number for number in range(256)} | {"<s>": 256, "</s>": 257, "<pad>": 258}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "w0"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder / "model")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=320, **sizes)).save_pretrained(folder / "model")
+    draw = np.random.default_rng(0)
+    with (folder / "data.jsonl").open("w") as file:
+        for number in range(DOCUMENTS):
+            rest = draw.integers(0, 250, int(np.clip(draw.lognormal(3.3, 0.8), 1, 120))).tolist()
+            ids = [256, number // 100, number % 100, *rest, 257]
+            row = {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": ids}
+            file.write(json.dumps(row) + "\n")
+    config = yaml.safe_load((ROOT / "examples" / "axolotl.yml").read_text())
+    del config["saves_per_epoch"]
+    return config | {
+        "base_model": str(folder / "model"),
+        "datasets": [{"path": str(folder / "data.jsonl"), "ds_type": "json", "type": None}],
+        "dataset_prepared_path": str(folder / "prepared"),
+        "special_tokens": {"pad_token": "<pad>"},
+        "val_set_size": 0,
+        "sequence_len": 128,
+        "bf16": False,
+        "optimizer": "sgd",
+        "learning_rate": 0.5,
+        "lr_scheduler": "constant",
+        "max_grad_norm": 1e9,
+        "use_cpu": True,
+        "seed": 7,
+    }
+
+
+def train(config, folder, processes, **changes):
+    """Results of each rank."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.yml").write_text(yaml.safe_dump(config | {"output_dir": str(folder / "out")} | changes))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [sys.executable, *launcher, str(Path(__file__).with_name("axolotl_run.py"))]
+    quiet = {"AXOLOTL_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
+    environment = os.environ | quiet | {"PYTHONPATH": str(ROOT / "src"), "WANDB_MODE": "disabled"}
+    words = [*command, str(folder / "config.yml"), str(folder / "result")]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=540)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "[axolotl.multipack]" in done.stdout + done.stderr
+    return [json.loads((folder / f"result.{rank}").read_text()) for rank in range(processes)]
+
+
+def each_alone(config, results):
+    """Weights after the same steps, where the model reads every document alone, and how far they moved."""
+    from transformers import AutoModelForCausalLM
+
+    rows = [json.loads(line) for line in Path(config["datasets"][0]["path"]).read_text().splitlines()]
+    documents = [torch.tensor([row["input_ids"]]) for row in rows]
+    model = AutoModelForCausalLM.from_pretrained(config["base_model"])
+    first = {name: value.detach().clone() for name, value in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=config["learning_rate"])
+    for step in range(results[0]["run"]):
+        held = [ids for result in results for _, of, packs in result["seen"] if of == step for ids in packs]
+        targets = sum(documents[number].shape[1] - 1 for number in held)
+        for number in held:
+            ids = documents[number]
+            loss = cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="sum") / targets
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    last = {name: value.detach().double() for name, value in model.named_parameters()}
+    return last, max(float((last[name] - first[name]).abs().max()) for name in last)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_every_document_once_an_epoch_and_resumed_equals_whole(config, tmp_path, processes):
+    saving = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 100}
+    whole = train(config, tmp_path / "whole", processes, **saving)
+    steps = whole[0]["promised"]
+    for result in whole:
+        assert result["promised"] == result["run"] == steps
+        assert len(result["seen"]) == steps * config["gradient_accumulation_steps"]
+    epochs = [[held for result in whole for of, _, held in result["seen"] if of == epoch] for epoch in (0, 1)]
+    for epoch in epochs:
+        assert sorted(number for held in epoch for number in held) == list(range(DOCUMENTS))
+    assert epochs[0] != epochs[1]
+
+    alone, moved = each_alone(config, whole)
+    for name, weights in whole[0]["weights"].items():
+        assert torch.tensor(weights).sub(alone[name]).abs().max() <= 1e-6, name
+    assert moved >= 1e-2
+
+    checkpoint = steps // 2 + 2  # in epoch 1
+    resumed = train(
+        config,
+        tmp_path / "resumed",
+        processes,
+        resume_from_checkpoint=str(tmp_path / "whole" / "out" / f"checkpoint-{checkpoint}"),
+    )
+    for result, before in zip(resumed, whole, strict=True):
+        assert result["run"] == steps
+        assert result["seen"] == before["seen"][checkpoint * config["gradient_accumulation_steps"] :]
+        assert result["weights"] == before["weights"]
