@@ -29,12 +29,18 @@ class Manager:
 def module(monkeypatch):
     """The plugin's module, imported beside a stand-in for Axolotl."""
     names = ["transformers", "axolotl", "axolotl.integrations", "axolotl.integrations.base", *PLACES]
-    names += ["axolotl.core", "axolotl.core.trainers", "axolotl.utils", "axolotl.utils.data"]
+    names += [
+        "axolotl.core",
+        "axolotl.core.trainers",
+        "axolotl.utils",
+        "axolotl.utils.data",
+        "axolotl.utils.samplers",
+    ]
     for name in names:
         stand_in = ModuleType(name)
         stand_in.__path__ = []
         monkeypatch.setitem(sys.modules, name, stand_in)
-    for place in PLACES:
+    for place in (*PLACES, "axolotl.utils.samplers"):
         sys.modules[place].MultipackBatchSampler = list
     sys.modules["axolotl.integrations.base"].BasePlugin = object
     sys.modules["transformers"].TrainerCallback = object
@@ -57,14 +63,14 @@ def test_the_sampler_is_replaced_and_put_back(module):
     plugin = module.MultipackPlugin()
     for undo in (plugin.on_config_validation_error, plugin.post_train_unload):
         plugin.register({})
-        plugin.register({})  # Axolotl registers plugins once per configuration
+        module.MultipackPlugin().register({})  # Axolotl makes and registers plugins once per configuration
         assert samplers() == [module.TrainerSampler, module.TrainerSampler, module.StreamSampler]
         undo({})
         assert samplers() == [list] * 3
     plugin.register({})
     plugin.register({"multipack": False})
     assert samplers() == [list] * 3
-    assert not plugin.add_callbacks_post_trainer({}, None)
+    assert not plugin.add_callbacks_post_trainer({"multipack": False}, None)
     del sys.modules["axolotl.utils.trainer"].MultipackBatchSampler
     with pytest.raises(RuntimeError, match=r"axolotl\.utils\.trainer has no MultipackBatchSampler"):
         plugin.register({})

@@ -125,41 +125,21 @@ PLACES = {
 class MultipackPlugin(BasePlugin):  # type: ignore[misc]
     """Replaces Axolotl's sampler; see the module."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.originals: dict[str, Any] = {}
-
     def register(self, cfg: Mapping[str, Any]) -> None:
-        """Replace the sampler in `PLACES`.
+        """Replace the sampler in `PLACES`, or put Axolotl's own back.
 
         Raises:
             RuntimeError: this version of Axolotl makes its samplers elsewhere.
         """
-        self._restore()
-        if cfg.get("multipack") is False:
-            return
-        modules = {place: importlib.import_module(place) for place in PLACES}
-        if missing := [place for place, module in modules.items() if not hasattr(module, NAME)]:
-            raise RuntimeError(
-                f"{', '.join(missing)} has no {NAME}: this version of Axolotl is not supported; install"
-                " axolotl==0.19.0, or remove the multipack plugin"
-            )
-        for place, module in modules.items():
-            self.originals[place] = getattr(module, NAME)
-            setattr(module, NAME, PLACES[place])
-
-    def _restore(self) -> None:
-        while self.originals:
-            place, original = self.originals.popitem()
-            setattr(importlib.import_module(place), NAME, original)
+        _replace(_is_on(cfg))
 
     def on_config_validation_error(self, cfg: Mapping[str, Any]) -> None:
         """Put Axolotl's sampler back."""
-        self._restore()
+        _replace(False)
 
     def post_train_unload(self, cfg: Mapping[str, Any]) -> None:
         """Put Axolotl's sampler back."""
-        self._restore()
+        _replace(False)
 
     def get_input_args(self) -> str:
         """The class of the plugin's keys."""
@@ -167,14 +147,31 @@ class MultipackPlugin(BasePlugin):  # type: ignore[misc]
 
     def post_trainer_create(self, cfg: Mapping[str, Any], trainer: Any) -> None:
         """Remove the targets at the borders of documents."""
-        if self.originals and not _streams(cfg):
+        if _is_on(cfg) and not _streams(cfg):
             for name in ("data_collator", "train_data_collator", "eval_data_collator"):
                 if (collate := getattr(trainer, name, None)) is not None:
                     setattr(trainer, name, WithinDocuments(collate))
 
     def add_callbacks_post_trainer(self, cfg: Mapping[str, Any], trainer: Any) -> list[TrainerCallback]:
         """The callback that checks the trainer's sampler, unless documents are streamed."""
-        return [SamplerCheck(bool(cfg.get("max_steps")))] if self.originals and not _streams(cfg) else []
+        return [SamplerCheck(bool(cfg.get("max_steps")))] if _is_on(cfg) and not _streams(cfg) else []
+
+
+def _replace(is_on: bool) -> None:
+    """Give the modules of `PLACES` our samplers, or Axolotl's."""
+    modules = {place: importlib.import_module(place) for place in PLACES}
+    if missing := [place for place, module in modules.items() if not hasattr(module, NAME)]:
+        raise RuntimeError(
+            f"{', '.join(missing)} has no {NAME}: this version of Axolotl is not supported; install axolotl==0.19.0,"
+            " or remove the multipack plugin"
+        )
+    own = getattr(importlib.import_module("axolotl.utils.samplers"), NAME)
+    for place, module in modules.items():
+        setattr(module, NAME, PLACES[place] if is_on else own)
+
+
+def _is_on(cfg: Mapping[str, Any]) -> bool:
+    return cfg.get("multipack") is not False
 
 
 def _streams(cfg: Mapping[str, Any]) -> bool:
@@ -202,10 +199,9 @@ class WithinDocuments:
 
 
 class SamplerCheck(TrainerCallback):
-    """Checks that the trainer reads this package's sampler, and begins the sampler's epochs.
+    """Checks that the trainer reads this package's sampler, and begins its epochs.
 
-    With several ranks, accelerate does not pass the epoch of a resumed run on to the sampler, which would repeat
-    epoch 0.
+    The check reads the order of epoch 0, which a run that is resumed in a later epoch must not repeat.
     """
 
     def __init__(self, cut: bool) -> None:
