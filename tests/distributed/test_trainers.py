@@ -23,6 +23,7 @@ def trainer_of(host, folder, lora=False, **settings):
         "max_grad_norm": 0,
         "report_to": "none",
         "use_cpu": True,
+        "bf16": False,
         "save_strategy": "no",
         "disable_tqdm": True,
         "logging_steps": 1000,
