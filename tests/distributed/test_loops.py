@@ -2,6 +2,7 @@
 
 import importlib.util
 import io
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +21,17 @@ def recorded(model, rows):
     return model
 
 
-def case_loop(world, name, accumulation, lora, settings):
-    """Rows and weights of a run, and of one that stops in the middle of epoch 1 and is resumed."""
+def loaded(name):
+    """An example as a module."""
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
+    return example
+
+
+def case_loop(world, name, accumulation, lora, settings):
+    """Rows and weights of a run, and of one that stops in the middle of epoch 1 and is resumed."""
+    example = loaded(name)
     settings = settings | {"capacity": 2 * ROW, "accumulation": accumulation, "rate": RATE}
     rows, again = [], []
     model = tiny_llama(lora)
@@ -37,6 +44,24 @@ def case_loop(world, name, accumulation, lora, settings):
     resumed = tiny_llama(lora)
     example.train(recorded(resumed, again), Texts(), **settings, saved=torch.load(file, weights_only=False))
     return {"rows": [rows, again], "weights": [weights(model), weights(resumed)], "middle": saved["epoch"]}
+
+
+def check(found, accumulation, lora):
+    """Every document once per epoch, in another order; weights of documents alone; resumed as if uninterrupted."""
+    steps = steps_of([rank["rows"][0] for rank in found], accumulation)
+    first, second = steps[: len(steps) // 2], steps[len(steps) // 2 :]
+    for epoch in (first, second):
+        assert sorted(number for step in epoch for number in step) == list(range(40))
+    assert first != second
+    model = tiny_llama(lora)
+    before = weights(model)
+    alone = train_alone(model, Texts(), steps)
+    assert np.abs(alone - before).max() > 1e-2
+    for rank in found:
+        assert np.abs(rank["weights"][0] - alone).max() <= 1e-6
+        assert rank["middle"] == 1
+        assert rank["rows"][0] == rank["rows"][1]
+        assert np.array_equal(*rank["weights"])
 
 
 LOOPS = [
@@ -53,17 +78,62 @@ def test_a_loop_equals_every_document_alone(pools, name, package, settings, accu
     for needed in ("transformers", "torchdata", package, *(["peft"] if lora else [])):
         pytest.importorskip(needed, reason=f"{needed} is not installed")
     found = pools(processes).run(case_loop, name, accumulation, lora, settings)
-    steps = steps_of([rank["rows"][0] for rank in found], accumulation)
-    first, second = steps[: len(steps) // 2], steps[len(steps) // 2 :]
-    for epoch in (first, second):
-        assert sorted(number for step in epoch for number in step) == list(range(40))
-    assert first != second
-    model = tiny_llama(lora)
-    before = weights(model)
-    alone = train_alone(model, Texts(), steps)
-    assert np.abs(alone - before).max() > 1e-2
-    for rank in found:
-        assert np.abs(rank["weights"][0] - alone).max() <= 1e-6
-        assert rank["middle"] == 1
-        assert rank["rows"][0] == rank["rows"][1]
-        assert np.array_equal(*rank["weights"])
+    check(found, accumulation, lora)
+
+
+def unpickled(tensor, size, _group):
+    """An object that a rank sent."""
+    return pickle.loads(tensor.numpy().tobytes()[:size])
+
+
+def case_lightning(world, accumulation, lora, folder):
+    """The same with Lightning: rows and weights of a run, and of one that is resumed."""
+    import lightning
+    from lightning.pytorch.callbacks import Checkpoint
+    from lightning.pytorch.strategies import DDPStrategy
+    from torch.distributed import distributed_c10d
+
+    example = loaded("lightning_module")
+
+    class Stop(Checkpoint):
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == self.step and not trainer.should_stop:
+                trainer.save_checkpoint(f"{folder}/middle.ckpt")
+                self.epoch, trainer.should_stop = trainer.current_epoch, True
+
+    def fit(step=None, path=None):
+        rows, model = [], tiny_llama(lora)
+        stop = Stop()
+        stop.step = stop.epoch = step
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            devices=world.size,
+            strategy=DDPStrategy(process_group_backend="gloo") if world.size > 1 else "auto",
+            max_epochs=2,
+            accumulate_grad_batches=accumulation,
+            use_distributed_sampler=False,
+            logger=False,
+            enable_checkpointing=bool(step),
+            callbacks=[stop] if step else [],
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=folder,
+        )
+        module = example.Packed(recorded(model, rows), Texts(), capacity=2 * ROW, rate=RATE)
+        trainer.fit(module, ckpt_path=path, weights_only=False)
+        return rows, weights(model), stop.epoch
+
+    with pytest.MonkeyPatch.context() as patch:  # Lightning's own ranks send each other objects
+        patch.setattr(distributed_c10d, "_tensor_to_object", unpickled)
+        rows, whole, _ = fit()
+        before, _, epoch = fit(step=len(rows) // accumulation * 3 // 4)
+        after, resumed, _ = fit(path=f"{folder}/middle.ckpt")
+    return {"rows": [rows, before + after], "weights": [whole, resumed], "middle": epoch}
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("accumulation", "lora"), [(1, False), (2, True)], ids=["full", "lora"])
+def test_lightning_equals_every_document_alone(pools, tmp_path, accumulation, lora, processes):
+    for needed in ("transformers", "torchdata", "lightning", *(["peft"] if lora else [])):
+        pytest.importorskip(needed, reason=f"{needed} is not installed")
+    check(pools(processes).run(case_lightning, accumulation, lora, str(tmp_path)), accumulation, lora)
