@@ -17,9 +17,7 @@ def probe(
             "MODEL", "A run, an export, a Hugging Face folder or cached name, a preset, an architecture."
         ),
     ],
-    attention: Annotated[
-        str, typer.Option(help="Attention of transformers: eager, sdpa, flash_attention_2 …")
-    ] = "",
+    attention: Annotated[str, typer.Option(help="Attention of transformers: eager, sdpa, multipack …")] = "",
     tiny: Annotated[
         bool, typer.Option("--tiny", help="Probe a tiny model of the same architecture, with random weights.")
     ] = False,

@@ -14,12 +14,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import combinations
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from multipack.integrations.collator import windows_of
 from multipack.integrations.probe_documents import (
     Documents,
     draw_tokens,
@@ -33,7 +35,6 @@ from multipack.integrations.probe_inputs import (
     Repair,
     place,
     repairs,
-    with_4d_mask,
     wrong_fields,
 )
 from multipack.integrations.probe_report import IsolationReport, ProbeFinding
@@ -128,8 +129,11 @@ class _Probe:
 
     # --- running the model ------------------------------------------------------------------------
 
-    def placed(self, documents: Documents) -> PlacedBatch:
-        batch = place(self.make_batch([list(document) for document in documents]), documents)
+    def placed(
+        self, documents: Documents, make_batch: Callable[[Documents], Any] | None = None
+    ) -> PlacedBatch:
+        given = (make_batch or self.make_batch)([list(document) for document in documents])
+        batch = place(given, documents)
         values = {
             name: value.to(self.device) for name, value in batch.values.items() if isinstance(value, Tensor)
         }
@@ -302,13 +306,22 @@ class _Probe:
             *(self.model, lambda: self.run(batch), lambda: self.run(changed), slots, batch.ids.shape),
             self.leak_tolerance,
         )
-        if found.cause == "attention" and self.config is not None:
-            repaired = _applied(batch, candidates)
-            if self.is_repaired(with_4d_mask(repaired, self.dtype), alone):
-                found = ProbeFinding(
-                    found.cause, found.text, "let the collator build the mask: return='4d_mask'"
-                )
+        if found.cause == "attention" and self.config is not None and self._is_masked_clean(alone):
+            remedy = "let PackedDataCollator(returns='4d_mask', window=windows_of(config)) build the mask"
+            found = ProbeFinding(found.cause, found.text, remedy)
         return [found]
+
+    def _is_masked_clean(self, alone: list[Tensor]) -> bool:
+        """Whether the mask of the collator ends a leak."""
+        try:
+            given: dict[str, Any] = {
+                "returns": "4d_mask",
+                "dtype": self.dtype,
+                "window": windows_of(self.config),
+            }
+            return self.is_repaired(self.placed(self.documents, partial(transformers_batch, **given)), alone)
+        except ValueError:  # layers that a mask does not describe
+            return False
 
     def _difference_cause(self, batch: PlacedBatch, alone: list[Tensor], base: list[Tensor]) -> ProbeFinding:
         """Why a document without a leak differs from itself alone."""

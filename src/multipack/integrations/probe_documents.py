@@ -12,26 +12,14 @@ from torch import Tensor, nn
 from multipack.data.batch import PackedBatch
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
+from multipack.integrations.collator import PackedDataCollator
 
 Documents = Sequence[Sequence[int]]
 
 
-def transformers_batch(documents: Documents) -> dict[str, Any]:
-    """Documents as one row in the conventions of packed batches in transformers, without labels."""
-    lengths = torch.tensor([len(document) for document in documents])
-    ends = torch.cumsum(lengths, 0)
-    bounds = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32)
-    longest = int(lengths.max())
-    return {
-        "input_ids": torch.tensor([[token for document in documents for token in document]]),
-        "position_ids": torch.cat([torch.arange(len(document)) for document in documents])[None],
-        "seq_idx": torch.repeat_interleave(torch.arange(len(documents), dtype=torch.int32), lengths)[None],
-        "cu_seq_lens_q": bounds,
-        "cu_seq_lens_k": bounds,
-        "max_length_q": longest,
-        "max_length_k": longest,
-        "use_cache": False,
-    }
+def transformers_batch(documents: Documents, **collator: Any) -> dict[str, Any]:
+    """Documents as `PackedDataCollator` packs them for a model of transformers, with its arguments."""
+    return PackedDataCollator(**collator)([{"input_ids": list(document)} for document in documents])
 
 
 def packed_batch(documents: Documents) -> PackedBatch:

@@ -343,14 +343,3 @@ def _flattened(batch: PlacedBatch) -> PlacedBatch:
     return batch.with_values(
         **rows, **dict.fromkeys(BOUNDS[:2], bounds), **dict.fromkeys(LONGEST[:2], int(bounds.diff().max()))
     )
-
-
-def with_4d_mask(batch: PlacedBatch, dtype: torch.dtype) -> PlacedBatch:
-    """The same batch with an additive (rows, 1, T, T) mask of causal attention inside documents."""
-    owner = torch.full((batch.ids.numel(),), -1, device=batch.ids.device)
-    for number, (start, end) in enumerate(batch.spans):
-        owner[start:end] = number
-    owner = owner.view(-1, batch.width)
-    visible = (owner[:, :, None] == owner[:, None, :]).tril()
-    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-    return batch.with_values(attention_mask=mask.masked_fill(~visible, torch.finfo(dtype).min)[:, None])

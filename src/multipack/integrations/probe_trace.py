@@ -38,8 +38,8 @@ REMEDIES = {
     "convolution": "train one document per row, or choose a model whose convolutions read seq_idx",
     "routing": "route without a capacity (dropless)",
     "statistics": "normalize each token alone",
-    "attention": "use an attention that reads cu_seq_lens (attn_implementation='flash_attention_2'), or pad one"
-    " document per row",
+    "attention": "use an attention that reads cu_seq_lens ('multipack', 'flash_attention_2'), or pad one document"
+    " per row",
     "mixing": "reset what this module carries at cu_seq_lens, or pad one document per row",
 }
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from multipack.integrations.attention_interface import register
+from multipack.integrations.row_mask import NAME
 from multipack.machine import import_extra
 
 SIZES: tuple[tuple[str, int], ...] = (
@@ -154,6 +156,8 @@ def load_causal_model(source: str, attention: str | None = None, tiny: bool = Fa
         ValueError: there is no such model here, or it cannot be built.
     """
     transformers = import_extra("transformers", "multipack probe", "hf")
+    if attention == NAME:
+        register()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     if source in transformers.CONFIG_MAPPING and not Path(source).is_dir():
