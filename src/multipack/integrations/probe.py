@@ -84,12 +84,13 @@ def isolation_probe(
 def _undisturbed(model: Any) -> Iterator[None]:
     """Evaluation mode; afterwards modes, buffers and random generators are as before."""
     if not isinstance(model, nn.Module):
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             yield
         return
     modes = [(module, module.training) for module in model.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if buffer.numel() <= MOST_BUFFER]
-    with torch.random.fork_rng():
+    devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
+    with torch.random.fork_rng(devices=list(devices)):
         model.eval()
         try:
             yield

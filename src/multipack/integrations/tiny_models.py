@@ -130,7 +130,7 @@ def tiny_model(config: Any, attention: str | None = None) -> nn.Module:
         small = tiny_config(config)
         if hasattr(small, "is_decoder"):
             small.is_decoder = True
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model: nn.Module = transformers.AutoModelForCausalLM.from_config(
                 small, attn_implementation=attention
