@@ -83,7 +83,8 @@ def gradient_leak(model: Any, make_batch: Any) -> bool:
 
     handle = model.get_input_embeddings().register_forward_hook(keep)
     try:
-        logits = model.eval()(**make_batch(documents)).logits
+        batch = {name: value for name, value in make_batch(documents).items() if name != "labels"}
+        logits = model.eval()(**batch).logits
     finally:
         handle.remove()
     (gradient,) = torch.autograd.grad(logits[0, 5:9].double().square().sum(), held[:1])
