@@ -68,6 +68,11 @@ def test_data_that_is_refused(tmp_path, data, message):
     assert "\n" not in str(caught.value)
 
 
+def test_a_model_that_mixes_documents_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="packed documents are not isolated"):
+        trainer(tmp_path, model="mamba", capacity=64)
+
+
 def test_windows_and_masks_of_the_model_are_accepted(tmp_path):
     assert trainer(tmp_path, PackedDataCollator("4d_mask", window=4), "mistral")
     boolean = PackedDataCollator("4d_mask", mask="boolean")

@@ -12,7 +12,8 @@ again: Trainer moves the tensors, and an interrupted epoch continues with its ow
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,11 @@ from transformers import Trainer, TrainerCallback
 
 from multipack.data.sampler import PackedBatchSampler
 from multipack.integrations.collator import COLUMNS, PackedDataCollator, document_lengths, windows_of
+from multipack.integrations.probe import isolation_probe
 from multipack.planning.lengths import check_integer, name_documents
 from multipack.planning.options import check_fingerprint
+
+LOG = logging.getLogger(__name__)
 
 _HOST: Any = object  # what the mixin is mixed into, for type checkers
 _STATE = "multipack"
@@ -70,9 +74,11 @@ class PackedTrainerMixin(_HOST):  # type: ignore[misc]
         capacity: tokens of a pack. A micro-batch is one row of at most capacity · per_device_train_batch_size tokens
             (per_device_eval_batch_size in evaluation), the limit of a document's length, too.
         plan_options: options of the plan beside those that the host's arguments decide: `window`, `balance`, `cost`.
+        probe: whether to check once, with a dozen small forwards, that no document of a row affects another one.
 
     Raises:
-        ValueError: a setting of the host that would train on something else; the message names it.
+        ValueError: documents affect each other, or a setting of the host would train on something else; the message
+            names it.
     """
 
     data_collator: Any
@@ -85,6 +91,7 @@ class PackedTrainerMixin(_HOST):  # type: ignore[misc]
         *positional: Any,
         capacity: int,
         plan_options: Mapping[str, Any] | None = None,
+        probe: bool = True,
         **named: Any,
     ) -> None:
         self.capacity, self.plan_options = check_integer("capacity", capacity), dict(plan_options or {})
@@ -96,6 +103,12 @@ class PackedTrainerMixin(_HOST):  # type: ignore[misc]
         self._evaluated = torch.zeros(2)
         super().__init__(model, args, data_collator or PackedDataCollator(), *positional, **named)
         self._check_host()
+        if probe and self.place_model_on_device:
+            isolation_probe(self.model, self._probed).check()
+        elif probe:
+            LOG.warning(
+                "the model is sharded or placed by the host, so its isolation is not probed: multipack probe"
+            )
         self.add_callback(PlanCheck())
 
     def get_train_dataloader(self) -> RankLoader:
@@ -212,6 +225,9 @@ class PackedTrainerMixin(_HOST):  # type: ignore[misc]
             persistent_workers=persistent,
             prefetch_factor=args.dataloader_prefetch_factor,
         )
+
+    def _probed(self, documents: Sequence[Sequence[int]]) -> Any:
+        return self.data_collator([{"input_ids": tokens} for tokens in documents])
 
     def _check_host(self) -> None:
         """Refuse settings of the host under which packed training is not training on every document alone."""
