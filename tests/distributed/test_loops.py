@@ -2,6 +2,7 @@
 
 import importlib.util
 import io
+import multiprocessing
 import pickle
 from pathlib import Path
 
@@ -31,6 +32,9 @@ def loaded(name):
 
 def case_loop(world, name, accumulation, lora, settings):
     """Rows and weights of a run, and of one that stops in the middle of epoch 1 and is resumed."""
+    multiprocessing.current_process()._config["daemon"] = (
+        False  # a pool's process may start workers of a loader
+    )
     example = loaded(name)
     settings = settings | {"capacity": 2 * ROW, "accumulation": accumulation, "rate": RATE}
     rows, again = [], []
