@@ -118,7 +118,7 @@ def one_is_missing(world, dies):
     return "not noticed"
 
 
-@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize("dies", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_rank_that_is_missing_is_named(pool_type, dies):
     pool = pool_type(3)
     first, absent, second = pool.outcomes(one_is_missing, dies)

@@ -90,7 +90,9 @@ def check(pool, name, method, lengths=LENGTHS, options=(), tolerance=1e-5):
     return [targets for _, targets in found]
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("gpt", 4), ("llama", 2), ("one key head", 4)])
+@pytest.mark.parametrize(
+    ("name", "ranks"), [pytest.param("gpt", 4, marks=pytest.mark.slow), ("llama", 2), ("one key head", 4)]
+)
 @pytest.mark.parametrize("method", ["ulysses", "ring"])
 def test_losses_and_gradients_sum_to_those_of_one_process(pools, name, method, ranks):
     targets = check(pools(ranks), name, method)
@@ -248,6 +250,7 @@ def one_leaves(world):
         dist.distributed_c10d._get_default_store().set("rank 0 has given up", "")
 
 
+@pytest.mark.slow
 def test_a_rank_that_takes_no_part_in_a_ring_is_named(pool_type):
     pool = pool_type(2, timeout_seconds=2)
     first = pool.outcomes(one_leaves)[0]

@@ -75,7 +75,7 @@ LOOPS = [
 ]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [2, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("accumulation", "lora"), [(1, False), (2, True)], ids=["full", "lora"])
 @pytest.mark.parametrize(("name", "package", "settings"), LOOPS)
 def test_a_loop_equals_every_document_alone(pools, name, package, settings, accumulation, lora, processes):

@@ -188,7 +188,7 @@ SLOW_MUON = [*((2, ALONE[number]) for number in (0, 2, 5, 6)), (4, PAIRS[1]), (4
     ("ranks", "words", "name"),
     [
         *((2, ALONE[number], "llama") for number in (1, 3, 9)),
-        (2, ALONE[5], "square"),
+        pytest.param(2, ALONE[5], "square", marks=pytest.mark.slow),
         *(pytest.param(*case, "llama", marks=pytest.mark.slow) for case in SLOW_MUON),
     ],
     ids=str,

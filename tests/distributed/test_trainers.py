@@ -86,8 +86,8 @@ HOSTS = ["transformers", pytest.param("trl", marks=pytest.mark.slow)]
 ADAPTERS = pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("processes", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("accumulation", [2, pytest.param(1, marks=pytest.mark.slow)])
 @ADAPTERS
 @pytest.mark.parametrize("host", HOSTS)
 def test_packed_training_equals_every_document_alone(pools, host, lora, accumulation, processes):
@@ -160,7 +160,7 @@ def case_evaluated(world, host, folder):
     return found["eval_loss"], trainer.evaluate(few)["eval_loss"], shape
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [2, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("host", HOSTS)
 def test_evaluation_is_the_mean_over_all_targets(pools, tmp_path, host, processes):
     model = tiny_llama().eval()

@@ -19,7 +19,7 @@ def test_findings_have_remedies():
     assert all(bool(one.remedy) == (one.status != "ok") for one in found)
     assert list(dict.fromkeys(one.area for one in found)) == areas
     named = _by_name(found)
-    assert named["packages", "torch"].status == "ok"
+    assert named["packages", "torch (train)"].status == "ok"
     assert named["devices", "gloo"].status == "ok"
     assert ("processes", "all_reduce (gloo)") not in named
 

@@ -86,7 +86,7 @@ def test_tiles_equal_the_whole(model, documents, pack, tiles):
 @pytest.mark.parametrize(
     ("kind", "tiles", "backend"),
     [
-        ("selective", 1, "aot_eager"),
+        pytest.param("selective", 1, "aot_eager", marks=pytest.mark.slow),
         pytest.param("full", 3, "aot_eager", marks=pytest.mark.slow),
         pytest.param("none", 3, "aot_eager", marks=pytest.mark.slow),
         pytest.param("selective", 1, "inductor", marks=pytest.mark.slow),
