@@ -23,10 +23,9 @@ from numpy.typing import NDArray
 
 from multipack.planning.balance import balance
 from multipack.planning.cost import CostModel
-from planning_tables.command import show
+from planning_tables.command import Suite
 from planning_tables.lengths import load, lognormal
 from planning_tables.table import Table, cpu_seconds
-from result import parser_of, write_result
 
 Integers = NDArray[np.int64]
 
@@ -145,19 +144,11 @@ def budget_table(quick: bool) -> Table:
     return made
 
 
-def main() -> None:
-    """Measure, print and write both tables."""
-    parser = parser_of(__doc__, "balance")
-    parser.add_argument(
-        "--quick", action="store_true", help="less work: for a look, not for figures to quote"
-    )
-    options = parser.parse_args()
-    tables = [ranks_table(options.quick), budget_table(options.quick)]
-    for table in tables:
-        show(table)
-    if not options.quick or options.out != parser.get_default("out"):
-        write_result(options.out, {"quick": options.quick, "tables": [table.to_dict() for table in tables]})
-
+SUITE = Suite(
+    "balance",
+    {"ranks": ranks_table, "budget": budget_table},
+    lambda machine: f"Measured on {machine['cpu']}, one thread.",
+)
 
 if __name__ == "__main__":
-    main()
+    SUITE.main(__doc__)

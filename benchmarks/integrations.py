@@ -24,9 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from multipack.integrations.attention_interface import register
-from planning_tables.command import show
+from planning_tables.command import Suite
 from planning_tables.table import Table
-from result import parser_of, write_result
 
 DOCUMENTS = 8
 SHAPE = {
@@ -111,19 +110,11 @@ def attention_table(quick: bool) -> Table:
     return table
 
 
-def main() -> None:
-    """Measure, print and write."""
-    parser = parser_of(__doc__, "integrations")
-    parser.add_argument(
-        "--quick", action="store_true", help="less work: for a look, not for figures to quote"
-    )
-    options = parser.parse_args()
-    tables = [attention_table(options.quick)]
-    for table in tables:
-        show(table)
-    if not options.quick or options.out != parser.get_default("out"):
-        write_result(options.out, {"quick": options.quick, "tables": [table.to_dict() for table in tables]})
-
+SUITE = Suite(
+    "integrations",
+    {"attention": attention_table},
+    lambda machine: f"Measured on {machine['cpu']}, one thread.",
+)
 
 if __name__ == "__main__":
-    main()
+    SUITE.main(__doc__)

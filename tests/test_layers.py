@@ -98,3 +98,12 @@ assert sum(batch.num_documents for batch in loader) == len(documents)
 """
     found = run(code, TRAINER - {"torch"} | {"omegaconf", "typer", "rich"})
     assert found.returncode == 0, found.stderr
+
+
+@pytest.mark.parametrize(
+    ("host", "package", "extra"), [("transformers", "transformers", "hf"), ("trl", "trl", "trl")]
+)
+def test_hosts_name_the_extra(host, package, extra):
+    found = run(f"import multipack.integrations.{host}", {package})
+    last = found.stderr.splitlines()[-1]
+    assert last.endswith(f'needs the package {package}: pip install "multipack[{extra}]"')

@@ -97,9 +97,8 @@ def make_mask(
         attention_mask.shape[-1] == kv_length and bool(attention_mask.all())
     )
     plain = allow_is_causal_skip and (local_size is None or kv_length <= local_size)
-    if (
-        local_size is not None and local_size < 1
-    ):  # Qwen2-MoE without windows, whose layers do not use this mask
+    # Qwen2-MoE without windows, whose layers do not use this mask.
+    if local_size is not None and local_size < 1:
         return RowMask(batch_size, kv_length, (0,), local_size, torch.device(device))
     if whole and unpadded and not plain and not use_vmap and kv_length > 1:
         found = _row_mask(mask_function, batch_size, kv_length, local_size, torch.device(device))

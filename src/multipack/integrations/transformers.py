@@ -20,16 +20,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import Trainer, TrainerCallback
 
 from multipack.data.sampler import PackedBatchSampler
 from multipack.integrations.collator import COLUMNS, PackedDataCollator, document_lengths, windows_of
 from multipack.integrations.probe import isolation_probe
+from multipack.machine import import_extra
 from multipack.planning.lengths import check_integer, name_documents
 from multipack.planning.options import check_fingerprint
 
 LOG = logging.getLogger(__name__)
 
+_transformers: Any = import_extra("transformers", "PackedTrainer", "hf")
 _HOST: Any = object  # what the mixin is mixed into, for type checkers
 _STATE = "multipack"
 """Key of the plan's identity in the `trainer_state.json` of a checkpoint."""
@@ -43,7 +44,7 @@ class RankLoader(DataLoader[Any]):
         self.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
 
 
-class PlanCheck(TrainerCallback):
+class PlanCheck(_transformers.TrainerCallback):  # type: ignore[misc]
     """Saves the plan's identity with checkpoints, and refuses to resume with another plan."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **host: Any) -> None:
@@ -276,5 +277,5 @@ class PackedTrainerMixin(_HOST):  # type: ignore[misc]
             )
 
 
-class PackedTrainer(PackedTrainerMixin, Trainer):
+class PackedTrainer(PackedTrainerMixin, _transformers.Trainer):  # type: ignore[misc]
     """transformers' Trainer on planned packs. Arguments: `PackedTrainerMixin`."""

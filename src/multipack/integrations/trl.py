@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from trl import SFTConfig, SFTTrainer
-
 from multipack.integrations.collator import PackedDataCollator
 from multipack.integrations.transformers import PackedTrainerMixin
+from multipack.machine import import_extra
+
+_trl: Any = import_extra("trl", "PackedSFTTrainer", "trl")
 
 
-class PackedSFTTrainer(PackedTrainerMixin, SFTTrainer):  # type: ignore[misc]
+class PackedSFTTrainer(PackedTrainerMixin, _trl.SFTTrainer):  # type: ignore[misc]
     """TRL's SFTTrainer on planned packs.
 
     Args:
@@ -42,7 +43,9 @@ class PackedSFTTrainer(PackedTrainerMixin, SFTTrainer):  # type: ignore[misc]
                 raise ValueError(
                     f"{name}=True is TRL's own way to pack: PackedSFTTrainer packs without it; leave it out"
                 )
-        tokens = capacity or (SFTConfig.max_length if args is None else getattr(args, "max_length", None))
+        tokens = capacity or (
+            _trl.SFTConfig.max_length if args is None else getattr(args, "max_length", None)
+        )
         if tokens is None:
             raise ValueError("a pack needs a number of tokens: give capacity, or SFTConfig(max_length=…)")
         super().__init__(model, args, data_collator, *positional, capacity=tokens, **named)

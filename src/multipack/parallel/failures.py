@@ -106,9 +106,8 @@ class Watch:
         self._beats: dict[int, tuple[bytes, float]] = {}
         self._failed_at = self._looked_at = 0.0
         self._ended = threading.Event()
-        store.set(
-            f"heartbeat/{rank}", json.dumps([0, *self.place])
-        )  # every rank has one before the ranks have joined
+        # Every rank has a heartbeat before the ranks have joined.
+        store.set(f"heartbeat/{rank}", json.dumps([0, *self.place]))
         threading.Thread(target=self._run, name="multipack-heartbeat", daemon=True).start()
 
     def close(self) -> None:
