@@ -24,17 +24,17 @@ def advise(
     as_json: Json = False,
     settings: Annotated[bool, settings_option("AdviseRequest", module="multipack.launch.advise")] = False,
 ) -> None:
-    """Recommend a parallelism for a model and its devices, with reasons and the training command.
+    """Recommend a parallelism for a model and its devices.
 
-    [bold]Examples[/bold]
-
+    Examples:
       multipack advise model=llama-8b devices=16 memory=80GiB
       multipack advise model=llama-70b devices=64 link=slow capacity=32768
       multipack advise model=path/config.json devices=8 dtype=fp32 --json
 
-    Nothing is started and no device is needed: bytes follow from the model's
-    widths. Assumed speeds (teraflops, host_bandwidth, network_bandwidth) only
-    rank candidates. `multipack advise --settings` lists all settings.
+    Prints the reasons and the training command. Nothing is started and no device
+    is needed: bytes follow from the model's widths. Assumed speeds (teraflops,
+    host_bandwidth, network_bandwidth) only rank candidates.
+    `multipack advise --settings` lists all settings.
     """
     from multipack.launch.advise import AdviseRequest
     from multipack.launch.advise import advise as find_advice

@@ -16,14 +16,11 @@ if TYPE_CHECKING:
     from multipack.launch.bandwidth import Bandwidth, Operation
     from multipack.parallel.parallel_config import Device
 
-app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
-
 COLUMNS = ("operation", "bytes", "microseconds", "algorithm GB/s", "bus GB/s", "result")
 TIMEOUT_SECONDS = 300.0
 """Timeout of one collective: enough for a large message over a slow link."""
 
 
-@app.command()
 def collectives(
     processes: Annotated[int, option("Processes to start; default: one per GPU, or 2.", "-n")] = 0,
     sizes: Annotated[str, typer.Option(help="Sizes of the whole message.")] = "1KiB,64KiB,1MiB,16MiB",
@@ -35,8 +32,7 @@ def collectives(
 ) -> None:
     """Time every collective between processes, and check its result.
 
-    [bold]Examples[/bold]
-
+    Examples:
       multipack bench collectives
       multipack bench collectives -n 4 --sizes 4KiB,4MiB --dtype bf16
       multipack bench collectives --operations all_reduce,all_gather --json

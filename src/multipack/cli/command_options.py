@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import json
 import os
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from importlib import import_module
 from typing import Annotated, Any, NoReturn
 
 import typer
+
+
+def add_commands(app: typer.Typer, *commands: Callable[..., None]) -> None:
+    """Add commands with their docstrings as help texts, in which lines of examples are not wrapped."""
+    for command in commands:
+        text = inspect.getdoc(command) or ""
+        app.command(help=text.replace("Examples:", "\b\nExamples:"))(command)
 
 
 def argument(name: str, text: str) -> Any:

@@ -54,18 +54,17 @@ def launch(
     flags: Annotated[str, option("Additional options of the launcher, as one string.")] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the command.")] = False,
 ) -> None:
-    """Start a run in many processes: with srun in Slurm, mpiexec in PBS, torchrun elsewhere.
+    """Start a run in many processes, by srun, mpiexec or torchrun.
 
-    [bold]Examples[/bold]
-
+    Examples:
       multipack launch -n 4 -- train model=small
       multipack launch -n 8 --ppn 4 --dry-run -- train plan.packs_per_step=16
       multipack launch -n 8 -- train parallel.data=zero3 parallel.tensor=2
       multipack launch -n 4 --max-restarts 3 -- train train.resume=auto out=runs/a
       multipack launch --launcher mpiexec -n 8 --cores 16 -- train plan.micro_batches=2
 
-    The hosts are those of the job or of --hostfile. Signals and exit code are
-    those of the launcher.
+    By srun in Slurm, mpiexec in PBS, torchrun elsewhere. The hosts are those of
+    the job or of --hostfile. Signals and exit code are those of the launcher.
     """
     from multipack.launch.launcher import LaunchRequest
     from multipack.launch.launcher import launch as start
@@ -97,10 +96,9 @@ def submit(
     ] = None,
     out: Annotated[Path | None, option("File to write; default: print.", "-o")] = None,
 ) -> None:
-    """Write a Slurm or PBS script that starts a run with `multipack launch`.
+    """Write a Slurm or PBS script that starts `multipack launch`.
 
-    [bold]Examples[/bold]
-
+    Examples:
       multipack submit --scheduler slurm -N 2 --ppn 4 --gpus 4 -o job.sh -- train plan.micro_batches=4
       sbatch job.sh
       multipack submit --scheduler pbs -N 2 --ppn 4 --queue debug -- train parallel.tensor=4 | qsub
@@ -125,12 +123,11 @@ def doctor(
     as_json: Json = False,
     quick: Annotated[bool, typer.Option("--quick", help="Skip checks that start processes.")] = False,
 ) -> None:
-    """Check whether this machine can train, or a run can resume, and print remedies.
+    """Check whether this machine can train, or a run can resume.
 
     Exit code 1 = it cannot. With RUN, all checksums are verified.
 
-    [bold]Examples[/bold]
-
+    Examples:
       multipack doctor
       multipack doctor --quick --json
       multipack doctor runs/first

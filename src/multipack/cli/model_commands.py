@@ -28,8 +28,7 @@ def generate(
 ) -> None:
     """Generate text with a trained model.
 
-    [bold]Examples[/bold]
-
+    Examples:
       multipack generate runs/a --prompt "def mean(" --stop "def "
       multipack generate runs/a --prompts questions.txt --top-p 0.9 --json
       multipack generate runs/chat --chat --system "You are terse."
@@ -59,10 +58,9 @@ def export(
     ] = "latest",
     dtype: Annotated[str, typer.Option(help="Type of the weights: fp32, bf16 or fp16.")] = "fp32",
 ) -> None:
-    """Write a trained model as a folder that transformers and other tools load.
+    """Write a trained model as a folder that transformers loads.
 
-    [bold]Examples[/bold]
-
+    Examples:
       multipack export runs/a exported
       multipack export runs/a exported --weights best --dtype bf16
 

@@ -43,10 +43,9 @@ def plan(
     tokens_per_character: Annotated[int, typer.Option(min=0, help="Scale of the picture; 0 = fit.")] = 0,
     settings: Annotated[bool, settings_option("PlanCommand", module=SETTINGS)] = False,
 ) -> None:
-    """Plan an epoch: report how well it packs and balances, and draw one step.
+    """Plan an epoch, report how it packs and balances, draw a step.
 
-    [bold]Examples[/bold]
-
+    Examples:
       multipack plan lengths.npy plan.capacity=8192 world_size=4
       multipack plan lengths.npy world_size=4 sync=step model=llama-70b
       multipack plan books.store model=path/config.json --explore
@@ -163,10 +162,9 @@ def pack(
     as_json: Json = False,
     settings: Annotated[bool, settings_option("PackCommand", module=SETTINGS)] = False,
 ) -> None:
-    """Pack documents in any order, and prove a lower bound on the number of packs.
+    """Pack documents in any order, and prove a bound on the packs.
 
-    [bold]Examples[/bold]
-
+    Examples:
       multipack pack lengths.npy capacity=8192
       multipack pack lengths.npy capacity=8192 method=fewest out=packs.npz
       multipack pack counts.npy capacity=512 method=fewest histogram=true

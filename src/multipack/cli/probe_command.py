@@ -26,8 +26,7 @@ def probe(
 ) -> None:
     """Check that no document of a packed batch changes another one.
 
-    [bold]Examples[/bold]
-
+    Examples:
       multipack probe models/my-llama
       multipack probe models/my-llama --attention eager --tiny
       multipack probe gpt_oss

@@ -16,12 +16,11 @@ def train(words: Words = None, settings: Settings = False) -> None:
 
     Without settings: a small Llama-style model on Python's standard library.
 
-    [bold]Examples[/bold]
-
+    Examples:
       multipack train
       multipack train data=jsonl data.path=train.jsonl model=gpt2 out=runs/a
       multipack train train.resume=true out=runs/a
-      multipack train train.resume=auto out=runs/a   # begins or resumes the run: for jobs that may restart
+      multipack train train.resume=auto out=runs/a   # begin or resume
       torchrun --nproc-per-node 4 -m multipack train plan.packs_per_step=8
 
     `multipack train --settings` lists all settings.
@@ -56,14 +55,13 @@ def prepare(
     as_json: Json = False,
     settings: Annotated[bool, settings_option("Config", "data", "tokenizer")] = False,
 ) -> None:
-    """Tokenize documents into a token store, a folder of memory-mapped shards.
+    """Tokenize documents into a token store of memory-mapped shards.
 
     The tokenizers library uses all cores. After an interruption, the same
     command continues after the finished shards. A scheduler can run the parts
     of a source of several files on several machines.
 
-    [bold]Examples[/bold]
-
+    Examples:
       multipack prepare data=text data.path=books/ --store books.store
       multipack train data=store data.path=books.store
       multipack prepare data=jsonl data.path=web.jsonl --store web --shards 16
@@ -115,10 +113,9 @@ def calibrate(
     as_json: Json = False,
     settings: Annotated[bool, settings_option("Config", "data", "tokenizer", "model", "plan")] = False,
 ) -> None:
-    """Time packs on this device, and fit the planner's cost model to the times.
+    """Time packs on this device, and fit the planner's cost model.
 
-    [bold]Examples[/bold]
-
+    Examples:
       multipack calibrate data=store data.path=books model=small
       multipack plan books cost=cost.json
       multipack train data=store data.path=books model=small plan.cost=cost.json
