@@ -1,6 +1,7 @@
 """Settings of Trainer and SFTTrainer under which packs would train something else: one line with the remedy."""
 
 import pytest
+from torch.utils.data import IterableDataset
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -9,6 +10,13 @@ from multipack.integrations.collator import PackedDataCollator  # noqa: E402
 from multipack.integrations.transformers import PackedTrainer  # noqa: E402
 
 ROWS = [{"input_ids": list(range(1, count))} for count in (3, 9, 5, 7)]
+
+
+class Stream(IterableDataset):
+    """Documents without an order that can be chosen."""
+
+    def __iter__(self):
+        return iter(ROWS)
 
 
 def trainer(folder, collator=None, model="llama", data=ROWS, capacity=16, **settings):
@@ -38,6 +46,7 @@ def trainer(folder, collator=None, model="llama", data=ROWS, capacity=16, **sett
         ),
         ({"use_cache": True}, "use_cache=True makes models ignore document boundaries: set it to False"),
         ({"train_sampling_strategy": "group_by_length"}, "leave out train_sampling_strategy"),
+        ({"ignore_data_skip": True}, "first documents of an interrupted epoch again: leave it out"),
         ({"collator": PackedDataCollator("4d_mask"), "model": "mistral"}, r"PackedDataCollator\(window=4\)"),
     ],
 )
@@ -56,6 +65,7 @@ def test_settings_that_are_refused(tmp_path, given, message):
         ),
         ([{"text": "a"}], r"no column input_ids \(it has text\): tokenize"),
         (iter(ROWS), "load it without streaming"),
+        (Stream(), "Stream is a stream.*load it without streaming"),
         ([{"input_ids": [1]}, {"input_ids": []}], "document 1"),
         (None, "train_dataset"),
     ],
@@ -66,6 +76,47 @@ def test_data_that_is_refused(tmp_path, data, message):
     with pytest.raises(ValueError, match=message) as caught:
         host.get_train_dataloader()
     assert "\n" not in str(caught.value)
+
+
+def test_devices_that_divide_a_row_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(transformers.TrainingArguments, "n_gpu", 2)
+    with pytest.raises(ValueError, match=r"one process with 2 GPUs.*torchrun --nproc-per-node 2"):
+        trainer(tmp_path)
+
+
+def test_ranks_that_weigh_equally_are_refused(tmp_path, monkeypatch):
+    assert trainer(tmp_path, average_tokens_across_devices=False)
+    monkeypatch.setattr(transformers.TrainingArguments, "world_size", 2)
+    with pytest.raises(ValueError, match=r"average_tokens_across_devices=False.*set it to True"):
+        trainer(tmp_path, average_tokens_across_devices=False)
+
+
+@pytest.mark.parametrize("axis", ["tp_size", "cp_size"])
+def test_ranks_that_share_a_batch_are_refused(tmp_path, monkeypatch, axis):
+    accelerate = pytest.importorskip("accelerate", "1.10", reason="accelerate has no parallelism_config")
+    host = trainer(tmp_path)  # one process, which cannot be divided: the setting comes afterwards
+    divided = accelerate.ParallelismConfig(**{axis: 2})
+    monkeypatch.setattr(accelerate.Accelerator, "parallelism_config", divided)
+    with pytest.raises(ValueError, match=r"2 ranks share a batch.*use data parallelism"):
+        host._check_host()
+
+
+def test_losses_that_are_means_over_micro_batches_are_refused(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers.LlamaForCausalLM, "accepts_loss_kwargs", False, raising=False)
+        with pytest.raises(
+            ValueError, match=r"LlamaForCausalLM takes no num_items_in_batch.*compute_loss_func"
+        ):
+            trainer(tmp_path)
+    assert trainer(tmp_path, label_smoothing_factor=0.1)
+
+    class OldSmoother(transformers.trainer_pt_utils.LabelSmoother):
+        def __call__(self, model_output, labels, shift_labels=False):
+            """As before transformers 5.15."""
+
+    monkeypatch.setattr(transformers.trainer, "LabelSmoother", OldSmoother)
+    with pytest.raises(ValueError, match=r"label_smoothing_factor=0\.1.*update transformers, or set it to 0"):
+        trainer(tmp_path, label_smoothing_factor=0.1)
 
 
 def test_a_model_that_mixes_documents_is_refused(tmp_path):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -250,6 +251,17 @@ class PackedTrainerMixin(_HOST):  # type: ignore[misc]
             raise ValueError(
                 f"{type(self.model).__name__} takes no num_items_in_batch, so that its loss is a mean over each"
                 " micro-batch: give compute_loss_func, which divides by num_items_in_batch"
+            )
+        smoother = self.label_smoother if self.compute_loss_func is None else None
+        if smoother is not None and "num_items_in_batch" not in signature(smoother).parameters:
+            raise ValueError(
+                f"label_smoothing_factor={args.label_smoothing_factor} gives the mean over each micro-batch before"
+                " transformers 5.15: update transformers, or set it to 0"
+            )
+        if args.ignore_data_skip:
+            raise ValueError(
+                "ignore_data_skip=True trains on the first documents of an interrupted epoch again: leave it out (packs"
+                " that are skipped are not read)"
             )
         strategy = getattr(args, "train_sampling_strategy", "random")
         if strategy != "random" or getattr(args, "group_by_length", False):
