@@ -1,7 +1,8 @@
 """Train by Axolotl's own functions, and write which documents each micro-batch of this rank held.
 
-    python axolotl_run.py CONFIG.yml OUTPUT     or under torchrun; writes OUTPUT.RANK
+    python axolotl_run.py CONFIG.yml OUTPUT [SETTINGS]     or under torchrun; writes OUTPUT.RANK
 
+SETTINGS are JSON, for settings that Axolotl takes on a GPU only: they are changed after it has checked them.
 Documents begin with token 256 and their number in two digits of base 100.
 """
 
@@ -26,7 +27,13 @@ def documents_of(inputs):
     return found
 
 
-def main(config, output):
+def trained(trainer):
+    """All trained weights."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return {name: value.tolist() for name, value in model.named_parameters() if value.requires_grad}
+
+
+def main(config, output, settings="{}"):
     """Train, and write the steps that were promised and run, the documents of each epoch, and the weights."""
     from axolotl.cli.args import TrainerCliArgs
     from axolotl.cli.config import load_cfg
@@ -36,9 +43,11 @@ def main(config, output):
     torch.load = load_on_cpu
     cfg = load_cfg(config)
     cfg.device_map = None  # transformers places models on accelerators only
+    for name, value in json.loads(settings).items():
+        cfg[name] = value
     data = load_datasets(cfg=cfg, cli_args=TrainerCliArgs())
     trainer = setup_model_and_trainer(cfg, data)[0]
-    seen, step = [], trainer.training_step
+    seen, step, first = [], trainer.training_step, trained(trainer)
 
     def training_step(model, inputs, *args, **kwargs):
         seen.append((int(trainer.state.epoch or 0), trainer.state.global_step, documents_of(inputs)))
@@ -46,9 +55,8 @@ def main(config, output):
 
     trainer.training_step = training_step
     trainer.train(resume_from_checkpoint=cfg.resume_from_checkpoint)
-    model = trainer.accelerator.unwrap_model(trainer.model)
     result = {"promised": data.total_num_steps, "run": trainer.state.global_step, "seen": seen}
-    result["weights"] = {name: value.double().tolist() for name, value in model.named_parameters()}
+    result |= {"first": first, "weights": trained(trainer), "collator": type(trainer.data_collator).__name__}
     with open(f"{output}.{os.environ.get('RANK', '0')}", "w") as file:
         json.dump(result, file)
 

@@ -4,10 +4,10 @@
 
 Axolotl calls, in this order:
 
-    register                    the modules of `PLACES` get our sampler, before the YAML is validated
-    get_input_args              keys of the YAML, and settings that would break the count of steps
-    post_trainer_create         collators without targets that belong to another document
+    register                    refuses settings that do not go together, and gives the modules of `PLACES` our sampler
+    get_input_args              keys of the YAML
     add_callbacks_post_trainer  checks at the start that the trainer reads our sampler, and sets its epoch
+    post_trainer_create         collators without targets that belong to another document; probes the model
     post_train_unload           the modules get Axolotl's sampler back
 
 Written for Axolotl 0.19.
@@ -19,17 +19,22 @@ import difflib
 import importlib
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from axolotl.integrations.base import BasePlugin, PluginManager
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field
 from torch.utils.data import RandomSampler
-from transformers import TrainerCallback
+from transformers import DataCollatorWithFlattening, TrainerCallback
 
 from multipack.data.batch import IGNORE
 from multipack.integrations.axolotl_sampler import MultipackBatchSampler
+from multipack.integrations.collator import PackedDataCollator
 from multipack.integrations.host_sampler import Overlong
+from multipack.integrations.probe import isolation_probe
+from multipack.planning.lengths import short
+from multipack.planning.options import check_choice
 
 LOG = logging.getLogger("axolotl.multipack")  # Axolotl shows information of its own loggers only
 
@@ -38,6 +43,7 @@ NAME = "MultipackBatchSampler"
 REFUSED = {
     "sample_packing_eff_est": "replaces the exact number of steps by an estimate; remove it",
     "dataloader_drop_last": "takes a step of each epoch off the count, though every batch is full; remove it",
+    "use_pose": "leaves gaps in the positions of a document, at which attention divides it; remove it",
 }
 """Settings that do not go with the plugin when they are set, and why."""
 
@@ -59,35 +65,51 @@ class MultipackArgs(BaseModel):
         default="alone",
         description="Documents longer than a bin: a separate bin (`alone`), left out (`drop`), or an `error`.",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def check_multipack(cls, data: Any) -> Any:
-        """Refuse keys that do not exist, and settings that have no effect or break the number of steps."""
-        known = {*MultipackArgs.model_fields, "multipack_real_batches"}
-        for key in data if isinstance(data, Mapping) else ():
-            if str(key).startswith("multipack") and key not in known:
-                near = difflib.get_close_matches(str(key), known, 1, cutoff=0) or [""]
-                raise ValueError(f"{key} is not a key of the multipack plugin; did you mean {near[0]}?")
-        if isinstance(data, Mapping) and data.get("multipack") in (None, True):
-            _check_settings(data)
-        return data
+    multipack_probe: bool = Field(
+        default=True, description="Check once that no document of a row affects another one in this model."
+    )
 
 
-def _check_settings(data: Mapping[str, Any]) -> None:
-    """Raise a ValueError if the YAML has settings that do not go with the plugin."""
-    if not data.get("sample_packing"):
-        instead = ""
-        if flattening := data.get("batch_flattening"):
-            instead = f" in place of batch_flattening: {flattening}, which joins batches without filling them"
+def check_settings(data: Mapping[str, Any]) -> None:
+    """Check the keys of the plugin, and those of Axolotl that have no effect or break the number of steps.
+
+    Before Axolotl validates the YAML, whose errors have many lines.
+
+    Raises:
+        ValueError: a key that does not exist, a value of another type, or settings that do not go together.
+    """
+    known = {*MultipackArgs.model_fields, "multipack_real_batches"}
+    for key in map(str, data):
+        if key.startswith("multipack") and key not in known:
+            near = difflib.get_close_matches(key, known, 1, cutoff=0) or [""]
+            raise ValueError(f"{key} is not a key of the multipack plugin; did you mean {near[0]}?")
+    for key in ("multipack", "multipack_probe"):
+        if not isinstance(value := data.get(key), bool | None):
+            raise ValueError(f"{key} must be true or false, got {short(value)}")
+    if (overlong := data.get("multipack_overlong")) is not None:
+        check_choice("multipack_overlong", overlong, Overlong)
+    if _is_on(data):
+        _check_host(data)
+
+
+def _check_host(data: Mapping[str, Any]) -> None:
+    """Raise a ValueError for settings of Axolotl that do not go with the plugin."""
+    packing, flattening = data.get("sample_packing"), data.get("batch_flattening")
+    if packing and flattening is True:
         raise ValueError(
-            f"the multipack plugin packs documents: set sample_packing: true{instead}, or multipack: false"
+            "batch_flattening: true joins the rows of a batch, and sample_packing: true fills them: remove"
+            " batch_flattening"
         )
-    for key, reason in REFUSED.items():
+    if not packing and not flattening:
+        raise ValueError(
+            "the multipack plugin packs documents: set sample_packing: true (or batch_flattening: true, which joins the"
+            " documents of a batch without filling it), or multipack: false"
+        )
+    for key, reason in REFUSED.items() if packing else ():
         if data.get(key):
             raise ValueError(f"{key}={data[key]} {reason}, or set multipack: false")
     accelerator = data.get("accelerator_config") or {}
-    for key, (value, reason) in ACCELERATOR.items():
+    for key, (value, reason) in ACCELERATOR.items() if packing else ():
         if accelerator.get(key) is value:
             raise ValueError(f"accelerator_config.{key}={value} {reason}; remove it, or set multipack: false")
 
@@ -114,6 +136,9 @@ class StreamSampler(MultipackBatchSampler):
         super().__init__(*args, **kwargs)
 
 
+MASK_DROPPED = ("gemma3", "gemma4", "gemma4_unified")
+"""Models for which Axolotl's trainer removes the mask of packed rows."""
+
 PLACES = {
     "axolotl.core.trainers.base": TrainerSampler,
     "axolotl.utils.trainer": TrainerSampler,
@@ -129,8 +154,10 @@ class MultipackPlugin(BasePlugin):  # type: ignore[misc]
         """Replace the sampler in `PLACES`, or put Axolotl's own back.
 
         Raises:
+            ValueError: what `check_settings` refuses.
             RuntimeError: this version of Axolotl makes its samplers elsewhere.
         """
+        check_settings(cfg)
         _replace(_is_on(cfg))
 
     def on_config_validation_error(self, cfg: Mapping[str, Any]) -> None:
@@ -146,15 +173,69 @@ class MultipackPlugin(BasePlugin):  # type: ignore[misc]
         return f"{__name__}.MultipackArgs"
 
     def post_trainer_create(self, cfg: Mapping[str, Any], trainer: Any) -> None:
-        """Remove the targets at the borders of documents."""
-        if _is_on(cfg) and not _streams(cfg):
-            for name in ("data_collator", "train_data_collator", "eval_data_collator"):
-                if (collate := getattr(trainer, name, None)) is not None:
-                    setattr(trainer, name, WithinDocuments(collate))
+        """Remove the targets at the borders of documents; then check that the model keeps documents apart.
+
+        Raises:
+            ValueError: documents of a row affect each other, or nothing is packed.
+        """
+        if not _is_on(cfg) or _streams(cfg):
+            return
+        if not cfg.get("sample_packing") and not isinstance(
+            trainer.data_collator, DataCollatorWithFlattening
+        ):
+            raise ValueError(
+                f"batch_flattening={cfg.get('batch_flattening')} flattens nothing here (attn_implementation="
+                f"{cfg.get('attn_implementation')}, micro_batch_size={cfg.get('micro_batch_size')}): set"
+                " sample_packing: true, or multipack: false"
+            )
+        for name in ("data_collator", "train_data_collator", "eval_data_collator"):
+            collate = getattr(trainer, name, None)
+            if isinstance(collate, DataCollatorWithFlattening):
+                setattr(trainer, name, PackedDataCollator())
+            elif collate is not None:
+                setattr(trainer, name, WithinDocuments(collate))
+        if cfg.get("multipack_probe") is not False:
+            _probe(trainer)
 
     def add_callbacks_post_trainer(self, cfg: Mapping[str, Any], trainer: Any) -> list[TrainerCallback]:
-        """The callback that checks the trainer's sampler, unless documents are streamed."""
-        return [SamplerCheck(bool(cfg.get("max_steps")))] if _is_on(cfg) and not _streams(cfg) else []
+        """The callback that checks the trainer's sampler, unless documents are streamed or not packed."""
+        has_sampler = _is_on(cfg) and cfg.get("sample_packing") and not _streams(cfg)
+        return [SamplerCheck(bool(cfg.get("max_steps")))] if has_sampler else []
+
+
+def _probe(trainer: Any) -> None:
+    """Raise a ValueError if documents affect each other in a batch that the trainer's own collator makes."""
+    if not trainer.place_model_on_device:
+        LOG.warning(
+            "multipack: the model is sharded or placed by the host; check its isolation: multipack probe"
+        )
+        return
+    inner = getattr(trainer.data_collator, "collate", trainer.data_collator)
+    if getattr(inner, "pad_to_multiple_of", None):
+        inner = replace(inner, pad_to_multiple_of=8)  # a few slots of padding in place of a whole row
+    args, columns = trainer.args, set(getattr(trainer.train_dataset, "column_names", None) or ())
+    if args.sample_packing_drop_attention_mask and "position_ids" in columns:
+        columns.discard("attention_mask")
+    has_rows = args.sample_packing and args.multipack_real_batches and args.per_device_train_batch_size > 1
+
+    def batch(documents: Sequence[Sequence[int]]) -> dict[str, Any]:
+        features = [
+            {
+                "input_ids": list(tokens),
+                "labels": list(tokens),
+                "attention_mask": [1] * len(tokens),
+                "position_ids": list(range(len(tokens))),
+            }
+            for tokens in documents
+        ]
+        features = [{name: row[name] for name in row if name in columns} for row in features]
+        made = WithinDocuments(inner)([features[:1], features[1:]] if has_rows and features[1:] else features)
+        if trainer.model.config.model_type in MASK_DROPPED:
+            made.pop("attention_mask", None)
+        return dict(made)
+
+    with trainer.accelerator.autocast():
+        isolation_probe(trainer.model, batch).check()
 
 
 def _replace(is_on: bool) -> None:

@@ -124,6 +124,8 @@ class _Probe:
         self.dtype = torch.float32
         if parameter is not None and parameter.is_floating_point():
             self.dtype = parameter.dtype
+        if torch.is_autocast_enabled(self.device.type):
+            self.dtype = torch.get_autocast_dtype(self.device.type)
         size = vocabulary_size or find_vocabulary_size(model, self.config)
         self.documents, self.others = draw_tokens(lengths, size, special_tokens(self.config))
         self.noise = 0.0

@@ -106,7 +106,8 @@ class PackedTrainerMixin(_HOST):  # type: ignore[misc]
         super().__init__(model, args, data_collator or PackedDataCollator(), *positional, **named)
         self._check_host()
         if probe and self.place_model_on_device:
-            isolation_probe(self.model, self._probed).check()
+            with self.accelerator.autocast():
+                isolation_probe(self.model, self._probed).check()
         elif probe:
             LOG.warning(
                 "the model is sharded or placed by the host, so its isolation is not probed: multipack probe"
