@@ -432,3 +432,38 @@ def test_transformers_without_mask_functions_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers.masking_utils", None)
     with pytest.raises(ImportError, match="=multipack needs transformers >= 4"):
         register()
+
+
+def test_trainers_register_it_on_cpus(tmp_path, caplog, monkeypatch):
+    """Where the probe passes with it; `packed_attention` decides otherwise, and checkpoints do not name it."""
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    from multipack.integrations import transformers as host
+    from multipack.integrations.collator import PackedDataCollator
+
+    def made(attention="sdpa", collator=None, **named):
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), max_steps=1, use_cpu=True, bf16=False, report_to="none", disable_tqdm=True
+        )
+        rows = [{"input_ids": document.tolist()} for document in documents()]
+        model = build("llama", attention).float()
+        return host.PackedTrainer(model, arguments, collator, train_dataset=rows, capacity=16, **named)
+
+    def attention_of(*args, **named):
+        return made(*args, **named).model.config._attn_implementation
+
+    trainer = made()
+    assert trainer.model.config._attn_implementation == "multipack"
+    assert "without sdpa's mask of all pairs of tokens (packed_attention=False keeps it)" in caplog.text
+    kept = made(packed_attention=False)
+    assert kept.model.config._attn_implementation == "sdpa"
+    assert trainer.train().training_loss == pytest.approx(kept.train().training_loss, rel=1e-6)
+    trainer.save_model(tmp_path / "model")
+    assert "multipack" not in (tmp_path / "model" / "config.json").read_text()
+    assert attention_of("eager") == "multipack"
+    assert attention_of(collator=PackedDataCollator("4d_mask")) == "sdpa"
+    assert attention_of(probe=False) == "sdpa"
+    assert attention_of(probe=False, packed_attention=True) == "multipack"
+    monkeypatch.setitem(sys.modules, "transformers.masking_utils", None)  # transformers is too old
+    assert attention_of() == "sdpa"
+    with pytest.raises(ImportError, match="transformers >= 4"):
+        made(packed_attention=True)

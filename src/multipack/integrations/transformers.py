@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset
 
 from multipack.data.sampler import PackedBatchSampler
+from multipack.integrations.attention_interface import register
 from multipack.integrations.collator import COLUMNS, PackedDataCollator, document_lengths, windows_of
 from multipack.integrations.probe import isolation_probe
 from multipack.machine import import_extra
@@ -43,6 +44,15 @@ class RankLoader(DataLoader[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Go to an epoch of the sampler."""
         self.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
+
+
+def _isolates(model: Any, make_batch: Any) -> bool:
+    """Register this package's attention in a model; False if the model refuses it or its documents mix."""
+    try:
+        register(model)
+    except (ImportError, ValueError):
+        return False
+    return isolation_probe(model, make_batch).ok
 
 
 class PlanCheck(_transformers.TrainerCallback):  # type: ignore[misc]
@@ -77,6 +87,9 @@ class PackedTrainerMixin(_HOST):  # type: ignore[misc]
             (per_device_eval_batch_size in evaluation), the limit of a document's length, too.
         plan_options: options of the plan beside those that the host's arguments decide: `window`, `balance`, `cost`.
         probe: whether to check once, with a dozen small forwards, that no document of a row affects another one.
+        packed_attention: whether the model computes attention inside documents by this package's function instead of
+            masks of T² elements (`attention_interface.register`). None = on a CPU, where the model's is sdpa or eager
+            and the probe passes with ours.
 
     Raises:
         ValueError: documents affect each other, or a setting of the host would train on something else; the message
@@ -94,6 +107,7 @@ class PackedTrainerMixin(_HOST):  # type: ignore[misc]
         capacity: int,
         plan_options: Mapping[str, Any] | None = None,
         probe: bool = True,
+        packed_attention: bool | None = None,
         **named: Any,
     ) -> None:
         self.capacity, self.plan_options = check_integer("capacity", capacity), dict(plan_options or {})
@@ -105,9 +119,11 @@ class PackedTrainerMixin(_HOST):  # type: ignore[misc]
         self._evaluated = torch.zeros(2)
         super().__init__(model, args, data_collator or PackedDataCollator(), *positional, **named)
         self._check_host()
+        if packed_attention:
+            register(self.model)
         if probe and self.place_model_on_device:
             with self.accelerator.autocast():
-                isolation_probe(self.model, self._probed).check()
+                self._probe(packed_attention)
         elif probe:
             LOG.warning(
                 "the model is sharded or placed by the host, so its isolation is not probed: multipack probe"
@@ -228,6 +244,29 @@ class PackedTrainerMixin(_HOST):  # type: ignore[misc]
             persistent_workers=persistent,
             prefetch_factor=args.dataloader_prefetch_factor,
         )
+
+    def _probe(self, packed_attention: bool | None) -> None:
+        """Check that documents are isolated; on a CPU with this package's attention, which is kept if they are."""
+        if packed_attention is None and self.args.device.type == "cpu" and self._makes_masks():
+            kept = self.model.config._attn_implementation
+            if _isolates(self.model, self._probed):
+                if self.is_world_process_zero():
+                    LOG.warning(
+                        "attention is computed inside documents, without %s's mask of all pairs of tokens"
+                        " (packed_attention=False keeps it)",
+                        kept,
+                    )
+                return
+            self.model.set_attn_implementation(kept)
+        isolation_probe(self.model, self._probed).check()
+
+    def _makes_masks(self) -> bool:
+        """Whether this is a text model of transformers whose attention makes a mask of T² elements for a row."""
+        config = getattr(self.model, "config", None)
+        if getattr(config, "_attn_implementation", None) not in ("sdpa", "eager"):
+            return False
+        eager = self.data_collator.returns == "flattened" and not self.args.torch_compile
+        return eager and config.get_text_config() is config  # type: ignore[union-attr]
 
     def _probed(self, documents: Sequence[Sequence[int]]) -> Any:
         return self.data_collator([{"input_ids": tokens} for tokens in documents])
