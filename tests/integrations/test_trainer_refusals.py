@@ -7,7 +7,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from multipack.integrations.collator import PackedDataCollator  # noqa: E402
-from multipack.integrations.transformers import PackedTrainer  # noqa: E402
+from multipack.integrations.transformers import PackedTrainer, PackedTrainerMixin  # noqa: E402
 
 ROWS = [{"input_ids": list(range(1, count))} for count in (3, 9, 5, 7)]
 
@@ -132,6 +132,16 @@ def test_windows_and_masks_of_the_model_are_accepted(tmp_path):
     host.model.config._attn_implementation = "eager"
     with pytest.raises(ValueError, match="mask='additive'"):
         host._check_mask(boolean)
+
+
+@pytest.mark.slow
+def test_trainers_of_pairs_and_rollouts_are_refused():
+    trl = pytest.importorskip("trl", reason="TRL is not installed")
+
+    for host in (trl.DPOTrainer, trl.GRPOTrainer):
+        made = type("Mine", (PackedTrainerMixin, host), {})
+        with pytest.raises(ValueError, match=r"Mine trains on pairs or rollouts.*use PackedSFTTrainer"):
+            made(None, None, capacity=16)
 
 
 @pytest.mark.slow

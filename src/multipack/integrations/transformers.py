@@ -113,7 +113,13 @@ class PackedTrainerMixin(_HOST):  # type: ignore[misc]
         self.capacity, self.plan_options = check_integer("capacity", capacity), dict(plan_options or {})
         if data_collator is not None and not isinstance(data_collator, PackedDataCollator):
             raise ValueError(
-                f"data_collator={type(data_collator).__name__} pads rows: leave it out, or give a PackedDataCollator"
+                f"data_collator={type(data_collator).__name__} does not make packed rows: leave it out, or give a"
+                " PackedDataCollator"
+            )
+        if {"ref_model", "reward_funcs"} & set(signature(super().__init__).parameters):
+            raise ValueError(
+                f"{type(self).__name__} trains on pairs or rollouts, and packs are made of single documents: use"
+                " PackedSFTTrainer; preference pairs are packed by multipack train"
             )
         self._known_lengths: list[tuple[Any, NDArray[np.int64]]] = []
         self._evaluated = torch.zeros(2)

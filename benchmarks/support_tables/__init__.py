@@ -1,0 +1,1 @@
+"""The tables of benchmarks/support_matrix.py: one module per kind of host."""

@@ -1,0 +1,76 @@
+"""benchmarks/support_matrix.py: what the code answers today, against the committed page and answers."""
+
+import importlib
+import json
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "support_matrix.json"
+AGAIN = "run `python benchmarks/support_matrix.py`"
+for host in ("transformers", "accelerate", "pydantic", "datasets"):
+    pytest.importorskip(host, reason=f"{host} is not installed")
+
+
+@pytest.fixture(scope="module")
+def matrix():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        yield importlib.import_module("support_matrix")
+    for name in [
+        name for name in sys.modules if name.partition(".")[0] in ("support_matrix", "support_tables")
+    ]:
+        sys.modules.pop(name)
+
+
+@pytest.fixture(scope="module")
+def saved(matrix):
+    return matrix.saved(RESULTS)
+
+
+def test_the_page_shows_the_saved_answers(matrix, saved):
+    assert (ROOT / "docs" / "support.md").read_text() == matrix.page(saved), AGAIN
+    assert list(saved) == list(matrix.TABLES)
+
+
+def test_a_refusal_is_one_line_that_says_what_to_do(saved):
+    answers = {
+        text for table in saved.values() for row in table.rows.values() for text in row if len(text) > 20
+    }
+    assert len(answers) > 50
+    assert not [text for text in answers if "\n" in text]
+
+
+@pytest.mark.parametrize("name", ["attention", "axolotl", "models"])
+def test_tables_are_as_on_the_page(matrix, saved, name):
+    assert matrix.TABLES[name]() == saved[name], AGAIN
+
+
+@pytest.mark.parametrize("row", ["train.dtype=fp16", "model.attention=loop", "preference pairs (DPO)"])
+def test_settings_of_the_own_trainer_are_as_on_the_page(matrix, saved, row):
+    from support_tables.own import METHODS, ask_own_trainer
+
+    answers = dict(zip(METHODS, saved["own_trainer"].rows[row], strict=True))
+    some = ["one process", "ZeRO 3", "ring"]
+    assert ask_own_trainer(row, some) == [answers[name] for name in some], AGAIN
+
+
+@pytest.mark.parametrize("row", ["`use_cache=True`", "`packing=True`", "Mamba (recurrent state)"])
+def test_settings_of_trainers_are_as_on_the_page(matrix, saved, row):
+    from support_tables.trainers import ask_trainers
+
+    assert ask_trainers(row, ("transformers",)) == saved["trainers"].rows[row][:1], AGAIN
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["own_trainer", "trainers", "loops", "rollouts"])
+def test_whole_tables_are_as_on_the_page(matrix, saved, name):
+    for host in ("trl", "peft", "lightning", "torchdata"):
+        pytest.importorskip(host, reason=f"{host} is not installed")
+    for host, wanted in json.loads(RESULTS.read_text())["versions"].items():
+        if name != "own_trainer" and version(host) != wanted:
+            pytest.skip(f"the page is of {host} {wanted}")
+    assert matrix.TABLES[name]() == saved[name], AGAIN
