@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-
-os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # the page is that of a CPU
-
 from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import version
@@ -56,6 +53,7 @@ def saved(file: Path) -> dict[str, Table]:
 def main() -> None:
     """Ask, and write the page."""
     arguments = parser_of(__doc__, "support_matrix").parse_args()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the page is that of a CPU
     tables = {name: make() for name, make in TABLES.items()}
     PAGE.write_text(page(tables))
     values = {name: asdict(table) for name, table in tables.items()}

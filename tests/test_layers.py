@@ -101,9 +101,15 @@ assert sum(batch.num_documents for batch in loader) == len(documents)
 
 
 @pytest.mark.parametrize(
-    ("host", "package", "extra"), [("transformers", "transformers", "hf"), ("trl", "trl", "trl")]
+    ("name", "package", "extra"),
+    [
+        ("transformers.PackedTrainer", "transformers", "hf"),
+        ("trl.PackedSFTTrainer", "trl", "trl"),
+        ("axolotl.MultipackPlugin", "axolotl", "axolotl"),
+    ],
 )
-def test_hosts_name_the_extra(host, package, extra):
-    found = run(f"import multipack.integrations.{host}", {package})
+def test_hosts_name_the_extra(name, package, extra):
+    host, _, name = name.partition(".")
+    found = run(f"from multipack.integrations.{host} import {name}", {package})
     last = found.stderr.splitlines()[-1]
     assert last.endswith(f'needs the package {package}: pip install "multipack[{extra}]"')

@@ -19,6 +19,7 @@ from multipack.integrations.packing_functions import (
     pack_group,
     pack_parallel,
 )
+from multipack.machine import import_extra
 
 __all__ = ["MultipackBatchSampler", "allocate_sequentially", "ffd_check", "pack_group", "pack_parallel"]
 
@@ -26,6 +27,7 @@ __all__ = ["MultipackBatchSampler", "allocate_sequentially", "ffd_check", "pack_
 def __getattr__(name: str) -> Any:
     if name != "MultipackPlugin":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from multipack.integrations.axolotl_plugin import MultipackPlugin  # which imports Axolotl
+    import_extra("axolotl", "MultipackPlugin", "axolotl")
+    from multipack.integrations.axolotl_plugin import MultipackPlugin
 
     return MultipackPlugin
