@@ -51,6 +51,13 @@ def tiny_llama(lora=False, attention="sdpa"):
     return get_peft_model(model, LoraConfig(r=4, lora_alpha=32, target_modules=["q_proj", "v_proj"]))
 
 
+def collator():
+    """Rows of this package; with their masks where transformers (before 4.53) makes none of documents."""
+    from multipack.integrations.collator import PackedDataCollator, makes_document_masks
+
+    return PackedDataCollator("flattened" if makes_document_masks() else "4d_mask")
+
+
 def weights(model):
     """All trained weights, in one flat array."""
     trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
@@ -80,7 +87,7 @@ def alone_loss(model, row):
 
 def numbers_of(inputs):
     """Numbers of the documents in a flattened row."""
-    starts = inputs["cu_seq_lens_q"][:-1].tolist()
+    starts = (inputs["position_ids"][0] == 0).nonzero().flatten().tolist()
     tokens = inputs["input_ids"][0].tolist()
     return [10 * tokens[start] + tokens[start + 1] for start in starts if len(tokens) > 1]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hosts import RATE, ROW, Texts, numbers_of, steps_of, tiny_llama, train_alone, weights
+from hosts import RATE, ROW, Texts, collator, numbers_of, steps_of, tiny_llama, train_alone, weights
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -27,6 +27,7 @@ def loaded(name):
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
+    example.PackedDataCollator = collator
     return example
 
 

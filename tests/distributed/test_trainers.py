@@ -4,7 +4,18 @@ import tempfile
 
 import numpy as np
 import pytest
-from hosts import RATE, ROW, Texts, alone_loss, numbers_of, steps_of, tiny_llama, train_alone, weights
+from hosts import (
+    RATE,
+    ROW,
+    Texts,
+    alone_loss,
+    collator,
+    numbers_of,
+    steps_of,
+    tiny_llama,
+    train_alone,
+    weights,
+)
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed")
@@ -22,6 +33,7 @@ def trainer_of(host, folder, lora=False, **settings):
         "optim": "sgd",
         "max_grad_norm": 0,
         "report_to": "none",
+        "average_tokens_across_devices": True,  # the default since transformers 5
         "use_cpu": True,
         "bf16": False,
         "save_strategy": "no",
@@ -54,7 +66,7 @@ def trainer_of(host, folder, lora=False, **settings):
             self.rows = [*self.rows, numbers_of(inputs)]
             return super().training_step(model, inputs, *rest, **more)
 
-    return Recorded(tiny_llama(lora), args, train_dataset=data, eval_dataset=data, **extra)
+    return Recorded(tiny_llama(lora), args, collator(), train_dataset=data, eval_dataset=data, **extra)
 
 
 def tokenizer():
@@ -127,7 +139,7 @@ def case_resumed(world, host, folder):
     cut.train()
     resumed = trainer_of(host, folder, **settings)
     resumed.train(resume_from_checkpoint=True)
-    other = trainer_of(host, folder, **settings | {"data_seed": 5})
+    other = trainer_of(host, folder, **settings | {"seed": 5})
     with pytest.raises(ValueError, match="data_seed=42, now 5"):
         other.train(resume_from_checkpoint=True)
     other = trainer_of(host, folder, **settings | {"per_device_train_batch_size": 3})

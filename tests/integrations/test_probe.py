@@ -11,7 +11,7 @@ import multipack
 from multipack import Decoder, ModelShape, isolation_probe
 from multipack.integrations.probe_documents import packed_batch, transformers_batch
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", "4.53", "transformers makes masks of documents since 4.53")
 
 SIZES = {
     "vocab_size": 128,
@@ -46,6 +46,8 @@ def test_decoder_is_clean():
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Mistral", "GPT2", "Mixtral"])
 def test_models_of_transformers_are_clean(family, attention):
+    if family == "GPT2" and not hasattr(transformers.models.gpt2.modeling_gpt2, "create_causal_mask"):
+        pytest.skip("this version's GPT-2 makes its mask without positions")
     report = isolation_probe(
         built(family, attention, **({"sliding_window": 4} if family == "Mistral" else {}))
     )

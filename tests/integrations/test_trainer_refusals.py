@@ -6,9 +6,13 @@ from torch.utils.data import IterableDataset
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from multipack.integrations.collator import PackedDataCollator  # noqa: E402
+from multipack.integrations import collator as collators  # noqa: E402
+from multipack.integrations import probe  # noqa: E402
+from multipack.integrations.collator import PackedDataCollator, makes_document_masks, windows_of  # noqa: E402
 from multipack.integrations.transformers import PackedTrainer, PackedTrainerMixin  # noqa: E402
 
+COLLATOR = PackedDataCollator("flattened" if makes_document_masks() else "4d_mask")
+"""What this version of transformers reads."""
 ROWS = [{"input_ids": list(range(1, count))} for count in (3, 9, 5, 7)]
 
 
@@ -19,12 +23,14 @@ class Stream(IterableDataset):
         return iter(ROWS)
 
 
-def trainer(folder, collator=None, model="llama", data=ROWS, capacity=16, **settings):
+def trainer(folder, collator=COLLATOR, model="llama", data=ROWS, capacity=16, **settings):
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     windows = {"sliding_window": 4} if model == "mistral" else {}
     config = transformers.AutoConfig.for_model(
         model, vocab_size=32, num_key_value_heads=2, **sizes, **windows, pad_token_id=0
     )
+    if missing := sorted(settings.keys() - transformers.TrainingArguments.__dataclass_fields__.keys()):
+        pytest.skip(f"this transformers has no {', '.join(missing)}")
     named = {"per_device_train_batch_size": 1, "report_to": "none", "use_cpu": True} | settings
     return PackedTrainer(
         transformers.AutoModelForCausalLM.from_config(config),
@@ -47,7 +53,10 @@ def trainer(folder, collator=None, model="llama", data=ROWS, capacity=16, **sett
         ({"use_cache": True}, "use_cache=True makes models ignore document boundaries: set it to False"),
         ({"train_sampling_strategy": "group_by_length"}, "leave out train_sampling_strategy"),
         ({"ignore_data_skip": True}, "first documents of an interrupted epoch again: leave it out"),
-        ({"collator": PackedDataCollator("4d_mask"), "model": "mistral"}, r"PackedDataCollator\(window=4\)"),
+        (
+            {"collator": PackedDataCollator("4d_mask"), "model": "mistral"},
+            r"PackedDataCollator\(window=4\)|takes no num_items",
+        ),
     ],
 )
 def test_settings_that_are_refused(tmp_path, given, message):
@@ -120,10 +129,34 @@ def test_losses_that_are_means_over_micro_batches_are_refused(tmp_path, monkeypa
 
 
 def test_a_model_that_mixes_documents_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="packed documents are not isolated"):
+    with pytest.raises(ValueError, match=r"packed documents are not isolated|takes no num_items_in_batch"):
         trainer(tmp_path, model="mamba", capacity=64)
 
 
+@pytest.mark.skipif(not makes_document_masks(), reason="the next test has such a version")
+def test_versions_without_masks_of_documents_are_named(tmp_path, monkeypatch):
+    """Before 4.53, transformers makes no mask from positions; an architecture that makes none today stands for them."""
+    monkeypatch.setattr(collators, "makes_document_masks", lambda: False)
+    monkeypatch.setattr(probe, "makes_document_masks", lambda: False)
+    with pytest.raises(ValueError, match=r"since transformers 4\.53: pip install"):
+        windows_of(transformers.MistralConfig(sliding_window=4))
+    assert windows_of(transformers.LlamaConfig()) is None
+    config = transformers.OPTConfig(vocab_size=32, hidden_size=16, ffn_dim=16, word_embed_proj_dim=16)
+    config.num_attention_heads = config.num_hidden_layers = 1
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(
+        ValueError, match=r"PackedDataCollator\(returns='4d_mask'.*, or use transformers >= 4\.53"
+    ):
+        probe.isolation_probe(model).check()
+
+
+@pytest.mark.skipif(makes_document_masks(), reason="transformers makes masks of documents")
+def test_rows_without_masks_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"not isolated.*4d_mask.*transformers >= 4\.53"):
+        trainer(tmp_path, PackedDataCollator())
+
+
+@pytest.mark.skipif(not makes_document_masks(), reason="windows of layers are known since transformers 4.53")
 def test_windows_and_masks_of_the_model_are_accepted(tmp_path):
     assert trainer(tmp_path, PackedDataCollator("4d_mask", window=4), "mistral")
     boolean = PackedDataCollator("4d_mask", mask="boolean")

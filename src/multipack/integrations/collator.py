@@ -15,6 +15,7 @@ ignores document boundaries. Given the documents of an ordinary loader, or a pad
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -230,10 +231,16 @@ def windows_of(config: Any) -> int | dict[str, int | None] | None:
         config: the model's configuration.
 
     Raises:
-        ValueError: the model has layers whose attention is neither full nor a sliding window.
+        ValueError: the model has layers whose attention is neither full nor a sliding window, or windows before
+            transformers 4.53.
     """
     config = config.get_text_config()
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    if window is not None and not makes_document_masks():
+        raise ValueError(
+            f"which layers of {config.model_type} have sliding_window={window} is known since transformers 4.53:"
+            ' pip install -U "transformers>=4.53"'
+        )
     kinds = set(getattr(config, "layer_types", None) or ())
     if other := sorted(kinds - {"full_attention", "sliding_attention"}):
         raise ValueError(
@@ -243,3 +250,8 @@ def windows_of(config: Any) -> int | dict[str, int | None] | None:
     if "sliding_attention" in kinds:  # such a model chooses a mask by the type of each layer
         return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
     return None if kinds else window
+
+
+def makes_document_masks() -> bool:
+    """Whether transformers makes masks of documents from `position_ids`, and knows the windows of layers (≥ 4.53)."""
+    return importlib.util.find_spec("transformers.masking_utils") is not None

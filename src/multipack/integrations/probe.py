@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multipack.integrations.collator import windows_of
+from multipack.integrations.collator import makes_document_masks, windows_of
 from multipack.integrations.probe_documents import (
     Documents,
     draw_tokens,
@@ -266,11 +266,9 @@ class _Probe:
 
     def _refused(self, error: Exception, findings: list[ProbeFinding]) -> IsolationReport:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        refused = ProbeFinding(
-            "refused",
-            f"the model refuses the packed batch: {type(error).__name__}: {reason}",
-            "pad one document per row, or use a model that reads bounds",
-        )
+        text = f"the model refuses the packed batch: {type(error).__name__}: {reason}"
+        remedy = "pad one document per row, or use a model that reads bounds"
+        refused = ProbeFinding("refused", text, _or_newer(remedy) if self.config else remedy)
         return IsolationReport({}, (), (refused, *findings), TOLERANCE)
 
     # --- naming the cause -------------------------------------------------------------------------
@@ -311,7 +309,7 @@ class _Probe:
         )
         if found.cause == "attention" and self.config is not None and self._is_masked_clean(alone):
             remedy = "let PackedDataCollator(returns='4d_mask', window=windows_of(config)) build the mask"
-            found = ProbeFinding(found.cause, found.text, remedy)
+            found = ProbeFinding(found.cause, found.text, _or_newer(remedy))
         return [found]
 
     def _is_masked_clean(self, alone: list[Tensor]) -> bool:
@@ -363,6 +361,11 @@ class _Probe:
 
 def _shifted(batch: PlacedBatch) -> PlacedBatch:
     return batch.with_values(position_ids=batch.values["position_ids"] + 1)
+
+
+def _or_newer(remedy: str) -> str:
+    """A remedy of a leak in transformers, and the version that has none of its own."""
+    return remedy if makes_document_masks() else f"{remedy}, or use transformers >= 4.53"
 
 
 def _applied(batch: PlacedBatch, chosen: tuple[Repair, ...] | list[Repair]) -> PlacedBatch:

@@ -13,8 +13,9 @@ again: Trainer moves the tensors, and an interrupted epoch continues with its ow
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from inspect import signature
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -173,6 +174,15 @@ class PackedTrainerMixin(_HOST):  # type: ignore[misc]
         finally:
             self.data_collator = packed
 
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *device: Any) -> Any:
+        """The rows of a step and their number of targets, as the host counts them.
+
+        Rows are on the host's device, as a loader prepared by accelerate has them: before transformers 5, hosts gather
+        the number where the labels are, and 4.46 gathers it after the last step of an epoch, too.
+        """
+        rows = [self._prepare_inputs(row) for row in islice(epoch_iterator, num_batches)]
+        return super().get_batch_samples(iter(rows), len(rows), *device) if rows else (rows, None)
+
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
@@ -180,7 +190,11 @@ class PackedTrainerMixin(_HOST):  # type: ignore[misc]
         if self.model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         targets = int((inputs["labels"][..., 1:] != -100).sum())
-        found = super().compute_loss(model, inputs, return_outputs, None)
+        averaged, self.args.average_tokens_across_devices = self.args.average_tokens_across_devices, False
+        try:  # transformers 4.46 multiplies the loss of an evaluation by the number of ranks
+            found = super().compute_loss(model, inputs, return_outputs, None)
+        finally:
+            self.args.average_tokens_across_devices = averaged
         if targets:
             loss = (found[0] if return_outputs else found).detach().to(self._evaluated)
             self._evaluated += torch.stack([loss * targets, torch.full_like(loss, targets)])

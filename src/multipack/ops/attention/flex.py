@@ -13,14 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from multipack.data.batch import PackedBatch
 from multipack.ops.attention.masks import first_visible, once_a_batch
+
+if TYPE_CHECKING:  # torch >= 2.5; hosts import this module with torch 2.4
+    from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK_TOKENS = 128
 """Queries and keys per block, the default of torch's kernels."""
@@ -28,6 +30,8 @@ BLOCK_TOKENS = 128
 
 def flex(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, window: int | None) -> Tensor:
     """The backend `flex`: torch's FlexAttention, compiled when first used; arguments are those of `attention`."""
+    from torch.nn.attention.flex_attention import flex_attention
+
     grouped = k.shape[1] != q.shape[1]
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     if torch.compiler.is_compiling():  # the mask becomes part of the compiled graph
@@ -46,6 +50,8 @@ def block_mask(batch: PackedBatch, window: int | None = None) -> BlockMask:
     Returns:
         A mask for (1, heads, T, D) queries and keys, on the batch's device, made without a synchronization.
     """
+    from torch.nn.attention.flex_attention import BlockMask
+
     first = first_visible(batch, window)
     slots = first.shape[0]
     count = (slots + BLOCK_TOKENS - 1) // BLOCK_TOKENS
@@ -82,4 +88,6 @@ def _indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
 @cache
 def compiled() -> Callable[..., Any]:
     """`flex_attention`, compiled: uncompiled it materializes all T² scores."""
+    from torch.nn.attention.flex_attention import flex_attention
+
     return torch.compile(flex_attention)

@@ -130,7 +130,13 @@ def _gradients(
     return torch.cat(parts, dim=2), dk, dv
 
 
-@torch.library.custom_op("multipack::document_attention", mutates_args=(), device_types="cpu")
+# Schemas are written out: torch 2.4 does not read postponed annotations.
+@torch.library.custom_op(
+    "multipack::document_attention",
+    mutates_args=(),
+    device_types="cpu",
+    schema="(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, SymInt? window) -> (Tensor, Tensor)",
+)
 def document_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int | None
 ) -> tuple[Tensor, Tensor]:
@@ -162,7 +168,13 @@ def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int | None) -
     return q.new_empty(q.shape, dtype=dtype), q.new_empty(q.shape[:2], dtype=dtype)
 
 
-@torch.library.custom_op("multipack::document_attention_backward", mutates_args=(), device_types="cpu")
+@torch.library.custom_op(
+    "multipack::document_attention_backward",
+    mutates_args=(),
+    device_types="cpu",
+    schema="(Tensor upstream, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens, SymInt? window)"
+    " -> (Tensor, Tensor, Tensor)",
+)
 def _backward(
     upstream: Tensor,
     q: Tensor,
