@@ -185,7 +185,7 @@ def verdict(config, tmp_path, monkeypatch):
         settings = {name: value for name, value in (config | changes).items() if value is not None}
         (tmp_path / "config.yml").write_text(yaml.safe_dump(settings | {"output_dir": str(tmp_path)}))
         try:
-            return bool(load_cfg(tmp_path / "config.yml").batch_flattening)
+            return bool(load_cfg(str(tmp_path / "config.yml")).batch_flattening)
         except ValueError as error:
             return str(error)
 

@@ -30,6 +30,7 @@ from multipack.integrations.row_mask import NAME, RowMask, make_mask, refuse
 from multipack.ops.attention import attention
 from multipack.ops.attention.explicit import explicit, weighted
 from multipack.ops.attention.masks import once_a_tensor
+from multipack.planning.lengths import short
 
 UNSUPPORTED = ("indices", "block_indices", "sinks", "cache")
 """Arguments of some models' attention that change its result and that `attend` refuses: sparse attention, sinks that
@@ -57,6 +58,8 @@ def register(model: nn.Module | None = None) -> None:
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, make_mask)
     if model is not None:
+        if isinstance(model, type) or not hasattr(model, "set_attn_implementation"):
+            refuse(short(model), "give a model of transformers")
         model.set_attn_implementation(NAME)  # type: ignore[operator]
         if model.config._attn_implementation != NAME:  # type: ignore[union-attr]
             kept = model.config._attn_implementation  # type: ignore[union-attr]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,7 @@ from multipack.integrations.host_sampler import (
     world_size,
 )
 from multipack.integrations.packing_functions import Bins
-from multipack.planning.lengths import check_integer
+from multipack.planning.lengths import check_integer, short
 from multipack.planning.options import PlanOptions, check_fingerprint, opened, sealed
 from multipack.planning.packing import Packs, pack
 
@@ -233,8 +234,7 @@ class MultipackBatchSampler(HostSampler, BatchSampler):
         """The current epoch. The inner sampler is read once, and again if the host has replaced it."""
         known, length = self._epoch, self.len_across_ranks
         if known is None or known.source not in (None, self.sampler):  # None: an order from a saved state
-            yielded = np.array([int(number) for number in self.sampler], dtype=np.int64)
-            order = self._checked_order(yielded, "the sampler")
+            order = self._checked_order(_read(self.sampler), "the sampler")
             ranks = 1 if getattr(self.sampler, "num_replicas", 1) > 1 else world_size()
             if self.multiple_of and len(order) >= self.multiple_of * self.batch_size:
                 ranks = self.multiple_of
@@ -352,6 +352,20 @@ class _Epoch:
     left: Integers
     is_iterated: bool = False
     is_counted: bool = False
+
+
+def _read(sampler: Any) -> Integers:
+    """The document numbers that a sampler yields.
+
+    Raises:
+        ValueError: it is not iterable, or yields something else.
+    """
+    if not hasattr(sampler, "__iter__") and not hasattr(sampler, "__getitem__"):
+        raise ValueError(f"sampler={short(sampler)} must be a sampler, which yields document numbers")
+    try:
+        return np.array([operator.index(number) for number in sampler], dtype=np.int64)
+    except (TypeError, OverflowError) as error:
+        raise ValueError(f"the sampler yields something else than document numbers: {error}") from error
 
 
 def _state_of(sampler: Any) -> dict[str, Any]:

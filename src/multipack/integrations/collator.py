@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from multipack.data.batch import IGNORE
+from multipack.planning.lengths import check_integer, check_integers, short
 from multipack.planning.options import check_choice
 
 Integers = NDArray[np.int64]
@@ -48,9 +49,9 @@ class PackedDataCollator:
     An empty list becomes one token without a label, so that a rank without documents runs the same collectives.
 
     Args:
-        returns: `flattened`: one row of all documents with their boundaries. `padded`: one row per document, as
-            conventional collators make. `4d_mask`: one row and a mask of T² elements, for models that read no
-            boundaries.
+        returns: what a batch is (`return` is a keyword of Python). `flattened`: one row of all documents with their
+            boundaries. `padded`: one row per document, as conventional collators make. `4d_mask`: one row and a mask
+            of T² elements, for models that read no boundaries.
         pad_id: token of padding.
         mask: of `4d_mask`: `additive` (0 and the lowest number of `dtype`) or `boolean`.
         dtype: of an additive mask: the model's.
@@ -59,7 +60,7 @@ class PackedDataCollator:
             `windows_of(config)` returns what a model needs. A model applies no windows of its own to a given mask.
 
     Raises:
-        ValueError: an unknown choice.
+        ValueError: an unknown choice, a window below 1 or without `4d_mask`, or a dtype that is not floating.
     """
 
     returns: Returns = "flattened"
@@ -71,6 +72,19 @@ class PackedDataCollator:
     def __post_init__(self) -> None:
         check_choice("returns", self.returns, Returns)
         check_choice("mask", self.mask, Mask)
+        check_integer("pad_id", self.pad_id, 0)
+        if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
+            raise ValueError(
+                f"dtype={self.dtype!r} must be a floating dtype of torch: the model's, as torch.bfloat16"
+            )
+        if self.window is not None and self.returns != "4d_mask":
+            raise ValueError(
+                f"window={self.window!r} is of returns='4d_mask': with {self.returns!r} a model applies its own windows"
+            )
+        windows = self.window.values() if isinstance(self.window, Mapping) else [self.window]
+        for window in windows:
+            if window is not None:
+                check_integer("window", window)
 
     def __call__(self, features: Sequence[Mapping[str, Any]] | Mapping[str, Any]) -> dict[str, Any]:
         """The inputs of `model(**inputs)`.
@@ -82,9 +96,11 @@ class PackedDataCollator:
             ValueError: a document is empty, is packed already, or its columns have different lengths.
         """
         if isinstance(features, Mapping):
-            columns = [name for name in COLUMNS if name in features]
-            rows = len(features["input_ids"])
-            features = [{name: features[name][row] for name in columns} for row in range(rows)]
+            features = _rows_of(features)
+        elif not isinstance(features, Sequence):
+            raise ValueError(
+                f"a batch must be a list of documents or a mapping of columns, got {short(features)}"
+            )
         documents = [_document(number, feature) for number, feature in enumerate(features)]
         documents = documents or [(np.array([self.pad_id]), np.array([IGNORE]))]
         return self._padded(documents) if self.returns == "padded" else self._row(documents)
@@ -144,25 +160,50 @@ class PackedDataCollator:
         return inputs | {"use_cache": False}
 
 
+def _rows_of(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The documents of a padded batch."""
+    columns = {name: batch[name] for name in COLUMNS if batch.get(name) is not None}
+    if "input_ids" not in columns:
+        raise ValueError(
+            f"the batch has no input_ids (it has {', '.join(map(str, batch))}): tokenize its documents"
+        )
+    rows = {name: len(values) for name, values in columns.items()}
+    if len(set(rows.values())) > 1:
+        raise ValueError(f"columns of the batch have different numbers of documents: {rows}")
+    return [{name: values[row] for name, values in columns.items()} for row in range(rows["input_ids"])]
+
+
 def _document(number: int, feature: Mapping[str, Any]) -> tuple[Integers, Integers]:
     """Tokens of a document and a copy of its labels, without padding; `number` counts in the batch, for messages."""
-    if "input_ids" not in feature:
+    if not isinstance(feature, Mapping):
         raise ValueError(
-            f"document {number} of the batch has no input_ids (it has {', '.join(feature)}): tokenize it"
+            f"document {number} of the batch is {short(feature)}: it must be a mapping with input_ids"
         )
-    if len(feature.get("seq_lengths", ())) > 1:
+    if feature.get("input_ids") is None:
+        raise ValueError(
+            f"document {number} of the batch has no input_ids (it has {', '.join(map(str, feature))}): tokenize it"
+        )
+    if np.size(feature.get("seq_lengths", ())) > 1:
         raise ValueError(
             f"document {number} of the batch holds {len(feature['seq_lengths'])} documents (seq_lengths): the data set"
             " is packed already; give the data set before it was packed (packing=False)"
         )
-    columns = {name: np.asarray(feature[name]) for name in COLUMNS[:-1] if feature.get(name) is not None}
-    tokens = columns["input_ids"].astype(np.int64, copy=False)
+    try:
+        columns = {name: np.asarray(feature[name]) for name in COLUMNS[:-1] if feature.get(name) is not None}
+    except ValueError as error:
+        raise ValueError(f"document {number} of the batch must be flat lists of integers: {error}") from None
+    tokens = columns["input_ids"]
     for name, values in columns.items():
         if values.shape != tokens.shape or values.ndim != 1:
             raise ValueError(
                 f"document {number} of the batch has {name} of shape {values.shape} and input_ids of {tokens.shape}:"
                 " both must be flat lists of equal lengths"
             )
+        if values.dtype.kind not in "iub" and values.size:
+            raise ValueError(
+                f"document {number} of the batch has {name} of {values.dtype}: tokens, labels and masks are integers"
+            )
+    tokens = tokens.astype(np.int64, copy=False)
     labels = columns.get("labels", tokens).astype(np.int64)
     if "labels" not in columns:
         for name in ("completion_mask", "assistant_masks"):
@@ -199,22 +240,52 @@ def document_lengths(dataset: Any, column: str = "input_ids") -> Integers:
             " load it without streaming"
         )
     if hasattr(dataset, "lengths"):
-        return np.asarray(dataset.lengths, dtype=np.int64)
+        lengths = check_integers("the data set's attribute lengths", dataset.lengths)
+        if len(lengths) != len(dataset):
+            raise ValueError(
+                f"the data set has {len(dataset):,} documents, and its attribute lengths has {len(lengths):,}: give one"
+                " length a document, or remove the attribute"
+            )
+        return lengths
     if len(dataset) == 0:
         raise ValueError("the data set has no documents")
     names = getattr(dataset, "column_names", None)
     if names is None or dataset.format["type"] == "custom":
-        first = dataset[0]
-        if column not in first:
-            raise ValueError(_no_column(column, first))
-        return np.array([len(dataset[number][column]) for number in range(len(dataset))], dtype=np.int64)
+        return np.array([_length(dataset, number, column) for number in range(len(dataset))], dtype=np.int64)
     if column not in names:
         raise ValueError(_no_column(column, names))
+    import pyarrow
     import pyarrow.compute
 
     pages = dataset.select_columns([column]).with_format("arrow").iter(batch_size=_ROWS)
-    parts = [pyarrow.compute.list_value_length(page[column]).to_numpy() for page in pages]
+    try:
+        parts = [pyarrow.compute.list_value_length(page[column]).fill_null(0).to_numpy() for page in pages]
+    except pyarrow.ArrowNotImplementedError:
+        kind = dataset.features[column]
+        raise ValueError(f"column {column} of the data set is {short(kind)}, not lists of tokens") from None
     return np.concatenate(parts).astype(np.int64)
+
+
+def _length(dataset: Any, number: int, column: str) -> int:
+    """Tokens of a document."""
+    try:
+        document = dataset[number]
+    except (IndexError, KeyError) as error:
+        raise ValueError(
+            f"the data set has {len(dataset):,} documents by its len, but no document {number}: it must be a sequence"
+            " of mappings, each a document"
+        ) from error
+    if not isinstance(document, Mapping):
+        raise ValueError(
+            f"document {number} of the data set is {short(document)}: it must be a mapping with {column}"
+        )
+    if column not in document:
+        raise ValueError(_no_column(column, document))
+    if not hasattr(document[column], "__len__"):
+        raise ValueError(
+            f"document {number} of the data set has {column}={short(document[column])}, not a list"
+        )
+    return len(document[column])
 
 
 def _no_column(column: str, names: Any) -> str:
@@ -231,9 +302,11 @@ def windows_of(config: Any) -> int | dict[str, int | None] | None:
         config: the model's configuration.
 
     Raises:
-        ValueError: the model has layers whose attention is neither full nor a sliding window, or windows before
+        ValueError: not a configuration, layers whose attention is neither full nor a sliding window, or windows before
             transformers 4.53.
     """
+    if not hasattr(config, "get_text_config"):
+        raise ValueError(f"windows_of takes a model's config, got {short(config)}")
     config = config.get_text_config()
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     if window is not None and not makes_document_masks():

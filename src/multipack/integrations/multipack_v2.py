@@ -28,7 +28,7 @@ from multipack.integrations.host_sampler import (
     replicas_and_rank,
     saved_integer,
 )
-from multipack.planning.lengths import check_integer
+from multipack.planning.lengths import check_integer, check_lengths
 from multipack.planning.options import Balance, PlanOptions, check_fingerprint, opened, sealed
 from multipack.planning.plan import Plan
 
@@ -209,10 +209,15 @@ class InterleavedSampler(Sampler[Integers]):
     def __init__(
         self, lengths: ArrayLike, batch_size: int, num_replicas: int, rank: int, seed: int = 0
     ) -> None:
-        self.lengths = np.asarray(lengths, dtype=np.int64)
+        self.lengths = check_lengths(lengths)
         self.batch_size = check_integer("batch_size", batch_size)
         self.num_replicas, self.rank = replicas_and_rank(num_replicas, rank)
         self.seed, self.epoch = check_integer("seed", seed, 0), 0
+        if len(self.lengths) < (together := self.batch_size * self.num_replicas):
+            raise ValueError(
+                f"{len(self.lengths):,} documents are too few for a batch of batch_size={self.batch_size} on each of"
+                f" num_replicas={self.num_replicas} ranks, which takes {together:,}; use a smaller batch_size"
+            )
 
     def __len__(self) -> int:
         """Number of batches of every epoch, the same on all ranks."""

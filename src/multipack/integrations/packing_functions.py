@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 
-import numpy as np
 from numpy.typing import ArrayLike
 
-from multipack.planning.lengths import check_integer
+from multipack.planning.lengths import check_integer, check_integers
 from multipack.planning.packing import pack
 
 LOG = logging.getLogger(__name__)
@@ -17,12 +16,13 @@ Bins = list[list[int]]
 
 def ffd_check(sequence_lengths: ArrayLike, bin_capacity: int, num_bins: int) -> bool:
     """Whether first fit decreasing packs these sequences into at most `num_bins` bins."""
-    lengths = np.asarray(sequence_lengths)
+    lengths = check_integers("sequence_lengths", sequence_lengths)
+    capacity, most = check_integer("bin_capacity", bin_capacity), check_integer("num_bins", num_bins, 0)
     if lengths.size == 0:
         return True
-    if lengths.max() > bin_capacity:
+    if lengths.max() > capacity:
         return False
-    return len(pack(lengths, bin_capacity, "first_fit_decreasing")) <= num_bins
+    return len(pack(lengths, capacity, "first_fit_decreasing")) <= most
 
 
 def pack_group(
@@ -43,18 +43,21 @@ def pack_group(
         bin_size: maximum sequences of a bin.
         safe_mode: apply `max_bins`.
     """
-    lengths = np.asarray(sequence_lengths)
+    lengths = check_integers("sequence_lengths", sequence_lengths)
+    capacity, most = check_integer("bin_capacity", bin_capacity), check_integer("max_bins", max_bins, 0)
+    first = check_integer("group_offset", group_offset, 0)
+    limit = check_integer("bin_size", bin_size) if bin_size else None
     if lengths.size == 0:
         return []
-    bins = pack(lengths, bin_capacity, "best_fit", bin_size or None)
-    kept = min(len(bins), max_bins) if safe_mode else len(bins)
+    bins = pack(lengths, capacity, "best_fit", limit)
+    kept = min(len(bins), most) if safe_mode else len(bins)
     if skipped := len(lengths) - int(bins.offsets[kept]):
         LOG.warning(
             "pack_group: %d of %d sequences do not fit into max_bins=%d and are skipped; raise max_bins, or set"
             " safe_mode=False",
             *(skipped, len(lengths), max_bins),
         )
-    return [(bins[number] + group_offset).tolist() for number in range(kept)]
+    return [(bins[number] + first).tolist() for number in range(kept)]
 
 
 def pack_parallel(
@@ -67,7 +70,7 @@ def pack_parallel(
     mp_start_method: str | None = "fork",
 ) -> Bins:
     """`pack_group` for each `group_size` sequences. The last three arguments are not needed: no process is started."""
-    lengths = np.asarray(sequence_lengths)
+    lengths = check_integers("sequence_lengths", sequence_lengths)
     size = check_integer("group_size", group_size)
     bins = []
     for first in range(0, len(lengths), size):
@@ -84,9 +87,11 @@ def allocate_sequentially(
     Returns:
         (this rank's bins, tokens of all sequences, slots of all ranks' bins).
     """
-    lengths = np.asarray(sequence_lengths)
+    lengths = check_integers("sequence_lengths", sequence_lengths)
+    capacity, ranks = check_integer("bin_capacity", bin_capacity), check_integer("num_ranks", num_ranks)
+    own_rank = check_integer("rank", rank, 0, ranks - 1)
     if lengths.size == 0:
         return [], 0, 0
-    bins = pack(lengths, bin_capacity, "next_fit")
-    own = [bins[number].tolist() for number in range(rank, len(bins), num_ranks)]
-    return own, int(lengths.sum()), len(bins) * bin_capacity
+    bins = pack(lengths, capacity, "next_fit")
+    own = [bins[number].tolist() for number in range(own_rank, len(bins), ranks)]
+    return own, int(lengths.sum()), len(bins) * capacity

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from multipack.integrations.collator import makes_document_masks, windows_of
 from multipack.integrations.probe_documents import (
     Documents,
+    check_callable,
     draw_tokens,
     find_vocabulary_size,
     packed_batch,
@@ -75,6 +76,9 @@ def isolation_probe(
     Raises:
         ValueError: the batch does not hold the documents, or the outputs have no row for each token.
     """
+    check_callable("model", model)
+    for name, given in {"make_batch": make_batch, "forward": forward}.items():
+        check_callable(name, given or list)
     probe = _Probe(model, make_batch, forward, lengths, vocabulary_size)
     with _undisturbed(model), torch.no_grad():
         return probe.report()
@@ -126,7 +130,7 @@ class _Probe:
             self.dtype = parameter.dtype
         if torch.is_autocast_enabled(self.device.type):
             self.dtype = torch.get_autocast_dtype(self.device.type)
-        size = vocabulary_size or find_vocabulary_size(model, self.config)
+        size = find_vocabulary_size(model, self.config) if vocabulary_size is None else vocabulary_size
         self.documents, self.others = draw_tokens(lengths, size, special_tokens(self.config))
         self.noise = 0.0
 

@@ -13,6 +13,7 @@ from multipack.data.batch import PackedBatch
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
 from multipack.integrations.collator import PackedDataCollator
+from multipack.planning.lengths import check_integer, check_lengths, short
 
 Documents = Sequence[Sequence[int]]
 
@@ -27,6 +28,16 @@ def packed_batch(documents: Documents) -> PackedBatch:
     collate = PackedCollator(len(documents), max(map(len, documents)))
     tokens = [np.array(document, dtype=np.uint32) for document in documents]
     return collate([Document(each, np.array([[0, len(each)]])) for each in tokens])
+
+
+def check_callable(name: str, given: Any) -> None:
+    """Refuse an argument of the probe that cannot be called.
+
+    Raises:
+        ValueError: neither a model nor a function.
+    """
+    if not callable(given):
+        raise ValueError(f"{name} must be a model or a function, got {short(given)}")
 
 
 def find_vocabulary_size(model: Any, config: Any) -> int:
@@ -64,15 +75,24 @@ def draw_tokens(
     lengths: tuple[int, ...], size: int, special: set[int]
 ) -> tuple[list[list[int]], list[Tensor]]:
     """Documents of distinct tokens, as far as the vocabulary allows, and as many other tokens for each."""
+    sizes = check_lengths(lengths).tolist()
+    if len(sizes) < 2:
+        raise ValueError(f"lengths={short(lengths)}: the probe needs at least two documents")
+    size = check_integer("vocabulary_size", size)
     allowed = torch.tensor([token for token in range(min(size, 1 << 16)) if token not in special])
+    if len(allowed) < 2:
+        raise ValueError(
+            f"a vocabulary of {size:,} tokens, {len(special)} of them special, leaves none to change: pass a larger"
+            " vocabulary_size"
+        )
     generator = torch.Generator().manual_seed(0)
     drawn = allowed[torch.randperm(len(allowed), generator=generator)]
-    total = sum(lengths)
+    total = sum(sizes)
     if len(allowed) < total:
         drawn = allowed[torch.randint(len(allowed), (total,), generator=generator)]
     others = torch.roll(drawn, -total)[:total] if len(drawn) >= 2 * total else drawn[:total].clone()
     if len(drawn) < 2 * total:  # the next token of the vocabulary
         order = {int(token): int(allowed[(place + 1) % len(allowed)]) for place, token in enumerate(allowed)}
         others = torch.tensor([order[int(token)] for token in others])
-    parts = torch.split(drawn[:total], list(lengths))
-    return [part.tolist() for part in parts], list(torch.split(others, list(lengths)))
+    parts = torch.split(drawn[:total], sizes)
+    return [part.tolist() for part in parts], list(torch.split(others, sizes))

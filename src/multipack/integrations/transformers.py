@@ -28,13 +28,15 @@ from multipack.integrations.attention_interface import register
 from multipack.integrations.collator import COLUMNS, PackedDataCollator, document_lengths, windows_of
 from multipack.integrations.probe import isolation_probe
 from multipack.machine import import_extra
-from multipack.planning.lengths import check_integer, name_documents
+from multipack.planning.lengths import check_integer, name_documents, short
 from multipack.planning.options import check_fingerprint
 
 LOG = logging.getLogger(__name__)
 
 _transformers: Any = import_extra("transformers", "PackedTrainer", "hf")
 _HOST: Any = object  # what the mixin is mixed into, for type checkers
+_DECIDED = {"capacity", "packs_per_step", "lengths", "rank", "world_size", "seed", "options"}
+"""Arguments of a sampler that are not the user's here."""
 _STATE = "multipack"
 """Key of the plan's identity in the `trainer_state.json` of a checkpoint."""
 
@@ -111,7 +113,7 @@ class PackedTrainerMixin(_HOST):  # type: ignore[misc]
         packed_attention: bool | None = None,
         **named: Any,
     ) -> None:
-        self.capacity, self.plan_options = check_integer("capacity", capacity), dict(plan_options or {})
+        self.capacity, self.plan_options = check_integer("capacity", capacity), _check_options(plan_options)
         if data_collator is not None and not isinstance(data_collator, PackedDataCollator):
             raise ValueError(
                 f"data_collator={type(data_collator).__name__} does not make packed rows: leave it out, or give a"
@@ -157,6 +159,10 @@ class PackedTrainerMixin(_HOST):  # type: ignore[misc]
         """This rank's packs of the evaluation set, in its order."""
         chosen = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(chosen, str):
+            if not isinstance(self.eval_dataset, Mapping) or chosen not in self.eval_dataset:
+                raise ValueError(
+                    f"there is no eval_dataset {chosen!r}: give the trainer a mapping with that name"
+                )
             chosen = self.eval_dataset[chosen]
         if chosen is None:
             raise ValueError("evaluation needs an eval_dataset: give it to the trainer, or to evaluate()")
@@ -244,10 +250,11 @@ class PackedTrainerMixin(_HOST):  # type: ignore[misc]
                 " load it without streaming"
             )
         for known, lengths in self._known_lengths:
-            if known is dataset:
+            if known is dataset and len(dataset) == len(lengths):
                 return lengths
         lengths = document_lengths(dataset)
-        self._known_lengths.append((dataset, lengths))
+        others = [known for known in self._known_lengths if known[0] is not dataset]
+        self._known_lengths = [*others, (dataset, lengths)]
         return lengths
 
     def _loader(self, dataset: Any, sampler: PackedBatchSampler, persistent: bool) -> RankLoader:
@@ -347,6 +354,17 @@ class PackedTrainerMixin(_HOST):  # type: ignore[misc]
             raise ValueError(
                 f"attn_implementation={config._attn_implementation} adds the mask to its scores: use mask='additive'"
             )
+
+
+def _check_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Options of the plan, without those that the host's arguments decide."""
+    if given is not None and not isinstance(given, Mapping):
+        raise ValueError(f"plan_options must be a mapping, for example {{'window': 8}}, got {short(given)}")
+    if others := sorted(_DECIDED & set(given or ())):
+        raise ValueError(
+            f"plan_options has {', '.join(others)}, which the arguments of the trainer decide: leave it out"
+        )
+    return dict(given or {})
 
 
 class PackedTrainer(PackedTrainerMixin, _transformers.Trainer):  # type: ignore[misc]

@@ -43,9 +43,9 @@ class PackedSFTTrainer(PackedTrainerMixin, _trl.SFTTrainer):  # type: ignore[mis
                 raise ValueError(
                     f"{name}=True is TRL's own way to pack: PackedSFTTrainer packs without it; leave it out"
                 )
-        tokens = capacity or (
-            _trl.SFTConfig.max_length if args is None else getattr(args, "max_length", None)
-        )
+        tokens = capacity
+        if tokens is None:
+            tokens = _trl.SFTConfig.max_length if args is None else getattr(args, "max_length", None)
         if tokens is None:
             raise ValueError("a pack needs a number of tokens: give capacity, or SFTConfig(max_length=…)")
         super().__init__(model, args, data_collator, *positional, capacity=tokens, **named)

@@ -16,6 +16,7 @@ from typing import Any
 from trl.experimental.async_grpo import async_grpo_trainer as trainer
 
 from multipack.planning.balance import balance
+from multipack.planning.lengths import check_integer
 
 if not hasattr(trainer, "TreeRow"):
     raise ImportError(
@@ -59,7 +60,8 @@ class TokenBudgetBatcher(trainer.TokenBudgetBatcher):  # type: ignore[misc]
     """
 
     def __init__(self, dataset: Iterable[Any], num_processes: int, token_budget: int, metrics: Any) -> None:
-        super().__init__(_Within(dataset, token_budget), num_processes, token_budget, metrics)
+        budget = check_integer("token_budget", token_budget)
+        super().__init__(_Within(dataset, budget), num_processes, budget, metrics)
 
     def __iter__(self) -> Iterator[list[Any]]:
         for rows in super().__iter__():

@@ -82,6 +82,8 @@ def rearrange_micro_batches(
     """
     lengths = _lengths_of(batch)
     budget = check_integer("max_token_len", max_token_len)
+    least = check_integer("min_num_micro_batch", min_num_micro_batch or 1)
+    multiple = check_integer("num_batches_divided_by", num_batches_divided_by or 1)
     longest, fewest, sequences = int(lengths.max(initial=0)), 1, len(lengths)
     if 0 < longest <= budget:
         fewest = least_packs(lengths, budget)
@@ -92,8 +94,7 @@ def rearrange_micro_batches(
             f"a sequence of {longest:,} tokens does not fit into max_token_len={budget:,}; set max_token_len (in verl's"
             f" settings ppo_max_token_len_per_gpu and the like) to at least {longest:,}"
         )
-    number = max(fewest, min_num_micro_batch or 1)
-    number = -(-number // (num_batches_divided_by or 1)) * (num_batches_divided_by or 1)
+    number = -(-max(fewest, least) // multiple) * multiple
     if number > sequences:
         raise ValueError(
             f"{sequences} sequences on a rank cannot fill {number} micro-batches, and none may be empty; raise"
@@ -109,8 +110,14 @@ def rearrange_micro_batches(
 
 def _lengths_of(batch: Any) -> NDArray[np.int64]:
     """(sequences,) tokens of each sequence, without padding."""
-    ids = batch["input_ids"]
-    lengths = ids.offsets().diff() if ids.is_nested else batch["attention_mask"].sum(dim=1)
+    try:
+        ids = batch["input_ids"]
+        lengths = ids.offsets().diff() if ids.is_nested else batch["attention_mask"].sum(dim=1)
+    except (TypeError, KeyError) as error:
+        raise ValueError(
+            f"the batch is {type(batch).__name__} without {error}: give a TensorDict with input_ids that are nested, or"
+            " with an attention_mask"
+        ) from error
     return np.asarray(lengths.cpu(), dtype=np.int64)
 
 
