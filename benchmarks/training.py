@@ -25,7 +25,6 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from host_runs import SETS, Speed, Stopwatch, run
 from multipack.data.collate import pad_documents
 from multipack.data.documents import Documents
 from multipack.data.stdlib import library_files, parse_file
@@ -49,36 +49,8 @@ from multipack.training.settings import OptimizerConfig
 from result import parser_of, records_of, write_result
 
 LENGTHS = Path(__file__).parents[2] / "shared" / "data" / "lengths"
-SETS = {"instructlab": "instructlab_sdg_24k", "natural_instructions": "natural_instructions_193k"}
 LONGEST = 2048
 SHAPE_WORDS = ("layers", "heads", "kv_heads", "d_model", "d_ff", "vocabulary_size", "tied")
-
-
-@dataclass(frozen=True)
-class Speed:
-    """Real tokens, computed slots and seconds of the steps that were timed."""
-
-    tokens: int
-    slots: int
-    seconds: float
-
-    @property
-    def rate(self) -> float:
-        """Real tokens per second."""
-        return self.tokens / self.seconds
-
-
-class Stopwatch:
-    """Counts the tokens of every batch, and times steps from the end of the first on."""
-
-    def __init__(self) -> None:
-        self.batches: list[tuple[int, int]] = []
-        self.ends: list[float] = []
-
-    def speed(self) -> Speed:
-        """Everything after the first step."""
-        tokens, slots = (sum(column) for column in zip(*self.batches[1 : len(self.ends)], strict=True))
-        return Speed(tokens, slots, self.ends[-1] - self.ends[0])
 
 
 def documents_of(lengths: Any, count: int, vocabulary: int) -> list[list[int]]:
@@ -143,7 +115,7 @@ def ours_padded(store: Path, shape: ModelShape, batch: int) -> Speed:
     watch = Stopwatch()
     for start in range(0, len(order), batch):
         padded = pad_documents([documents[int(number)] for number in order[start : start + batch]])
-        watch.batches.append((padded.num_tokens, padded.num_slots))
+        watch.batches.append((batch, padded.num_tokens, padded.num_slots))
         engine.forward_backward([padded], padded.denominator)
         engine.clip(1.0)
         engine.step(1e-3)
@@ -151,83 +123,14 @@ def ours_padded(store: Path, shape: ModelShape, batch: int) -> Speed:
     return watch.speed()
 
 
-def hugging_face(documents: list[list[int]], shape: ModelShape, batch: int, folder: Path, kind: str) -> Speed:
+def hugging_face(documents: list[list[int]], shape: ModelShape, batch: int, folder: Path, way: str) -> Speed:
     """The Trainer of transformers, or TRL's SFTTrainer."""
-    from datasets import Dataset
-    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+    from transformers.trainer_pt_utils import get_length_grouped_indices
 
-    watch = Stopwatch()
-
-    class Ends(TrainerCallback):
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            watch.ends.append(time.perf_counter())
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": shape.d_model, "intermediate_size": shape.d_ff, "num_hidden_layers": shape.layers}
-    heads = {"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads}
-    tokens = {"vocab_size": shape.vocabulary_size, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
-    config = LlamaConfig(
-        **sizes,
-        **heads,
-        **tokens,
-        max_position_embeddings=8192,
-        tie_word_embeddings=shape.tied,
-        use_cache=False,
-    )
-    model = LlamaForCausalLM(config)
-    quiet = {"report_to": [], "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True}
-    common: dict[str, Any] = {"output_dir": tempfile.mkdtemp(dir=folder), "num_train_epochs": 1, **quiet}
-    common |= {"learning_rate": 1e-3, "max_grad_norm": 1.0, "use_cpu": True, "bf16": False}
-    rows = Dataset.from_list([{"input_ids": tokens} for tokens in documents])
-    if kind == "trl":
-        return _trl(rows, capacity_of(documents, batch), model, common, watch, Ends())
-
-    def collate(features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        width = max(len(feature["input_ids"]) for feature in features)
-        padded = [feature["input_ids"] + [-1] * (width - len(feature["input_ids"])) for feature in features]
-        ids = torch.tensor(padded)
-        mask = (ids >= 0).long()
-        ids = ids.clamp(min=0)
-        watch.batches.append((int(mask.sum()), ids.numel()))
-        return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-
-    if kind == "grouped":
-        old = "group_by_length" in TrainingArguments.__dataclass_fields__
-        common |= {"group_by_length": True} if old else {"train_sampling_strategy": "group_by_length"}
-    arguments = TrainingArguments(**common, per_device_train_batch_size=batch)
-    trainer = Trainer(model, arguments, data_collator=collate, train_dataset=rows, callbacks=[Ends()])
-    trainer.train()
-    return watch.speed()
-
-
-def _trl(rows: Any, capacity: int, model: Any, common: dict[str, Any], watch: Stopwatch, ends: Any) -> Speed:
-    import tokenizers
-    from transformers import PreTrainedTokenizerFast
-    from trl import SFTConfig, SFTTrainer
-
-    words = {f"t{token}": token for token in range(model.config.vocab_size)}
-    library = tokenizers.Tokenizer(tokenizers.models.WordLevel(words))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=library, eos_token="t1", pad_token="t0")
-    packing = {
-        "packing": True,
-        "packing_strategy": "bfd",
-        "max_length": capacity,
-        "gradient_checkpointing": False,
-    }
-    arguments = SFTConfig(**common, **packing, per_device_train_batch_size=1)
-    trainer = SFTTrainer(
-        model, args=arguments, train_dataset=rows, processing_class=tokenizer, callbacks=[ends]
-    )
-    inner = trainer.data_collator
-
-    def collate(features: list[dict[str, Any]]) -> Any:
-        made = inner(features)
-        watch.batches.append((int(made["input_ids"].numel()),) * 2)
-        return made
-
-    trainer.data_collator = collate
-    trainer.train()
-    return watch.speed()
+    if way == "group_by_length":
+        order = get_length_grouped_indices(list(map(len, documents)), batch)
+        documents = [documents[number] for number in order]
+    return run(way, documents, shape, capacity_of(documents, batch), batch, time.perf_counter)
 
 
 def contenders(*given: Any) -> dict[str, Callable[[], Speed]]:
@@ -237,10 +140,10 @@ def contenders(*given: Any) -> dict[str, Callable[[], Speed]]:
         "ours padded": partial(ours, *given, packed=False),
     }
     if importlib.util.find_spec("transformers") and importlib.util.find_spec("accelerate"):
-        found["transformers"] = partial(hugging_face, *given, "plain")
-        found["transformers, grouped"] = partial(hugging_face, *given, "grouped")
+        found["transformers"] = partial(hugging_face, *given, "padded")
+        found["transformers, grouped"] = partial(hugging_face, *given, "group_by_length")
         if importlib.util.find_spec("trl"):
-            found["trl bfd"] = partial(hugging_face, *given, "trl")
+            found["trl bfd"] = partial(hugging_face, *given, "TRL bfd")
     return found
 
 

@@ -27,11 +27,13 @@ class Suite:
         name: of the files.
         tables: by name; each is called with whether it is to use less data.
         measured_on: first sentences of the page, from the description of the machine.
+        document: of docs/, if it is not NAME.md.
     """
 
     name: str
     tables: dict[str, Callable[[bool], Table]]
     measured_on: Callable[[dict[str, Any]], str]
+    document: str = ""
 
     def main(self, doc: str | None) -> None:
         """Run the command line; `doc` is its help."""
@@ -46,7 +48,9 @@ class Suite:
         )
         parser.add_argument("--show", action="store_true", help="print the last figures, without measuring")
         parser.add_argument(
-            "--page", action="store_true", help=f"write the last figures to docs/{self.name}.md"
+            "--page",
+            action="store_true",
+            help=f"write the last figures to docs/{self.document or self.name}.md",
         )
         parser.add_argument("--out", type=Path, help=f"JSON file; results/{self.name}.json after a full run")
         options = parser.parse_args()
@@ -91,7 +95,7 @@ class Suite:
 
     def write_page(self, text: str) -> None:
         """Put text between the marks of the page."""
-        path = DOCS / f"{self.name}.md"
+        path = DOCS / f"{self.document or self.name}.md"
         page = path.read_text(encoding="utf-8")
         if BEGIN not in page or END not in page:
             raise SystemExit(f"{path} lacks the marks {BEGIN} and {END}, between which the tables go")

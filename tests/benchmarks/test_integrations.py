@@ -2,25 +2,63 @@
 
 import json
 import sys
+from itertools import count
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_stored_figures():
+def stored(name):
     saved = json.loads((ROOT / "benchmarks" / "results" / "integrations.json").read_text())
-    (attention,) = (table for table in saved["tables"] if table["name"] == "attention")
     assert not saved["quick"]
-    for row in attention["rows"]:
-        figures = dict(zip(attention["columns"], row, strict=True))
+    (table,) = (table for table in saved["tables"] if table["name"] == name)
+    return [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+
+
+@pytest.fixture
+def integrations(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import integrations
+
+    yield integrations
+    sys.modules.pop("integrations")
+
+
+def test_stored_figures():
+    for figures in stored("attention"):
         assert figures["times faster"] > 1
         assert figures["largest tensor, MB"] < figures["beside, MB"]
 
 
-def test_quick_run(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import integrations
+def test_attention(integrations):
+    assert len(integrations.attention_table(quick=True).rows) == len(integrations.MODELS)
 
-    table = integrations.attention_table(quick=True)
-    assert len(table.rows) == len(integrations.MODELS)
-    sys.modules.pop("integrations")
+
+def test_collation(integrations):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    table = integrations.collation_table(quick=True)
+    assert len(table.rows) == 12
+    assert all(row[-1] > 0 for row in table.rows)
+
+
+def test_start_up(integrations, monkeypatch):
+    monkeypatch.setattr(integrations, "COMMANDS", dict(list(integrations.COMMANDS.items())[:3]))
+    table = integrations.start_up_table(quick=True)
+    assert [row[0] for row in table.rows] == list(integrations.COMMANDS)
+    assert all(wall > 0 for _, wall, _ in table.rows)
+
+
+@pytest.mark.parametrize("way", ["multipack", "multipack, sdpa", "TRL bfd", "padded", "group_by_length"])
+def test_every_host_trains_every_document(integrations, way):
+    for package in ("transformers", "accelerate", "datasets", *(["trl"] if way == "TRL bfd" else [])):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    import host_runs
+
+    shape = host_runs.ModelShape(layers=1, heads=2, d_model=16, d_ff=16, vocabulary_size=64)
+    documents = [[2 + number] * length for number, length in enumerate([9, 30, 4, 17, 25, 12])]
+    speed = host_runs.run(way, documents, shape, 40, 2, clock=count().__next__)
+    assert speed.documents == 6
+    assert speed.tokens <= speed.slots
+    assert speed.steps == speed.seconds > 0

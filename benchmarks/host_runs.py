@@ -1,0 +1,328 @@
+"""Training runs inside hosts: transformers' Trainer and TRL's SFTTrainer on padded rows, on TRL's packs and on ours."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from multipack.shapes import ModelShape
+from planning_tables.lengths import ABSENT, load
+from planning_tables.table import Table, missing
+
+Integers = NDArray[np.int64]
+
+SETS = {"instructlab": "instructlab_sdg_24k", "natural_instructions": "natural_instructions_193k"}
+SHAPE = ModelShape(layers=2, heads=4, d_model=256, d_ff=704, vocabulary_size=2056)
+LONGEST = 1024
+"""Longer documents are left out of every run: 0.2 % of either set."""
+WAYS = ("multipack", "TRL bfd", "padded", "group_by_length")
+PACKED = ("multipack", "multipack, sdpa", "TRL bfd")
+
+
+@dataclass
+class Stopwatch:
+    """Counts every batch, and times steps from the end of the first on."""
+
+    clock: Callable[[], float] = time.perf_counter
+    batches: list[tuple[int, int, int]] = field(default_factory=list)
+    """Documents, real tokens and slots of each."""
+    ends: list[float] = field(default_factory=list)
+
+    def count(self, batch: dict[str, Any]) -> None:
+        """Count a collated batch: a padded one with its mask, or a row whose positions start anew at documents."""
+        ids, mask = batch["input_ids"], batch.get("attention_mask")
+        documents = len(ids) if mask is not None else int((batch["position_ids"] == 0).sum())
+        self.batches.append((documents, ids.numel() if mask is None else int(mask.sum()), ids.numel()))
+
+    def speed(self) -> Speed:
+        """Everything after the first step."""
+        _, tokens, slots = (sum(column) for column in zip(*self.batches[1 : len(self.ends)], strict=True))
+        documents = sum(batch[0] for batch in self.batches)
+        return Speed(tokens, slots, self.ends[-1] - self.ends[0], len(self.ends) - 1, documents)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Real tokens, computed slots, seconds and number of the steps that were timed; documents of all steps."""
+
+    tokens: int
+    slots: int
+    seconds: float
+    steps: int = 0
+    documents: int = 0
+
+    @property
+    def rate(self) -> float:
+        """Real tokens per second."""
+        return self.tokens / self.seconds
+
+
+def llama(shape: ModelShape) -> Any:
+    """A Llama of transformers with random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=shape.d_model,
+        intermediate_size=shape.d_ff,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        vocab_size=shape.vocabulary_size,
+        tie_word_embeddings=shape.tied,
+        max_position_embeddings=8192,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def pad(features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Rows padded to the longest, as conventional collators make them."""
+    width = max(len(feature["input_ids"]) for feature in features)
+    padded = [feature["input_ids"] + [-1] * (width - len(feature["input_ids"])) for feature in features]
+    ids = torch.tensor(padded)
+    mask = (ids >= 0).long()
+    ids = ids.clamp(min=0)
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def tokenizer_of(tokens: int) -> Any:
+    """A tokenizer, which SFTTrainer asks for: a word a token."""
+    import tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"t{token}": token for token in range(tokens)}
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel(words))
+    return PreTrainedTokenizerFast(tokenizer_object=library, eos_token="t1", pad_token="t0")
+
+
+def run(
+    way: str, documents: list[list[int]], shape: ModelShape, slots: int, rows: int, clock: Callable[[], float]
+) -> Speed:
+    """An epoch of fp32 training with AdamW and clipping.
+
+    Args:
+        way: one of `WAYS` or `PACKED`. `multipack, sdpa`: with the attention of transformers.
+        documents: their tokens, in the order of group_by_length.
+        shape: the model's.
+        slots: of a row of packs.
+        rows: documents of a padded batch.
+        clock: what to time with.
+    """
+    from datasets import Dataset, disable_progress_bars
+    from transformers import PrinterCallback, TrainerCallback
+
+    disable_progress_bars()
+
+    watch = Stopwatch(clock)
+
+    class Ends(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            watch.ends.append(watch.clock())
+
+    dataset = Dataset.from_list([{"input_ids": tokens} for tokens in documents])
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = _trainer(way, llama(shape), dataset, slots, rows, folder)
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(Ends())
+        collate = trainer.data_collator
+
+        def counted(features: list[dict[str, Any]]) -> Any:
+            watch.count(batch := collate(features))
+            return batch
+
+        trainer.data_collator = counted
+        trainer.train()
+    return watch.speed()
+
+
+def _trainer(way: str, model: Any, dataset: Any, slots: int, rows: int, folder: str) -> Any:
+    from torch.utils.data import SequentialSampler
+    from transformers import Trainer, TrainingArguments
+
+    class InOrder(Trainer):
+        def _get_train_sampler(self, *given: Any) -> Any:
+            return SequentialSampler(self.train_dataset)
+
+    common: dict[str, Any] = {"output_dir": folder, "num_train_epochs": 1, "save_strategy": "no"}
+    common |= {
+        "report_to": [],
+        "logging_strategy": "no",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "bf16": False,
+    }
+    common |= {"learning_rate": 1e-3, "max_grad_norm": 1.0, "gradient_checkpointing": False}
+    if way.startswith("multipack"):
+        from multipack.integrations.transformers import PackedTrainer
+
+        arguments = TrainingArguments(**common, per_device_train_batch_size=1)
+        attention = False if way.endswith("sdpa") else None
+        return PackedTrainer(
+            model, arguments, train_dataset=dataset, capacity=slots, packed_attention=attention
+        )
+    if way == "TRL bfd":
+        from trl import SFTConfig, SFTTrainer
+
+        packing = {"packing": True, "packing_strategy": "bfd", "max_length": slots}
+        return SFTTrainer(
+            model,
+            args=SFTConfig(**common, **packing, per_device_train_batch_size=1),
+            train_dataset=dataset,
+            processing_class=tokenizer_of(model.config.vocab_size),
+        )
+    arguments = TrainingArguments(**common, per_device_train_batch_size=rows)
+    host = InOrder if way == "group_by_length" else Trainer
+    return host(model, arguments, data_collator=pad, train_dataset=dataset)
+
+
+def grouped(lengths: Integers, rows: int) -> Integers:
+    """(batches, rows) lengths in the batches of group_by_length."""
+    from transformers.trainer_pt_utils import get_length_grouped_indices
+
+    order = get_length_grouped_indices(lengths, rows, generator=torch.Generator().manual_seed(0))
+    return lengths[order][: len(lengths) // rows * rows].reshape(-1, rows)
+
+
+def shuffled(lengths: Integers, rows: int) -> Integers:
+    """(batches, rows) lengths in random batches."""
+    order = np.random.default_rng(0).permutation(len(lengths))
+    return lengths[order][: len(lengths) // rows * rows].reshape(-1, rows)
+
+
+def rows_of(batches: Callable[[Integers, int], Integers], lengths: Integers, slots: int) -> int:
+    """Documents of a batch that has about `slots` slots when it is padded to its longest."""
+
+    def mean_slots(rows: int) -> float:
+        return float(rows * batches(lengths, rows).max(1).mean())
+
+    rows = 1
+    while mean_slots(rows + 1) <= slots:
+        rows += 1
+    return min(rows, rows + 1, key=lambda count: abs(mean_slots(count) - slots))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Documents of a set, as whole batches of group_by_length over the set, and the documents of padded batches."""
+
+    documents: list[list[int]]
+    rows: dict[str, int]
+
+    @classmethod
+    def of(cls, name: str, count: int, slots: int) -> Sample | None:
+        """About `count` documents for steps of `slots` slots; None where the set is not there."""
+        lengths = load(SETS[name])
+        if lengths is None:
+            return None
+        lengths = np.random.default_rng(1).permutation(lengths[lengths <= min(LONGEST, slots)])[:20_000]
+        rows = {
+            "padded": rows_of(shuffled, lengths, slots),
+            "group_by_length": rows_of(grouped, lengths, slots),
+        }
+        batches = grouped(lengths, rows["group_by_length"])
+        number = -(-count // batches.shape[1])
+        by_length = np.argsort(
+            batches.sum(1), kind="stable"
+        )  # evenly, so that a small sample has all lengths
+        chosen = by_length[((np.arange(number) + 0.5) * len(batches) / number).astype(int)]
+        chosen = np.random.default_rng(2).permutation(chosen)
+        draw = np.random.default_rng(0)
+        ids = [
+            draw.integers(2, SHAPE.vocabulary_size, int(length)).tolist()
+            for length in batches[chosen].ravel()
+        ]
+        return cls(ids, rows)
+
+
+def compare(
+    sample: Sample, ways: tuple[str, ...], slots: int, rounds: int, shape: ModelShape
+) -> dict[str, Any]:
+    """Way → its speeds, one a round; every second round in the opposite order."""
+    speeds: dict[str, list[Speed]] = {way: [] for way in ways}
+    for number in range(rounds):
+        for way in ways[:: -1 if number % 2 else 1]:
+            rows = sample.rows.get(way, 1)
+            speeds[way].append(run(way, sample.documents, shape, slots, rows, time.process_time))
+    return speeds
+
+
+def ratio(ours: list[Speed], theirs: list[Speed]) -> float:
+    """Median over the rounds of our rate over theirs."""
+    return statistics.median(one.rate / other.rate for one, other in zip(ours, theirs, strict=True))
+
+
+COLUMNS = {
+    "documents": "",
+    "slots": ",",
+    "way": "",
+    "real tokens/s": ",.0f",
+    "multipack over it": ".2f",
+    "slots a step": ",.0f",
+    "real": ".1%",
+    "s a step": ".2f",
+    "trained": ",",
+    "of": ",",
+}
+
+
+def fill(
+    table: Table, name: str, slots: int, ways: tuple[str, ...], count: int, rounds: int
+) -> dict[str, float]:
+    """Add the rows of a set; way → how often ours is as fast. Nothing where the set is not there."""
+    sample = Sample.of(name, count, slots)
+    if sample is None:
+        table.notes.append(f"{name} {ABSENT}")
+        return {}
+    speeds = compare(sample, ways, slots, rounds, SHAPE)
+    for way, found in speeds.items():
+        one = found[0]
+        table.row(
+            *(name, slots, way, statistics.median(speed.rate for speed in found)),
+            *(ratio(speeds["multipack"], found), one.slots / one.steps, one.tokens / one.slots),
+            statistics.median(speed.seconds / speed.steps for speed in found),
+            *(one.documents, len(sample.documents)),
+        )
+    return {way: ratio(speeds["multipack"], found) for way, found in speeds.items()}
+
+
+def hosts_table(quick: bool) -> Table:
+    """Real tokens per second of the same documents in each host."""
+    slots = 512 if quick else 2048
+    made = Table("hosts", "an epoch of a tiny Llama in transformers' Trainer and TRL's SFTTrainer", COLUMNS)
+    if note := missing("transformers", "accelerate", "trl", "datasets"):
+        made.notes.append(note)
+        return made
+    found = {name: fill(made, name, slots, WAYS, *((24, 1) if quick else (144, 3))) for name in SETS}
+    for way in WAYS[1:]:
+        reached = {name: ratios[way] for name, ratios in found.items() if ratios}
+        worst = min(reached, key=reached.__getitem__, default=None)
+        least = 1.5 if way == "TRL bfd" else 1.0
+        made.at_least(f"real tokens/s over {way}", reached.get(worst), least, ".2f", worst or "")
+    return made
+
+
+def capacities_table(quick: bool) -> Table:
+    """Packed rows of other capacities, with our attention and with that of transformers."""
+    made = Table("capacities", "packed rows of other capacities, with and without our attention", COLUMNS)
+    if note := missing("transformers", "accelerate", "trl", "datasets"):
+        made.notes.append(note)
+        return made
+    least = [
+        fill(made, "instructlab", slots, PACKED, 24 if quick else 144, 1).get("TRL bfd")
+        for slots in ((512,) if quick else (1024, 4096))
+    ]
+    known = [found for found in least if found is not None]
+    made.at_least("real tokens/s over TRL bfd, any capacity", min(known, default=None), 1.0, ".2f")
+    return made
