@@ -38,14 +38,18 @@ def tokenizer() -> Any:
     )
 
 
-def make_model(kind: str = "llama", attention: str = "sdpa", adapter: bool = False) -> Any:
-    """A tiny model of an architecture, with an adapter of peft if asked."""
+def make_model(kind: str = "llama", attention: str = "sdpa", adapter: str = "", task: str = "") -> Any:
+    """A tiny model of an architecture, or of Llama for another task; with an adapter of peft if asked."""
     register()
     model = tiny_model(transformers.CONFIG_MAPPING[kind](), "eager" if kind == "mamba" else attention)
+    if task:
+        return getattr(transformers, f"LlamaFor{task}")(model.config)
     if adapter:
-        from peft import LoraConfig, get_peft_model
+        import peft
 
-        return get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"]))
+        options = {"num_virtual_tokens": 2} if adapter == "PromptTuning" else {"target_modules": ["q_proj"]}
+        made = getattr(peft, f"{adapter}Config")(task_type="CAUSAL_LM", **options)
+        return peft.get_peft_model(model, made)
     return model
 
 
@@ -137,7 +141,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "tensor parallelism, `ParallelismConfig(tp_size=2)`": ({}, {"divided": "tp_size"}),
     "context parallelism, `ParallelismConfig(cp_size=2)`": ({}, {"divided": "cp_size"}),
-    "LoRA (peft)": ({}, {"adapter": True}),
+    "LoRA (peft)": ({}, {"adapter": "Lora"}),
+    "prompt tuning (peft)": ({}, {"adapter": "PromptTuning"}),
     "`bf16=True`": ({"bf16": True}, {}),
     "`gradient_checkpointing=True`": ({"gradient_checkpointing": True}, {}),
     "`torch_compile=True`": ({"torch_compile": True}, {}),
@@ -172,6 +177,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "attention: sdpa": ({}, {"attention": "sdpa"}),
     "attention: multipack": ({}, {"attention": "multipack"}),
     "Mamba (recurrent state)": ({}, {"kind": "mamba"}),
+    "`LlamaForSequenceClassification`": ({}, {"task": "SequenceClassification"}),
+    "`LlamaForTokenClassification`": ({}, {"task": "TokenClassification"}),
 }
 """Row → arguments of TrainingArguments (SFTConfig), and of `train`."""
 

@@ -128,6 +128,24 @@ def test_losses_that_are_means_over_micro_batches_are_refused(tmp_path, monkeypa
         trainer(tmp_path, label_smoothing_factor=0.1)
 
 
+@pytest.mark.parametrize("task", ["SequenceClassification", "TokenClassification", "QuestionAnswering"])
+def test_labels_that_are_not_the_next_tokens_are_refused(tmp_path, task):
+    host = trainer(tmp_path)
+    host.model = getattr(transformers, f"LlamaFor{task}")(host.model.config)
+    with pytest.raises(ValueError, match=r"does not predict the next token.*use a causal language model"):
+        host._check_host()
+
+
+@pytest.mark.parametrize("kind", ["PromptTuning", "PrefixTuning"])
+def test_virtual_tokens_before_a_row_are_refused(tmp_path, kind):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    host = trainer(tmp_path)
+    adapter = getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    host.model = peft.get_peft_model(host.model, adapter)
+    with pytest.raises(ValueError, match=rf"{kind}Config puts virtual tokens before a row.*use LoRA"):
+        host._check_host()
+
+
 def test_a_model_that_mixes_documents_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"packed documents are not isolated|takes no num_items_in_batch"):
         trainer(tmp_path, model="mamba", capacity=64)

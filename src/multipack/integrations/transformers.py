@@ -37,6 +37,8 @@ _transformers: Any = import_extra("transformers", "PackedTrainer", "hf")
 _HOST: Any = object  # what the mixin is mixed into, for type checkers
 _DECIDED = {"capacity", "packs_per_step", "lengths", "rank", "world_size", "seed", "options"}
 """Arguments of a sampler that are not the user's here."""
+_OTHER_LOSSES = ("ForMaskedLM", "ForQuestionAnswering", "ForSequenceClassification", "ForTokenClassification")
+"""Values of a model's `loss_type` whose labels are not the next tokens."""
 _STATE = "multipack"
 """Key of the plan's identity in the `trainer_state.json` of a checkpoint."""
 
@@ -300,6 +302,7 @@ class PackedTrainerMixin(_HOST):  # type: ignore[misc]
 
     def _check_host(self) -> None:
         """Refuse settings of the host under which packed training is not training on every document alone."""
+        self._check_model()
         args, collator = self.args, self.data_collator
         if collator.returns == "padded":
             raise ValueError("returns='padded' makes padded rows, not packs: use 'flattened' or '4d_mask'")
@@ -341,6 +344,21 @@ class PackedTrainerMixin(_HOST):  # type: ignore[misc]
             )
         if collator.returns == "4d_mask":
             self._check_mask(collator)
+
+    def _check_model(self) -> None:
+        """Refuse adapters that put tokens before a row, and models whose labels are not the next tokens."""
+        adapter = getattr(self.model, "active_peft_config", None)
+        if getattr(adapter, "is_prompt_learning", False):
+            raise ValueError(
+                f"{type(adapter).__name__} puts virtual tokens before a row, where only its first document could see"
+                " them: use LoRA, or another adapter without them"
+            )
+        model = self.model.get_base_model() if adapter is not None else self.model
+        if getattr(model, "loss_type", None) in _OTHER_LOSSES:
+            raise ValueError(
+                f"{type(model).__name__} does not predict the next token, and packs have no other labels: use a causal"
+                " language model, or the host's own trainer"
+            )
 
     def _check_mask(self, collator: PackedDataCollator) -> None:
         """A model applies neither windows nor a conversion to a mask that it is given."""
