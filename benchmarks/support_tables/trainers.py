@@ -168,10 +168,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a document longer than a pack": ({}, {"data": [*ROWS, {"input_ids": [5] * 40}]}),
     "`DataCollatorWithFlattening`": ({}, {"collator": transformers.DataCollatorWithFlattening()}),
     "`PackedDataCollator('padded')`": ({}, {"collator": PackedDataCollator("padded")}),
-    "`PackedDataCollator('4d_mask')`": ({}, {"collator": PackedDataCollator("4d_mask")}),
+    "`PackedDataCollator('4d_mask')`": ({}, {"collator": PackedDataCollator("4d_mask", window=None)}),
     "the same, Mistral (sliding window)": (
         {},
-        {"collator": PackedDataCollator("4d_mask"), "kind": "mistral"},
+        {"collator": PackedDataCollator("4d_mask", window=None), "kind": "mistral"},
     ),
     "attention: eager": ({}, {"attention": "eager"}),
     "attention: sdpa": ({}, {"attention": "sdpa"}),

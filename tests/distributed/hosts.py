@@ -55,7 +55,7 @@ def collator():
     """Rows of this package; with their masks where transformers (before 4.53) makes none of documents."""
     from multipack.integrations.collator import PackedDataCollator, makes_document_masks
 
-    return PackedDataCollator("flattened" if makes_document_masks() else "4d_mask")
+    return PackedDataCollator("flattened" if makes_document_masks() else "4d_mask", window=None)
 
 
 def weights(model):

@@ -54,7 +54,10 @@ COLLATOR = [
     (lambda: collate([], pad_id=None), "pad_id must be a whole number of at least 0, got None"),
     (lambda: collate([], pad_id=-1), "pad_id must be a whole number of at least 0, got -1"),
     (lambda: collate([], dtype="float32"), "dtype='float32' must be a floating dtype of torch"),
-    (lambda: collate([], returns="4d_mask", dtype=torch.int64), "must be a floating dtype of torch"),
+    (
+        lambda: collate([], returns="4d_mask", window=None, dtype=torch.int64),
+        "must be a floating dtype of torch",
+    ),
     (lambda: collate([], returns="4d_mask", window=0), "window must be a whole number of at least 1, got 0"),
     (lambda: collate([], returns="4d_mask", window={"full": NAN}), "window must be a whole number"),
     (lambda: collate([], window=3), "window=3 is of returns='4d_mask': with 'flattened'"),

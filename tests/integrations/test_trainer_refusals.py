@@ -11,7 +11,7 @@ from multipack.integrations import probe  # noqa: E402
 from multipack.integrations.collator import PackedDataCollator, makes_document_masks, windows_of  # noqa: E402
 from multipack.integrations.transformers import PackedTrainer, PackedTrainerMixin  # noqa: E402
 
-COLLATOR = PackedDataCollator("flattened" if makes_document_masks() else "4d_mask")
+COLLATOR = PackedDataCollator("flattened" if makes_document_masks() else "4d_mask", window=None)
 """What this version of transformers reads."""
 ROWS = [{"input_ids": list(range(1, count))} for count in (3, 9, 5, 7)]
 
@@ -54,7 +54,7 @@ def trainer(folder, collator=COLLATOR, model="llama", data=ROWS, capacity=16, **
         ({"train_sampling_strategy": "group_by_length"}, "leave out train_sampling_strategy"),
         ({"ignore_data_skip": True}, "first documents of an interrupted epoch again: leave it out"),
         (
-            {"collator": PackedDataCollator("4d_mask"), "model": "mistral"},
+            {"collator": PackedDataCollator("4d_mask", window=None), "model": "mistral"},
             r"PackedDataCollator\(window=4\)|takes no num_items",
         ),
     ],
@@ -177,7 +177,7 @@ def test_rows_without_masks_are_refused(tmp_path):
 @pytest.mark.skipif(not makes_document_masks(), reason="windows of layers are known since transformers 4.53")
 def test_windows_and_masks_of_the_model_are_accepted(tmp_path):
     assert trainer(tmp_path, PackedDataCollator("4d_mask", window=4), "mistral")
-    boolean = PackedDataCollator("4d_mask", mask="boolean")
+    boolean = PackedDataCollator("4d_mask", mask="boolean", window=None)
     assert trainer(tmp_path, boolean)
     host = trainer(tmp_path, boolean)
     host.model.config._attn_implementation = "eager"

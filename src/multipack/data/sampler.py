@@ -67,7 +67,39 @@ def refuse_second_division(sampler: Sampler[Any], ranks: int) -> None:
         frame = frame.f_back
 
 
-class PackedBatchSampler(Sampler[list[int]]):
+def refuse_restart(sampler: Any, epoch: int) -> None:
+    """Raise an error if a loader of accelerate, which counts epochs itself, goes back to an earlier one.
+
+    A loader that is new, as after a resume or `skip_first_batches`, begins at epoch 0 and would read its order again.
+
+    Raises:
+        ValueError: the message names the remedy.
+    """
+    frame = sys._getframe(1) if epoch < sampler.epoch else None
+    while frame is not None:
+        kinds = [kind.__name__ for kind in type(frame.f_locals.get("self")).__mro__]
+        if "DataLoaderShard" in kinds and frame.f_code.co_name == "__iter__":
+            raise ValueError(
+                f"accelerate's {kinds[0]} begins epoch {epoch}, but its sampler is at epoch {sampler.epoch}: call"
+                f" set_epoch({sampler.epoch}) of the loader, too, or do not pass it to accelerator.prepare"
+            )
+        frame = frame.f_back
+
+
+class OwnSampler:
+    """A batch sampler that is its own inner one: Lightning and accelerate call `batch_sampler.sampler.set_epoch`."""
+
+    @property
+    def sampler(self) -> Any:
+        """This sampler."""
+        return self
+
+    @sampler.setter
+    def sampler(self, value: Any) -> None:
+        """Hosts assign here when they wrap a sampler; there is nothing to replace."""
+
+
+class PackedBatchSampler(OwnSampler, Sampler[list[int]]):
     """The micro-batches of one rank, epoch after epoch.
 
     Iterating yields one list of document numbers per micro-batch: `steps_per_epoch · micro_batches` of them, the same
@@ -161,15 +193,6 @@ class PackedBatchSampler(Sampler[list[int]]):
         self._plan = made
         return made
 
-    @property
-    def sampler(self) -> PackedBatchSampler:
-        """This sampler: Lightning and accelerate call `batch_sampler.sampler.set_epoch`."""
-        return self
-
-    @sampler.setter
-    def sampler(self, value: Any) -> None:
-        """Hosts assign here when they wrap a sampler; there is nothing to replace."""
-
     def __len__(self) -> int:
         """Micro-batches of an epoch: the same on all ranks and in all epochs."""
         refuse_second_division(self, self.world_size)
@@ -200,6 +223,7 @@ class PackedBatchSampler(Sampler[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch; the current epoch keeps its position."""
         epoch = check_integer("epoch", epoch, 0)
+        refuse_restart(self, epoch)
         if epoch != self.epoch:
             self.epoch, self._position, self._resume = epoch, 0, 0
 

@@ -55,19 +55,19 @@ class PackedDataCollator:
         pad_id: token of padding.
         mask: of `4d_mask`: `additive` (0 and the lowest number of `dtype`) or `boolean`.
         dtype: of an additive mask: the model's.
-        window: of `4d_mask`: tokens that a token attends to, itself included; None = all before it in its document.
-            A mapping {layer type: window} gives a mapping of masks, for models whose layers differ;
+        window: of `4d_mask`, which needs it: tokens that a token attends to, itself included; None = all before it in
+            its document. A mapping {layer type: window} gives a mapping of masks, for models whose layers differ;
             `windows_of(config)` returns what a model needs. A model applies no windows of its own to a given mask.
 
     Raises:
-        ValueError: an unknown choice, a window below 1 or without `4d_mask`, or a dtype that is not floating.
+        ValueError: an unknown choice, `4d_mask` without a window or a window without it, a dtype that is not floating.
     """
 
     returns: Returns = "flattened"
     pad_id: int = 0
     mask: Mask = "additive"
     dtype: torch.dtype = torch.float32
-    window: int | Mapping[str, int | None] | None = None
+    window: int | Mapping[str, int | None] | Literal["unknown"] | None = "unknown"
 
     def __post_init__(self) -> None:
         check_choice("returns", self.returns, Returns)
@@ -77,13 +77,17 @@ class PackedDataCollator:
             raise ValueError(
                 f"dtype={self.dtype!r} must be a floating dtype of torch: the model's, as torch.bfloat16"
             )
-        if self.window is not None and self.returns != "4d_mask":
+        if self.returns == "4d_mask" and self.window == "unknown":
+            raise ValueError(
+                "returns='4d_mask' replaces the windows of a model: give window=windows_of(model.config), which is None"
+                " for a model without"
+            )
+        if self.returns != "4d_mask" and self.window not in (None, "unknown"):
             raise ValueError(
                 f"window={self.window!r} is of returns='4d_mask': with {self.returns!r} a model applies its own windows"
             )
-        windows = self.window.values() if isinstance(self.window, Mapping) else [self.window]
-        for window in windows:
-            if window is not None:
+        for window in self.window.values() if isinstance(self.window, Mapping) else [self.window]:
+            if window not in (None, "unknown"):
                 check_integer("window", window)
 
     def __call__(self, features: Sequence[Mapping[str, Any]] | Mapping[str, Any]) -> dict[str, Any]:
@@ -136,7 +140,7 @@ class PackedDataCollator:
     def _masks(self, owner: Tensor, positions: Tensor) -> Tensor | dict[str, Tensor]:
         if isinstance(self.window, Mapping):
             return {kind: self._mask(owner, positions, window) for kind, window in self.window.items()}
-        return self._mask(owner, positions, self.window)
+        return self._mask(owner, positions, None if self.window == "unknown" else self.window)
 
     def _mask(self, owner: Tensor, positions: Tensor, window: int | None) -> Tensor:
         """(1, 1, T, T): which tokens each token attends to."""

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Sampler
 
-from multipack.data.sampler import refuse_second_division
+from multipack.data.sampler import OwnSampler, refuse_restart, refuse_second_division
 from multipack.integrations.host_sampler import (
     HostSampler,
     Overlong,
@@ -35,7 +35,7 @@ from multipack.planning.plan import Plan
 Integers = NDArray[np.int64]
 
 
-class MultipackDistributedBatchSampler(HostSampler, Sampler[Integers]):
+class MultipackDistributedBatchSampler(OwnSampler, HostSampler, Sampler[Integers]):
     """Batches for models with quadratic attention: the packs of a step are equal in tokens and in squares of lengths.
 
     `eff_total_used` and `eff_total_slots` count tokens and slots of all ranks, summed over iterations.
@@ -94,22 +94,14 @@ class MultipackDistributedBatchSampler(HostSampler, Sampler[Integers]):
         yield from self._walk(lambda step: self._batch(plan, step), length)
 
     @property
-    def sampler(self) -> MultipackDistributedBatchSampler:
-        """This sampler itself, because Lightning and accelerate call `batch_sampler.sampler.set_epoch`."""
-        return self
-
-    @sampler.setter
-    def sampler(self, value: Any) -> None:
-        """Ignore the assignment, which hosts make when they wrap a sampler."""
-
-    @property
     def dropped(self) -> Integers:
         """(documents,) int64 numbers of the documents in no step of this epoch; empty unless `drop_last`."""
         return self._documents[self._current().dropped]
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch; no effect if it is already the current one."""
-        if check_integer("epoch", epoch, 0) != self.epoch:
+        refuse_restart(self, check_integer("epoch", epoch, 0))
+        if epoch != self.epoch:
             self._go_to(int(epoch))
 
     def generate_batches(self, set_stats: bool = False) -> list[Integers]:
@@ -192,7 +184,7 @@ class MultipackDistributedBatchSampler_LinearAttention(MultipackDistributedBatch
     _balance = "tokens"
 
 
-class InterleavedSampler(Sampler[Integers]):
+class InterleavedSampler(OwnSampler, Sampler[Integers]):
     """The baseline of multipack_sampler's benchmark: a fixed number of documents per batch, without packing.
 
     Groups of `batch_size · num_replicas` documents of the shuffled order are sorted by length and assigned to ranks in
@@ -230,7 +222,8 @@ class InterleavedSampler(Sampler[Integers]):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the order."""
-        self.epoch = check_integer("epoch", epoch, 0)
+        refuse_restart(self, check_integer("epoch", epoch, 0))
+        self.epoch = int(epoch)
 
     @property
     def dropped(self) -> Integers:
