@@ -17,8 +17,7 @@ LEFT_OF = {
     "words": "atomic",
     "atomic": "",
     "machine": "",
-    "shapes": "words shapes_huggingface",
-    "shapes_huggingface": "atomic",
+    "shapes": "words atomic",
     "run": "words atomic",
     "planning": "words atomic shapes",
     "data": "words machine atomic shapes planning",
@@ -35,8 +34,7 @@ LEFT_OF = {
 """Rooms that a room may import, beside itself."""
 TORCH_FREE = [
     "planning",
-    "shapes.py",
-    "shapes_huggingface.py",
+    "shapes",
     "words.py",
     "run.py",
     "atomic.py",

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from multipack.planning.cost import CostModel
-from multipack.shapes import OPTIONAL, SHAPES, ModelShape
+from multipack.shapes import SHAPES, ModelShape
+from multipack.shapes.shape import OPTIONAL
 
 
 def published(kind, layers, heads, kv_heads, d_model, d_ff, vocabulary, context, **others):
@@ -76,6 +77,14 @@ def test_published_parameter_counts():
         ("llama-405b", 405.85),
         ("qwen2.5-0.5b", 0.4940),
         ("qwen2.5-7b", 7.6156),
+        ("qwen3-0.6b", 0.5960),
+        ("qwen3-8b", 8.1907),
+        ("gemma-3-1b", 0.9999),
+        ("mistral-7b", 7.2480),
+        ("phi-3-mini", 3.8211),
+        ("phi-4", 14.6595),
+        ("smollm3-3b", 3.0751),
+        ("olmo2-7b", 7.2989),
         ("mixtral-8x7b", 46.7028),
         ("gpt-oss-20b", 20.9146),
         ("deepseek-v3", 671.026),

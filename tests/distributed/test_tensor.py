@@ -32,6 +32,21 @@ SHAPES = {
     "llama": LLAMA,
     "llama-tied-bias": replace(LLAMA, tied=True, bias=True, head_dim=6),
     "qwen2": replace(LLAMA, qkv_bias=True),
+    "qwen3-one-key-head": replace(LLAMA, qkv_bias=True, kv_heads=1, head_norm="head"),
+    "gemma3": replace(
+        LLAMA,
+        norm="rmsnorm+1",
+        norms="around",
+        head_norm="head",
+        activation="geglu",
+        kv_heads=2,
+        window=5,
+        full_every=2,
+        window_theta=20.0,
+        embedding_scale=32**0.5,
+    ),
+    "olmo2": replace(LLAMA, norms="after", head_norm="all"),
+    "granite": replace(LLAMA, residual_scale=0.2, attention_scale=0.1, logit_divisor=8.0, unrotated_every=2),
 }
 SLOTS = 64
 
@@ -99,7 +114,10 @@ def once(world, name, autocast):
 
 @pytest.mark.parametrize(
     ("name", "size"),
-    [("gpt", 2), ("gpt-no-bias-untied", 4), ("llama", 4), ("llama-tied-bias", 2), ("qwen2", 2)],
+    [
+        *(("gpt", 2), ("gpt-no-bias-untied", 4), ("llama", 4), ("llama-tied-bias", 2), ("qwen2", 2)),
+        *(("qwen3-one-key-head", 4), ("gemma3", 4), ("olmo2", 4), ("granite", 2)),
+    ],
 )
 def test_equals_one_process(pools, name, size):
     for errors in pools(size).run(once, name, False):
@@ -237,7 +255,7 @@ def test_mistakes_are_refused_equally_on_all_ranks(pools):
     expected = (
         "parallel.tensor=2 .*61",
         r"blocks\.0\.feed_forward\.up .*weight, bias",
-        "norm 'diagonal'.* column, row",
+        "norm 'diagonal'.* column, heads, row",
         "norm 'row'.* Linear, got LayerNorm",
         r"embedding\.weight .*57.*parallel\.tensor=2",
         "_own_loss.* group=",

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from multipack.launch.allocation import parse_hostfile
 from multipack.models.decoder import Decoder
-from multipack.models.families import config_of, decoder_shape, parameter_shapes, to_huggingface
+from multipack.models.huggingface import config_of, decoder_shape, parameter_shapes, to_huggingface
 from multipack.models.pretrained import open_weights
 from multipack.parallel.world import World
 from multipack.planning.cost import CostModel

@@ -35,6 +35,17 @@ SHAPES_ = {
     "llama, large vocabulary": dataclasses.replace(LLAMA, layers=2, vocabulary_size=3000),
     "wide, short packs": dataclasses.replace(LLAMA, heads=8, d_model=256, d_ff=768),
     "gpt": GPT,
+    "gemma3": dataclasses.replace(
+        LLAMA,
+        norm="rmsnorm+1",
+        norms="around",
+        head_norm="head",
+        activation="geglu",
+        window=100,
+        full_every=2,
+        window_theta=1e3,
+    ),
+    "olmo2": dataclasses.replace(LLAMA, norms="after", head_norm="all"),
 }
 
 
@@ -99,7 +110,7 @@ def memory(
 
 
 def test_parameters_are_those_of_the_decoder():
-    for name in ("tiny", "gpt2", "qwen2.5-0.5b"):
+    for name in ("tiny", "gpt2", "qwen2.5-0.5b", "gemma-3-1b", "olmo2-7b", "qwen3-8b"):
         shape = SHAPES[name].with_vocabulary(SHAPES[name].vocabulary_size or 1000)
         with torch.device("meta"):
             assert model_parameters(shape) == sum(each.numel() for each in Decoder(shape).parameters())
@@ -133,6 +144,8 @@ def test_chunks_of_logits_are_those_of_the_loss():
         ("llama, tied, dropout", "fp32"),
         ("llama, large vocabulary", "bf16"),
         ("gpt", "fp32"),
+        ("gemma3", "bf16"),
+        ("olmo2", "fp32"),
     ],
 )
 def test_saved_bytes_are_close_to_measured(shape, dtype, recompute):

@@ -1,4 +1,4 @@
-"""Small shapes of both families, and models of them."""
+"""Small shapes of all families, and models of them."""
 
 from __future__ import annotations
 
@@ -38,15 +38,65 @@ def make_shape(name: str) -> ModelShape:
         layers=2, heads=4, kv_heads=4, d_model=32, d_ff=48, vocabulary_size=VOCABULARY, context=16
     )
     gpt2 = dataclasses.replace(small, positions="learned", norm="layernorm", activation="gelu", bias=True)
-    return {
-        "gpt2": gpt2,
-        "gpt2-no-bias": dataclasses.replace(gpt2, bias=False),
-        "llama": small,
-        "llama-gqa": dataclasses.replace(small, kv_heads=2, head_dim=6),
-        "llama-untied-bias": dataclasses.replace(small, kv_heads=1, tied=False, bias=True, rope_theta=50.0),
-        "llama3": dataclasses.replace(small, kv_heads=2, head_dim=16, rope_theta=5e5, rope_factor=32.0),
-        "qwen2": dataclasses.replace(small, kv_heads=2, qkv_bias=True),
-    }[name]
+    gemma = {"norm": "rmsnorm+1", "activation": "geglu", "embedding_scale": 32**0.5}
+    some_windows = {"window": 3, "full_every": 2}
+    changes = {
+        "llama": {},
+        "llama-gqa": {"kv_heads": 2, "head_dim": 6},
+        "llama-untied-bias": {"kv_heads": 1, "tied": False, "bias": True, "rope_theta": 50.0},
+        "llama3": {"kv_heads": 2, "head_dim": 16, "rope_theta": 5e5, "rope_factor": 32.0},
+        "linear": {"rope_type": "linear", "rope_factor": 4.0},
+        "dynamic": {"rope_type": "dynamic", "rope_factor": 4.0, "context": 6},
+        "yarn": {
+            "rope_type": "yarn",
+            "rope_factor": 4.0,
+            "rope_context": 64,
+            "head_dim": 16,
+            "rope_theta": 50.0,
+        },
+        "mistral": {"window": 3},
+        "ministral": some_windows,
+        "qwen2": {"kv_heads": 2, "qkv_bias": True},
+        "qwen3": {"kv_heads": 2, "head_norm": "head", "head_dim": 12},
+        "gemma": gemma,
+        "gemma3_text": {
+            **gemma,
+            **some_windows,
+            "norms": "around",
+            "head_norm": "head",
+            "kv_heads": 2,
+            "attention_scale": 5**-0.5,
+            "window_theta": 20.0,
+            "rope_theta": 100.0,
+            "rope_type": "linear",
+            "rope_factor": 8.0,
+        },
+        "phi3": {"kv_heads": 2, "head_dim": 16, "rope_width": 12, "window": 5, "tied": False},
+        "olmo2": {"norms": "after", "head_norm": "all", "tied": False},
+        "olmo3": {
+            "norms": "after",
+            "head_norm": "all",
+            "tied": False,
+            "kv_heads": 2,
+            "rope_attention": 1.5,
+            **some_windows,
+            "window_theta": 10_000.0,
+            "rope_type": "yarn",
+            "rope_factor": 8.0,
+        },
+        "smollm3": {"kv_heads": 2, "unrotated_every": 2},
+        "granite": {
+            "embedding_scale": 12.0,
+            "residual_scale": 0.22,
+            "attention_scale": 0.0625,
+            "logit_divisor": 49.0,
+        },
+        "seed_oss": {"kv_heads": 2, "qkv_bias": True, "tied": False},
+        "starcoder2": {"norm": "layernorm", "activation": "gelu", "bias": True, "kv_heads": 2, "window": 4},
+    }
+    if name.startswith("gpt2"):
+        return dataclasses.replace(gpt2, bias=name == "gpt2")
+    return dataclasses.replace(small, **changes[name])
 
 
 @pytest.fixture(params=["gpt2", "llama-gqa"])

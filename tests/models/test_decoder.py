@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from multipack.data.collate import PackedCollator
 from multipack.models.decoder import Decoder
-from multipack.models.layers import rotary_tables, rotate
+from multipack.models.rotary import rotary_tables, rotate
 from multipack.shapes import SHAPES, ModelShape
 
 STARTS = (0, 7, 8, 20, 23, 32)
@@ -119,7 +119,8 @@ def test_dropout_is_seeded_and_off_in_eval(shape, documents, pack):
 
 
 def test_rotation_keeps_lengths_and_its_gradient_is_right():
-    tables = rotary_tables(torch.tensor([0, 1, 5, 0, 9]), 6, 100.0, torch.float64)
+    shape = ModelShape(heads=2, d_model=12, rope_theta=100.0)
+    tables = rotary_tables(torch.tensor([0, 1, 5, 0, 9]), shape, torch.float64)
     x = torch.randn(5, 2, 6, dtype=torch.float64, requires_grad=True)
     torch.testing.assert_close(rotate(x, *tables).norm(dim=-1), x.norm(dim=-1))
     assert torch.autograd.gradcheck(lambda y: rotate(y, *tables), (x,))
@@ -134,8 +135,8 @@ def test_angles_stay_exact_under_autocast_and_in_bfloat16_models(documents, pack
     for tables in (mixed, low):
         assert torch.equal(tables[0], expected[0])
         assert torch.equal(tables[1], expected[1])
-    exact = rotary_tables(torch.arange(8192), 48, 10_000.0, torch.float64)
-    single = rotary_tables(torch.arange(8192), 48, 10_000.0, torch.float32)
+    exact = rotary_tables(torch.arange(8192), model.shape, torch.float64)
+    single = rotary_tables(torch.arange(8192), model.shape, torch.float32)
     assert (single[0] - exact[0]).abs().max() < 2e-3  # bfloat16 angles would be off by up to 2
 
 

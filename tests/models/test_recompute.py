@@ -54,7 +54,18 @@ def close(found, expected, tolerance):
     assert (found[1] - expected[1]).norm() <= tolerance * expected[1].norm()
 
 
-@pytest.mark.parametrize(("dropout", "autocast", "tiles"), [(0.0, True, 1), (0.3, False, 1), (0.3, False, 3)])
+@pytest.mark.parametrize(
+    ("shape", "dropout", "autocast", "tiles"),
+    [
+        *(
+            (name, *case)
+            for name in ("gpt2", "llama-gqa")
+            for case in ((0.0, True, 1), (0.3, False, 1), (0.3, False, 3))
+        ),
+        *(("gemma3_text", 0.0, True, 1), ("granite", 0.3, False, 1)),
+    ],
+    indirect=["shape"],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_recomputed_blocks_equal_kept_ones_bit_for_bit(
     model, documents, pack, kind, dropout, autocast, tiles

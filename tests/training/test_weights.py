@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from multipack.data.tokenizer import byte_tokenizer, train_bpe
 from multipack.models.decoder import Decoder
-from multipack.models.families import config_of, to_huggingface
+from multipack.models.huggingface import config_of, to_huggingface
 from multipack.parallel.world import World
 from multipack.run import RunDirectory, config_yaml
 from multipack.shapes import ModelShape

@@ -65,7 +65,7 @@ def _load(source: str, attention: str | None, tiny: bool) -> tuple[Any, str]:
         return _tiny_decoder(SHAPES[source]), random
     if not path.exists() or is_export(path):
         return load_causal_model(source, attention, tiny)
-    from multipack.models.families import build_decoder
+    from multipack.models.huggingface import build_decoder
     from multipack.training.weights import find_weights
 
     trained = find_weights(path)

@@ -102,7 +102,7 @@ class Workload:
     @property
     def widens_norms(self) -> bool:
         """Whether RMSNorm saves float32 copies of its input and of the result without weights."""
-        return self.device == "cpu" and self.shape.norm == "rmsnorm" and self.stream < FLOAT32
+        return self.device == "cpu" and self.shape.norm != "layernorm" and self.stream < FLOAT32
 
     def saved_by_block(self) -> dict[str, int]:
         """Return the bytes that one block saves for its backward pass, by tensor; see docs/choosing.md.
@@ -111,16 +111,21 @@ class Workload:
         """
         shape, config, p, slots = self.shape, self.config, self.product, self.slots
         on_cpu, d, e = self.device == "cpu", shape.d_model, shape.head_width
-        here, heads, key_heads = (n // config.tensor for n in (slots, shape.heads, shape.kv_heads))
+        here, heads = slots // config.tensor, shape.heads // config.tensor
+        key_heads = max(shape.kv_heads // config.tensor, 1)  # several ranks may have the same one
         ulysses = config.context > 1 and config.context_method == "ulysses"
         if ulysses:  # key heads are repeated until every rank has one
-            key_heads = math.lcm(max(key_heads, 1), config.context)
+            key_heads = math.lcm(key_heads, config.context)
         widened = self.widens_norms
+        before, after = 2 * (shape.norms != "after"), 2 * (shape.norms != "before")
+        head_norms = (heads + key_heads) * e if shape.head_norm != "none" else 0
         attention_float32 = FLOAT32 if on_cpu and p < FLOAT32 else 0
         return {
-            "residual": 2 * here * d * (FLOAT32 if widened else self.stream),
-            "statistics": 2 * here * FLOAT32 * (2 if shape.norm == "layernorm" else 1),
-            "normalized": 2 * here * d * FLOAT32 if widened else 0,
+            "residual": before * here * d * (FLOAT32 if widened else self.stream),
+            "statistics": (before + after) * here * FLOAT32 * (2 if shape.norm == "layernorm" else 1),
+            "normalized": (before + after) * here * d * FLOAT32 if widened else 0,
+            "branches": after * here * d * self.stream,
+            "head norms": slots * head_norms * self.stream,
             "projected": 2 * slots * d * p,
             "heads": slots * (heads + 2 * key_heads) * e * p,
             "attention": slots * heads * e * (p + attention_float32 + (p if ulysses else 0)),
@@ -142,10 +147,10 @@ class Workload:
         residual = self.slots // tensor * shape.d_model * self.stream
         if self.recompute == "full":
             return residual
-        heads = (shape.heads + 2 * shape.kv_heads) // tensor * shape.head_width
+        heads = (shape.heads // tensor + 2 * max(shape.kv_heads // tensor, 1)) * shape.head_width
         attended = shape.heads // tensor * shape.head_width
         wide = shape.d_ff // tensor * (2 if shape.gated else 1)
-        products = shape.d_model * (2 if shape.dropout else 1) + wide
+        products = shape.d_model * (2 if shape.dropout or shape.norms != "before" else 1) + wide
         attention = attended * (FLOAT32 if self.device == "cpu" else self.product)
         return residual + saved["log-sum-exp"] + self.slots * ((heads + products) * self.product + attention)
 
@@ -154,7 +159,7 @@ class Workload:
         shape, here = self.shape, self.slots // self.config.tensor
         total = 4 * self.slots * 8  # tokens, targets, positions, rows with a target: int64
         if shape.positions == "rope":
-            total += self.slots * shape.head_width * FLOAT32
+            total += self.slots * shape.rotary_width * FLOAT32 * (2 if shape.window_theta else 1)
         if part.is_first and shape.dropout:
             total += here * shape.d_model * (FLOAT32 if self.device == "cpu" else 1)
         if part.is_last:
@@ -197,7 +202,7 @@ def _memory_of_part(work: Workload, part: RankPart) -> Memory:
         gathered = (outside + blocks * block) * work.stream
     if not config.shards_parameters and work.product < FLOAT32:
         # Autocast casts matrices and biases, once a step.
-        copies = work.product * part.layers * (block - 2 * _norm_parameters(shape))
+        copies = work.product * part.layers * (block - _block_norms(shape, config.tensor))
     if part.is_last:
         matrix = shape.vocabulary_size // config.tensor * shape.d_model * FLOAT32
         loss = part.edge_in_flight * (work.slots * shape.d_model * work.product + matrix)
@@ -241,7 +246,16 @@ def block_parameters(shape: ModelShape, tensor: int = 1) -> int:
     rows = (shape.heads + 2 * shape.kv_heads) * shape.head_width * (shape.bias or shape.qkv_bias)
     rows += (2 if shape.gated else 1) * shape.d_ff * shape.bias
     divided, whole = shape.layer_parameters + rows, 2 * shape.d_model * shape.bias
-    return divided // tensor + 2 * _norm_parameters(shape) + whole
+    if tensor > shape.kv_heads:  # every rank has the whole matrices of keys and values
+        keys = 2 * shape.kv_heads * shape.head_width * (shape.d_model + (shape.bias or shape.qkv_bias))
+        divided, whole = divided - keys, whole + keys
+    return divided // tensor + _block_norms(shape, tensor) + whole
+
+
+def _block_norms(shape: ModelShape, tensor: int) -> int:
+    """Return the number of parameters of a block's norms on a rank."""
+    of_heads = {"none": 0, "head": 2, "all": (shape.heads + shape.kv_heads) // tensor}[shape.head_norm]
+    return (4 if shape.norms == "around" else 2) * _norm_parameters(shape) + of_heads * shape.head_width
 
 
 def outside_parameters(shape: ModelShape, part: RankPart, tensor: int = 1) -> int:

@@ -1,8 +1,12 @@
-"""One decoder for GPT-2 and Llama: a `ModelShape` selects the variant, a `PackedBatch` holds the documents' bounds.
+"""One decoder for dense models: a `ModelShape` selects the variant, a `PackedBatch` holds the documents' bounds.
 
     input_ids ─ embedding (+ positions) ─▶ blocks ─▶ norm ─▶ hidden (T, d) ─ head ─▶ Σ loss
                                           │ x + output(attention(query, key, value)) of norm(x)
                                           │ x + down(silu(gate) · up), or down(gelu(up)), of norm(x)
+
+Switches of the shape add biases, norms of queries and keys, norms after attention and feed-forward, windows and layers
+without positions, scaled frequencies, and factors of embeddings, residual branches and logits. shapes/families.py says
+which of them are whose.
 
 There is no batch dimension: T tokens of many documents are one row, and only attention and positions depend on where
 documents begin. Names of parameters, on which checkpoints and other modules rely:
@@ -13,6 +17,10 @@ documents begin. Names of parameters, on which checkpoints and other modules rel
     blocks.N.attention.key.weight     (K·D, d)   blocks.N.feed_forward.up.weight    (f, d)
     blocks.N.attention.value.weight   (K·D, d)   blocks.N.feed_forward.down.weight  (d, f)
     blocks.N.attention.output.weight  (d, H·D)   norm.weight (d,)   head.weight     (V, d) not tied
+    blocks.N.attention_out_norm.weight           (d,)    norms after (or around) a branch
+    blocks.N.feed_forward_out_norm.weight        (d,)
+    blocks.N.attention.query_norm.weight         (D,)    norms of each head; (H·D,) of all heads together
+    blocks.N.attention.key_norm.weight           (D,)    (K·D,)
 
 and `.bias` beside `.weight` where the shape has biases. Query, key and value (and gate and up) are separate matrices:
 each splits into equal row blocks for tensor parallelism, even with fewer key heads than query heads, where a fused
@@ -33,10 +41,12 @@ from torch import Tensor, nn
 
 from multipack.data.batch import PackedBatch, check_tokens
 from multipack.models.kv_cache import KeyValueCache
-from multipack.models.layers import Attend, Block, Rotation, make_norm, rotary_tables
+from multipack.models.layers import Attend, Block, make_norm
+from multipack.models.rotary import Rotation, rotary_tables
 from multipack.ops.attention import find_backend
 from multipack.ops.autocast import at_least_float32
 from multipack.ops.loss import linear_cross_entropy
+from multipack.ops.norm import OffsetRMSNorm
 from multipack.shapes import ModelShape
 
 PARALLEL_PLAN = {
@@ -45,10 +55,14 @@ PARALLEL_PLAN = {
     "blocks.*.attention_norm": "norm",
     "blocks.*.attention": "gathers",
     "blocks.*.attention.query": "column",
-    "blocks.*.attention.key": "column",
-    "blocks.*.attention.value": "column",
+    "blocks.*.attention.query_norm": "norm",
+    "blocks.*.attention.key": "heads",
+    "blocks.*.attention.key_norm": "norm",
+    "blocks.*.attention.value": "heads",
     "blocks.*.attention.output": "row",
+    "blocks.*.attention_out_norm": "norm",
     "blocks.*.feed_forward_norm": "norm",
+    "blocks.*.feed_forward_out_norm": "norm",
     "blocks.*.feed_forward": "gathers",
     "blocks.*.feed_forward.gate": "column",
     "blocks.*.feed_forward.up": "column",
@@ -57,8 +71,9 @@ PARALLEL_PLAN = {
     "head": "vocabulary",
 }
 """Pattern of a module's name → how tensor parallelism divides it: matrices by outputs (`column`) or by inputs (`row`),
-embeddings and head by rows of the vocabulary (`vocabulary`). Modules of `norm` and `positions` process a part of the
-tokens; the input of `gathers` is gathered to all tokens. A pattern may match nothing: not every shape has all modules.
+those of keys and values by whole heads, of which several ranks may have the same (`heads`), embeddings and head by rows
+of the vocabulary (`vocabulary`). Modules of `norm` and `positions` process a part of the tokens or heads; the input of
+`gathers` is gathered to all tokens. A pattern may match nothing: not every shape has all modules.
 """
 
 
@@ -102,8 +117,8 @@ class Decoder(nn.Module):
     Initial weights follow from `torch.initial_seed()`, which `torch.manual_seed` sets; see `initial_parameters`.
 
     Raises:
-        ValueError: the shape has no vocabulary or is for planning only (experts, latent attention, a sliding window in
-            some layers only), or the attention backend is unknown.
+        ValueError: the shape has no vocabulary or is for planning only (experts, latent attention, windows in layers
+            that `full_every` does not describe), or the attention backend is unknown.
     """
 
     def __init__(
@@ -121,13 +136,17 @@ class Decoder(nn.Module):
                 " shape.with_vocabulary(size)"
             )
         other = [name for name in ("experts", "kv_rank") if getattr(shape, name)]
-        if shape.sliding_layers not in (0, shape.layers):
+        if shape.window_layers not in (0, shape.layers):
             other.append("window_layers")
+        if shape.unsupported:
+            raise ValueError(
+                f"{shape.unsupported} is not supported by this decoder: the shape is for planning only (cost and FLOPs)"
+            )
         if other:
             given = ", ".join(f"model.{name}={getattr(shape, name)}" for name in other)
             raise ValueError(
-                f"{given}: this shape is for planning only (cost and FLOPs). The decoder has equal dense layers without"
-                f" a latent: choose such a model, or set {' and '.join(f'model.{name}' for name in other)} to 0"
+                f"{given}: this shape is for planning only (cost and FLOPs). The decoder has dense layers without a"
+                f" latent: choose such a model, or set {' and '.join(f'model.{name}' for name in other)} to 0"
             )
         if attention != "auto":
             find_backend(attention)
@@ -149,7 +168,7 @@ class Decoder(nn.Module):
             self.positions = nn.Embedding(shape.context, shape.d_model)
         self.blocks = nn.ModuleList()
         for number in range(part.first, part.stop):
-            self.blocks.add_module(str(number), Block(shape, attention))
+            self.blocks.add_module(str(number), Block(shape, attention, number))
         if part.is_last:
             self.norm = make_norm(shape)
         if part.is_last and not shape.tied:
@@ -188,7 +207,7 @@ class Decoder(nn.Module):
     def hidden(
         self, batch: PackedBatch, cache: KeyValueCache | None = None, x: Tensor | None = None
     ) -> Tensor:
-        """(T, d) output of the final norm (of the last block, in a part that is not the last).
+        """(T, d) inputs of the head: of the final norm (of the last block, in a part that is not the last).
 
         Args:
             batch: the pack.
@@ -200,35 +219,58 @@ class Decoder(nn.Module):
                 the vocabulary.
         """
         x = self.embed(batch) if x is None else x
-        rotation = self.rotation(batch, x.dtype)
+        rotations = self._rotations(batch, x.dtype)
         functions: Sequence[Attend | None] = [None] * len(self.blocks) if cache is None else cache.attention
-        for block, attend in zip(self.blocks, functions, strict=True):
+        for block, rotation, attend in zip(self.blocks, rotations, functions, strict=True):
             x = block(x, batch, rotation, attend)
-        out: Tensor = self.norm(x) if self.part.is_last else x
-        return out
+        if not self.part.is_last:
+            return x
+        out: Tensor = self.norm(x)
+        return out if self.shape.logit_divisor == 1.0 else out / self.shape.logit_divisor
 
     def embed(self, batch: PackedBatch) -> Tensor:
         """(T, d) embeddings of the tokens, plus those of learned positions."""
         if batch.input_ids.device.type == "cpu":  # on a GPU the check would wait for the device
             check_tokens(batch.input_ids, self.shape.vocabulary_size)
         x: Tensor = self.embedding(batch.input_ids)
+        if self.shape.embedding_scale != 1.0:
+            x = x * self.shape.embedding_scale
         if self.shape.positions == "learned":
             x = x + self.positions(self._table_rows(batch))
         return F.dropout(x, self.shape.dropout, self.training)
 
-    def rotation(self, batch: PackedBatch, dtype: torch.dtype = torch.float32) -> Rotation | None:
-        """Cosines and sines shared by all layers; None with learned positions.
+    def rotation(
+        self, batch: PackedBatch, dtype: torch.dtype = torch.float32, windowed: bool = False
+    ) -> Rotation | None:
+        """Cosines and sines shared by layers; None with learned positions.
 
         Args:
             batch: the pack.
             dtype: dtype of the hidden states; the tables are float64 for float64, else float32.
+            windowed: whether for layers with a window.
         """
-        if self.shape.positions == "learned":
+        shape, slots = self.shape, None
+        if shape.positions == "learned":
             return None
-        shape, precise = self.shape, at_least_float32(dtype)
-        return rotary_tables(
-            batch.position_ids, shape.head_width, shape.rope_theta, precise, shape.rope_factor
-        )
+        if shape.rope_type == "dynamic" and shape.rope_factor != 1.0 and batch.longest > shape.context:
+            bounds = batch.cu_seqlens.long()
+            slots = bounds.diff().repeat_interleave(bounds.diff())
+            if len(slots) != len(batch.position_ids):
+                raise ValueError(
+                    f"model.rope_type=dynamic rotates a document of {batch.longest:,} tokens, more than"
+                    f" model.context={shape.context:,}, by its length, which parallel.context divides: use"
+                    " parallel.context=1, or another model.rope_type"
+                )
+        return rotary_tables(batch.position_ids, shape, at_least_float32(dtype), windowed, slots)
+
+    def _rotations(self, batch: PackedBatch, dtype: torch.dtype) -> list[Rotation | None]:
+        """The rotation of each block; None = without positions."""
+        shape, layers = self.shape, range(self.part.first, self.part.stop)
+        kinds = [shape.window_theta > 0 and shape.window_of(layer) > 0 for layer in layers]
+        tables = {kind: self.rotation(batch, dtype, kind) for kind in set(kinds)}
+        return [
+            tables[kind] if shape.rotates(layer) else None for layer, kind in zip(layers, kinds, strict=True)
+        ]
 
     @property
     def output_weight(self) -> Tensor:
@@ -237,7 +279,7 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialize all weights: normal with standard deviation 1/√d_model, biases 0, norms 1.
+        """Initialize all weights: normal with standard deviation 1/√d_model, biases 0, factors of norms 1.
 
         The two projections per block that write to the residual stream use 1/√(2 · layers · d_model), so that the
         stream's variance does not grow with depth. GPT-2's 0.02 is too small for narrow models: learning rates move
@@ -294,7 +336,7 @@ def _draw(name: str, parameter: Tensor, module: nn.Module, shape: ModelShape, se
         digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
         parameter.normal_(std=std, generator=generator.manual_seed(int.from_bytes(digest[:4], "little")))
     elif isinstance(module, nn.Linear | nn.LayerNorm | nn.RMSNorm):
-        parameter.fill_(0.0 if own == "bias" else 1.0)
+        parameter.fill_(0.0 if own == "bias" or isinstance(module, OffsetRMSNorm) else 1.0)
     else:
         raise ValueError(
             f"{path} ({type(module).__name__}) has a parameter without a rule for initial values, {own}:"

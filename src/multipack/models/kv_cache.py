@@ -42,7 +42,8 @@ class KeyValueCache:
     """
 
     def __init__(self, shape: ModelShape, rows: int, like: Tensor) -> None:
-        self.rows, self.limit, self.window = rows, shape.context, shape.window or None
+        self.rows, self.limit = rows, shape.context
+        self.windows = {shape.window_of(layer) for layer in range(shape.layers)}
         self.lengths: list[int] = []
         size = 2, rows, shape.kv_heads, 0, shape.head_width
         self.stored = [
@@ -61,8 +62,9 @@ class KeyValueCache:
         rows = len(self.lengths) + torch.arange(len(lengths), device=lengths.device)
         # Where the pass stores keys and values: row and column of each token.
         self._slots = rows.repeat_interleave(lengths), batch.position_ids
-        # Columns that a decoding step reads, and which of them each row sees; None: tokens of the pass see each other.
-        self._visible: tuple[int, int, Tensor | None] | None = None
+        # By window: columns that a decoding step reads, and which of them each row sees; empty: tokens of the pass see
+        # each other.
+        self._visible: dict[int, tuple[int, int, Tensor | None]] = {}
         self._reserve([*self.lengths, *batch.lengths])
 
     def advance(self, tokens: Sequence[int]) -> PackedBatch:
@@ -75,16 +77,21 @@ class KeyValueCache:
             The pack of these tokens: one document of one token per row, whose position follows the row's tokens.
         """
         count, device = len(tokens), self.stored[0].device
-        starts = [max(n + 1 - self.window, 0) if self.window else 0 for n in self.lengths]
+        last, even = max(self.lengths) + 1, len(set(self.lengths)) == 1
+        starts = {
+            window: [max(n + 1 - window, 0) if window else 0 for n in self.lengths] for window in self.windows
+        }
         # One copy to the device for tokens, positions and the first column that each row sees.
-        input_ids, positions, begin = torch.tensor([list(tokens), self.lengths, starts]).to(device)
+        moved = torch.tensor([list(tokens), self.lengths, *starts.values()]).to(device)
+        input_ids, positions = moved[0], moved[1]
         self._slots = torch.arange(count, device=device), positions
-        first, last, mask = min(starts), max(self.lengths) + 1, None
-        if len(set(self.lengths)) > 1:
-            columns = torch.arange(first, last, device=device)
-            mask = (begin[:, None] <= columns) & (columns <= positions[:, None])
-            mask = mask[:, None, None]
-        self._visible = first, last, mask
+        for (window, begins), begin in zip(starts.items(), moved[2:], strict=True):
+            first, mask = min(begins), None
+            if not even:
+                columns = torch.arange(first, last, device=device)
+                mask = (begin[:, None] <= columns) & (columns <= positions[:, None])
+                mask = mask[:, None, None]
+            self._visible[window] = first, last, mask
         self._reserve([length + 1 for length in self.lengths])
         return PackedBatch(
             input_ids=input_ids,
@@ -133,9 +140,9 @@ class KeyValueCache:
         rows, columns = self._slots
         keys, values = self.stored[layer]
         keys[rows, :, columns], values[rows, :, columns] = key, value
-        if self._visible is None:
+        if not self._visible:
             return attention(query, key, value, batch, backend, window)
-        first, last, mask = self._visible
+        first, last, mask = self._visible[window or 0]
         # The H / K query heads of a key head become its queries, so keys are not copied.
         queries = query.reshape(len(query), key.shape[1], -1, query.shape[2])
         keys, values = (x[: len(query), :, first:last] for x in (keys, values))

@@ -1,14 +1,13 @@
-"""Layers of the decoder: blocks, attention, feed-forward, rotary positions.
+"""Layers of the decoder: blocks, attention, feed-forward.
 
-    x ─┬─ norm ─ attention ─ + ─┬─ norm ─ feed-forward ─ + ─▶
-       └─────────────────────┘  └────────────────────────┘
+    x ─┬─ norm ─ attention ─ norm ─ + ─┬─ norm ─ feed-forward ─ norm ─ + ─▶      `norms` of a shape says which of the
+       └────────────────────────────┘  └───────────────────────────────┘         norms a block has
 
 Tensors have no batch dimension: their first dimension is the T tokens of a pack.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -18,13 +17,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from multipack.data.batch import PackedBatch
+from multipack.models.rotary import Rotation, rotate
 from multipack.ops.attention import attention
 from multipack.ops.autocast import in_autocast_dtype
-from multipack.ops.norm import RMSNorm
-from multipack.shapes import LLAMA3_SCALING, ModelShape
+from multipack.ops.norm import JointRMSNorm, OffsetRMSNorm, RMSNorm
+from multipack.shapes import ModelShape
 
-Rotation = tuple[Tensor, Tensor]
-"""Cosines and sines of the rotation angles, two (T, 1, D/2) tensors."""
 Attend = Callable[..., Tensor]
 """A function with the signature of `attention`."""
 
@@ -39,13 +37,16 @@ class Block(nn.Module):
             chunks.
     """
 
-    def __init__(self, shape: ModelShape, attention: str) -> None:
+    def __init__(self, shape: ModelShape, attention: str, layer: int) -> None:
         super().__init__()
-        self.dropout = shape.dropout
-        self.attention_norm = make_norm(shape)
-        self.attention = Attention(shape, attention)
-        self.feed_forward_norm = make_norm(shape)
+        self.dropout, self.scale = shape.dropout, shape.residual_scale
+        before, after = shape.norms != "after", shape.norms != "before"
+        self.attention_norm = make_norm(shape) if before else None
+        self.attention = Attention(shape, attention, layer)
+        self.attention_out_norm = make_norm(shape) if after else None
+        self.feed_forward_norm = make_norm(shape) if before else None
         self.feed_forward = FeedForward(shape)
+        self.feed_forward_out_norm = make_norm(shape) if after else None
         self.around: Callable[..., Tensor] | None = None
         self.tiles = 1
 
@@ -61,21 +62,26 @@ class Block(nn.Module):
         self, x: Tensor, batch: PackedBatch, rotation: Rotation | None, attend: Attend | None = None
     ) -> Tensor:
         """`forward` without the hook."""
-        branch = self.attention(self.attention_norm(x), batch, rotation, attend)
-        x = x + F.dropout(branch, self.dropout, self.training)
-        branch = self._feed_forward(self.feed_forward_norm(x))
-        return x + F.dropout(branch, self.dropout, self.training)
+        branch = self.attention(_normed(self.attention_norm, x), batch, rotation, attend)
+        x = self._add(x, _normed(self.attention_out_norm, branch))
+        branch = self._feed_forward(_normed(self.feed_forward_norm, x))
+        return self._add(x, _normed(self.feed_forward_out_norm, branch))
 
     def unsaved_matrices(self) -> set[tuple[int, int]]:
         """(inputs, outputs) of the matrices whose products selective checkpointing does not keep.
 
-        These are the block's last product, which the backward pass does not read unless dropout follows; with tiles,
-        all products of the feed-forward, whose chunks are recomputed.
+        These are the block's last product, which the backward pass does not read unless dropout or a norm follows;
+        with tiles, all products of the feed-forward, whose chunks are recomputed.
         """
         matrices = self.feed_forward.matrices()
         if self.tiles > 1:
             return set(matrices)
-        return set() if self.dropout else set(matrices[-1:])
+        return set() if self.dropout or self.feed_forward_out_norm is not None else set(matrices[-1:])
+
+    def _add(self, x: Tensor, branch: Tensor) -> Tensor:
+        """The residual stream with the result of a branch."""
+        branch = F.dropout(branch, self.dropout, self.training)
+        return x + branch if self.scale == 1.0 else torch.add(x, branch, alpha=self.scale)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         if self.tiles == 1:
@@ -93,15 +99,23 @@ class Attention(nn.Module):
         attend: the attention function; context parallelism replaces it by ring attention.
     """
 
-    def __init__(self, shape: ModelShape, backend: str) -> None:
+    def __init__(self, shape: ModelShape, backend: str, layer: int) -> None:
         super().__init__()
         width = shape.head_width
-        self.head_width, self.backend, self.window = width, backend, shape.window or None
+        self.head_width, self.backend, self.window = width, backend, shape.window_of(layer) or None
         bias = shape.bias or shape.qkv_bias
         self.query = nn.Linear(shape.d_model, shape.heads * width, bias=bias)
-        self.key = nn.Linear(shape.d_model, shape.kv_heads * width, bias=bias)
-        self.value = nn.Linear(shape.d_model, shape.kv_heads * width, bias=bias)
+        self.key = HeadLinear(shape.d_model, shape.kv_heads, width, bias)
+        self.value = HeadLinear(shape.d_model, shape.kv_heads, width, bias)
         self.output = nn.Linear(shape.heads * width, shape.d_model, bias=shape.bias)
+        if shape.head_norm == "head":
+            self.query_norm, self.key_norm = make_norm(shape, width), make_norm(shape, width)
+        elif shape.head_norm == "all":
+            self.query_norm = JointRMSNorm(shape.heads * width, eps=shape.norm_eps)
+            self.key_norm = JointRMSNorm(shape.kv_heads * width, eps=shape.norm_eps)
+        self.head_norm = shape.head_norm
+        # Backends multiply by 1 / √D.
+        self.scale = shape.attention_scale * width**0.5 if shape.attention_scale else 1.0
         self.attend: Attend = attention
 
     def forward(
@@ -110,9 +124,15 @@ class Attention(nn.Module):
         """(T, d) → (T, d); `attend`, a key-value cache's function, replaces `self.attend` in this call."""
         x = in_autocast_dtype(x)  # once: otherwise each projection makes its own copy
         heads = (-1, self.head_width)
-        query = self.query(x).unflatten(-1, heads)
-        key = self.key(x).unflatten(-1, heads)
+        query, key = self.query(x), self.key(x)
+        if self.head_norm == "all":
+            query, key = _normed(self.query_norm, query), _normed(self.key_norm, key)
+        query, key = query.unflatten(-1, heads), key.unflatten(-1, heads)
+        if self.head_norm == "head":
+            query, key = _normed(self.query_norm, query), _normed(self.key_norm, key)
         value = self.value(x).unflatten(-1, heads)
+        if self.scale != 1.0:
+            query = query * self.scale
         if rotation is not None:
             query, key = rotate(query, *rotation), rotate(key, *rotation)
         values = (attend or self.attend)(query, key, value, batch, self.backend, self.window)
@@ -120,15 +140,26 @@ class Attention(nn.Module):
         return out
 
 
+class HeadLinear(nn.Linear):
+    """The projection to keys or values of `heads` heads; tensor parallelism needs their number.
+
+    A rank has whole heads. Where there are fewer heads than ranks, several have the same one.
+    """
+
+    def __init__(self, inputs: int, heads: int, width: int, bias: bool) -> None:
+        super().__init__(inputs, heads * width, bias=bias)
+        self.heads = heads
+
+
 class FeedForward(nn.Module):
-    """Feed-forward with GELU (GPT-2's tanh approximation) or SwiGLU (Shazeer 2020, arXiv:2002.05202).
+    """Feed-forward with GELU (GPT-2's tanh approximation), SwiGLU or GeGLU (Shazeer 2020, arXiv:2002.05202).
 
     A class that replaces it must define `forward` and `matrices`.
     """
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.gated = shape.gated
+        self.activation = shape.activation
         if shape.gated:
             self.gate = nn.Linear(shape.d_model, shape.d_ff, bias=shape.bias)
         self.up = nn.Linear(shape.d_model, shape.d_ff, bias=shape.bias)
@@ -137,8 +168,10 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(T, d) → (T, d)."""
         x = in_autocast_dtype(x)  # once: otherwise each projection makes its own copy
-        if self.gated:
+        if self.activation == "swiglu":
             inner = F.silu(self.gate(x)) * self.up(x)
+        elif self.activation == "geglu":
+            inner = F.gelu(self.gate(x), approximate="tanh") * self.up(x)
         else:
             inner = F.gelu(self.up(x), approximate="tanh")
         out: Tensor = self.down(inner)
@@ -151,73 +184,17 @@ class FeedForward(nn.Module):
         return [(each.shape[1], each.shape[0]) for each in pieces]
 
 
-def rotary_tables(
-    position_ids: Tensor, width: int, theta: float, dtype: torch.dtype, factor: float = 1.0
-) -> Rotation:
-    """Cosines and sines of position · θ^(−2i/D) for i < D/2 (RoPE: Su et al. 2021, arXiv:2104.09864).
-
-    Args:
-        position_ids: (T,) positions, which restart at every document.
-        width: D, the width of one head; even.
-        theta: base of the frequencies.
-        dtype: float32 or wider; bfloat16 has 8 significant bits, too few to distinguish neighboring positions.
-        factor: Llama 3's scaling: frequencies of less than 1 turn in 8,192 positions are divided by it, those of more
-            than 4 are kept, and those between are interpolated; 1 = none.
-
-    Returns:
-        Two (T, 1, D/2) tensors of `dtype`, ready to broadcast over heads.
-    """
-    exponents = torch.arange(0, width, 2, dtype=dtype, device=position_ids.device) / width
-    frequencies = 1.0 / theta**exponents
-    if factor != 1.0:
-        turns = frequencies * (LLAMA3_SCALING["original_max_position_embeddings"] / (2 * math.pi))
-        low, high = LLAMA3_SCALING["low_freq_factor"], LLAMA3_SCALING["high_freq_factor"]
-        kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-        frequencies = frequencies * (kept + (1.0 - kept) / factor)
-    angles = position_ids.to(dtype)[:, None, None] * frequencies
-    return angles.cos(), angles.sin()
-
-
-def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotate each pair (x[i], x[i + D/2]) by its position's angle.
-
-    Args:
-        x: (T, heads, D).
-        cosine: (T, 1, D/2) float32 or wider.
-        sine: as `cosine`.
-
-    Returns:
-        (T, heads, D) in x's dtype, computed in the dtype of `cosine` and rounded once.
-    """
-    if torch.compiler.is_compiling():  # which fuses arithmetic and cannot trace `_Rotate`'s writes into views
-        first, second = x.to(cosine.dtype).chunk(2, dim=-1)
-        halves = first * cosine - second * sine, second * cosine + first * sine
-        return torch.cat(halves, dim=-1).to(x.dtype)
-    rotated: Tensor = _Rotate.apply(x, cosine, sine)  # type: ignore[no-untyped-call]
-    return rotated
-
-
-class _Rotate(torch.autograd.Function):
-    """Rotation whose backward pass is the inverse rotation: it saves only the tables, which all layers share."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        ctx.save_for_backward(cosine, sine)
-        first, second = x.to(cosine.dtype).chunk(2, dim=-1)
-        out = torch.empty(x.shape, dtype=cosine.dtype, device=x.device)
-        out_first, out_second = out.chunk(2, dim=-1)
-        torch.mul(first, cosine, out=out_first).addcmul_(second, sine, value=-1)
-        torch.mul(second, cosine, out=out_second).addcmul_(first, sine)
-        return out.to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
-        cosine, sine = ctx.saved_tensors
-        return rotate(upstream, cosine, -sine), None, None
-
-
-def make_norm(shape: ModelShape) -> nn.Module:
-    """The normalization layer of a shape, over d elements."""
+def make_norm(shape: ModelShape, width: int = 0) -> nn.Module:
+    """The normalization layer of a shape, over `width` elements; 0 = d."""
     if shape.norm == "layernorm":
-        return nn.LayerNorm(shape.d_model, eps=shape.norm_eps, bias=shape.bias)
-    return RMSNorm(shape.d_model, eps=shape.norm_eps)
+        return nn.LayerNorm(width or shape.d_model, eps=shape.norm_eps, bias=shape.bias)
+    kind = OffsetRMSNorm if shape.norm == "rmsnorm+1" else RMSNorm
+    return kind(width or shape.d_model, eps=shape.norm_eps)
+
+
+def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
+    """A norm over the last dimension of (T, …), computed in the dtype of its weight; x without a norm."""
+    if norm is None:
+        return x
+    rows: Tensor = norm(x.reshape(-1, x.shape[-1]).to(cast(Tensor, norm.weight).dtype))
+    return rows.view(x.shape).to(x.dtype)

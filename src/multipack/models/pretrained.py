@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from multipack.models.families import (
+from multipack.models.huggingface import (
     Origin,
     decoder_shape,
     family_of,
@@ -48,19 +48,19 @@ def open_weights(
         FileNotFoundError: there is no config.json.
     """
     shape = decoder_shape(folder / CONFIG)
-    family = family_of(shape)
+    tensors = family_of(shape).tensors
     with ExitStack() as stack:
         try:
             files = {file: stack.enter_context(safe_open(file, "pt")) for file in _weight_files(folder)}
             held = {
-                family.full_name(name): (file, name)
+                tensors.full_name(name): (file, name)
                 for file, opened in files.items()
                 for name in opened.keys()  # noqa: SIM118 - no mapping
-                if not family.ignored.fullmatch(name)
+                if not tensors.ignored.fullmatch(name)
             }
             slices = {name: files[file].get_slice(own) for name, (file, own) in held.items()}
             _check_tensors(shape, folder, slices)
-            embedding = f"{family.prefix}{next(iter(family.outer))}.weight"
+            embedding = f"{tensors.prefix}{next(iter(tensors.outer))}.weight"
             if shape.tied and "lm_head.weight" in held:
                 (one, head), (other, table) = held["lm_head.weight"], held[embedding]
                 if not torch.equal(files[one].get_tensor(head), files[other].get_tensor(table)):

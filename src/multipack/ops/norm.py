@@ -33,6 +33,18 @@ class RMSNorm(nn.RMSNorm):
         return rms_norm(x, self.weight, self.eps)
 
 
+class JointRMSNorm(RMSNorm):
+    """RMSNorm of all heads together, which tensor parallelism divides."""
+
+
+class OffsetRMSNorm(RMSNorm):
+    """RMSNorm whose factor is 1 + weight, as in Gemma; weights start at 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(T, d) → (T, d)."""
+        return rms_norm(x, self.weight + 1.0, self.eps)
+
+
 class _NormAndGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -2,6 +2,7 @@
 
     function          forward pass                         backward pass
     identity          nothing is sent                      all-reduce
+    all_reduce        every rank gets the sum              all-reduce
     all_gather        every rank gets all pieces           reduce-scatter
     reduce_scatter    every rank gets a piece of the sum   all-gather
     all_to_all        every rank sends each rank a piece   all-to-all
@@ -45,13 +46,20 @@ def identity(tensor: Tensor, group: Group = None) -> Tensor:
     Returns:
         `tensor`; its gradient is the sum of the ranks' gradients.
     """
+    return _apply(tensor, lambda own: own.view_as(own), lambda gradient: _sum(gradient, group))
 
-    def back(gradient: Tensor) -> Tensor:
-        total = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
-        return total
 
-    return _apply(tensor, lambda own: own.view_as(own), back)
+def all_reduce(tensor: Tensor, group: Group = None) -> Tensor:
+    """Sum the ranks' tensors, for computations that differ between ranks. The gradient is an all-reduce, too.
+
+    Args:
+        tensor: the rank's summand.
+        group: the ranks that exchange.
+
+    Returns:
+        The sum, the same on all ranks.
+    """
+    return _apply(tensor, lambda own: _sum(own, group), lambda gradient: _sum(gradient, group))
 
 
 def all_gather(tensor: Tensor, group: Group = None) -> Tensor:
@@ -142,6 +150,12 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         return ctx.back(gradients[0]), None, None
+
+
+def _sum(tensor: Tensor, group: Group) -> Tensor:
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
 
 
 def _apply(tensor: Tensor, move: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:

@@ -242,10 +242,16 @@ class ParallelConfig:
         """Problems of axes that divide heads, matrices and the vocabulary of a model."""
         tensor, context, ring = self.tensor, self.context, self.context_method == "ring"
         divided = {name: getattr(shape, name) for name in ("kv_heads", "heads", "d_ff", "vocabulary_size")}
+
+        def divides(ranks: int, name: str) -> bool:
+            # Several ranks may have the same key head, but a norm over all heads counts each once.
+            shared = name == "kv_heads" and ranks % divided[name] == 0 and shape.head_norm != "all"
+            return divided[name] % ranks == 0 or shared
+
         for name, size in divided.items():
-            if size % tensor:
+            if not divides(tensor, name):
                 near = self._nearest_ranks(
-                    "tensor", world_size, lambda ranks: not any(one % ranks for one in divided.values())
+                    "tensor", world_size, lambda ranks: all(divides(ranks, each) for each in divided)
                 )
                 above = -(-size // tensor) * tensor
                 wider = "" if resumed or name.endswith("heads") else f"model.{name}={above}, or "

@@ -48,8 +48,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from multipack.ops.autocast import in_autocast_dtype
 from multipack.ops.loss import LOSS_ATTRIBUTES
-from multipack.ops.norm import RMSNorm, rms_norm
-from multipack.parallel.collectives import Group, all_gather, identity, reduce_scatter
+from multipack.ops.norm import JointRMSNorm, OffsetRMSNorm, RMSNorm, rms_norm
+from multipack.parallel.collectives import Group, all_gather, all_reduce, identity, reduce_scatter
 from multipack.parallel.state import local
 
 
@@ -62,15 +62,18 @@ def divide_tensors(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) 
     Args:
         model: a model on the meta device, or with equal values on all ranks.
         mesh: one-dimensional mesh of the ranks.
-        plan: pattern of a module's name → `column`, `row`, `vocabulary`, `positions`, `norm` or `gathers`; `*` matches
-            one part of a name. Patterns may match nothing.
+        plan: pattern of a module's name → `column`, `heads`, `row`, `vocabulary`, `positions`, `norm` or `gathers`; `*`
+            matches one part of a name. Patterns may match nothing.
 
     Raises:
         ValueError: no pattern matches a module with parameters, or its type does not fit its kind; a kind is unknown;
             a dimension is not a multiple of the number of ranks; or a loss takes no `group`.
     """
     group = mesh.get_group()
-    found = [(name, module, _divided_type(name, module, plan)) for name, module in model.named_modules()]
+    ranks = mesh.size()
+    found = [
+        (name, module, _divided_type(name, module, plan, ranks)) for name, module in model.named_modules()
+    ]
     losses = {
         name: _over_vocabulary(name, getattr(model, name), group)
         for name in LOSS_ATTRIBUTES
@@ -98,6 +101,24 @@ class _ColumnLinear(_TensorParallel, nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """(T, d) → (T, f / ranks)."""
         return F.linear(x, local(self.weight), None if self.bias is None else local(self.bias))
+
+
+class _SharedHeadLinear(_TensorParallel, nn.Linear):
+    """Fewer heads than ranks: every rank has the whole matrix and computes the head of its queries."""
+
+    placements: ClassVar = {"weight": Replicate(), "bias": Replicate()}
+    heads: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(T, d) → (T, D)."""
+        rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        width = self.out_features // self.heads
+        first = rank * self.heads // ranks * width
+        weight, bias = (
+            None if each is None else identity(local(each), self.group)[first : first + width]
+            for each in (self.weight, self.bias)
+        )
+        return F.linear(x, weight, bias)
 
 
 class _RowLinear(_TensorParallel, nn.Linear):
@@ -155,15 +176,35 @@ class _TokenRMSNorm(_TensorParallel, RMSNorm):
         return rms_norm(x, identity(local(self.weight), self.group), self.eps)
 
 
+class _TokenOffsetRMSNorm(_TensorParallel, OffsetRMSNorm):
+    placements: ClassVar = {"weight": Replicate()}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(T / ranks, d) → (T / ranks, d)."""
+        return rms_norm(x, identity(local(self.weight), self.group) + 1.0, self.eps)
+
+
+class _DividedRMSNorm(_TensorParallel, JointRMSNorm):
+    placements: ClassVar = {"weight": Shard(0)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(T, d / ranks) → (T, d / ranks), normalized by the mean square over all ranks' elements."""
+        weight, ranks = local(self.weight), dist.get_world_size(self.group)
+        squares = all_reduce(x.square().mean(-1, keepdim=True), self.group) / ranks
+        return x * torch.rsqrt(squares + cast(float, self.eps)) * weight
+
+
 _KINDS: dict[str, tuple[type[_TensorParallel], ...]] = {
     "column": (_ColumnLinear,),
+    "heads": (_ColumnLinear, _SharedHeadLinear),
     "row": (_RowLinear,),
     "vocabulary": (_VocabularyEmbedding, _ColumnLinear),
     "positions": (_PositionEmbedding,),
-    "norm": (_TokenLayerNorm, _TokenRMSNorm),
+    "norm": (_TokenLayerNorm, _TokenOffsetRMSNorm, _DividedRMSNorm, _TokenRMSNorm),
     "gathers": (),
 }
-"""Kind → divided types. A module takes the one whose base class it has, with that class's `forward`."""
+"""Kind → divided types. A module takes the first whose base class it has, with that class's `forward`; fewer heads than
+ranks take the second of `heads`."""
 
 
 def _kind_of(name: str, plan: Mapping[str, str]) -> str | None:
@@ -178,9 +219,13 @@ def _kind_of(name: str, plan: Mapping[str, str]) -> str | None:
     return None
 
 
-def _divided_type(name: str, module: nn.Module, plan: Mapping[str, str]) -> type[_TensorParallel] | None:
+def _divided_type(
+    name: str, module: nn.Module, plan: Mapping[str, str], ranks: int
+) -> type[_TensorParallel] | None:
     """The divided type of a module; None = nothing to divide."""
     kind = _kind_of(name, plan)
+    if kind == "heads" and (heads := getattr(module, "heads", ranks)) < ranks and ranks % heads == 0:
+        return _SharedHeadLinear
     if kind is not None and kind != "gathers":
         for divided_type in _KINDS[kind]:
             base: Any = divided_type.__bases__[1]

@@ -21,7 +21,7 @@ from torch import Tensor
 from multipack.atomic import atomic_folder, is_free, write_atomically
 from multipack.data.chat import ChatTemplate
 from multipack.data.tokenizer import Tokenizer
-from multipack.models.families import config_of, to_huggingface
+from multipack.models.huggingface import config_of, to_huggingface
 from multipack.models.pretrained import CONFIG, WEIGHTS
 from multipack.shapes import ModelShape
 from multipack.training.checkpoint_tensors import save_safetensors

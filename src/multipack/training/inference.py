@@ -17,8 +17,8 @@ from multipack.data.texts import Message, TextPart
 from multipack.data.tokenizer import Tokenizer
 from multipack.data.vocabularies import read_text
 from multipack.models.decoder import Decoder
-from multipack.models.families import build_decoder
 from multipack.models.generate import Completion, Listener, generate_batch
+from multipack.models.huggingface import build_decoder
 from multipack.models.sampling import Sampling
 from multipack.reports.console import CONTROL_CHARACTERS
 from multipack.run import weights_folder

@@ -280,7 +280,7 @@ def _initial_model(settings: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     folder = _weights(path, "train.init_from")
     if is_export(folder):
-        from multipack.models.families import decoder_shape  # imports torch
+        from multipack.models.huggingface import decoder_shape  # imports torch
 
         shape = decoder_shape(folder / "config.json")
     else:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from multipack.data.tokenizer import Tokenizer
-from multipack.models.families import decoder_shape, parameter_shapes
+from multipack.models.huggingface import decoder_shape, parameter_shapes
 from multipack.models.pretrained import CONFIG, open_weights
 from multipack.parallel.world import World
 from multipack.run import find_run, is_export, weights_folder

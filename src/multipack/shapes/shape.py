@@ -5,7 +5,7 @@ This module imports no torch. Presets have the published dimensions of each mode
 dimensions of any other decoder from its config.json.
 
 A shape may describe mixtures of experts, windows in some layers and latent attention, because the planner needs their
-cost. `Decoder` supports only dense layers with the same attention in all of them, and raises an error for other shapes.
+cost. `Decoder` supports dense layers without a latent, and raises an error for other shapes.
 """
 
 from __future__ import annotations
@@ -16,18 +16,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from multipack.shapes_huggingface import LLAMA3_SCALING as LLAMA3_SCALING
-from multipack.shapes_huggingface import SIZES as SIZES
-from multipack.shapes_huggingface import fields_of
-from multipack.shapes_huggingface import is_llama3 as is_llama3
-from multipack.shapes_huggingface import read_json as read_json
+from multipack.shapes.config_json import MOST_LAYERS, MOST_WIDTH, fields_of
+from multipack.shapes.presets import PRESETS
 
-Activation = Literal["gelu", "swiglu"]
-Norm = Literal["layernorm", "rmsnorm"]
+Activation = Literal["gelu", "swiglu", "geglu"]
+Norm = Literal["layernorm", "rmsnorm", "rmsnorm+1"]
+Norms = Literal["before", "after", "around"]
+HeadNorm = Literal["none", "head", "all"]
 Positions = Literal["learned", "rope"]
-MOST_LAYERS, MOST_WIDTH = 1 << 12, 1 << 24
-"""Most layers and heads; largest width, vocabulary and context. Larger numbers are mistakes or damage, which would
-exhaust memory or overflow before another check."""
+RopeType = Literal["llama3", "linear", "dynamic", "yarn"]
 
 
 @dataclass(frozen=True)
@@ -51,9 +48,13 @@ class ModelShape:
     positions: Positions = "rope"
     """Position encoding: `learned` (GPT-2) or `rope` (Llama)."""
     norm: Norm = "rmsnorm"
-    """Normalization: `layernorm` (GPT-2) or `rmsnorm` (Llama)."""
+    """Normalization: `layernorm` (GPT-2), `rmsnorm` (Llama), or `rmsnorm+1`, whose factor is 1 + weight (Gemma)."""
+    norms: Norms = "before"
+    """Norms of a block: `before` attention and feed-forward (Llama), `after` (OLMo 2), or `around` them (Gemma 3)."""
+    head_norm: HeadNorm = "none"
+    """RMSNorm of queries and keys: over each `head` (Qwen3), over `all` heads together (OLMo 2), or `none`."""
     activation: Activation = "swiglu"
-    """Feed-forward activation: `gelu` (two matrices) or `swiglu` (gated, three matrices)."""
+    """Feed-forward activation: `gelu` (two matrices); gated, with three matrices: `swiglu` (Llama), `geglu` (Gemma)."""
     bias: bool = False
     """Whether linear layers and LayerNorm have biases."""
     qkv_bias: bool = False
@@ -64,8 +65,24 @@ class ModelShape:
     """Width of one head; 0 = d_model / heads."""
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies."""
+    rope_type: RopeType = "llama3"
+    """How rotary frequencies are scaled, if `rope_factor` is not 1: `llama3`, `linear`, `dynamic` or `yarn`."""
     rope_factor: float = 1.0
-    """Divisor of low rotary frequencies, as in Llama 3.1 (8) and 3.2 (32) with a first context of 8,192; 1 = none."""
+    """Divisor of the rotary frequencies: of low ones with llama3 (8 in Llama 3.1) and yarn; 1 = no scaling."""
+    rope_context: int = 8192
+    """Positions that the model was trained with before its frequencies were scaled."""
+    rope_attention: float = 0.0
+    """Factor of yarn's cosines and sines; 0 = 0.1 · ln(rope_factor) + 1."""
+    unrotated_every: int = 0
+    """Every n-th layer has no rotary positions (4 in SmolLM3); 0 = all have."""
+    embedding_scale: float = 1.0
+    """Factor of the embeddings (√d_model in Gemma)."""
+    residual_scale: float = 1.0
+    """Factor of what attention and feed-forward add to the residual stream (Granite)."""
+    attention_scale: float = 0.0
+    """Factor of the products of queries and keys; 0 = 1 / √(width of a head)."""
+    logit_divisor: float = 1.0
+    """Divisor of the logits (Granite)."""
     norm_eps: float = 1e-5
     """Added to the variance before its square root."""
     dropout: float = 0.0
@@ -85,7 +102,11 @@ class ModelShape:
     window: int = 0
     """Tokens that a layer with a window sees, including the query itself; 0 = no windows."""
     window_layers: int = 0
-    """Layers with a window, if `window` is set; 0 = all of them. Fewer than all: for planning only."""
+    """Layers with a window, if `window` is set; 0 = all, or all but every `full_every`-th. Otherwise planning only."""
+    full_every: int = 0
+    """Every n-th layer has no window (6 in Gemma 3); 0 = all layers are alike. Needs `window`."""
+    window_theta: float = 0.0
+    """Base of the rotary frequencies, without scaling, in layers with a window; 0 = as in the other layers."""
     kv_rank: int = 0
     """Rank of the common latent of keys and values (multi-head latent attention); 0 = none. For planning only."""
     query_rank: int = 0
@@ -93,9 +114,12 @@ class ModelShape:
     nope_width: int = 0
     """Width of a latent head's query and key without positions. For planning only."""
     rope_width: int = 0
-    """Width of a latent head's query and key with rotary positions; the key is shared. For planning only."""
+    """Leading elements of a head that rotate; 0 = all. In a latent head they are added, and the key's are shared."""
     value_width: int = 0
     """Width of a latent head's value. For planning only."""
+
+    unsupported: str = ""
+    """Settings of a configuration file for which the decoder would compute another function. For planning only."""
 
     def __post_init__(self) -> None:
         """Check the widths."""
@@ -118,12 +142,18 @@ class ModelShape:
                 f"model.heads={self.heads} must divide model.d_model={self.d_model}"
                 f" (or set model.head_dim); the nearest width is {near}"
             )
-        rotary_width = self.rope_width if self.kv_rank else self.head_width
-        if self.positions == "rope" and rotary_width % 2:
-            raise ValueError(f"rotary positions need an even head width, got {rotary_width}")
+        if self.positions == "rope" and self.rotary_width % 2:
+            raise ValueError(f"rotary positions need an even head width, got {self.rotary_width}")
+        if not self.kv_rank and self.rope_width > self.head_width:
+            raise ValueError(
+                f"model.rope_width={self.rope_width} exceeds the width of a head, {self.head_width}"
+            )
+        fitting = {"none": self.norm, "head": "rmsnorm or rmsnorm+1", "all": "rmsnorm"}[self.head_norm]
+        if self.norm not in fitting.split(" or "):
+            raise ValueError(f"model.head_norm={self.head_norm} needs model.norm={fitting}, got {self.norm}")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"model.dropout must be in [0, 1), got {self.dropout}")
-        for name, lowest in (("rope_theta", 1.0), ("rope_factor", 1.0), ("norm_eps", 0.0)):
+        for name, lowest in _LOWEST.items():
             if not lowest <= getattr(self, name) < math.inf:
                 raise ValueError(
                     f"model.{name} must be a finite number of at least {lowest:g}, got {getattr(self, name)}"
@@ -139,7 +169,12 @@ class ModelShape:
                     f"model.{stray[0]}={getattr(self, stray[0])} has no effect with model.{switch}=0:"
                     f" set model.{switch}, or leave model.{stray[0]} out"
                 )
-        for name in ("dense_layers", "window_layers"):
+        if self.full_every and self.window_layers:
+            raise ValueError(
+                f"model.full_every={self.full_every} and model.window_layers={self.window_layers} both say which layers"
+                " have a window: leave model.window_layers out"
+            )
+        for name in ("dense_layers", "window_layers", "full_every", "unrotated_every"):
             if getattr(self, name) > self.layers:
                 raise ValueError(
                     f"model.{name}={getattr(self, name)} cannot exceed model.layers={self.layers}; lower it"
@@ -206,14 +241,31 @@ class ModelShape:
         return self.value_width if self.kv_rank else self.head_width
 
     @property
+    def rotary_width(self) -> int:
+        """Elements of a head's query and key that rotate."""
+        return self.rope_width if self.kv_rank else self.rope_width or self.head_width
+
+    @property
     def gated(self) -> bool:
         """Whether the feed-forward layer has a gate (a third matrix)."""
-        return self.activation == "swiglu"
+        return self.activation != "gelu"
 
     @property
     def sliding_layers(self) -> int:
         """Number of layers with a window."""
+        if self.window and self.full_every:
+            return self.layers - self.layers // self.full_every
         return (self.window_layers or self.layers) if self.window else 0
+
+    def window_of(self, layer: int) -> int:
+        """Tokens that a layer sees, including the query itself; 0 = no window."""
+        return 0 if self.full_every and (layer + 1) % self.full_every == 0 else self.window
+
+    def rotates(self, layer: int) -> bool:
+        """Whether a layer has rotary positions."""
+        return self.positions == "rope" and not (
+            self.unrotated_every and (layer + 1) % self.unrotated_every == 0
+        )
 
     @property
     def attention_parameters(self) -> int:
@@ -269,11 +321,25 @@ class ModelShape:
         return asdict(self)
 
 
+_LOWEST = {
+    "rope_theta": 1.0,
+    "rope_factor": 1.0,
+    "rope_context": 1.0,
+    "rope_attention": 0.0,
+    "window_theta": 0.0,
+    "norm_eps": 0.0,
+    "embedding_scale": 1e-6,
+    "residual_scale": 0.0,
+    "attention_scale": 0.0,
+    "logit_divisor": 1e-6,
+}
+"""Field that is a number → its lowest value."""
+
 _DEPENDENT: dict[str, tuple[str, ...]] = {
     "experts": ("experts_per_token", "expert_width", "shared_experts", "dense_layers"),
     "shared_experts": ("shared_width",),
-    "window": ("window_layers",),
-    "kv_rank": ("query_rank", "nope_width", "rope_width", "value_width"),
+    "window": ("window_layers", "full_every", "window_theta"),
+    "kv_rank": ("query_rank", "nope_width", "value_width"),
 }
 """Field → fields that have an effect only if it is not 0."""
 
@@ -281,84 +347,12 @@ OPTIONAL: tuple[str, ...] = (
     "experts",
     "window",
     "kv_rank",
-    *(name for names in _DEPENDENT.values() for name in names),
+    "rope_width",
+    "unrotated_every",
+    *(name for names in _DEPENDENT.values() for name in names if name not in _LOWEST),
 )
-"""Fields of mixtures of experts, windows and latent attention; 0 in a decoder without them."""
+"""Counts that are 0 in a decoder with equal dense layers: of experts, windows, latent attention, partial rotation."""
 
 
-def _gpt2(layers: int, heads: int, d_model: int) -> ModelShape:
-    return ModelShape(
-        layers=layers,
-        heads=heads,
-        kv_heads=heads,
-        d_model=d_model,
-        d_ff=4 * d_model,
-        vocabulary_size=50_257,
-        context=1024,
-        positions="learned",
-        norm="layernorm",
-        activation="gelu",
-        bias=True,
-        tied=True,
-    )
-
-
-def _llama(
-    layers: int, heads: int, kv_heads: int, d_model: int, d_ff: int, context: int, **others: Any
-) -> ModelShape:
-    family = {"vocabulary_size": 128_256, "tied": False, "rope_theta": 500_000.0}
-    return ModelShape(layers, heads, kv_heads, d_model, d_ff, context=context, **{**family, **others})
-
-
-def _qwen(
-    layers: int, heads: int, kv_heads: int, d_model: int, d_ff: int, context: int, **others: Any
-) -> ModelShape:
-    family = {"rope_theta": 1_000_000.0, "norm_eps": 1e-6, "qkv_bias": True}
-    return _llama(layers, heads, kv_heads, d_model, d_ff, context, **{**family, **others})
-
-
-def _mixture(dense: ModelShape, experts: tuple[int, int], **others: Any) -> ModelShape:
-    return replace(dense, experts=experts[0], experts_per_token=experts[1], **others)
-
-
-SHAPES: dict[str, ModelShape] = {
-    "tiny": ModelShape(layers=2, heads=2, kv_heads=1, d_model=64, d_ff=128),
-    "small": ModelShape(),
-    "gpt2": _gpt2(12, 12, 768),
-    "gpt2-medium": _gpt2(24, 16, 1024),
-    "gpt2-large": _gpt2(36, 20, 1280),
-    "gpt2-xl": _gpt2(48, 25, 1600),
-    "llama-1b": _llama(16, 32, 8, 2048, 8192, 131_072, tied=True, rope_factor=32.0),
-    "llama-3b": _llama(28, 24, 8, 3072, 8192, 131_072, tied=True, rope_factor=32.0),
-    "llama-8b": _llama(32, 32, 8, 4096, 14_336, 8192),
-    "llama-70b": _llama(80, 64, 8, 8192, 28_672, 8192),
-    "llama-405b": _llama(126, 128, 8, 16_384, 53_248, 131_072, rope_factor=8.0),
-    "qwen2.5-0.5b": _qwen(24, 14, 2, 896, 4864, 32_768, vocabulary_size=151_936, tied=True),
-    "qwen2.5-7b": _qwen(28, 28, 4, 3584, 18_944, 131_072, vocabulary_size=152_064),
-    "mixtral-8x7b": _mixture(
-        _llama(32, 32, 8, 4096, 14_336, 32_768, vocabulary_size=32_000, rope_theta=1_000_000.0),
-        experts=(8, 2),
-    ),
-    "gpt-oss-20b": _mixture(
-        _llama(24, 64, 8, 2880, 2880, 131_072, head_dim=64, vocabulary_size=201_088, rope_theta=150_000.0),
-        experts=(32, 4),
-        window=128,
-        window_layers=12,
-    ),
-    "deepseek-v3": _mixture(
-        _llama(
-            61, 128, 128, 7168, 18_432, 163_840, vocabulary_size=129_280, rope_theta=10_000.0, norm_eps=1e-6
-        ),
-        experts=(256, 8),
-        expert_width=2048,
-        shared_experts=1,
-        dense_layers=3,
-        kv_rank=512,
-        query_rank=1536,
-        nope_width=128,
-        rope_width=64,
-        value_width=128,
-    ),
-}
-"""Presets: two small shapes for tests and first runs, then published models. Those with experts are for planning only
-(`mixtral-8x7b`, `gpt-oss-20b`, and `deepseek-v3` without its head for multi-token prediction)."""
+SHAPES: dict[str, ModelShape] = {name: ModelShape(**fields) for name, fields in PRESETS.items()}
+"""Presets. Those with experts are for planning only."""

@@ -1,17 +1,20 @@
 """The fields of a `ModelShape` from a Hugging Face config.json.
 
 The file is read as JSON; no code is imported. Fields have the same meaning and the same defaults as in the models' own
-configuration classes.
+configuration classes. Every decoder of known cost can be planned for; `unsupported` says why the decoder computes
+another function, if it does.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from multipack.atomic import read_file
+from multipack.shapes.families import BY_TYPE, SQRT_WIDTH, Family
 
 _GATED = (
     *("llama", "mistral", "mixtral", "phi3", "phimoe", "gpt_oss", "deepseek_v2", "deepseek_v3"),
@@ -20,6 +23,10 @@ _GATED = (
 )
 _PLAIN = ("gpt2", "gptj", "gpt_neox", "gpt_bigcode", "starcoder2", "phi")
 """Model types with and without a gate in the feed-forward layer, which their files do not state."""
+
+MOST_LAYERS, MOST_WIDTH = 1 << 12, 1 << 24
+"""Most layers and heads; largest width, vocabulary and context. Larger numbers are mistakes or damage, which would
+exhaust memory or overflow before another check."""
 
 SIZES: dict[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
@@ -48,20 +55,22 @@ _NAMES: dict[str, tuple[str, ...]] = {
 }
 """Field → its names in config.json files."""
 
-LLAMA3_SCALING = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-"""What all Llama models with scaled rotary frequencies share; only their `factor` differs."""
-_EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps")
+LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+"""Turns in the trained context up to which llama3's scaling divides a frequency, and from which it keeps it."""
+YARN_TURNS = 32, 1
+"""Turns in the trained context from which yarn keeps a frequency, and up to which it divides it."""
+_EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps", "norm_epsilon")
 _NO_WINDOW: dict[str, Any] = {"use_sliding_window": False}
 _TIED: dict[str, Any] = {"tie_word_embeddings": True}
-_GEMMA: dict[str, Any] = {**_TIED, "head_dim": 256, "sliding_window": 4096}
+_GEMMA: dict[str, Any] = {**_TIED, "head_dim": 256, "sliding_window": 4096, "query_pre_attn_scalar": 256}
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), _NO_WINDOW),
-    "smollm3": {**_NO_WINDOW, **_TIED},
+    "mistral": {"sliding_window": 4096},
+    "ministral": {"sliding_window": 4096},
+    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3_moe"), _NO_WINDOW),
+    "qwen3": {**_NO_WINDOW, "head_dim": 128},
+    "smollm3": {**_NO_WINDOW, **_TIED, "no_rope_layer_interval": 4, "rope_theta": 2_000_000.0},
     **dict.fromkeys(("gpt2", "gpt_bigcode", "cohere"), _TIED),
+    "starcoder2": {**_TIED, "use_bias": True},
     "cohere2": {**_TIED, "sliding_window_pattern": 4},
     "gemma": {**_TIED, "head_dim": 256},
     "gemma2": {**_GEMMA, "sliding_window_pattern": 2},
@@ -72,8 +81,13 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "vocab_size": 262_208,
         "max_position_embeddings": 131_072,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
     },
     "gpt_oss": {"sliding_window_pattern": 2},
+    "granite": {"attention_multiplier": 1.0},
+    "olmo3": {"sliding_window": 4096, "sliding_window_pattern": 4, "rope_theta": 500_000.0},
+    "seed_oss": {"head_dim": 128},
 }
 """Model type → defaults of fields that its files may omit."""
 
@@ -123,19 +137,88 @@ def fields_of(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
         found["shared_experts"] = 1
     if not found["kv_rank"]:
         found |= dict.fromkeys(("query_rank", "nope_width", "rope_width", "value_width"), 0)
-    return {
+    found |= _layers_that_differ(config, found)
+    fields = {
         **found,
-        **_layers_that_differ(config, found),
-        "positions": "learned" if kind in ("gpt2", "gpt_bigcode") else "rope",
+        "positions": "learned" if kind == "gpt_bigcode" else "rope",
         "norm": "layernorm" if kind in _PLAIN else "rmsnorm",
         "activation": "gelu" if kind in _PLAIN else "swiglu",
         "bias": kind in _PLAIN,
-        "qkv_bias": kind in ("qwen2", "qwen2_moe"),
+        "qkv_bias": kind == "qwen2_moe",
         "tied": bool(config.get("tie_word_embeddings", False)),
+        "norm_eps": _real(config, _EPSILONS, 1e-5),
         # The cost does not depend on these; a model with other frequencies in some layers is not an error.
         **_rotation(config),
-        "norm_eps": _real(config, _EPSILONS, 1e-5),
     }
+    family = BY_TYPE.get(kind)
+    if family is not None:
+        fields |= _family_fields(family, config, fields)
+    if problem := "" if fields["experts"] or fields["kv_rank"] else _unsupported(kind, family, config):
+        fields["unsupported"] = problem
+    return fields
+
+
+def _family_fields(family: Family, config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The switches of a family, and the fields that its files state."""
+    found: dict[str, Any] = {"bias": family.always_bias, **family.switches}
+    if found.get("embedding_scale") == SQRT_WIDTH:
+        found["embedding_scale"] = math.sqrt(fields["d_model"])
+    if "window" not in family.settings and not config.get("use_sliding_window"):
+        found |= {"window": 0, "window_layers": 0, "full_every": 0}
+    width = fields["head_dim"] or fields["d_model"] // fields["heads"]
+    for field, name in family.settings.items():
+        if field in ("embedding_scale", "residual_scale", "logit_divisor"):
+            found[field] = _real(config, (name,), 1.0)
+        elif field == "attention_scale":
+            value = _real(config, (name,), 0.0)
+            found[field] = value if name.endswith("multiplier") else value**-0.5
+        elif field == "bias":
+            found[field] = bool(config.get(name))
+        elif field == "rope_width":
+            part = _real({**_mapping(config, "rope_parameters"), **config}, (name,), 1.0)
+            found[field] = 0 if part == 1.0 else int(width * part)
+        elif field == "unrotated_every":
+            found[field] = _unrotated_every(config, fields["layers"])
+        elif field == "window_theta" and fields.get("window"):
+            both = _mapping(config, "rope_parameters")
+            found[field] = _real(_mapping(both, "sliding_attention"), ("rope_theta",), 0.0) or _real(
+                config, (name, "rope_theta"), 10_000.0
+            )
+    return found
+
+
+def _unrotated_every(config: Mapping[str, Any], layers: int) -> int:
+    """Which layers have no positions: every n-th; 0 = none."""
+    every, listed = _number(config, ("no_rope_layer_interval",)), config.get("no_rope_layers")
+    if not isinstance(listed, list):
+        return every if every <= layers else 0
+    return next((n for n in range(layers + 1) if listed == rotated_layers(layers, n)), 0)
+
+
+def rotated_layers(layers: int, unrotated_every: int) -> list[int]:
+    """1 for each layer with rotary positions, 0 for the others: `no_rope_layers` in config.json."""
+    return [int(not unrotated_every or (layer + 1) % unrotated_every != 0) for layer in range(layers)]
+
+
+def _unsupported(kind: str, family: Family | None, config: Mapping[str, Any]) -> str:
+    """Settings for which the decoder would compute another function than the model; empty if there are none."""
+    if family is None:
+        return f"model_type={kind!r}"
+    differing = [name for name, values in family.supported.items() if config.get(name) not in (None, *values)]
+    differing += [
+        name
+        for name in ("rope_scaling", "rope_parameters")
+        if not _known_rotation(_full_attention(config, name), family)
+    ]
+    differing += ["quantization_config"] if config.get("quantization_config") else []
+    if family.settings.get("bias") == "attention_bias" and bool(config.get("attention_bias")) != bool(
+        config.get("mlp_bias")
+    ):
+        differing += [name for name in ("attention_bias", "mlp_bias") if name in config]
+    listed, layers = config.get("no_rope_layers"), _number(config, SIZES["layers"])
+    if isinstance(listed, list) and listed != rotated_layers(layers, _unrotated_every(config, layers)):
+        differing.append("no_rope_layers")
+    return ", ".join(f"{name}={config[name]!r}" for name in differing)
 
 
 def _check_known(kind: str, config: Mapping[str, Any]) -> None:
@@ -157,19 +240,26 @@ def _layers_that_differ(config: Mapping[str, Any], found: dict[str, int]) -> dic
     layers = found["layers"]
     window = _number(config, ("sliding_window",)) if config.get("use_sliding_window", True) else 0
     kinds, pattern = config.get("layer_types"), _number(config, ("sliding_window_pattern",))
-    sliding = layers
+    if layers > MOST_LAYERS:
+        return {}  # a shape refuses so many
     if isinstance(kinds, list):
         unknown = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
         if unknown or len(kinds) != layers:
             raise ValueError(
                 f"layer_types must name {layers} layers of known cost, got {unknown or len(kinds)}"
             )
-        sliding = kinds.count("sliding_attention")
+        sliding = [kind == "sliding_attention" for kind in kinds]
     elif pattern:
-        sliding = layers - layers // pattern
+        sliding = _with_windows(layers, pattern)
     elif config.get("use_sliding_window"):
-        sliding = max(layers - _number(config, ("max_window_layers",)), 0)
-    fields = {"window": window, "window_layers": sliding} if window and sliding else {}
+        sliding = [layer >= _number(config, ("max_window_layers",)) for layer in range(layers)]
+    else:
+        sliding = [True] * layers
+    fields: dict[str, int] = {}
+    if window and any(sliding):
+        every = next((n for n in range(1, layers + 1) if sliding == _with_windows(layers, n)), 0)
+        count = 0 if every or all(sliding) else sum(sliding)
+        fields = {"window": window, "full_every": every, "window_layers": count}
     if found["experts"]:
         first, every = _number(config, ("first_k_dense_replace",)), _number(config, ("moe_layer_freq",)) or 1
         step, dense = _number(config, ("decoder_sparse_step",)) or 1, tuple(config.get("mlp_only_layers", ()))
@@ -182,20 +272,84 @@ def _layers_that_differ(config: Mapping[str, Any], found: dict[str, int]) -> dic
     return fields
 
 
-def _rotation(config: Mapping[str, Any]) -> dict[str, float]:
-    """The fields `rope_theta` and `rope_factor`."""
-    both = [found for name in ("rope_parameters", "rope_scaling") if (found := _mapping(config, name))]
-    theta = next(filter(None, (_real(each, ("rope_theta",), 0.0) for each in (config, *both))), 10_000.0)
-    factors = {_real(each, ("factor",), 1.0) if is_llama3(each) else 1.0 for each in both} or {1.0}
-    if len(factors) > 1:
+def _with_windows(layers: int, full_every: int) -> list[bool]:
+    return [(layer + 1) % full_every > 0 for layer in range(layers)]
+
+
+def _full_attention(config: Mapping[str, Any], name: str) -> Any:
+    """A setting of rotary positions: that of layers without a window, if layers have their own."""
+    value = config.get(name)
+    return value.get("full_attention", value) if isinstance(value, Mapping) else value
+
+
+def _rotation(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of rotary positions, of layers without a window."""
+    both = [
+        found
+        for name in ("rope_parameters", "rope_scaling")
+        if isinstance(found := _full_attention(config, name), Mapping) and found
+    ]
+    sources = [*both, config] if config.get("rope_parameters") else [config, *both]
+    theta = next(filter(None, (_real(each, ("rope_theta",), 0.0) for each in sources)), 10_000.0)
+    read = [_scaling({**config, **each}) for each in both]
+    if any(each != read[0] for each in read):
         raise ValueError("the configuration's rope_parameters and rope_scaling differ")
-    return {"rope_theta": theta, "rope_factor": factors.pop()}
+    return {"rope_theta": theta, **(read[0] if read else {})}
 
 
-def is_llama3(scaling: Mapping[str, Any]) -> bool:
-    """Whether this is the scaling of rotary frequencies of Llama 3.1 and later, which `rope_factor` describes."""
-    kind, shared = scaling.get("rope_type", scaling.get("type")), LLAMA3_SCALING
-    return kind == "llama3" and all(scaling.get(name) == value for name, value in shared.items())
+def _type_of(scaling: Mapping[str, Any]) -> Any:
+    return scaling.get("rope_type", scaling.get("type", "default"))
+
+
+def _scaling(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of scaled rotary frequencies; none if they are not scaled, or in an unknown way."""
+    kind = _type_of(config)
+    if kind not in ("llama3", "linear", "dynamic", "yarn") or not _known_rotation(config):
+        return {}
+    fields: dict[str, Any] = {"rope_type": kind, "rope_factor": _real(config, ("factor",), 1.0)}
+    if kind in ("llama3", "yarn"):
+        fields["rope_context"] = _number(
+            config, ("original_max_position_embeddings", "max_position_embeddings")
+        )
+    if kind == "yarn":
+        fields["rope_attention"] = _real(config, ("attention_factor",), 0.0)
+        both = [_real(config, (name,), 0.0) for name in ("mscale", "mscale_all_dim")]
+        if not fields["rope_attention"] and all(both):
+            first, second = (0.1 * each * math.log(fields["rope_factor"]) + 1.0 for each in both)
+            fields["rope_attention"] = first / second
+    return fields
+
+
+def _known_rotation(scaling: Any, family: Family | None = None) -> bool:
+    """Whether the decoder computes these rotary positions, and the family has them."""
+    if scaling is None:
+        return True
+    if not isinstance(scaling, Mapping):
+        return False
+    if family is not None:
+        if "rope_width" not in family.settings and scaling.get("partial_rotary_factor", 1.0) != 1.0:
+            return False
+        if "rope_factor" in family.switches and _type_of(scaling) != "default":
+            return False
+    constants: dict[str, dict[str, tuple[Any, ...]]] = {
+        "default": {},
+        "linear": {},
+        "dynamic": {},
+        "llama3": {name: (value,) for name, value in LLAMA3_SCALING.items()},
+        "yarn": {
+            "beta_fast": (None, YARN_TURNS[0]),
+            "beta_slow": (None, YARN_TURNS[1]),
+            "truncate": (None, True),
+            "llama_4_scaling_beta": (None,),
+        },
+    }
+    kind = str(_type_of(scaling))
+    needed = {"llama3": ("factor", "original_max_position_embeddings"), "default": ()}.get(kind, ("factor",))
+    return (
+        kind in constants
+        and all(scaling.get(name) is not None for name in needed)
+        and all(scaling.get(name) in values for name, values in constants[kind].items())
+    )
 
 
 def _mapping(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
