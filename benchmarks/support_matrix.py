@@ -1,6 +1,7 @@
 """Which methods, attentions and models each host takes, and the error that refuses the others.
 
-    python benchmarks/support_matrix.py      # two minutes: docs/support.md, results/support_matrix.json
+    python benchmarks/support_matrix.py          # two minutes: docs/support.md, results/support_matrix.json
+    python benchmarks/support_matrix.py axolotl  # this table only
 
 Each cell asks the code for a configuration. It is ✓ if the code takes it, else the text of the error. No processes are
 started: multipack's trainer is built on a fake process group, and the arguments of hosts say that there are more ranks.
@@ -52,9 +53,12 @@ def saved(file: Path) -> dict[str, Table]:
 
 def main() -> None:
     """Ask, and write the page."""
-    arguments = parser_of(__doc__, "support_matrix").parse_args()
+    parser = parser_of(__doc__, "support_matrix")
+    parser.add_argument("tables", nargs="*", choices=[[], *TABLES], help="tables to make again; none = all")
+    arguments = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the page is that of a CPU
-    tables = {name: make() for name, make in TABLES.items()}
+    asked = arguments.tables or TABLES
+    tables = (saved(arguments.out) if arguments.tables else {}) | {name: TABLES[name]() for name in asked}
     PAGE.write_text(page(tables))
     values = {name: asdict(table) for name, table in tables.items()}
     versions = {name: version(name) for name in ("transformers", "trl", "accelerate")}

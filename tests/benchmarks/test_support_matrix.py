@@ -36,12 +36,12 @@ def test_the_page_shows_the_saved_answers(matrix, saved):
     assert list(saved) == list(matrix.TABLES)
 
 
-def test_a_refusal_is_one_line_that_says_what_to_do(saved):
-    answers = {
-        text for table in saved.values() for row in table.rows.values() for text in row if len(text) > 20
-    }
-    assert len(answers) > 50
-    assert not [text for text in answers if "\n" in text]
+def test_every_table_has_refusals_of_one_line(saved):
+    for table in saved.values():
+        answers = [text for row in table.rows.values() for text in row]
+        assert len({text for text in answers if len(text) > 20}) >= 5, table.title
+        assert "" in answers, table.title
+        assert not any("\n" in text for text in answers), table.title
 
 
 @pytest.mark.parametrize("name", ["attention", "axolotl", "models"])
