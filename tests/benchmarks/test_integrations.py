@@ -10,11 +10,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+SAVED = json.loads((ROOT / "benchmarks" / "results" / "integrations.json").read_text())
+
+
 def stored(name):
-    saved = json.loads((ROOT / "benchmarks" / "results" / "integrations.json").read_text())
-    assert not saved["quick"]
-    (table,) = (table for table in saved["tables"] if table["name"] == name)
-    return [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+    assert not SAVED["quick"]
+    tables = [table for table in SAVED["tables"] if table["name"] == name]
+    return [dict(zip(table["columns"], row, strict=True)) for table in tables for row in table["rows"]]
 
 
 @pytest.fixture
@@ -30,6 +32,16 @@ def test_stored_figures():
     for figures in stored("attention"):
         assert figures["times faster"] > 1
         assert figures["largest tensor, MB"] < figures["beside, MB"]
+
+    for figures in stored("hosts"):
+        assert figures["trained"] == figures["of"]  # by TRL too: none is longer than a pack
+        assert figures["multipack over it"] > (1.5 if figures["way"] == "TRL bfd" else 0.9)
+    assert all(figures["times faster"] > 2 for figures in stored("collation"))
+
+
+def test_the_page_of_hosts_has_the_stored_figures(integrations):
+    """Written by `python benchmarks/integrations.py --page`."""
+    assert integrations.SUITE.page(SAVED) in (ROOT / "docs" / "hosts.md").read_text()
 
 
 def test_attention(integrations):
