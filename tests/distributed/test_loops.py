@@ -69,6 +69,16 @@ def check(found, accumulation, lora):
         assert np.array_equal(*rank["weights"])
 
 
+CASES = pytest.mark.parametrize(
+    ("accumulation", "lora"),
+    [
+        (1, False),
+        (2, True),
+        pytest.param(1, True, marks=pytest.mark.slow),
+        pytest.param(2, False, marks=pytest.mark.slow),
+    ],
+    ids=["full-1", "lora-2", "lora-1", "full-2"],
+)
 LOOPS = [
     ("pytorch_loop", "torchdata", {}),
     pytest.param("pytorch_loop", "torchdata", {"workers": 2}, marks=pytest.mark.slow),
@@ -77,7 +87,7 @@ LOOPS = [
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("accumulation", "lora"), [(1, False), (2, True)], ids=["full", "lora"])
+@CASES
 @pytest.mark.parametrize(("name", "package", "settings"), LOOPS)
 def test_a_loop_equals_every_document_alone(pools, name, package, settings, accumulation, lora, processes):
     for needed in ("transformers", "torchdata", package, *(["peft"] if lora else [])):
@@ -137,7 +147,7 @@ def case_lightning(world, accumulation, lora, folder):
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("accumulation", "lora"), [(1, False), (2, True)], ids=["full", "lora"])
+@CASES
 def test_lightning_equals_every_document_alone(pools, tmp_path, accumulation, lora, processes):
     for needed in ("transformers", "torchdata", "lightning", *(["peft"] if lora else [])):
         pytest.importorskip(needed, reason=f"{needed} is not installed")

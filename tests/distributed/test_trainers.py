@@ -121,7 +121,7 @@ def test_packed_training_equals_every_document_alone(pools, host, lora, accumula
         assert np.abs(rank["weights"] - alone).max() <= 1e-6
 
 
-def case_resumed(world, host, folder):
+def case_resumed(world, host, accumulation, lora, folder):
     """Rows and weights of a run, and of one that stops in the middle of epoch 1 and is resumed."""
     from transformers import TrainerCallback
 
@@ -129,20 +129,20 @@ def case_resumed(world, host, folder):
         def on_step_end(self, args, state, control, **_):
             control.should_training_stop = state.global_step == args.save_steps
 
-    accumulated = {"gradient_accumulation_steps": 2}
-    whole = trainer_of(host, f"{folder}/whole", **accumulated)
-    steps = len(whole.get_train_dataloader()) // 2
+    accumulated = {"gradient_accumulation_steps": accumulation}
+    whole = trainer_of(host, f"{folder}/whole", lora, **accumulated)
+    steps = len(whole.get_train_dataloader()) // accumulation
     whole.train()
     settings = accumulated | {"save_strategy": "steps", "save_steps": steps + steps // 2}
-    cut = trainer_of(host, folder, **settings)
+    cut = trainer_of(host, folder, lora, **settings)
     cut.add_callback(Stop())
     cut.train()
-    resumed = trainer_of(host, folder, **settings)
+    resumed = trainer_of(host, folder, lora, **settings)
     resumed.train(resume_from_checkpoint=True)
-    other = trainer_of(host, folder, **settings | {"seed": 5})
+    other = trainer_of(host, folder, lora, **settings | {"seed": 5})
     with pytest.raises(ValueError, match="data_seed=42, now 5"):
         other.train(resume_from_checkpoint=True)
-    other = trainer_of(host, folder, **settings | {"per_device_train_batch_size": 3})
+    other = trainer_of(host, folder, lora, **settings | {"per_device_train_batch_size": 3})
     with pytest.raises(ValueError, match=r"options \(.*capacity from 192 to 288"):
         other.train(resume_from_checkpoint=True)
     return {
@@ -153,9 +153,15 @@ def case_resumed(world, host, folder):
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("accumulation", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["full", "lora"])
 @pytest.mark.parametrize("host", HOSTS)
-def test_a_run_resumed_in_the_middle_of_an_epoch_is_the_same(pools, tmp_path, host, processes):
-    for rank in pools(processes).run(case_resumed, host, str(tmp_path)):
+def test_a_run_resumed_in_the_middle_of_an_epoch_is_the_same(
+    pools, tmp_path, host, lora, accumulation, processes
+):
+    if lora:
+        pytest.importorskip("peft", reason="peft is not installed")
+    for rank in pools(processes).run(case_resumed, host, accumulation, lora, str(tmp_path)):
         epoch, stopped, end = rank["steps"]
         assert epoch < stopped < end == 2 * epoch
         whole, resumed = rank["rows"]

@@ -149,6 +149,26 @@ def test_register_takes_models_of_transformers():
             register(given)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (3, "plan_options must be a mapping, for example {'window': 8}, got 3"),
+        (
+            {"rank": 1, "capacity": 3},
+            "plan_options has capacity, rank, which the arguments of the trainer decide",
+        ),
+    ],
+)
+def test_options_of_the_plan_that_a_trainer_decides(options, message):
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from multipack.integrations.transformers import PackedTrainer
+
+    with pytest.raises(ValueError) as caught:
+        PackedTrainer(capacity=16, plan_options=options)
+    assert message in str(caught.value)
+
+
 def test_booleans_and_integers_of_any_width_are_accepted():
     made = row(labels=np.array([1, 2], dtype=np.int16), attention_mask=np.array([True, True]))
     assert made["labels"].tolist() == [[-100, 2]]

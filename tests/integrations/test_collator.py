@@ -46,9 +46,14 @@ def test_a_padded_batch_is_flattened():
     padded = PackedDataCollator("padded", pad_id=3)(DOCUMENTS)
     assert padded["input_ids"].tolist() == [[5, 6, 7, 8, 9], [10, 11, 3, 3, 3], [12, 13, 14, 3, 3]]
     assert padded["attention_mask"].sum(dim=1).tolist() == [5, 2, 3]
-    ours, again = PackedDataCollator()(DOCUMENTS), PackedDataCollator()(padded)
-    for name in ("input_ids", "labels", "position_ids", "cu_seq_lens_q", "seq_idx"):
-        assert ours[name].equal(again[name])
+    left = {name: padded[name].clone() for name in ("input_ids", "labels", "attention_mask")}
+    for values in left.values():  # padding before the documents
+        values[1], values[2] = values[1].roll(3), values[2].roll(2)
+    ours = PackedDataCollator()(DOCUMENTS)
+    for batch in (padded, left):
+        again = PackedDataCollator()(batch)
+        for name in ("input_ids", "labels", "position_ids", "cu_seq_lens_q", "seq_idx"):
+            assert ours[name].equal(again[name])
 
 
 def test_no_documents_are_one_token_without_a_label():
@@ -75,19 +80,58 @@ def test_masks():
     assert (added["a"] == 0).sum() == 15 + 3 + 6
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3_text", "qwen2"])
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_models_compute_documents_alone_with_masks_and_with_positions(kind, attention):
-    """The windows of the model are shorter than the documents."""
+KINDS = pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3_text", "qwen2"])
+
+
+def config_of(kind):
+    """A tiny configuration; the windows of the model are shorter than the documents."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     if not makes_document_masks() and kind != "llama":
         pytest.skip("windows of layers are known since transformers 4.53")
     windows = {"mistral": {"sliding_window": 3}, "gemma3_text": {"sliding_window": 3, "head_dim": 8}}
     windows["qwen2"] = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
-    config = transformers.AutoConfig.for_model(
+    return transformers.AutoConfig.for_model(
         kind, vocab_size=32, num_key_value_heads=2, **sizes, **windows.get(kind, {}), pad_token_id=0
     )
+
+
+TEXTS = [
+    {"input_ids": list(range(first, first + count))} for first, count in ((1, 9), (11, 5), (17, 8), (1, 1))
+]
+
+
+@KINDS
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masks_are_those_of_transformers(kind, attention, dtype):
+    """In shape, dtype and every value: additive for eager attention, boolean for sdpa."""
+    config = config_of(kind)
+    masking = pytest.importorskip("transformers.masking_utils", reason="since transformers 4.53")
+    config._attn_implementation = attention
+    how = "additive" if attention == "eager" else "boolean"
+    flat = PackedDataCollator()(TEXTS)
+    collate = PackedDataCollator("4d_mask", mask=how, dtype=dtype, window=windows_of(config))
+    ours, slots = collate(TEXTS)["attention_mask"], flat["input_ids"].numel()
+    given = {"config": config, "attention_mask": None, "past_key_values": None}
+    given |= dict.fromkeys(("inputs_embeds", "input_embeds"), torch.zeros(1, slots, 16, dtype=dtype))
+    given |= {"cache_position": torch.arange(slots), "position_ids": flat["position_ids"]}
+    makers = {"full_attention": masking.create_causal_mask}
+    makers["sliding_attention"] = masking.create_sliding_window_causal_mask
+    if not isinstance(ours, dict):
+        ours = {"full_attention" if windows_of(config) is None else "sliding_attention": ours}
+    for layers, mask in ours.items():
+        taken = inspect.signature(makers[layers]).parameters
+        theirs = makers[layers](**{name: value for name, value in given.items() if name in taken})
+        assert mask.dtype == theirs.dtype
+        assert mask.equal(theirs)
+
+
+@KINDS
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_models_compute_documents_alone_with_masks_and_with_positions(kind, attention):
+    config = config_of(kind)
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     window = windows_of(config)
@@ -96,12 +140,12 @@ def test_models_compute_documents_alone_with_masks_and_with_positions(kind, atte
         collators.append(PackedDataCollator())
     if attention == "sdpa":
         collators.append(PackedDataCollator("4d_mask", mask="boolean", window=window))
-    documents = [{"input_ids": list(range(first, first + 9))} for first in (1, 11, 21)]
+    padded = PackedDataCollator("padded")(TEXTS)
     with torch.no_grad():
-        alone = [model(torch.tensor([d["input_ids"]]), use_cache=False).logits[0] for d in documents]
+        alone = torch.cat([model(torch.tensor([d["input_ids"]]), use_cache=False).logits[0] for d in TEXTS])
         for collator in collators:
-            packed = model(**collator(documents)).logits[0]
-            assert torch.allclose(packed, torch.cat(alone), atol=1e-5)
+            assert torch.allclose(model(**collator(TEXTS)).logits[0], alone, atol=1e-5)
+        assert torch.allclose(model(**padded).logits[padded["attention_mask"] == 1], alone, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,17 @@ def test_virtual_tokens_before_a_row_are_refused(tmp_path, kind):
         host._check_host()
 
 
+def test_a_data_set_that_changes_is_planned_again(tmp_path):
+    data = list(ROWS)
+    host = trainer(tmp_path, data=data)
+    for change in (lambda: None, lambda: data.extend(ROWS), lambda: data.__delitem__(slice(1, None))):
+        change()
+        read = sorted(number for pack in host.get_train_dataloader().batch_sampler for number in pack)
+        assert read == list(range(len(data)))
+    with pytest.raises(ValueError, match="there is no eval_dataset 'x': give the trainer a mapping"):
+        host.get_eval_dataloader("x")
+
+
 def test_a_model_that_mixes_documents_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"packed documents are not isolated|takes no num_items_in_batch"):
         trainer(tmp_path, model="mamba", capacity=64)
