@@ -35,6 +35,7 @@ _PUBLIC = {
     "Decoder": "multipack.models.decoder",
     "linear_cross_entropy": "multipack.ops.loss",
     "generate": "multipack.models.generate",
+    "load_model": "multipack.training.inference",
     "isolation_probe": "multipack.integrations.probe",
 }
 
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from multipack.planning.stream import PackStream as PackStream
     from multipack.shapes import SHAPES as SHAPES
     from multipack.shapes import ModelShape as ModelShape
+    from multipack.training.inference import load_model as load_model
 
 
 def __getattr__(name: str) -> Any:

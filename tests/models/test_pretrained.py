@@ -99,6 +99,18 @@ def test_there_and_back_is_the_same(model, folder, pack, documents):
     )  # biases that it did not have
 
 
+def test_a_folder_is_one_call(model, folder, pack, documents):
+    import multipack
+
+    path = folder(model)
+    found = multipack.load_model(str(path))
+    assert torch.equal(found.logits(pack(documents)), model.eval().logits(pack(documents)))
+    with pytest.raises(ValueError, match="device nowhere"):
+        multipack.load_model(path, "nowhere")
+    with pytest.raises(FileNotFoundError, match="missing"):
+        multipack.load_model(path / "missing")
+
+
 @ALL
 def test_transformers_computes_the_same_logits_from_our_files(model, folder, same_logits, transformers):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder(model), attn_implementation="eager")

@@ -2,7 +2,7 @@
 
 FOLDER/
   model.safetensors       weights under transformers' names
-  config.json             the architecture in transformers: Llama, Mistral, Qwen2 or GPT-2
+  config.json             the architecture in transformers, of a family in shapes/families.py
   generation_config.json  the tokens at which generation ends
   tokenizer.json          the run's tokenizer, unchanged
   tokenizer_config.json   special tokens, longest document, chat template

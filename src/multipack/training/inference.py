@@ -25,28 +25,46 @@ from multipack.run import weights_folder
 from multipack.training.weights import find_weights
 
 
-def load_run(path: Path, device: str = "cpu") -> tuple[Decoder, Tokenizer]:
-    """Load the model and tokenizer of a run's latest checkpoint, of a checkpoint, or of an export.
+def load_model(path: Path | str, device: str = "cpu") -> Decoder:
+    """Load a decoder, in evaluation mode and float32.
 
     Args:
-        path: the run, checkpoint or export.
+        path: a folder of a Hugging Face model whose family the decoder computes (config.json and safetensors), an
+            export, a run (its latest checkpoint), or a checkpoint.
         device: `auto` (a GPU if there is one), `cpu`, `cuda` or another name of a torch device.
 
     Raises:
-        FileNotFoundError: there is no run, complete checkpoint or export at `path`.
-        ValueError: the files do not match each other, there is no tokenizer, or the device is not available.
+        FileNotFoundError: there is no model, run or complete checkpoint at `path`.
+        ValueError: the family or a setting is not supported, the files are damaged or do not match each other, or the
+            device is not available.
     """
-    automatic = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        # Fails here, before anything is loaded, if the device is not available.
-        where = torch.empty(1, device=automatic if device == "auto" else device).device
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ValueError(f"--device {device} cannot be used here ({reason}); --device cpu can") from error
+    where = _device(device)
+    trained = find_weights(Path(path))
+    return build_decoder(trained.shape, trained.state()).to(where)
+
+
+def load_run(path: Path, device: str = "cpu") -> tuple[Decoder, Tokenizer]:
+    """Load a model, as `load_model` does, and its tokenizer.
+
+    Raises:
+        FileNotFoundError: there is no model, run or complete checkpoint at `path`.
+        ValueError: see `load_model`; or there is no tokenizer.
+    """
+    where = _device(device)
     trained = find_weights(path)
     if trained.tokenizer is None:
         raise ValueError(f"{path} has no tokenizer.json: without it no text can be read or written")
     return build_decoder(trained.shape, trained.state()).to(where), trained.tokenizer
+
+
+def _device(device: str) -> torch.device:
+    """The device, checked before anything is loaded."""
+    automatic = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.empty(1, device=automatic if device == "auto" else device).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(f"--device {device} cannot be used here ({reason}); --device cpu can") from error
 
 
 def find_template(path: Path) -> ChatTemplate | None:
