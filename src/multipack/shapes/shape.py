@@ -49,10 +49,6 @@ class ModelShape:
     """Position encoding: `learned` (GPT-2) or `rope` (Llama)."""
     norm: Norm = "rmsnorm"
     """Normalization: `layernorm` (GPT-2), `rmsnorm` (Llama), or `rmsnorm+1`, whose factor is 1 + weight (Gemma)."""
-    norms: Norms = "before"
-    """Norms of a block: `before` attention and feed-forward (Llama), `after` (OLMo 2), or `around` them (Gemma 3)."""
-    head_norm: HeadNorm = "none"
-    """RMSNorm of queries and keys: over each `head` (Qwen3), over `all` heads together (OLMo 2), or `none`."""
     activation: Activation = "swiglu"
     """Feed-forward activation: `gelu` (two matrices); gated, with three matrices: `swiglu` (Llama), `geglu` (Gemma)."""
     bias: bool = False
@@ -85,6 +81,10 @@ class ModelShape:
     """Divisor of the logits (Granite)."""
     norm_eps: float = 1e-5
     """Added to the variance before its square root."""
+    norms: Norms = "before"
+    """Norms of a block: `before` attention and feed-forward (Llama), `after` (OLMo 2), or `around` them (Gemma 3)."""
+    head_norm: HeadNorm = "none"
+    """RMSNorm of queries and keys: over each `head` (Qwen3), over `all` heads together (OLMo 2), or `none`."""
     dropout: float = 0.0
     """Probability of dropping an embedding or a residual branch's element."""
     experts: int = 0
