@@ -60,6 +60,7 @@ SETTINGS = (
     "model.attention=loop",
     "model.window=128",
     "model.kv_heads=1",
+    "model.d_ff=129",
     "model.layers=2",
     "plan.capacity=1022",
     "plan.packs_per_step=1",
