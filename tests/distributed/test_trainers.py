@@ -142,8 +142,8 @@ def case_resumed(world, host, accumulation, lora, folder):
     other = trainer_of(host, folder, lora, **settings | {"seed": 5})
     with pytest.raises(ValueError, match="data_seed=42, now 5"):
         other.train(resume_from_checkpoint=True)
-    other = trainer_of(host, folder, lora, **settings | {"per_device_train_batch_size": 3})
-    with pytest.raises(ValueError, match=r"options \(.*capacity from 192 to 288"):
+    other = trainer_of(host, folder, lora, **settings | {"gradient_accumulation_steps": 3 - accumulation})
+    with pytest.raises(ValueError, match=r"options \(.*packs_per_step from"):
         other.train(resume_from_checkpoint=True)
     return {
         "rows": [whole.rows, [*cut.rows, *resumed.rows]],

@@ -48,12 +48,14 @@ def register(model: nn.Module | None = None) -> None:
         ValueError: the model does not take its attention from transformers' table of functions.
     """
     try:
-        from transformers import AttentionInterface
+        from transformers import AttentionInterface, PreTrainedModel
         from transformers.masking_utils import AttentionMaskInterface
-    except ImportError as error:
+
+        _ = PreTrainedModel.set_attn_implementation
+    except (ImportError, AttributeError) as error:
         raise ImportError(
-            f"attn_implementation={NAME} needs transformers >= 4.53, whose masks are made by registered functions:"
-            ' pip install -U "transformers>=4.53"'
+            f"attn_implementation={NAME} needs transformers >= 4.54, whose models can change their attention:"
+            ' pip install -U "transformers>=4.54"'
         ) from error
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, make_mask)

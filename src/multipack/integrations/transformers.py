@@ -77,6 +77,8 @@ class PlanCheck(_transformers.TrainerCallback):  # type: ignore[misc]
                     " saved one to continue"
                 )
         state.stateful_callbacks[_STATE] = mine
+        # Before transformers 5.17, the loader of an interrupted epoch does not pass its number on.
+        sampler.set_epoch(state.global_step // sampler.steps_per_epoch)
 
 
 class PackedTrainerMixin(_HOST):  # type: ignore[misc]
@@ -286,7 +288,8 @@ class PackedTrainerMixin(_HOST):  # type: ignore[misc]
                         kept,
                     )
                 return
-            self.model.set_attn_implementation(kept)
+            if self.model.config._attn_implementation != kept:
+                self.model.set_attn_implementation(kept)
         isolation_probe(self.model, self._probed).check()
 
     def _makes_masks(self) -> bool:

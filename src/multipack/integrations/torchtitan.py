@@ -1,0 +1,160 @@
+"""`packed`: torchtitan's Trainer on planned packs, through its protocol of data loaders.
+
+    config = llama3_8b()                                  a Trainer.Config
+    config = packed(config, documents=my_documents)       a function tokenizer -> data set of token lists
+
+    batch   {"input": (B, L), "positions": (B, L)}, labels (B, L)    B = local_batch_size, L = seq_len; a row is a pack
+            input      a a a a a b b c c c 0 0
+            positions  0 1 2 3 4 0 1 0 1 2 0 1      torchtitan makes the masks of documents from them
+            labels     a a a a − b − c c − − −      shifted already; − is −100: no document predicts the next one
+
+Every rank plans the epoch alone and reads its own rows, the same number on all ranks. Epoch follows epoch until
+`training.steps`; `len(trainer.dataloader)` is the number of batches of an epoch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from multipack.data.batch import IGNORE
+from multipack.data.sampler import PackedBatchSampler
+from multipack.integrations.collator import PackedDataCollator, document_lengths
+from multipack.machine import import_extra
+from multipack.planning.lengths import name_documents
+
+import_extra("torchtitan", "PackedDataLoader", "torchtitan")
+_Base: Any = import_module("torchtitan.components.dataloader").BaseDataLoader
+
+
+class PackedDataLoader(_Base):  # type: ignore[misc]
+    """One rank's batches, epoch after epoch. `packed` puts it into a configuration.
+
+    Args:
+        config: its `Config`.
+        dp_world_size, dp_rank: data-parallel ranks, and the number of this one.
+        tokenizer: is given to `config.documents`.
+        seq_len: tokens of a row, the limit of a document's length, too.
+        local_batch_size: rows of a batch.
+        **host: other arguments of the host, which are not needed.
+
+    Raises:
+        ValueError: a document is longer than a row, or what `multipack.plan` refuses.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(_Base.Config):  # type: ignore[misc]
+        """Settings of the loader."""
+
+        documents: Callable[[Any], Any] | None = None
+        """Function of the tokenizer that returns a map-style data set with `input_ids`, and `labels` (not shifted)."""
+
+        seed: int = 0
+        """Seed of the order."""
+
+        epochs: int = 0
+        """Epochs after which the data ends; 0 = no end."""
+
+        plan_options: Mapping[str, Any] = field(default_factory=dict)
+        """Options of the plan: `window`, `balance`, `cost`."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dp_world_size: int,
+        dp_rank: int,
+        tokenizer: Any,
+        seq_len: int,
+        local_batch_size: int,
+        **host: Any,
+    ) -> None:
+        if config.documents is None:
+            raise ValueError("dataloader.documents is missing: use packed(config, documents=function)")
+        self._documents = config.documents(tokenizer)
+        lengths = document_lengths(self._documents)
+        if (long := lengths > seq_len).any():
+            raise ValueError(
+                f"{name_documents(lengths, long)}, but a row has training.seq_len={seq_len:,}; use"
+                f" training.seq_len={int(lengths.max()):,}, or truncate or filter these documents"
+            )
+        self._row_tokens, self._rows, self._epochs = seq_len, local_batch_size, config.epochs
+        self._collate = PackedDataCollator()
+        self.sampler = PackedBatchSampler(
+            lengths,
+            rank=dp_rank,
+            world_size=dp_world_size,
+            seed=config.seed,
+            capacity=seq_len,
+            packs_per_step=dp_world_size * local_batch_size,
+            **config.plan_options,
+        )
+
+    def __len__(self) -> int:
+        """Batches of an epoch, the same number on all ranks and in all epochs."""
+        return len(self.sampler) // self._rows
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        while not self._epochs or self.sampler.epoch < self._epochs:
+            packs = iter(self.sampler)
+            while batch := [self._row(pack) for pack in islice(packs, self._rows)]:
+                inputs, positions, labels = map(torch.stack, zip(*batch, strict=True))
+                yield {"input": inputs, "positions": positions}, labels
+            self.sampler.set_epoch(self.sampler.epoch + 1)
+
+    def _row(self, pack: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens, positions and shifted labels of a pack. Padding is a document without labels."""
+        row = self._collate([self._documents[number] for number in pack])
+        tokens, labels = row["input_ids"][0], row["labels"][0]
+        padding = self._row_tokens - len(tokens)
+        positions = torch.cat([row["position_ids"][0], torch.arange(padding)])
+        return F.pad(tokens, (0, padding)), positions, F.pad(labels[1:], (0, padding + 1), value=IGNORE)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state after the last batch, the same on all ranks."""
+        # As text: checkpoints keep the structure of nested values, and load into the one that a new loader has.
+        return {"multipack": json.dumps(self.sampler.state_dict())}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue where the state was taken; an empty one is the beginning.
+
+        Raises:
+            ValueError: the state belongs to other documents, options, seed or ranks.
+        """
+        if state_dict:
+            self.sampler.load_state_dict(json.loads(state_dict["multipack"]))
+
+
+def packed(config: Any, documents: Callable[[Any], Any], **settings: Any) -> Any:
+    """Train on planned packs of documents.
+
+    Args:
+        config: torchtitan's `Trainer.Config`; its data loader is replaced.
+        documents: function of the tokenizer that returns a map-style data set of documents: `input_ids`, and `labels`
+            (not shifted, −100 where nothing is learned) if not all tokens are targets.
+        **settings: of `PackedDataLoader.Config`.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        ValueError: the model's attention reads no masks of documents.
+    """
+    attention = import_module("torchtitan.models.common.attention")
+    masked = attention.FlexAttention.Config, attention.VarlenAttention.Config
+    inner = getattr(getattr(config.model_spec.model, "first_attention", None), "inner_attention", None)
+    if not isinstance(inner, masked):
+        raise ValueError(
+            f"{config.model_spec.name} has {type(inner).__qualname__}, for which torchtitan makes no masks, so that the"
+            " documents of a row see each other: build the model with attn_backend='flex' or 'varlen'"
+        )
+    config.dataloader = PackedDataLoader.Config(documents=documents, **settings)
+    return config
