@@ -33,7 +33,7 @@ def trainer_of(host, folder, lora=False, **settings):
         "optim": "sgd",
         "max_grad_norm": 0,
         "report_to": "none",
-        "average_tokens_across_devices": True,  # the default since transformers 5
+        "average_tokens_across_devices": True,  # not the default in 4.53 and before
         "use_cpu": True,
         "bf16": False,
         "save_strategy": "no",
