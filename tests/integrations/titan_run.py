@@ -28,6 +28,7 @@ torch.cpu.memory_stats = lambda *_: collections.defaultdict(int)
 
 import torchtitan_train as example  # noqa: E402
 from hosts import ROW, Texts  # noqa: E402
+from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from torch.distributed.tensor import DTensor, distribute_tensor  # noqa: E402
 from torch.nn.attention.flex_attention import create_mask  # noqa: E402
 from torchtitan import trainer as host  # noqa: E402
@@ -82,6 +83,7 @@ def trainer_of(folder, accumulation, steps=1, save_at=0, **loss):
     training.seq_len, training.local_batch_size, training.steps = ROW, 2, steps
     training.global_batch_size = 2 * RANKS * accumulation
     training.max_norm, training.disable_cuda_graphs = 1e9, True
+    config.parallelism.spmd_backend = "partial_dtensor"  # the other ones need a newer torch than 2.13
     training.mixed_precision_param = "float32"
     config.optimizer = default_adamw(
         lr=0.02, eps=0.1, weight_decay=0.0
@@ -93,6 +95,9 @@ def trainer_of(folder, accumulation, steps=1, save_at=0, **loss):
     checkpoint.enable, checkpoint.interval = bool(save_at), save_at or 1
     trainer = Recorded(config)
     trainer.batches = []
+    for module in trainer.model_parts[0].modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
     generator = torch.Generator().manual_seed(0)
     for name, value in trainer.model_parts[0].named_parameters():
         full = torch.randn(value.shape, generator=generator) * 0.05 + ("norm" in name)
