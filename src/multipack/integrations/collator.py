@@ -16,6 +16,7 @@ ignores document boundaries. Given the documents of an ordinary loader, or a pad
 from __future__ import annotations
 
 import importlib.util
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -178,7 +179,7 @@ def _rows_of(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _document(number: int, feature: Mapping[str, Any]) -> tuple[Integers, Integers]:
-    """Tokens of a document and a copy of its labels, without padding; `number` counts in the batch, for messages."""
+    """Tokens and labels of a document, without padding; `number` counts in the batch, for messages."""
     if not isinstance(feature, Mapping):
         raise ValueError(
             f"document {number} of the batch is {short(feature)}: it must be a mapping with input_ids"
@@ -187,20 +188,21 @@ def _document(number: int, feature: Mapping[str, Any]) -> tuple[Integers, Intege
         raise ValueError(
             f"document {number} of the batch has no input_ids (it has {', '.join(map(str, feature))}): tokenize it"
         )
-    if np.size(feature.get("seq_lengths", ())) > 1:
+    if feature.get("seq_lengths") is not None and np.size(feature["seq_lengths"]) > 1:
         raise ValueError(
             f"document {number} of the batch holds {len(feature['seq_lengths'])} documents (seq_lengths): the data set"
             " is packed already; give the data set before it was packed (packing=False)"
         )
     try:
-        columns = {name: np.asarray(feature[name]) for name in COLUMNS[:-1] if feature.get(name) is not None}
+        columns = {name: _array(feature[name]) for name in COLUMNS[:-1] if feature.get(name) is not None}
     except ValueError as error:
         raise ValueError(f"document {number} of the batch must be flat lists of integers: {error}") from None
     tokens = columns["input_ids"]
+    shape = tokens.shape
     for name, values in columns.items():
-        if values.shape != tokens.shape or values.ndim != 1:
+        if values.shape != shape or len(shape) != 1:
             raise ValueError(
-                f"document {number} of the batch has {name} of shape {values.shape} and input_ids of {tokens.shape}:"
+                f"document {number} of the batch has {name} of shape {values.shape} and input_ids of {shape}:"
                 " both must be flat lists of equal lengths"
             )
         if values.dtype.kind not in "iub" and values.size:
@@ -208,11 +210,11 @@ def _document(number: int, feature: Mapping[str, Any]) -> tuple[Integers, Intege
                 f"document {number} of the batch has {name} of {values.dtype}: tokens, labels and masks are integers"
             )
     tokens = tokens.astype(np.int64, copy=False)
-    labels = columns.get("labels", tokens).astype(np.int64)
+    labels = columns.get("labels", tokens).astype(np.int64, copy=False)
     if "labels" not in columns:
         for name in ("completion_mask", "assistant_masks"):
             if name in columns:
-                labels[columns[name] == 0] = IGNORE
+                labels = np.where(columns[name] == 0, IGNORE, labels)
     if "attention_mask" in columns:
         kept = columns["attention_mask"]
         if kept.max(initial=0) > 1:
@@ -227,6 +229,16 @@ def _document(number: int, feature: Mapping[str, Any]) -> tuple[Integers, Intege
             " dataset.filter(lambda row: len(row['input_ids']) > 0)"
         )
     return tokens, labels
+
+
+def _array(values: Any) -> NDArray[Any]:
+    """A column of a document; lists of integers are read three times as fast as by numpy."""
+    if isinstance(values, list) and values:
+        try:
+            return np.frombuffer(array("q", values), np.int64)
+        except (TypeError, OverflowError):  # no flat list of integers, which numpy describes
+            pass
+    return np.asarray(values)
 
 
 def document_lengths(dataset: Any, column: str = "input_ids") -> Integers:
