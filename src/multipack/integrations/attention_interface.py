@@ -304,9 +304,10 @@ def _packed(
         factor = scale * math.sqrt(width)
         if not math.isclose(factor, 1.0, rel_tol=1e-9):
             q = q * factor
-        # Zeros change no score, and the values' are cut off again.
-        q, k, padded = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
-        out = attention(q, k, padded, batch, window=window)[..., : v.shape[-1]]
+        # Zeros change no score, and the values' are cut off again. F.pad copies without padding, too.
+        q, k, padded = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+        out = attention(q, k, padded, batch, window=window)
+        out = out if v.shape[-1] == width else out[..., : v.shape[-1]]
     return torch.unflatten(out, 0, (rows, slots))
 
 
