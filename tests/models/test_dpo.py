@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -12,6 +14,8 @@ import torch.nn.functional as F
 from multipack.data.collate import PreferenceCollator
 from multipack.data.documents import Document
 from multipack.models.dpo import PreferenceDecoder, preference_metrics
+from multipack.models.preference_losses import LOSSES
+from multipack.training.settings import PreferenceConfig
 
 VOCABULARY = 50
 SIZES = ((2, 5, 3), (4, 1, 6), (1, 7, 7), (3, 2, 9))
@@ -78,6 +82,71 @@ def test_loss_and_gradients_equal_the_padded_computation(
     assert abs(loss - expected) < 1e-5 * expected
     assert distance(ours, gradients(decoder)) < 1e-5
     assert distance(decoder.pair_log_probabilities(batch), policy) < 1e-6
+
+
+def expected_loss(name, policy, reference, counts, beta, margin):
+    """The formulas of the papers, pair by pair, in Python's floats."""
+    total = 0.0
+    for (chosen, rejected), (of_chosen, of_rejected), (m, n) in zip(policy, reference, counts, strict=True):
+        x = (chosen - rejected) - (of_chosen - of_rejected)
+        odds = [p - math.log1p(-math.exp(p)) for p in (chosen / m, rejected / n)]
+        total += {
+            "robust": lambda x=x: (0.8 * softplus(-beta * x) - 0.2 * softplus(beta * x)) / 0.6,
+            "hinge": lambda x=x: max(0.0, 1 - beta * x),
+            "ipo": lambda a=(chosen - of_chosen) / m, b=(rejected - of_rejected) / n: (
+                (a - b - 1 / (2 * beta)) ** 2
+            ),
+            "simpo": lambda a=chosen / m, b=rejected / n: softplus(margin - beta * (a - b)),
+            "orpo": lambda a=chosen / m, odds=odds: -a + beta * softplus(odds[1] - odds[0]),
+        }[name]()
+    return total
+
+
+def softplus(x):
+    return math.log1p(math.exp(x))
+
+
+@pytest.mark.parametrize("name", ["robust", "hinge", "ipo", "simpo", "orpo"])
+def test_other_losses_equal_their_formulas(shape, model, pairs, name):
+    smoothing = 0.2 if name == "robust" else 0.0
+    uses_reference = PreferenceConfig(loss=name).uses_reference
+    made = PreferenceDecoder(shape, "auto", 0.3, smoothing, name, 0.7, uses_reference=uses_reference).double()
+    made.load_state_dict(model.state_dict())
+    policy = padded_loss(made, pairs, 0.3)[1].tolist()
+    counts = [(chosen, rejected) for _, chosen, rejected in SIZES]
+    reference = [reference.tolist() for _, _, reference in pairs]
+    batch = PreferenceCollator.of(PLAN)(pairs)
+    expected = expected_loss(name, policy, reference, counts, 0.3, 0.7)
+    assert made(batch).item() == pytest.approx(expected, rel=1e-9)
+    made.sft = 0.5
+    extra = -0.5 * sum(chosen / m for (chosen, _), (m, _) in zip(policy, counts, strict=True))
+    assert made(batch).item() == pytest.approx(expected + extra, rel=1e-9)
+    weight = made.blocks[0].feed_forward.up.weight  # a step along the gradient changes the loss as it says
+    made(batch).backward()
+    step = 1e-6 * weight.grad / weight.grad.norm()
+    with torch.no_grad():
+        weight += step
+        above = made(batch).item()
+        weight -= 2 * step
+        below = made(batch).item()
+    assert (above - below) / 2e-6 == pytest.approx(weight.grad.norm().item(), rel=1e-5)
+
+
+def test_losses_have_the_names_of_their_setting():
+    assert set(get_args(get_type_hints(PreferenceConfig)["loss"])) == set(LOSSES)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"loss": "ipo", "label_smoothing": 0.1}, "sigmoid and robust, got ipo"),
+        ({"loss": "orpo", "reference": "runs/first"}, "has no reference model"),
+        ({"sft": -1.0}, r"preference\.sft=-1\.0"),
+    ],
+)
+def test_settings_without_effect_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        PreferenceConfig(**fields)
 
 
 def test_a_pack_without_pairs_is_zero_and_reaches_every_parameter(decoder):

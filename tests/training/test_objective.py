@@ -230,3 +230,20 @@ def test_fp16_that_always_overflows_ends_the_run(words, tmp_path, monkeypatch):
     words = [*words, "train.dtype=fp16", "train.eval_every=0", f"out={tmp_path / 'run'}"]
     with pytest.raises(NonFiniteLoss, match="overflows fp16"):
         train(compose(words))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["simpo", "orpo"])
+def test_losses_without_a_reference_need_none_when_resumed(words, sums, tmp_path, loss):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    start = [*sums, f"preference.loss={loss}", "preference.beta=2"]
+    train(compose_run([*start, "train.steps=4", f"out={whole}"]))
+    train(compose_run([*start, "train.steps=2", f"out={parts}"]))
+    assert not list(tmp_path.glob("*/reference.safetensors"))
+    train(compose_run([f"out={parts}", "train.resume=true", "train.steps=4"]))
+    expected, found = (
+        [(record["step"], record["loss"]) for record in RunDirectory(out).records() if "loss" in record]
+        for out in (whole, parts)
+    )
+    assert expected == found
+    assert not [each for each in examine_run(parts) if each.status == "fail"]

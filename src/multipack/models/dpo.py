@@ -1,12 +1,9 @@
-"""Direct preference optimization (DPO) on packs: both answers of every pair in one forward pass.
+"""Preference optimization on packs: both answers of every pair in one forward pass.
 
-    hidden ─ head ─▶ log-probability of each target (T,) ─ sum per document ─▶ (pairs, 2)
-                         │ c c c c │ r r r │ c c │ r r r r │                 minus the reference's
-    loss = Σ −log σ(β · ((π_chosen − π_rejected) − (ρ_chosen − ρ_rejected)))
+    hidden ─ head ─▶ log-probability of each target (T,) ─ sum per document ─▶ (pairs, 2) ─ loss ─▶ Σ over pairs
+                         │ c c c c │ r r r │ c c │ r r r r │                 with the reference's
 
-π and ρ are log-probabilities of an answer, summed over its tokens, under the model and the reference (Rafailov et al.
-2023, arXiv:2305.18290, equation 7). With a share ε of wrong preferences (Mitchell 2023, "cDPO"):
-loss = −(1 − ε) log σ(x) − ε log σ(−x).
+preference_losses.py has the losses.
 """
 
 from __future__ import annotations
@@ -15,12 +12,12 @@ from collections.abc import Callable
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from multipack.data.batch import PackedBatch
+from multipack.data.batch import IGNORE, PackedBatch
 from multipack.data.collate import PreferenceBatch
 from multipack.models.decoder import Decoder
+from multipack.models.preference_losses import LOSSES, Scores, rewards
 from multipack.ops.autocast import at_least_float32
 from multipack.ops.loss import linear_log_probabilities
 from multipack.shapes import ModelShape
@@ -32,8 +29,12 @@ class PreferenceDecoder(Decoder):
     Args:
         shape: as for `Decoder`.
         attention: as for `Decoder`.
-        beta: factor of rewards (β above); the larger, the closer the model stays to the reference.
-        label_smoothing: assumed share of wrong preferences.
+        beta: factor of rewards; the larger, the closer the model stays to the reference.
+        label_smoothing: assumed share of wrong preferences, of losses that have one.
+        loss: a row of `LOSSES`.
+        margin: difference of rewards that SimPO asks for.
+        sft: weight of the chosen answer's negative log-probability per token, which is added to the loss.
+        uses_reference: whether the loss reads reference values.
         log_probabilities: (hidden, weight, targets, num_targets=…) → (T,).
 
     Raises:
@@ -46,18 +47,23 @@ class PreferenceDecoder(Decoder):
         attention: str = "auto",
         beta: float = 0.1,
         label_smoothing: float = 0.0,
+        loss: str = "sigmoid",
+        margin: float = 0.0,
+        sft: float = 0.0,
+        uses_reference: bool = True,
         log_probabilities: Callable[..., Tensor] = linear_log_probabilities,
     ) -> None:
         super().__init__(shape, attention)
-        self.beta, self.label_smoothing = beta, label_smoothing
+        self.beta, self.label_smoothing, self.margin, self.sft = beta, label_smoothing, margin, sft
+        self.loss, self.uses_reference = LOSSES[loss], uses_reference
         self.log_probabilities = log_probabilities
         self._tallies: dict[bool, Tensor | None] = {True: None, False: None}
 
     def forward(self, batch: PackedBatch, x: Tensor | None = None) -> Tensor:
         """Sum of the loss over the batch's pairs: 0-d float32 (float64 for float64 weights).
 
-        In evaluation mode, for a batch without reference values, (pairs, 2) log-probabilities of the chosen and
-        rejected answers instead: the reference values if this model is the reference.
+        In evaluation mode, for a batch without the reference values that the loss needs, (pairs, 2) log-probabilities
+        of the chosen and rejected answers instead: the reference values if this model is the reference.
 
         Raises:
             ValueError: a batch without pairs; in training mode, one without reference values.
@@ -69,16 +75,17 @@ class PreferenceDecoder(Decoder):
         if x is not None or not self.part.is_last:
             raise ValueError("a preference decoder cannot be a part of a pipeline")
         policy = self.pair_log_probabilities(batch)
-        if batch.reference is None:
+        if batch.reference is None and self.uses_reference:
             if self.training:
                 raise ValueError("this batch has no reference values, which the loss needs")
             return policy
-        rewards = self.beta * (policy - batch.reference)
-        margins = rewards[:, 0] - rewards[:, 1]
-        losses = -(1.0 - self.label_smoothing) * F.logsigmoid(margins)
-        if self.label_smoothing:
-            losses = losses - self.label_smoothing * F.logsigmoid(-margins)
-        self._count(rewards.detach(), margins.detach())
+        reference = batch.reference if self.uses_reference else None
+        counts = self._per_pair(batch.targets != IGNORE, batch).clamp(min=1.0)
+        scores = Scores(policy, reference, counts, self.beta, self.label_smoothing, self.margin)
+        losses = self.loss(scores)
+        if self.sft:
+            losses = losses - self.sft * scores.means[:, 0]
+        self._count(rewards(scores).detach())
         return losses.sum().to(at_least_float32(self.output_weight.dtype))
 
     def pair_log_probabilities(self, batch: PreferenceBatch) -> Tensor:
@@ -86,7 +93,11 @@ class PreferenceDecoder(Decoder):
         of_tokens = self.log_probabilities(
             self.hidden(batch), self.output_weight, batch.targets, num_targets=batch.num_target_tokens
         )
-        # The sum of padding is dropped.
+        return self._per_pair(of_tokens, batch)
+
+    @staticmethod
+    def _per_pair(of_tokens: Tensor, batch: PackedBatch) -> Tensor:
+        """(T,) → (pairs, 2) float64 sums over each answer; the sum of padding is dropped."""
         of_documents = torch.segment_reduce(of_tokens.double(), "sum", offsets=batch.cu_seqlens.long())
         return of_documents[: batch.num_documents].view(-1, 2)
 
@@ -101,7 +112,8 @@ class PreferenceDecoder(Decoder):
         self._tallies[training] = None
         return [0.0] * 5 if found is None else cast(list[float], found.tolist())
 
-    def _count(self, rewards: Tensor, margins: Tensor) -> None:
+    def _count(self, rewards: Tensor) -> None:
+        margins = rewards[:, 0] - rewards[:, 1]
         accurate = (margins > 0).sum(dtype=margins.dtype)
         sums = [accurate, *(values.sum() for values in (margins, *rewards.unbind(1)))]
         seen = torch.stack([torch.full_like(accurate, len(margins)), *sums])

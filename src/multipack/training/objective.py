@@ -110,7 +110,7 @@ class Objective:
 
 
 class Preferences(Objective):
-    """Direct preference optimization of pairs; see models/dpo.py. A pair counts as one document."""
+    """Preference optimization of pairs; see models/dpo.py. A pair counts as one document."""
 
     collator_type = PreferenceCollator
     # A padded batch has a row per document, and a pair needs both of its documents in one.
@@ -119,7 +119,8 @@ class Preferences(Objective):
     legend = MappingProxyType(
         {
             "reward_accuracy": "share of pairs whose chosen answer has the higher reward",
-            "reward_margin": "mean difference of both rewards; a reward is beta × (log-probability − the reference's)",
+            "reward_margin": "mean difference of both rewards; a reward is beta × (log-probability − the reference's),"
+            " or beta × log-probability per token without a reference",
             "reward_chosen": "mean reward of chosen answers",
             "reward_rejected": "mean reward of rejected answers",
         }
@@ -149,7 +150,14 @@ class Preferences(Objective):
         """See `Objective`."""
         preference = self.config.preference
         return PreferenceDecoder(
-            shape, self.config.model.attention, preference.beta, preference.label_smoothing
+            shape,
+            self.config.model.attention,
+            preference.beta,
+            preference.label_smoothing,
+            preference.loss,
+            preference.margin,
+            preference.sft,
+            preference.uses_reference,
         )
 
     def views(
@@ -168,6 +176,8 @@ class Preferences(Objective):
         """
         documents = {"train": self.corpus.train, "validation": self.corpus.validation}
         notes: list[str] = []
+        if not self.config.preference.uses_reference:
+            return [PreferencePairs(view) for view in documents.values()], notes
         if resumed is not None:
             values = read_reference(resumed / REFERENCE, documents)
         else:

@@ -241,12 +241,18 @@ class TrackConfig:
 
 @dataclass
 class PreferenceConfig:
-    """Direct preference optimization (DPO)."""
+    """Preference optimization of pairs (chosen, rejected): DPO and related losses."""
 
+    loss: Literal["sigmoid", "robust", "hinge", "ipo", "simpo", "orpo"] = "sigmoid"
+    """Loss of a pair: sigmoid (DPO), robust, hinge, ipo; simpo and orpo, which need no reference model."""
     beta: float = 0.1
-    """Strength of the penalty for moving away from the reference."""
+    """Factor of rewards: with a reference, the strength of the penalty for moving away from it."""
     label_smoothing: float = 0.0
-    """Assumed share of wrong preferences, below 0.5; 0 = plain DPO."""
+    """Assumed share of wrong preferences, below 0.5, of the losses sigmoid and robust; 0 = none."""
+    margin: float = 0.5
+    """Difference of rewards that simpo asks for."""
+    sft: float = 0.0
+    """Weight of the chosen answer's negative log-probability per token, which is added to the loss; orpo has it."""
     reference: str = ""
     """The reference model: a run, a checkpoint or a Hugging Face folder; empty = the run's own initial weights."""
 
@@ -255,6 +261,21 @@ class PreferenceConfig:
         if self.beta <= 0:
             raise ValueError(f"preference.beta must be positive, got {self.beta}")
         _check(self, "preference", "label_smoothing", below=0.5)
+        _check(self, "preference", "margin", "sft")
+        if self.label_smoothing and self.loss not in ("sigmoid", "robust"):
+            raise ValueError(
+                f"preference.label_smoothing={self.label_smoothing} is of preference.loss=sigmoid and robust, got"
+                f" {self.loss}: leave it out"
+            )
+        if self.reference and not self.uses_reference:
+            raise ValueError(
+                f"preference.loss={self.loss} has no reference model: leave preference.reference out"
+            )
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the loss compares with a reference model."""
+        return self.loss not in ("simpo", "orpo")
 
 
 def _check(group: object, prefix: str, *names: str, least: float = 0, below: float = math.inf) -> None:
