@@ -6,6 +6,7 @@ import logging
 import os
 from collections import Counter
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,9 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
 from multipack.models.decoder import PARALLEL_PLAN, Decoder, DecoderPart, initial_parameters
+from multipack.ops.lora import add_adapters, initial_adapter, is_adapter
 from multipack.parallel.build import Blueprint
 from multipack.parallel.state import local, piece_of
 from multipack.shapes import ModelShape
+from multipack.shapes.adapter import AdapterConfig
 from multipack.training import precision, train
 from multipack.training.run_config import compose_run
 
@@ -91,17 +94,35 @@ def drawn(kind):
     return initial_parameters(SHAPES[kind], SEED)
 
 
-def blueprint(shape, head_layers=1.0, seed=SEED):
+def blueprint(shape, head_layers=1.0, seed=SEED, adapter=None):
     """A decoder as engines ask for it: every process begins with the weights of one seed."""
+    adapter = adapter or AdapterConfig()
     with torch.device("meta"):
-        shapes = {name: tuple(each.shape) for name, each in Decoder(shape).named_parameters()}
+        whole = Decoder(shape)
+    add_adapters(whole, adapter)
+    shapes = {name: tuple(each.shape) for name, each in whole.named_parameters()}
+    saved = frozenset(name for name, each in whole.named_parameters() if each.requires_grad)
+    drawn = initial_parameters(shape, seed)
+
+    def initial(name, device):
+        if not is_adapter(name):
+            return drawn(name, device)
+        value = initial_adapter(
+            name, shapes[name], seed, lambda: drawn(f"{name.rpartition('.')[0]}.weight", device)
+        )
+        generator = torch.Generator().manual_seed(len(name))  # other than the neutral values
+        return value + 0.1 * torch.randn(shapes[name], generator=generator)
 
     def build(blocks):
         torch.manual_seed(seed)
-        return Decoder(shape, part=None if blocks is None else DecoderPart(*blocks, shape.layers))
+        model = Decoder(shape, part=None if blocks is None else DecoderPart(*blocks, shape.layers))
+        add_adapters(model, adapter)
+        if not next(model.parameters()).is_meta:
+            model.load_state_dict({name: initial(name, "cpu") for name, _ in model.named_parameters()})
+        return model
 
-    initial = initial_parameters(shape, seed)
-    return Blueprint(build, shape.layers, shape.d_model, shapes, initial, PARALLEL_PLAN, head_layers)
+    made = Blueprint(build, shape.layers, shape.d_model, shapes, initial, PARALLEL_PLAN, head_layers)
+    return replace(made, saved=saved if adapter.name != "none" else None)
 
 
 def adamw(parameters):

@@ -15,6 +15,7 @@ from multipack.parallel.build import build_engine
 from multipack.parallel.mesh import Mesh, build_mesh
 from multipack.parallel.parallel_config import ParallelConfig
 from multipack.parallel.world import World
+from multipack.shapes.adapter import AdapterConfig
 from multipack.training.optimizer import build_optimizer, meta_parameters
 from multipack.training.settings import OptimizerConfig
 
@@ -45,6 +46,14 @@ SHAPES["families"] = replace(
 SQUARE = replace(SHAPES["llama"], kv_heads=8, d_ff=32)
 
 
+ADAPTERS = {
+    "lora": AdapterConfig(
+        "lora", rank=4, targets=["attention", "down_proj"], rank_stabilized=True, train=["norm"]
+    ),
+    "dora": AdapterConfig("dora", rank=4, alpha=4.0),
+}
+
+
 def shape_of(name, words):
     """Four layers for a pipeline, which divides them; two layers, which cost half the time, otherwise."""
     shape = SQUARE if name == "square" else SHAPES[name]
@@ -66,12 +75,14 @@ def packs_of(step, count):
 def optimizer_of(kind, blueprint, parameters):
     if kind == "sgd":
         return torch.optim.SGD(list(parameters.values()), lr=0.1)
-    return build_optimizer(parameters, OptimizerConfig(name=kind, lr=1e-3), meta_parameters(blueprint.shapes))
+    return build_optimizer(
+        parameters, OptimizerConfig(name=kind, lr=1e-3), meta_parameters(blueprint.shapes, blueprint.saved)
+    )
 
 
-def run(mesh, config, shape, optimizer, steps, count):
+def run(mesh, config, shape, optimizer, steps, count, adapter=""):
     """Losses and norms of `count` packs a step, and the weights after them; on every rank the same."""
-    blueprint = tiny.blueprint(shape)
+    blueprint = tiny.blueprint(shape, adapter=ADAPTERS.get(adapter))
     engine = build_engine(
         blueprint,
         functools.partial(optimizer_of, optimizer, blueprint),
@@ -107,8 +118,8 @@ def alone(*arguments):
     return run(Mesh(World()), ParallelConfig(), *arguments)
 
 
-def check(pool, words, name, optimizer, steps=2):
-    arguments = shape_of(name, words), optimizer, steps, max(4, pool.size)
+def check(pool, words, name, optimizer, steps=2, adapter=""):
+    arguments = shape_of(name, words), optimizer, steps, max(4, pool.size), adapter
     losses, norms, validation, weights = alone(*arguments)
     outcomes = pool.run(case, words, *arguments)
     for found in (outcomes[0], outcomes[-1]):
@@ -242,6 +253,32 @@ def test_switches_of_families_on_four_ranks(pools, words):
 
 def test_three_dimensions_on_eight_ranks(pools):
     check(pools(8), EIGHT[2], "llama", "sgd", steps=1)
+
+
+ADAPTED = [
+    (2, {}, "gpt", "lora"),
+    (4, {"tensor": 4}, "families", "dora"),  # two ranks share a key head
+    (4, {"data": "zero3", "tensor": 2}, "gpt", "dora"),
+]
+SLOW_ADAPTED = [
+    (ranks, words, name, adapter)
+    for ranks, found in (
+        (2, [ALONE[5], ALONE[6], ALONE[7], ALONE[9], ALONE[10], *ZERO, ALONE[4]]),
+        (4, [FOUR[4], FOUR[5], PAIRS[0], PAIRS[6], PAIRS[7], PAIRS[8], PAIRS[9]]),
+        (8, [{"tensor": 8}]),
+    )
+    for words in found
+    for name, adapter in (("gpt", "dora"), ("families", "lora"))
+]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words", "name", "adapter"),
+    [*ADAPTED, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_ADAPTED)],
+    ids=str,
+)
+def test_adapters(pools, ranks, words, name, adapter):
+    check(pools(ranks), words, name, "adamw" if ranks == 2 else "sgd", adapter=adapter)
 
 
 @pytest.mark.slow

@@ -60,7 +60,8 @@ def recompute_blocks(model: Decoder, kind: Recompute) -> None:
     block: Any
     for block in model.blocks:
         # Without dropout nothing is drawn, and saving the generators' states costs time in every block.
-        options: dict[str, Any] = {"preserve_rng_state": block.dropout > 0}
+        draws = any(getattr(module, "dropout", 0) > 0 for module in block.modules())
+        options: dict[str, Any] = {"preserve_rng_state": draws}
         if kind == "selective":
             policy = partial(_policy, attention, block.unsaved_matrices())
             options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)

@@ -48,6 +48,7 @@ class Blueprint:
         head_layers: cost of the projection onto the vocabulary, in layers.
         prepare: applied to a built module before it is sharded: activation checkpointing, compilation.
         from_main: whether rank 0 alone calls `initial`, because it reads files.
+        saved: names of the parameters that the engine's state has, see `ModelEngine`; None = all.
     """
 
     build: Callable[[tuple[int, int] | None], nn.Module]
@@ -59,6 +60,7 @@ class Blueprint:
     head_layers: float = 0.0
     prepare: Callable[[nn.Module], None] = lambda model: None
     from_main: bool = False
+    saved: frozenset[str] | None = None
 
 
 def build_engine(
@@ -92,7 +94,7 @@ def build_engine(
         blueprint.prepare(model)
         made = _optimizer(optimizer, dict(model.named_parameters()), mesh, config)
         call = replicate(model, mesh.axis("dp_replicate")) if mesh.world.size > 1 else model
-        return ModelEngine([model], made, mesh, dtype, call=call, clock=clock)
+        return ModelEngine([model], made, mesh, dtype, call=call, saved=blueprint.saved, clock=clock)
     built = [
         _apply_strategies(blueprint, each, mesh, config, dtype) for each in _stages(blueprint, mesh, config)
     ]
@@ -101,7 +103,12 @@ def build_engine(
     materialize(modules, blueprint.initial, blueprint.shapes, mesh.world, host, from_main=blueprint.from_main)
     parameters = {name: each for module in modules for name, each in module.named_parameters()}
     made = _optimizer(optimizer, parameters, mesh, config)
-    options: dict[str, Any] = {"share": share, "shapes": blueprint.shapes, "clock": clock}
+    options: dict[str, Any] = {
+        "share": share,
+        "shapes": blueprint.shapes,
+        "saved": blueprint.saved,
+        "clock": clock,
+    }
     if mesh.sizes["pp"] == 1:
         call = modules[0] if config.uses_fsdp else replicate(modules[0], mesh.axis("dp_replicate"))
         keep = config.strategy.keeps_gathered

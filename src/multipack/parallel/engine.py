@@ -119,6 +119,7 @@ class ModelEngine:
         shapes: names and shapes of the whole model's parameters, in one order on every rank; None = each rank holds and
             computes the whole model.
         duplicates: names of this rank's parameters that another stage of its pipeline also holds and counts.
+        saved: names of the parameters that `state` has; None = all. Others are frozen, and read from elsewhere.
         clock: returns seconds; replaced in tests.
 
     Attributes:
@@ -140,6 +141,7 @@ class ModelEngine:
         keep_gathered: bool = False,
         shapes: Mapping[str, tuple[int, ...]] | None = None,
         duplicates: Collection[str] = (),
+        saved: frozenset[str] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.modules = list(modules)
@@ -147,7 +149,7 @@ class ModelEngine:
         self.mesh, self.dtype = mesh, dtype
         self.parameters = {name: each for module in self.modules for name, each in module.named_parameters()}
         self.shapes = dict(shapes or {name: tuple(each.shape) for name, each in self.parameters.items()})
-        self.duplicates = frozenset(duplicates)
+        self.duplicates, self.saved = frozenset(duplicates), saved
         self.is_whole = shapes is None
         self.overflowed = False
         self._call = call or self.modules[0]
@@ -328,10 +330,10 @@ class ModelEngine:
         """This rank's tensors, not copied; shards are `DTensor`s.
 
         Returns:
-            Groups "model" (parameters), "optimizer" ("<parameter>.<slot>"), and in fp16 "scaler".
+            Groups "model" (parameters, those of `saved`), "optimizer" ("<parameter>.<slot>"), and in fp16 "scaler".
         """
         slots = optimizer_state(self.optimizer, self.parameters)
-        state: State = {"model": dict(self.parameters), "optimizer": slots}
+        state: State = {"model": self._kept(self.parameters), "optimizer": slots}
         return state | ({"scaler": self._scaler.state()} if self._scaler.enabled else {})
 
     def load_state(self, source: StateSource) -> None:
@@ -340,8 +342,8 @@ class ModelEngine:
         Raises:
             ValueError: names or shapes differ from this model's; the message lists the first few.
         """
-        saved = source.shapes("model")
-        if problem := difference(self.shapes, saved, saved.keys() - self.shapes.keys()):
+        saved, own = source.shapes("model"), self._kept(self.shapes)
+        if problem := difference(own, saved, saved.keys() - own.keys()):
             raise ValueError(f"the checkpoint {problem}")
         if saved := source.shapes("optimizer"):
             create_optimizer_state(self.optimizer)
@@ -352,7 +354,7 @@ class ModelEngine:
                 if problem:
                     raise ValueError(f"the checkpoint's optimizer {problem}")
             source.fill("optimizer", slots)
-        source.fill("model", self.parameters)
+        source.fill("model", self._kept(self.parameters))
         if self._scaler.enabled and source.shapes("scaler"):
             scaler = self._scaler.state()
             source.fill("scaler", scaler)
@@ -370,9 +372,13 @@ class ModelEngine:
         """
         if self.world.size == 1:
             return ""
-        state = self.state()
+        state = self.state() | {"model": self.parameters}
         tensors = {f"{group}.{name}": each for group in state for name, each in state[group].items()}
         return check_equal(tensors, self.world)
+
+    def _kept(self, named: Mapping[str, Any]) -> dict[str, Any]:
+        """The entries of the parameters that `state` has."""
+        return {name: value for name, value in named.items() if self.saved is None or name in self.saved}
 
     def nonfinite_parameters(self) -> list[str]:
         """Names of the model's parameters with NaN or infinite values; equal on every rank; collective."""

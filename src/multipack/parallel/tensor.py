@@ -36,6 +36,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from inspect import signature
 from typing import Any, ClassVar, cast
 
@@ -47,6 +48,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from multipack.ops.autocast import in_autocast_dtype
+from multipack.ops.lora import LoraLinear
 from multipack.ops.loss import LOSS_ATTRIBUTES
 from multipack.ops.norm import JointRMSNorm, OffsetRMSNorm, RMSNorm, rms_norm
 from multipack.parallel.collectives import Group, all_gather, all_reduce, identity, reduce_scatter
@@ -111,11 +113,9 @@ class _SharedHeadLinear(_TensorParallel, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(T, d) → (T, D)."""
-        rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
-        width = self.out_features // self.heads
-        first = rank * self.heads // ranks * width
+        own = _head_rows(self)
         weight, bias = (
-            None if each is None else identity(local(each), self.group)[first : first + width]
+            None if each is None else identity(local(each), self.group)[own]
             for each in (self.weight, self.bias)
         )
         return F.linear(x, weight, bias)
@@ -126,10 +126,62 @@ class _RowLinear(_TensorParallel, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(T, f / ranks) → (T / ranks, d)."""
-        bias = None if self.bias is None else local(self.bias)
-        if bias is not None and dist.get_rank(self.group) != 0:
-            bias = bias - bias.detach()  # 0, with the same gradient as on the first rank
+        bias = _on_first(None if self.bias is None else local(self.bias), self.group)
         return reduce_scatter(F.linear(x, local(self.weight), bias), group=self.group)
+
+
+class _ColumnLora(_TensorParallel, LoraLinear):
+    """Every rank has the whole A and its rows of B."""
+
+    placements: ClassVar = {
+        **_ColumnLinear.placements,
+        "lora_a": Replicate(),
+        "lora_b": Shard(0),
+        "magnitude": Shard(0),
+    }
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(T, d) → (T, f / ranks)."""
+        weight, bias, a, b, magnitude = _pieces(self)
+        return self.adapted(x, weight, bias, identity(a, self.group), b, magnitude)
+
+
+class _SharedHeadLora(_TensorParallel, LoraLinear):
+    """See `_SharedHeadLinear`."""
+
+    placements: ClassVar = {
+        **_SharedHeadLinear.placements,
+        **dict.fromkeys(("lora_a", "lora_b", "magnitude"), Replicate()),
+    }
+    heads: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(T, d) → (T, D)."""
+        own, (weight, bias, a, b, magnitude) = _head_rows(self), _pieces(self)
+        bias = None if bias is None else bias[own]
+        magnitude = None if magnitude is None else identity(magnitude, self.group)[own]
+        a, b = identity(a, self.group), identity(b, self.group)[own]
+        return self.adapted(x, weight[own], bias, a, b, magnitude)
+
+
+class _RowLora(_TensorParallel, LoraLinear):
+    """Every rank has the columns of A for its part of the inputs, and the whole B."""
+
+    placements: ClassVar = {
+        **_RowLinear.placements,
+        "lora_a": Shard(1),
+        "lora_b": Replicate(),
+        "magnitude": Replicate(),
+    }
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(T, f / ranks) → (T / ranks, d)."""
+        weight, bias, a, b, magnitude = _pieces(self)
+        b = identity(b, self.group)
+        magnitude = None if magnitude is None else identity(magnitude, self.group)
+        total = partial(all_reduce, group=self.group)
+        out = self.adapted(x, weight, _on_first(bias, self.group), a, b, magnitude, total)
+        return reduce_scatter(out, group=self.group)
 
 
 class _VocabularyEmbedding(_TensorParallel, nn.Embedding):
@@ -195,16 +247,16 @@ class _DividedRMSNorm(_TensorParallel, JointRMSNorm):
 
 
 _KINDS: dict[str, tuple[type[_TensorParallel], ...]] = {
-    "column": (_ColumnLinear,),
-    "heads": (_ColumnLinear, _SharedHeadLinear),
-    "row": (_RowLinear,),
+    "column": (_ColumnLora, _ColumnLinear),
+    "heads": (_ColumnLora, _ColumnLinear),
+    "row": (_RowLora, _RowLinear),
     "vocabulary": (_VocabularyEmbedding, _ColumnLinear),
     "positions": (_PositionEmbedding,),
     "norm": (_TokenLayerNorm, _TokenOffsetRMSNorm, _DividedRMSNorm, _TokenRMSNorm),
     "gathers": (),
 }
-"""Kind → divided types. A module takes the first whose base class it has, with that class's `forward`; fewer heads than
-ranks take the second of `heads`."""
+"""Kind → divided types. A module takes the first whose base class it has, with that class's `forward`; `heads` fewer
+than ranks take `_SharedHeadLinear` or `_SharedHeadLora`."""
 
 
 def _kind_of(name: str, plan: Mapping[str, str]) -> str | None:
@@ -225,7 +277,7 @@ def _divided_type(
     """The divided type of a module; None = nothing to divide."""
     kind = _kind_of(name, plan)
     if kind == "heads" and (heads := getattr(module, "heads", ranks)) < ranks and ranks % heads == 0:
-        return _SharedHeadLinear
+        return _SharedHeadLora if isinstance(module, LoraLinear) else _SharedHeadLinear
     if kind is not None and kind != "gathers":
         for divided_type in _KINDS[kind]:
             base: Any = divided_type.__bases__[1]
@@ -261,6 +313,25 @@ def _divide(name: str, module: nn.Module, divided_type: type[_TensorParallel], m
         module.register_parameter(own, nn.Parameter(divided, requires_grad=parameter.requires_grad))
     module.__class__ = divided_type
     cast(_TensorParallel, module).group = mesh.get_group()
+
+
+def _pieces(module: LoraLinear) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None]:
+    """This rank's parts of W, b, A, B and m."""
+    bias, magnitude = (None if each is None else local(each) for each in (module.bias, module.magnitude))
+    return local(module.weight), bias, local(module.lora_a), local(module.lora_b), magnitude
+
+
+def _head_rows(module: _SharedHeadLinear | _SharedHeadLora) -> slice:
+    """Rows of the key (or value) head of this rank's queries."""
+    rank, ranks = dist.get_rank(module.group), dist.get_world_size(module.group)
+    width = module.out_features // module.heads
+    first = rank * module.heads // ranks * width
+    return slice(first, first + width)
+
+
+def _on_first(bias: Tensor | None, group: Group) -> Tensor | None:
+    """A bias on the first rank of a group; on others 0, with the same gradient."""
+    return bias if bias is None or dist.get_rank(group) == 0 else bias - bias.detach()
 
 
 def _all_tokens(x: Tensor, group: Group) -> Tensor:

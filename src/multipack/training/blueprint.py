@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -14,6 +14,7 @@ from multipack.machine import available_memory
 from multipack.models.compile import compile_blocks
 from multipack.models.decoder import PARALLEL_PLAN, Decoder, DecoderPart, initial_parameters
 from multipack.models.recompute import recompute_blocks, tile_layers
+from multipack.ops.lora import add_adapters, check_adapters, initial_adapter, is_adapter
 from multipack.parallel.build import Blueprint, build_engine
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh
@@ -21,9 +22,11 @@ from multipack.parallel.stages import head_layers, split_layers
 from multipack.parallel.world import World
 from multipack.shapes import ModelShape
 from multipack.training.objective import Objective
-from multipack.training.optimizer import build_optimizer, freeze, meta_parameters
+from multipack.training.optimizer import build_optimizer, freeze
 from multipack.training.run_config import Config
 from multipack.training.weights import Reader
+
+CPU = torch.device("cpu")
 
 
 def open_engine(
@@ -36,24 +39,21 @@ def open_engine(
     clock: Callable[[], float],
 ) -> ModelEngine:
     """Build this rank's part of the model and its optimizer; collective. `weights` = None draws random weights."""
-    shapes = _shapes(shape)
+    whole = _parameters(shape, config)
+    shapes = {name: tuple(parameter.shape) for name, parameter in whole.items()}
     _check_memory(shapes, config, mesh.world)
-    whole = meta_parameters(shapes)
+    saved = _saved(config, whole)
+    initial = _initial(config, shape, weights, shapes)
 
     def build(blocks: tuple[int, int] | None) -> nn.Module:
         if torch.get_default_device().type != "meta":  # on which no numbers are drawn
             torch.manual_seed(config.train.seed)
         part = None if blocks is None else DecoderPart(*blocks, shape.layers)
         model = objective.decoder(shape, part)
+        add_adapters(model, config.adapter)
         if weights is not None and not next(model.parameters()).is_meta:
-            model.load_state_dict({name: weights(name) for name, _ in model.named_parameters()})
+            model.load_state_dict({name: initial(name, CPU) for name, _ in model.named_parameters()})
         return model
-
-    def read(name: str, device: torch.device) -> Tensor:
-        assert weights is not None
-        return weights(name)
-
-    initial = initial_parameters(shape, config.train.seed) if weights is None else read
 
     def prepare(model: nn.Module) -> None:
         assert isinstance(model, Decoder)
@@ -74,6 +74,7 @@ def open_engine(
             head_layers(shape),
             prepare,
             from_main=weights is not None,
+            saved=saved,
         ),
         partial(build_optimizer, config=config.optimizer, whole=whole),
         mesh,
@@ -92,12 +93,15 @@ def check_first_stage(config: Config, shape: ModelShape) -> None:
     """
     stop = split_layers(shape.layers, config.parallel.stages, head_layers(shape))[0].stop
     with torch.device("meta"):
-        first = dict(Decoder(shape, part=DecoderPart(0, stop, shape.layers)).named_parameters())
-    freeze(first, config.optimizer, meta_parameters(_shapes(shape)))
+        part = Decoder(shape, part=DecoderPart(0, stop, shape.layers))
+    add_adapters(part, config.adapter)
+    first = dict(part.named_parameters())
+    freeze(first, config.optimizer, _parameters(shape, config))
     if not any(parameter.requires_grad for parameter in first.values()):
         parallel = config.parallel
+        setting = "optimizer.rules" if config.adapter.name == "none" else "adapter.targets"
         raise ValueError(
-            "optimizer.rules freeze all that the first stage of the pipeline holds, which then has no gradients to"
+            f"{setting} freeze all that the first stage of the pipeline holds, which then has no gradients to"
             f" compute: use fewer than the {parallel.stages} stages of parallel.pipeline={parallel.pipeline}, or"
             " parallel.pipeline=1 with parallel.data=zero3"
         )
@@ -123,6 +127,35 @@ def _check_memory(shapes: dict[str, tuple[int, ...]], config: Config, world: Wor
         )
 
 
-def _shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+def _parameters(shape: ModelShape, config: Config) -> dict[str, nn.Parameter]:
+    """All parameters of the model on the meta device, frozen as adapters leave them."""
     with torch.device("meta"):
-        return {name: tuple(parameter.shape) for name, parameter in Decoder(shape).named_parameters()}
+        model = Decoder(shape)
+    check_adapters(model, config.adapter)
+    add_adapters(model, config.adapter)
+    return dict(model.named_parameters())
+
+
+def _saved(config: Config, whole: Mapping[str, nn.Parameter]) -> frozenset[str] | None:
+    """Names of the parameters that checkpoints hold; None = all."""
+    if config.adapter.name == "none":
+        return None
+    return frozenset(name for name, parameter in whole.items() if parameter.requires_grad)
+
+
+def _initial(
+    config: Config,
+    shape: ModelShape,
+    weights: Reader | None,
+    shapes: Mapping[str, tuple[int, ...]],
+) -> Callable[[str, torch.device], Tensor]:
+    """(name, device) → the initial value of a parameter; adapters are drawn."""
+    drawn, seed = initial_parameters(shape, config.train.seed), config.train.seed
+
+    def value(name: str, device: torch.device) -> Tensor:
+        if is_adapter(name):
+            matrix = f"{name.rpartition('.')[0]}.weight"
+            return initial_adapter(name, shapes[name], seed, lambda: value(matrix, device))
+        return drawn(name, device) if weights is None else weights(name)
+
+    return value

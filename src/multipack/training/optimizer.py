@@ -9,7 +9,7 @@ in `OPTIMIZERS`, and its name in settings.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,9 +68,17 @@ def parameter_options(
     return found
 
 
-def meta_parameters(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, nn.Parameter]:
-    """Parameters on the meta device, for functions that need only names and shapes of a whole model."""
-    return {name: nn.Parameter(torch.empty(shape, device="meta")) for name, shape in shapes.items()}
+def meta_parameters(
+    shapes: Mapping[str, tuple[int, ...]], trained: Collection[str] | None = None
+) -> dict[str, nn.Parameter]:
+    """Parameters on the meta device, for functions that need only names and shapes of a whole model.
+
+    Those whose names are not in `trained` are frozen; None = none is.
+    """
+    return {
+        name: nn.Parameter(torch.empty(shape, device="meta"), trained is None or name in trained)
+        for name, shape in shapes.items()
+    }
 
 
 def freeze(

@@ -15,6 +15,7 @@ from multipack.parallel.stages import fit_micro_batches
 from multipack.planning.options import PlanOptions
 from multipack.run import RunDirectory, check_format, find_run, is_export, weights_folder
 from multipack.shapes import SHAPES, ModelShape
+from multipack.shapes.adapter import AdapterConfig
 from multipack.training.settings import LogConfig, OptimizerConfig, PreferenceConfig, TrackConfig, TrainConfig
 from multipack.words import ConfigError, flatten, merge, read_yaml, split
 
@@ -85,6 +86,7 @@ class Config:
     plan: PlanOptions = field(default_factory=PlanOptions)
     train: TrainConfig = field(default_factory=TrainConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     log: LogConfig = field(default_factory=LogConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
@@ -125,6 +127,11 @@ class Config:
             ValueError: settings cannot be combined; the message names the nearest legal choice.
         """
         parallel, train = self.parallel, self.train
+        if self.adapter.name != "none" and not self.adapter.base:
+            raise ValueError(
+                f"adapter.name={self.adapter.name} trains beside frozen weights: set train.init_from to a folder of a"
+                " Hugging Face model, a run or a checkpoint"
+            )
         parallel.check(self.model, processes, self.plan.capacity, train.dtype, train.resume != "false")
         self._check_packs(processes)
         self._check_slots()
@@ -267,6 +274,11 @@ def compose_run(words: Iterable[str]) -> Config:
     before = read_yaml(checkpoint / "config.yaml" if checkpoint else run.config)
     config = compose(given, before)
     _check_unchanged(before, settings)
+    if differing := config.adapter.differing(compose([], before).adapter):
+        raise ConfigError(
+            f"adapter.{differing[0]} cannot change in a resumed run, whose adapters depend on it; leave it out, or"
+            " start a new run with another out="
+        )
     config.out = str(run.path)
     return config
 
@@ -305,6 +317,16 @@ def saved_shape(checkpoint: Path) -> ModelShape:
         raise ConfigError(f"{file} does not describe a model: {error}") from error
 
 
+def saved_adapter(checkpoint: Path) -> AdapterConfig:
+    """The settings of adapters in the config.yaml of a checkpoint.
+
+    Raises:
+        ConfigError: the file cannot be read, or its settings are illegal.
+    """
+    values = read_yaml(checkpoint / "config.yaml").get("adapter", {})
+    return compose([], {"model": {"kv_heads": 0}, "adapter": values}).adapter
+
+
 def _resolve_weights(config: Config) -> Config:
     """Replace runs by their latest checkpoints, which may change later, and use the tokenizer of `train.init_from`.
 
@@ -319,6 +341,8 @@ def _resolve_weights(config: Config) -> Config:
         free = config.tokenizer.kind == "auto" and config.data.source not in ("store", "mixture")
         if free and file.is_file():
             config.tokenizer = TokenizerConfig("file", str(file))
+    if config.adapter.name != "none" and (base := config.adapter.base or train.init_from):
+        config.adapter.base = str(_weights(base, "adapter.base").resolve())
     return config
 
 

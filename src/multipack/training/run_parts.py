@@ -39,7 +39,7 @@ from multipack.training.objective import Objective
 from multipack.training.precision import DTYPES, choose_dtype, sample_lengths
 from multipack.training.rules import read_rule
 from multipack.training.run_config import Config
-from multipack.training.settings import NEW_MODEL_LR, TrainConfig
+from multipack.training.settings import ADAPTER_LR_SCALE, NEW_MODEL_LR, TrainConfig
 from multipack.training.weights import TrainedWeights, trained_shape
 
 
@@ -52,7 +52,9 @@ def check_model(config: Config, processes: int, console: Console) -> None:
         ValueError: settings cannot be combined; the message names the nearest legal choice.
     """
     parallel, size = config.parallel, config.model.vocabulary_size
-    freezes = parallel.pipeline > 1 and any(read_rule(rule).freeze for rule in config.optimizer.rules)
+    freezes = parallel.pipeline > 1 and (
+        config.adapter.name != "none" or any(read_rule(rule).freeze for rule in config.optimizer.rules)
+    )
     if not freezes and (parallel.tensor == 1 or size):
         return
     if not size:
@@ -197,9 +199,13 @@ def resolve(
     train, notes = device_settings(config, world, shape, lengths)
     if optimizer.lr < 0:
         lr = objective.fine_tuning_lr if train.init_from else NEW_MODEL_LR
+        lr *= ADAPTER_LR_SCALE if config.adapter.name != "none" else 1
         optimizer = replace(optimizer, lr=lr)
         if train.init_from:
-            notes.append(f"optimizer.lr is {lr:g}, the default of runs that start from train.init_from")
+            adapted = " with adapters" if config.adapter.name != "none" else ""
+            notes.append(
+                f"optimizer.lr is {lr:g}, the default of runs that start from train.init_from{adapted}"
+            )
     return (
         replace(
             config,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import signal
 
@@ -75,7 +76,7 @@ def print_result(run: Trainer, stopped_by: signal.Signals | None, comparison: Co
 def header_rows(run: Trainer) -> Rows:
     """The device, the software, the model, the optimizer and the data of a run."""
     world, config, shape = run.world, run.config, run.shape
-    parameters = meta_parameters(run.engine.shapes)
+    parameters = meta_parameters(run.engine.shapes, run.engine.saved)
     threads = torch.get_num_threads()
     cpu = f"{threads} thread{'s' if threads > 1 else ''}"
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else cpu
@@ -100,6 +101,7 @@ def header_rows(run: Trainer) -> Rows:
             f" ({shape.kv_heads} kv), feed-forward {shape.d_ff}, vocabulary {shape.vocabulary_size:,}",
         ),
         ("parameters", f"{count:,} in fp32"),
+        *_adapter_rows(run),
         ("execution", _execution(config)),
         ("optimizer", optimizer_text(parameters, config.optimizer)),
         ("learning rate", schedule_text(config.optimizer, run.steps, run.feed.targets_per_step)),
@@ -111,6 +113,26 @@ def header_rows(run: Trainer) -> Rows:
         ("corpus hash", run.corpus.corpus_hash[:16]),
         ("tokenizer", f"{tokenizer.vocabulary_size:,} tokens, hash {tokenizer.hash[:16]}"),
         ("run directory", str(run.run.path)),
+    ]
+
+
+def _adapter_rows(run: Trainer) -> Rows:
+    """What adapters train, and of which weights."""
+    adapter, shapes, saved = run.config.adapter, run.engine.shapes, run.engine.saved
+    if saved is None:
+        return []
+    trained, count = sum(math.prod(shapes[name]) for name in saved), sum(map(math.prod, shapes.values()))
+    kind = {"lora": "LoRA", "dora": "DoRA"}[adapter.name]
+    stabilized = ", rank-stabilized" if adapter.rank_stabilized else ""
+    matrices = sum(name.endswith(".lora_a") for name in saved)
+    whole = f"; trained whole: {', '.join(adapter.train)}" if adapter.train else ""
+    return [
+        (
+            "adapter",
+            f"{kind} of rank {adapter.rank}, alpha {adapter.alpha:g}{stabilized}, on {matrices} matrices{whole}:"
+            f" {trained:,} parameters are trained ({100 * trained / count:.2g} %)",
+        ),
+        ("frozen weights", adapter.base),
     ]
 
 

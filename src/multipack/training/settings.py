@@ -19,6 +19,8 @@ Choice = Literal["auto", "true", "false"]
 """A setting that the run chooses where it is `auto`; see `resolve` in run_parts.py."""
 NEW_MODEL_LR = 2e-3
 """Peak learning rate of models that start from random weights, where none is given."""
+ADAPTER_LR_SCALE = 10
+"""Peak learning rate of adapters over that of whole models, where none is given; most of them are trained so."""
 WARMUP_SHARE = 0.03
 """Share of the schedule that is warm-up, where optimizer.warmup_steps is negative."""
 
@@ -142,7 +144,7 @@ class OptimizerConfig:
     name: Literal["adamw", "muon"] = "adamw"
     """AdamW for all parameters, or Muon for the matrices of blocks with AdamW for the rest."""
     lr: float = -1.0
-    """Peak learning rate; negative = 2e-3 for new models, 2e-5 with train.init_from, 1e-6 for preference pairs too."""
+    """Peak learning rate; negative = 2e-3 for new models, 2e-5 with train.init_from, 1e-6 for pairs; adapters: 10 x."""
     min_lr: float = -1.0
     """Learning rate at the end of the schedule; negative = a tenth of optimizer.lr."""
     lr_scaling: Literal["none", "sqrt", "linear"] = "none"

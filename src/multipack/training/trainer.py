@@ -102,6 +102,8 @@ class Trainer(StepApplier):
         self.corpus = read_documents(config, self.mesh, console)
         self.objective = objective_of(config, self.corpus)
         starts_from = config.train.init_from if self.resumed is None else ""
+        if config.adapter.name != "none":  # frozen weights are in no checkpoint
+            starts_from = config.adapter.base
         initial = find_weights(Path(starts_from).expanduser(), world=world) if starts_from else None
         self.shape = shape_of(config, self.corpus.tokenizer, initial)
         config, notes = resolve(config, self.objective, self.shape, packs, world)
@@ -112,7 +114,7 @@ class Trainer(StepApplier):
         weights = None
         if initial is not None:
             weights, note = adapt_weights(initial, self.shape, self.corpus.tokenizer)
-            self.notes.append(note)
+            self.notes += [note] if self.resumed is None else []
         self.engine = open_engine(config, self.objective, self.shape, weights, self.mesh, self.dtype, clock)
         if config.train.eval_every and config.train.sample_tokens and not self.engine.is_whole:
             self.notes.append(

@@ -22,12 +22,14 @@ from torch import Tensor
 from multipack.data.tokenizer import Tokenizer
 from multipack.models.huggingface import decoder_shape, parameter_shapes
 from multipack.models.pretrained import CONFIG, open_weights
+from multipack.ops.lora import merged
 from multipack.parallel.world import World
 from multipack.run import find_run, is_export, weights_folder
 from multipack.shapes import ModelShape
+from multipack.shapes.adapter import AdapterConfig
 from multipack.training.callbacks.averaging import MovingAverage
 from multipack.training.checkpoint import Checkpoint, load_checkpoint
-from multipack.training.run_config import saved_shape
+from multipack.training.run_config import saved_adapter, saved_shape
 
 Weights = Literal["latest", "best", "ema"]
 """Which weights of a run: the newest, those with the lowest validation loss, or the newest moving average."""
@@ -35,6 +37,36 @@ Reader = Callable[[str], Tensor]
 """Name of a parameter of the decoder → its value, which is read at each call."""
 AVERAGE = f"{MovingAverage.name}."
 """Prefix of averaged weights in a checkpoint's group "callbacks"."""
+
+
+@dataclass(frozen=True)
+class TrainedAdapter:
+    """A trained adapter.
+
+    Attributes:
+        config: its settings.
+        read: name of a trained parameter → its value.
+        names: of the trained parameters.
+    """
+
+    config: AdapterConfig
+    read: Reader
+    names: frozenset[str]
+
+    def merged_into(self, frozen: Reader) -> Reader:
+        """A function that reads parameters of the model with this adapter, given those without it."""
+
+        def value(name: str) -> Tensor:
+            if name in self.names:
+                return self.read(name)
+            module, weight = name.removesuffix(".weight"), frozen(name)
+            if name == module or f"{module}.lora_a" not in self.names:
+                return weight
+            a, b = self.read(f"{module}.lora_a"), self.read(f"{module}.lora_b")
+            magnitude = self.read(f"{module}.magnitude") if f"{module}.magnitude" in self.names else None
+            return merged(weight, a, b, magnitude, self.config.scale)
+
+        return value
 
 
 @dataclass(frozen=True)
@@ -47,6 +79,7 @@ class TrainedWeights:
         read: name of a parameter of the decoder → its value, read at each call.
         tokenizer: the tokenizer; None = the folder has no tokenizer.json.
         step: number of training steps in its run; None = unknown.
+        adapter: the adapter that `read` merges into the weights; None = there is none.
     """
 
     folder: Path
@@ -54,6 +87,7 @@ class TrainedWeights:
     read: Reader
     tokenizer: Tokenizer | None
     step: int | None = None
+    adapter: TrainedAdapter | None = None
 
     def state(self) -> dict[str, Tensor]:
         """All weights by name, in the order of the decoder's parameters."""
@@ -99,7 +133,19 @@ def find_weights(path: Path, weights: Weights = "latest", world: World | None = 
         folder = run.best_checkpoint()
     checkpoint = load_checkpoint(folder, world, weights_only=True)
     read = _reader(checkpoint, averaged=weights == "ema")
-    return TrainedWeights(folder, trained_shape(folder), read, Tokenizer.load(folder), checkpoint.step)
+    shape, tokenizer, step = trained_shape(folder), Tokenizer.load(folder), checkpoint.step
+    config = saved_adapter(folder)
+    if config.name == "none":
+        return TrainedWeights(folder, shape, read, tokenizer, step)
+    try:
+        base = find_weights(Path(config.base), world=world)
+        frozen, _ = adapt_weights(base, shape, tokenizer, "adapter.base")
+    except (FileNotFoundError, ValueError) as error:
+        raise ValueError(
+            f"{folder} holds adapters of {config.base}, which cannot be read: {error}"
+        ) from error
+    adapter = TrainedAdapter(config, read, frozenset(checkpoint.source.shapes("model")))
+    return TrainedWeights(folder, shape, adapter.merged_into(frozen), tokenizer, step, adapter)
 
 
 def _reader(checkpoint: Checkpoint, averaged: bool) -> Reader:

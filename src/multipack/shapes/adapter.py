@@ -1,0 +1,128 @@
+"""Settings of low-rank adapters (group `adapter`), and which modules of a decoder they apply to. No torch."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar, Literal
+
+ALIASES: dict[str, tuple[str, ...]] = {
+    "all-linear": ("blocks",),
+    "q_proj": ("attention.query",),
+    "k_proj": ("attention.key",),
+    "v_proj": ("attention.value",),
+    "qkv_proj": ("attention.query", "attention.key", "attention.value"),
+    "o_proj": ("attention.output",),
+    "gate_proj": ("feed_forward.gate",),
+    "up_proj": ("feed_forward.up",),
+    "gate_up_proj": ("feed_forward.gate", "feed_forward.up"),
+    "down_proj": ("feed_forward.down",),
+    "embed_tokens": ("embedding",),
+    "lm_head": ("head",),
+}
+"""Names of Hugging Face's models and of peft → names in the decoder."""
+
+
+@dataclass
+class AdapterConfig:
+    """Adapters: small matrices, trained beside frozen weights; checkpoints hold only what is trained."""
+
+    name: Literal["none", "lora", "dora"] = "none"
+    """none = train all weights; lora = low-rank updates of frozen matrices; dora = also the lengths of their rows."""
+    rank: int = 16
+    """Rows of the first matrix of an adapter, columns of the second."""
+    alpha: float = 32.0
+    """Updates are multiplied by alpha / rank."""
+    dropout: float = 0.0
+    """Share of the inputs of adapters that is dropped in training."""
+    targets: list[str] = field(default_factory=lambda: ["all-linear"])
+    """Adapted matrices: all-linear (those of blocks), names such as attention.query or q_proj, or globs."""
+    train: list[str] = field(default_factory=list)
+    """Modules that are trained whole and saved, by names or globs: embedding, head, norm, blocks.0."""
+    rank_stabilized: bool = False
+    """Multiply updates by alpha / √rank, so that larger ranks learn as fast as small ones."""
+    base: str = ""
+    """Folder, run or checkpoint with the frozen weights, which resumed runs read again; empty = train.init_from."""
+
+    PRESET_HINT: ClassVar[str] = ""
+
+    @staticmethod
+    def preset_names() -> list[str]:
+        """What `adapter=` accepts."""
+        return ["none", "lora", "dora"]
+
+    @classmethod
+    def preset(cls, name: str) -> dict[str, Any] | None:
+        """The values of `adapter=NAME`."""
+        return {"name": name} if name in cls.preset_names() else None
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        if self.rank < 1:
+            raise ValueError(f"adapter.rank={self.rank} must be at least 1")
+        if not self.alpha > 0:
+            raise ValueError(f"adapter.alpha={self.alpha} must be positive")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"adapter.dropout={self.dropout} must be at least 0 and below 1")
+        if self.name != "none" and not self.targets:
+            raise ValueError(
+                "adapter.targets must not be empty: all-linear adapts the matrices of all blocks"
+            )
+
+    @property
+    def scale(self) -> float:
+        """Factor of updates: alpha / rank, or alpha / √rank if stabilized."""
+        return self.alpha / (self.rank**0.5 if self.rank_stabilized else self.rank)
+
+    def adapts(self, matrix: str) -> bool:
+        """Whether the matrix of a block gets an adapter, by the name of its module."""
+        return any(_matches(matrix, pattern) for pattern in self.targets)
+
+    def trains(self, module: str) -> bool:
+        """Whether a module is trained whole: a pattern matches its name, or that of a module that holds it."""
+        return any(_begins(module, pattern) for pattern in self.train)
+
+    def check(self, matrices: Collection[str], modules: Collection[str]) -> None:
+        """Check that every pattern matches something in the whole model.
+
+        Args:
+            matrices: names of the linear modules of blocks.
+            modules: names of modules with parameters.
+
+        Raises:
+            ValueError: one does not; the message has the nearest names.
+        """
+        parts = {".".join(name.split(".")[2:]): None for name in matrices}
+        for setting, patterns, names, known in (
+            ("targets", self.targets, matrices, [*parts, *ALIASES]),
+            ("train", self.train, modules, list(modules)),
+        ):
+            matches = _matches if setting == "targets" else _begins
+            for pattern in patterns:
+                if not any(matches(name, pattern) for name in names):
+                    near = difflib.get_close_matches(pattern, known, 3, 0.5) or list(known)[:4]
+                    kind = "matrix of a block" if setting == "targets" else "module"
+                    raise ValueError(
+                        f"adapter.{setting}: {pattern} is no {kind} of this model; there are {', '.join(near)}, …"
+                    )
+
+    def differing(self, other: AdapterConfig) -> list[str]:
+        """Fields that change what the adapter computes and have another value in `other`."""
+        names = [each.name for each in fields(self) if each.name not in ("base", "dropout")]
+        return [name for name in names if getattr(self, name) != getattr(other, name)]
+
+
+def _names(pattern: str) -> Iterable[str]:
+    return ALIASES.get(pattern, (pattern,))
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether consecutive parts of a dotted name match a glob."""
+    return any(fnmatchcase(f".{name}.", f"*.{each}.*") for each in _names(pattern))
+
+
+def _begins(name: str, pattern: str) -> bool:
+    """Whether the first parts of a dotted name match a glob."""
+    return any(fnmatchcase(f"{name}.", f"{each}.*") for each in _names(pattern))

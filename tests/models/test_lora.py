@@ -1,0 +1,173 @@
+"""Adapters: the same losses and gradients as peft's on the same weights, and what they begin with."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from multipack.data.collate import PackedCollator
+from multipack.data.documents import Document
+from multipack.models.decoder import Decoder
+from multipack.models.huggingface import config_of, to_huggingface
+from multipack.ops.lora import LoraLinear, add_adapters, check_adapters, initial_adapter, merged
+from multipack.shapes import ModelShape
+from multipack.shapes.adapter import AdapterConfig
+
+SHAPE = ModelShape(layers=2, heads=4, kv_heads=2, d_model=32, d_ff=48, vocabulary_size=50, tied=False)
+LORA = AdapterConfig("lora", rank=4, alpha=6.0)
+CONFIGS = {
+    "lora": LORA,
+    "stabilized": dataclasses.replace(LORA, rank_stabilized=True),
+    "dora": dataclasses.replace(LORA, name="dora"),
+    "some": dataclasses.replace(LORA, targets=["q_proj", "feed_forward.*"], train=["norm", "head"]),
+}
+THEIRS = {
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.output": "self_attn.o_proj",
+    "feed_forward.gate": "mlp.gate_proj",
+    "feed_forward.up": "mlp.up_proj",
+    "feed_forward.down": "mlp.down_proj",
+}
+
+
+def packed(lengths):
+    """A pack of random documents whose first two tokens are no targets."""
+    draw = np.random.default_rng(1)
+    documents = [
+        Document(draw.integers(0, 50, length).astype(np.uint16), np.array([[2, length]]))
+        for length in lengths
+    ]
+    return PackedCollator(len(lengths), sum(lengths))(documents)
+
+
+def adapted(config, moved=True):
+    """A decoder with adapters, whose values are `moved` from the initial ones."""
+    torch.manual_seed(3)
+    model = Decoder(SHAPE)
+    add_adapters(model, config)
+    held = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in held.items():
+            if name.endswith(("lora_a", "lora_b", "magnitude")):
+                weight = held[f"{name.rpartition('.')[0]}.weight"]
+                parameter.copy_(
+                    initial_adapter(name, tuple(parameter.shape), 1, lambda weight=weight: weight)
+                )
+                parameter.add_(torch.randn_like(parameter), alpha=0.1 * moved)
+    return model
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_losses_and_gradients_equal_peft(name):
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    config = CONFIGS[name]
+    model = adapted(config)
+    state = {
+        key: value for key, value in model.state_dict().items() if ".lora_" not in key and "magn" not in key
+    }
+    settings = {key: value for key, value in config_of(SHAPE).items() if key != "model_type"}
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
+    theirs.load_state_dict(to_huggingface(SHAPE, state))
+    matrices = [key for key, module in model.named_modules() if isinstance(module, LoraLinear)]
+    paths = {key: f"model.layers.{key[7]}.{THEIRS[key[9:]]}" for key in matrices}
+    wrapped = peft.get_peft_model(
+        theirs,
+        peft.LoraConfig(
+            r=config.rank,
+            lora_alpha=config.alpha,
+            target_modules=list(paths.values()),
+            use_rslora=config.rank_stabilized,
+            use_dora=config.name == "dora",
+            modules_to_save=["model.norm", "lm_head"] if config.train else None,
+        ),
+    )
+    pairs = {}
+    for ours, path in paths.items():
+        module = wrapped.base_model.model.get_submodule(path)
+        pairs[f"{ours}.lora_a"] = module.lora_A["default"].weight
+        pairs[f"{ours}.lora_b"] = module.lora_B["default"].weight
+        if config.name == "dora":
+            pairs[f"{ours}.magnitude"] = module.lora_magnitude_vector["default"].weight
+    if config.train:
+        inner = wrapped.base_model.model
+        pairs["norm.weight"] = inner.model.norm.modules_to_save["default"].weight
+        pairs["head.weight"] = inner.lm_head.modules_to_save["default"].weight
+    held = dict(model.named_parameters())
+    with torch.no_grad():
+        for ours, parameter in pairs.items():
+            parameter.copy_(held[ours].view(parameter.shape))
+    batch = packed([11, 7])
+    loss = model.train()(batch) / batch.num_target_tokens
+    loss.backward()
+    ids = batch.input_ids[None]
+    positions = batch.position_ids[None]
+    logits = wrapped.train()(ids, position_ids=positions, attention_mask=document_mask(batch)).logits[0]
+    expected = torch.nn.functional.cross_entropy(logits, batch.targets.long(), ignore_index=-100)
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    trained = {key for key, parameter in held.items() if parameter.requires_grad}
+    assert trained == set(pairs)
+    assert {key for key, parameter in held.items() if parameter.grad is not None} == trained
+    for ours, parameter in pairs.items():
+        found = held[ours].grad
+        torch.testing.assert_close(found, parameter.grad.view(found.shape), rtol=1e-5, atol=1e-6)
+
+
+def document_mask(batch):
+    """(1, 1, T, T) additive mask: causal, in documents."""
+    number = torch.bucketize(torch.arange(len(batch.input_ids)), batch.cu_seqlens[1:], right=True)
+    allowed = (number[:, None] == number[None]).tril()
+    return torch.zeros(allowed.shape).masked_fill(~allowed, -torch.inf)[None, None]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_adapters_begin_as_the_model(name):
+    batch = packed([9, 5])
+    torch.manual_seed(3)
+    plain, model = Decoder(SHAPE).eval(), adapted(CONFIGS[name], moved=False).eval()
+    torch.testing.assert_close(model.logits(batch), plain.logits(batch), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_merged_model_computes_the_same(name):
+    batch, model = packed([9, 5]), adapted(CONFIGS[name]).eval().double()
+    whole = Decoder(SHAPE).eval().double()
+    state = {key: value for key, value in model.state_dict().items() if key in whole.state_dict()}
+    for key, module in model.named_modules():
+        if isinstance(module, LoraLinear):
+            parts = module.weight, module.lora_a, module.lora_b, module.magnitude, module.scale
+            state[f"{key}.weight"] = merged(*parts)
+    whole.load_state_dict(state)
+    torch.testing.assert_close(model.logits(batch), whole.logits(batch), rtol=1e-9, atol=1e-9)
+
+
+def test_dropout_is_of_adapters_and_of_training_only():
+    batch, model = packed([9, 5]), adapted(dataclasses.replace(LORA, dropout=0.5))
+    model.eval()
+    assert float(model(batch)) == float(model(batch))
+    model.train()
+    assert float(model(batch)) != float(model(batch))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"targets": ["q_prj"]},
+            "adapter.targets: q_prj is no matrix of a block of this model; there are q_proj",
+        ),
+        ({"targets": ["head"]}, "adapter.targets: head is no matrix of a block"),
+        ({"train": ["lm_heads"]}, "adapter.train: lm_heads is no module of this model; there are head"),
+        (
+            {"train": ["blocks.0"]},
+            "adapter.train trains blocks.0.attention.query whole, which adapter.targets",
+        ),
+    ],
+)
+def test_names_that_match_nothing_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        check_adapters(Decoder(SHAPE), dataclasses.replace(LORA, **changes))

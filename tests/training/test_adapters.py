@@ -1,0 +1,120 @@
+"""Runs that train adapters: checkpoints hold only these, and resumed runs equal uninterrupted ones."""
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from multipack.data.tokenizer import byte_tokenizer
+from multipack.models.decoder import Decoder
+from multipack.shapes import ModelShape
+from multipack.training.inference import load_model
+from multipack.training.run_config import compose_run
+from multipack.training.train import train
+from multipack.training.weights import find_weights
+from multipack.words import ConfigError
+
+SHAPE = ModelShape(2, 2, 1, 16, 24, vocabulary_size=264, tied=False, context=64)
+
+
+@pytest.fixture
+def words(tmp_path, save_decoder):
+    """Words of a run with adapters of rank 2 on a saved base."""
+    torch.manual_seed(1)
+    base = save_decoder(tmp_path / "base", Decoder(SHAPE), byte_tokenizer())
+    file = tmp_path / "documents.jsonl"
+    lines = [json.dumps({"text": "abcdefghij"[number % 7 :] * 3}) for number in range(60)]
+    file.write_text("\n".join(lines) + "\n")
+    return [
+        *(f"data=jsonl data.path={file} plan.capacity=64 plan.packs_per_step=2 plan.window=4".split()),
+        *(
+            [
+                "train.device=cpu",
+                "train.dtype=fp32",
+                "train.steps=4",
+                "train.eval_every=0",
+                "train.checkpoint_every=2",
+            ]
+        ),
+        *(["log.every=0", "optimizer.lr=0.01", "adapter.rank=2"]),
+        f"train.init_from={base}",
+    ]
+
+
+def tensors_of(checkpoint):
+    found = {}
+    for file in sorted((checkpoint / "tensors").glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    return found
+
+
+def run(words, out):
+    train(compose_run([*words, f"out={out}"]))
+    return out / "checkpoints"
+
+
+def test_checkpoints_hold_adapters_only_and_resume_equals(words, tmp_path, capsys):
+    whole = run([*words, "adapter=dora", "adapter.train=[norm]", "adapter.dropout=0.1"], tmp_path / "whole")
+    printed = " ".join(capsys.readouterr().out.split())
+    held = tensors_of(whole / "step-00000004")
+    model = {name.removeprefix("model."): value for name, value in held.items() if name.startswith("model.")}
+    count = sum(map(math.prod, (value.shape for value in model.values())))
+    matrices = [(16, 16), (16, 8), (16, 8), (16, 16), (16, 24), (16, 24), (24, 16)]
+    assert count == 2 * sum(2 * (inputs + outputs) + outputs for inputs, outputs in matrices) + 16
+    assert f"DoRA of rank 2, alpha 32, on 14 matrices; trained whole: norm: {count:,} parameters" in printed
+    moments = [name for name in held if name.startswith("optimizer.") and not name.endswith(".step")]
+    assert len(moments) == 2 * len(model)
+    run(
+        [*words, "adapter=dora", "adapter.train=[norm]", "adapter.dropout=0.1", "train.steps=4"],
+        tmp_path / "part",
+    )
+    part = tmp_path / "part" / "checkpoints"
+    for file in (part / "step-00000004", part / "latest"):
+        file.rename(tmp_path / f"moved-{file.name}")
+    train(compose_run(["train.resume=true", f"out={tmp_path / 'part'}"]))
+    after = tensors_of(part / "step-00000004")
+    assert after.keys() == held.keys()
+    for name, value in held.items():
+        assert torch.equal(after[name], value), name
+
+
+def test_a_run_is_read_with_its_adapters_merged(words, tmp_path):
+    out = run([*words, "adapter=lora", "adapter.targets=[q_proj,down_proj]"], tmp_path / "run").parent
+    trained, base = find_weights(out), find_weights(tmp_path / "base")
+    changed = {name for name in base.state() if not torch.equal(trained.read(name), base.read(name))}
+    parts = ("attention.query", "feed_forward.down")
+    assert changed == {f"blocks.{layer}.{part}.weight" for layer in (0, 1) for part in parts}
+    a, b = (trained.adapter.read(f"blocks.1.attention.query.lora_{kind}") for kind in "ab")
+    expected = base.read("blocks.1.attention.query.weight") + 16.0 * b @ a
+    torch.testing.assert_close(load_model(out).get_parameter("blocks.1.attention.query.weight"), expected)
+
+
+def test_adapters_are_trained_on_a_run_with_adapters(words, tmp_path):
+    first = run([*words, "adapter=lora"], tmp_path / "first").parent
+    start = [word for word in words if not word.startswith("train.init_from")]
+    second = run(
+        [*start, "adapter=lora", f"train.init_from={first}", "optimizer.lr=0"], tmp_path / "second"
+    ).parent
+    ours, theirs = find_weights(second).state(), find_weights(first).state()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_refusals(words, tmp_path):
+    start = [word for word in words if not word.startswith("train.init_from")]
+    with pytest.raises(
+        ValueError, match=r"adapter.name=lora trains beside frozen weights: set train.init_from"
+    ):
+        train(compose_run([*start, "adapter=lora", f"out={tmp_path / 'x'}"]))
+    with pytest.raises(ConfigError, match=r"adapter=qlra is not a preset; there are none, lora, dora"):
+        compose_run([*words, "adapter=qlra"])
+    with pytest.raises(ConfigError, match=r"adapter.rank=0 must be at least 1"):
+        compose_run([*words, "adapter.rank=0"])
+    out = run([*words, "adapter=lora"], tmp_path / "run").parent
+    with pytest.raises(ConfigError, match=r"adapter.rank cannot change in a resumed run"):
+        compose_run(["train.resume=true", f"out={out}", "adapter.rank=4"])
+    (tmp_path / "base").rename(tmp_path / "moved")
+    with pytest.raises(ValueError, match=r"holds adapters of .*base.*, which cannot be read"):
+        load_model(out)
