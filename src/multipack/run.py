@@ -200,8 +200,14 @@ def check_format(checkpoint: Path) -> None:
 
 
 def is_export(path: Path) -> bool:
-    """Whether `path` is a folder in Hugging Face's format rather than a run or a checkpoint."""
-    return (path / "config.json").is_file() and not (path / "config.yaml").is_file()
+    """Whether `path` is a folder in Hugging Face's or peft's format rather than a run or a checkpoint."""
+    found = (path / "config.json").is_file() or is_peft(path)
+    return found and not (path / "config.yaml").is_file()
+
+
+def is_peft(path: Path) -> bool:
+    """Whether `path` is a folder of an adapter in peft's format."""
+    return (path / "adapter_config.json").is_file()
 
 
 def weights_folder(path: Path) -> Path:

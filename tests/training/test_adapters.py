@@ -3,13 +3,17 @@
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 
+from multipack.data.collate import PackedCollator
+from multipack.data.documents import Document
 from multipack.data.tokenizer import byte_tokenizer
 from multipack.models.decoder import Decoder
 from multipack.shapes import ModelShape
+from multipack.training.export import export, loading_code
 from multipack.training.inference import load_model
 from multipack.training.run_config import compose_run
 from multipack.training.train import train
@@ -118,3 +122,76 @@ def test_refusals(words, tmp_path):
     (tmp_path / "base").rename(tmp_path / "moved")
     with pytest.raises(ValueError, match=r"holds adapters of .*base.*, which cannot be read"):
         load_model(out)
+
+
+@pytest.fixture
+def exported(words, tmp_path):
+    """Words of a run on a base in Hugging Face's format."""
+    export(tmp_path / "base", tmp_path / "hf")
+    return [*words[:-1], f"train.init_from={tmp_path / 'hf'}", "optimizer.lr=0.05"]
+
+
+def logits_of(model, ids):
+    none = np.zeros((0, 2), dtype=np.int64)
+    return model.logits(PackedCollator(1, len(ids))([Document(np.asarray(ids, dtype=np.uint32), none)]))
+
+
+@pytest.mark.parametrize(
+    "settings", ["adapter=lora", "adapter=dora adapter.rank_stabilized=true adapter.train=[norm]"]
+)
+def test_peft_loads_an_export_and_we_load_it_too(exported, tmp_path, settings):
+    pytest.importorskip("peft")
+    out = run([*exported, *settings.split()], tmp_path / "run").parent
+    rows = dict(export(out, tmp_path / "adapter"))
+    assert rows["frozen weights"] == str(tmp_path / "hf")
+    written = {file.name for file in (tmp_path / "adapter").iterdir()}
+    files = "adapter_config.json adapter_model.safetensors tokenizer.json tokenizer_config.json"
+    assert written == set(files.split())
+    scope: dict = {}
+    exec(loading_code(tmp_path / "adapter"), scope)
+    ids = torch.tensor([[7, 30, 100, 41, 5]])
+    with torch.no_grad():
+        theirs = scope["model"].eval().double()(ids).logits[0]
+        base = logits_of(load_model(tmp_path / "hf").double(), ids[0])
+        for folder in (out, tmp_path / "adapter"):
+            ours = logits_of(load_model(folder).double(), ids[0])
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6 * float(theirs.abs().max()))
+    assert (ours - base).abs().max() > 0.01
+    export(out, tmp_path / "merged", merge=True)
+    transformers = pytest.importorskip("transformers")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(merged.double()(ids).logits[0], ours, rtol=0, atol=1e-5)
+    whole = load_model(tmp_path / "merged").double()
+    torch.testing.assert_close(logits_of(whole, ids[0]), ours, rtol=0, atol=1e-6)
+    # As peft writes it itself, and as the start of a run.
+    scope["model"].float().save_pretrained(tmp_path / "again")
+    again = logits_of(load_model(tmp_path / "again").double(), ids[0])
+    torch.testing.assert_close(again, ours, rtol=0, atol=1e-6)
+    start = [word for word in exported if not word.startswith("train.init_from")]
+    run([*start, f"train.init_from={tmp_path / 'again'}", "optimizer.lr=0"], tmp_path / "next")
+    torch.testing.assert_close(
+        logits_of(load_model(tmp_path / "next").double(), ids[0]), ours, rtol=0, atol=1e-6
+    )
+
+
+def test_exports_and_adapters_that_are_refused(words, exported, tmp_path):
+    out = run([*words, "adapter=lora"], tmp_path / "own").parent
+    with pytest.raises(
+        ValueError, match=r"which is no folder of a Hugging Face model: export .* with --merge"
+    ):
+        export(out, tmp_path / "x")
+    run([*exported, "adapter=lora"], tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    good = json.loads(file.read_text())
+    for changes, message in (
+        ({"peft_type": "IA3"}, "peft_type='IA3' is not supported"),
+        ({"rank_pattern": {"q_proj": 3}}, "rank_pattern=.* is not computed here"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' is not computed here"),
+        ({"base_model_name_or_path": "meta/x"}, "base_model_name_or_path='meta/x' is no folder here"),
+        ({"r": 5}, "is an adapter of another model"),
+    ):
+        file.write_text(json.dumps(good | changes))
+        with pytest.raises(ValueError, match=message):
+            load_model(tmp_path / "adapter")

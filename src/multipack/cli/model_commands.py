@@ -57,6 +57,7 @@ def export(
         str, typer.Option(help="latest, best (lowest validation loss) or ema (moving average).")
     ] = "latest",
     dtype: Annotated[str, typer.Option(help="Type of the weights: fp32, bf16 or fp16.")] = "fp32",
+    merge: Annotated[bool, typer.Option("--merge", help="Merge adapters into the weights.")] = False,
 ) -> None:
     """Write a trained model as a folder that transformers loads.
 
@@ -64,14 +65,15 @@ def export(
       multipack export runs/a exported
       multipack export runs/a exported --weights best --dtype bf16
 
-    best needs a validation, ema needs train.ema_decay.
+    best needs a validation, ema needs train.ema_decay. Of a run with adapters
+    the folder is peft's adapter, or with --merge the whole model.
     """
     from multipack.reports.console import Console
     from multipack.training.export import export as write
     from multipack.training.export import loading_code
 
     made = Path(folder.removeprefix("out="))
-    rows = write(run, made, weights, dtype)
+    rows = write(run, made, weights, dtype, merge)
     console = Console()
     console.section("exported", rows)
     console.line(f"\nto load it:\n{loading_code(made)}")

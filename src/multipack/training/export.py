@@ -22,22 +22,34 @@ from multipack.atomic import atomic_folder, is_free, write_atomically
 from multipack.data.chat import ChatTemplate
 from multipack.data.tokenizer import Tokenizer
 from multipack.models.huggingface import config_of, to_huggingface
+from multipack.models.peft_format import PEFT_CONFIG, PEFT_WEIGHTS, peft_base, to_peft
 from multipack.models.pretrained import CONFIG, WEIGHTS
+from multipack.run import is_export, is_peft
 from multipack.shapes import ModelShape
 from multipack.training.checkpoint_tensors import save_safetensors
 from multipack.training.inference import find_template
 from multipack.training.precision import DTYPES
-from multipack.training.weights import Weights, find_weights, vocabulary_of
+from multipack.training.weights import (
+    TrainedAdapter,
+    TrainedWeights,
+    Weights,
+    find_weights,
+    trained_shape,
+    vocabulary_of,
+)
 
 
-def export(path: Path, folder: Path, weights: str = "latest", dtype: str = "fp32") -> list[tuple[str, str]]:
-    """Write a run, or one of its checkpoints, as a folder that transformers loads.
+def export(
+    path: Path, folder: Path, weights: str = "latest", dtype: str = "fp32", merge: bool = False
+) -> list[tuple[str, str]]:
+    """Write a run, or one of its checkpoints, as a folder that transformers loads, or peft if it trained adapters.
 
     Args:
         path: the run or the checkpoint.
         folder: to write; it must not exist, or be empty.
         weights: which of the run's weights: latest, best or ema.
         dtype: fp32, bf16 or fp16.
+        merge: write the whole model with its adapters merged into the weights.
 
     Returns:
         Rows of a report: (name, value).
@@ -57,13 +69,20 @@ def export(path: Path, folder: Path, weights: str = "latest", dtype: str = "fp32
     shape, tokenizer = trained.shape, trained.tokenizer
     if tokenizer is None:
         raise ValueError(f"{path} has no tokenizer.json, which an export needs")
+    template, adapter = find_template(trained.folder), None if merge else trained.adapter
     # Raises if transformers has no such model, before anything is written.
     config = {**config_of(shape), "dtype": str(DTYPES[dtype]).removeprefix("torch.")}
-    tensors = _converted(to_huggingface(shape, trained.state()), DTYPES[dtype], trained.folder)
-    template = find_template(trained.folder)
-    texts = _texts(shape, tokenizer, template, config)
+    texts, file = _texts(shape, tokenizer, template, config), WEIGHTS
+    if adapter is None:
+        tensors = to_huggingface(shape, trained.state())
+    else:
+        settings, tensors = _peft(trained, adapter)
+        file, config = PEFT_WEIGHTS, {"architectures": ["adapter of peft"]}
+        del texts[CONFIG], texts["generation_config.json"]
+        texts[PEFT_CONFIG] = json.dumps(settings, indent=2) + "\n"
+    tensors = _converted(tensors, DTYPES[dtype], trained.folder)
     with atomic_folder(folder) as partial:
-        save_safetensors(partial / WEIGHTS, tensors, {"format": "pt"})
+        save_safetensors(partial / file, tensors, {"format": "pt"})
         for name, text in texts.items():
             write_atomically(partial / name, text.encode())
     parameters = sum(tensor.numel() for tensor in tensors.values())
@@ -71,14 +90,37 @@ def export(path: Path, folder: Path, weights: str = "latest", dtype: str = "fp32
         ("folder", str(folder)),
         ("weights of", str(trained.folder)),
         ("model", f"{config['architectures'][0]}, {parameters:,} parameters in {dtype}"),
-        *((name, f"{(folder / name).stat().st_size:,} bytes") for name in (WEIGHTS, *texts)),
+        *((name, f"{(folder / name).stat().st_size:,} bytes") for name in (file, *texts)),
         ("chat template", template.name if template is not None else "none"),
+        *([("frozen weights", adapter.config.base)] if adapter is not None else []),
         *(("note", note) for note in _notes(shape, tokenizer)),
     ]
 
 
+def _peft(trained: TrainedWeights, adapter: TrainedAdapter) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The settings and tensors of an adapter in peft's format, checked for a base that peft can load."""
+    base, rows = Path(adapter.config.base), trained.shape.vocabulary_size
+    if not is_export(base) or is_peft(base):
+        raise ValueError(
+            f"the adapter's frozen weights are those of {base}, which is no folder of a Hugging Face model: export the"
+            " whole model with --merge"
+        )
+    if (before := trained_shape(base).vocabulary_size) != rows:
+        raise ValueError(
+            f"the run has {rows:,} rows of the vocabulary and its base {before:,}, which peft would not load:"
+            " export the whole model with --merge"
+        )
+    return to_peft(trained.shape, adapter.config, {name: adapter.read(name) for name in adapter.names})
+
+
 def loading_code(folder: Path) -> str:
-    """Python lines that load an export with transformers."""
+    """Python lines that load an export with transformers or peft."""
+    if is_peft(folder):
+        return (
+            "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n"
+            f"base = AutoModelForCausalLM.from_pretrained({str(peft_base(folder))!r})\n"
+            f"model = PeftModel.from_pretrained(base, {str(folder)!r})"
+        )
     return (
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
         f"model = AutoModelForCausalLM.from_pretrained({str(folder)!r})\n"

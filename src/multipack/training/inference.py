@@ -19,9 +19,10 @@ from multipack.data.vocabularies import read_text
 from multipack.models.decoder import Decoder
 from multipack.models.generate import Completion, Listener, generate_batch
 from multipack.models.huggingface import build_decoder
+from multipack.models.peft_format import peft_base
 from multipack.models.sampling import Sampling
 from multipack.reports.console import CONTROL_CHARACTERS
-from multipack.run import weights_folder
+from multipack.run import is_peft, weights_folder
 from multipack.training.weights import find_weights
 
 
@@ -30,7 +31,8 @@ def load_model(path: Path | str, device: str = "cpu") -> Decoder:
 
     Args:
         path: a folder of a Hugging Face model whose family the decoder computes (config.json and safetensors), an
-            export, a run (its latest checkpoint), or a checkpoint.
+            export, a run (its latest checkpoint), a checkpoint, or an adapter of peft, whose base is a folder; adapters
+            are merged into the weights.
         device: `auto` (a GPU if there is one), `cpu`, `cuda` or another name of a torch device.
 
     Raises:
@@ -77,6 +79,8 @@ def find_template(path: Path) -> ChatTemplate | None:
     folder = weights_folder(path)
     if (folder / CHAT_TEMPLATE).is_file():
         return ChatTemplate.from_json(read_text(folder / CHAT_TEMPLATE))
+    if is_peft(folder) and not (folder / "tokenizer.json").is_file():
+        folder = peft_base(folder)
     own = Tokenizer.load(folder)
     if own.chat_template:
         return ChatTemplate(own.chat_template, own.special_tokens, own.bos_token, own.eos_token)

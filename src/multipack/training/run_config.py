@@ -13,7 +13,7 @@ from multipack.data.tokenizer import TokenizerConfig
 from multipack.parallel.parallel_config import ParallelConfig, check_readers
 from multipack.parallel.stages import fit_micro_batches
 from multipack.planning.options import PlanOptions
-from multipack.run import RunDirectory, check_format, find_run, is_export, weights_folder
+from multipack.run import RunDirectory, check_format, find_run, is_export, is_peft, weights_folder
 from multipack.shapes import SHAPES, ModelShape
 from multipack.shapes.adapter import AdapterConfig
 from multipack.training.settings import LogConfig, OptimizerConfig, PreferenceConfig, TrackConfig, TrainConfig
@@ -293,8 +293,9 @@ def _initial_model(settings: Mapping[str, Any]) -> dict[str, Any] | None:
     folder = _weights(path, "train.init_from")
     if is_export(folder):
         from multipack.models.huggingface import decoder_shape  # imports torch
+        from multipack.models.peft_format import peft_base
 
-        shape = decoder_shape(folder / "config.json")
+        shape = decoder_shape((peft_base(folder) if is_peft(folder) else folder) / "config.json")
     else:
         shape = saved_shape(folder)
     return {"model": {**shape.to_dict(), "vocabulary_size": 0}}
@@ -338,6 +339,10 @@ def _resolve_weights(config: Config) -> Config:
     if train.init_from:
         train.init_from = str(_weights(train.init_from, "train.init_from"))
         file = Path(train.init_from) / "tokenizer.json"
+        if is_peft(file.parent) and not file.is_file():
+            from multipack.models.peft_format import peft_base  # imports torch
+
+            file = peft_base(file.parent) / "tokenizer.json"
         free = config.tokenizer.kind == "auto" and config.data.source not in ("store", "mixture")
         if free and file.is_file():
             config.tokenizer = TokenizerConfig("file", str(file))

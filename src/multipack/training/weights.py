@@ -21,10 +21,11 @@ from torch import Tensor
 
 from multipack.data.tokenizer import Tokenizer
 from multipack.models.huggingface import decoder_shape, parameter_shapes
+from multipack.models.peft_format import from_peft, peft_base
 from multipack.models.pretrained import CONFIG, open_weights
 from multipack.ops.lora import merged
 from multipack.parallel.world import World
-from multipack.run import find_run, is_export, weights_folder
+from multipack.run import find_run, is_export, is_peft, weights_folder
 from multipack.shapes import ModelShape
 from multipack.shapes.adapter import AdapterConfig
 from multipack.training.callbacks.averaging import MovingAverage
@@ -101,7 +102,7 @@ def trained_shape(path: Path) -> ModelShape:
         FileNotFoundError, ValueError: see `find_weights`.
     """
     if is_export(path):
-        return decoder_shape(path / CONFIG)
+        return decoder_shape((peft_base(path) if is_peft(path) else path) / CONFIG)
     return saved_shape(weights_folder(path))
 
 
@@ -123,6 +124,12 @@ def find_weights(path: Path, weights: Weights = "latest", world: World | None = 
                 f"{path} is an export, which has no {weights} weights; name the run that it came from"
             )
         tokenizer = Tokenizer.load(path) if (path / "tokenizer.json").is_file() else None
+        if is_peft(path):
+            base = find_weights(peft_base(path), world=world)
+            config, tensors = from_peft(path, base.shape)
+            adapter = TrainedAdapter(config, tensors.__getitem__, frozenset(tensors))
+            merging = adapter.merged_into(base.read)
+            return TrainedWeights(path, base.shape, merging, tokenizer or base.tokenizer, adapter=adapter)
         shape, readers = open_weights(path)
         return TrainedWeights(path, shape, lambda name: readers[name](), tokenizer)
     folder = weights_folder(path)
