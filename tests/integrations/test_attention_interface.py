@@ -1,15 +1,14 @@
-import sys
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from multipack.data.batch import PackedBatch
-from multipack.integrations.attention_interface import attend, register
+from multipack.integrations.attention_interface import OLDEST, attend, register
 from multipack.integrations.row_mask import RowMask, make_mask
 from multipack.ops.attention import mask_4d
 
-transformers = pytest.importorskip("transformers", "4.54", "models can change their attention since 4.54")
+transformers = pytest.importorskip("transformers", OLDEST, f"the attention needs transformers {OLDEST}")
+EARLIER = "5.0.0"
 LENGTHS = 7, 12, 1, 9, 16
 SHAPE = {
     "vocab_size": 64,
@@ -62,7 +61,8 @@ MODELS = {
 """model_type → fields of its configuration."""
 
 MODELS = {name: fields for name, fields in MODELS.items() if name in transformers.CONFIG_MAPPING}
-EXPERTS = {"experts_implementation": "eager"} if int(transformers.__version__[0]) > 4 else {}
+ALONG_ROWS = not hasattr(transformers.masking_utils, "packed_sequence_compatibility_function")
+"""Whether this transformers counts chunks along a packed row."""
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +75,9 @@ def build(name, attention="multipack", **fields):
     """A model in float64 with attention that is far from uniform."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(name, **{**SHAPE, **MODELS[name], **fields})
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention, **EXPERTS)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation=attention, experts_implementation="eager"
+    )
     for parameter in model.parameters():
         parameter.data = parameter.data * 4 if parameter.dim() > 1 else parameter.data + 0.3
     return model.double().eval()
@@ -136,6 +138,10 @@ def check(model, inputs, logits, reference):
 def test_packed_equals_alone(name):
     """Logits and gradients, with bounds from each of their sources, with a cache and with a mask of ones."""
     docs = documents()
+    if name == "llama4_text" and ALONG_ROWS:
+        for inputs in (packed(docs), {**packed(docs), "cu_seq_lens_q": None, "cu_seq_lens_k": None}):
+            assert "chunks of 5 tokens that are counted along a packed row" in refusal(name, inputs)
+        return
     model = build(name, "eager")
     reference = alone(model, docs)
     model.set_attn_implementation("multipack")
@@ -374,6 +380,24 @@ def test_dense_masks_of_the_user(dtype):
     assert distance(build("mistral")(**inputs).logits[0], logits) < 1e-6
 
 
+def test_chunks_that_are_counted_along_a_packed_row_are_refused():
+    """Earlier transformers makes such masks; a stand-in for them, and those of documents that agree with them."""
+    config = transformers.Llama4TextConfig(attention_chunk_size=5)
+
+    def found(starts):
+        def same(row, head, query, key):
+            return (query >= key) & (sum(query >= s for s in starts) == sum(key >= s for s in starts))
+
+        return make_mask(
+            1, 12, 12, mask_function=same, local_size=5, allow_is_causal_skip=False, config=config
+        ).starts
+
+    assert found((0, 5, 7, 12)) == (0, 5, 7)
+    assert found((0, 5, 10)) == (0, 5, 10)
+    with pytest.raises(ValueError, match="chunks of 5 tokens that are counted along a packed row: update"):
+        found((0, 5, 7, 10))
+
+
 def test_chunks_that_do_not_start_with_documents_are_refused():
     row = packed(documents())
     message = refusal("llama4_text", {**row, "use_cache": True})
@@ -429,9 +453,11 @@ def test_models_with_attention_of_their_own_are_refused():
         register(transformers.BloomForCausalLM(bloom))
 
 
-def test_transformers_without_mask_functions_is_refused(monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers.masking_utils", None)
-    with pytest.raises(ImportError, match="=multipack needs transformers >= 4"):
+def test_earlier_transformers_is_refused(monkeypatch):
+    monkeypatch.setattr("transformers.__version__", EARLIER)
+    with pytest.raises(
+        ImportError, match=f"=multipack needs transformers >= {OLDEST}, .* got {EARLIER}: pip install"
+    ):
         register()
 
 
@@ -464,7 +490,7 @@ def test_trainers_register_it_on_cpus(tmp_path, caplog, monkeypatch):
     assert attention_of(collator=PackedDataCollator("4d_mask", window=None)) == "sdpa"
     assert attention_of(probe=False) == "sdpa"
     assert attention_of(probe=False, packed_attention=True) == "multipack"
-    monkeypatch.setitem(sys.modules, "transformers.masking_utils", None)  # transformers is too old
+    monkeypatch.setattr("transformers.__version__", EARLIER)
     assert attention_of() == "sdpa"
-    with pytest.raises(ImportError, match="transformers >= 4"):
+    with pytest.raises(ImportError, match=f"transformers >= {OLDEST}"):
         made(packed_attention=True)

@@ -141,8 +141,9 @@ def test_columns_of_arrow_that_hold_no_lists(tmp_path):
 
 
 def test_register_takes_models_of_transformers():
-    pytest.importorskip("transformers.masking_utils", reason="transformers is not installed")
-    from multipack.integrations.attention_interface import register
+    from multipack.integrations.attention_interface import OLDEST, register
+
+    pytest.importorskip("transformers", OLDEST, f"the attention needs transformers {OLDEST}")
 
     for given in (3, nn.Linear(2, 2), nn.Module):
         with pytest.raises(ValueError, match=r"does not support .*: give a model of transformers"):

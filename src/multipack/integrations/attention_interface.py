@@ -24,14 +24,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from multipack.data.batch import PackedBatch
 from multipack.integrations.row_mask import NAME, RowMask, make_mask, refuse
+from multipack.machine import import_extra
 from multipack.ops.attention import attention
 from multipack.ops.attention.explicit import explicit, weighted
 from multipack.ops.attention.masks import once_a_tensor
 from multipack.planning.lengths import short
 
+OLDEST = "5.2"
+"""The first transformers all of whose tested models give this attention the documents. Before, GPT-2 mixes documents
+without an error where transformers makes no mask of them (with a cache, or with an attention_mask of ones)."""
 UNSUPPORTED = ("indices", "block_indices", "sinks", "cache")
 """Arguments of some models' attention that change its result and that `attend` refuses: sparse attention, sinks that
 are not scores, continuous batching."""
@@ -44,21 +49,17 @@ def register(model: nn.Module | None = None) -> None:
         model: a transformers model to switch to it; None = none.
 
     Raises:
-        ImportError: transformers is not installed, or too old.
+        ImportError: transformers is not installed, or older than `OLDEST`.
         ValueError: the model does not take its attention from transformers' table of functions.
     """
-    try:
-        from transformers import AttentionInterface, PreTrainedModel
-        from transformers.masking_utils import AttentionMaskInterface
-
-        _ = PreTrainedModel.set_attn_implementation
-    except (ImportError, AttributeError) as error:
+    transformers = import_extra("transformers", f"attn_implementation={NAME}", "hf")
+    if TorchVersion(transformers.__version__) < OLDEST:
         raise ImportError(
-            f"attn_implementation={NAME} needs transformers >= 4.54, whose models can change their attention:"
-            ' pip install -U "transformers>=4.54"'
-        ) from error
-    AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, make_mask)
+            f"attn_implementation={NAME} needs transformers >= {OLDEST}, whose models give it the documents, got"
+            f' {transformers.__version__}: pip install -U "transformers>={OLDEST}"'
+        )
+    transformers.AttentionInterface.register(NAME, attend)
+    transformers.AttentionMaskInterface.register(NAME, make_mask)
     if model is not None:
         if isinstance(model, type) or not hasattr(model, "set_attn_implementation"):
             refuse(short(model), "give a model of transformers")

@@ -103,6 +103,7 @@ def make_mask(
     if whole and unpadded and not plain and not use_vmap and kv_length > 1:
         found = _row_mask(mask_function, batch_size, kv_length, local_size, torch.device(device))
         if found is not None:
+            _check_chunks(found, getattr(others.get("config"), "attention_chunk_size", None))
             return found
     if positions is None:
         others |= {"q_length": q_length, "q_offset": q_offset, "use_vmap": use_vmap, "device": device}
@@ -117,6 +118,16 @@ def make_mask(
         **others,
     )
     return mask
+
+
+def _check_chunks(mask: RowMask, chunk: int | None) -> None:
+    """Refuse the chunks of earlier transformers, which start along a packed row and not inside its documents."""
+    rows, slots = mask.shape[::2]
+    if chunk is None or mask.window != chunk:
+        return
+    along = {row * slots + at for row in range(rows) for at in range(0, slots, chunk)}
+    if along < set(mask.starts):
+        refuse(f"chunks of {chunk} tokens that are counted along a packed row", "update transformers")
 
 
 def _row_mask(

@@ -95,8 +95,8 @@ class PackedTrainerMixin(_HOST):  # type: ignore[misc]
         plan_options: options of the plan beside those that the host's arguments decide: `window`, `balance`, `cost`.
         probe: whether to check once, with a dozen small forwards, that no document of a row affects another one.
         packed_attention: whether the model computes attention inside documents by this package's function instead of
-            masks of T² elements (`attention_interface.register`). None = on a CPU, where the model's is sdpa or eager
-            and the probe passes with ours.
+            masks of T² elements (`attention_interface.register`). None = on a CPU with transformers ≥ 5.2, where the
+            model's is sdpa or eager and the probe passes with ours.
 
     Raises:
         ValueError: documents affect each other, or a setting of the host would train on something else; the message
