@@ -10,6 +10,7 @@ from multipack.data.collate import PackedCollator
 from multipack.data.documents import Document
 from multipack.models.decoder import Decoder
 from multipack.models.huggingface import config_of, to_huggingface
+from multipack.models.peft_format import to_peft
 from multipack.ops.lora import LoraLinear, add_adapters, check_adapters, initial_adapter, merged
 from multipack.shapes import ModelShape
 from multipack.shapes.adapter import AdapterConfig
@@ -171,3 +172,25 @@ def test_dropout_is_of_adapters_and_of_training_only():
 def test_names_that_match_nothing_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         check_adapters(Decoder(SHAPE), dataclasses.replace(LORA, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "train", "message"),
+    [
+        (
+            {"positions": "learned", "norm": "layernorm", "activation": "gelu", "tied": True},
+            [],
+            "gpt2 of transformers joins",
+        ),
+        ({"tied": True}, ["embedding"], "adapter.train has the embedding, which is also the head"),
+    ],
+)
+def test_adapters_that_peft_cannot_have_are_refused(changes, train, message):
+    shape = dataclasses.replace(SHAPE, kv_heads=4, **changes)
+    config = dataclasses.replace(LORA, train=train)
+    with torch.device("meta"):
+        model = Decoder(shape)
+    add_adapters(model, config)
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    with pytest.raises(ValueError, match=message):
+        to_peft(shape, config, trained)
