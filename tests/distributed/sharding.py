@@ -191,7 +191,11 @@ def whole_parameters(engine):
         if name in engine.parameters and name not in engine.duplicates:
             value = _whole(engine.parameters[name].detach()).clone(memory_format=torch.contiguous_format)
         if engine.mesh.sizes["pp"] > 1:
-            dist.all_reduce(value, group=engine.mesh.axis("pp").get_group())  # other stages add zeros
+            group = engine.mesh.axis("pp").get_group()
+            dist.all_reduce(value, group=group)  # other stages add zeros
+            holders = torch.tensor(float(name in engine.parameters and name not in engine.duplicates))
+            dist.all_reduce(holders, group=group)  # several, of a frozen embedding that is also the head
+            value /= holders
         found[name] = value
     return found
 

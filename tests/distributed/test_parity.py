@@ -268,7 +268,8 @@ SLOW_ADAPTED = [
         (8, [{"tensor": 8}]),
     )
     for words in found
-    for name, adapter in (("gpt", "dora"), ("families", "lora"))
+    for name, adapter in (("gpt", "dora"), ("llama" if "context_method" in words else "families", "lora"))
+    if ranks < 8 or name != "gpt"  # which has 4 heads
 ]
 
 
