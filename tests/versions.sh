@@ -26,6 +26,7 @@ oldest torch==2.4.1 transformers==4.46.3 accelerate==1.0.1 peft==0.13.2 datasets
 4.53 torch transformers==4.53.3 accelerate peft datasets==4.0.0 torchdata
 4.57 torch transformers==4.57.6 accelerate peft datasets==4.0.0 torchdata
 5.0 torch transformers==5.0.0 accelerate peft datasets torchdata
+5.2 torch transformers==5.2.0 accelerate peft datasets torchdata
 5.10 torch transformers==5.10.4 accelerate peft datasets torchdata
 newest torch transformers accelerate peft datasets torchdata trl
 VERSIONS
