@@ -31,6 +31,9 @@ def watch(monkeypatch):
     yield make
     for each in made:
         each.close()
+    for thread in threading.enumerate():  # none may find the fixtures undone
+        if thread.name == "multipack-heartbeat":
+            thread.join(10)
 
 
 @pytest.fixture

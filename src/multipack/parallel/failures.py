@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -255,10 +255,11 @@ class Watch:
             if lost and not self._failures:
                 self._end(self._first("failure/1", self._no_answer(lost, at)))
 
-    def _end(self, message: str) -> NoReturn:
+    def _end(self, message: str) -> None:
         """Print a line and end the process, whose main thread waits in a collective that cannot be interrupted."""
-        print_error(LostRank(message), one_line=True)
-        os._exit(2)
+        if not self._ended.is_set():  # closed while this thread asked the store: the run is over
+            print_error(LostRank(message), one_line=True)
+            os._exit(2)
 
 
 def _same(first: str, second: str) -> bool:
