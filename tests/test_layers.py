@@ -104,8 +104,8 @@ assert sum(batch.num_documents for batch in loader) == len(documents)
     ("name", "package", "extra"),
     [
         ("transformers.PackedTrainer", "transformers", "hf"),
-        ("trl.PackedSFTTrainer", "trl", "trl"),
-        ("axolotl.MultipackPlugin", "axolotl", "axolotl"),
+        pytest.param("trl.PackedSFTTrainer", "trl", "trl", marks=pytest.mark.slow),
+        pytest.param("axolotl.MultipackPlugin", "axolotl", "axolotl", marks=pytest.mark.slow),
     ],
 )
 def test_hosts_name_the_extra(name, package, extra):
