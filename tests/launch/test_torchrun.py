@@ -39,7 +39,7 @@ def test_a_failure_is_one_line_and_its_exit_code(tmp_path, end, code, message):
     assert "closing signal" not in done.stderr
 
 
-DEAF = "trap '' TERM; echo ready; sleep 30 & wait $!; sleep 30"
+DEAF = "trap '' TERM INT; echo ready; sleep 30 & wait $!; sleep 30"
 FAILS = "trap 'exit 2' TERM; echo ready; sleep 30 & wait $!"
 STOPS = "trap 'exit 143' TERM; echo ready; sleep 30 & wait $!"
 

@@ -117,13 +117,15 @@ def test_given_weights_have_their_own_learning_rate(resolved):
         ([start, "optimizer.lr=0"], Objective, 0.0),
         (["optimizer.lr=-1"], Objective, 2e-3),
     ):
-        config, notes = resolved("cpu", *words, objective=objective)
+        config, notes = resolved("cpu", "train.dtype=fp32", *words, objective=objective)
         assert config.optimizer.lr == lr
         assert any(f"optimizer.lr is {lr:g}" in note for note in notes) == (words == [start])
-        again = resolved("cpu", f"optimizer.lr={config.optimizer.lr}", start)[0]  # as a resumed run has it
+        again = resolved("cpu", "train.dtype=fp32", f"optimizer.lr={config.optimizer.lr}", start)[
+            0
+        ]  # as a resumed run has it
         assert again.optimizer.lr == lr
     with pytest.raises(ValueError, match=r"optimizer\.min_lr=0\.0001 must not exceed optimizer\.lr=2e-05"):
-        resolved("cpu", start, "optimizer.min_lr=1e-4")
+        resolved("cpu", "train.dtype=fp32", start, "optimizer.min_lr=1e-4")
 
 
 def test_the_header_states_what_the_run_does(trainer):

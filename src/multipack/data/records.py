@@ -203,8 +203,8 @@ def _has_answer(answer: str | list[Message]) -> bool:
     """Whether an answer has text or, in a message of the assistant, a tool call."""
     if isinstance(answer, str):
         return bool(answer.strip())
-    said = [message for message in answer if message["role"] == "assistant"]
-    return any(message["content"].strip() or message.get("tool_calls") for message in said)
+    answers = [message for message in answer if message["role"] == "assistant"]
+    return any(message["content"].strip() or message.get("tool_calls") for message in answers)
 
 
 # --- messages -----------------------------------------------------------------------------------------

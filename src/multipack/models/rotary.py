@@ -72,7 +72,7 @@ def _scaled(frequencies: Tensor, shape: ModelShape) -> Tensor:
         kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     else:
         width, theta = shape.rotary_width, shape.rope_theta
-        # The element whose frequency makes so many turns in the trained context.
+        # Elements whose frequency makes each number of YARN_TURNS in the trained context.
         first, last = (
             width * math.log(shape.rope_context / (turns * 2 * math.pi)) / (2 * math.log(theta))
             for turns in YARN_TURNS

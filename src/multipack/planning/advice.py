@@ -53,15 +53,15 @@ def advise(made: Plan, found: PlanReport) -> list[str]:
         made: any plan.
         found: its report, for a number of ranks.
     """
-    said = _on_ceiling(made, found) if found.cost_utilization_ceiling < ENOUGH else []
+    sentences = _on_ceiling(made, found) if found.cost_utilization_ceiling < ENOUGH else []
     spread = found.mean_length_spread
     if spread is None or spread <= _GROUPED or made.options.order == "given" or not made.options.group:
-        return said
+        return sentences
     effect = "at a lower cost utilization (--explore compares both)"
     if found.data_parallel_size == 1:
         effect = "and with one rank grouping has no benefit"
     return [
-        *said,
+        *sentences,
         f"documents of similar length share steps: mean lengths spread {spread:.1f} times as far as over random ones;"
         f" plan.group=false keeps steps random, {effect}",
     ]
@@ -76,7 +76,7 @@ def _on_ceiling(made: Plan, found: PlanReport) -> list[str]:
     tokens, longest, runs = int(slots.sum()), int(slots.max()), world * each
     share = int(costs.sum()) / (made.num_steps * (world if sync == "step" else runs))
     mean = -(-tokens // (made.num_steps * runs))  # tokens of a pack that a rank runs
-    said = [
+    sentences = [
         f"no arrangement of these steps exceeds {ceiling:.1%}: the longest document ({longest:,} tokens) costs"
         f" {int(costs.max()) / share:.2f} times a rank's mean share, and its tokens κ = {factor:.2f} times"
         " the mean token"
@@ -84,7 +84,7 @@ def _on_ceiling(made: Plan, found: PlanReport) -> list[str]:
 
     def add(what: str, reached: float | None) -> None:
         if reached is not None and reached >= ceiling + _WORTH:
-            said.append(what.format(f"raises the ceiling to {reached:.1%}"))
+            sentences.append(what.format(f"raises the ceiling to {reached:.1%}"))
 
     if packs % world:
         what = f"plan.packs_per_step={runs} instead of {packs} (a multiple of the {world} ranks) {{}}"
@@ -118,7 +118,7 @@ def _on_ceiling(made: Plan, found: PlanReport) -> list[str]:
             f" {math.ceil(costs.max() / share)} ranks), {{}}"
         )
         add(what, _ceiling(made, world, mean, each, sync, share=share))
-    return said
+    return sentences
 
 
 def _ceiling(

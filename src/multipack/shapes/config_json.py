@@ -241,7 +241,7 @@ def _layers_that_differ(config: Mapping[str, Any], found: dict[str, int]) -> dic
     window = _number(config, ("sliding_window",)) if config.get("use_sliding_window", True) else 0
     kinds, pattern = config.get("layer_types"), _number(config, ("sliding_window_pattern",))
     if layers > MOST_LAYERS:
-        return {}  # a shape refuses so many
+        return {}  # more than a shape may have, which its check reports
     if isinstance(kinds, list):
         unknown = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
         if unknown or len(kinds) != layers:

@@ -171,7 +171,7 @@ class ModelShape:
                 )
         if self.full_every and self.window_layers:
             raise ValueError(
-                f"model.full_every={self.full_every} and model.window_layers={self.window_layers} both say which layers"
+                f"model.full_every={self.full_every} and model.window_layers={self.window_layers} both set which layers"
                 " have a window: leave model.window_layers out"
             )
         for name in ("dense_layers", "window_layers", "full_every", "unrotated_every"):
