@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from multipack.models.compile import compile_blocks
 from multipack.models.decoder import Decoder
-from multipack.models.dpo import PreferenceDecoder
+from multipack.models.preference import PreferenceDecoder
 from multipack.models.recompute import recompute_blocks, tile_layers
 
 KINDS = ["full", "selective"]

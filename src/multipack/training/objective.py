@@ -29,7 +29,8 @@ from multipack.data.corpus import Corpus
 from multipack.data.documents import Documents
 from multipack.data.sampler import PackedBatchSampler
 from multipack.models.decoder import Decoder, DecoderPart
-from multipack.models.dpo import PreferenceDecoder, preference_metrics
+from multipack.models.objectives import check_options, find_loss
+from multipack.models.preference import PreferenceDecoder
 from multipack.ops.loss import linear_cross_entropy
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh
@@ -52,6 +53,7 @@ class Objective:
         train_settings: fields of `TrainConfig` that the objective sets.
         fine_tuning_lr: peak learning rate from given weights, where none is set.
         legend: metric → meaning, of the metrics that the objective adds.
+        last_line: metrics of the last evaluation that the run's last line has.
         run_files: name → content of additional files for a new run directory; complete after `views` was called.
 
     Raises:
@@ -62,6 +64,7 @@ class Objective:
     train_settings: Mapping[str, Any] = MappingProxyType({})
     fine_tuning_lr = 2e-5
     legend: Mapping[str, str] = MappingProxyType({})
+    last_line: tuple[str, ...] = ()
 
     def __init__(self, config: Config, corpus: Corpus) -> None:
         self.config, self.corpus = config, corpus
@@ -110,25 +113,24 @@ class Objective:
 
 
 class Preferences(Objective):
-    """Preference optimization of pairs; see models/dpo.py. A pair counts as one document."""
+    """Preference optimization; see models/preference.py. An item of two documents counts as one document.
+
+    Attributes:
+        loss: the row of models/objectives that `preference.loss` names.
+    """
 
     collator_type = PreferenceCollator
     # A padded batch has a row per document, and a pair needs both of its documents in one.
     train_settings = MappingProxyType({"loss_weighting": "document", "compare_padding": "false"})
     fine_tuning_lr = 1e-6
-    legend = MappingProxyType(
-        {
-            "reward_accuracy": "share of pairs whose chosen answer has the higher reward",
-            "reward_margin": "mean difference of both rewards; a reward is beta × (log-probability − the reference's),"
-            " or beta × log-probability per token without a reference",
-            "reward_chosen": "mean reward of chosen answers",
-            "reward_rejected": "mean reward of rejected answers",
-        }
-    )
+    last_line = ("reward_accuracy", "reward_margin")
 
     def check(self) -> None:
         """See `Objective`."""
-        train, parallel = self.config.train, self.config.parallel
+        train, parallel, preference = self.config.train, self.config.parallel, self.config.preference
+        self.loss = find_loss(preference.loss, "pairs")
+        check_options(self.loss, preference.changed(), preference.reference)
+        self.legend = {**self.loss.legend, "reward_margin": "mean difference of both rewards"}
         for name in ("pipeline", "context"):
             if getattr(parallel, name) > 1:
                 raise ValueError(
@@ -148,17 +150,9 @@ class Preferences(Objective):
 
     def decoder(self, shape: ModelShape, part: DecoderPart | None = None) -> Decoder:
         """See `Objective`."""
-        preference = self.config.preference
-        return PreferenceDecoder(
-            shape,
-            self.config.model.attention,
-            preference.beta,
-            preference.label_smoothing,
-            preference.loss,
-            preference.margin,
-            preference.sft,
-            preference.uses_reference,
-        )
+        values = self.config.preference.options()
+        options = {name: values[name] for name in self.loss.options}
+        return PreferenceDecoder(shape, self.config.model.attention, self.loss.name, **options)
 
     def views(
         self,
@@ -176,7 +170,7 @@ class Preferences(Objective):
         """
         documents = {"train": self.corpus.train, "validation": self.corpus.validation}
         notes: list[str] = []
-        if not self.config.preference.uses_reference:
+        if not self.loss.uses_reference:
             return [PreferencePairs(view) for view in documents.values()], notes
         if resumed is not None:
             values = read_reference(resumed / REFERENCE, documents)
@@ -265,9 +259,9 @@ class Preferences(Objective):
             yield model.eval().to(device), Mesh.plain(engine.world)
 
     def metrics(self, engine: ModelEngine, training: bool = True) -> dict[str, float]:
-        """Mean rewards. Every rank of a model replica counts its pairs, which does not change the means."""
+        """Means over items. Every rank of a model replica counts its items, which does not change the means."""
         tally = engine.world.sum(cast(PreferenceDecoder, engine.model).take_tally(training))
-        return preference_metrics(tally, "" if training else "val_")
+        return self.loss.means(tally, "" if training else "val_")
 
 
 def read_reference(file: Path, documents: Mapping[str, Documents]) -> dict[str, Values]:

@@ -70,7 +70,13 @@ def print_result(run: Trainer, stopped_by: signal.Signals | None, comparison: Co
         rows.append(("token store", run.corpus.store_path))
     console.section("written", [(name, str(path)) for name, path in rows])
     if run.val_loss is not None and run.evaluated == run.step:
-        console.line(f"\nfinal validation loss {run.val_loss:.4f} after {run.step} steps")
+        found = [
+            (name.replace("_", " "), run.val_metrics.get(f"val_{name}")) for name in run.objective.last_line
+        ]
+        shown = [f"{name} {value:.4f}" for name, value in found if value is not None]
+        console.line(
+            f"\n{', '.join([f'final validation loss {run.val_loss:.4f}', *shown])} after {run.step} steps"
+        )
 
 
 def header_rows(run: Trainer) -> Rows:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from multipack.parallel.parallel_config import Device
@@ -243,10 +243,10 @@ class TrackConfig:
 
 @dataclass
 class PreferenceConfig:
-    """Preference optimization of pairs (chosen, rejected): DPO and related losses."""
+    """Preference optimization of pairs (chosen, rejected): DPO and other objectives."""
 
-    loss: Literal["sigmoid", "robust", "hinge", "ipo", "simpo", "orpo"] = "sigmoid"
-    """Loss of a pair: sigmoid (DPO), robust, hinge, ipo; simpo and orpo, which need no reference model."""
+    loss: str = "auto"
+    """A name in models/objectives: sigmoid (DPO), robust, hinge, ipo, simpo, orpo; auto = sigmoid."""
     beta: float = 0.1
     """Factor of rewards: with a reference, the strength of the penalty for moving away from it."""
     label_smoothing: float = 0.0
@@ -259,25 +259,25 @@ class PreferenceConfig:
     """The reference model: a run, a checkpoint or a Hugging Face folder; empty = the run's own initial weights."""
 
     def __post_init__(self) -> None:
-        """Check ranges."""
+        """Check ranges, and that the loss reads what was changed; `auto` is resolved when the documents are known."""
         if self.beta <= 0:
             raise ValueError(f"preference.beta must be positive, got {self.beta}")
         _check(self, "preference", "label_smoothing", below=0.5)
         _check(self, "preference", "margin", "sft")
-        if self.label_smoothing and self.loss not in ("sigmoid", "robust"):
-            raise ValueError(
-                f"preference.label_smoothing={self.label_smoothing} is of preference.loss=sigmoid and robust, got"
-                f" {self.loss}: leave it out"
-            )
-        if self.reference and not self.uses_reference:
-            raise ValueError(
-                f"preference.loss={self.loss} has no reference model: leave preference.reference out"
-            )
+        if self.loss == "auto":
+            return
+        from multipack.models.objectives import check_options, find_loss  # imports torch
 
-    @property
-    def uses_reference(self) -> bool:
-        """Whether the loss compares with a reference model."""
-        return self.loss not in ("simpo", "orpo")
+        check_options(find_loss(self.loss), self.changed(), self.reference)
+
+    def options(self) -> dict[str, float]:
+        """Values of the settings that objectives read."""
+        return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.type == "float"}
+
+    def changed(self) -> dict[str, float]:
+        """Those that differ from their defaults."""
+        defaults = {entry.name: entry.default for entry in fields(self)}
+        return {name: value for name, value in self.options().items() if value != defaults[name]}
 
 
 def _check(group: object, prefix: str, *names: str, least: float = 0, below: float = math.inf) -> None:

@@ -76,6 +76,7 @@ class Trainer(StepApplier):
         step, steps: number of steps taken, and of the last step of the run.
         saved, evaluated, best_step: steps of the last checkpoint, the last evaluation, the best checkpoint; -1 = none.
         val_loss, best: validation losses of this process's last evaluation, and the lowest of a checkpoint so far.
+        val_metrics: the objective's metrics of that evaluation.
         running: summed loss since the last evaluation, and what it is divided by.
         ending: reason to stop before the last step; empty while the loop continues.
         interrupted: whether a rank received a signal, or waited too long for documents; equal on every rank.
@@ -133,6 +134,7 @@ class Trainer(StepApplier):
         self.peak_flops = mean_peak(world, self.dtype)
         self.step, self.saved, self.evaluated, self.best_step = 0, -1, -1, -1
         self.val_loss: float | None = None
+        self.val_metrics: dict[str, float] = {}
         self.best: float | None = None
         self.running: list[float] = [0.0, 0]
         self.ending, self.interrupted, self.loss = "", False, math.nan
@@ -181,7 +183,8 @@ class Trainer(StepApplier):
         if denominator:
             values["train_loss"] = loss_sum / denominator
         self.running = [0.0, 0]
-        values |= {**losses, **self.objective.metrics(self.engine, training=False)}
+        self.val_metrics = self.objective.metrics(self.engine, training=False)
+        values |= {**losses, **self.val_metrics}
         self.evaluated, self.val_loss = self.step, losses["val_loss"]
         self.console.line(f"evaluation {format_line(values)}", style="bold")
         if not math.isfinite(self.val_loss):
