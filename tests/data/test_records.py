@@ -147,6 +147,57 @@ def test_what_has_nothing_to_learn_is_counted(read):
     assert source.skipped == {"pairs with an empty answer": 1, "pairs of equal answers": 1}
 
 
+# --- text as turns, and Alpaca's prompt ----------------------------------------------------------------------
+
+
+def test_text_becomes_turns_with_as_chat(read):
+    asked, pair = (
+        {"prompt": "Hi", "completion": "Hello"},
+        {"prompt": "Hi", "chosen": "Hello", "rejected": "Go away"},
+    )
+    (as_text,) = read(asked)
+    assert text(as_text.parts) == "Hi\nHello"
+    assert as_text.takes_end
+    source = read(asked, as_chat=True)
+    (chat,) = source
+    (written,) = read({"messages": [USER, ANSWER]})
+    assert chat.parts == written.parts
+    assert not chat.takes_end
+    assert source.describe().endswith("(prompt → completion, chatml)")
+    chosen, rejected = read(pair, as_chat=True)
+    messages = {"prompt": [USER], "chosen": [ANSWER], "rejected": [OTHER]}
+    assert halves([chosen, rejected]) == halves(read(messages))
+    with pytest.raises(ValueError, match="leave it out"):
+        list(read({"text": "a"}, as_chat=True))
+
+
+def test_alpaca_records(read):
+    short, whole = (
+        {"instruction": "Add.", "output": "3"},
+        {"instruction": "{Add}", "input": "1 2", "output": "3"},
+    )
+    empty = {**whole, "input": " "}
+    documents = list(read(short, whole, empty, {**whole, "output": ""}, format="alpaca"))
+    assert halves(documents[:2]) == halves(read(short, whole))  # found by the fields of the first record
+    assert [text(document.parts, targets=True) for document in documents] == ["3"] * 3
+    without, with_input = (text(document.parts) for document in documents[:2])
+    assert without == (
+        "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\nAdd.\n\n### Response:\n3"
+    )
+    assert with_input == (
+        "Below is an instruction that describes a task, paired with an input that provides further context. Write a"
+        " response that appropriately completes the request.\n\n"
+        "### Instruction:\n{Add}\n\n### Input:\n1 2\n\n### Response:\n3"
+    )
+    assert "Input" not in text(documents[2].parts)
+    named = {"ask": "{Add}", "on": "1 2", "out": "3"}
+    (renamed,) = read(named, format="alpaca", fields=["ask", "on", "out"])
+    assert text(renamed.parts) == with_input
+    (chat,) = read(whole, as_chat=True)
+    assert "user\n{Add}\n\n1 2<|im_end|>" in text(chat.parts)
+
+
 MALFORMED = [
     ({"messages": "Hi"}, "field 'messages' is a str, not a list of messages"),
     ({"messages": [3]}, r"messages\[0\] is a int, not a message"),

@@ -1,5 +1,6 @@
 """What settings leave to the run: choices by the device, the initial weights, the documents and the ranks."""
 
+import json
 from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
@@ -151,6 +152,18 @@ def test_evaluations_longer_than_training_are_noted(trainer):
     dear = trainer("data.validation=0.7", "plan.packs_per_step=1", "train.eval_every=1")
     (note,) = (note for note in dear.notes if "train.eval_packs" in note)
     assert f"as long as {dear.feeds.validation_steps // 3} steps" in note
+
+
+def test_text_outside_of_a_chat_template_is_noted(trainer, chat_tokenizer, tmp_path):
+    chat_tokenizer("<|im_start|>", "<|im_end|>").save(tmp_path / "tokenizer.json")
+    words = ("tokenizer.kind=file", f"tokenizer.path={tmp_path}")
+    assert not any("data.as_chat" in note for note in trainer(*words).notes)  # it has no template
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    assert any("data.as_chat=true here writes them" in note for note in trainer(*words).notes)
+    chats = trainer(*words, "data.as_chat=true")
+    assert not any("data.as_chat" in note for note in chats.notes)
+    assert json.loads(chats.corpus.chat_template)["source"] == template
 
 
 def test_one_process_offloads_to_its_host(finished, words, tmp_path, files, capsys):

@@ -93,7 +93,10 @@ def test_the_header_shows_turning_points_and_scaling(steps, options, text):
 def test_every_rate_in_the_header_is_that_of_its_step():
     """All schedules over a grid of warm-ups, steps and ends of the decay: no part of the text is false."""
     grid = itertools.product(
-        ("cosine", "linear", "constant", "wsd"), (-1, 0, 1, 5, 6, 20), (1, 2, 6, 7, 100), (0, 1, 2, 6, 8, 40)
+        ("cosine", "linear", "constant", "wsd"),
+        (0.03, 0, 1, 5, 6, 20),
+        (1, 2, 6, 7, 100),
+        (0, 1, 2, 6, 8, 40),
     )
     for schedule, warmup, steps, decay in grid:
         if 0 < decay <= warmup:
@@ -124,6 +127,7 @@ def test_the_warm_up_is_a_share_of_the_schedule_unless_given():
     assert _rates(100, lr=1.0)[:4] == pytest.approx([1 / 3, 2 / 3, 1.0, 1.0], abs=1e-3)
     assert _rates(1000, lr=1.0, decay_steps=100)[:3] == pytest.approx([1 / 3, 2 / 3, 1.0])
     assert _rates(3, lr=1.0, schedule="constant") == [1.0] * 3
+    assert _rates(40, lr=1.0, warmup_steps=0.1)[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0], abs=2e-3)
 
 
 def test_illegal_schedules_are_refused_by_name():
@@ -132,6 +136,8 @@ def test_illegal_schedules_are_refused_by_name():
         ({"schedule": "wsd", "decay_share": 0.0}, "optimizer.decay_share"),
         ({"decay_share": 1.5}, "optimizer.decay_share"),
         ({"warmup_steps": 10, "decay_steps": 10}, "optimizer.decay_steps"),
+        ({"warmup_steps": 1.5}, "optimizer.warmup_steps"),
+        ({"warmup_steps": -1}, "optimizer.warmup_steps"),
     ):
         with pytest.raises(ValueError, match=name):
             OptimizerConfig(**options)

@@ -17,7 +17,7 @@ RECORDS = ("jsonl", "parquet", "huggingface")
 BUILT_IN_TEMPLATES = ("chatml", "llama3", "plain")
 """Values of `data.chat_template` that name a template of the package, not a file."""
 Division = Literal["auto", "file", "blank_line", "separator", "stream"]
-RecordFormat = Literal["auto", "text", "completion", "chat", "preference"]
+RecordFormat = Literal["auto", "text", "completion", "alpaca", "chat", "preference"]
 Overlong = Literal["auto", "error", "truncate", "truncate_left", "split", "drop"]
 
 
@@ -40,11 +40,13 @@ class DataConfig:
     block_size: int = 0
     """Tokens of a document cut from a stream (0: as many as a pack and the context hold)."""
     format: RecordFormat = "auto"
-    """Kind of record: text, prompt and completion, chat messages, or preference pair; auto: by its fields."""
+    """Kind of record: text, prompt and completion, alpaca, chat messages, or preference pair; auto: by its fields."""
     fields: list[str] = field(default_factory=list)
-    """Names of a record's fields: text; prompt, completion; messages, tools; or prompt, chosen, rejected."""
+    """Fields of a record: text; prompt, completion; instruction, input, output; messages; prompt, chosen, rejected."""
     between: str = "\n"
     """Text between prompt and completion of a record, part of the prompt; empty joins them as they are."""
+    as_chat: bool = False
+    """Write prompts and answers that are text as turns of user and assistant, by the chat template."""
     chat_template: str = ""
     """Template of chats: `chatml`, `llama3`, `plain`, or a Jinja file; empty: the tokenizer's own, else chatml."""
     special_tokens: list[str] = field(default_factory=list)
@@ -151,7 +153,8 @@ class DataConfig:
         if self.fields and len(self.fields) not in _FIELD_COUNTS[self.format]:
             raise ValueError(
                 f"data.fields={self.fields} with data.format={self.format}: one name (text, or messages), two"
-                " (prompt, completion; or messages, tools) or three (prompt, chosen, rejected)"
+                " (prompt, completion; or messages, tools) or three (prompt, chosen, rejected; or instruction, input,"
+                " output)"
             )
 
     def _check_mixture(self) -> None:
@@ -176,7 +179,8 @@ class DataConfig:
 
 
 _DEFAULTS = DataConfig()
-_FIELD_COUNTS = {"text": (1,), "completion": (2,), "chat": (1, 2), "preference": (2, 3), "auto": (1, 2, 3)}
+_FIELD_COUNTS = {"text": (1,), "completion": (2,), "chat": (1, 2), "auto": (1, 2, 3)}
+_FIELD_COUNTS |= dict.fromkeys(("alpaca", "preference"), (2, 3))
 _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("validation", lambda value: 0 <= value < 1, "a share, at least 0 and less than 1"),
     ("block_size", lambda value: value == 0 or value >= 2, "at least 2 tokens (or 0: as many as fit)"),
@@ -192,7 +196,7 @@ _ONLY_WITH: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("stream", ("store", "huggingface"), "documents arrive as a growing store or a streamed data set"),
     ("documents separator", ("text",), _OUT),
     ("block_size", ("text", "store"), "data.overlong=split cuts documents that are too long"),
-    ("format fields chat_template special_tokens", RECORDS, _OUT),
+    ("format fields as_chat chat_template special_tokens", RECORDS, _OUT),
     ("dedup", ("stdlib", "text", *RECORDS), "give it to `multipack prepare`"),
     ("paths weights weigh_by mixture_ends", ("mixture",), "set data.source=mixture"),
 )

@@ -2,11 +2,13 @@
 
     text         {"text": …}
     completion   {"prompt": …, "completion": …}                       text, or messages
+    alpaca       {"instruction": …, "input": …, "output": …}          text, in Alpaca's prompt; `input` may be missing
     chat         {"messages": [{"role": …, "content": …}, …]}         or ShareGPT's `conversations`; optional `tools`
     preference   {"prompt": …, "chosen": …, "rejected": …}            text, or messages (also as the context)
 
-`data.fields` gives other names to these fields. The first record decides the form of all of them. Messages are read in
-two notations, which may be mixed:
+`data.fields` gives other names to these fields. The first record decides the form of all of them. With `data.as_chat`
+text becomes messages: the prompt one of the user, the answer one of the assistant. Messages are read in two notations,
+which may be mixed:
 
     {"role": "user", "content": "Hi"}      content may be a list of {"type": "text", "text": …}
     {"from": "human", "value": "Hi"}       ShareGPT's, whose `human` and `gpt` are user and assistant
@@ -22,20 +24,28 @@ from typing import Any, Literal, cast
 from multipack.data.data_config import DataConfig
 from multipack.data.texts import Message, SourceDocument, TextPart
 
-Form = Literal["text", "completion", "chat", "preference"]
+Form = Literal["text", "completion", "alpaca", "chat", "preference"]
 FORMS: tuple[tuple[Form, tuple[str, ...]], ...] = (
     ("preference", ("chosen", "rejected")),
     ("chat", ("messages",)),
     ("chat", ("conversations",)),
     ("text", ("text",)),
     ("completion", ("prompt", "completion")),
+    ("alpaca", ("instruction", "input", "output")),
+    ("alpaca", ("instruction", "output")),
 )
 """Form of a record that has all of these fields; the first match counts. A preference may have a context too."""
+ALPACA = (
+    "Below is an instruction that describes a task{paired}. Write a response that appropriately completes the request."
+    "\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"
+)
+"""The prompt of Stanford Alpaca (github.com/tatsu-lab/stanford_alpaca), with which its data sets are trained."""
 CONTEXTS = ("prompt", "messages", "conversations")
 """Fields that may hold the context of a preference."""
 WITHOUT_ANSWER = {
     "text": "empty documents",
     "completion": "empty completions",
+    "alpaca": "empty outputs",
     "chat": "conversations without an answer",
     "preference": "pairs with an empty answer",
 }
@@ -52,11 +62,11 @@ class RecordReader:
     """Makes documents of the records of one source; the first record decides the form of all.
 
     Args:
-        config: `format`, `fields`, `between` and `chat_template` are read.
+        config: `format`, `fields`, `between`, `as_chat` and `chat_template` are read.
         open_template: opens the `ChatTemplate` when the first record holds messages.
 
     Attributes:
-        form: text, completion, chat or preference; None before the first record.
+        form: text, completion, alpaca, chat or preference; None before the first record.
         context: name of the field before the answers, if there is one.
         answers: names of the fields that are targets: one, or chosen and rejected.
         tools: name of the field of callable tools, which a record may lack.
@@ -116,6 +126,8 @@ class RecordReader:
                     f" fields ({', '.join(record) or 'none'}); name the fields to read in data.fields"
                 )
             form, fields = (found or known)[0]
+            if form == "alpaca":
+                fields = FORMS[-2][1]  # other records may have an input, too
             if form == "preference":
                 fields = (*[name for name in CONTEXTS if name in record][:1], *fields)
         if form == "chat":
@@ -123,14 +135,18 @@ class RecordReader:
         count = 2 if form == "preference" else 1
         self.context, self.answers = fields[:-count], fields[-count:]
         has_messages = any(isinstance(record.get(name), list | dict) for name in fields)
-        if form == "chat" or (form != "text" and has_messages):
+        if self._config.as_chat and form == "text":
+            raise ValueError(
+                f"data.as_chat=true writes prompts and answers as turns, and this is text ({fields[0]}): leave it out"
+            )
+        if form == "chat" or (form != "text" and (has_messages or self._config.as_chat)):
             self.template = self._open_template()
             self.chat_template, self.special_tokens = self.template.to_json(), self.template.special_tokens
         elif self._config.chat_template:
             raise ValueError(
                 f"data.chat_template={self._config.chat_template} is for messages, but this is {form}"
-                f" ({self.describe()}); leave it out, or name the field of the messages in data.fields, with"
-                " data.format=chat"
+                f" ({self.describe()}); leave it out, set data.as_chat=true, or name the field of the messages in"
+                " data.fields, with data.format=chat"
             )
         self.form = form
 
@@ -138,7 +154,7 @@ class RecordReader:
         context: Any
         answers: Any
         if self.template is None:
-            context = [_text(record, field) for field in self.context]
+            context = [_text(record, field) for field in self._present(record)]
             answers = [_text(record, field) for field in self.answers]
         else:
             context, answers = self._messages(record)
@@ -148,12 +164,20 @@ class RecordReader:
             return [WITHOUT_ANSWER[self.form or "text"]]
         found: list[tuple[TextPart, ...]]
         if self.template is None:
-            prompt = [TextPart(text + self._config.between, False) for text in context]
+            prompts = [text + self._config.between for text in context]
+            if self.form == "alpaca":
+                prompts = [_alpaca(*context)]
+            prompt = [TextPart(text, False) for text in prompts]
             found = [(*prompt, TextPart(answer, True)) for answer in answers]
         else:
             tools = read_tools(record.get(self.tools), self.tools)
             found = [self.template.parts(context + answer, tools, len(context)) for answer in answers]
         return [SourceDocument(name, parts, takes_end=self.template is None) for parts in found]
+
+    def _present(self, record: dict[str, Any]) -> list[str]:
+        """The fields of the context of a record, without Alpaca's `input` if it has none."""
+        optional = self.context[1:] if self.form == "alpaca" else ()
+        return [name for name in self.context if name not in optional or record.get(name) is not None]
 
     def _messages(self, record: dict[str, Any]) -> tuple[list[Message], list[list[Message]]]:
         """Context and answers of a record; its field `system` begins the context.
@@ -162,8 +186,13 @@ class RecordReader:
         """
         role = "" if self.form == "chat" else "assistant"
         context = [
-            entry for field in self.context for entry in read_messages(_field(record, field), field, "user")
+            entry
+            for field in self._present(record)
+            for entry in read_messages(_field(record, field), field, "user")
         ]
+        if self.form == "alpaca":  # one turn of the user
+            said = [entry["content"] for entry in context if entry["content"].strip()]
+            context = [{"role": "user", "content": "\n\n".join(said)}]
         answers = [read_messages(_field(record, field), field, role) for field in self.answers]
         first, second = answers[0], answers[-1]
         are_answers = all(answer and answer[0]["role"] == "assistant" for answer in answers)
@@ -197,6 +226,16 @@ def _text(record: dict[str, Any], field: str) -> str:
     except UnicodeEncodeError as error:
         raise ValueError(f"field {field!r} contains an unpaired surrogate: {error}") from error
     return value
+
+
+def _alpaca(instruction: str, more: str = "") -> str:
+    """Alpaca's prompt of an instruction and its input, which may be empty."""
+    more = more if more.strip() else ""
+    return ALPACA.format(
+        paired=", paired with an input that provides further context" if more else "",
+        instruction=instruction,
+        input=f"### Input:\n{more}\n\n" if more else "",
+    )
 
 
 def _has_answer(answer: str | list[Message]) -> bool:

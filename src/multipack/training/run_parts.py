@@ -13,7 +13,7 @@ from multipack.data.corpus import Corpus, find_tokenizer, load_corpus
 from multipack.data.documents import Documents
 from multipack.data.loader import PackedLoader
 from multipack.data.sampler import PackedBatchSampler
-from multipack.data.tokenizer import Tokenizer
+from multipack.data.tokenizer import Tokenizer, load_tokenizer
 from multipack.models.compile import compiler_problem
 from multipack.parallel.engine import ModelEngine
 from multipack.parallel.mesh import Mesh
@@ -224,6 +224,22 @@ def chat_template_of(corpus: Corpus, folder: Path | None) -> str:
         return corpus.chat_template
     template = find_template(folder)
     return template.to_json() if template else ""
+
+
+def outside_template(config: Config, corpus: Corpus, template: str) -> list[str]:
+    """A note if prompts and answers are text, though the initial weights or the tokenizer have a chat template."""
+    documents = corpus.train if len(corpus.train) else corpus.validation
+    if corpus.chat_template or config.data.source == "stdlib" or not len(documents):
+        return []
+    if not (documents.store.has_pairs or documents.prompt_length(0)):
+        return []
+    if not template and (not config.tokenizer.path or not load_tokenizer(config.tokenizer).chat_template):
+        return []
+    where = "when the store is prepared" if config.data.source in ("store", "mixture") else "here"
+    return [
+        "prompts and answers are trained as text, outside of the chat template that the weights or the tokenizer have:"
+        f" data.as_chat=true {where} writes them as turns of it"
+    ]
 
 
 class Feeds:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from multipack.training.settings import WARMUP_SHARE, OptimizerConfig
+from multipack.training.settings import OptimizerConfig
 
 
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
@@ -36,9 +36,9 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
 
 def warmup_steps(steps: int, config: OptimizerConfig) -> int:
     """Steps of the warm-up in a run of `steps` steps: `optimizer.warmup_steps`, or a share of the schedule."""
-    if config.warmup_steps >= 0:
-        return config.warmup_steps
-    return math.ceil(WARMUP_SHARE * (config.decay_steps or steps)) if config.decay_steps != 1 else 0
+    if config.warmup_steps >= 1:
+        return int(config.warmup_steps)
+    return math.ceil(config.warmup_steps * (config.decay_steps or steps)) if config.decay_steps != 1 else 0
 
 
 def rate_factor(config: OptimizerConfig, targets_per_step: float) -> float:

@@ -21,8 +21,6 @@ NEW_MODEL_LR = 2e-3
 """Peak learning rate of models that start from random weights, where none is given."""
 ADAPTER_LR_SCALE = 10
 """Peak learning rate of adapters over that of whole models, where none is given; most of them are trained so."""
-WARMUP_SHARE = 0.03
-"""Share of the schedule that is warm-up, where optimizer.warmup_steps is negative."""
 
 
 @dataclass
@@ -151,8 +149,8 @@ class OptimizerConfig:
     """Scale learning rates with the targets of a step: not, by the square root, or linearly."""
     reference_tokens: int = 0
     """Targets of a step that optimizer.lr was tuned for; needed by optimizer.lr_scaling."""
-    warmup_steps: int = -1
-    """Steps in which the learning rate rises linearly to its peak; negative = 3 % of the schedule."""
+    warmup_steps: float = 0.03
+    """Steps in which the learning rate rises linearly to its peak; below 1: a share of the schedule."""
     decay_steps: int = 0
     """Step at which the schedule reaches min_lr; 0 = the last step of the run."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
@@ -180,11 +178,15 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         """Check ranges."""
-        _check(self, "optimizer", "clip", "weight_decay", "decay_steps")
+        _check(self, "optimizer", "clip", "weight_decay", "decay_steps", "warmup_steps")
         _check(self, "optimizer", "lr", "min_lr", least=-math.inf)
         peak = NEW_MODEL_LR if self.lr < 0 else self.lr
         if self.min_lr > peak:
             raise ValueError(f"optimizer.min_lr={self.min_lr} must not exceed optimizer.lr={peak}")
+        if self.warmup_steps >= 1 and self.warmup_steps % 1:
+            raise ValueError(
+                f"optimizer.warmup_steps={self.warmup_steps} must be whole steps, or a share below 1"
+            )
         if 0 < self.decay_steps <= self.warmup_steps:
             raise ValueError(
                 f"optimizer.decay_steps={self.decay_steps}, where the schedule ends, must exceed"

@@ -43,6 +43,7 @@ from multipack.training.run_parts import (
     build_callbacks,
     chat_template_of,
     open_run,
+    outside_template,
     packs_per_step,
     read_documents,
     resolve,
@@ -112,6 +113,7 @@ class Trainer(StepApplier):
         self.cost_model = run_cost(config, self.shape, self.run)
         before = self.resumed.path if self.resumed else initial.folder if initial else None
         template = chat_template_of(self.corpus, before)
+        self.notes += outside_template(config, self.corpus, template)
         weights = None
         if initial is not None:
             weights, note = adapt_weights(initial, self.shape, self.corpus.tokenizer)
