@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: help train test test-all drills check install bench gpu-check clean
+.PHONY: help train test test-all drills check install dist bench gpu-check clean
 
 help:
 	@echo "make train     install into .venv and train a small model on Python's own standard library"
@@ -13,6 +13,7 @@ help:
 	@echo "make drills    kills, damaged files, full disks and lost ranks; prints what was tried and what was lost"
 	@echo "make bench     the benchmarks; JSON in benchmarks/results"
 	@echo "make gpu-check  on a machine with a GPU: its tests and benchmarks, half an hour; JSON in benchmarks/results/gpu"
+	@echo "make dist      the wheel and the source in dist/, tried in an empty environment"
 	@echo "make clean     remove .venv and caches (runs/ stays)"
 
 train: $(VENV)/.installed
@@ -32,6 +33,16 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check src tests benchmarks docs
 	$(BIN)/ruff check src tests benchmarks docs
 	$(BIN)/mypy
+
+# The wheel must plan where nothing but its own dependencies is installed.
+dist:
+	rm -rf dist build/dist
+	$(PYTHON) -m venv build/dist/build && $(PYTHON) -m venv build/dist/empty
+	build/dist/build/bin/python -m pip install --quiet --disable-pip-version-check build
+	build/dist/build/bin/python -m build --outdir dist .
+	build/dist/empty/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
+	cd build/dist && empty/bin/python -c 'import numpy; numpy.save("lengths.npy", numpy.arange(1, 2000))' \
+		&& empty/bin/multipack plan lengths.npy plan.capacity=4096
 
 bench: $(VENV)/.installed-dev
 	for script in attention draws precision padding overhead planning prepare generate training parallel; do $(BIN)/python benchmarks/$$script.py || exit 1; done
@@ -54,4 +65,4 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
