@@ -16,6 +16,7 @@ from multipack.cli.launch_commands import doctor, launch, submit
 from multipack.cli.model_commands import export, generate, version
 from multipack.cli.plan_commands import pack, plan
 from multipack.cli.probe_command import probe
+from multipack.cli.recipe_command import recipe
 from multipack.cli.train_commands import calibrate, config, prepare, train
 from multipack.machine import explain_missing
 from multipack.parallel.ranks import is_reported
@@ -34,6 +35,7 @@ add_commands(app, advise, probe, launch, submit, doctor, version)
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
 add_commands(bench, collectives)
 app.add_typer(bench, name="bench")
+app.add_typer(recipe, name="recipe")
 
 
 def main() -> None:
