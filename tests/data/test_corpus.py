@@ -58,6 +58,25 @@ def test_preference_pairs(config, text_file):
     assert rejected.tokens.tolist() == [*b"Q2\nbad", 256]
 
 
+def test_weights_are_kept_by_store_and_views(config, text_file):
+    lines = [json.dumps({"text": "a" * (n + 2), "w": n % 3}) for n in range(12)]
+    data = config(
+        source="jsonl", path=text_file("\n".join(lines), "w.jsonl"), weight_field="w", overlong="split"
+    )
+    corpus = load_corpus(data, BYTE, limit=8)
+    whole = load_corpus(config(source="jsonl", path=data.path), BYTE, limit=64)
+    assert whole.train.weights is None
+    assert whole.corpus_hash != corpus.corpus_hash
+    for view in (corpus.train, corpus.validation):  # a piece has the weight of its document
+        expected = [int(view.names(n).split(":")[1].split()[0]) % 3 for n in range(len(view))]
+        assert view.weights.tolist() == [(each - 1) % 3 for each in expected]
+        assert [view[n].weight for n in range(len(view))] == view.weights.tolist()
+    halves = [TokenStore(corpus.store_path), whole.train.store]
+    joined = TokenStore.joined(corpus.store_path, halves, ["a", "b"])
+    assert joined.weights.tolist() == [n % 3 for n in range(12)] + [1] * 12
+    TokenStore(corpus.store_path).verify()
+
+
 def test_validation_documents_are_drawn_by_the_seed_and_can_be_none(config, pairs, text_file):
     chosen = set()
     for seed in range(4):

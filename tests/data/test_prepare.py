@@ -388,7 +388,7 @@ class ListSource:
     config = DataConfig(dedup=True)
 
     def __init__(self, items, pairs=False):
-        self.items, self.records, self.skipped = items, SimpleNamespace(pairs=pairs), Counter()
+        self.items, self.records, self.skipped = items, SimpleNamespace(pairs=pairs, label=""), Counter()
 
     def __iter__(self):
         return iter(self.items)

@@ -1,4 +1,5 @@
 import json
+import math
 
 import pytest
 
@@ -106,6 +107,61 @@ def test_earlier_answers_of_a_preference_are_context(read):
     for half, answer in zip(halves(documents), ("Hello", "Go away"), strict=True):
         assert text(half, targets=True) == f"{answer}<|im_end|>"
         assert text(half).count("Hello") == 1 + (answer == "Hello")
+
+
+def test_labeled_answers_are_followed_by_those_of_the_record_before(read):
+    records = [{"prompt": f"Q{n}", "completion": f"A{n}", "label": n != 1} for n in range(3)]
+    source = read(records[0], {"prompt": "Q", "completion": " ", "label": True}, *records[1:])
+    for _ in range(2):  # each pass begins anew
+        found = [("".join(part.text for part in each.parts), each.weight) for each in source]
+        assert found == [
+            ("Q0\nA0", 1.0),
+            ("Q0\nA0", 1.0),
+            ("Q1\nA1", -1.0),
+            ("Q1\nA0", 1.0),
+            ("Q2\nA2", 1.0),
+            ("Q2\nA1", 1.0),
+        ]
+    assert (source.records.form, source.records.pairs) == ("label", True)
+    assert source.skipped == {"empty completions": 1}
+    chats = (
+        {"prompt": [USER], "completion": [ANSWER], "label": False},
+        {
+            "prompt": [USER],
+            "completion": [OTHER],
+            "label": True,
+        },
+    )
+    assert [text(each.parts, targets=True) for each in read(*chats)][2:] == [
+        "Go away<|im_end|>",
+        "Hello<|im_end|>",
+    ]
+    plain = {"prompt": "Q", "completion": "A", "label": "good"}
+    assert read(plain).records.form == "completion"
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: field 'ok' is 'yes', not true or false"):
+        list(
+            read(
+                {"q": "Q", "a": "A", "ok": 1},
+                {"q": "Q", "a": "A", "ok": "yes"},
+                fields=["q", "a", "ok"],
+                format="label",
+            )
+        )
+
+
+def test_weights_of_records(read):
+    records = [{"text": "a", "w": 2}, {"text": "b", "w": 0.5}, {"text": "c", "w": 0}]
+    assert [each.weight for each in read(*records, weight_field="w")] == [2.0, 0.5, 0.0]
+    assert [each.weight for each in read(*records)] == [1.0] * 3
+    pair = {"chosen": "a", "rejected": "b", "w": 3}
+    assert [each.weight for each in read(pair, weight_field="w")] == [3.0, 1.0]
+    labeled = {"prompt": "a", "completion": "b", "label": False, "w": 3}
+    assert [each.weight for each in read(labeled, weight_field="w")] == [-3.0, 1.0]
+    for wrong in (-1, math.nan, math.inf, True, "2"):
+        with pytest.raises(ValueError, match=r"a\.jsonl, line 2: field 'w' is .*finite number, at least 0"):
+            list(read(records[0], {"text": "a", "w": wrong}, weight_field="w"))
+    with pytest.raises(ValueError, match=r"line 1: no field 'weight'"):
+        list(read(records[0], weight_field="weight"))
 
 
 def test_preferences_of_text(read):

@@ -34,7 +34,17 @@ def records_of(path):
 
 
 def _compared(key):
-    losses = ("loss", "val_loss", "train_loss", "reward", "val_reward", "grad_norm", "weight_norm")
+    losses = (
+        "loss",
+        "val_loss",
+        "train_loss",
+        "reward",
+        "val_reward",
+        "kl",
+        "val_kl",
+        "grad_norm",
+        "weight_norm",
+    )
     return key.startswith((*losses, "target", "step", "tokens", "documents"))
 
 
@@ -135,6 +145,22 @@ def test_preferences_are_trained_on_divided_models(check, steady, pairs, tmp_pat
     printed = check(2, [*steady, *pairs], parallel)
     assert "pairs computed" in " ".join(printed.split())
     assert "val_reward_margin" in records_of(tmp_path / "found")[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "parallel"), [(2, "parallel.data=zero3"), (2, "data.readers=1"), (4, "parallel.tensor=2")]
+)
+def test_labels_and_weights_are_trained_on_ranks(check, steady, tmp_path, ranks, parallel):
+    """The reference point of KTO is a mean over the ranks of the step before."""
+    path = tmp_path / "labels.jsonl"
+    rows = (
+        {"prompt": f"Q{n}:", "completion": "yes " * (1 + n % 5), "label": n % 3 > 0, "w": (n % 4) / 2}
+        for n in range(60)
+    )
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    check(ranks, [*steady, f"data.path={path}", "data.validation=0.2", "data.weight_field=w"], parallel)
+    assert "val_kl" in records_of(tmp_path / "found")[-1]
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from multipack.data.collate import PreferenceCollator
+from multipack.data.collate import PreferenceCollator, PreferencePair
 from multipack.data.documents import Document
 from multipack.models.objectives import LOSSES
 from multipack.models.preference import PreferenceDecoder
@@ -32,7 +32,7 @@ def pairs():
             tokens = np.concatenate([begin, draw.integers(0, VOCABULARY, size)]).astype(np.uint16)
             answers.append(Document(tokens, np.array([[prompt, prompt + size]], dtype=np.int64)))
         reference = -3.0 * draw.random(2) * (chosen, rejected)
-        made.append((*answers, reference))
+        made.append(PreferencePair(*answers, reference))
     return made
 
 
@@ -46,7 +46,7 @@ def decoder(shape, model):
 
 def padded_loss(model, pairs, beta, label_smoothing=0.0):
     """The usual computation: one row per answer, with a mask of the targets."""
-    answers = [half for chosen, rejected, _ in pairs for half in (chosen, rejected)]
+    answers = [half for chosen, rejected, *_ in pairs for half in (chosen, rejected)]
     log_probabilities = []
     for answer in answers:
         batch = PreferenceCollator.of(PLAN).packed([answer])
@@ -56,7 +56,7 @@ def padded_loss(model, pairs, beta, label_smoothing=0.0):
         )
         log_probabilities.append((each[:, 0] * torch.from_numpy(answer.shifted_targets() >= 0)).sum())
     policy = torch.stack(log_probabilities).view(-1, 2)
-    reference = torch.from_numpy(np.stack([reference for _, _, reference in pairs])).to(policy.dtype)
+    reference = torch.from_numpy(np.stack([pair.reference for pair in pairs])).to(policy.dtype)
     ratios = policy - reference
     x = beta * (ratios[:, 0] - ratios[:, 1])
     loss = -(1 - label_smoothing) * torch.log(torch.sigmoid(x)) - label_smoothing * torch.log(
@@ -112,7 +112,7 @@ def test_other_losses_equal_their_formulas(shape, model, pairs, name):
     made.load_state_dict(model.state_dict())
     policy = padded_loss(made, pairs, 0.3)[1].tolist()
     counts = [(chosen, rejected) for _, chosen, rejected in SIZES]
-    reference = [reference.tolist() for _, _, reference in pairs]
+    reference = [pair.reference.tolist() for pair in pairs]
     batch = PreferenceCollator.of(PLAN)(pairs)
     expected = expected_loss(name, policy, reference, counts, 0.3, 0.7)
     assert made(batch).item() == pytest.approx(expected, rel=1e-9)
@@ -128,6 +128,30 @@ def test_other_losses_equal_their_formulas(shape, model, pairs, name):
         weight -= 2 * step
         below = made(batch).item()
     assert (above - below) / 2e-6 == pytest.approx(weight.grad.norm().item(), rel=1e-5)
+
+
+def test_kto_equals_its_formula_and_weighs_items(shape, model, pairs):
+    """λ (1 − σ(β (r − z))) of desirable answers, λ (1 − σ(β (z − r))) of others; z is never negative."""
+    made = PreferenceDecoder(shape, loss="kto", beta=0.3, desirable=1.5, undesirable=0.5).double()
+    made.load_state_dict(model.state_dict())
+    policy = padded_loss(made, pairs, 0.3)[1]
+    ratios = (policy - torch.from_numpy(np.stack([pair.reference for pair in pairs]))).tolist()
+    weights = (1.0, -1.0, 2.0, -0.0)
+    batch = PreferenceCollator.of(PLAN)(
+        [pair._replace(weight=weight) for pair, weight in zip(pairs, weights, strict=True)]
+    )
+    assert batch.denominator == 4.0
+    for kl in (0.0, 1.7, -3.0):
+        made.last["kl"] = kl
+        expected = 0.0
+        for (ratio, _), weight in zip(ratios, weights, strict=True):
+            gain = 0.3 * (ratio - max(kl, 0.0)) * math.copysign(1.0, weight)
+            expected += (1.5 if math.copysign(1.0, weight) > 0 else 0.5) * abs(weight) / (1 + math.exp(gain))
+        assert made(batch).item() == pytest.approx(expected, rel=1e-9)
+    found = made.loss.means(made.take_tally())
+    assert found["kl"] == pytest.approx(np.mean([other for _, other in ratios]))
+    assert found["reward_rejected"] == pytest.approx(0.3 * (ratios[1][0] + ratios[3][0]) / 2)
+    assert found["reward_margin"] == pytest.approx(found["reward_chosen"] - found["reward_rejected"])
 
 
 @pytest.mark.parametrize(
@@ -156,7 +180,7 @@ def test_a_pack_without_pairs_is_zero_and_reaches_every_parameter(decoder):
 
 
 def test_without_reference_values_it_returns_log_probabilities(decoder, pairs, pack, documents):
-    unknown = [(chosen, rejected, None) for chosen, rejected, _ in pairs]
+    unknown = [pair._replace(reference=None) for pair in pairs]
     batch = PreferenceCollator.of(PLAN)(unknown)
     with torch.no_grad():
         found = decoder.eval()(batch)
@@ -174,7 +198,7 @@ def test_metrics_are_means_over_pairs_by_mode(decoder, pairs):
     decoder(collate(pairs[3:]))
     decoder.eval()(collate(pairs[:1]))
     policy = padded_loss(decoder, pairs, 0.3)[1].detach()
-    rewards = 0.3 * (policy.double() - torch.from_numpy(np.stack([reference for _, _, reference in pairs])))
+    rewards = 0.3 * (policy.double() - torch.from_numpy(np.stack([pair.reference for pair in pairs])))
     expected = {
         "reward_accuracy": float((rewards[:, 0] > rewards[:, 1]).double().mean()),
         "reward_margin": float((rewards[:, 0] - rewards[:, 1]).mean()),

@@ -1,5 +1,6 @@
 """Runs whose loss is a mean over documents, and runs whose documents are aligned."""
 
+import json
 import math
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 
 from multipack.data.batch import IGNORE
 from multipack.data.collate import PackedCollator
+from multipack.data.sampler import PackedBatchSampler
 from multipack.training.run_config import compose, compose_run
 from multipack.training.train import train
 
@@ -79,3 +81,59 @@ def test_documents_are_cut_to_what_aligned_packs_can_hold(trainer):
     assert {batch.num_slots for batch in data.micro_batches} == {96}
     result = run.engine.forward_backward(data.micro_batches, data.denominator)
     assert all(math.isfinite(loss) for loss in result.losses)
+
+
+@pytest.fixture
+def weighted(trainer, tmp_path):
+    """Number and weight of each record, and more words → a trainer on them, all of which are one step."""
+
+    def make(weights, *more):
+        rows = [
+            {"prompt": "Q" * (1 + n % 4), "completion": "xyz"[n % 3] * (1 + n), "w": w} for n, w in weights
+        ]
+        file = tmp_path / f"{len(rows)}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        field = "data.weight_field=w", "data.validation=0", "train.eval_every=0"
+        return trainer(f"data.path={file}", *field, "plan.packs_per_step=16", "train.steps=1", *more)
+
+    return make
+
+
+@pytest.mark.parametrize("weighting", ["token", "document"])
+def test_a_document_of_weight_two_counts_as_two(weighted, weighting):
+    """The loss and the gradient of a step, with weights and with repeated documents."""
+    weights = [2, 0, 1, 3] * 3
+    repeated = [(n, 1) for n, weight in enumerate(weights) for _ in range(weight)]
+    found = []
+    for rows in (list(enumerate(weights)), repeated):
+        run = weighted(rows, f"train.loss_weighting={weighting}")
+        data = next(iter(run.feed))
+        result = run.engine.forward_backward(data.micro_batches, data.denominator)
+        gradient = torch.cat([each.grad.flatten() for each in run.engine.model.parameters()])
+        found.append((sum(result.losses) / data.denominator, data.denominator, gradient))
+    (loss, denominator, gradient), (expected, divisor, wanted) = found
+    assert denominator == divisor == sum(batch.denominator for batch in data.micro_batches)
+    assert loss == pytest.approx(expected, rel=1e-5)
+    assert torch.linalg.vector_norm(gradient - wanted) <= 1e-5 * torch.linalg.vector_norm(wanted)
+
+
+def test_weights_below_one_do_not_change_the_mean(weighted):
+    losses = []
+    for weight in (1, 0.001):
+        run = weighted([(n, weight) for n in range(12)])
+        data = next(iter(run.feed))
+        losses.append(sum(run.engine.forward_backward(data.micro_batches, data.denominator).losses))
+        losses[-1] /= data.denominator
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_a_plan_without_the_weights_of_its_documents_is_refused(weighted):
+    run = weighted([(n, 2) for n in range(12)])
+    documents = run.corpus.train
+    sampler = PackedBatchSampler(documents.lengths, capacity=64, packs_per_step=1)
+    with pytest.raises(
+        ValueError, match=r"has the weight 2, and the plan has none.*weights=documents\.weights"
+    ):
+        PackedCollator.of(sampler)([documents[0]])
+    with pytest.raises(ValueError, match="at least 0: document 1 has -1"):
+        PackedBatchSampler([4, 4], weights=[1, -1], capacity=64, packs_per_step=1)

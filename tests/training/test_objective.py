@@ -238,6 +238,61 @@ def test_fp16_that_always_overflows_ends_the_run(words, tmp_path, monkeypatch):
         train(compose(words))
 
 
+@pytest.fixture
+def labels(sums, tmp_path):
+    """Words of a run on labeled answers with weights."""
+    file = tmp_path / "labels.jsonl"
+    rows = [
+        {"prompt": f"{n}+1=", "completion": f"{n + n % 2}", "label": n % 2 == 1, "w": 1 + n % 3}
+        for n in range(40)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    kept = [word for word in sums if not word.startswith("data.path")]
+    return [
+        *kept,
+        f"data.path={file}",
+        "data.weight_field=w",
+        "preference.undesirable=0.7",
+        "optimizer.lr=1e-2",
+    ]
+
+
+def test_labels_are_learned_and_a_resumed_run_of_them_is_the_uninterrupted_one(labels, tmp_path, capsys):
+    """The reference point of the step before is in the checkpoint."""
+    whole, parts = (tmp_path / name for name in ("whole", "parts"))
+    train(compose_run([*labels, "train.steps=4", f"out={whole}"]))
+    assert re.search(
+        r"final validation loss \S+, reward accuracy \S+, reward margin", capsys.readouterr().out
+    )
+    train(compose_run([*labels, "train.steps=2", f"out={parts}"]))
+    train(compose_run([f"out={parts}", "train.resume=true", "train.steps=4"]))
+    expected, found = (
+        [record for record in RunDirectory(out).records() if "loss" in record] for out in (whole, parts)
+    )
+    names = ("loss", "grad_norm", "kl", "reward_margin")
+    assert [[each[name] for name in names] for each in expected] == [
+        [each[name] for name in names] for each in found
+    ]
+    assert expected[0]["kl"] == pytest.approx(0.0, abs=1e-5)  # the model is the reference
+    assert any(abs(each["kl"]) > 1e-3 for each in expected)
+    assert expected[-1]["loss"] < expected[0]["loss"]
+    assert expected[-1]["reward_margin"] > 0
+
+
+def test_kinds_of_items_are_not_mixed_up(labels, sums, tmp_path):
+    out, plain = f"out={tmp_path / 'run'}", [word for word in labels if "undesirable" not in word]
+    with pytest.raises(
+        ValueError, match=r"preference\.loss=ipo reads pairs .* are labeled answers .*use kto"
+    ):
+        train(compose([*plain, "train.steps=1", "preference.loss=ipo", out]))
+    with pytest.raises(ValueError, match=r"preference\.loss=kto reads labeled answers .*use sigmoid, robust"):
+        train(compose([*sums, "train.steps=1", "preference.loss=kto", out]))
+    with pytest.raises(
+        ValueError, match=r"preference\.undesirable=0\.7 is of preference\.loss=kto, got sigmoid"
+    ):
+        train(compose([*sums, "train.steps=1", "preference.undesirable=0.7", out]))
+
+
 def test_an_objective_is_a_row(sums, tmp_path, monkeypatch):
     """One that is registered here trains through the public trainer: nothing else knows its name."""
 

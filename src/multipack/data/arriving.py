@@ -364,6 +364,7 @@ class StreamedRecords(Arriving):
             tokenizer.hash,
             reader.chat_template,
             pairs=reader.pairs,
+            labels=reader.form == "label",
         )
         store = TokenStore(Path(self.name), header=header, shards=[builder.build()])
         store.tokenizer = tokenizer  # in memory, too

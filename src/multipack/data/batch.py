@@ -43,9 +43,10 @@ class PackedBatch:
         num_target_tokens: targets that are not −100.
         lengths: the same boundaries on the host: slots of each document, padding's last; their sum is T.
         longest: tokens of this pack's longest document, without padding.
-        num_target_documents: documents that have a target. A piece of a split document counts as one.
-        weights: (T,) float32 weight of each target in the summed loss: 1 / (targets of its document), 0 without a
-            target. None = every target has weight 1.
+        denominator: this pack's share of the loss's denominator: its targets or, with document weighting, its documents
+            with a target; a piece of a split document counts as one, and a document of weight w as w documents.
+        weights: (T,) float32 weight of each target in the summed loss, 0 without a target. None = every target has
+            weight 1.
     """
 
     input_ids: Tensor
@@ -58,7 +59,7 @@ class PackedBatch:
     num_target_tokens: int
     lengths: tuple[int, ...]
     longest: int
-    num_target_documents: int
+    denominator: float
     weights: Tensor | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
@@ -78,11 +79,6 @@ class PackedBatch:
     def num_slots(self) -> int:
         """T: tokens and padding."""
         return int(self.input_ids.numel())
-
-    @property
-    def denominator(self) -> int:
-        """This pack's share of the loss's denominator: its targets or, with `weights`, its documents with a target."""
-        return self.num_target_tokens if self.weights is None else self.num_target_documents
 
 
 def check_tokens(input_ids: Tensor, vocabulary_size: int) -> None:

@@ -1,16 +1,18 @@
 """Collators: the documents of one pack → `PackedBatch`, packed or, for comparison, padded; also of preference pairs.
 
-    store     |prompt chosen|prompt rejected|prompt …    a pair: documents 2i and 2i + 1
+    store     |prompt chosen|prompt rejected|prompt …    an item: documents 2i and 2i + 1
     pack      | c c c c | r r r | c c | r r r r | …      the same, pair after pair
     reference  −11.0     −13.5    …                      log-probabilities under a reference model, summed over targets
 
-The planner's item is the pair, so that both answers are in one pack and the loss of a pair needs no other rank.
+The planner's item is the pair, so that both answers are in one pack and the loss of a pair needs no other rank. Of a
+labeled answer the second document is another record's answer to the same prompt.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +24,7 @@ from multipack.data.documents import Document, Documents
 from multipack.data.sampler import PackedBatchSampler
 from multipack.planning.lengths import check_integer
 from multipack.planning.options import LossWeighting, check_choice
-from multipack.planning.plan import Plan
+from multipack.planning.plan import Plan, denominator_of
 from multipack.planning.stream import PackStream
 
 TILE_TOKENS = 128
@@ -45,6 +47,7 @@ class PackedCollator:
             matrix products (16). Attention is causal, so that losses and gradients do not change.
         loss_weighting: `token`: every target has weight 1; `document`: 1 / (targets of its document)
             (`PackedBatch.weights`), and the denominator is the number of documents with a target.
+        weighted: whether the plan has weights of documents, which multiply those of their targets.
         multiple: slots of every pack are a multiple of this, by a padding document at the end, for ranks that divide
             the tokens of a pack. The capacity must be a multiple, too.
 
@@ -62,6 +65,7 @@ class PackedCollator:
     align: int = 1
     loss_weighting: LossWeighting = "token"
     multiple: int = 1
+    weighted: bool = False
 
     def __post_init__(self) -> None:
         check_integer("align", self.align)
@@ -81,15 +85,28 @@ class PackedCollator:
     ) -> PackedCollator:
         """The collator of a plan, or of a sampler."""
         return cls(
-            plan.most_documents, plan.longest, pad_to, pad_id, plan.align, plan.loss_weighting, multiple
+            plan.most_documents,
+            plan.longest,
+            pad_to,
+            pad_id,
+            plan.align,
+            plan.loss_weighting,
+            multiple,
+            plan.weights is not None,
         )
 
     def __call__(self, documents: Sequence[Document]) -> PackedBatch:
         """Pack `documents` in the order given.
 
         Raises:
-            ValueError: more documents or tokens than the plan allows in a pack.
+            ValueError: more documents or tokens than the plan allows in a pack; a document with a weight, where the
+                plan has none.
         """
+        if not self.weighted and (heavy := [each.weight for each in documents if each.weight != 1.0]):
+            raise ValueError(
+                f"a document has the weight {heavy[0]:g}, and the plan has none, which its denominators need: give"
+                " weights=documents.weights to the sampler (a stream of documents has no weights)"
+            )
         if len(documents) > self.max_documents:
             raise ValueError(
                 f"{len(documents)} documents in one pack, but the plan has at most {self.max_documents}"
@@ -120,11 +137,15 @@ class PackedCollator:
             targets[start : start + length] = document.shifted_targets()
         owner = np.repeat(np.arange(len(sizes)), sizes)  # document of each slot
         is_target = targets != IGNORE
-        counts = np.bincount(owner, is_target, len(sizes))
+        counts = np.bincount(owner[is_target], minlength=len(sizes))
+        each = np.ones(len(sizes))
+        each[: len(documents)] = [document.weight for document in documents]
+        denominator = denominator_of(counts, self.loss_weighting, each if self.weighted else None)
         weights = None
         if self.loss_weighting == "document":
-            each = (1.0 / np.maximum(counts, 1)).astype(np.float32)
-            weights = torch.from_numpy(each[owner] * is_target)
+            each /= np.maximum(counts, 1)
+        if self.weighted or self.loss_weighting == "document":
+            weights = torch.from_numpy(each.astype(np.float32)[owner] * is_target)
         return PackedBatch(
             input_ids=torch.from_numpy(input_ids),
             targets=torch.from_numpy(targets),
@@ -136,53 +157,70 @@ class PackedCollator:
             num_target_tokens=int(np.count_nonzero(is_target)),
             lengths=tuple(sizes),
             longest=max(lengths, default=0),
-            num_target_documents=int(np.count_nonzero(counts)),
+            denominator=denominator,
             weights=weights,
         )
 
 
 def pad_documents(
-    documents: Sequence[Document], pad_id: int = 0, loss_weighting: LossWeighting = "token"
+    documents: Sequence[Document],
+    pad_id: int = 0,
+    loss_weighting: LossWeighting = "token",
+    weighted: bool = False,
 ) -> PackedBatch:
     """Pad each document (at least one) to the longest, as conventional loaders do, to measure the cost of padding.
 
     The result is a `PackedBatch` of equally long documents whose tails are padding; the model computes every slot.
     """
     width = max(len(document.tokens) for document in documents)
-    collate = PackedCollator(len(documents), width, pad_id=pad_id, align=width, loss_weighting=loss_weighting)
-    return collate(documents)
+    settings: dict[str, Any] = {
+        "pad_id": pad_id,
+        "align": width,
+        "loss_weighting": loss_weighting,
+        "weighted": weighted,
+    }
+    return PackedCollator(len(documents), width, **settings)(documents)
 
 
-# --- preference pairs ---------------------------------------------------------------------------------
+# --- items of two documents ---------------------------------------------------------------------------
 
 
-PreferencePair = tuple[Document, Document, NDArray[np.float64] | None]
-"""The chosen and the rejected answer, each after the prompt, and (2,) log-probabilities under the reference model."""
+class PreferencePair(NamedTuple):
+    """An item of two documents: the chosen and the rejected answer, or a labeled one and that of another record.
+
+    Each begins with the prompt.
+
+    Attributes:
+        first, second: the documents.
+        reference: (2,) log-probabilities under the reference model; None = unknown.
+        weight: weight in the loss; negative (−0.0 included) if a labeled answer is undesirable.
+    """
+
+    first: Document
+    second: Document
+    reference: NDArray[np.float64] | None = None
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
 class PreferenceBatch(PackedBatch):
-    """A pack of preference pairs: its documents come two by two, the chosen one first.
+    """A pack of items of two documents; its denominator is the sum of their weights.
 
     Attributes:
-        reference: (pairs, 2) float64 log-probabilities of chosen and rejected under the reference model; None while
-            they are being computed.
+        reference: (items, 2) float64 log-probabilities under the reference model; None while they are being computed.
+        item_weights: (items,) float64, see `PreferencePair`; None = all are 1.
     """
 
     reference: Tensor | None = None
-
-    @property
-    def denominator(self) -> int:
-        """This pack's share of the loss's denominator: its pairs."""
-        return self.num_documents // 2
+    item_weights: Tensor | None = None
 
 
 class PreferencePairs:
-    """The pairs of a view: a data set for `PackedLoader` and `PreferenceCollator`.
+    """The items of a view: a data set for `PackedLoader` and `PreferenceCollator`.
 
     Args:
-        documents: a view of a store of pairs.
-        reference: (n, 2) float64 log-probabilities of each pair's answers; None = not known yet.
+        documents: a view of a store of pairs, or of labeled answers.
+        reference: (n, 2) float64 log-probabilities of each item's documents; None = not known yet.
     """
 
     def __init__(self, documents: Documents, reference: NDArray[np.float64] | None = None) -> None:
@@ -192,17 +230,19 @@ class PreferencePairs:
         return len(self.documents)
 
     def __getitem__(self, index: int) -> PreferencePair:
-        """Pair `index`; `ValueError` if the documents are no pairs, or an answer has no target."""
-        chosen, rejected = self.documents.pair(index)
-        return chosen, rejected, None if self.reference is None else self.reference[index]
+        """Item `index`; `ValueError` if the documents are no pairs, or an answer has no target."""
+        first, second = self.documents.pair(index)
+        reference = None if self.reference is None else self.reference[index]
+        signed = self.documents.signed_weights
+        return PreferencePair(first, second, reference, 1.0 if signed is None else float(signed[index]))
 
 
 @dataclass(frozen=True)
 class PreferenceCollator:
-    """Concatenates the answers of pairs; `PreferenceCollator.of(plan)` takes the settings from a plan of the pairs.
+    """Concatenates the documents of items; `PreferenceCollator.of(plan)` takes the settings from a plan of the items.
 
     Args:
-        packed: collator of packs with twice as many documents as the plan has pairs in one.
+        packed: collator of packs with twice as many documents as the plan has items in one.
     """
 
     packed: PackedCollator
@@ -211,23 +251,27 @@ class PreferenceCollator:
     def of(
         cls, plan: Planned, pad_to: int | None = None, pad_id: int = 0, multiple: int = 1
     ) -> PreferenceCollator:
-        """The collator of a plan over pairs, or of a sampler.
+        """The collator of a plan over items, or of a sampler.
 
         Raises:
-            ValueError: the plan aligns documents: it counts one alignment for a pair, and two answers would need two.
+            ValueError: the plan aligns documents: it counts one alignment for an item, and two documents need two.
         """
         if plan.align != 1:
             raise ValueError(f"plan.align={plan.align} is not possible with preference pairs: use 1")
         return cls(PackedCollator(2 * plan.most_documents, plan.longest, pad_to, pad_id, multiple=multiple))
 
-    def __call__(self, pairs: Sequence[PreferencePair]) -> PreferenceBatch:
-        """Pack `pairs` in the order given.
+    def __call__(self, items: Sequence[PreferencePair]) -> PreferenceBatch:
+        """Pack `items` in the order given.
 
         Raises:
             ValueError: more than the plan allows in a pack.
         """
-        known = [reference for _, _, reference in pairs if reference is not None]
-        batch = self.packed([answer for chosen, rejected, _ in pairs for answer in (chosen, rejected)])
-        # A pack without pairs counts as one whose values are known.
-        values = torch.from_numpy(np.array(known, dtype=np.float64).reshape(-1, 2))
-        return PreferenceBatch(**vars(batch), reference=values if len(known) == len(pairs) else None)
+        known = [item.reference for item in items if item.reference is not None]
+        batch = self.packed([document for item in items for document in (item.first, item.second)])
+        # A pack without items counts as one whose values are known.
+        reference = torch.from_numpy(np.array(known, dtype=np.float64).reshape(-1, 2))
+        weights = torch.tensor([item.weight for item in items], dtype=torch.float64)
+        own = {"denominator": float(weights.abs().sum()), "item_weights": weights}
+        return PreferenceBatch(
+            **(vars(batch) | own), reference=reference if len(known) == len(items) else None
+        )

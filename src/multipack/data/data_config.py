@@ -17,7 +17,7 @@ RECORDS = ("jsonl", "parquet", "huggingface")
 BUILT_IN_TEMPLATES = ("chatml", "llama3", "plain")
 """Values of `data.chat_template` that name a template of the package, not a file."""
 Division = Literal["auto", "file", "blank_line", "separator", "stream"]
-RecordFormat = Literal["auto", "text", "completion", "alpaca", "chat", "preference"]
+RecordFormat = Literal["auto", "text", "completion", "alpaca", "chat", "preference", "label"]
 Overlong = Literal["auto", "error", "truncate", "truncate_left", "split", "drop"]
 
 
@@ -40,9 +40,11 @@ class DataConfig:
     block_size: int = 0
     """Tokens of a document cut from a stream (0: as many as a pack and the context hold)."""
     format: RecordFormat = "auto"
-    """Kind of record: text, prompt and completion, alpaca, chat messages, or preference pair; auto: by its fields."""
+    """Kind of record: text, completion, alpaca, chat, preference (pairs), label (answers); auto: by its fields."""
     fields: list[str] = field(default_factory=list)
     """Fields of a record: text; prompt, completion; instruction, input, output; messages; prompt, chosen, rejected."""
+    weight_field: str = ""
+    """Name of the field with a record's weight in the loss, a number from 0; empty: all records weigh 1."""
     between: str = "\n"
     """Text between prompt and completion of a record, part of the prompt; empty joins them as they are."""
     as_chat: bool = False
@@ -120,7 +122,7 @@ class DataConfig:
                 )
         if self.source not in ("stdlib", "mixture") and not self.path:
             raise ValueError(f"data.source={self.source} needs data.path=FILE_OR_FOLDER")
-        for name in ("stage", "readers", "dedup"):
+        for name in ("stage", "readers", "dedup", "weight_field"):
             if self.stream and (value := getattr(self, name)):
                 raise ValueError(
                     f"data.{name}={value} needs all documents at once: leave it out with data.stream=true"
@@ -153,8 +155,8 @@ class DataConfig:
         if self.fields and len(self.fields) not in _FIELD_COUNTS[self.format]:
             raise ValueError(
                 f"data.fields={self.fields} with data.format={self.format}: one name (text, or messages), two"
-                " (prompt, completion; or messages, tools) or three (prompt, chosen, rejected; or instruction, input,"
-                " output)"
+                " (prompt, completion; or messages, tools) or three (prompt, chosen, rejected; with data.format=alpaca"
+                " instruction, input, output; with data.format=label prompt, completion, label)"
             )
 
     def _check_mixture(self) -> None:
@@ -179,7 +181,7 @@ class DataConfig:
 
 
 _DEFAULTS = DataConfig()
-_FIELD_COUNTS = {"text": (1,), "completion": (2,), "chat": (1, 2), "auto": (1, 2, 3)}
+_FIELD_COUNTS = {"text": (1,), "completion": (2,), "chat": (1, 2), "label": (3,), "auto": (1, 2, 3)}
 _FIELD_COUNTS |= dict.fromkeys(("alpaca", "preference"), (2, 3))
 _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("validation", lambda value: 0 <= value < 1, "a share, at least 0 and less than 1"),
@@ -196,7 +198,7 @@ _ONLY_WITH: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("stream", ("store", "huggingface"), "documents arrive as a growing store or a streamed data set"),
     ("documents separator", ("text",), _OUT),
     ("block_size", ("text", "store"), "data.overlong=split cuts documents that are too long"),
-    ("format fields as_chat chat_template special_tokens", RECORDS, _OUT),
+    ("format fields weight_field as_chat chat_template special_tokens", RECORDS, _OUT),
     ("dedup", ("stdlib", "text", *RECORDS), "give it to `multipack prepare`"),
     ("paths weights weigh_by mixture_ends", ("mixture",), "set data.source=mixture"),
 )

@@ -36,10 +36,12 @@ class Document:
         tokens: (l,) unsigned integers, a slice of the store's memory map.
         spans: (k, 2) int64 [start, stop) ranges of tokens that are targets, within the document. The first token of a
             document is never a target: nothing comes before it.
+        weight: weight of its loss, at least 0.
     """
 
     tokens: NDArray[np.unsignedinteger]
     spans: Integers
+    weight: float = 1.0
 
     def shifted_targets(self) -> Integers:
         """(l,) int64: at each position the next token if it is a target, else −100."""
@@ -109,13 +111,14 @@ class Documents:
         if self.store.has_pairs:
             raise ValueError(f"{self.names(index)} is a preference pair: `pair` gives its documents")
         document, start, length, prefix, context = self._piece(index)
+        weight = 1.0 if self.store.weights is None else float(self.store.weights[document])
         tokens = self.store.tokens_of(document, start, length - prefix)
         if prefix:
             tokens = np.concatenate([self.store.tokens_of(document, 0, prefix), tokens])
         if self.train_on_prompt:
-            return Document(tokens, np.array([[context, length]], dtype=np.int64))
+            return Document(tokens, np.array([[context, length]], dtype=np.int64), weight)
         spans = np.clip(self.store.spans_of(document) - start + prefix, context, length)
-        return Document(tokens, spans[spans[:, 0] < spans[:, 1]])
+        return Document(tokens, spans[spans[:, 0] < spans[:, 1]], weight)
 
     def pair(self, index: int) -> tuple[Document, Document]:
         """The chosen and the rejected answer of preference pair `index`, each after the prompt.
@@ -159,6 +162,17 @@ class Documents:
         first = shift + np.maximum(pieces["context"], 1)
         counts = self.store.count_targets(pieces["document"], first, shift + pieces["length"])
         return counts.reshape(-1, answers).sum(axis=1)
+
+    @property
+    def signed_weights(self) -> NDArray[np.float64] | None:
+        """(n,) weight of each document; of labeled answers, negative if undesirable. None = all are 1."""
+        return None if self.store.weights is None else self.store.weights[self.pieces["document"]]
+
+    @cached_property
+    def weights(self) -> NDArray[np.float64] | None:
+        """(n,) weight of each document in the loss, for the planner; None = all are 1."""
+        signed = self.signed_weights
+        return None if signed is None else np.abs(signed)
 
     def names(self, index: int) -> str:
         """Name of a document: `functools.py:reduce`, with the range of tokens if it is a piece."""

@@ -175,6 +175,7 @@ def _write_part(
         split_by="position" if source.is_stream else "document",
         overlong=source.overlong,
         pairs=source.records.pairs,
+        labels=source.records.form == "label",
         parts=parts,
         description=source.describe(),
     ) as writer:
@@ -237,7 +238,8 @@ def items_of(source: Source) -> Iterator[Item]:
     seen, documents = set[bytes](), iter(source)
     for item in zip(*[documents] * (2 if source.records.pairs else 1), strict=True):
         if source.config.dedup:
-            content = [(document.parts, document.takes_end) for document in item]
+            own = item[:1] if source.records.label else item  # the second answer is another record's
+            content = [(document.parts, document.takes_end) for document in own]
             digest = hashlib.blake2b(repr(content).encode(), digest_size=16).digest()
             if digest in seen:
                 source.skipped["duplicates"] += 1

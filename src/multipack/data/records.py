@@ -4,11 +4,14 @@
     completion   {"prompt": …, "completion": …}                       text, or messages
     alpaca       {"instruction": …, "input": …, "output": …}          text, in Alpaca's prompt; `input` may be missing
     chat         {"messages": [{"role": …, "content": …}, …]}         or ShareGPT's `conversations`; optional `tools`
+    label        {"prompt": …, "completion": …, "label": true}        text, or messages; whether the answer is desirable
     preference   {"prompt": …, "chosen": …, "rejected": …}            text, or messages (also as the context)
 
-`data.fields` gives other names to these fields. The first record decides the form of all of them. With `data.as_chat`
-text becomes messages: the prompt one of the user, the answer one of the assistant. Messages are read in two notations,
-which may be mixed:
+`data.fields` gives other names to these fields, and `data.weight_field` names one with the document's weight in the
+loss. A labeled answer becomes two documents: it, and after the same prompt the answer of the record before (for the
+first record its own), from which KTO estimates a divergence. The first record decides the form of all of them. With
+`data.as_chat` text becomes messages: the prompt one of the user, the answer one of the assistant. Messages are read in
+two notations, which may be mixed:
 
     {"role": "user", "content": "Hi"}      content may be a list of {"type": "text", "text": …}
     {"from": "human", "value": "Hi"}       ShareGPT's, whose `human` and `gpt` are user and assistant
@@ -17,6 +20,7 @@ which may be mixed:
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable
 from itertools import chain, takewhile
 from typing import Any, Literal, cast
@@ -24,17 +28,19 @@ from typing import Any, Literal, cast
 from multipack.data.data_config import DataConfig
 from multipack.data.texts import Message, SourceDocument, TextPart
 
-Form = Literal["text", "completion", "alpaca", "chat", "preference"]
+Form = Literal["text", "completion", "alpaca", "chat", "preference", "label"]
 FORMS: tuple[tuple[Form, tuple[str, ...]], ...] = (
     ("preference", ("chosen", "rejected")),
     ("chat", ("messages",)),
     ("chat", ("conversations",)),
     ("text", ("text",)),
+    ("label", ("prompt", "completion", "label")),
     ("completion", ("prompt", "completion")),
     ("alpaca", ("instruction", "input", "output")),
     ("alpaca", ("instruction", "output")),
 )
-"""Form of a record that has all of these fields; the first match counts. A preference may have a context too."""
+"""Form of a record that has all of these fields; the first match counts, where a label is true or false. A preference
+may have a context too."""
 ALPACA = (
     "Below is an instruction that describes a task{paired}. Write a response that appropriately completes the request."
     "\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"
@@ -48,6 +54,7 @@ WITHOUT_ANSWER = {
     "alpaca": "empty outputs",
     "chat": "conversations without an answer",
     "preference": "pairs with an empty answer",
+    "label": "empty completions",
 }
 """Form → why a record whose answer is empty is skipped."""
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -66,10 +73,11 @@ class RecordReader:
         open_template: opens the `ChatTemplate` when the first record holds messages.
 
     Attributes:
-        form: text, completion, alpaca, chat or preference; None before the first record.
+        form: text, completion, alpaca, chat, preference or label; None before the first record.
         context: name of the field before the answers, if there is one.
         answers: names of the fields that are targets: one, or chosen and rejected.
         tools: name of the field of callable tools, which a record may lack.
+        label: name of the field that says whether an answer is desirable; empty in other forms.
         template: the `ChatTemplate` that renders messages; None before the first record, and if the fields hold text.
         chat_template: the template as JSON; empty without one.
         special_tokens: names of its special tokens.
@@ -79,17 +87,24 @@ class RecordReader:
         self._config, self._open_template = config, open_template
         self.form: Form | None = None
         self.context, self.answers, self.tools = tuple[str, ...](), tuple[str, ...](), "tools"
+        self.label = ""
         self.template = cast(Any, None)
+        self.restart()
         self.chat_template, self.special_tokens = "", tuple[str, ...]()
+
+    def restart(self) -> None:
+        """Forget the record before: the next one is the first."""
+        self._last_answer: str | list[Message] | None = None
 
     @property
     def pairs(self) -> bool:
-        """Whether the documents are preference pairs."""
-        return self.form == "preference"
+        """Whether a record becomes two documents."""
+        return self.form in ("preference", "label")
 
     def describe(self) -> str:
         """The fields, and the name of the template."""
         fields = " → ".join([*self.context, " | ".join(self.answers)]) or "nothing"
+        fields += f" ({self.label})" if self.label else ""
         return f"{fields}, {self.template.name}" if self.template is not None else fields
 
     def columns(self, names: Iterable[str]) -> list[str]:
@@ -98,11 +113,18 @@ class RecordReader:
         required = [fields] if fields else [known for _, known in FORMS]
         if not any({*some} <= {*names} for some in required):
             return names
-        wanted = {"tools", "system", *CONTEXTS, *(self._config.fields or chain(*required))}
+        wanted = {
+            "tools",
+            "system",
+            self.label,
+            self._config.weight_field,
+            *CONTEXTS,
+            *(self._config.fields or chain(*required)),
+        }
         return [name for name in names if name in wanted]
 
     def documents(self, record: dict[str, Any], name: str, where: str) -> list[SourceDocument] | list[str]:
-        """The documents of a record (of a preference pair two), or the reason why it has none; `where` names it."""
+        """The documents of a record (of two answers two), or the reason why it has none; `where` names it."""
         try:
             if self.form is None:
                 self._begin(record)
@@ -120,6 +142,8 @@ class RecordReader:
         elif not fields:
             known = [entry for entry in FORMS if form in ("auto", entry[0])]
             found = [entry for entry in known if {*entry[1]} <= record.keys()]
+            if form == "auto" and not isinstance(record.get("label"), bool):
+                found = [entry for entry in found if entry[0] != "label"]
             if not found and form == "auto":
                 raise ValueError(
                     "neither `text` nor `prompt` and `completion` nor `messages` nor `chosen` and `rejected` among the"
@@ -132,6 +156,8 @@ class RecordReader:
                 fields = (*[name for name in CONTEXTS if name in record][:1], *fields)
         if form == "chat":
             self.tools, fields = (*fields[1:], "tools")[0], fields[:1]
+        if form == "label":
+            self.label, fields = fields[-1], fields[:-1]
         count = 2 if form == "preference" else 1
         self.context, self.answers = fields[:-count], fields[-count:]
         has_messages = any(isinstance(record.get(name), list | dict) for name in fields)
@@ -162,6 +188,11 @@ class RecordReader:
             return ["pairs of equal answers"]
         if not all(map(_has_answer, answers)):
             return [WITHOUT_ANSWER[self.form or "text"]]
+        weights = [_weight(record, self._config.weight_field)]
+        if self.label:
+            weights = [weights[0] if _label(record, self.label) else -weights[0]]
+            last, self._last_answer = self._last_answer, answers[0]
+            answers = [answers[0], answers[0] if last is None else last]
         found: list[tuple[TextPart, ...]]
         if self.template is None:
             prompts = [text + self._config.between for text in context]
@@ -172,7 +203,11 @@ class RecordReader:
         else:
             tools = read_tools(record.get(self.tools), self.tools)
             found = [self.template.parts(context + answer, tools, len(context)) for answer in answers]
-        return [SourceDocument(name, parts, takes_end=self.template is None) for parts in found]
+        weights += [1.0] * (len(found) - 1)  # an item has one weight
+        return [
+            SourceDocument(name, parts, self.template is None, weight)
+            for parts, weight in zip(found, weights, strict=True)
+        ]
 
     def _present(self, record: dict[str, Any]) -> list[str]:
         """The fields of the context of a record, without Alpaca's `input` if it has none."""
@@ -236,6 +271,22 @@ def _alpaca(instruction: str, more: str = "") -> str:
         instruction=instruction,
         input=f"### Input:\n{more}\n\n" if more else "",
     )
+
+
+def _label(record: dict[str, Any], field: str) -> bool:
+    value = _field(record, field)
+    if not (isinstance(value, bool | int) and value in (0, 1)):
+        raise ValueError(f"field {field!r} is {value!r:.40}, not true or false")
+    return bool(value)
+
+
+def _weight(record: dict[str, Any], field: str) -> float:
+    """The weight of a record; 1 if no field is named."""
+    value = _field(record, field) if field else 1.0
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < math.inf:
+        raise ValueError(f"field {field!r} is {value!r:.40}, and a weight is a finite number, at least 0")
+    return float(value)
 
 
 def _has_answer(answer: str | list[Message]) -> bool:

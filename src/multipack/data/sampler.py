@@ -117,6 +117,7 @@ class PackedBatchSampler(OwnSampler, Sampler[list[int]]):
     Args:
         lengths: (documents,) tokens of each document.
         targets: (documents,) target tokens of each document; None = its length − 1.
+        weights: (documents,) weight of each document in the loss; None = 1.
         rank: of this process among the data-parallel ranks.
         world_size: data-parallel ranks.
         seed: of the order.
@@ -138,6 +139,7 @@ class PackedBatchSampler(OwnSampler, Sampler[list[int]]):
         *,
         options: PlanOptions | None = None,
         targets: ArrayLike | None = None,
+        weights: ArrayLike | None = None,
         rank: int = 0,
         world_size: int = 1,
         seed: int = 0,
@@ -149,6 +151,7 @@ class PackedBatchSampler(OwnSampler, Sampler[list[int]]):
         self._options: dict[str, Any] = {
             "options": PlanOptions.of(options, named),
             "targets": targets,
+            "weights": weights,
             "seed": seed,
             "cost": cost,
             "loss_weighting": loss_weighting,
@@ -169,6 +172,7 @@ class PackedBatchSampler(OwnSampler, Sampler[list[int]]):
         self.most_documents = first.most_documents
         self.longest = first.longest
         self.loss_weighting = first.loss_weighting
+        self.weights = first.weights
         self.align = first.align
         self.epoch = 0
         self._carried: dict[int, NDArray[np.int64]] = {0: np.empty(0, dtype=np.int64)}

@@ -7,6 +7,7 @@ A shard is a safetensors file of flat, little-endian arrays; a document is a sli
     spans          [3,8) [0,4) [1,3) [4,6)    int64 pairs: ranges of targets within their document
     span_offsets   0     1     2          4   int64, documents + 1
     names, name_offsets                       UTF-8, and int64, documents + 1
+    weights                                   float64, documents; empty if all are 1
 
 Its metadata holds a hash of the documents that does not depend on their division into shards, the number of documents
 that were read for it, and in the last shard of a part what the source skipped.
@@ -17,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,11 @@ from multipack.atomic import read_file, write_atomically
 from multipack.planning.lengths import check_integer
 
 Integers = NDArray[np.int64]
-FORMAT, VERSION = "multipack-token-store", 5
+FORMAT, VERSION = "multipack-token-store", 6
 HEADER, TOKENIZER, CHAT_TEMPLATE = "header.json", "tokenizer.json", "chat_template.json"
 SHARDS = "shard-*.safetensors"
-_ARRAYS = ("offsets", "span_offsets", "name_offsets", "spans", "tokens", "names")
-_DTYPES = {"U8": "<u1", "U16": "<u2", "U32": "<u4", "I64": "<i8"}
+_ARRAYS = ("offsets", "span_offsets", "name_offsets", "spans", "tokens", "names", "weights")
+_DTYPES = {"U8": "<u1", "U16": "<u2", "U32": "<u4", "I64": "<i8", "F64": "<f8"}
 _MOST_PARTS = 9999
 _PRIME = (1 << 127) - 1
 _BASE = 0x5A17_93C4_E6B8_0D2F_1E8B_37D6_94A5_C263
@@ -55,6 +56,8 @@ class Shard:
         spans: (spans, 2) int64 [start, stop) ranges of targets, counted from the first token of their document.
         tokens: (tokens,) uint16 or uint32.
         names: (bytes,) uint8.
+        weights: (documents,) float64 weights in the loss, of a labeled answer negative if it is undesirable; empty if
+            all are 1.
         content: what `hash` gives, or gave when the file was written.
         read: number of documents (or pairs) read from the source for this shard, including those without tokens.
         skipped: of the last shard of a part, which may be empty: reason → number of entries that the part's source
@@ -70,6 +73,7 @@ class Shard:
     spans: Integers
     tokens: NDArray[np.unsignedinteger]
     names: NDArray[np.uint8]
+    weights: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     content: int = 0
     read: int = 0
     skipped: dict[str, int] | None = None
@@ -118,6 +122,8 @@ class Shard:
             digest = hashlib.blake2b(f"{len(tokens)} {len(spans)} ".encode() + name.tobytes(), digest_size=15)
             digest.update(tokens.data)
             digest.update(spans.data)
+            if len(self.weights) and self.weights[document] != 1.0:
+                digest.update(self.weights[document].tobytes())
             digests.append((int.from_bytes(digest.digest(), "big"), 1))
         return chain(digests)
 
@@ -127,6 +133,8 @@ class Shard:
         Raises:
             ValueError: they do not.
         """
+        if len(self.weights) not in (0, len(self)) or not np.isfinite(self.weights).all():
+            raise ValueError("weights do not match the documents, or are not finite")
         for name, ends, values, min_length in (
             ("offsets", self.offsets, self.tokens, 1),
             ("span_offsets", self.span_offsets, self.spans, 0),
@@ -212,7 +220,9 @@ def _counts(value: Any) -> dict[str, int] | None:
 
 
 def _array(data: NDArray[np.uint8], name: str, place: dict[str, Any]) -> NDArray[Any]:
-    if place["dtype"] not in {"tokens": ("U16", "U32"), "names": ("U8",)}.get(name, ("I64",)):
+    if place["dtype"] not in {"tokens": ("U16", "U32"), "names": ("U8",), "weights": ("F64",)}.get(
+        name, ("I64",)
+    ):
         raise ValueError(f"{name} of type {place['dtype']}")
     start, stop = place["data_offsets"]
     values = data[start:stop].view(_DTYPES[place["dtype"]])
@@ -233,6 +243,7 @@ class StoreHeader:
             shard is a contiguous range.
         overlong: policy for documents longer than a pack if `data.overlong` is auto.
         pairs: whether documents 2i and 2i + 1 are the chosen and the rejected answer of preference pair i.
+        labels: whether they are, instead, a labeled answer (see `Shard.weights`) and another record's to its prompt.
         parts: number of parts that are prepared separately.
         description: one line about the source; `{documents}` in it is replaced by the number of documents.
     """
@@ -245,14 +256,15 @@ class StoreHeader:
     split_by: str = "document"
     overlong: str = "error"
     pairs: bool = False
+    labels: bool = False
     parts: int = 1
     description: str = ""
 
     def _check(self) -> None:
         """Check the types of all fields; `TypeError` or `ValueError`."""
-        for field in fields(self):
-            if type(value := getattr(self, field.name)).__name__ != field.type:
-                raise TypeError(f"{field.name} is {value!r:.60}, not {field.type}")
+        for entry in fields(self):
+            if type(value := getattr(self, entry.name)).__name__ != entry.type:
+                raise TypeError(f"{entry.name} is {value!r:.60}, not {entry.type}")
         check_integer("vocabulary_size", self.vocabulary_size, 0, 1 << 32)
         check_integer("parts", self.parts, 1, _MOST_PARTS)
 

@@ -136,6 +136,7 @@ class Source:
 
     def __iter__(self) -> Iterator[SourceDocument]:
         self.skipped, self._done, self._open_file = Counter(), 0, None
+        self.reader.restart()
         if self._ignored:
             self.skipped["files of other kinds"] = self._ignored
         for found in self._read_files() if self.dataset is None else self._read_rows():
@@ -191,6 +192,7 @@ class Source:
             fields = (*records.context, *records.answers)
             identity = "" if records.template is None else records.template.identity
             parts += [records.form, fields, records.tools, config.between, identity]
+            parts += [each for each in (records.label, config.weight_field) if each]
         if config.source == "stdlib":
             parts.append(self.name)
         if self.dataset is not None:

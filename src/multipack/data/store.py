@@ -28,6 +28,8 @@ from numpy.typing import NDArray
 from multipack.data.shards import TOKENIZER, Integers, Shard, StoreHeader, chain, damaged, find_shards
 from multipack.data.tokenizer import Progress, Tokenizer, silent
 
+_COMPUTED = ("lengths", "weights", "tokenizer")
+
 
 class TokenStore:
     """A token store, read-only; its shards are mapped.
@@ -47,7 +49,9 @@ class TokenStore:
         num_documents: number of documents.
         num_tokens: number of tokens.
         vocabulary_size: every token is less than this.
-        has_pairs: whether documents 2i and 2i + 1 are preference pair i.
+        has_pairs: whether documents 2i and 2i + 1 are one item: a preference pair, or a labeled answer and that of
+            another record.
+        has_labels: whether they are the latter.
         checksum: identifies tokens, targets, names and tokenizer, whatever the division into shards.
         is_complete: whether the last shard of each part is there.
         skipped: reason → number of entries that the source skipped.
@@ -83,11 +87,13 @@ class TokenStore:
         self.first = np.cumsum([0, *map(len, self.shards)])
         self.num_documents = int(self.first[-1])
         self.num_tokens = sum(len(shard.tokens) for shard in self.shards)
-        self.vocabulary_size, self.has_pairs = self.header.vocabulary_size, self.header.pairs
+        self.vocabulary_size = self.header.vocabulary_size
+        self.has_pairs, self.has_labels = self.header.pairs, self.header.labels
         number = self.num_documents // (2 if self.has_pairs else 1)
         self.description = self.header.description.replace("{documents}", f"{number:,}")
         content = chain((shard.content, len(shard)) for shard in self.shards)
-        decisive = [self.header.tokenizer_hash, self.header.split_by, self.has_pairs, content]
+        kind = "labels" if self.has_labels else self.has_pairs
+        decisive = [self.header.tokenizer_hash, self.header.split_by, kind, content]
         self.checksum = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
         self.bytes_asked = 0
 
@@ -105,10 +111,11 @@ class TokenStore:
                     f"{first.path} with {first.header.tokenizer} and {other.path} with {other.header.tokenizer} have"
                     " different tokenizers: prepare one of them again with tokenizer.kind=file and the other's path"
                 )
-            if other.has_pairs != first.has_pairs:
-                raise ValueError(
-                    f"only one of {first.path} and {other.path} holds preference pairs: train on one kind"
-                )
+            for name, kind in (("has_pairs", "preference pairs"), ("has_labels", "labeled answers")):
+                if getattr(other, name) != getattr(first, name):
+                    raise ValueError(
+                        f"only one of {first.path} and {other.path} holds {kind}: train on one kind"
+                    )
         templates = {store.header.chat_template for store in stores}
         header = replace(first.header, chat_template=templates.pop() if len(templates) == 1 else "")
         shards = [
@@ -136,7 +143,7 @@ class TokenStore:
 
     def __getstate__(self) -> dict[str, Any]:
         """For other processes, which compute again what can be computed."""
-        return {name: value for name, value in vars(self).items() if name not in ("lengths", "tokenizer")}
+        return {name: value for name, value in vars(self).items() if name not in _COMPUTED}
 
     def _find(self, document: int) -> tuple[Shard, int]:
         """The shard of a document, and its number there."""
@@ -152,6 +159,15 @@ class TokenStore:
         lengths = np.concatenate([none, *(np.diff(shard.offsets) for shard in self.shards)])
         lengths.flags.writeable = False
         return lengths
+
+    @cached_property
+    def weights(self) -> NDArray[np.float64] | None:
+        """(documents,) weight of each document in the loss, see `Shard`; None = all are 1."""
+        if not any(len(shard.weights) for shard in self.shards):
+            return None
+        return np.concatenate(
+            [shard.weights if len(shard.weights) else np.ones(len(shard)) for shard in self.shards]
+        )
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

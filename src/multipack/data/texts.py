@@ -47,11 +47,13 @@ class SourceDocument:
         parts: its text in pieces, in order.
         takes_end: whether an end token is added. None follows a stretch of a file that continues in the next document,
             and none a chat, whose template marks the end.
+        weight: weight in the loss; of a labeled answer negative if it is undesirable.
     """
 
     name: str
     parts: tuple[TextPart, ...]
     takes_end: bool = True
+    weight: float = 1.0
 
 
 def find_files(path: str, suffixes: tuple[str, ...]) -> tuple[Path, list[str], int]:

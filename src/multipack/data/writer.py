@@ -50,6 +50,7 @@ class ShardBuilder:
     def __init__(self, vocabulary_size: int, is_stream: bool = False) -> None:
         self._vocabulary_size, self._is_stream = vocabulary_size, is_stream
         self._tokens, self._spans, self._names = array("I"), array("q"), bytearray()
+        self._weights = array("d")
         self._offsets, self._span_offsets, self._name_offsets = (array("q", [0]) for _ in range(3))
         self.read = 0
 
@@ -61,8 +62,8 @@ class ShardBuilder:
         """Number of tokens of all documents."""
         return len(self._tokens)
 
-    def add(self, name: str, parts: Sequence[tuple[Sequence[int], bool]]) -> None:
-        """Add a document from its tokens in parts, each with whether they are targets.
+    def add(self, name: str, parts: Sequence[tuple[Sequence[int], bool]], weight: float = 1.0) -> None:
+        """Add a document from its tokens in parts, each with whether they are targets; see `Shard` for its weight.
 
         Raises:
             ValueError: it has no tokens.
@@ -76,6 +77,7 @@ class ShardBuilder:
         else:
             self._names += name.encode("utf-8", "replace")
             self._name_offsets.append(len(self._names))
+            self._weights.append(weight)
         begin, first_span = self._offsets[-1], self._span_offsets[-1]
         for ids, is_target in parts:
             start = len(self._tokens) - begin
@@ -107,7 +109,7 @@ class ShardBuilder:
             for document, each in zip(item, parts, strict=True):
                 if document.takes_end and tokenizer.end_id is not None:
                     each.append(([tokenizer.end_id], True))
-                self.add(document.name, each)
+                self.add(document.name, each, document.weight)
 
     def build(self, skipped: dict[str, int] | None = None) -> Shard:
         """The documents as a shard; see `Shard` for `skipped`.
@@ -127,6 +129,9 @@ class ShardBuilder:
             spans=np.array(self._spans, dtype=np.int64).reshape(-1, 2),
             tokens=tokens.astype("<u2" if self._vocabulary_size <= 1 << 16 else "<u4"),
             names=np.frombuffer(bytes(self._names), dtype=np.uint8),
+            weights=np.array(
+                self._weights if any(each != 1.0 for each in self._weights) else [], dtype=np.float64
+            ),
             read=self.read,
             skipped=skipped,
         )
@@ -160,7 +165,8 @@ class StoreWriter:
         path: folder of the store.
         tokenizer: makes the tokens.
         part: number of this part, from 0.
-        **header: other fields of `StoreHeader`: chat_template, key, split_by, overlong, pairs, parts, description.
+        **header: other fields of `StoreHeader`: chat_template, key, split_by, overlong, pairs, labels, parts,
+            description.
 
     Attributes:
         skipped: reason → number of entries that the source left out; may be set until the block ends.
@@ -222,13 +228,13 @@ class StoreWriter:
     def _begin_shard(self) -> None:
         self._builder = ShardBuilder(self.header.vocabulary_size, self.header.split_by == "position")
 
-    def add(self, name: str, parts: Sequence[tuple[Sequence[int], bool]]) -> None:
-        """Add a document: its name, and its tokens in pieces, each with whether they are targets.
+    def add(self, name: str, parts: Sequence[tuple[Sequence[int], bool]], weight: float = 1.0) -> None:
+        """Add a document: its name, its tokens in pieces, each with whether they are targets, and its weight.
 
         Raises:
             ValueError: the document has no tokens, or a token outside the vocabulary.
         """
-        self._builder.add(name, parts)
+        self._builder.add(name, parts, weight)
         self._builder.read += 1
         self._end_full_shard()
 

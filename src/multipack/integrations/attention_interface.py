@@ -270,7 +270,7 @@ def _batch(starts: tuple[int, ...], slots: int, device: torch.device) -> PackedB
         num_target_tokens=0,
         lengths=lengths,
         longest=max(lengths),
-        num_target_documents=0,
+        denominator=0,
     )
 
 

@@ -104,7 +104,7 @@ class KeyValueCache:
             num_target_tokens=0,
             lengths=(1,) * count,
             longest=1,
-            num_target_documents=0,
+            denominator=0,
         )
 
     def remove(self, row: int) -> None:

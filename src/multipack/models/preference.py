@@ -58,7 +58,7 @@ class PreferenceDecoder(Decoder):
         self._tallies: dict[bool, Tensor | None] = {True: None, False: None}
 
     def forward(self, batch: PackedBatch, x: Tensor | None = None) -> Tensor:
-        """Sum of the loss over the batch's items: 0-d float32 (float64 for float64 weights).
+        """Weighted sum of the loss over the batch's items: 0-d float32 (float64 for float64 weights).
 
         In evaluation mode, for a batch without the reference values that the loss needs, (items, 2) log-probabilities
         of both answers instead: the reference values if this model is the reference.
@@ -79,13 +79,13 @@ class PreferenceDecoder(Decoder):
             return policy
         reference = batch.reference if self.loss.uses_reference else None
         counts = self._per_pair(batch.targets != IGNORE, batch).clamp(min=1.0)
-        desirable = torch.ones(len(policy), dtype=torch.bool, device=policy.device)
-        scores = Scores(policy, reference, counts, desirable, self.options, self.last)
+        weights = torch.ones_like(policy[:, 0]) if batch.item_weights is None else batch.item_weights
+        scores = Scores(policy, reference, counts, ~weights.signbit(), self.options, self.last)
         losses = self.loss.losses(scores)
         if sft := self.options.get("sft", 0.0):
             losses = losses - sft * scores.means[:, 0]
         self._count(self.loss.metrics(scores))
-        return losses.sum().to(at_least_float32(self.output_weight.dtype))
+        return (losses * weights.abs()).sum().to(at_least_float32(self.output_weight.dtype))
 
     def pair_log_probabilities(self, batch: PreferenceBatch) -> Tensor:
         """(items, 2) float64 log-probabilities of both answers, summed over their targets."""

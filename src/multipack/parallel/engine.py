@@ -183,7 +183,7 @@ class ModelEngine:
         and FSDP average gradients over `mesh.gradient_size` ranks, hence the factor: the result is the gradient that
         one process would compute, however unevenly targets are distributed over ranks.
         """
-        return self.mesh.gradient_size / max(denominator, 1) * self.loss_scale
+        return self.mesh.gradient_size / (denominator or 1) * self.loss_scale
 
     def forward_backward(
         self,

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from multipack.data.batch import PackedBatch
+from multipack.data.collate import PreferenceBatch
 from multipack.data.loader import Item, PackedLoader
 from multipack.data.sampler import PackedBatchSampler
 from multipack.parallel.collectives import scatter_bytes
@@ -31,7 +32,8 @@ from multipack.parallel.mesh import Mesh
 
 ALIGNMENT = 8
 """Bytes to whose multiple every tensor begins in a message: those of the widest dtype."""
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.int64, torch.int32, torch.float32)}
+_DTYPES = (torch.int64, torch.int32, torch.float32, torch.float64)
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES}
 """Dtypes of a batch's tensors."""
 
 
@@ -169,4 +171,4 @@ def _from_bytes(content: Tensor) -> PackedBatch:
     for name, value in header["fields"].items():
         plain = next(following) if value is None else value[0]
         fields[name] = tuple(plain) if isinstance(plain, list) else plain
-    return PackedBatch(**fields)
+    return (PreferenceBatch if "item_weights" in fields else PackedBatch)(**fields)

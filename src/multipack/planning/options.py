@@ -223,6 +223,26 @@ def check_targets(targets: ArrayLike, lengths: Integers) -> Integers:
     return counts
 
 
+def check_weights(weights: ArrayLike, documents: int) -> NDArray[np.float64]:
+    """Weights of documents as float64, finite and at least 0.
+
+    Raises:
+        ValueError: another shape or type, or a weight out of range; the first such document is named.
+    """
+    found = np.asarray(weights, dtype=np.float64)
+    if found.shape != (documents,):
+        raise ValueError(
+            f"weights must be {documents:,} numbers, one a document, got an array of {found.shape}"
+        )
+    wrong = np.flatnonzero(~(np.isfinite(found) & (found >= 0)))
+    if len(wrong):
+        first = int(wrong[0])
+        raise ValueError(
+            f"weights must be finite and at least 0: document {first} has {found[first]} ({len(wrong):,} are wrong)"
+        )
+    return found
+
+
 def check_carried(carried: ArrayLike | None, documents: int) -> Integers:
     """Carried document numbers as int64; empty for None.
 

@@ -27,6 +27,7 @@ from multipack.planning.options import (
     check_carried,
     check_choice,
     check_targets,
+    check_weights,
     fingerprint_of,
 )
 from multipack.planning.steps import StepRules, divide_epoch, permutation
@@ -35,9 +36,15 @@ from multipack.shapes import ModelShape
 Integers = NDArray[np.int64]
 
 
-def denominator_of(targets: Integers, loss_weighting: LossWeighting) -> int:
-    """Divisor of the summed loss of documents with these numbers of targets; see `Plan.denominator`."""
-    return int(targets.sum() if loss_weighting == "token" else np.count_nonzero(targets))
+def denominator_of(
+    targets: Integers, loss_weighting: LossWeighting, weights: NDArray[np.float64] | None = None
+) -> float:
+    """Divisor of the summed loss of documents with these numbers of targets and weights; see `Plan.denominator`.
+
+    It is an `int` without weights.
+    """
+    counts = targets if loss_weighting == "token" else targets > 0
+    return int(counts.sum()) if weights is None else float((counts * weights).sum())
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -47,6 +54,7 @@ class Plan:
     Attributes:
         lengths: (all documents,) int64 tokens of every document, planned or not.
         target_counts: (all documents,) int64 target tokens, or None for length − 1.
+        weights: (all documents,) float64 weights of documents in the loss, or None for 1.
         options: options of the plan.
         loss_weighting: whether the loss is a mean over `token`s or `document`s; does not affect the steps.
         seed, epoch: seed and epoch of the order.
@@ -69,6 +77,7 @@ class Plan:
 
     lengths: Integers
     target_counts: Integers | None
+    weights: NDArray[np.float64] | None
     options: PlanOptions
     loss_weighting: LossWeighting
     seed: int
@@ -148,13 +157,15 @@ class Plan:
         """Number of target tokens of a step, over all ranks and micro-batches."""
         return int(self._targets(step).sum())
 
-    def denominator(self, step: int) -> int:
+    def denominator(self, step: int) -> float:
         """Divisor of a step's summed loss over all ranks and micro-batches, known without a collective.
 
         With `loss_weighting="token"` it is the number of targets; with `"document"` the number of documents with a
-        target, each of whose n targets has weight 1 / n (LongAlign: Bai et al. 2024, arXiv:2401.18058).
+        target, each of whose n targets has weight 1 / n (LongAlign: Bai et al. 2024, arXiv:2401.18058). With weights a
+        document of weight w counts as w documents.
         """
-        return denominator_of(self._targets(step), self.loss_weighting)
+        weights = None if self.weights is None else self.weights[self.documents(step)]
+        return denominator_of(self._targets(step), self.loss_weighting, weights)
 
     def _targets(self, step: int) -> Integers:
         """(documents of the step,) number of targets of each."""
@@ -226,6 +237,7 @@ def plan(
     *,
     options: PlanOptions | None = None,
     targets: ArrayLike | None = None,
+    weights: ArrayLike | None = None,
     cost: CostModel | ModelShape | None = None,
     seed: int = 0,
     epoch: int = 0,
@@ -240,6 +252,7 @@ def plan(
         lengths: (documents,) tokens of each document.
         options: every option at once, instead of or below the keywords.
         targets: (documents,) target tokens of each document; None = length − 1. Changes no step.
+        weights: (documents,) weight of each document in the loss, at least 0; None = 1. Changes no step.
         cost: the cost of documents: a fitted model, a shape, or None for Llama 3 8B.
         seed: of the order; any integer.
         epoch: from 0; with the seed it determines the order.
@@ -264,6 +277,7 @@ def plan(
     slots = chosen.slots(checked)
     balanced = chosen.balanced_cost(cost_model, slots)
     counts = None if targets is None else check_targets(targets, checked)
+    weighted = None if weights is None else check_weights(weights, len(checked))
     opening = check_carried(carried, len(checked))
     most_documents = chosen.most_documents(slots, chosen.tail == "carry" or len(opening) > 0)
     own = np.arange(len(checked)) if chosen.order == "given" else permutation(seed, epoch, len(checked))
@@ -278,6 +292,7 @@ def plan(
     return Plan(
         lengths=checked,
         target_counts=counts,
+        weights=weighted,
         options=chosen,
         loss_weighting=loss_weighting,
         seed=seed,

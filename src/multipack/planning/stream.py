@@ -111,7 +111,7 @@ class StreamStep:
         self.positions, self.lengths, targets, _ = queue.table[entries].T
         self.packs = Packs(np.arange(len(entries), dtype=np.int64), offsets - offsets[0])
         self.tokens, self.targets = int(self.lengths.sum()), int(targets.sum())
-        self.denominator = denominator_of(targets, stream.loss_weighting)
+        self.denominator: float = denominator_of(targets, stream.loss_weighting)
 
     def __len__(self) -> int:
         return len(self.items)
@@ -176,7 +176,7 @@ class PackStream:
         if chosen.tail == "carry":
             raise ValueError("a stream has tail keep or drop: carry is for the next epoch")
         check_choice("loss_weighting", loss_weighting, LossWeighting)
-        self.options, self.loss_weighting = chosen, loss_weighting
+        self.options, self.loss_weighting, self.weights = chosen, loss_weighting, None
         self.seed = check_integer("seed", seed, None)
         self.align, self.longest = chosen.align, chosen.longest
         most = chosen.capacity // chosen.align

@@ -143,7 +143,7 @@ class StepApplier:
         )
         middle = engine.clock.mark()
         metrics = self.objective.metrics(engine) | callbacks.gradient(step, engine)
-        norm, loss = engine.clip(self.config.optimizer.clip), sums[0] / max(data.denominator, 1)
+        norm, loss = engine.clip(self.config.optimizer.clip), sums[0] / (data.denominator or 1)
         applied = self._is_valid(step, data, norm) and callbacks.accept(step, loss, norm)
         rate = self._rate(step)
         metrics |= {"loss": loss, "lr": rate, "grad_norm": norm}
@@ -179,7 +179,7 @@ class StepApplier:
         *numbers, norm = reading.values()
         sums = self._checked(step, data, numbers)
         self._is_valid(step, data, norm)
-        loss = sums[0] / max(data.denominator, 1)
+        loss = sums[0] / (data.denominator or 1)
         self._record(step, data, result, marks, sums, {"loss": loss, "lr": rate, "grad_norm": norm})
 
     def _rate(self, step: int) -> float:

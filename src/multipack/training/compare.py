@@ -51,7 +51,10 @@ def padded_batches(
     shuffled = np.random.default_rng(seed).permutation(numbers)
     groups = [shuffled[start : start + batch_size] for start in range(0, len(shuffled), batch_size)]
     return [
-        pad_documents([documents[int(number)] for number in group], 0, loss_weighting) for group in groups
+        pad_documents(
+            [documents[int(number)] for number in group], 0, loss_weighting, documents.weights is not None
+        )
+        for group in groups
     ]
 
 

@@ -54,7 +54,7 @@ class StepData:
 
     micro_batches: list[PackedBatch]
     target_tokens: int
-    denominator: int
+    denominator: float
     documents: NDArray[np.int64]
     lengths: NDArray[np.int64]
     cost_spread: float

@@ -9,6 +9,7 @@ on it: they only need a model that takes a batch and returns a summed loss.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -111,6 +112,13 @@ class Objective:
         """Metrics of the last step's packs, or of the last evaluation's, over all ranks; collective."""
         return {}
 
+    def state(self, engine: ModelEngine) -> dict[str, float]:
+        """What the next steps read of the steps before, for a checkpoint."""
+        return {}
+
+    def load_state(self, engine: ModelEngine, state: Mapping[str, Any]) -> None:
+        """Continue with the `state` of a checkpoint; `ValueError` if it is damaged."""
+
 
 class Preferences(Objective):
     """Preference optimization; see models/preference.py. An item of two documents counts as one document.
@@ -128,7 +136,7 @@ class Preferences(Objective):
     def check(self) -> None:
         """See `Objective`."""
         train, parallel, preference = self.config.train, self.config.parallel, self.config.preference
-        self.loss = find_loss(preference.loss, "pairs")
+        self.loss = find_loss(preference.loss, "labels" if self.corpus.train.store.has_labels else "pairs")
         check_options(self.loss, preference.changed(), preference.reference)
         self.legend = {**self.loss.legend, "reward_margin": "mean difference of both rewards"}
         for name in ("pipeline", "context"):
@@ -260,8 +268,26 @@ class Preferences(Objective):
 
     def metrics(self, engine: ModelEngine, training: bool = True) -> dict[str, float]:
         """Means over items. Every rank of a model replica counts its items, which does not change the means."""
-        tally = engine.world.sum(cast(PreferenceDecoder, engine.model).take_tally(training))
-        return self.loss.means(tally, "" if training else "val_")
+        model = cast(PreferenceDecoder, engine.model)
+        found = self.loss.means(engine.world.sum(model.take_tally(training)), "" if training else "val_")
+        model.last.update({name: found[name] for name in model.last if name in found})
+        return found
+
+    def state(self, engine: ModelEngine) -> dict[str, float]:
+        """See `Objective`."""
+        return dict(cast(PreferenceDecoder, engine.model).last)
+
+    def load_state(self, engine: ModelEngine, state: Mapping[str, Any]) -> None:
+        """See `Objective`."""
+        last = cast(PreferenceDecoder, engine.model).last
+        for name in last:
+            value = state.get(name)
+            if not isinstance(value, float) or not math.isfinite(value):
+                raise ValueError(
+                    f"the checkpoint's progress.objective.{name} is {value!r}, not a finite number: resume from another"
+                    " checkpoint"
+                )
+            last[name] = value
 
 
 def read_reference(file: Path, documents: Mapping[str, Documents]) -> dict[str, Values]:

@@ -316,6 +316,7 @@ class Feeds:
             documents.lengths,
             options=replace(config.plan.for_ranks(ranks), **changes),
             targets=documents.target_counts,
+            weights=documents.weights,
             rank=self._mesh.data_rank,
             world_size=ranks,
             seed=config.train.seed,
@@ -338,7 +339,7 @@ class Feeds:
     def validation_loss(self) -> float:
         """Mean loss of the validation packs over all ranks, weighted as the training loss; collective."""
         assert self.validation is not None
-        loss, denominator = 0.0, 0
+        loss, denominator = 0.0, 0.0
         batches = iter(self.validation)
         for _ in range(self.validation_steps):
             micro_batches = list(islice(batches, self.training.micro_batches))
@@ -346,8 +347,8 @@ class Feeds:
             if self._mesh.is_replica_leader:
                 denominator += sum(batch.denominator for batch in micro_batches)
         self.validation.close()
-        total_loss, total = self._engine.world.sum([loss, float(denominator)])
-        return total_loss / max(total, 1.0)
+        total_loss, total = self._engine.world.sum([loss, denominator])
+        return total_loss / (total or 1.0)
 
     def close(self) -> None:
         """Stop the threads that collate packs."""

@@ -245,10 +245,10 @@ class TrackConfig:
 
 @dataclass
 class PreferenceConfig:
-    """Preference optimization of pairs (chosen, rejected): DPO and other objectives."""
+    """Preference optimization of pairs (chosen, rejected) and of labeled answers: DPO, KTO and other objectives."""
 
     loss: str = "auto"
-    """A name in models/objectives: sigmoid (DPO), robust, hinge, ipo, simpo, orpo; auto = sigmoid."""
+    """A row of models/objectives: sigmoid (DPO), robust, hinge, ipo, simpo, orpo, kto; auto = sigmoid or kto."""
     beta: float = 0.1
     """Factor of rewards: with a reference, the strength of the penalty for moving away from it."""
     label_smoothing: float = 0.0
@@ -257,6 +257,10 @@ class PreferenceConfig:
     """Difference of rewards that simpo asks for."""
     sft: float = 0.0
     """Weight of the chosen answer's negative log-probability per token, which is added to the loss; orpo has it."""
+    desirable: float = 1.0
+    """Weight of desirable answers in kto."""
+    undesirable: float = 1.0
+    """Weight of undesirable answers in kto."""
     reference: str = ""
     """The reference model: a run, a checkpoint or a Hugging Face folder; empty = the run's own initial weights."""
 
@@ -265,7 +269,7 @@ class PreferenceConfig:
         if self.beta <= 0:
             raise ValueError(f"preference.beta must be positive, got {self.beta}")
         _check(self, "preference", "label_smoothing", below=0.5)
-        _check(self, "preference", "margin", "sft")
+        _check(self, "preference", "margin", "sft", "desirable", "undesirable")
         if self.loss == "auto":
             return
         from multipack.models.objectives import check_options, find_loss  # imports torch

@@ -298,6 +298,7 @@ class Trainer(StepApplier):
                 f"train.loss_weighting changes from {before} to {weighting}: logged losses before and after are means"
                 " over different units"
             )
+        self.objective.load_state(self.engine, progress.get("objective", {}))
         self.callbacks.load_states(progress["callbacks"])
         self.callbacks.load_all_tensors(checkpoint.source, self.engine)
         if not restore_rng(self.world, checkpoint.source):
@@ -312,4 +313,5 @@ class Trainer(StepApplier):
             "running": [*self.running, self.config.train.loss_weighting],
             **{name: getattr(self, name) for name in RESULTS},
             "callbacks": self.callbacks.states(),
+            "objective": self.objective.state(self.engine),
         }
