@@ -11,7 +11,8 @@ import pytest
 from multipack.cli.plan_settings import PlanCommand
 from multipack.run import RunDirectory, config_yaml
 from multipack.shapes import SHAPES
-from multipack.training.run_config import ALIASES, HINTS, Config, compose, compose_run
+from multipack.training.other_names import ALIASES, HINTS
+from multipack.training.run_config import Config, compose, compose_run
 from multipack.training.weights import trained_shape
 from multipack.words import ConfigError, describe, merge, preset_names
 
@@ -42,7 +43,7 @@ def test_words_win_over_presets_over_files(tmp_path):
     assert config.train.steps == 7
 
 
-def test_wordplays_names_map_to_one_field():
+def test_names_of_other_tools_map_to_one_field():
     for word, field, value in (
         ("train.max_iters=100", "train.steps", 100),
         ("train.init_from=scratch", "train.resume", "false"),
@@ -52,13 +53,19 @@ def test_wordplays_names_map_to_one_field():
         ("optimizer.gas=4", "plan.micro_batches", 4),
         ("optimizer.learning_rate=0.001", "optimizer.lr", 0.001),
         ("data=shakespeare", "tokenizer.kind", "char"),
+        ("learning_rate=0.001", "optimizer.lr", 0.001),  # transformers' and peft's, alone or in a group
+        ("train.num_train_epochs=3", "train.epochs", 3.0),
+        ("max_length=1024", "plan.capacity", 1024),
+        ("lora.r=8", "adapter.rank", 8),
     ):
         group, name = field.split(".")
         words = [word, "data.path=input.txt"] if word.startswith("data=") else [word]
         assert getattr(getattr(compose(words), group), name) == value, word
     known = {key for key, *_ in describe(Config)}
     assert set(ALIASES.values()) <= known
-    assert not HINTS.keys() & known
+    leaves = {key.rpartition(".")[2] for key in known}
+    assert not HINTS.keys() & (known | leaves)
+    assert not ALIASES.keys() & (known | leaves)
 
 
 def test_one_word_changes_what_follows_from_it():
@@ -79,10 +86,15 @@ REFUSED = {
     "steps=3": ["train.steps?"],
     "modle=tiny": ["model?"],
     "foo=1": ["--settings"],
+    "train.lora=true": ["adapter=lora"],
+    "gradient_checkpointing=true": ["train.recompute=full"],
+    "per_device_train_batch_size=2": ["plan.capacity", "plan.micro_batches"],
+    "train.wd=0.1": ["optimizer.weight_decay"],
+    "train.ema=0.1": ["--settings"],  # no other name is near
     "log.every=-1": ["log.every"],
     "trian.steps=3": ["train.steps?"],
     "model.nlayers=3": ["model.layers?"],
-    "train.steps=many": ["train.steps=many"],
+    "train.steps=many": ["train.steps=many: must be a whole number"],
     "train.steps=1.5": ["train.steps=1.5"],
     "train.compare_padding=perhaps": ["train.compare_padding=perhaps"],
     "train.dtype=fp8": ["train.dtype=fp8", "bf16"],

@@ -263,21 +263,29 @@ def _unquoted(part: str) -> str:
 
 def _unknown(key: str, tree: DictConfig, known: list[str]) -> str:
     """The message for an unknown key, with the nearest known one."""
-    group, _, leaf = key.partition(".")
-    if leaf:
-        siblings = [name for name in known if name.startswith(f"{group}.")]
-        near = difflib.get_close_matches(key, siblings, 1, 0.7)
-        near = near or [name for name in known if name.split(".")[-1] == leaf]
-        near = near or difflib.get_close_matches(key, known, 1, 0.75)
-    else:
-        near = [name for name in known if name.split(".")[-1] == key]
+    group, _, leaf = key.rpartition(".")
+    leaves = {name: name.rpartition(".")[2] for name in known}
+    siblings = [name for name in known if name.rpartition(".")[0] == group]
+    near = [name for name in known if leaves[name] == leaf]
+    near = near or [
+        name
+        for name in siblings
+        if leaves[name] in difflib.get_close_matches(leaf, [leaves[each] for each in siblings], 1, 0.7)
+    ]
+    if not group:
         near = near or difflib.get_close_matches(key, list(map(str, tree)), 1, 0.6)
     hint = f"did you mean {near[0]}?" if near else "the command's option --settings lists them all"
     return f"there is no setting {key}; {hint}"
 
 
+_KINDS = {"converted to Integer": "must be a whole number", "converted to Float": "must be a number"}
+"""End of OmegaConf's message → ours."""
+
+
 def _reason(error: OmegaConfBaseException) -> str:
-    return str(error).strip().partition("\n    full_key")[0]
+    text = str(error).strip().partition("\n    full_key")[0]
+    found = next((kind for kind in _KINDS if text.endswith(kind)), None)
+    return _KINDS[found] if found else text
 
 
 def _field_docstrings(schema: type) -> dict[str, str]:

@@ -16,41 +16,9 @@ from multipack.planning.options import PlanOptions
 from multipack.run import RunDirectory, check_format, find_run, is_export, is_peft, weights_folder
 from multipack.shapes import SHAPES, ModelShape
 from multipack.shapes.adapter import AdapterConfig
+from multipack.training.other_names import translate
 from multipack.training.settings import LogConfig, OptimizerConfig, PreferenceConfig, TrackConfig, TrainConfig
 from multipack.words import ConfigError, flatten, merge, read_yaml, split
-
-ALIASES: dict[str, str] = {
-    "train.max_iters": "train.steps",
-    "train.eval_interval": "train.eval_every",
-    "train.log_interval": "log.every",
-    "train.eval_iters": "train.eval_packs",
-    "train.backend": "parallel.data",
-    "train.warmup_iters": "optimizer.warmup_steps",
-    "model.n_layer": "model.layers",
-    "model.n_head": "model.heads",
-    "model.block_size": "data.block_size",
-    "model.vocab_size": "model.vocabulary_size",
-    "optimizer.gas": "plan.micro_batches",
-    "optimizer.learning_rate": "optimizer.lr",
-    "optimizer.grad_clip": "optimizer.clip",
-    "optimizer.lr_decay_iters": "optimizer.decay_steps",
-}
-"""Name of a setting in wordplay → name in multipack."""
-
-VALUE_ALIASES: dict[tuple[str, str], str] = {
-    ("train.dtype", "bfloat16"): "bf16",
-    ("train.dtype", "float32"): "fp32",
-    ("data", "shakespeare"): "shakespeare_char",
-    ("parallel.data", "DDP"): "ddp",
-}
-"""(setting, value in wordplay) → value in multipack."""
-
-HINTS: dict[str, str] = {
-    "model.batch_size": "plan.capacity counts tokens: set it to batch_size × block_size",
-    "model.n_embd": "set model.d_model and model.d_ff (wordplay's d_ff is 4 × n_embd)",
-    "data.workers": "leave it out, the tokenizer has threads of its own",
-}
-"""Settings of wordplay and of earlier versions without an equivalent → what to set instead."""
 
 FIXED_AT_START = ("train.init_from", "preference.reference", "plan.packs_per_step", "plan.micro_batches")
 """Settings that `train.resume=auto` ignores when it resumes: they have an effect on a new run only."""
@@ -197,22 +165,6 @@ def _shorter_pipeline(parallel: ParallelConfig, processes: int, packs: int) -> i
             if fit_micro_batches(other, per_rank) == per_rank:
                 return ranks
     return 1
-
-
-def translate(key: str, value: Any) -> tuple[str, Any]:
-    """Translate wordplay's name and value of a setting to multipack's; others are returned unchanged.
-
-    Values of YAML files are not always text.
-
-    Raises:
-        ConfigError: multipack has no equivalent of the setting; the message says what to set instead.
-    """
-    if key in HINTS:
-        raise ConfigError(f"{key} has no equivalent here: {HINTS[key]}")
-    key = ALIASES.get(key, key)
-    if key == "train.init_from" and value in ("scratch", "resume"):  # all other values are paths
-        key, value = "train.resume", str(value == "resume").lower()
-    return key, VALUE_ALIASES.get((key, str(value)), value)
 
 
 def compose(words: Iterable[str], base: dict[str, Any] | None = None) -> Config:

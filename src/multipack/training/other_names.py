@@ -1,0 +1,103 @@
+"""Names of settings in other tools: wordplay's, and those of transformers, TRL and Axolotl."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from multipack.words import ConfigError
+
+ALIASES: dict[str, str] = {
+    # wordplay
+    "train.max_iters": "train.steps",
+    "train.eval_interval": "train.eval_every",
+    "train.log_interval": "log.every",
+    "train.eval_iters": "train.eval_packs",
+    "train.backend": "parallel.data",
+    "train.warmup_iters": "optimizer.warmup_steps",
+    "model.n_layer": "model.layers",
+    "model.n_head": "model.heads",
+    "model.block_size": "data.block_size",
+    "model.vocab_size": "model.vocabulary_size",
+    "optimizer.gas": "plan.micro_batches",
+    "optimizer.learning_rate": "optimizer.lr",
+    "optimizer.grad_clip": "optimizer.clip",
+    "optimizer.lr_decay_iters": "optimizer.decay_steps",
+    # transformers, TRL, peft, Axolotl: alone, or in any group
+    "learning_rate": "optimizer.lr",
+    "lr_scheduler_type": "optimizer.schedule",
+    "warmup_ratio": "optimizer.warmup_steps",
+    "max_grad_norm": "optimizer.clip",
+    "adam_beta1": "optimizer.beta1",
+    "adam_beta2": "optimizer.beta2",
+    "adam_epsilon": "optimizer.eps",
+    "num_train_epochs": "train.epochs",
+    "num_epochs": "train.epochs",
+    "max_steps": "train.steps",
+    "eval_steps": "train.eval_every",
+    "save_steps": "train.checkpoint_every",
+    "save_total_limit": "train.keep_checkpoints",
+    "logging_steps": "log.every",
+    "report_to": "track.to",
+    "max_length": "plan.capacity",
+    "max_seq_length": "plan.capacity",
+    "sequence_len": "plan.capacity",
+    "gradient_accumulation_steps": "plan.micro_batches",
+    "output_dir": "out",
+    "model_name_or_path": "train.init_from",
+    "base_model": "train.init_from",
+    "lora_r": "adapter.rank",
+    "lora_alpha": "adapter.alpha",
+    "lora_dropout": "adapter.dropout",
+    "lora.r": "adapter.rank",
+    "lora.alpha": "adapter.alpha",
+    "target_modules": "adapter.targets",
+    "lora_target_modules": "adapter.targets",
+    "modules_to_save": "adapter.train",
+    "use_rslora": "adapter.rank_stabilized",
+}
+"""Name of a setting elsewhere → name here."""
+
+VALUE_ALIASES: dict[tuple[str, str], str] = {
+    ("train.dtype", "bfloat16"): "bf16",
+    ("train.dtype", "float32"): "fp32",
+    ("data", "shakespeare"): "shakespeare_char",
+    ("parallel.data", "DDP"): "ddp",
+}
+"""(setting here, value elsewhere) → value here."""
+
+HINTS: dict[str, str] = {
+    "model.batch_size": "plan.capacity counts tokens: set it to batch_size × block_size",
+    "model.n_embd": "set model.d_model and model.d_ff (wordplay's d_ff is 4 × n_embd)",
+    "data.workers": "leave it out, the tokenizer has threads of its own",
+    "batch_size": "plan.capacity is the tokens of a pack, plan.packs_per_step the packs of a step",
+    "per_device_train_batch_size": "plan.capacity is the tokens of a pack, plan.micro_batches the packs of a rank",
+    "micro_batch_size": "plan.capacity is the tokens of a pack, plan.micro_batches the packs of a rank",
+    "gradient_checkpointing": "set train.recompute=full or selective",
+    "bf16": "set train.dtype=bf16",
+    "fp16": "set train.dtype=fp16",
+    "packing": "leave it out, documents are always packed",
+    "sample_packing": "leave it out, documents are always packed",
+    "lora": "set adapter=lora",
+    "load_in_4bit": "set adapter=lora, which freezes the weights",
+    "dataset": "set data=jsonl data.path=FILE, or data=huggingface data.path=NAME",
+    "type": "optimizers are chosen by optimizer.name, sources by data.source",
+    "wd": "set optimizer.weight_decay",
+}
+"""Settings elsewhere without one that takes the same values → what to set instead."""
+
+
+def translate(key: str, value: Any) -> tuple[str, Any]:
+    """Translate another tool's name and value of a setting to multipack's; others are returned unchanged.
+
+    Values of YAML files are not always text.
+
+    Raises:
+        ConfigError: multipack has no equivalent of the setting; the message has what to set instead.
+    """
+    leaf = key.rpartition(".")[2]
+    if hint := HINTS.get(key) or HINTS.get(leaf):
+        raise ConfigError(f"{key} has no equivalent here: {hint}")
+    key = ALIASES.get(key) or ALIASES.get(leaf, key)
+    if key == "train.init_from" and value in ("scratch", "resume"):  # all other values are paths
+        key, value = "train.resume", str(value == "resume").lower()
+    return key, VALUE_ALIASES.get((key, str(value)), value)
