@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
+sys.path.append(str(Path(__file__).parent))  # tests of several rooms import hf_models.py
 settings.register_profile("same", derandomize=True)  # every run draws the same cases: a red test stays red
 settings.load_profile("same")
 

@@ -22,12 +22,12 @@ LEFT_OF = {
     "planning": "words atomic shapes",
     "data": "words machine atomic shapes planning",
     "ops": "words shapes planning data",
-    "models": "words machine atomic shapes planning data ops",
+    "models": "words machine atomic shapes planning data ops integrations",
     "parallel": "words machine atomic shapes planning data ops",
     "integrations": "words machine shapes planning data ops",
     "launch": "words machine atomic shapes run planning data ops models parallel",
     "reports": "words machine atomic shapes run planning data",
-    "training": "words machine atomic shapes run planning data ops models parallel reports",
+    "training": "words machine atomic shapes run planning data ops integrations models parallel reports",
     "cli": "words machine atomic shapes run planning data ops models parallel integrations reports training"
     " launch",
 }

@@ -210,6 +210,11 @@ def is_peft(path: Path) -> bool:
     return (path / "adapter_config.json").is_file()
 
 
+def holds_weights(folder: Path) -> bool:
+    """Whether a folder has files of weights, of which those that are pickled are refused when they are read."""
+    return any(path.suffix in (".safetensors", ".bin", ".pt", ".pth") for path in folder.glob("*"))
+
+
 def weights_folder(path: Path) -> Path:
     """The folder that weights are read from: an export, a checkpoint, or the latest checkpoint of a run.
 

@@ -56,7 +56,9 @@ def export(
     weights: Annotated[
         str, typer.Option(help="latest, best (lowest validation loss) or ema (moving average).")
     ] = "latest",
-    dtype: Annotated[str, typer.Option(help="Type of the weights: fp32, bf16 or fp16.")] = "fp32",
+    dtype: Annotated[
+        str, typer.Option(help="fp32, bf16 or fp16; auto = that of train.init_from, else fp32.")
+    ] = "auto",
     merge: Annotated[bool, typer.Option("--merge", help="Merge adapters into the weights.")] = False,
 ) -> None:
     """Write a trained model as a folder that transformers loads.

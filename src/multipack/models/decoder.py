@@ -40,9 +40,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from multipack.data.batch import PackedBatch, check_tokens
+from multipack.models.foreign import body_hidden, build_body
 from multipack.models.kv_cache import KeyValueCache
 from multipack.models.layers import Attend, Block, make_norm
 from multipack.models.rotary import Rotation, rotary_tables
+from multipack.ops.allocate import allocate
 from multipack.ops.attention import find_backend
 from multipack.ops.autocast import at_least_float32
 from multipack.ops.loss import linear_cross_entropy
@@ -135,19 +137,8 @@ class Decoder(nn.Module):
                 "model.vocabulary_size=0 takes the tokenizer's size, and no tokenizer set it: use"
                 " shape.with_vocabulary(size)"
             )
-        other = [name for name in ("experts", "kv_rank") if getattr(shape, name)]
-        if shape.window_layers not in (0, shape.layers):
-            other.append("window_layers")
-        if shape.unsupported:
-            raise ValueError(
-                f"{shape.unsupported} is not supported by this decoder: the shape is for planning only (cost and FLOPs)"
-            )
-        if other:
-            given = ", ".join(f"model.{name}={getattr(shape, name)}" for name in other)
-            raise ValueError(
-                f"{given}: this shape is for planning only (cost and FLOPs). The decoder has dense layers without a"
-                f" latent: choose such a model, or set {' and '.join(f'model.{name}' for name in other)} to 0"
-            )
+        if not shape.architecture:
+            _check_planning_only(shape)
         if attention != "auto":
             find_backend(attention)
         self.shape = shape
@@ -156,12 +147,15 @@ class Decoder(nn.Module):
         self.part = part or DecoderPart(0, shape.layers, shape.layers)
         with torch.device("meta"):  # only reset_parameters draws values
             self._make(shape, attention)
-        self.to_empty(device=torch.get_default_device())
+        allocate(self, torch.get_default_device())
         self.reset_parameters()
 
     def _make(self, shape: ModelShape, attention: str) -> None:
         """Create the modules of this part, without values."""
         part = self.part
+        if shape.architecture:
+            build_body(self, shape)
+            return
         if part.is_first or (part.is_last and shape.tied):
             self.embedding = nn.Embedding(shape.vocabulary_size, shape.d_model)
         if part.is_first and shape.positions == "learned":
@@ -218,6 +212,12 @@ class Decoder(nn.Module):
             ValueError: a document is longer than the table of learned positions; on the CPU also: a token is outside
                 the vocabulary.
         """
+        if self.shape.architecture:
+            if cache is not None:
+                raise ValueError(
+                    "a model of transformers (model=hf:…) generates no text here: export it, and use transformers"
+                )
+            return body_hidden(self, batch)
         x = self.embed(batch) if x is None else x
         rotations = self._rotations(batch, x.dtype)
         functions: Sequence[Attend | None] = [None] * len(self.blocks) if cache is None else cache.attention
@@ -274,8 +274,11 @@ class Decoder(nn.Module):
 
     @property
     def output_weight(self) -> Tensor:
-        """(V, d) output embedding; the input embedding if they are tied."""
-        return self.embedding.weight if self.shape.tied else self.head.weight
+        """(V, d) output embedding; the input embedding if they are tied; (V, d + 1) with a bias in the last column."""
+        if not hasattr(self, "head"):
+            return self.embedding.weight
+        weight, bias = self.head.weight, self.head.bias
+        return weight if bias is None else torch.cat([weight, bias[:, None]], 1)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -285,9 +288,13 @@ class Decoder(nn.Module):
         stream's variance does not grow with depth. GPT-2's 0.02 is too small for narrow models: learning rates move
         such weights by a tenth a step, and norms of the small residual stream multiply its gradients. With 0.02,
         model=tiny at lr 3e-3 amplifies differences of rounding 1,000 times in 41 steps; with 1/√d_model they stay.
+        Those of a model of transformers are zeros, until they are read (models/foreign.py).
         """
         for module_name, module in self.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
+                if self.shape.architecture:
+                    parameter.zero_()
+                    continue
                 _draw(f"{module_name}.{name}", parameter, module, self.shape, torch.initial_seed())
 
     def _table_rows(self, batch: PackedBatch) -> Tensor:
@@ -300,6 +307,23 @@ class Decoder(nn.Module):
         if max(batch.lengths) > context:  # padding only, whose outputs are not used
             return batch.position_ids.clamp(max=context - 1)
         return batch.position_ids
+
+
+def _check_planning_only(shape: ModelShape) -> None:
+    """Refuse shapes that only planning knows."""
+    other = [name for name in ("experts", "kv_rank") if getattr(shape, name)]
+    if shape.window_layers not in (0, shape.layers):
+        other.append("window_layers")
+    if shape.unsupported:
+        raise ValueError(
+            f"{shape.unsupported} is not supported by this decoder: the shape is for planning only (cost and FLOPs)"
+        )
+    if other:
+        given = ", ".join(f"model.{name}={getattr(shape, name)}" for name in other)
+        raise ValueError(
+            f"{given}: this shape is for planning only (cost and FLOPs). The decoder has dense layers without a"
+            f" latent: choose such a model, or set {' and '.join(f'model.{name}' for name in other)} to 0"
+        )
 
 
 def initial_parameters(shape: ModelShape, seed: int) -> Callable[[str, torch.device], Tensor]:
@@ -316,6 +340,8 @@ def initial_parameters(shape: ModelShape, seed: int) -> Callable[[str, torch.dev
     def value(name: str, device: torch.device) -> Tensor:
         empty = whole.get_parameter(name)
         made = torch.empty(empty.shape, dtype=empty.dtype, device=device)
+        if shape.architecture:
+            return made.zero_()
         _draw(name, made, whole.get_submodule(name.rpartition(".")[0]), shape, seed)
         return made
 

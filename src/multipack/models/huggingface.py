@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from multipack.models.decoder import Decoder
+from multipack.models.foreign import foreign_names
 from multipack.shapes import SIZES, ModelShape, read_json
 from multipack.shapes.config_json import LLAMA3_SCALING, rotated_layers
 from multipack.shapes.families import BY_TYPE, FAMILIES, SQRT_WIDTH, Family
@@ -90,6 +91,8 @@ def to_huggingface(shape: ModelShape, state: Mapping[str, Tensor]) -> dict[str, 
     Raises:
         ValueError: see `family_of`.
     """
+    if shape.architecture:
+        return {theirs: state[ours] for ours, theirs in foreign_names(shape).items() if ours in state}
     family, converted = family_of(shape), dict[str, Tensor]()
     for theirs, ours, transposed in family.tensors.modules(shape.layers):
         for kind in ("weight", "bias"):
@@ -102,6 +105,20 @@ def to_huggingface(shape: ModelShape, state: Mapping[str, Tensor]) -> dict[str, 
         if weight is not None and family.always_bias and ours[0] not in ("embedding", "positions", "head"):
             converted.setdefault(f"{theirs}.bias", weight.new_zeros(weight.shape[-1]))
     return converted
+
+
+def modules_of(shape: ModelShape) -> list[tuple[str, tuple[str, ...], bool]]:
+    """Hugging Face's module, the decoder's modules, and whether Hugging Face's matrix is transposed, for all modules.
+
+    Raises:
+        ValueError: see `family_of`.
+    """
+    if not shape.architecture:
+        return list(family_of(shape).tensors.modules(shape.layers))
+    pairs = [
+        (ours.rpartition(".")[0], theirs.rpartition(".")[0]) for ours, theirs in foreign_names(shape).items()
+    ]
+    return [(theirs, (ours,), False) for ours, theirs in dict.fromkeys(pairs)]
 
 
 class Origin(NamedTuple):

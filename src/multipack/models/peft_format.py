@@ -17,7 +17,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from multipack.atomic import read_file
-from multipack.models.huggingface import family_of, parameter_shapes
+from multipack.models.huggingface import modules_of, parameter_shapes
 from multipack.shapes import ModelShape, read_json
 from multipack.shapes.adapter import AdapterConfig
 
@@ -50,19 +50,19 @@ def to_peft(
     Raises:
         ValueError: peft cannot have this adapter on transformers' model.
     """
-    family, tensors = family_of(shape), dict[str, Tensor]()
+    modules, tensors = modules_of(shape), dict[str, Tensor]()
     targets, whole = list[str](), list[str]()
     held: dict[str, list[str]] = {}
     for name in state:
         module, _, own = name.rpartition(".")
         held.setdefault(module, []).append(own)
-    for theirs, ours, _ in family.tensors.modules(shape.layers):
+    for theirs, ours, _ in modules:
         found = [name for name in ours if name in held]
         if not found:
             continue
         if len(ours) > 1:
             raise ValueError(
-                f"{family.model_type} of transformers joins {', '.join(ours)} in one matrix, on which peft has one"
+                f"{theirs} of transformers joins {', '.join(ours)} in one matrix, on which peft has one"
                 " adapter: export the whole model with --merge"
             )
         if shape.tied and found == ["embedding"]:
@@ -85,7 +85,7 @@ def to_peft(
         "target_modules": targets,
         "modules_to_save": whole or None,
         "bias": "none",
-        "fan_in_fan_out": bool(family.tensors.transposed),
+        "fan_in_fan_out": any(transposed for *_, transposed in modules),
         "inference_mode": True,
     }, tensors
 
@@ -124,7 +124,7 @@ def from_peft(folder: Path, shape: ModelShape) -> tuple[AdapterConfig, dict[str,
         reason = " ".join(str(error).split())
         raise ValueError(f"{folder / PEFT_WEIGHTS} cannot be read ({reason})") from error
     sizes, found = parameter_shapes(shape), dict[str, Tensor]()
-    back = {theirs: (ours, turned) for theirs, ours, turned in family_of(shape).tensors.modules(shape.layers)}
+    back = {theirs: (ours, turned) for theirs, ours, turned in modules_of(shape)}
     for name, value in saved.items():
         module, own = _split(name.removeprefix(_PREFIX))
         ours, turned = back.get(module, ((), False))

@@ -27,7 +27,7 @@ from multipack.shapes import ModelShape, read_json
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 """File names in a Hugging Face folder."""
-_FLOATS = ("F64", "F32", "F16", "BF16")
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def open_weights(
@@ -80,6 +80,22 @@ def open_weights(
             raise _damaged(folder, error) from error
 
     return shape, {name: partial(read, origin) for name, origin in origins(shape).items()}
+
+
+def stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
+    """Hugging Face's name → dtype in the files, of the tensors of a Hugging Face folder.
+
+    Raises:
+        ValueError: see `open_weights`.
+    """
+    tensors, found = family_of(decoder_shape(folder / CONFIG)).tensors, dict[str, torch.dtype]()
+    for file in _weight_files(folder):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - no mapping
+                found[tensors.full_name(name)] = _FLOATS.get(
+                    opened.get_slice(name).get_dtype(), torch.float32
+                )
+    return found
 
 
 def _damaged(folder: Path, error: Exception) -> ValueError:

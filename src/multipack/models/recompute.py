@@ -32,7 +32,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from multipack.models.decoder import Decoder
@@ -60,12 +60,18 @@ def recompute_blocks(model: Decoder, kind: Recompute) -> None:
     block: Any
     for block in model.blocks:
         # Without dropout nothing is drawn, and saving the generators' states costs time in every block.
-        draws = any(getattr(module, "dropout", 0) > 0 for module in block.modules())
+        draws = bool(model.shape.architecture) or any(
+            getattr(module, "dropout", 0) > 0 for module in block.modules()
+        )
         options: dict[str, Any] = {"preserve_rng_state": draws}
         if kind == "selective":
-            policy = partial(_policy, attention, block.unsaved_matrices())
+            unsaved = set() if model.shape.architecture else block.unsaved_matrices()
+            policy = partial(_policy, attention, unsaved)
             options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
-        block.around = None if kind == "none" else partial(_checkpointed, options)
+        if not model.shape.architecture:
+            block.around = None if kind == "none" else partial(_checkpointed, options)
+        elif kind != "none":
+            block.forward = partial(_in_training, block, options, block.forward)
 
 
 def tile_layers(model: Decoder, tiles: int) -> None:
@@ -86,6 +92,15 @@ def tile_layers(model: Decoder, tiles: int) -> None:
     for name in LOSS_ATTRIBUTES:
         if hasattr(model, name):
             setattr(model, name, partial(getattr(model, name), vocabulary_tiles=tiles))
+
+
+def _in_training(
+    block: nn.Module, options: dict[str, Any], compute: Callable[..., Any], *arguments: Any, **named: Any
+) -> Any:
+    """The forward pass of a block of transformers, checkpointed in training."""
+    if not block.training:
+        return compute(*arguments, **named)
+    return checkpoint(compute, *arguments, use_reentrant=False, **options, **named)
 
 
 def _checkpointed(options: dict[str, Any], compute: Callable[..., Tensor], *arguments: Any) -> Tensor:

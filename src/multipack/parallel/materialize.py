@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from multipack.ops.allocate import allocate
 from multipack.parallel.state import local, local_range, piece_of
 from multipack.parallel.world import World
 
@@ -53,11 +54,11 @@ def materialize(
             calls it for the parameters that it holds, and nothing is sent.
 
     Raises:
-        ValueError: a model has a buffer, or a parameter that is not in `shapes` or has another shape; or the source
-            returns another shape.
+        ValueError: a model has a buffer without values, or a parameter that is not in `shapes` or has another shape; or
+            the source returns another shape.
     """
     for model in models:
-        model.to_empty(device=device or world.device)
+        allocate(model, device or world.device)
     held = _held(models, shapes)
     dtype = next((tensor.dtype for tensors in held.values() for tensor in tensors), torch.float32)
     sends = from_main and world.size > 1
@@ -79,10 +80,6 @@ def _held(models: Sequence[nn.Module], shapes: Mapping[str, tuple[int, ...]]) ->
     """This rank's parameters by name, of all its models."""
     held: dict[str, list[Tensor]] = {}
     for model in models:
-        for name, _ in model.named_buffers():
-            raise ValueError(
-                f"{name} is a buffer, which the source does not fill: compute it in the forward pass"
-            )
         for name, parameter in model.named_parameters():
             if tuple(parameter.shape) != tuple(shapes.get(name, (-1,))):
                 raise ValueError(

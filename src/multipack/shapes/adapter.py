@@ -115,7 +115,8 @@ class AdapterConfig:
 
 
 def _names(pattern: str) -> Iterable[str]:
-    return ALIASES.get(pattern, (pattern,))
+    """The names that a pattern stands for: those of the decoder, and its own, which models of transformers have."""
+    return (*ALIASES.get(pattern, ()), pattern)
 
 
 def _matches(name: str, pattern: str) -> bool:

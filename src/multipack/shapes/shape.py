@@ -118,6 +118,8 @@ class ModelShape:
     value_width: int = 0
     """Width of a latent head's value. For planning only."""
 
+    architecture: str = ""
+    """Folder of a config.json of transformers, whose model takes the place of this decoder (model=hf:FOLDER)."""
     unsupported: str = ""
     """Settings of a configuration file for which the decoder would compute another function. For planning only."""
 

@@ -6,6 +6,9 @@ FOLDER/
   generation_config.json  the tokens at which generation ends
   tokenizer.json          the run's tokenizer, unchanged
   tokenizer_config.json   special tokens, longest document, chat template
+
+A run that started with a Hugging Face folder writes that folder's settings again: sampling parameters, padding token
+and others, special_tokens_map.json, and the dtype of its weights, where none is given.
 """
 
 from __future__ import annotations
@@ -21,14 +24,25 @@ from torch import Tensor
 from multipack.atomic import atomic_folder, is_free, write_atomically
 from multipack.data.chat import ChatTemplate
 from multipack.data.tokenizer import Tokenizer
+from multipack.models.foreign import save_foreign
 from multipack.models.huggingface import config_of, to_huggingface
 from multipack.models.peft_format import PEFT_CONFIG, PEFT_WEIGHTS, peft_base, to_peft
-from multipack.models.pretrained import CONFIG, WEIGHTS
+from multipack.models.pretrained import CONFIG, WEIGHTS, stored_dtypes
 from multipack.run import is_export, is_peft
 from multipack.shapes import ModelShape
 from multipack.training.checkpoint_tensors import save_safetensors
 from multipack.training.inference import find_template
 from multipack.training.precision import DTYPES
+from multipack.training.source_files import (
+    GENERATION,
+    TEMPLATE,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    merged_config,
+    read_object,
+    source_dtype,
+    source_files,
+)
 from multipack.training.weights import (
     TrainedAdapter,
     TrainedWeights,
@@ -40,7 +54,7 @@ from multipack.training.weights import (
 
 
 def export(
-    path: Path, folder: Path, weights: str = "latest", dtype: str = "fp32", merge: bool = False
+    path: Path, folder: Path, weights: str = "latest", dtype: str = "auto", merge: bool = False
 ) -> list[tuple[str, str]]:
     """Write a run, or one of its checkpoints, as a folder that transformers loads, or peft if it trained adapters.
 
@@ -48,7 +62,7 @@ def export(
         path: the run or the checkpoint.
         folder: to write; it must not exist, or be empty.
         weights: which of the run's weights: latest, best or ema.
-        dtype: fp32, bf16 or fp16.
+        dtype: fp32, bf16 or fp16; auto = that of the model that the run started with, or fp32.
         merge: write the whole model with its adapters merged into the weights.
 
     Returns:
@@ -60,7 +74,10 @@ def export(
         ValueError: transformers has no model of this shape; the weights are missing, not finite, or too large for
             fp16; an unknown choice.
     """
-    for name, value, choices in (("weights", weights, get_args(Weights)), ("dtype", dtype, tuple(DTYPES))):
+    for name, value, choices in (
+        ("weights", weights, get_args(Weights)),
+        ("dtype", dtype, ("auto", *DTYPES)),
+    ):
         if value not in choices:
             raise ValueError(f"--{name} {value}: one of {', '.join(choices)}")
     if not is_free(folder):
@@ -70,19 +87,32 @@ def export(
     if tokenizer is None:
         raise ValueError(f"{path} has no tokenizer.json, which an export needs")
     template, adapter = find_template(trained.folder), None if merge else trained.adapter
+    files = source_files(trained.folder, tokenizer)
+    of_files = (
+        dtype == "auto" and is_export(trained.folder) and not (is_peft(trained.folder) or shape.architecture)
+    )
+    own_dtypes = stored_dtypes(trained.folder) if of_files else {}
+    dtype = source_dtype(files) if dtype == "auto" else dtype
     # Raises if transformers has no such model, before anything is written.
-    config = {**config_of(shape), "dtype": str(DTYPES[dtype]).removeprefix("torch.")}
-    texts, file = _texts(shape, tokenizer, template, config), WEIGHTS
+    own = read_object(files, CONFIG) if shape.architecture else config_of(shape)
+    named = {"vocab_size": shape.vocabulary_size, "dtype": str(DTYPES[dtype]).removeprefix("torch.")}
+    config = merged_config(files, own | named, shape)
+    texts, file = _texts(shape, tokenizer, template, config, files), WEIGHTS
     if adapter is None:
         tensors = to_huggingface(shape, trained.state())
     else:
         settings, tensors = _peft(trained, adapter)
         file, config = PEFT_WEIGHTS, {"architectures": ["adapter of peft"]}
-        del texts[CONFIG], texts["generation_config.json"]
+        del texts[CONFIG], texts[GENERATION]
         texts[PEFT_CONFIG] = json.dumps(settings, indent=2) + "\n"
-    tensors = _converted(tensors, DTYPES[dtype], trained.folder)
+    foreign = bool(shape.architecture) and adapter is None
+    if not foreign:
+        tensors = _converted(tensors, DTYPES[dtype], own_dtypes, trained.folder)
     with atomic_folder(folder) as partial:
-        save_safetensors(partial / file, tensors, {"format": "pt"})
+        if foreign:
+            save_foreign(shape, tensors, partial, DTYPES[dtype])
+        else:
+            save_safetensors(partial / file, tensors, {"format": "pt"})
         for name, text in texts.items():
             write_atomically(partial / name, text.encode())
     parameters = sum(tensor.numel() for tensor in tensors.values())
@@ -90,7 +120,7 @@ def export(
         ("folder", str(folder)),
         ("weights of", str(trained.folder)),
         ("model", f"{config['architectures'][0]}, {parameters:,} parameters in {dtype}"),
-        *((name, f"{(folder / name).stat().st_size:,} bytes") for name in (file, *texts)),
+        *((each.name, f"{each.stat().st_size:,} bytes") for each in sorted(folder.iterdir())),
         ("chat template", template.name if template is not None else "none"),
         *([("frozen weights", adapter.config.base)] if adapter is not None else []),
         *(("note", note) for note in _notes(shape, tokenizer)),
@@ -105,7 +135,7 @@ def _peft(trained: TrainedWeights, adapter: TrainedAdapter) -> tuple[dict[str, A
             f"the adapter's frozen weights are those of {base}, which is no folder of a Hugging Face model: export the"
             " whole model with --merge"
         )
-    if (before := trained_shape(base).vocabulary_size) != rows:
+    if (before := trained_shape(base, bool(trained.shape.architecture)).vocabulary_size) != rows:
         raise ValueError(
             f"the run has {rows:,} rows of the vocabulary and its base {before:,}, which peft would not load:"
             " export the whole model with --merge"
@@ -128,9 +158,11 @@ def loading_code(folder: Path) -> str:
     )
 
 
-def _converted(tensors: dict[str, Tensor], dtype: torch.dtype, source: Path) -> dict[str, Tensor]:
-    """The tensors in another dtype, converted and removed from `tensors` one by one to save memory."""
-    converted = {name: tensors.pop(name).to(dtype) for name in list(tensors)}
+def _converted(
+    tensors: dict[str, Tensor], dtype: torch.dtype, others: dict[str, torch.dtype], source: Path
+) -> dict[str, Tensor]:
+    """The tensors in `dtype`, or in their own of `others`, converted and removed from `tensors` one by one."""
+    converted = {name: tensors.pop(name).to(others.get(name, dtype)) for name in list(tensors)}
     broken = [name for name, tensor in converted.items() if not bool(torch.isfinite(tensor).all())]
     if broken:
         raise ValueError(
@@ -141,9 +173,13 @@ def _converted(tensors: dict[str, Tensor], dtype: torch.dtype, source: Path) -> 
 
 
 def _texts(
-    shape: ModelShape, tokenizer: Tokenizer, template: ChatTemplate | None, config: dict[str, Any]
+    shape: ModelShape,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    config: dict[str, Any],
+    files: dict[str, str],
 ) -> dict[str, str]:
-    """File name → content, of all files but the weights."""
+    """File name → content, of all files but the weights; `files` are those of the model that the run started with."""
     vocabulary = vocabulary_of(tokenizer)
     end = next((name for name, number in vocabulary.items() if number == tokenizer.end_id), "")
     begin, eos, turn = (
@@ -151,6 +187,7 @@ def _texts(
     )
     end_ids = list(dict.fromkeys(vocabulary[name] for name in (eos, end, turn) if name in vocabulary))
     special = {"bos_token_id": vocabulary.get(begin), "eos_token_id": vocabulary.get(eos)}
+    generation = {**special, **({"eos_token_id": end_ids} if len(end_ids) > 1 else {})}
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": shape.context,
@@ -158,15 +195,31 @@ def _texts(
         **{name: token for name, token in (("bos_token", begin), ("eos_token", eos)) if token in vocabulary},
         **({"chat_template": template.source} if template else {}),
     }
-    contents = {
-        CONFIG: {**config, **special},
-        "generation_config.json": {**special, **({"eos_token_id": end_ids} if len(end_ids) > 1 else {})},
-        "tokenizer_config.json": settings,
-    }
-    texts = {
-        name: json.dumps(content, indent=2, ensure_ascii=False) + "\n" for name, content in contents.items()
-    }
-    return {**texts, "tokenizer.json": tokenizer.to_json()}
+    contents = {CONFIG: special | config, GENERATION: generation, TOKENIZER_CONFIG: settings}
+    for name in (GENERATION, TOKENIZER_CONFIG):
+        contents[name] |= read_object(files, name)
+    kept, texts = dict(files), {TOKENIZER: tokenizer.to_json()}
+    if template is not None and template.source not in (
+        kept.get(TEMPLATE),
+        read_object(files, TOKENIZER_CONFIG).get("chat_template"),
+    ):
+        contents[TOKENIZER_CONFIG]["chat_template"] = template.source
+        contents[GENERATION] |= _ends(contents[GENERATION], end_ids)
+        kept.pop(TEMPLATE, None)
+    elif TEMPLATE in kept:
+        contents[TOKENIZER_CONFIG].pop("chat_template", None)
+    for name, content in contents.items():
+        if content != (read_object(files, name) or None):  # else the file itself
+            kept[name] = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    return {**texts, **kept}
+
+
+def _ends(generation: dict[str, Any], ends: list[int]) -> dict[str, Any]:
+    """Tokens at which generation ends: those of the model, and those that a chat template writes."""
+    given = generation.get("eos_token_id")
+    known = given if isinstance(given, list) else [] if given is None else [given]
+    both = list(dict.fromkeys([*known, *ends]))
+    return {} if both == known else {"eos_token_id": both if len(both) > 1 else both[0]}
 
 
 def _notes(shape: ModelShape, tokenizer: Tokenizer) -> list[str]:

@@ -13,7 +13,15 @@ from multipack.data.tokenizer import TokenizerConfig
 from multipack.parallel.parallel_config import ParallelConfig, check_readers
 from multipack.parallel.stages import fit_micro_batches
 from multipack.planning.options import PlanOptions
-from multipack.run import RunDirectory, check_format, find_run, is_export, is_peft, weights_folder
+from multipack.run import (
+    RunDirectory,
+    check_format,
+    find_run,
+    holds_weights,
+    is_export,
+    is_peft,
+    weights_folder,
+)
 from multipack.shapes import SHAPES, ModelShape
 from multipack.shapes.adapter import AdapterConfig
 from multipack.training.other_names import translate
@@ -23,7 +31,10 @@ from multipack.words import ConfigError, flatten, merge, read_yaml, split
 FIXED_AT_START = ("train.init_from", "preference.reference", "plan.packs_per_step", "plan.micro_batches")
 """Settings that `train.resume=auto` ignores when it resumes: they have an effect on a new run only."""
 
-FREE_ON_RESUME = {"plan.packs_per_step", "plan.micro_batches", "model.attention", "model.dropout"}
+FREE_ON_RESUME = {
+    *("plan.packs_per_step", "plan.micro_batches"),
+    *("model.attention", "model.dropout", "model.architecture"),
+}
 """Settings of plan and model that a resumed run may change."""
 
 
@@ -34,11 +45,15 @@ class ModelConfig(ModelShape):
     attention: str = "auto"
     """Attention backend: `auto` takes the first that supports device, dtype and shape."""
 
-    PRESET_HINT: ClassVar[str] = ""
+    PRESET_HINT: ClassVar[str] = " or hf:FOLDER, a model of transformers"
 
     @classmethod
     def preset(cls, name: str) -> dict[str, Any] | None:
-        """The values of a named shape; the vocabulary is left to the tokenizer."""
+        """The values of a named shape, or of the model in hf:FOLDER; the vocabulary is left to the tokenizer."""
+        if name.startswith("hf:"):
+            from multipack.models.foreign import foreign_shape  # imports torch
+
+            return {**foreign_shape(name.removeprefix("hf:")).to_dict(), "vocabulary_size": 0}
         if name not in SHAPES:
             return None
         return {**(ModelShape.preset(name) or {}), "vocabulary_size": 0}
@@ -95,6 +110,10 @@ class Config:
             ValueError: settings cannot be combined; the message names the nearest legal choice.
         """
         parallel, train = self.parallel, self.train
+        if self.model.architecture:
+            from multipack.training.foreign_checks import check_settings  # imports torch
+
+            check_settings(self)
         if self.adapter.name != "none" and not self.adapter.base:
             raise ValueError(
                 f"adapter.name={self.adapter.name} trains beside frozen weights: set train.init_from to a folder of a"
@@ -265,7 +284,10 @@ def saved_shape(checkpoint: Path) -> ModelShape:
         if not isinstance(model, dict):
             raise ConfigError("it has no group `model`")
         config = compose([], {"model": {"kv_heads": 0, **model, "attention": "auto"}})
-        return config.shape_with(config.model.vocabulary_size)
+        shape = config.shape_with(config.model.vocabulary_size)
+        if shape.architecture and (checkpoint / "config.json").is_file():
+            return replace(shape, architecture=str(checkpoint))
+        return shape
     except ConfigError as error:
         raise ConfigError(f"{file} does not describe a model: {error}") from error
 
@@ -285,9 +307,11 @@ def _resolve_weights(config: Config) -> Config:
 
     Its tokenizer is used if neither the settings nor a store choose one.
     """
-    train, preference = config.train, config.preference
+    train, preference, architecture = config.train, config.preference, config.model.architecture
     if preference.reference:
         preference.reference = str(_weights(preference.reference, "preference.reference"))
+    if architecture and not train.init_from and holds_weights(Path(architecture)):
+        train.init_from = architecture
     if train.init_from:
         train.init_from = str(_weights(train.init_from, "train.init_from"))
         file = Path(train.init_from) / "tokenizer.json"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from multipack.training.run_log import RunLog
 
 
 class RunFiles:
-    """Writes the files of a run.
+    """Writes the files of a run; `source` are the small files of the model that it starts with.
 
     Attributes:
         log: records and samples; on rank 0 only, after `open`.
@@ -34,6 +35,7 @@ class RunFiles:
         config: Config,
         corpus: Corpus,
         chat_template: str,
+        source: Mapping[str, str] = MappingProxyType({}),
         report: Callable[[str], None] = print,
     ) -> None:
         self.run, self._world, self._config, self._report = run, world, config, report
@@ -43,6 +45,7 @@ class RunFiles:
         self._texts = {
             "config.yaml": config_yaml(replace(config, train=again, out="")),
             "tokenizer.json": corpus.tokenizer.to_json(),
+            **source,
             **({CHAT_TEMPLATE: chat_template} if chat_template else {}),
         }
         documents = corpus.arriving or corpus.train

@@ -63,7 +63,8 @@ def check_model(config: Config, processes: int, console: Console) -> None:
                 config.data, config.tokenizer, limit=config.document_limit, progress=advance
             )
         path = config.train.init_from
-        rows = trained_shape(Path(path).expanduser()).vocabulary_size if path else 0
+        foreign = bool(config.model.architecture)
+        rows = trained_shape(Path(path).expanduser(), foreign).vocabulary_size if path else 0
         size = max(rows, tokenizer.vocabulary_size)
     shape = config.shape_with(size)
     parallel.check(shape, processes, config.plan.capacity, resumed=config.train.resume != "false")
@@ -168,7 +169,9 @@ def device_settings(
     if world.size > 1 and (parallel.shards_parameters or parallel.pipeline > 1 or parallel.tensor > 1):
         # A rank may have no memory for the whole model.
         shape = replace(shape, layers=min(shape.layers, 2), window_layers=0)
-    if train.dtype == "auto" and train.deterministic and not on_gpu:
+    if shape.architecture and train.compile == "auto":
+        train = replace(train, compile="false")
+    if train.dtype == "auto" and (train.deterministic or shape.architecture) and not on_gpu:
         train = replace(train, dtype="fp32")  # a choice by measured times could differ between equal runs
     dtype, note = choose_dtype(train.dtype, world, shape, config.model.attention, lengths)
     notes = [note] if note else []

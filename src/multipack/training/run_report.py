@@ -86,7 +86,8 @@ def header_rows(run: Trainer) -> Rows:
     threads = torch.get_num_threads()
     cpu = f"{threads} thread{'s' if threads > 1 else ''}"
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else cpu
-    family = "Llama" if shape.positions == "rope" else "GPT-2"
+    style = "Llama style" if shape.positions == "rope" else "GPT-2 style"
+    style = f"{shape.architecture} in transformers" if shape.architecture else style
     count = sum(parameter.numel() for parameter in parameters.values())
     tokenizer = run.corpus.tokenizer
     return [
@@ -103,7 +104,7 @@ def header_rows(run: Trainer) -> Rows:
         ),
         (
             "model",
-            f"{family} style, {shape.layers} layers, width {shape.d_model}, {shape.heads} heads"
+            f"{style}, {shape.layers} layers, width {shape.d_model}, {shape.heads} heads"
             f" ({shape.kv_heads} kv), feed-forward {shape.d_ff}, vocabulary {shape.vocabulary_size:,}",
         ),
         ("parameters", f"{count:,} in fp32"),
@@ -226,6 +227,8 @@ def _comparison_rows(found: Comparison) -> Rows:
 def _attention_backend(run: Trainer) -> str:
     """Name of the attention backend in effect."""
     config, shape = run.config, run.shape
+    if shape.architecture:
+        return "multipack in transformers"
     if config.parallel.context > 1 and config.parallel.context_method == "ring":
         return "ring"
     sizes = shape.heads, shape.kv_heads, shape.head_width, shape.window or None

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from multipack.models.decoder import Decoder
+from multipack.models.foreign import open_foreign
 from multipack.models.sampling import Sampling
 from multipack.parallel.mesh import build_mesh
 from multipack.parallel.world import World
@@ -30,6 +31,7 @@ from multipack.training.blueprint import open_engine
 from multipack.training.callbacks.callback import Callbacks
 from multipack.training.checkpoint import Checkpoint, restore_rng
 from multipack.training.feed import StepData
+from multipack.training.foreign_checks import FOREIGN_NOTES, check_isolated
 from multipack.training.inference import complete_batch
 from multipack.training.metrics import format_line
 from multipack.training.objective import objective_of
@@ -50,6 +52,7 @@ from multipack.training.run_parts import (
     shape_of,
 )
 from multipack.training.schedule import rate_factor
+from multipack.training.source_files import source_files
 from multipack.training.stop_request import StopRequest
 from multipack.training.weights import adapt_weights, find_weights
 
@@ -106,20 +109,28 @@ class Trainer(StepApplier):
         starts_from = config.train.init_from if self.resumed is None else ""
         if config.adapter.name != "none":  # frozen weights are in no checkpoint
             starts_from = config.adapter.base
-        initial = find_weights(Path(starts_from).expanduser(), world=world) if starts_from else None
+        path, foreign = Path(starts_from).expanduser(), bool(config.model.architecture)
+        initial = find_weights(path, world=world, foreign=foreign) if starts_from else None
         self.shape = shape_of(config, self.corpus.tokenizer, initial)
         config, notes = resolve(config, self.objective, self.shape, packs, world)
         self.config, self.notes, self.dtype = config, self.notes + notes, DTYPES[config.train.dtype]
         self.cost_model = run_cost(config, self.shape, self.run)
         before = self.resumed.path if self.resumed else initial.folder if initial else None
+        if before is None and foreign:
+            before = Path(config.model.architecture)
         template = chat_template_of(self.corpus, before)
         self.notes += outside_template(config, self.corpus, template)
         weights = None
         if initial is not None:
             weights, note = adapt_weights(initial, self.shape, self.corpus.tokenizer)
             self.notes += [note] if self.resumed is None else []
+        if foreign:
+            world.on_main(lambda: check_isolated(self.shape, world.device))
+            self.notes += FOREIGN_NOTES
+        if foreign and initial is None and self.resumed is None:
+            weights = open_foreign(self.shape, config.train.seed)
         self.engine = open_engine(config, self.objective, self.shape, weights, self.mesh, self.dtype, clock)
-        if config.train.eval_every and config.train.sample_tokens and not self.engine.is_whole:
+        if config.train.eval_every and config.train.sample_tokens and not (self.engine.is_whole or foreign):
             self.notes.append(
                 "no samples, because no rank holds the whole model: use `multipack generate RUN`"
             )
@@ -140,7 +151,8 @@ class Trainer(StepApplier):
         self.best: float | None = None
         self.running: list[float] = [0.0, 0]
         self.ending, self.interrupted, self.loss = "", False, math.nan
-        self.files = RunFiles(self.run, world, config, self.corpus, template, console.line)
+        source = source_files(before, self.corpus.tokenizer)
+        self.files = RunFiles(self.run, world, config, self.corpus, template, source, console.line)
         if self.resumed is not None:
             self._restore(self.resumed)
         if not config.train.eval_only or config.train.resume == "false":
@@ -205,7 +217,8 @@ class Trainer(StepApplier):
         """Generate a sample of text with rank 0's replica, print it and append it to the run's samples."""
         train = self.config.train
         prompts = [train.sample_prompt] if train.sample_prompt else self.corpus.prompts
-        if not (prompts and train.sample_tokens and self.engine.is_whole and self.world.is_main):
+        whole = self.engine.is_whole and not self.shape.architecture
+        if not (prompts and train.sample_tokens and whole and self.world.is_main):
             return
         prompt = prompts[(self.step // max(train.eval_every, 1)) % len(prompts)]
         sampling = Sampling(

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from multipack.data.tokenizer import Tokenizer
+from multipack.models.foreign import foreign_shape, open_foreign
 from multipack.models.huggingface import decoder_shape, parameter_shapes
 from multipack.models.peft_format import from_peft, peft_base
 from multipack.models.pretrained import CONFIG, open_weights
@@ -95,24 +96,28 @@ class TrainedWeights:
         return {name: self.read(name) for name in parameter_shapes(self.shape)}
 
 
-def trained_shape(path: Path) -> ModelShape:
-    """The shape of the decoder at `path`, without reading weights.
+def trained_shape(path: Path, foreign: bool = False) -> ModelShape:
+    """The shape of the decoder at `path`, without reading weights; `foreign` is that of `find_weights`.
 
     Raises:
         FileNotFoundError, ValueError: see `find_weights`.
     """
     if is_export(path):
-        return decoder_shape((peft_base(path) if is_peft(path) else path) / CONFIG)
+        folder = peft_base(path) if is_peft(path) else path
+        return foreign_shape(str(folder)) if foreign else decoder_shape(folder / CONFIG)
     return saved_shape(weights_folder(path))
 
 
-def find_weights(path: Path, weights: Weights = "latest", world: World | None = None) -> TrainedWeights:
+def find_weights(
+    path: Path, weights: Weights = "latest", world: World | None = None, foreign: bool = False
+) -> TrainedWeights:
     """Weights from a run, a checkpoint or a Hugging Face folder.
 
     Args:
         path: the folder.
         weights: which weights of a run.
         world: ranks that all read them and divide the check of a checkpoint's files; collective.
+        foreign: whether those of a Hugging Face folder are for a model of transformers (`model=hf:`).
 
     Raises:
         FileNotFoundError: there is no run, complete checkpoint or Hugging Face folder at `path`.
@@ -125,11 +130,14 @@ def find_weights(path: Path, weights: Weights = "latest", world: World | None = 
             )
         tokenizer = Tokenizer.load(path) if (path / "tokenizer.json").is_file() else None
         if is_peft(path):
-            base = find_weights(peft_base(path), world=world)
+            base = find_weights(peft_base(path), world=world, foreign=foreign)
             config, tensors = from_peft(path, base.shape)
             adapter = TrainedAdapter(config, tensors.__getitem__, frozenset(tensors))
             merging = adapter.merged_into(base.read)
             return TrainedWeights(path, base.shape, merging, tokenizer or base.tokenizer, adapter=adapter)
+        if foreign:
+            shape = foreign_shape(str(path))
+            return TrainedWeights(path, shape, open_foreign(shape), tokenizer)
         shape, readers = open_weights(path)
         return TrainedWeights(path, shape, lambda name: readers[name](), tokenizer)
     folder = weights_folder(path)
@@ -145,7 +153,7 @@ def find_weights(path: Path, weights: Weights = "latest", world: World | None = 
     if config.name == "none":
         return TrainedWeights(folder, shape, read, tokenizer, step)
     try:
-        base = find_weights(Path(config.base), world=world)
+        base = find_weights(Path(config.base), world=world, foreign=bool(shape.architecture))
         frozen, _ = adapt_weights(base, shape, tokenizer, "adapter.base")
     except (FileNotFoundError, ValueError) as error:
         raise ValueError(
@@ -242,7 +250,12 @@ def _check_same_shape(initial: TrainedWeights, shape: ModelShape, setting: str) 
 
 def _effective(shape: ModelShape) -> dict[str, Any]:
     """The fields of a shape that its weights depend on, with defaults resolved."""
-    found = {**shape.to_dict(), "head_dim": shape.head_width, "window_layers": shape.sliding_layers}
+    found = {
+        **shape.to_dict(),
+        "architecture": bool(shape.architecture),
+        "head_dim": shape.head_width,
+        "window_layers": shape.sliding_layers,
+    }
     # Under rotary positions the context only limits generation.
     for name in ("dropout", "vocabulary_size", "context" if shape.positions == "rope" else "rope_theta"):
         del found[name]

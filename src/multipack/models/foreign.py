@@ -1,0 +1,290 @@
+"""Models of transformers inside `Decoder`: any causal language model, by its own code, with our attention and loss.
+
+    model of transformers      Decoder
+      embed_tokens         ─▶    embedding      these three move, so that rules, adapters, sharding and the loss find
+      layers               ─▶    blocks         them under the names of other decoders
+      lm_head              ─▶    head           (not there, if it is tied to the embedding)
+      everything else      ─▶    model          positions, the last norm, and the code that joins them
+
+A `ModelShape` with `architecture=FOLDER` describes such a model: its numbers are for cost and reports, and the model is
+that of the folder's config.json. Code in the folder is not run. Auxiliary losses of routers, which transformers adds to
+its own loss only, are not computed.
+
+Weights are read by transformers, which knows the formats of files (experts are stored one by one, and joined in
+memory). Buffers that files hold, such as the routing biases of DeepSeek-V3, become frozen parameters; other buffers are
+constants.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from multipack.data.batch import PackedBatch, check_tokens
+from multipack.integrations.attention_interface import register
+from multipack.machine import import_extra
+from multipack.shapes import SIZES, ModelShape
+
+PREFIX = "hf:"
+"""Prefix of `model=hf:FOLDER`."""
+FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
+"""Setting of a configuration that multiplies (1) or divides (-1) the logits."""
+_ROTARY = ("rope_parameters", "rope_theta", "rope_scaling", "rotary_dim", "rotary_pct", "alibi")
+
+
+def read_config(folder: str) -> Any:
+    """The configuration of transformers in a folder.
+
+    Raises:
+        ImportError: transformers is not installed.
+        ValueError: transformers has no model of it that predicts tokens, its weights are quantized, or it needs code.
+    """
+    library = _library(folder)
+    try:
+        config = library.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"model={PREFIX}{folder}: {_line(error)}") from None
+    if type(config) not in library.AutoModelForCausalLM._model_mapping:
+        raise ValueError(
+            f"model={PREFIX}{folder}: transformers has no causal language model of model_type={config.model_type!r}"
+        )
+    if config.get_text_config() is not config:
+        raise ValueError(
+            f"model={PREFIX}{folder}: model_type={config.model_type!r} has other inputs than text, whose parameters"
+            " would get no gradients: save its language model alone"
+        )
+    if getattr(config, "quantization_config", None):
+        raise ValueError(
+            f"model={PREFIX}{folder}: quantization_config={config.quantization_config!r:.60} is not supported; save a"
+            " copy with weights in bf16"
+        )
+    return config
+
+
+def foreign_shape(folder: str) -> ModelShape:
+    """The shape of the model in a folder: numbers for cost, memory and reports, and `architecture`.
+
+    Models whose cost is not known count as dense decoders of their width.
+
+    Raises:
+        ImportError, ValueError: see `read_config`.
+    """
+    config = read_config(folder)
+    values = config.to_dict()
+    known: dict[str, Any]
+    try:
+        known = ModelShape.from_huggingface(values).to_dict()
+    except (ValueError, ArithmeticError):
+        found = {field: _number(config, names) for field, names in SIZES.items()}
+        heads, width = found["heads"] or 1, found["d_model"]
+        kept = {"heads": heads if width % (2 * heads) == 0 else 1, "d_ff": found["d_ff"] or 4 * width}
+        known = {**found, **kept, "context": found["context"] or 1 << 20}
+    learned = not any(values.get(name) for name in _ROTARY)
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    made: dict[str, Any] = {"architecture": folder, "unsupported": "", "tied": tied, "dropout": 0.0}
+    return ModelShape(**{**known, **made, "positions": "learned" if learned else "rope"})
+
+
+def _number(config: Any, names: tuple[str, ...]) -> int:
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int)), 0)
+
+
+def build_body(decoder: nn.Module, shape: ModelShape) -> dict[str, str]:
+    """Build the model of `shape.architecture` and move its modules into a decoder; parameters are on the meta device.
+
+    Returns:
+        Name of a parameter in the decoder → its name in the model of transformers.
+
+    Raises:
+        ValueError: its attention is its own, or it has no list of blocks or no head that is a matrix.
+    """
+    config = read_config(shape.architecture)
+    config.vocab_size = shape.vocabulary_size
+    with torch.device("cpu"), _parameters_on_meta():
+        whole = _library(shape.architecture).AutoModelForCausalLM.from_config(config)
+        _freeze_buffers(whole)
+    try:
+        register(whole)
+    except ValueError as error:
+        raise ValueError(
+            f"model={PREFIX}{shape.architecture}: {type(whole).__name__} has an attention of its own, which takes no"
+            " bounds of documents"
+        ) from error
+    names = {id(each): name for name, each in whole.named_parameters()}
+    base, head, embedding = whole.base_model, whole.get_output_embeddings(), whole.get_input_embeddings()
+    blocks = next((each for each in base.modules() if _is_blocks(each, config.num_hidden_layers)), None)
+    if (
+        base is whole
+        or blocks is None
+        or not (isinstance(head, nn.Linear) and isinstance(embedding, nn.Embedding))
+    ):
+        raise ValueError(
+            f"model={PREFIX}{shape.architecture}: {type(whole).__name__} has no list of blocks between an embedding and"
+            " a linear head"
+        )
+    for module in base.modules():
+        for name, child in list(module._modules.items()):
+            if child is blocks or child is embedding:
+                del module._modules[name]
+                module.__dict__[name] = child  # found by the model's code, and held by the decoder alone
+    decoder.embedding, decoder.blocks, decoder.model = embedding, blocks, base
+    if head.weight is not embedding.weight:
+        decoder.head = head
+    factors = (float(getattr(config, name, None) or 1.0) ** power for name, power in FACTORS.items())
+    decoder.__dict__["logit_factor"] = math.prod(factors)
+    return {name: names[id(each)] for name, each in decoder.named_parameters()}
+
+
+def _is_blocks(module: nn.Module, layers: int) -> bool:
+    return isinstance(module, nn.ModuleList) and len(module) == layers
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Context in which parameters of new modules are on the meta device, and buffers have their values."""
+    register_parameter = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        register_parameter(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
+
+
+def _freeze_buffers(model: nn.Module) -> None:
+    """Turn buffers that files hold into frozen parameters, in place."""
+    for module in model.modules():
+        for name, buffer in list(module._buffers.items()):
+            saved = name not in module._non_persistent_buffers_set
+            if buffer is not None and saved and buffer.is_floating_point():
+                del module._buffers[name]
+                module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
+
+
+def body_hidden(decoder: Any, batch: PackedBatch) -> Tensor:
+    """(T, d) inputs of the head, times the factor of the logits; (T, d + 1) for a head with a bias, with ones."""
+    if batch.input_ids.device.type == "cpu":
+        check_tokens(batch.input_ids, decoder.shape.vocabulary_size)
+    bounds, slots = batch.cu_seqlens, torch.arange(batch.num_slots, device=batch.cu_seqlens.device)
+    given = {
+        "input_ids": batch.input_ids[None],
+        "position_ids": batch.position_ids[None],
+        "use_cache": False,
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": batch.max_seqlen,
+        "max_length_k": batch.max_seqlen,
+        "seq_idx": torch.bucketize(slots, bounds[1:], right=True, out_int32=True)[None],
+    }
+    takes = _arguments(decoder.model.__class__)
+    if takes is not None:
+        given = {name: value for name, value in given.items() if name in takes}
+    x: Tensor = decoder.model(**given)[0][0] * decoder.logit_factor
+    if getattr(getattr(decoder, "head", None), "bias", None) is None:
+        return x
+    return torch.cat([x, x.new_full((len(x), 1), decoder.logit_factor)], 1)
+
+
+@cache
+def _arguments(kind: Any) -> frozenset[str] | None:
+    """Names of the arguments of a model's forward pass; None = any."""
+    found = inspect.signature(kind.forward).parameters
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in found.values())
+    return None if takes_any else frozenset(found)
+
+
+def open_foreign(shape: ModelShape, seed: int | None = None) -> Callable[[str], Tensor]:
+    """A function that reads a parameter of the model of `shape.architecture`, in float32.
+
+    transformers reads all weights at the first call. Their dtype is that of the files.
+
+    Args:
+        shape: of the model.
+        seed: of random weights, for a folder without weights; None = the folder's weights.
+
+    Raises:
+        ValueError: from the function: the weights cannot be read, or some are missing.
+    """
+    names, folder = foreign_names(shape), shape.architecture
+
+    @cache
+    def state() -> dict[str, Tensor]:
+        library = _library(folder)
+        if seed is not None:
+            config = read_config(folder)
+            config.vocab_size = shape.vocabulary_size
+            with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+                torch.manual_seed(seed)
+                return dict(library.AutoModelForCausalLM.from_config(config).state_dict())
+        try:
+            model, report = library.AutoModelForCausalLM.from_pretrained(
+                folder,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                dtype="auto",
+                output_loading_info=True,
+            )
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise ValueError(f"{folder}: the weights cannot be read ({_line(error)})") from error
+        if missing := sorted({*report["missing_keys"], *report["mismatched_keys"]}, key=str):
+            raise ValueError(f"{folder}: the weights lack {missing[0]} ({len(missing)} in all)")
+        return dict(model.state_dict())
+
+    def read(name: str) -> Tensor:
+        with torch.device("cpu"):
+            return state()[names[name]].to(torch.float32)
+
+    return read
+
+
+def foreign_names(shape: ModelShape) -> dict[str, str]:
+    """Name of a parameter in the decoder → its name in the model of transformers."""
+    return build_body(nn.Module(), shape)
+
+
+def save_foreign(shape: ModelShape, tensors: dict[str, Tensor], folder: Path, dtype: torch.dtype) -> None:
+    """Write the weights of a model of transformers as it writes them, in one or several files.
+
+    Args:
+        shape: of the model.
+        tensors: by transformers' names. Routing biases and the like, which are no parameters there, keep their dtype.
+        folder: to write to; it gets a config.json, too.
+        dtype: of the parameters.
+    """
+    config = read_config(shape.architecture)
+    config.vocab_size = shape.vocabulary_size
+    with torch.device("meta"):
+        whole = _library(shape.architecture).AutoModelForCausalLM.from_config(config, dtype=dtype)
+    parameters = {name for name, _ in whole.named_parameters()}
+    values = {name: each.to(dtype) if name in parameters else each for name, each in tensors.items()}
+    whole.load_state_dict(values, strict=False, assign=True)
+    whole.tie_weights()
+    whole.save_pretrained(folder)
+
+
+def _library(folder: str) -> Any:
+    library = import_extra("transformers", f"model={PREFIX}{folder}", "transformers")
+    library.logging.set_verbosity_error()
+    library.logging.disable_progress_bar()
+    return library
+
+
+def _line(error: Exception) -> str:
+    """The first line of an error's message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,85 @@
+"""Checks of runs that train a model of transformers (`model=hf:FOLDER`): settings, and that documents are isolated."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import torch
+
+from multipack.integrations.probe import isolation_probe
+from multipack.integrations.probe_documents import packed_batch
+from multipack.integrations.tiny_models import tiny_model
+from multipack.models.decoder import Decoder
+from multipack.models.foreign import PREFIX, foreign_shape, open_foreign, read_config
+from multipack.shapes import ModelShape
+
+TOLERANCE = 1e-4
+"""Largest difference of logits, relative to the largest logit, between transformers' forward pass and `Decoder`'s."""
+FOREIGN_NOTES = [
+    "the model's code is that of transformers: documents of a pack are isolated (probed on a tiny model of it);"
+    " auxiliary losses of routers are not added; samples need an export"
+]
+"""Notes for the header of a run."""
+_FREE = ("architecture", "vocabulary_size")
+
+
+def check_settings(config: Any) -> None:
+    """Check that a run's configuration asks for nothing that a model of transformers cannot do here.
+
+    Raises:
+        ValueError: it does; the message names the setting.
+    """
+    model, train, parallel = config.model, config.train, config.parallel
+    where = f"with model={PREFIX}{model.architecture}, whose code is that of transformers"
+    for name in ("tensor", "context", "pipeline"):
+        if (ranks := getattr(parallel, name)) > 1:
+            raise ValueError(
+                f"parallel.{name}={ranks} is not supported {where}: use parallel.data=zero3, which divides its weights"
+            )
+    for name, given, instead in (
+        ("train.tiles", train.tiles, 1),
+        ("train.compile", train.compile, "false"),
+        ("model.attention", model.attention, "auto"),
+    ):
+        if given not in (instead, "auto"):
+            raise ValueError(f"{name}={given} is not supported {where}: use {name}={instead}")
+    own, values = foreign_shape(model.architecture).to_dict(), config.shape_with(0).to_dict()
+    if other := [name for name in own if name not in _FREE and own[name] != values[name]]:
+        raise ValueError(
+            f"model.{other[0]}={values[other[0]]} has no effect {where}: its config.json says {own[other[0]]};"
+            " leave it out"
+        )
+
+
+def check_isolated(shape: ModelShape, device: torch.device) -> None:
+    """Check the code of `shape.architecture` on a tiny model of it, with random weights, on this device.
+
+    Its logits equal those of transformers' own forward pass, and documents in a pack do not change each other.
+
+    Raises:
+        ValueError: not so; the message is the probe's reason.
+    """
+    where = f"model={PREFIX}{shape.architecture}"
+    with tempfile.TemporaryDirectory() as folder:
+        whole: Any = tiny_model(read_config(shape.architecture)).eval().to(device)
+        with torch.no_grad():  # logits of a trained model's size, which soft caps would change
+            whole.get_output_embeddings().weight.mul_(100.0)
+        whole.save_pretrained(folder)
+        small = foreign_shape(folder)
+        with device:
+            model = Decoder(small).eval()
+        read = open_foreign(small)
+        model.load_state_dict({name: read(name) for name, _ in model.named_parameters()})
+    try:
+        isolation_probe(model).check()
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    tokens = list(range(4, 15))
+    with torch.no_grad():
+        expected = whole(torch.tensor([tokens], device=device), use_cache=False).logits[0]
+        found = model.logits(packed_batch([tokens]).to(device))
+    if not (found - expected).abs().max() <= TOLERANCE * expected.abs().max():
+        raise ValueError(
+            f"{where} is not supported: its logits are not the product of hidden states and the head's matrix"
+        )

@@ -1,0 +1,88 @@
+"""Tiny models of transformers in folders, and runs that train them."""
+
+import json
+from contextlib import redirect_stderr
+from io import StringIO
+from pathlib import Path
+
+import torch
+
+from multipack.data.tokenizer import byte_tokenizer
+
+SIZES = {
+    "vocab_size": 264,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": 256,
+    "pad_token_id": None,
+}
+MORE = {
+    "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4, "tie_word_embeddings": True},
+    "qwen3_moe": {
+        "num_key_value_heads": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "head_dim": 8,
+    },
+    "gpt_oss": {"num_key_value_heads": 2, "num_local_experts": 4, "head_dim": 8, "sliding_window": 3},
+    "opt": {"word_embed_proj_dim": 16, "ffn_dim": 24, "dropout": 0.0},
+    "cohere": {"num_key_value_heads": 2, "logit_scale": 0.5},
+    "phi": {"resid_pdrop": 0.0},
+    "deepseek_v3": {
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 8,
+        "num_key_value_heads": 4,
+    },
+    "jamba": {"num_key_value_heads": 2, "num_experts": 2, "mamba_dt_rank": 4, "use_mamba_kernels": False},
+}
+
+
+def save_model(kind, folder, dtype=torch.float32):
+    """A tiny model of this kind with random weights, and its folder with a tokenizer of bytes."""
+    import transformers
+
+    config = transformers.CONFIG_MAPPING[kind](**{**SIZES, **MORE.get(kind, {})})
+    torch.manual_seed(3)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer), alpha=0.1)
+    with redirect_stderr(StringIO()):
+        model.save_pretrained(folder)
+    byte_tokenizer().save(Path(folder) / "tokenizer.json")
+    return model
+
+
+def run_words(tmp_path, folder):
+    """Words of a run of four steps on short documents."""
+    file = tmp_path / "documents.jsonl"
+    lines = [json.dumps({"text": "abcdefghij"[number % 7 :] * 3}) for number in range(60)]
+    file.write_text("\n".join(lines) + "\n")
+    return [
+        *f"data=jsonl data.path={file} plan.capacity=64 plan.packs_per_step=2 plan.window=4".split(),
+        *[
+            "train.device=cpu",
+            "train.dtype=fp32",
+            "train.steps=4",
+            "train.eval_every=0",
+            "train.checkpoint_every=2",
+        ],
+        *f"log.every=0 optimizer.lr=0.01 model=hf:{folder}".split(),
+    ]

@@ -1,0 +1,161 @@
+"""Models of transformers in our trainer (`model=hf:FOLDER`), compared with transformers' own passes."""
+
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from hf_models import run_words, save_model
+from multipack.integrations.probe_documents import packed_batch
+from multipack.models.decoder import Decoder
+from multipack.models.foreign import foreign_names, foreign_shape, open_foreign
+from multipack.run import RunDirectory
+from multipack.training.checkpoint import load_checkpoint
+from multipack.training.export import export
+from multipack.training.run_config import compose, compose_run
+from multipack.training.train import train
+
+transformers = pytest.importorskip("transformers", "5.2", reason="transformers >= 5.2 is not installed")
+DOCUMENTS = [[*range(5, 16)], [*range(40, 47)], [*range(90, 110)], [7, 7]]
+
+
+def model_of(folder):
+    """The model of a folder in `Decoder`."""
+    shape = foreign_shape(str(folder))
+    model, read = Decoder(shape), open_foreign(shape)
+    model.load_state_dict({name: read(name) for name, _ in model.named_parameters()})
+    return model
+
+
+def result(out):
+    """The model's tensors in the last checkpoint of a run, and the losses of its steps."""
+    run = RunDirectory(out)
+    losses = [record["loss"] for record in run.records() if "loss" in record]
+    return load_checkpoint(run.latest_checkpoint()).source.whole("model"), losses
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("mixtral", "gpt_oss", "phi", "deepseek_v3"),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3_moe", "opt", "cohere", "gpt_neox")),
+    ],
+)
+def test_a_pack_equals_its_documents_alone(kind, tmp_path):
+    theirs = save_model(kind, tmp_path)
+    ours = model_of(tmp_path)
+    expected = torch.zeros(())
+    for document in DOCUMENTS:
+        tokens = torch.tensor([document])
+        logits = theirs(tokens, use_cache=False).logits[0]
+        expected = expected + F.cross_entropy(logits[:-1].float(), tokens[0, 1:], reduction="sum")
+    expected.backward()
+    found = ours(packed_batch(DOCUMENTS))
+    found.backward()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    gradients = {name: each.grad for name, each in theirs.named_parameters() if each.grad is not None}
+    names = foreign_names(ours.shape)
+    trained = {name: each for name, each in ours.named_parameters() if each.requires_grad}
+    assert {names[name] for name in trained} == gradients.keys()
+    for name, each in trained.items():
+        scale = gradients[names[name]].abs().max().clamp(min=1.0)
+        torch.testing.assert_close(each.grad / scale, gradients[names[name]] / scale, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.slow)])
+def test_a_run_resumes_and_its_export_loads(recompute, tmp_path, capsys):
+    save_model("mixtral", tmp_path / "base")
+    words = [*run_words(tmp_path, tmp_path / "base"), f"train.recompute={recompute}"]
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    train(compose_run([*words, f"out={whole}"]))
+    assert "auxiliary losses of routers are not added" in " ".join(capsys.readouterr().out.split())
+    shutil.copytree(whole, part)
+    shutil.rmtree(part / "checkpoints" / "step-00000004")
+    (part / "checkpoints" / "latest").unlink()
+    train(compose_run(["train.resume=true", f"out={part}"]))
+    expected, losses = result(whole)
+    found, again = result(part)
+    assert losses == again
+    assert losses[-1] < losses[0]
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+    shutil.rmtree(tmp_path / "base")  # the run has its configuration
+    export(whole, tmp_path / "out")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    ours = model_of(tmp_path / "out").eval()
+    for name, value in ours.named_parameters():
+        assert torch.equal(value, expected[name]), name
+    with torch.no_grad():
+        logits = loaded(torch.tensor(DOCUMENTS[:1]), use_cache=False).logits[0]
+        torch.testing.assert_close(ours.logits(packed_batch(DOCUMENTS[:1])), logits, rtol=1e-5, atol=1e-5)
+
+
+def test_adapters_train_and_peft_loads_them(tmp_path):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    base = save_model("mixtral", tmp_path / "base")
+    words = [*run_words(tmp_path, tmp_path / "base"), "adapter=lora", "adapter.targets=[q_proj,o_proj]"]
+    train(compose_run([*words, "adapter.rank=2", f"out={tmp_path / 'run'}"]))
+    held, losses = result(tmp_path / "run")
+    assert losses[-1] < losses[0]
+    assert len(held) == 2 * 2 * 2
+    assert all(name.endswith((".lora_a", ".lora_b")) for name in held)
+    export(tmp_path / "run", tmp_path / "adapter")
+    export(tmp_path / "run", tmp_path / "merged", merge=True)
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    tokens = torch.tensor(DOCUMENTS[:1])
+    with torch.no_grad():
+        one, other = (model(tokens, use_cache=False).logits for model in (adapted, merged))
+    torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    before = load_file(tmp_path / "base" / "model.safetensors")
+    after = load_file(tmp_path / "merged" / "model.safetensors")
+    changed = {name for name, value in before.items() if not torch.equal(after[name], value)}
+    assert changed == {f"model.layers.{n}.self_attn.{m}.weight" for n in (0, 1) for m in ("q_proj", "o_proj")}
+
+
+def test_a_folder_without_weights_starts_with_random_ones(tmp_path):
+    save_model("mixtral", tmp_path / "base")
+    (tmp_path / "base" / "model.safetensors").unlink()
+    words = [*run_words(tmp_path, tmp_path / "base"), "tokenizer=byte", "train.steps=1"]
+    outs = [tmp_path / "one", tmp_path / "two"]
+    for out in outs:
+        train(compose_run([*words, f"out={out}"]))
+    (one, losses), (two, again) = map(result, outs)
+    assert losses == again
+    assert all(torch.equal(two[name], value) for name, value in one.items())
+
+
+def test_a_model_that_mixes_documents_is_refused_with_the_reason(tmp_path):
+    save_model("jamba", tmp_path / "base")
+    words = [*run_words(tmp_path, tmp_path / "base"), f"out={tmp_path / 'run'}"]
+    with pytest.raises(ValueError, match=r"model=hf:.*recurrent: state of a recurrent layer is carried"):
+        train(compose_run(words))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["parallel.tensor=2"], "parallel.tensor=2 is not supported .* use parallel.data=zero3"),
+        (["train.tiles=2"], "train.tiles=2 is not supported"),
+        (["train.compile=true"], "train.compile=true is not supported"),
+        (["model.attention=dense"], "model.attention=dense is not supported"),
+        (["model.layers=3"], "model.layers=3 has no effect .*config.json says 2"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(words, reason, tmp_path):
+    save_model("gpt_neox", tmp_path / "base")
+    config = compose([*run_words(tmp_path, tmp_path / "base"), *words])
+    with pytest.raises(ValueError, match=reason):
+        config.check(2)
+
+
+def test_folders_that_hold_no_such_model_are_refused(tmp_path):
+    for kind, reason in (("bloom", "attention of its own"), ("t5", "no causal language model")):
+        transformers.CONFIG_MAPPING[kind]().save_pretrained(tmp_path / kind)
+        with pytest.raises(ValueError, match=rf"model=hf:{tmp_path / kind}: .*{reason}"):
+            Decoder(foreign_shape(str(tmp_path / kind)))
+    with pytest.raises(ValueError, match="model=hf:nowhere"):
+        compose(["model=hf:nowhere"])

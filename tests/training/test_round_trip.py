@@ -1,0 +1,110 @@
+"""A model that is loaded and saved again: weights bit for bit, tokenizer and settings as they were."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hf_models import SIZES
+from multipack.data.tokenizer import byte_tokenizer
+from multipack.training.export import export
+from multipack.training.run_config import compose_run
+from multipack.training.train import train
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
+
+
+def tensors_of(folder):
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A folder as people publish them: bf16, in two files, with a padding token and settings of generation."""
+    folder = tmp_path / "source"
+    config = transformers.Qwen2Config(**SIZES, num_key_value_heads=2, tie_word_embeddings=False)
+    torch.manual_seed(4)
+    model = transformers.Qwen2ForCausalLM(config).to(torch.bfloat16)
+    model.generation_config.update(do_sample=True, temperature=0.6, top_p=0.9, pad_token_id=257)
+    model.save_pretrained(folder, max_shard_size="12KB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    names = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
+    definition = json.loads(byte_tokenizer(names).to_json())
+    definition["truncation"] = {
+        "direction": "Right",
+        "max_length": 9,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(definition, indent=1))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|pad|>",
+        "padding_side": "left",
+        "model_max_length": 777,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "special_tokens_map.json").write_text(json.dumps({"pad_token": "<|pad|>"}))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    kept = json.loads((folder / "config.json").read_text()) | {"a_key_of_the_hub": [1, 2]}
+    (folder / "config.json").write_text(json.dumps(kept))
+    return folder
+
+
+def check_same(source, out):
+    expected, found = tensors_of(source), tensors_of(out)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        assert torch.equal(found[name], value), name
+    for name in ("tokenizer.json", "chat_template.jinja", "special_tokens_map.json"):
+        assert (out / name).read_bytes() == (source / name).read_bytes()
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        expected, found = (json.loads((folder / name).read_text()) for folder in (source, out))
+        assert expected.items() <= found.items(), name
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    assert (tokenizer.pad_token, tokenizer.eos_token, tokenizer.padding_side) == (
+        "<|pad|>",
+        "<|im_end|>",
+        "left",
+    )
+    assert tokenizer.chat_template == TEMPLATE
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert loaded.dtype == torch.bfloat16
+    assert (loaded.generation_config.temperature, loaded.generation_config.pad_token_id) == (0.6, 257)
+
+
+def test_a_folder_is_written_as_it_was(source, tmp_path):
+    export(source, tmp_path / "out")
+    check_same(source, tmp_path / "out")
+    export(source, tmp_path / "wide", dtype="fp32")
+    assert {value.dtype for value in tensors_of(tmp_path / "wide").values()} == {torch.float32}
+
+
+def test_every_tensor_keeps_its_own_dtype(source, tmp_path):
+    tensors = {name: value.contiguous() for name, value in tensors_of(source).items()}
+    for file in (*source.glob("*.safetensors"), source / "model.safetensors.index.json"):
+        file.unlink()
+    tensors["model.norm.weight"] = torch.full((16,), 1 + 2.0**-20)
+    save_file(tensors, source / "model.safetensors")
+    export(source, tmp_path / "out")
+    check_same(source, tmp_path / "out")
+
+
+def test_a_run_keeps_what_it_started_with(source, tmp_path):
+    file = tmp_path / "documents.jsonl"
+    file.write_text("".join(json.dumps({"text": "abcdefghij" * 2}) + "\n" for _ in range(40)))
+    words = [
+        *f"data=jsonl data.path={file} plan.capacity=64 plan.packs_per_step=2 train.device=cpu".split(),
+        *f"train.dtype=fp32 train.steps=1 train.eval_every=0 optimizer.lr=0 train.init_from={source}".split(),
+    ]
+    train(compose_run([*words, f"out={tmp_path / 'run'}"]))
+    train(compose_run(["train.resume=true", f"out={tmp_path / 'run'}", "train.steps=2"]))
+    export(tmp_path / "run", tmp_path / "out")
+    check_same(source, tmp_path / "out")
